@@ -29,7 +29,7 @@ from bare_grpc import GENERATOR_CORE, SERVER_CORE, Meter, Row, pin
 from torch.utils.data import DataLoader
 
 from dlrover import launched
-from dlrover.agent.relay import Relay
+from dlrover.agent.relay import ShardRelay
 from dlrover.data.dataset import ElasticDataset
 from dlrover.data.records import Records
 from dlrover.rpc import wire
@@ -141,7 +141,7 @@ def relay(address: str, token: str, told: Connection) -> None:
     """Relay on the server core until killed; ``told`` gets the address."""
 
     async def serve() -> None:
-        async with MasterClient(address, token) as client, Relay(client) as served:
+        async with MasterClient(address, token) as client, ShardRelay(client) as served:
             told.send(served.address)
             await asyncio.Event().wait()
 

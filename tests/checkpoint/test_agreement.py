@@ -17,7 +17,7 @@ from dlrover.checkpoint.loading.plan import restoring
 from dlrover.checkpoint.loading.restore import in_place
 from dlrover.checkpoint.machine import interval
 from dlrover.checkpoint.machine.saves import SaveId
-from dlrover.checkpoint.saver.protocol import Holding, SaverGoneError
+from dlrover.checkpoint.saver.protocol import SaverGoneError, ValidGenerations
 from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.stores import MANIFEST, TRACKER, StorageAwayError, open_store
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -38,9 +38,9 @@ class Client:
         if what == self._gone:
             raise SaverGoneError("The saver is gone.")
 
-    def look(self) -> Holding:
+    def look(self) -> ValidGenerations:
         self._ask("look")
-        return Holding(())
+        return ValidGenerations(())
 
     def keep(self, save: SaveId | None) -> None:
         self._ask("keep")

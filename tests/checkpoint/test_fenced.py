@@ -53,7 +53,7 @@ def write(place: str, save: SaveId, state: dict, lease=None, rank: int = 0, size
     """Store a rank's part as its worker does; what went wrong."""
     store, copier = quick(place), Copier()
     packed = copier.layout(tree.flatten(state))
-    writer = direct.Writer(store, storage.identity(store), KeepLast(9), rank, size, lease)
+    writer = direct.DirectWriter(store, storage.identity(store), KeepLast(9), rank, size, lease)
     return writer.write(save, packed, copier.sources, {})
 
 

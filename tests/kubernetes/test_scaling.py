@@ -20,8 +20,7 @@ from dlrover.kubernetes.resources.types import PlannedPod, ScalePlanSpec, ScaleR
 from dlrover.master import scale
 from dlrover.master.machine import inputs
 from dlrover.rpc.messages import ScaleReply
-from dlrover.spec.node import LaunchNode
-from dlrover.spec.roles import FIRST_SERVER
+from dlrover.spec.node import FIRST_SERVER, LaunchNode
 from dlrover.testing.drivers import JobDriver
 from tests.kubernetes import manifests
 from tests.kubernetes.controlplane import ControlPlane
@@ -188,7 +187,7 @@ def test_a_plan_of_the_masters_own_is_recorded_with_its_reason(
         factors: tuple[float, float],
     ) -> ScaleReply:
         before = driver.machine.scaling.workers
-        driver.give(inputs.ScaleAsked(number, reason, source, role, factors))
+        driver.give(inputs.ScaleRequested(number, reason, source, role, factors))
         return scale.reply(before, driver.machine.scaling.workers)
 
     def resize(role: str, replicas: int) -> None:
@@ -212,7 +211,7 @@ def test_a_plan_of_the_masters_own_is_recorded_with_its_reason(
         scaling = asyncio.create_task(Scaler(client, found, calls, resize).run())
         try:
             await cluster.until(lambda: sizes == [("worker", 4)])
-            driver.give(inputs.ScaleAsked(3, "The fourth adds nothing.", "plan"))
+            driver.give(inputs.ScaleRequested(3, "The fourth adds nothing.", "plan"))
             await cluster.until(lambda: plan().get("status", {}).get("phase") == "Scaling")
             driver.give(inputs.NodeExited(3, "its agent ended"))
             driver.join(0, 1, 2)

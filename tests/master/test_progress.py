@@ -16,9 +16,10 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.watches.activities import Activities
 from dlrover.master.service import Master
 from dlrover.rpc import messages
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.rpc.messages import Hello, Join, StopRequest
+from dlrover.spec.activity import Activity
 from dlrover.spec.job import JobSpec
+from dlrover.spec.measurements import WorkerActivity
 from dlrover.spec.world import Offer
 
 
@@ -37,9 +38,9 @@ class Job:
         for node in (0, 1):
             uid = f"agent {node}"
             self.master._greeted[uid] = asyncio.Queue()
-            self.master.submit(inputs.NodeConnected(uid, -1, -1, "host", 0))
+            self.master.submit(Hello(uid, -1, -1, "host", 0))
         for node in (0, 1):
-            self.master.submit(inputs.NodeJoined(node, 1, Offer(2, "host", 1)))
+            self.master.submit(inputs.Reported(node, Join(1, Offer(2, "host", 1))))
         # Nothing is due for a while.
         self.master._progress_journalled = self.master.clock()
 
@@ -139,7 +140,7 @@ def test_what_a_round_began_with_is_journalled_at_once_though_it_is_told_late(
         job.beat(0, 2, worker(2.0, 2.0, first_step=7))
         job.beat(0, 3, worker(2.0, 3.0, first_step=7))
         assert [(p.steps, p.first_step) for p in job.progressed] == [(1, -1), (2, 7)]
-        job.master.submit(inputs.StopRequested("enough", 0))
+        job.master.submit(StopRequest("enough", 0))
         job.beat(0, 4, worker(2.0, 4.0, first_step=7))
         assert len(job.progressed) == 2, "nobody asks for the steps of an ended job"
 
@@ -207,7 +208,7 @@ def test_thousands_of_ends_do_not_journal_thousands_of_activities(tmp_path: Path
 def test_the_ledger_replays_to_the_same_report(tmp_path: Path) -> None:
     async def test(job: Job) -> None:
         job.beat(0, 1, worker(2.0, 1.0))
-        job.master.submit(inputs.StopRequested("stopped", 5))
+        job.master.submit(StopRequest("stopped", 5))
         again = Master(job.journal, job.master._history)
         last = [time for time, _ in job.journal.entries()][-1]
         assert again.ledger.goodput(last) == job.master.ledger.goodput(last)

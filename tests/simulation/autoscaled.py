@@ -3,7 +3,7 @@
 from typing import TypeVar
 
 from dlrover.spec.job import Limits
-from dlrover.spec.speed import ScaleStage
+from dlrover.spec.plan import ScaleStage
 from dlrover.testing.cluster import Cluster
 
 LIMITS = Limits(autoscale_window=10.0, autoscale_interval=120.0, autoscale_patience=120.0)

@@ -9,8 +9,7 @@ from dlrover.master.views.status import size_of
 from dlrover.spec import brain, events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.spec.plan import Group
-from dlrover.spec.speed import ScaleKind
+from dlrover.spec.plan import Group, ScaleKind
 from dlrover.testing.cluster import Cluster
 from tests.simulation.autoscaled import LIMITS, NOISE, WITHIN, settled, told
 
@@ -233,7 +232,7 @@ def test_a_users_number_of_nodes_ends_auto_scaling():
     cluster.run(1800)
     assert size(cluster) == 3
     ended = told(cluster, events.AutoScalingEnded)
-    assert [body.reason for body in ended] == ["a user asked for 3 nodes"]
+    assert [body.reason for body in ended] == ["a user requested 3 nodes"]
     assert len(told(cluster, events.PlanMade)) == 1
 
 
@@ -293,7 +292,9 @@ def test_a_node_gets_more_memory_before_it_runs_out_where_the_platform_can_do_th
     cluster.run_until(lambda: settled(cluster) and size(cluster) == 1, 3600)
     machine = cluster.machine
     node = machine.rendezvous.members[0]
-    forecast = inputs.MemoryForecast(machine.rendezvous.round, node, 24 << 30, 16 << 30, 1800.0)
+    forecast = inputs.MemoryForecast(
+        machine.rendezvous.round, events.MemoryGrows(node, 24 << 30, 16 << 30, 1800.0)
+    )
     cluster._submit(forecast)
     cluster.run(120.0)
     assert cluster.training

@@ -6,9 +6,9 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.scaling.autoscale import MOST_CHANGES
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.spec.roles import Size
-from dlrover.spec.speed import ScaleKind
-from dlrover.spec.usage import NodeUsage
+from dlrover.spec.measurements import NodeUsage
+from dlrover.spec.node import Size
+from dlrover.spec.plan import ScaleKind
 from dlrover.testing.cluster import Cluster
 from tests.simulation.autoscaled import LIMITS, NOISE, WITHIN, settled, told
 
@@ -132,7 +132,7 @@ def test_a_users_number_of_servers_is_kept_and_the_workers_are_still_chosen():
     cluster.run(600)
     assert size(cluster) == (3, 2)
     ended = told(cluster, events.AutoScalingEnded)
-    assert [body.reason for body in ended] == ["a user asked for 3 nodes"]
+    assert [body.reason for body in ended] == ["a user requested 3 nodes"]
 
 
 class Hot:

@@ -29,7 +29,7 @@ def started(seed: int, steps: int = 400, **options: object) -> Cluster:
 
 
 def migrate(cluster: Cluster, node: int = 1) -> None:
-    cluster._submit(inputs.MigrateAsked(node, 1.5, 2.0, "a test"))
+    cluster._submit(inputs.MigrationRequested(node, 1.5, 2.0, "a test"))
 
 
 def rounds(cluster: Cluster) -> int:

@@ -24,7 +24,7 @@ from dlrover.agent.workers.workers import WorkerGroup
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient
-from dlrover.spec.check import CheckReport
+from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.jobdir import AgentConfig
 from dlrover.spec.outcome import Outcome
@@ -58,11 +58,11 @@ class Agent:
         node_id: int = -1,
         node_rank: int = -1,
         locate: Callable[[], str] | None = None,
-        tell: Callable[[str], None] | None = None,
+        notify: Callable[[str], None] | None = None,
     ) -> None:
         """Create an agent.
 
-        ``locate`` returns the master's current address, if it may change. ``tell`` shows notices about the
+        ``locate`` returns the master's current address, if it may change. ``notify`` shows notices about the
         node's waits to the user of this machine; it is needed only on machines without the master.
         """
         launch, limits = settings.launch, settings.limits
@@ -85,7 +85,7 @@ class Agent:
         self._outgoing: asyncio.Queue[messages.AgentMessage] | None = None
         self._heartbeat_interval = limits.heartbeat_interval
         self._waits = Waits(limits, time.monotonic())
-        self._tell = tell
+        self._notify = notify
         self._left: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._stopping: asyncio.Task[None] | None = None
         alone = bool(settings.master_address)
@@ -104,7 +104,7 @@ class Agent:
         tasks = [
             asyncio.create_task(self._stay_connected()),
             asyncio.create_task(self._report_progress()),
-            asyncio.create_task(self._tell_waits()),
+            asyncio.create_task(self._show_waits()),
         ]
         waits: list[asyncio.Future[Any]] = [*tasks, self._left]
         try:
@@ -128,7 +128,7 @@ class Agent:
 
     def abandon(self, exit_code: int, reason: str) -> None:
         """Stop the workers and leave without the master's order."""
-        self._handle(agent_machine.Abandoned(Outcome(exit_code=exit_code, reason=reason)))
+        self._handle(messages.Dismiss(Outcome(exit_code=exit_code, reason=reason)))
 
     def worker_ended(self, local_rank: int, failure: Failure | None) -> None:
         """Handle the end of a worker; called by the worker group."""
@@ -175,7 +175,7 @@ class Agent:
                 if self._machine.refuses(message):
                     logger.error("%s is refused: another master has taken over", message)
                     return
-                self._show(self._waits.heard(time.monotonic(), self._client.address))
+                self._show(self._waits.answered(time.monotonic(), self._client.address))
                 self._outgoing = outgoing
                 if isinstance(message, messages.Welcome):
                     self._heartbeat_interval = message.heartbeat_interval
@@ -194,7 +194,7 @@ class Agent:
         if outcome is not None:
             self.abandon(outcome.exit_code, outcome.reason)
 
-    async def _tell_waits(self) -> None:
+    async def _show_waits(self) -> None:
         while True:
             await asyncio.sleep(NOTICE_POLL)
             machine, now = self._machine, time.monotonic()
@@ -204,8 +204,8 @@ class Agent:
     def _show(self, line: str) -> None:
         if line:
             logger.info("%s", line)
-        if line and self._tell is not None:
-            self._tell(line)
+        if line and self._notify is not None:
+            self._notify(line)
 
     def _say(self, message: messages.AgentMessage) -> None:
         if self._outgoing is not None:
@@ -269,22 +269,19 @@ class Agent:
         match command:
             case agent_machine.JoinRound():
                 self._join(command.round)
-            case agent_machine.Say():
+            case messages.Failed() | messages.Succeeded() | CheckReport():
                 self._say_progress()
-                self._say(command.message)
-            case agent_machine.RunCheck():
-                self._checker.start(command.order, self._machine.node_id, self._checked)
-            case agent_machine.StartWorkers():
+                self._say(command)
+            case CheckOrder():
+                self._checker.start(command, self._machine.node_id, self._handle)
+            case messages.AssignWorld():
                 self._checker.stop()
                 self._waits.started()
                 self._start(command.world, command.fresh)
             case agent_machine.StopWorkers():
                 self._stopping = asyncio.create_task(self._stop_workers())
-            case agent_machine.Leave() if not self._left.done():
+            case messages.Dismiss() if not self._left.done():
                 self._left.set_result(command.outcome)
-
-    def _checked(self, report: CheckReport) -> None:
-        self._handle(agent_machine.Checked(report))
 
     def _join(self, round_: int) -> None:
         if self._port is not None and self._port_used:
@@ -323,8 +320,8 @@ class Agent:
     async def _stop_workers(self) -> None:
         outcome = self._machine.outcome
         number = signal.SIGTERM
-        asked = 0 if outcome is None else outcome.exit_code - ExitCode.SIGNAL_BASE
-        if asked in signal.valid_signals():
-            number = signal.Signals(asked)
+        requested = 0 if outcome is None else outcome.exit_code - ExitCode.SIGNAL_BASE
+        if requested in signal.valid_signals():
+            number = signal.Signals(requested)
         await self._workers.stop(number, self._launch.shutdown_timeout)
         self._handle(agent_machine.WorkersStopped())

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import msgspec
+
 from dlrover.errors import ExitCode
 from dlrover.master.diagnosis_rules import built_in
 from dlrover.master.machine import inputs
@@ -28,14 +30,12 @@ from dlrover.master.machine.watches.activities import Activities
 from dlrover.master.scaling.autoscale import AutoScaler
 from dlrover.rpc import messages
 from dlrover.spec.brain import Similar
-from dlrover.spec.check import CheckReport
 from dlrover.spec.events import Event
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
-from dlrover.spec.node import FoundNode, LaunchNode
+from dlrover.spec.node import WORKER, FoundNode, LaunchNode, is_server
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.roles import WORKER, is_server
-from dlrover.testing.nodes import Delays, Link, Program, SimulatedNode, Time
+from dlrover.testing.nodes import Delays, Link, SimulatedNode, SimulatedProgram, Time
 
 _DETAILS: dict[FailureKind, dict[str, Any]] = {
     FailureKind.SIGNAL: {"signal": 9},
@@ -96,7 +96,7 @@ class Cluster:
         self.alive: dict[str, SimulatedNode] = {}
         """Nodes whose agents are alive, by the agents' unique ids, in order."""
         self.master_away = False
-        self.program = Program(self.time, delays or Delays(), steps)
+        self.program = SimulatedProgram(self.time, delays or Delays(), steps)
         self.similar: Similar | None = None
         """Similar past job that the planner receives."""
         self._activities = Activities()
@@ -246,13 +246,13 @@ class Cluster:
 
     def stop(self, exit_code: int = ExitCode.STOPPED) -> None:
         """Stop the job as a user would."""
-        self._submit(inputs.StopRequested("stopped", exit_code))
+        self._submit(messages.StopRequest("stopped", exit_code))
 
     def scale(
         self, nodes: int, source: Literal["user", "plan"] = "user", role: str = WORKER
     ) -> None:
         """Ask for another number of managed nodes of a role."""
-        self._submit(inputs.ScaleAsked(nodes, "a test", source, role))
+        self._submit(inputs.ScaleRequested(nodes, "a test", source, role))
 
     def inject(
         self, faults: Sequence[Callable[[SimulatedNode], None]], *, every: float, until: float
@@ -345,7 +345,7 @@ class Cluster:
         found = tuple(FoundNode(n.launched_as, n.node_rank, n.uid) for n in launched)
         self._submit(inputs.Submitted(self._job, "", found, self._recorded, built_in()))
         if over is not None:
-            self._submit(inputs.StopRequested(over.reason, over.exit_code))
+            self._submit(messages.StopRequest(over.reason, over.exit_code))
         self._watch_all()
 
     def _watch_all(self) -> None:
@@ -362,10 +362,10 @@ class Cluster:
             doomed = self.alive.get(self.machine.nodes[command.node_id].handle)
             if doomed is not None:
                 self.time.after(self.program.delays.notice, doomed.end, "killed by SIGKILL")
-        elif isinstance(command, inputs.Welcome):
+        elif isinstance(command, inputs.Greet):
             link = self._greeted[command.uid]
-            self._register(link, command.node_id)
-            link.down(messages.Welcome(command.node_id, command.round, 15.0, self.epoch))
+            self._register(link, command.message.node_id)
+            link.down(msgspec.structs.replace(command.message, epoch=self.epoch))
         elif isinstance(command, inputs.Say) and command.node_id in self._links:
             self._links[command.node_id].down(command.message)
 
@@ -445,18 +445,14 @@ class Cluster:
                     )
                 if self._activities.steps > self.machine.progress.steps:
                     self._submit(self._activities.progress(self.machine.rounds.training()))
-                self._scaler.heard(link.node_id, message, self.time.now)
+                self._scaler.take_heartbeat(link.node_id, message, self.time.now)
                 self._auto_scale()
-        elif isinstance(message, messages.Join):
-            self._submit(inputs.NodeJoined(link.node_id, message.round, message.offer))
-        elif isinstance(message, CheckReport):
-            self._submit(inputs.NodeChecked(link.node_id, message))
         elif isinstance(message, messages.Failed):
             failed = self.machine.recovery.admitted(message.failure)
             if failed is not None:
                 self._submit(failed)
-        else:
-            self._submit(inputs.NodeSucceeded(link.node_id, message.round))
+        elif not isinstance(message, messages.Evidence):
+            self._submit(inputs.Reported(link.node_id, message))
 
     def _auto_scale(self) -> None:
         """Act as the master's auto-scaler, which runs now and then."""
@@ -475,11 +471,7 @@ class Cluster:
         self._greeted[hello.uid] = link
         if hello.epoch >= self.epoch + (hello.uid in self.machine.fleet.by_uid):
             self.epoch = hello.epoch + 1
-        self._submit(
-            inputs.NodeConnected(
-                hello.uid, hello.node_id, hello.node_rank, hello.hostname, hello.round, hello.held
-            )
-        )
+        self._submit(hello)
         if not self.master_away:
             self._register(link, self.machine.fleet.by_uid[hello.uid])
 

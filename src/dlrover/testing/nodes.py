@@ -17,12 +17,11 @@ import msgspec
 from dlrover.agent.machine import node as agent_machine
 from dlrover.agent.machine.node import AgentMachine, Stage
 from dlrover.rpc import messages
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
-from dlrover.spec.check import CheckOrder
+from dlrover.spec.activity import Activity
+from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.failure import Failure, FailureKind
-from dlrover.spec.roles import SERVER, Size
-from dlrover.spec.usage import NodeUsage
+from dlrover.spec.measurements import NodeUsage, WorkerActivity
+from dlrover.spec.node import SERVER, Size
 from dlrover.spec.world import Offer, World
 from dlrover.testing import ailments
 from dlrover.testing.ailments import Ailment
@@ -85,7 +84,7 @@ class Time:
 class Run:
     """Workers of one round. They step together, once those of every node are up."""
 
-    def __init__(self, program: Program, size: Size, store: str = "") -> None:
+    def __init__(self, program: SimulatedProgram, size: Size, store: str = "") -> None:
         self.store = store
         """Address of its store; a master that lost its journal may reuse a round's number."""
         self.nodes: list[SimulatedNode] = []
@@ -136,7 +135,7 @@ class Run:
 
 
 @dataclass
-class Program:
+class SimulatedProgram:
     """Program of the job's workers. After a fault they resume from the last checkpoint."""
 
     time: Time
@@ -264,7 +263,7 @@ class SimulatedNode:
     def __init__(
         self,
         uid: str,
-        program: Program,
+        program: SimulatedProgram,
         dial: Callable[[SimulatedNode], Link | None],
         ended: Callable[[SimulatedNode, str], None],
         *,
@@ -406,12 +405,12 @@ class SimulatedNode:
     def _carry_out(self, command: agent_machine.Command) -> None:
         if isinstance(command, agent_machine.JoinRound):
             self._say(messages.Join(command.round, Offer(self.machine.nproc, self.uid, 29400)))
-        elif isinstance(command, agent_machine.Say):
+        elif isinstance(command, messages.Failed | messages.Succeeded | CheckReport):
             self.report_steps()
-            self._say(command.message)
-        elif isinstance(command, agent_machine.RunCheck):
-            self._begin_check(command.order)
-        elif isinstance(command, agent_machine.StartWorkers):
+            self._say(command)
+        elif isinstance(command, CheckOrder):
+            self._begin_check(command)
+        elif isinstance(command, messages.AssignWorld):
             self._run = self._program.run_of(command.world)
             self._run_since = self._time.now
             self._time.after(self._delays.start, self._started, self._run)
@@ -436,7 +435,7 @@ class SimulatedNode:
     def _answer(self, order: CheckOrder, began: float) -> None:
         others, chance = self._others(order), self._time.random
         answer = ailments.report(order, self.ailment, others, chance, self._time.now)
-        self.handle(agent_machine.Checked(msgspec.structs.replace(answer, received_at=began)))
+        self.handle(msgspec.structs.replace(answer, received_at=began))
 
     def _others(self, order: CheckOrder) -> list[Ailment | None]:
         nodes = [self._program.nodes.get(i) for i in order.members if i != self.machine.node_id]

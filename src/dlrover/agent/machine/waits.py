@@ -34,7 +34,7 @@ class Waits:
         self._noticed_at = -NOTICE_INTERVAL
         self._noticed = False
 
-    def heard(self, now: float, address: str) -> str:
+    def answered(self, now: float, address: str) -> str:
         """Note a message of the master; return a notice if this ends a wait with an earlier notice."""
         away, self._away, self._known = self._away, None, True
         noticed, self._noticed = self._noticed, False

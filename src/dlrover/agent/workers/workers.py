@@ -23,11 +23,11 @@ from dlrover.agent.workers import environment, evidence, numa, zygotes
 from dlrover.agent.workers.facts import NodeFacts
 from dlrover.agent.workers.logs import AttemptLogs, RunLogs
 from dlrover.agent.workers.modules import ModuleList
-from dlrover.agent.workers.zygote import Order
+from dlrover.agent.workers.zygote import StartOrder
 from dlrover.errors import ConfigurationError
-from dlrover.spec.activity import WorkerActivity
 from dlrover.spec.failure import OWN_ENDS, Failure, FailureKind
-from dlrover.spec.launch import Entry, LaunchSpec, Std
+from dlrover.spec.job import Entry, LaunchSpec, Std
+from dlrover.spec.measurements import WorkerActivity
 from dlrover.spec.stacks import WorkerEvidence
 from dlrover.spec.world import World
 from dlrover.training.worker.bootstrap import Program
@@ -152,11 +152,11 @@ class WorkerGroup:
         sys.stdout.flush()
         self._logs.start(sys.stdout.buffer, sys.stderr.buffer)
 
-    def _order(self, id_: int, worker: Worker, world: World, logs: AttemptLogs) -> Order:
+    def _order(self, id_: int, worker: Worker, world: World, logs: AttemptLogs) -> StartOrder:
         local_rank = worker.local_rank
         error_file = str(logs.error_file(local_rank))
         launch = self._launch
-        return Order(
+        return StartOrder(
             spawn=id_,
             program=Program(
                 entry=launch.entry.value,
@@ -222,7 +222,7 @@ class WorkerGroup:
             return warm
         return self._cold_zygote()
 
-    def _start_cold(self, orders: list[Order]) -> None:
+    def _start_cold(self, orders: list[StartOrder]) -> None:
         """Start workers from the cold zygote: the warm one is unfit or late."""
         for order in orders:
             self._cold_zygote().spawn(order)
@@ -320,7 +320,7 @@ class WorkerGroup:
             exit_code=None if signaled else os.WEXITSTATUS(status),
             signal=os.WTERMSIG(status) if signaled else None,
             exception=error.type,
-            asked_by=error.asked_by,
+            handled_signal=error.handled_signal,
             message=error.message,
             traceback=error.traceback,
             stderr_tail=self._logs.stderr_tail(worker.local_rank),
@@ -446,7 +446,7 @@ class RecordedError:
     message: str = ""
     traceback: str = ""
     time: float = 0.0
-    asked_by: int = 0
+    handled_signal: int = 0
     """As in `Failure`."""
 
     def __bool__(self) -> bool:
@@ -469,15 +469,15 @@ def _recorded_error(path: Path) -> RecordedError:
         when = float(extra.get("time") or extra.get("timestamp") or 0)
     except (TypeError, ValueError):
         when = 0.0
-    asked_by = extra.get("asked_by")
-    if not isinstance(asked_by, int) or not 0 < asked_by < signal.NSIG:
-        asked_by = 0
+    handled_signal = extra.get("handled_signal")
+    if not isinstance(handled_signal, int) or not 0 < handled_signal < signal.NSIG:
+        handled_signal = 0
     return RecordedError(
         type=str(message.get("errorType") or name.partition("(")[0]),
         message=rest if colon and name.isidentifier() else text,
         traceback=str(extra.get("py_callstack", "")),
         time=when,
-        asked_by=asked_by,
+        handled_signal=handled_signal,
     )
 
 

@@ -18,7 +18,7 @@ from dlrover.kubernetes.machine.decisions import (
     Certificate,
     Decision,
     Deletion,
-    Event,
+    JobNotice,
     Observed,
     condition,
     merged,
@@ -90,7 +90,7 @@ def _rejected(manifest: Manifest, old: ElasticJobStatus, why: str, now: float) -
         observed_generation=generation,
         conditions=merged(old.conditions, [accepted], now),
     )
-    events = () if known else (Event("Rejected", why, warning=True),)
+    events = () if known else (JobNotice("Rejected", why, warning=True),)
     return Decision(status=status, events=events)
 
 
@@ -215,8 +215,8 @@ def _start(view: View, master_image: str, token: str) -> Decision:
     )
 
 
-def _started(number: int) -> Event:
-    return Event("MasterStarted", f"Started master {number} of the job.")
+def _started(number: int) -> JobNotice:
+    return JobNotice("MasterStarted", f"Started master {number} of the job.")
 
 
 def _lived(view: View) -> float:

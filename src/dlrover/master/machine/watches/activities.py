@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dlrover.master.machine import inputs
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity, mean
+from dlrover.spec.activity import Activity
+from dlrover.spec.measurements import WorkerActivity, mean
 
 
 class Activities:
@@ -17,7 +17,7 @@ class Activities:
         self.steps = 0
         """Maximum number of steps of any node."""
         self._workers: dict[int, tuple[WorkerActivity, ...]] = {}
-        self._heard: set[int] = set()
+        self._reported: set[int] = set()
 
     def note(self, node: int, round_: int, steps: int, workers: tuple[WorkerActivity, ...]) -> None:
         """Record a node's report; ignore one of an older round."""
@@ -26,8 +26,8 @@ class Activities:
         if round_ > self.round:
             self.round, self.steps = round_, 0
             self._workers.clear()
-            self._heard.clear()
-        self._heard.add(node)
+            self._reported.clear()
+        self._reported.add(node)
         self.steps = max(self.steps, steps)
         if workers:
             self._workers[node] = workers
@@ -40,7 +40,7 @@ class Activities:
     @property
     def first_step(self) -> int:
         """Step that the round began with; -1 while no worker has reported it."""
-        return max((worker.first_step for worker in self._told()), default=-1)
+        return max((worker.first_step for worker in self._latest()), default=-1)
 
     def seconds_left(self) -> float | None:
         """Return how long the training will take at the pace of this round; None while unknown.
@@ -59,13 +59,13 @@ class Activities:
         """Return the progress of the round: the mean over the workers of ``members``, the training nodes.
 
         The mean is left out until every member has reported. Otherwise the next mean would be over other
-        workers, and their difference would mean nothing. A new master hears the nodes one after another.
+        workers, and their difference would mean nothing. A new master hears from the nodes one after another.
         Reports of another shape, as another version of the agent may send, are ignored.
         """
-        seconds = mean(self._told()) if self._heard.issuperset(members) else ()
+        seconds = mean(self._latest()) if self._reported.issuperset(members) else ()
         return inputs.Progressed(self.round, self.steps, seconds, self.first_step)
 
-    def _told(self) -> tuple[WorkerActivity, ...]:
+    def _latest(self) -> tuple[WorkerActivity, ...]:
         """Return the latest report of each worker, in the shape that this version knows."""
         reported = (worker for node in self._workers.values() for worker in node)
         return tuple(worker for worker in reported if len(worker.seconds) == len(Activity))
