@@ -14,7 +14,7 @@ from dlrover.master.machine.waiting import waiting_for
 from dlrover.spec import events
 from dlrover.spec.node import FoundNode, LaunchNode, NodeStatus
 from dlrover.spec.world import Holding, World
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 GRACE = 15.0
 

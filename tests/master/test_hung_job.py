@@ -6,7 +6,7 @@ from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec
-from dlrover.testing.cluster import Cluster
+from tests.simulation.cluster import Cluster
 
 
 def hung(cluster: Cluster, place: str = "read (data.py:41)", *, restart: bool = True) -> None:

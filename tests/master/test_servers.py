@@ -16,7 +16,7 @@ from dlrover.spec.job import JobSpec
 from dlrover.spec.node import FoundNode, LaunchNode, NodeStatus
 from dlrover.spec.roles import FIRST_SERVER, Size
 from dlrover.spec.world import Offer
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 
 def asked(nodes: int, source: str = "user", role: str = "ps") -> inputs.ScaleAsked:

@@ -24,7 +24,7 @@ from dlrover.rpc.client import MasterClient
 from dlrover.rpc.server import Server
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.testing.agents import SimulatedAgent
+from tests.support.agents import SimulatedAgent
 
 TOKEN = "right"
 

@@ -11,8 +11,8 @@ from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.plan import Group
 from dlrover.spec.speed import ScaleKind
-from dlrover.testing.cluster import Cluster
 from tests.simulation.autoscaled import LIMITS, NOISE, WITHIN, settled, told
+from tests.simulation.cluster import Cluster
 
 pytest.importorskip("scipy")
 

@@ -9,8 +9,8 @@ from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.roles import Size
 from dlrover.spec.speed import ScaleKind
 from dlrover.spec.usage import NodeUsage
-from dlrover.testing.cluster import Cluster
 from tests.simulation.autoscaled import LIMITS, NOISE, WITHIN, settled, told
+from tests.simulation.cluster import Cluster
 
 pytest.importorskip("scipy")
 

@@ -18,8 +18,8 @@ from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.node import LaunchNode, NodeStatus
 from dlrover.spec.world import Holding, Offer, World
-from dlrover.testing.cluster import WORKER_KINDS, Cluster
-from dlrover.testing.nodes import Delays
+from tests.simulation.cluster import WORKER_KINDS, Cluster
+from tests.simulation.nodes import Delays
 
 ENOUGH = Limits(
     max_infrastructure_restarts=1000, no_progress_restarts=1000, node_start_attempts=1000

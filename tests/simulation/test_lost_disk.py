@@ -9,8 +9,8 @@ from dlrover.spec import events
 from dlrover.spec.events import EventBody
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.testing.cluster import Cluster
-from dlrover.testing.nodes import Delays, SimulatedNode
+from tests.simulation.cluster import Cluster
+from tests.simulation.nodes import Delays, SimulatedNode
 
 LIMITS = Limits(
     max_infrastructure_restarts=1000, no_progress_restarts=1000, node_start_attempts=1000

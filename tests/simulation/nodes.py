@@ -1,6 +1,6 @@
 """Simulated nodes on a virtual clock: real agent machines with simulated processes, workers and streams.
 
-`dlrover.testing.cluster` combines them into a whole job.
+`tests.simulation.cluster` combines them into a whole job.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.roles import SERVER, Size
 from dlrover.spec.usage import NodeUsage
 from dlrover.spec.world import Offer, World
-from dlrover.testing import ailments
-from dlrover.testing.ailments import Ailment
+from tests.simulation import ailments
+from tests.simulation.ailments import Ailment
 
 Range = tuple[float, float]
 """Bounds in seconds of a random time."""
@@ -62,7 +62,7 @@ class Time:
     def __init__(self, seed: int) -> None:
         self.now = 0.0
         """Seconds since the simulation began."""
-        self.random = random.Random(seed)  # noqa: S311 - chance, no secret
+        self.random = random.Random(seed)
         self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = itertools.count()
 

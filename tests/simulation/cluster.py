@@ -35,7 +35,7 @@ from dlrover.spec.job import JobSpec
 from dlrover.spec.node import FoundNode, LaunchNode
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.roles import WORKER, is_server
-from dlrover.testing.nodes import Delays, Link, Program, SimulatedNode, Time
+from tests.simulation.nodes import Delays, Link, Program, SimulatedNode, Time
 
 _DETAILS: dict[FailureKind, dict[str, Any]] = {
     FailureKind.SIGNAL: {"signal": 9},
@@ -466,7 +466,7 @@ class Cluster:
         self._scaler.watch_servers()
         asked = self._scaler.question(self.time.now)
         if asked is not None and not self.master_away:
-            from dlrover.master.machine.scaling.planner import decide  # noqa: PLC0415 - an extra
+            from dlrover.master.machine.scaling.planner import decide
 
             round_ = self.machine.rendezvous.round
             self._submit(inputs.ScalePlanned(round_, decide(asked, self.similar)))
