@@ -51,7 +51,7 @@ class Job:
         else:
             self.master.submit(inputs.Submitted(self.spec, str(self.path)))
         self.client = await self.stack.enter_async_context(self.new_client())
-        self.background(self.master.watch_silence())
+        self.background(self.master.run())
         return self
 
     async def __aexit__(self, *exc: object) -> None:

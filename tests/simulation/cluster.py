@@ -1,4 +1,4 @@
-"""A whole job on a virtual clock: a real job machine, real agent machines, and faults by seed.
+"""A whole job on a virtual clock: the real master, real agents, and faults by seed.
 
 Everything else is simulated: messages take a random time and are lost with their connection, a platform
 starts and kills nodes, workers start, step together, fail and stop. Nothing waits, sleeps or opens a
@@ -15,27 +15,31 @@ master that takes over must restore exactly its predecessor's state from the jou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
-from dlrover.errors import ExitCode
-from dlrover.master.diagnosis_rules import built_in
+from dlrover.errors import ExitCode, FencedError, InfrastructureError
+from dlrover.master.journal import takeover
+from dlrover.master.journal.history import History
+from dlrover.master.journal.journal import Entry, fenced
 from dlrover.master.machine import inputs
 from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.waiting import waiting_for
-from dlrover.master.machine.watches.activities import Activities
-from dlrover.master.scaling.autoscale import AutoScaler
-from dlrover.rpc import messages
+from dlrover.master.service import Master
 from dlrover.spec.brain import Similar
-from dlrover.spec.check import CheckReport
 from dlrover.spec.events import Event
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import FoundNode, LaunchNode
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.roles import WORKER, is_server
-from tests.simulation.nodes import Delays, Link, Program, SimulatedNode, Time
+from tests.simulation.clock import Time
+from tests.simulation.nodes import Delays, Link, Program, SimulatedNode
 
 _DETAILS: dict[FailureKind, dict[str, Any]] = {
     FailureKind.SIGNAL: {"signal": 9},
@@ -52,6 +56,159 @@ _BROKEN_DEVICE = {
     "message": "CUDA error: unspecified launch failure",
     "node_facts": ("NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus.",),
 }
+
+
+class Store:
+    """The disk of the master's journal, which outlives a master."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[float, inputs.Input]] = []
+        self.epoch = 0
+
+
+class SimulatedJournal:
+    """A master's access to a store; see `Journal`."""
+
+    def __init__(self, store: Store) -> None:
+        store.epoch += 1
+        self.epoch = store.epoch
+        self.dead = False
+        """True once its master's process is dead: it writes nothing any more."""
+        self._store = store
+
+    def append_all(self, entries: Sequence[Entry], now: float) -> None:
+        self.check()
+        self._store.entries += [(now, entry) for entry in entries]
+
+    def entries(self) -> Iterator[tuple[float, Entry]]:
+        return iter(self._store.entries)
+
+    def check(self) -> None:
+        if self.dead or self.epoch != self._store.epoch:
+            raise fenced(self.epoch, self._store.epoch)
+
+    def raise_epoch(self, above: int) -> None:
+        self.check()
+        self.epoch = self._store.epoch = max(above, self.epoch) + 1
+
+
+class SimulatedPlatform:
+    """One master's access to the platform; see `Platform`."""
+
+    def __init__(self, cluster: Cluster, master: Master) -> None:
+        self.watched: dict[str, int] = {}
+        self._cluster = cluster
+        self._master = master
+
+    def launch(self, node: LaunchNode) -> str:
+        started = self._cluster.start_node(node.node_rank, node.node_id)
+        self.watched[started.name] = node.node_id
+        return started.name
+
+    def adopt(self, node_id: int, handle: str) -> None:
+        self.watched[handle] = node_id
+        if handle not in self._cluster.alive:
+            self.ended(handle, "its agent ended while the master was away")
+
+    def find(self) -> list[FoundNode]:
+        launched = [n for n in self._cluster.alive.values() if n.launched_as >= 0]
+        return [FoundNode(n.launched_as, n.node_rank, n.name) for n in launched]
+
+    def kill(self, handle: str) -> None:
+        doomed = self._cluster.alive.get(handle)
+        if doomed is not None:
+            delay = self._cluster.program.delays.notice
+            self._cluster.time.after(delay, doomed.end, "killed by SIGKILL")
+        else:
+            self.ended(handle, "it was called off before its start")
+
+    def ended(self, handle: str, reason: str) -> None:
+        """Report the end of a node to the master, which is given."""
+        node_id = self.watched.pop(handle, None)
+        if node_id is not None:
+            delay = self._cluster.program.delays.notice
+            self._cluster.time.after(delay, self._master.on_node_exit, node_id, reason)
+
+
+class SimulatedBrain:
+    """A Brain that may know a similar past job, and plans no sizes; see `JobBrain`."""
+
+    cluster = False
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    async def similar(self) -> Similar | None:
+        return self._cluster.similar
+
+    def measured(self, *_measurement: Any) -> None:
+        """Do nothing."""
+
+
+class MasterProcess:
+    """One process of the real master, beside what it uses."""
+
+    def __init__(self, cluster: Cluster, store: Store) -> None:
+        self.journal = SimulatedJournal(store)
+        self.history = History(cluster.event_file)
+        self.master = Master(self.journal, self.history, lambda _not_before: cluster.time.loop.time)
+        self.platform = SimulatedPlatform(cluster, self.master)
+        self.links: list[Link] = []
+        self.alive = True
+        self._cluster = cluster
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def begin(self) -> None:
+        """Start with the first input."""
+        cluster, master = self._cluster, self.master
+        master.scaler.brain = SimulatedBrain(cluster)
+        handle, handled = master.ledger.handle, len(cluster.journal)
+
+        def checked(event: inputs.Input, now: float, machine: JobMachine) -> None:
+            handle(event, now, machine)
+            nonlocal handled
+            handled += 1
+            if handled % cluster.validate_every == 0:
+                try:
+                    machine.validate()
+                    master.ledger.validate()
+                except AssertionError as error:
+                    cluster.time.fail({"exception": error})
+                    raise
+
+        master.ledger.handle = checked
+        takeover.begin(master, cluster.job, "", self.history, self.platform)
+        self._tasks.append(cluster.time.loop.create_task(self._run()))
+
+    async def _run(self) -> None:
+        ended = await self.master.run()
+        self.master.close()
+        if self.alive:
+            self._cluster.master_left(ended)
+
+    def die_after(self, commands: int, died: Callable[[], None]) -> None:
+        """Die at the next input, after carrying out only some of its commands."""
+        machine = self.master.machine
+        handle = machine.handle
+
+        def last(event: inputs.Input, now: float) -> list[inputs.Command]:
+            found = handle(event, now)[:commands]
+            self.journal.dead = True
+            self._cluster.time.loop.call_soon(died)
+            return found
+
+        machine.handle = last
+
+    def die(self) -> None:
+        """End as by SIGKILL."""
+        self.alive = False
+        self.journal.dead = True
+        self.platform.watched.clear()
+        self.history.close()
+        for task in self._tasks:
+            task.cancel()
+        for link in self.links:
+            link.lose_master()
 
 
 class Cluster:
@@ -85,35 +242,26 @@ class Cluster:
                 proportion to the number of nodes.
         """
         self.time = Time(seed)
-        self.machine = JobMachine()
-        self.ledger = Ledger()
-        self.journal: list[tuple[float, inputs.Input]] = []
-        """Every input of the job machine with its time; a master that takes over replays it."""
-        self.events: list[Event] = []
-        """Content of the job's event file."""
+        self.job = job
+        self.validate_every = validate_every
         self.nodes: list[SimulatedNode] = []
         """Every node that was ever started, in order."""
         self.alive: dict[str, SimulatedNode] = {}
-        """Nodes whose agents are alive, by the agents' unique ids, in order."""
-        self.master_away = False
-        self.program = Program(self.time, delays or Delays(), steps)
+        """Nodes whose agents are alive, by name, in order."""
+        self.program = Program(job, self.time, delays or Delays(), steps)
         self.similar: Similar | None = None
         """Similar past job that the planner receives."""
-        self._activities = Activities()
-        self._scaler = AutoScaler(self.machine, self._submit)
-        self._job = job
         self._nproc = nproc
-        self._validate_every = validate_every
-        self._master = 0  # counts master processes
-        self.epoch = 1
+        self._store = Store()
         self._disk_lost = False
-        self._recorded = 0  # events that masters with earlier journals have recorded
-        self._crash: tuple[int, float] | None = None
-        self._links: dict[int, Link] = {}
-        self._greeted: dict[str, Link] = {}
-        self._watched: dict[str, int] = {}
-        self._timer: float | None = None
-        self._submit(inputs.Submitted(job, rules=built_in()))
+        self._crashing = False
+        self._events = os.memfd_create("events")
+        self.event_file = Path(f"/proc/self/fd/{self._events}")
+        _open.append(self)
+        self.process = MasterProcess(self, self._store)
+        """The master's latest process."""
+        with self.time.inside():
+            self.process.begin()
         for _ in range(nodes):
             self.add_node()
 
@@ -121,10 +269,7 @@ class Cluster:
 
     def run(self, seconds: float) -> None:
         """Advance time by ``seconds``."""
-        until = self.time.now + seconds
-        while self.time.next_at <= until:
-            self.time.advance()
-        self.time.now = until
+        self.time.run(self.time.now + seconds)
 
     def run_until(self, condition: Callable[[], bool], limit: float = 3600.0) -> None:
         """Advance time until ``condition`` holds; check it after each happening.
@@ -132,10 +277,9 @@ class Cluster:
         Raises:
             AssertionError: it does not hold within ``limit`` seconds.
         """
-        until = self.time.now + limit
-        while not condition():
-            assert self.time.next_at <= until, f"not within {limit:g} s: {self.describe()}"
-            self.time.advance()
+        if not condition():
+            self.time.run(self.time.now + limit, condition)
+        assert condition(), f"not within {limit:g} s: {self.describe()}"
 
     def finish(self, limit: float = 86_400.0) -> Outcome:
         """Advance time until the job has ended and every node has left; return the outcome.
@@ -148,7 +292,48 @@ class Cluster:
         assert self.machine.outcome is not None
         return self.machine.outcome
 
+    def close(self) -> None:
+        """Release what the simulation holds."""
+        self.time.close()
+        self.process.history.close()
+        os.close(self._events)
+
     # ---- queries
+
+    @property
+    def master(self) -> Master:
+        """The latest master."""
+        return self.process.master
+
+    @property
+    def master_away(self) -> bool:
+        """True while no master lives."""
+        return not self.process.alive
+
+    @property
+    def machine(self) -> JobMachine:
+        """The master's state."""
+        return self.master.machine
+
+    @property
+    def ledger(self) -> Ledger:
+        """The master's ledger."""
+        return self.master.ledger
+
+    @property
+    def events(self) -> list[Event]:
+        """Content of the job's event file."""
+        return self.process.history.events
+
+    @property
+    def journal(self) -> list[tuple[float, inputs.Input]]:
+        """Every input of the job machine with its time."""
+        return self._store.entries
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the latest master."""
+        return self._store.epoch
 
     @property
     def training(self) -> bool:
@@ -169,7 +354,7 @@ class Cluster:
 
     def add_node(self, node_rank: int = -1) -> SimulatedNode:
         """Start a node that joins on its own; return it."""
-        return self._start_node(node_rank, -1)
+        return self.start_node(node_rank, -1)
 
     def kill_worker(
         self, node: SimulatedNode, kind: FailureKind = FailureKind.SIGNAL, echoes: int = 0
@@ -179,10 +364,10 @@ class Cluster:
         Workers of ``echoes`` other nodes then fail too, because they lose the connection to it.
         """
         others = node.peers()
-        node.fail(kind, **_DETAILS[kind])
+        node.workers.fail(kind, **_DETAILS[kind])
         for other in self.time.random.sample(others, min(echoes, len(others))):
             delay = self.program.delays.message
-            self.time.after(delay, lambda n=other: n.fail(FailureKind.EXCEPTION, **_ECHO))
+            self.time.after(delay, lambda n=other: n.workers.fail(FailureKind.EXCEPTION, **_ECHO))
 
     def break_device(self, node: SimulatedNode) -> None:
         """Fail a worker through its device, with a line in the kernel's log of the node.
@@ -192,7 +377,7 @@ class Cluster:
         revive = self.program.delays.revive
         if node.alive and node.launched_as < 0 and revive is not None:
             self.time.after(revive, self._stand_in, node)
-        node.fail(FailureKind.EXCEPTION, **_BROKEN_DEVICE)
+        node.workers.fail(FailureKind.EXCEPTION, **_BROKEN_DEVICE)
 
     def kill_agent(self, node: SimulatedNode) -> None:
         """Kill an agent and its workers with SIGKILL."""
@@ -210,9 +395,6 @@ class Cluster:
     def silence(self, node: SimulatedNode, seconds: float) -> None:
         """Stop an agent's process for ``seconds``; its workers keep running."""
         node.stopped_until = max(node.stopped_until, self.time.now + seconds)
-        timeout = self._job.limits.heartbeat_timeout
-        if seconds > timeout and node.link is not None:
-            self.time.after(timeout, self._notice_silence, node.link)
 
     def kill_master(self, away: float = 1.0, *, after_commands: int | None = None) -> None:
         """Kill the master; another one takes over ``away`` seconds later.
@@ -220,20 +402,17 @@ class Cluster:
         With ``after_commands``, the master dies at its next input: it journals and handles the input, but
         carries out only that many of the resulting commands.
         """
-        if self.master_away:
+        if self.master_away or self._crashing:
             return
         if after_commands is not None:
-            self._crash = (after_commands, away)
-            return
-        self.master_away = True
-        self._master += 1
-        self._crash = None
-        self._links.clear()
-        self._greeted.clear()
-        self._watched.clear()
-        for node in self.alive.values():
-            if node.link is not None:
-                node.link.forget()
+            self._crashing = True
+            self.process.die_after(after_commands, lambda: self._die(away))
+        else:
+            self._die(away)
+
+    def _die(self, away: float) -> None:
+        self._crashing = False
+        self.process.die()
         self.time.after(away, self._take_over)
 
     def lose_disk(self, away: float = 1.0) -> None:
@@ -252,7 +431,9 @@ class Cluster:
         self, nodes: int, source: Literal["user", "plan"] = "user", role: str = WORKER
     ) -> None:
         """Ask for another number of managed nodes of a role."""
-        self._submit(inputs.ScaleAsked(nodes, "a test", source, role))
+        if not self.master_away:
+            with self.time.inside(), contextlib.suppress(FencedError):
+                self.master.ask_scale(nodes, "a test", source, role)
 
     def inject(
         self, faults: Sequence[Callable[[SimulatedNode], None]], *, every: float, until: float
@@ -275,103 +456,44 @@ class Cluster:
     # ---- the master's process
 
     def _submit(self, event: inputs.Input) -> None:
-        """Act as the master's shell on an input."""
-        if self.master_away:
-            return
-        now = self.time.now
-        self.journal.append((now, event))
-        commands = self.machine.handle(event, now)
-        self.ledger.handle(event, now, self.machine)
-        if len(self.journal) % self._validate_every == 0:
-            self.machine.validate()
-            self.ledger.validate()
-        carried_out = len(commands) if self._crash is None else self._crash[0]
-        for command in commands[:carried_out]:
-            self._carry_out(command)
-        if self._crash is not None:
-            self.kill_master(self._crash[1])
-        else:
-            self._set_timer()
-
-    def _set_timer(self) -> None:
-        deadline = self.machine.deadline()
-        if deadline is not None and (self._timer is None or deadline < self._timer):
-            self._timer = deadline
-            self.time.after(max(0.0, deadline - self.time.now), self._on_timer, deadline)
-
-    def _on_timer(self, due: float) -> None:
-        if due != self._timer or self.master_away:
-            return
-        self._timer = None
-        deadline = self.machine.deadline()
-        if deadline is not None and deadline <= self.time.now:
-            self._submit(inputs.DeadlinePassed())
-        self._set_timer()
+        """Give the master an input, as its shell would."""
+        if not self.master_away:
+            with self.time.inside(), contextlib.suppress(FencedError):
+                self.master.submit(event)
 
     def _take_over(self) -> None:
         """Start another master process, which restores its state from the journal."""
         if self._disk_lost:
             self._begin_anew()
             return
-        machine, ledger, recorded = JobMachine(), Ledger(), self.events[: self._recorded]
-        for time, event in self.journal:
-            for command in machine.handle(event, time):
-                if isinstance(command, inputs.Emit):
-                    recorded.append(Event(len(recorded) + 1, time, command.body))
-            ledger.handle(event, time, machine)
-        now = self.time.now
-        assert ledger.goodput(now) == self.ledger.goodput(now), "the ledger does not replay"
-        assert machine == self.machine, "the journal does not give the state back"
-        assert recorded[: len(self.events)] == self.events, "the journal tells another story"
-        self.machine, self.ledger, self.events = machine, ledger, recorded
-        self._scaler = AutoScaler(machine, self._submit)
-        self.master_away = False
-        self._timer = None
-        self.epoch += 1
-        self._submit(inputs.MasterStarted(len(self.journal)))
-        self._watch_all()
+        last, now = self.process, self.time.now
+        self.process = MasterProcess(self, self._store)
+        goodputs = [each.master.ledger.goodput(now) for each in (last, self.process)]
+        assert goodputs[0] == goodputs[1], "the ledger does not replay"
+        assert self.machine == last.master.machine, "the journal does not give the state back"
+        recorded = last.history.events
+        assert self.events[: len(recorded)] == recorded, "the journal tells another story"
+        self.process.begin()
 
     def _begin_anew(self) -> None:
         """Start a master process with an empty journal."""
         over = self.machine.outcome
         self._disk_lost = False
-        self.machine, self.ledger, self.journal = JobMachine(), Ledger(), []
-        self._scaler = AutoScaler(self.machine, self._submit)
-        self._recorded = len(self.events)
-        self.master_away = False
-        self._timer = None
-        self.epoch = 1
-        launched = [n for n in self.alive.values() if n.launched_as >= 0]
-        found = tuple(FoundNode(n.launched_as, n.node_rank, n.uid) for n in launched)
-        self._submit(inputs.Submitted(self._job, "", found, self._recorded, built_in()))
+        self._store = Store()
+        self.process = MasterProcess(self, self._store)
+        self.process.begin()
         if over is not None:
             self._submit(inputs.StopRequested(over.reason, over.exit_code))
-        self._watch_all()
 
-    def _watch_all(self) -> None:
-        for node in list(self.machine.nodes.values()):
-            if node.handle and not node.status.final:
-                self._watch(node.handle, node.id)
+    def master_left(self, ended: bool) -> None:
+        """Act as the supervisor of a master that has left: restart it, unless the job has ended."""
+        if not ended:
+            self._die(1.0)
 
-    def _carry_out(self, command: inputs.Command) -> None:
-        if isinstance(command, inputs.Emit):
-            self.events.append(Event(len(self.events) + 1, self.time.now, command.body))
-        elif isinstance(command, LaunchNode):
-            self._launch(command)
-        elif isinstance(command, inputs.KillNode):
-            doomed = self.alive.get(self.machine.nodes[command.node_id].handle)
-            if doomed is not None:
-                self.time.after(self.program.delays.notice, doomed.end, "killed by SIGKILL")
-        elif isinstance(command, inputs.Welcome):
-            link = self._greeted[command.uid]
-            self._register(link, command.node_id)
-            link.down(messages.Welcome(command.node_id, command.round, 15.0, self.epoch))
-        elif isinstance(command, inputs.Say) and command.node_id in self._links:
-            self._links[command.node_id].down(command.message)
+    # ---- nodes
 
-    # ---- the platform
-
-    def _start_node(self, node_rank: int, node_id: int) -> SimulatedNode:
+    def start_node(self, node_rank: int, node_id: int) -> SimulatedNode:
+        """Start a node that joins on its own, or with the id with which it was launched."""
         node = SimulatedNode(
             f"agent {len(self.nodes)}",
             self.program,
@@ -382,13 +504,12 @@ class Cluster:
             node_id=node_id,
         )
         self.nodes.append(node)
-        self.alive[node.uid] = node
-        self.time.after(self.program.delays.launch, node.reconnect)
+        self.alive[node.name] = node
         return node
 
     def _ended(self, node: SimulatedNode, reason: str) -> None:
-        del self.alive[node.uid]
-        self._report_end(node.uid, reason)
+        del self.alive[node.name]
+        self.process.platform.ended(node.name, reason)
 
     def _come_again(self, node_rank: int) -> None:
         if self.machine.outcome is None:
@@ -399,108 +520,18 @@ class Cluster:
             return  # the node was kept
         self._come_again(node.node_rank)
 
-    def _launch(self, command: LaunchNode) -> None:
-        node = self._start_node(command.node_rank, command.node_id)
-        self._watch(node.uid, command.node_id)
-        self._soon(0.0, inputs.NodePlaced(command.node_id, node.uid))
+    def _dial(self, node: SimulatedNode) -> Link:
+        if self.master_away or self.time.now < node.unreachable_until:
+            raise InfrastructureError("The master cannot be reached.")
+        link = Link(self.time, self.program.delays, self.master)
+        self.process.links.append(link)
+        return link
 
-    def _watch(self, handle: str, node_id: int) -> None:
-        self._watched[handle] = node_id
-        if handle not in self.alive:
-            self._report_end(handle, "its agent ended while the master was away")
 
-    def _report_end(self, handle: str, reason: str) -> None:
-        node_id = self._watched.pop(handle, None)
-        if node_id is not None:
-            delay = self.time.random.uniform(*self.program.delays.notice)
-            self._soon(delay, inputs.NodeExited(node_id, reason))
+_open: list[Cluster] = []
 
-    def _soon(self, delay: float, event: inputs.Input) -> None:
-        """Submit an input later, unless this master process has died by then."""
-        master = self._master
 
-        def submit() -> None:
-            if master == self._master:
-                self._submit(event)
-                if isinstance(event, inputs.NodeExited):
-                    self._hang_up(event.node_id)
-
-        self.time.after(delay, submit)
-
-    # ---- streams
-
-    def _dial(self, node: SimulatedNode) -> Link | None:
-        if self.master_away:
-            return None
-        return Link(node, self.time, self.program.delays, self._take, self._lost)
-
-    def _take(self, link: Link, message: messages.AgentMessage) -> None:
-        if isinstance(message, messages.Hello):
-            self._greet(link, message)
-        elif isinstance(message, messages.Heartbeat):
-            if message.round == self.machine.rendezvous.round:
-                if link.node_id not in self.machine.rendezvous.servers:
-                    self._activities.note(
-                        link.node_id, message.round, message.steps, message.workers
-                    )
-                if self._activities.steps > self.machine.progress.steps:
-                    self._submit(self._activities.progress(self.machine.rounds.training()))
-                self._scaler.heard(link.node_id, message, self.time.now)
-                self._auto_scale()
-        elif isinstance(message, messages.Join):
-            self._submit(inputs.NodeJoined(link.node_id, message.round, message.offer))
-        elif isinstance(message, CheckReport):
-            self._submit(inputs.NodeChecked(link.node_id, message))
-        elif isinstance(message, messages.Failed):
-            failed = self.machine.recovery.admitted(message.failure)
-            if failed is not None:
-                self._submit(failed)
-        else:
-            self._submit(inputs.NodeSucceeded(link.node_id, message.round))
-
-    def _auto_scale(self) -> None:
-        """Act as the master's auto-scaler, which runs now and then."""
-        if not self.machine.autoscaling.active:
-            return
-        self._scaler.measure(self.time.now)
-        self._scaler.watch_servers()
-        asked = self._scaler.question(self.time.now)
-        if asked is not None and not self.master_away:
-            from dlrover.master.machine.scaling.planner import decide
-
-            round_ = self.machine.rendezvous.round
-            self._submit(inputs.ScalePlanned(round_, decide(asked, self.similar)))
-
-    def _greet(self, link: Link, hello: messages.Hello) -> None:
-        self._greeted[hello.uid] = link
-        if hello.epoch >= self.epoch + (hello.uid in self.machine.fleet.by_uid):
-            self.epoch = hello.epoch + 1
-        self._submit(
-            inputs.NodeConnected(
-                hello.uid, hello.node_id, hello.node_rank, hello.hostname, hello.round, hello.held
-            )
-        )
-        if not self.master_away:
-            self._register(link, self.machine.fleet.by_uid[hello.uid])
-
-    def _register(self, link: Link, node_id: int) -> None:
-        link.node_id = node_id
-        self._links[node_id] = link
-
-    def _lost(self, link: Link) -> None:
-        if self._links.get(link.node_id) is link:
-            del self._links[link.node_id]
-            self._submit(inputs.NodeDisconnected(link.node_id))
-
-    def _notice_silence(self, link: Link) -> None:
-        still = self._links.get(link.node_id) is link and link.open
-        if still and self.time.now < link.node.stopped_until:
-            seconds = self._job.limits.heartbeat_timeout
-            self._submit(inputs.NodeSilent(link.node_id, seconds))
-            self._hang_up(link.node_id)
-
-    def _hang_up(self, node_id: int) -> None:
-        """Close the stream of a node that was given up: if it returns, it is a new node."""
-        link = self._links.get(node_id)
-        if link is not None:
-            link.cut()
+def close_all() -> None:
+    """Close the clusters of a test."""
+    while _open:
+        _open.pop().close()

@@ -1,36 +1,40 @@
-"""Simulated nodes on a virtual clock: real agent machines with simulated processes, workers and streams.
+"""Simulated nodes on a virtual clock: real agents, with simulated processes, workers and streams.
 
 `tests.simulation.cluster` combines them into a whole job.
 """
 
 from __future__ import annotations
 
-import heapq
+import asyncio
+import contextlib
 import itertools
-import random
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from dlrover.agent.machine import node as agent_machine
 from dlrover.agent.machine.node import AgentMachine, Stage
+from dlrover.agent.shell import Agent, Node
+from dlrover.errors import DLRoverError
+from dlrover.master.service import Master
 from dlrover.rpc import messages
 from dlrover.spec.activities import Activity
 from dlrover.spec.activity import WorkerActivity
-from dlrover.spec.check import CheckOrder
+from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.failure import Failure, FailureKind
+from dlrover.spec.job import JobSpec
+from dlrover.spec.jobdir import AgentConfig
+from dlrover.spec.launch import Entry, LaunchSpec
 from dlrover.spec.roles import SERVER, Size
 from dlrover.spec.usage import NodeUsage
-from dlrover.spec.world import Offer, World
+from dlrover.spec.world import World
 from tests.simulation import ailments
 from tests.simulation.ailments import Ailment
+from tests.simulation.clock import Range, Time
 
-Range = tuple[float, float]
-"""Bounds in seconds of a random time."""
-USAGE_INTERVAL = 15.0
-"""Seconds between two measurements of a node's resource usage."""
+REPORT_INTERVAL = 1.0
+"""Minimum seconds between two steps after which agents look at their workers' progress."""
 
 
 class Delays(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,8 +44,6 @@ class Delays(msgspec.Struct, frozen=True, kw_only=True):
     """Transit from one end of a stream to the other; messages of one stream keep their order."""
     notice: Range = (0.001, 0.3)
     """Until one end of a broken stream, or the platform, notices it."""
-    reconnect: Range = (0.05, 1.0)
-    """Between two attempts of an agent to reach its master."""
     launch: Range = (0.2, 3.0)
     """From the order of a node to its agent's first attempt to connect."""
     check: Range = (1.0, 4.0)
@@ -54,32 +56,6 @@ class Delays(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step of the whole world."""
     revive: Range | None = None
     """From the death of a node that joined on its own to its next process; None: it stays away."""
-
-
-class Time:
-    """Virtual clock with a queue of scheduled actions."""
-
-    def __init__(self, seed: int) -> None:
-        self.now = 0.0
-        """Seconds since the simulation began."""
-        self.random = random.Random(seed)
-        self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._order = itertools.count()
-
-    @property
-    def next_at(self) -> float:
-        """Time of the next action; infinity if there is none."""
-        return self._due[0][0] if self._due else float("inf")
-
-    def after(self, delay: float | Range, action: Callable[..., None], *args: Any) -> None:
-        """Schedule an action after ``delay``: seconds, or bounds of a random time."""
-        seconds = self.random.uniform(*delay) if isinstance(delay, tuple) else delay
-        heapq.heappush(self._due, (self.now + seconds, next(self._order), action, args))
-
-    def advance(self) -> None:
-        """Move to the next scheduled action and run it."""
-        self.now, _, action, args = heapq.heappop(self._due)
-        action(*args)
 
 
 class Run:
@@ -95,6 +71,8 @@ class Run:
         self.first_step_at: float | None = None
         """Time at which the first step was completed."""
         self.last_step_at = 0.0
+        self.seen_at = 0.0
+        """Time of the last step that agents have looked at."""
         self.broken = False
         """True if a worker is gone: the others wait for it until they are stopped."""
         self.compute = None if program.law is None else program.law(size.nodes)[1]
@@ -119,19 +97,19 @@ class Run:
         if self.first_step_at is None:
             self.first_step_at = self.last_step_at
         self._program.steps_done += 1
-        for node in self._tell():
-            node.report_steps()
+        if self.steps == 1 or self.last_step_at - self.seen_at >= REPORT_INTERVAL:
+            self.seen_at = self.last_step_at
+            for node in self.nodes if self.steps == 1 else self._reporters():
+                node.workers.progressed()
         if self._program.steps_done < self._program.steps:
             self._continue()
             return
         for node in self.nodes:
             if not node.serves:
-                node.succeed(self)
+                node.workers.succeed(self)
 
-    def _tell(self) -> list[SimulatedNode]:
-        """Return the nodes that report a step; without ``served_law``, only that of rank 0."""
-        if self._program.served_law is not None:
-            return self.nodes
+    def _reporters(self) -> list[SimulatedNode]:
+        """Return the nodes whose agents report steps before their next heartbeat."""
         return [min(self.nodes, key=lambda n: n.first_rank)]
 
 
@@ -139,6 +117,7 @@ class Run:
 class Program:
     """Program of the job's workers. After a fault they resume from the last checkpoint."""
 
+    job: JobSpec
     time: Time
     delays: Delays
     #: optimizer steps until the workers end with exit code 0
@@ -149,7 +128,7 @@ class Program:
     law: Callable[[int], tuple[float, float]] | None = None
     #: seconds of a step by numbers of workers and servers
     served_law: Callable[[Size], float] | None = None
-    #: resource usage of a node, reported every `USAGE_INTERVAL`
+    #: resource usage of a node
     usage: Callable[[SimulatedNode], NodeUsage] | None = None
     #: largest relative deviation of a step from its law
     noise: float = 0.0
@@ -179,137 +158,345 @@ class Program:
 
 
 class Link:
-    """One stream between an agent and a master. Messages in transit when it breaks may be lost."""
+    """One stream between an agent and a master; a cut loses the messages under way."""
 
-    def __init__(
-        self,
-        node: SimulatedNode,
-        time: Time,
-        delays: Delays,
-        take: Callable[[Link, messages.AgentMessage], None],
-        lost: Callable[[Link], None],
-    ) -> None:
-        """Make a stream.
-
-        Args:
-            node: The agent's end.
-            time: Virtual time.
-            delays: Durations of the simulated actions.
-            take: Called at the master's end with each message.
-            lost: Called once when the master notices that the stream is broken.
-        """
-        self.node = node
-        self.node_id = -1
-        """Id of the agent's node for the master."""
+    def __init__(self, time: Time, delays: Delays, master: Master) -> None:
         self.open = True
-        self.greeted = False
-        """True once the agent has heard from the master; it says nothing before."""
         self._time = time
         self._delays = delays
-        self._take = take
-        self._lost = lost
-        self._noticed = False
-        self._up_at = 0.0
-        self._down_at = 0.0
+        self._up: asyncio.Queue[messages.AgentMessage | None] = asyncio.Queue()
+        self._down: asyncio.Queue[messages.MasterMessage | None] = asyncio.Queue()
+        self._arrivals = {self._up: 0.0, self._down: 0.0}
+        self._serving = time.loop.create_task(self._serve(master))
 
-    def up(self, message: messages.AgentMessage) -> None:
+    async def _serve(self, master: Master) -> None:
+        """Be the master's server for this stream."""
+        with contextlib.suppress(DLRoverError):
+            async for message in master.attend(_items(self._up)):
+                self._send(self._down, message)
+        self._send(self._down, None)
+
+    def say(self, message: messages.AgentMessage) -> None:
         """Send a message from the agent."""
-        self._up_at = self._arrival(self._up_at)
-        self._time.after(self._up_at - self._time.now, self._arrive_up, message)
+        self._send(self._up, message)
 
-    def down(self, message: messages.MasterMessage) -> None:
-        """Send a message from the master."""
-        self._down_at = self._arrival(self._down_at)
-        self._time.after(self._down_at - self._time.now, self._arrive_down, message)
+    def heard(self) -> AsyncIterator[messages.MasterMessage]:
+        """Return the messages that arrive at the agent, until it notices the end of the stream."""
+        return _items(self._down)
+
+    def hang_up(self) -> None:
+        """Close the agent's end."""
+        self.open = False
+        self._time.after(self._delays.message, self._serving.cancel)
 
     def cut(self) -> None:
         """Break the stream; each end notices it later."""
         if self.open:
             self.open = False
-            self._time.after(self._delays.notice, self._notice)
-            self._time.after(self._delays.notice, self.node.reconnect, self)
+            self._time.after(self._delays.notice, self._serving.cancel)
+            self._time.after(self._delays.notice, self._down.put_nowait, None)
 
-    def forget(self) -> None:
-        """Break the stream of a dead master: nothing arrives there any more."""
-        self._noticed = True
+    def lose_master(self) -> None:
+        """Break the stream of a master that is dead: nothing arrives there any more."""
+        self._serving.cancel()
         self.cut()
 
-    def _arrival(self, previous: float) -> float:
-        return max(previous, self._time.now + self._time.random.uniform(*self._delays.message))
+    def _send(self, queue: asyncio.Queue[Any], message: Any) -> None:
+        """Let a message arrive after a random time, but not before earlier ones."""
+        arrival = self._time.now + self._time.draw(self._delays.message)
+        arrival = self._arrivals[queue] = max(self._arrivals[queue], arrival)
+        self._time.loop.call_at(arrival, self._arrive, queue, message)
 
-    def _arrive_up(self, message: messages.AgentMessage) -> None:
-        # Messages sent before the stream broke may still arrive until the master notices.
-        if not self._noticed and (self.open or self._time.random.random() < 0.5):
-            self._take(self, message)
+    def _arrive(self, queue: asyncio.Queue[Any], message: Any) -> None:
+        # Messages sent before the stream broke may still reach the master.
+        if self.open or (queue is self._up and self._time.random.random() < 0.5):
+            queue.put_nowait(message)
 
-    def _arrive_down(self, message: messages.MasterMessage) -> None:
-        if self.open:
-            self.node.when_awake(self._receive, message)
 
-    def _receive(self, message: messages.MasterMessage) -> None:
-        if self.open and self.node.alive:
-            assert not self.node.machine.refuses(message), "the master of a lower epoch is alive"
-            self.greeted = True
-            self.node.handle(message)
+async def _items(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:
+    while (item := await queue.get()) is not None:
+        yield item
 
-    def _notice(self) -> None:
-        if not self._noticed:
-            self._noticed = True
-            self._lost(self)
+
+class SimulatedClient:
+    """An agent's connection to its master."""
+
+    address = "the master"
+
+    def __init__(self, node: SimulatedNode, dial: Callable[[SimulatedNode], Link]) -> None:
+        self._node = node
+        self._dial = dial
+
+    async def attend(
+        self, outgoing: AsyncIterator[messages.AgentMessage]
+    ) -> AsyncGenerator[messages.MasterMessage, None]:
+        """Hold the stream; see `MasterClient.attend`."""
+        node = self._node
+        await node.awake()
+        link = node.link = self._dial(node)
+        sending = asyncio.create_task(self._send(link, outgoing))
+        try:
+            async for message in link.heard():
+                await node.awake()
+                yield message
+            await node.awake()
+        finally:
+            sending.cancel()
+            link.hang_up()
+
+    async def _send(self, link: Link, outgoing: AsyncIterator[messages.AgentMessage]) -> None:
+        async for message in outgoing:
+            if not (self._node.stopped and isinstance(message, messages.Heartbeat)):
+                await self._node.awake()
+                link.say(message)
+
+
+class SimulatedWorkers:
+    """The workers of a node, as its agent uses them; also its usage meter and its port."""
+
+    busy = -1.0
+
+    def __init__(self, node: SimulatedNode, nproc: int) -> None:
+        self.run: Run | None = None
+        self._node = node
+        self._program = node.program
+        self._nproc = nproc
+        self._time = node.program.time
+        self._since = 0.0
+        self._usage_at = 0.0
+        self._failures = itertools.count()
+        self.progressed: Callable[[], None] = lambda: None
+
+    @property
+    def node_id(self) -> int:
+        return self._node.machine.node_id
+
+    @node_id.setter
+    def node_id(self, value: int) -> None:
+        self._program.nodes[value] = self._node
+
+    def prepare(self) -> None:
+        """Do nothing."""
+
+    def discard_zygotes(self) -> None:
+        """Do nothing."""
+
+    def start(self, world: World) -> None:
+        self.run = self._program.run_of(world)
+        self._since = self._time.now
+        self._time.after(self._program.delays.start, self._started, self.run)
+
+    def _started(self, run: Run) -> None:
+        if run is self.run:
+            run.add(self._node)
+
+    async def watch(self, progressed: Callable[[], None]) -> None:
+        self.progressed = progressed
+        await asyncio.Event().wait()
+
+    async def stop(self, _number: int, _grace: float) -> None:
+        if self.run is not None:
+            self.end()
+            await asyncio.sleep(self._time.draw(self._program.delays.stop))
+            await self._node.awake()
+
+    async def close(self, _saver_wait: float = 0.0) -> None:
+        """Do nothing."""
+
+    def end(self) -> None:
+        """End the workers, so that the others wait for them."""
+        if self.run is not None:
+            self.run.broken = True
+            self.run = None
+
+    def steps(self) -> int:
+        return self.run.steps if self.run is not None else 0
+
+    def activities(self) -> tuple[WorkerActivity, ...]:
+        return (self._activity(self.run),) * self._nproc if self.run is not None else ()
+
+    def _activity(self, run: Run) -> WorkerActivity:
+        """Return one worker's activity: starting until the first step, then training."""
+        now, first = self._time.now, run.first_step_at
+        doing = Activity.START if first is None else Activity.STEP
+        start = (now if first is None else first) - self._since
+        step = 0.0 if first is None else now - first
+        since = start if first is None else now - run.last_step_at
+        seconds = (start, step, 0.0, 0.0, 0.0, 0.0)
+        compute = step if run.compute is None else run.compute * run.steps
+        return WorkerActivity(run.steps, doing, since, seconds, compute, run.first_step)
+
+    def pids(self) -> list[int]:
+        return []
+
+    async def evidence(self) -> tuple[()]:
+        return ()
+
+    async def devices_busy(self) -> float:
+        return -1.0
+
+    def look(self, _pids: list[int]) -> NodeUsage | None:
+        usage, interval = self._program.usage, self._program.job.limits.usage_interval
+        if usage is None or self._time.now < self._usage_at + interval:
+            return None
+        self._usage_at = self._time.now
+        return usage(self._node)
+
+    def reserve(self) -> int:
+        return 29400
+
+    def use(self) -> None:
+        """Do nothing."""
+
+    def fail(self, kind: FailureKind, **details: Any) -> None:
+        """End a worker in failure, if one runs."""
+        run, machine = self.run, self._node.machine
+        world = machine.world
+        if world is None or run is None or machine.stage is not Stage.RUNNING:
+            return
+        run.broken = True
+        local_rank = self._time.random.choice(sorted(machine.running))
+        failure = Failure(
+            id=f"{self._node.name}, failure {next(self._failures)}",
+            kind=kind,
+            node_id=machine.node_id,
+            rank=world.first_rank + local_rank,
+            local_rank=local_rank,
+            round=world.round,
+            time=self._time.now,
+            steps=run.steps,
+            hostname=self._node.hostname,
+            **details,
+        )
+        self._node.when_awake(self._ended, run, local_rank, failure)
+
+    def succeed(self, run: Run) -> None:
+        """End the workers at the end of the program."""
+        for local_rank in range(self._nproc):
+            ended = (self._node.when_awake, self._ended, run, local_rank, None)
+            self._time.after(self._program.delays.start, *ended)
+
+    def _ended(self, run: Run, local_rank: int, failure: Failure | None) -> None:
+        if run is self.run and local_rank in self._node.machine.running:
+            self._node.agent.worker_ended(local_rank, failure)
+
+
+class SimulatedChecker:
+    """The node check of a node, as its agent uses it."""
+
+    def __init__(self, node: SimulatedNode) -> None:
+        self._node = node
+
+    def start(
+        self, order: CheckOrder, _node_id: int, report: Callable[[CheckReport], None]
+    ) -> None:
+        delays, began = self._node.program.delays, self._node.program.time.now
+        failing = ailments.fails(self._node.ailment, self._others(order))
+        answer = (self._node.when_awake, self._answer, order, began, report)
+        self._node.program.time.after(order.seconds / 3 if failing else delays.check, *answer)
+
+    def _answer(
+        self, order: CheckOrder, began: float, report: Callable[[CheckReport], None]
+    ) -> None:
+        time, others = self._node.program.time, self._others(order)
+        answer = ailments.report(order, self._node.ailment, others, time.random, time.now)
+        report(msgspec.structs.replace(answer, received_at=began))
+
+    def _others(self, order: CheckOrder) -> list[Ailment | None]:
+        known = self._node.program.nodes
+        nodes = [known.get(i) for i in order.members if i != self._node.machine.node_id]
+        return [node.ailment if node is not None and node.alive else None for node in nodes]
+
+    def stop(self) -> None:
+        """Do nothing: the machine ignores the answer to an old order."""
+
+
+class CheckedMachine(AgentMachine):
+    """An agent's machine that is validated after each input."""
+
+    def refuses(self, event: Any) -> bool:
+        assert not super().refuses(event), "the master of a lower epoch is alive"
+        return False
+
+    def handle(self, event: Any) -> list[Any]:
+        commands = super().handle(event)
+        self.validate()
+        return commands
 
 
 class SimulatedNode:
-    """A real agent machine whose process, stream and workers are simulated."""
+    """A node with a real agent, whose process, stream and workers are simulated."""
 
     def __init__(
         self,
-        uid: str,
+        name: str,
         program: Program,
-        dial: Callable[[SimulatedNode], Link | None],
+        dial: Callable[[SimulatedNode], Link],
         ended: Callable[[SimulatedNode, str], None],
         *,
         nproc: int,
         node_rank: int = -1,
         node_id: int = -1,
     ) -> None:
-        """Make a node; `reconnect` lets it look for its master.
+        """Start a node.
 
         Args:
-            uid: Unique id of the agent process.
+            name: Its handle on the platform.
             program: Program of its workers.
-            dial: Returns a new stream to the master; None if it cannot be reached.
+            dial: Returns a new stream to the master; raises `InfrastructureError` if it cannot be reached.
             ended: Called once, when the agent has ended, with the reason.
             nproc: Workers of the node.
             node_rank: Rank that it asks for, -1 for none.
             node_id: Id that it was launched with, -1 for a node that joins on its own.
         """
-        self.uid = uid
+        self.name = name
         self.node_rank = node_rank
         self.launched_as = node_id
-        self.machine = AgentMachine(nproc)
+        self.program = program
+        self.machine = CheckedMachine(nproc)
+        self.workers = SimulatedWorkers(self, nproc)
         self.alive = True
         self.link: Link | None = None
         self.unreachable_until = 0.0
         """Time before which it cannot connect."""
         self.stopped_until = 0.0
         """Time before which its process does nothing."""
-        self.hostname = f"machine of {uid}"
+        self.hostname = f"machine of {name}"
         self.ailment = Ailment.NOTHING
         """What a check of the node finds."""
-        self._program = program
         self._time = program.time
-        self._delays = program.delays
         self._dial = dial
         self._ended = ended
-        self._run: Run | None = None
-        self._run_since = 0.0
-        self._looks_at = 0.0
-        self._failures = itertools.count()
+        self._process = program.time.loop.create_task(self._live(nproc))
+
+    async def _live(self, nproc: int) -> None:
+        await asyncio.sleep(self._time.draw(self.program.delays.launch))
+        workers = self.workers
+        self.agent = Agent(
+            SimulatedClient(self, self._dial),
+            Node(self.hostname, workers, SimulatedChecker(self), workers, workers),
+            AgentConfig(
+                launch=LaunchSpec(entry=Entry.SCRIPT, target="train.py", nproc_per_node=nproc),
+                limits=self.program.job.limits,
+                address=self.name,
+            ),
+            node_id=self.launched_as,
+            node_rank=self.node_rank,
+            chance=self._time.random,
+        )
+        self.agent._machine = self.machine
+        await self.agent.run()
+        self.end("its agent left")
+
+    @property
+    def uid(self) -> str:
+        """Unique id of its agent."""
+        return self.agent._uid
 
     @property
     def training(self) -> bool:
         """True if its workers are up and none has ended."""
-        run = self._run
+        run = self.workers.run
         return run is not None and self in run.nodes and self.machine.stage is Stage.RUNNING
 
     @property
@@ -322,174 +509,37 @@ class SimulatedNode:
         """Rank of its first worker; -1 without workers."""
         return self.machine.world.first_rank if self.machine.world is not None else -1
 
-    # ---- faults
-
-    def fail(self, kind: FailureKind, **details: Any) -> None:
-        """End a worker in failure, if one runs."""
-        run, world = self._run, self.machine.world
-        if world is None or run is None or self.machine.stage is not Stage.RUNNING:
-            return
-        run.broken = True
-        local_rank = self._time.random.choice(sorted(self.machine.running))
-        failure = Failure(
-            id=f"{self.uid}, failure {next(self._failures)}",
-            kind=kind,
-            node_id=self.machine.node_id,
-            rank=world.first_rank + local_rank,
-            local_rank=local_rank,
-            round=world.round,
-            time=self._time.now,
-            steps=run.steps,
-            hostname=self.hostname,
-            **details,
-        )
-        self.when_awake(self._worker_ended, run, local_rank, failure)
-
     def peers(self) -> list[SimulatedNode]:
         """Return the other nodes whose workers are up in the same run."""
-        return [n for n in self._run.nodes if n is not self] if self._run is not None else []
+        run = self.workers.run
+        return [n for n in run.nodes if n is not self] if run is not None else []
 
     def end(self, reason: str) -> None:
         """End the agent, and its workers with it."""
         if not self.alive:
             return
         self.alive = False
-        self._break_run()
+        self.workers.end()
         if self.link is not None:
             self.link.cut()
+        self._process.cancel()
         self._ended(self, reason)
 
     # ---- the process
 
+    @property
+    def stopped(self) -> bool:
+        """True while the process does nothing."""
+        return self._time.now < self.stopped_until
+
+    async def awake(self) -> None:
+        """Wait until the process is not stopped."""
+        while self.stopped:
+            await asyncio.sleep(self.stopped_until - self._time.now)
+
     def when_awake(self, action: Callable[..., None], *args: Any) -> None:
         """Call ``action`` now, or later if the process is stopped."""
-        if self.alive and self._time.now < self.stopped_until:
+        if self.alive and self.stopped:
             self._time.after(self.stopped_until - self._time.now, self.when_awake, action, *args)
         elif self.alive:
             action(*args)
-
-    def reconnect(self, broken: Link | None = None) -> None:
-        """Look for the master until it is reached, unless another stream has replaced ``broken``."""
-        if self.link is broken:
-            self.when_awake(self._connect)
-
-    def _connect(self) -> None:
-        if self.link is not None and self.link.open:
-            return
-        self.link = self._dial(self) if self._time.now >= self.unreachable_until else None
-        if self.link is None:
-            self._time.after(self._delays.reconnect, self.reconnect)
-            return
-        machine = self.machine
-        known = machine.node_id if machine.node_id >= 0 else self.launched_as
-        steps = self._run.steps if self._run is not None else 0
-        self.link.up(
-            messages.Hello(
-                self.uid,
-                known,
-                self.node_rank,
-                self.hostname,
-                machine.running_round,
-                machine.holding(steps),
-                machine.epoch,
-            )
-        )
-
-    def handle(self, event: agent_machine.Input) -> None:
-        """Give the machine an input and carry out its commands."""
-        commands = self.machine.handle(event)
-        self.machine.validate()
-        self._program.nodes[self.machine.node_id] = self
-        for command in commands:
-            self._carry_out(command)
-
-    def _carry_out(self, command: agent_machine.Command) -> None:
-        if isinstance(command, agent_machine.JoinRound):
-            self._say(messages.Join(command.round, Offer(self.machine.nproc, self.uid, 29400)))
-        elif isinstance(command, agent_machine.Say):
-            self.report_steps()
-            self._say(command.message)
-        elif isinstance(command, agent_machine.RunCheck):
-            self._begin_check(command.order)
-        elif isinstance(command, agent_machine.StartWorkers):
-            self._run = self._program.run_of(command.world)
-            self._run_since = self._time.now
-            self._time.after(self._delays.start, self._started, self._run)
-        elif isinstance(command, agent_machine.StopWorkers):
-            self._break_run()
-            self._time.after(self._delays.stop, self.when_awake, self._stopped)
-        else:
-            self.end("its agent left")
-
-    # ---- the check
-
-    def _begin_check(self, order: CheckOrder) -> None:
-        failing = ailments.fails(self.ailment, self._others(order))
-        self._time.after(
-            order.seconds / 3 if failing else self._delays.check,
-            self.when_awake,
-            self._answer,
-            order,
-            self._time.now,
-        )
-
-    def _answer(self, order: CheckOrder, began: float) -> None:
-        others, chance = self._others(order), self._time.random
-        answer = ailments.report(order, self.ailment, others, chance, self._time.now)
-        self.handle(agent_machine.Checked(msgspec.structs.replace(answer, received_at=began)))
-
-    def _others(self, order: CheckOrder) -> list[Ailment | None]:
-        nodes = [self._program.nodes.get(i) for i in order.members if i != self.machine.node_id]
-        return [node.ailment if node is not None and node.alive else None for node in nodes]
-
-    def _say(self, message: messages.AgentMessage) -> None:
-        if self.link is not None and self.link.greeted:
-            self.link.up(message)
-
-    # ---- the workers
-
-    def report_steps(self) -> None:
-        """Report to the master the workers' completed steps and activities."""
-        run = self._run
-        steps = run.steps if run is not None else 0
-        workers = (self._activity(run),) * self.machine.nproc if run is not None else ()
-        usage = None
-        if self._program.usage is not None and self._time.now >= self._looks_at:
-            self._looks_at = self._time.now + USAGE_INTERVAL
-            usage = self._program.usage(self)
-        round_ = self.machine.running_round
-        self._say(messages.Heartbeat(round_, steps, workers, usage=usage))
-
-    def _activity(self, run: Run) -> WorkerActivity:
-        """Return one worker's activity: starting until the first step, then training."""
-        now, first = self._time.now, run.first_step_at
-        doing = Activity.START if first is None else Activity.STEP
-        start = (now if first is None else first) - self._run_since
-        step = 0.0 if first is None else now - first
-        since = start if first is None else now - run.last_step_at
-        seconds = (start, step, 0.0, 0.0, 0.0, 0.0)
-        compute = step if run.compute is None else run.compute * run.steps
-        return WorkerActivity(run.steps, doing, since, seconds, compute, run.first_step)
-
-    def succeed(self, run: Run) -> None:
-        """End the workers at the end of the program."""
-        for local_rank in range(self.machine.nproc):
-            self._time.after(
-                self._delays.start, self.when_awake, self._worker_ended, run, local_rank, None
-            )
-
-    def _worker_ended(self, run: Run, local_rank: int, failure: Failure | None) -> None:
-        if run is self._run and local_rank in self.machine.running:
-            self.handle(agent_machine.WorkerEnded(local_rank, failure))
-
-    def _started(self, run: Run) -> None:
-        if self.alive and run is self._run:
-            run.add(self)
-
-    def _stopped(self) -> None:
-        self.handle(agent_machine.WorkersStopped())
-
-    def _break_run(self) -> None:
-        if self._run is not None:
-            self._run.broken = True
-            self._run = None

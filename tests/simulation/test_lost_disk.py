@@ -50,7 +50,7 @@ def told(cluster: Cluster, kind: type[EventBody]) -> list[EventBody]:
 
 def runs(cluster: Cluster) -> list[tuple[SimulatedNode, object]]:
     """Which node runs the workers of which run: a restarted worker is in another one."""
-    return [(node, node._run) for node in cluster.alive.values()]
+    return [(node, node.workers.run) for node in cluster.alive.values()]
 
 
 @pytest.mark.parametrize("managed", [True, False])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from dlrover.spec.activities import Activity
 from dlrover.spec.batches import Batches
 
 
@@ -36,12 +35,3 @@ class WorkerActivity(msgspec.Struct, frozen=True, array_like=True):
     """Optimizer steps left until the training ends; -1 while unknown."""
     batches: Batches | None = None
     """Allowed global batches; None: the global batch is fixed."""
-
-
-def mean(workers: tuple[WorkerActivity, ...]) -> tuple[float, ...]:
-    """Return the mean seconds by `Activity` over ``workers``; empty without workers."""
-    if not workers:
-        return ()
-    return tuple(
-        sum(worker.seconds[kind] for worker in workers) / len(workers) for kind in Activity
-    )
