@@ -226,6 +226,15 @@ def test_a_job_whose_faults_end_succeeds_and_its_nodes_leave(block):
         assert not cluster.ledger.accounts, "a node's time goes on though it has left"
 
 
+def test_a_seed_gives_the_same_run_every_time():
+    first, second, other = troubled(3), troubled(3), troubled(4)
+    for cluster in (first, second, other):
+        cluster.run(150.0)
+    assert first.journal == second.journal
+    assert first.events == second.events
+    assert first.journal != other.journal
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_without_a_budget_the_job_ends_in_order(seed):
     cluster = started(job(2, 3, max_restarts=0), seed=seed)

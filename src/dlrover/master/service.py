@@ -475,18 +475,19 @@ class Master:
         self._activities.note(node_id, message, self.clock())
         new = message.steps > self.machine.progress.steps
         first = new and (self.machine.incident is not None or self.machine.progress.steps == 0)
-        if first or self._tells_first_step():
+        if first or self._tells_first_step(message):
             self._journal_progress()
         elif (new or message.workers) and self._progress_timer is None:
             wait = self._progress_journalled + PROGRESS_JOURNAL_INTERVAL - self.clock()
             loop = asyncio.get_running_loop()
             self._progress_timer = loop.call_later(max(0.0, wait), self._on_progress_timer)
 
-    def _tells_first_step(self) -> bool:
-        """Return whether a worker has reported the running world's first step and the journal lacks it."""
+    def _tells_first_step(self, message: messages.Heartbeat) -> bool:
+        """Return whether a worker reports the running world's first step and the journal lacks it."""
         machine = self.machine
-        runs = machine.outcome is None and not machine.rendezvous.collecting
-        return runs and self._activities.first_step >= 0 > machine.progress.first_step
+        lacks = machine.progress.first_step < 0 and not machine.rendezvous.collecting
+        told = lacks and any(worker.first_step >= 0 for worker in message.workers)
+        return told and machine.outcome is None and self._activities.first_step >= 0
 
     def _on_progress_timer(self) -> None:
         self._progress_timer = None

@@ -9,6 +9,8 @@ from dlrover.rpc.messages import Heartbeat
 from dlrover.spec.activities import Activity
 from dlrover.spec.activity import WorkerActivity
 
+_KINDS = len(Activity)
+
 
 class Activities:
     """Activities of the workers of the latest round, by node."""
@@ -71,14 +73,12 @@ class Activities:
 
         Otherwise the time since the oldest reports would be missing and count as something else.
         """
-        sums, count = [0.0] * len(Activity), 0
-        for at, worker in self._told():
-            count += 1
-            for kind in Activity:
-                sums[kind] += worker.seconds[kind]
-            if not worker.ended and 0 <= worker.doing < len(Activity):
+        told = list(self._told())
+        sums = [sum(column) for column in zip(*(worker.seconds for _, worker in told), strict=True)]
+        for at, worker in told:
+            if not worker.ended and 0 <= worker.doing < _KINDS:
                 sums[worker.doing] += max(0.0, now - at)
-        return tuple(seconds / count for seconds in sums) if count else ()
+        return tuple(seconds / len(told) for seconds in sums)
 
     def _told(self) -> Iterator[tuple[float, WorkerActivity]]:
         """Yield the latest report of each worker with its time.
@@ -87,5 +87,5 @@ class Activities:
         """
         for at, workers in self._workers.values():
             for worker in workers:
-                if len(worker.seconds) == len(Activity):
+                if len(worker.seconds) == _KINDS:
                     yield at, worker
