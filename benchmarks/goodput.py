@@ -13,16 +13,19 @@ import heapq
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.testing.cluster import Cluster
-from dlrover.testing.nodes import Delays, SimulatedNode
+from tests.simulation.cluster import Cluster
+from tests.simulation.nodes import Delays, SimulatedNode
 
 Range = tuple[float, float]
 

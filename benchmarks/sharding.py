@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -28,6 +29,8 @@ import torch
 from bare_grpc import GENERATOR_CORE, SERVER_CORE, Meter, Row, pin
 from torch.utils.data import DataLoader
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from dlrover import launched
 from dlrover.agent.relay import ShardRelay
 from dlrover.data.dataset import ElasticDataset
@@ -36,7 +39,7 @@ from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.job import JobSpec
 from dlrover.spec.shards import DataSpec, Incarnation, OpenShards, ShardReply, Span, TakeShards
-from dlrover.testing.masters import MasterProcess
+from tests.support.masters import MasterProcess
 
 UPSTREAM_SHARDS = 2400.0
 """Shards per second of upstream's master (0.6.1) on one core of a machine of this kind."""

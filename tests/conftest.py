@@ -4,6 +4,7 @@ Examples are the same in every run: what fails, fails again. How long one takes 
 """
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -32,3 +33,10 @@ def _own_state_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         del os.environ["DLROVER_STATE_DIR"]
     else:
         os.environ["DLROVER_STATE_DIR"] = before
+
+
+@pytest.fixture(autouse=True)
+def _no_simulation_left() -> Iterator[None]:
+    yield
+    if "tests.simulation.cluster" in sys.modules:
+        sys.modules["tests.simulation.cluster"].close_all()

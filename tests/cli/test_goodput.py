@@ -26,7 +26,7 @@ from dlrover.spec.events import SizeSettled
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import CAUSES, Cause, Goodput
-from dlrover.testing.cluster import Cluster
+from tests.simulation.cluster import Cluster
 
 
 def journal_of(cluster: Cluster, directory: Path) -> JobDir:

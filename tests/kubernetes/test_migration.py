@@ -20,8 +20,8 @@ from dlrover.master.machine.job import JobMachine
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.node import FoundNode, LaunchNode
-from dlrover.testing.drivers import JobDriver
 from tests.kubernetes import manifests
+from tests.support.drivers import JobDriver
 
 KILLED = {"kind": FailureKind.SIGNAL, "signal": 9}
 REQUESTS = {"cpu": "500m", "memory": "1Gi"}

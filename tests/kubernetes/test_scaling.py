@@ -21,12 +21,12 @@ from dlrover.master import scale
 from dlrover.master.machine import inputs
 from dlrover.rpc.messages import ScaleReply
 from dlrover.spec.node import FIRST_SERVER, LaunchNode
-from dlrover.testing.drivers import JobDriver
 from tests.kubernetes import manifests
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet
 from tests.kubernetes.test_job import Job
+from tests.support.drivers import JobDriver
 
 SCRIPT = """
 import os, pathlib, sys, time

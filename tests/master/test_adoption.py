@@ -15,7 +15,7 @@ from dlrover.rpc.messages import Hello, Succeeded, Welcome
 from dlrover.spec import events
 from dlrover.spec.node import FoundNode, LaunchNode, NodeStatus
 from dlrover.spec.world import Holding, World
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 GRACE = 15.0
 

@@ -22,7 +22,7 @@ from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
 from dlrover.spec.node import LaunchNode, NodeStatus
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 KILLED = {"kind": FailureKind.SIGNAL, "signal": 9}
 ERROR = {"kind": FailureKind.EXCEPTION, "exception": "ValueError", "message": "bad value"}

@@ -21,7 +21,7 @@ from dlrover.spec import events
 from dlrover.spec.failure import Action, Failure, FailureKind, Origin, Rule
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.node import LaunchNode, NodeStatus
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 BROKEN = {
     "kind": FailureKind.EXCEPTION,
@@ -266,7 +266,7 @@ class Recorded(JobMachine):
 
 
 def test_the_journal_gives_the_state_back_whatever_was_done(monkeypatch):
-    monkeypatch.setattr("dlrover.testing.drivers.JobMachine", Recorded)
+    monkeypatch.setattr("tests.support.drivers.JobMachine", Recorded)
     job = JobDriver.launched(limits=Limits(node_fault_limit=2, cause_budgets={"killed": 9}))
     job.fail(1, CRASHED, at=100.0)
     rejoin(job, 0, 1, 2)

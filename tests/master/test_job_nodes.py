@@ -35,7 +35,7 @@ from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import LaunchNode, NodeStatus
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 KILLED = {"kind": FailureKind.SIGNAL, "signal": 9}
 TYPO = {"kind": FailureKind.EXCEPTION, "exception": "SyntaxError", "message": "invalid syntax"}

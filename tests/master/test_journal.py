@@ -32,8 +32,8 @@ from dlrover.spec import events
 from dlrover.spec.failure import Action, Origin, Rule
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.jobdir import FORMAT
-from dlrover.testing.cluster import WORKER_KINDS, Cluster
-from dlrover.testing.nodes import Delays
+from tests.simulation.cluster import WORKER_KINDS, Cluster
+from tests.simulation.nodes import Delays
 
 PATIENT = Limits(max_infrastructure_restarts=1000, no_progress_restarts=1000)
 

@@ -14,7 +14,7 @@ from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
 from dlrover.spec.outcome import IncidentKind
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 
 def progress(job: JobDriver, at: float, steps: int, *seconds: float, first_step: int = -1) -> None:

@@ -10,7 +10,7 @@ from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
 from dlrover.spec.measurements import SpeedSample
 from dlrover.spec.node import LaunchNode, NodeStatus
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 OOM = {"kind": FailureKind.SIGNAL, "signal": 9, "oom_killed": True}
 

@@ -12,7 +12,7 @@ from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import LaunchNode, NodeStatus
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 
 def asked(nodes: int, source: str = "user", role: str = "worker") -> inputs.ScaleRequested:

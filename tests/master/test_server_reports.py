@@ -13,7 +13,7 @@ from dlrover.spec.activity import Activity
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
 from dlrover.spec.measurements import WorkerActivity
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 
 def driver(**limits: object) -> JobDriver:

@@ -24,7 +24,7 @@ from dlrover.spec.node import (
     role_of,
 )
 from dlrover.spec.world import Offer
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 
 def asked(nodes: int, source: str = "user", role: str = "ps") -> inputs.ScaleRequested:

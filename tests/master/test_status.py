@@ -13,7 +13,7 @@ from dlrover.master.views.status import status_of
 from dlrover.rpc import messages
 from dlrover.rpc.messages import StopRequest, Succeeded
 from dlrover.spec.failure import FailureKind
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 
 def status(job: JobDriver) -> messages.Status:

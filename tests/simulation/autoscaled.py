@@ -4,7 +4,7 @@ from typing import TypeVar
 
 from dlrover.spec.job import Limits
 from dlrover.spec.plan import ScaleStage
-from dlrover.testing.cluster import Cluster
+from tests.simulation.cluster import Cluster
 
 LIMITS = Limits(autoscale_window=10.0, autoscale_interval=120.0, autoscale_patience=120.0)
 NOISE = 0.05

@@ -20,7 +20,7 @@ from dlrover.master.machine.watches.slow import SpeedWatch
 from dlrover.spec.activity import Activity
 from dlrover.spec.events import SlowRank
 from dlrover.spec.job import Limits
-from dlrover.testing.activities import SimulatedTraining
+from tests.simulation.activities import SimulatedTraining
 
 JOBS = 100
 HOURS = 100

@@ -26,8 +26,8 @@ from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.node import LaunchNode, NodeStatus
 from dlrover.spec.world import Holding, Offer, World
-from dlrover.testing.cluster import WORKER_KINDS, Cluster
-from dlrover.testing.nodes import Delays
+from tests.simulation.cluster import WORKER_KINDS, Cluster
+from tests.simulation.nodes import Delays
 
 ENOUGH = Limits(
     max_infrastructure_restarts=1000, no_progress_restarts=1000, node_start_attempts=1000
@@ -232,6 +232,15 @@ def test_a_job_whose_faults_end_succeeds_and_its_nodes_leave(block):
         )  # a master that was killed is back, and notices the end of the last streams
         assert cluster.ledger.goodput(cluster.time.now).nodes == len(cluster.machine.nodes)
         assert not cluster.ledger.accounts, "a node's time goes on though it has left"
+
+
+def test_a_seed_gives_the_same_run_every_time():
+    first, second, other = troubled(3), troubled(3), troubled(4)
+    for cluster in (first, second, other):
+        cluster.run(150.0)
+    assert first.journal == second.journal
+    assert first.events == second.events
+    assert first.journal != other.journal
 
 
 @pytest.mark.parametrize("seed", SEEDS)

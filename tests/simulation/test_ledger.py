@@ -15,8 +15,8 @@ from dlrover.master.machine.job import JobMachine
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.outcome import Cause
-from dlrover.testing.cluster import WORKER_KINDS, Cluster
-from dlrover.testing.nodes import Delays
+from tests.simulation.cluster import WORKER_KINDS, Cluster
+from tests.simulation.nodes import Delays
 
 SEEDS = range(200)
 

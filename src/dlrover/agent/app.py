@@ -19,8 +19,10 @@ from dlrover import config
 from dlrover._util import files, logs, procs
 from dlrover._util.sockets import address_towards
 from dlrover.agent.checking import Checker
+from dlrover.agent.ports import StorePort
 from dlrover.agent.relay import ShardRelay
-from dlrover.agent.shell import Agent
+from dlrover.agent.shell import Agent, Node
+from dlrover.agent.usage import UsageMeter
 from dlrover.agent.workers.logs import RunLogs
 from dlrover.agent.workers.workers import WorkerGroup
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, InfrastructureError
@@ -91,12 +93,11 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
     async with MasterClient(address, token, tls) as client, ShardRelay(client) as relay:
         workers.relay = relay.address
         workers.token = token if tls.ca else ""
+        usage = UsageMeter(settings.limits.usage_interval, alone=bool(settings.master_address))
         agent = Agent(
             client,
-            workers,
-            checker,
+            Node(hostname, workers, checker, usage, StorePort(settings.store_port)),
             settings,
-            hostname=hostname,
             node_id=args.node_id,
             node_rank=args.node_rank,
             locate=locate,

@@ -71,7 +71,16 @@ class Clock:
 class Master:
     """One job's master. All methods run on one event loop; nothing here blocks it."""
 
-    def __init__(self, journal: Journal, history: History) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        history: History,
+        clock: Callable[[float], Callable[[], float]] = Clock,
+    ) -> None:
+        """Restore the job from its journal.
+
+        ``clock`` makes a clock in seconds that is not before a given time; timers use the running loop.
+        """
         self.machine = JobMachine()
         self.ledger = Ledger()
         self.store = StoreService()
@@ -98,7 +107,7 @@ class Master:
         self._backlog: collections.deque[tuple[float, inputs.Input]] = collections.deque()
         """Inputs that took effect while the disk was full, oldest first; journalled before anything else."""
         self._changed = asyncio.Event()
-        self.clock = Clock(self._replay())
+        self.clock = clock(self._replay())
         self._commits = Commits(self._append, self.clock)
         self._started = self.clock()
 
@@ -143,7 +152,25 @@ class Master:
         server.unary("Store", messages.StoreRequest, self.use_store)
         server.unary("Shards", ShardRequest, self.use_shards)
 
-    async def watch_silence(self) -> None:
+    async def run(self) -> bool:
+        """Watch the job until it has ended and its nodes have left; False if another master takes over."""
+        watches = [
+            asyncio.create_task(self._watch_silence()),
+            asyncio.create_task(self.hangs.run(self.clock)),
+            asyncio.create_task(self.scaler.run(self.clock)),
+        ]
+        fenced = asyncio.create_task(self.fenced.wait())
+        ending = asyncio.create_task(self._nodes_left())
+        try:
+            await asyncio.wait([fenced, ending], return_when=asyncio.FIRST_COMPLETED)
+            if not fenced.done():
+                ending.result()
+            return not fenced.done()
+        finally:
+            for task in (*watches, fenced, ending):
+                task.cancel()
+
+    async def _watch_silence(self) -> None:
         """Report nodes that are connected but silent; run until cancelled."""
         while True:
             timeout = self.machine.job.limits.heartbeat_timeout
@@ -162,8 +189,9 @@ class Master:
                     # If the node wakes up, it learns from the end of its stream that it was given up.
                     self._queues[node_id].put_nowait(None)
 
-    async def nodes_left(self) -> None:
-        """Wait until all nodes have left an ended job; in the end, kill those that have not."""
+    async def _nodes_left(self) -> None:
+        """Wait until the job has ended and all nodes have left; in the end, kill those that have not."""
+        await self.ended.wait()
         job, limits = self.machine.job, self.machine.job.limits
         ended = self.clock()
         grace = limits.recovery_grace if self.replayed else limits.reconnect_grace
@@ -439,21 +467,22 @@ class Master:
         self.scaler.take_heartbeat(node_id, message, self.clock())
         if node_id in self.machine.rendezvous.servers:
             return  # its optimizer's steps are not training steps
-        self._activities.note(node_id, message.round, message.steps, message.workers)
+        self._activities.note(node_id, message, self.clock())
         new = message.steps > self.machine.progress.steps
         first = new and (self.machine.incident is not None or self.machine.progress.steps == 0)
-        if first or self._knows_first_step():
+        if first or self._shows_first_step(message):
             self._journal_progress()
         elif (new or message.workers) and self._progress_timer is None:
             wait = self._progress_journalled + PROGRESS_JOURNAL_INTERVAL - self.clock()
             loop = asyncio.get_running_loop()
             self._progress_timer = loop.call_later(max(0.0, wait), self._on_progress_timer)
 
-    def _knows_first_step(self) -> bool:
-        """Return whether a worker has reported the running world's first step and the journal lacks it."""
+    def _shows_first_step(self, message: messages.Heartbeat) -> bool:
+        """Return whether a worker reports the running world's first step and the journal lacks it."""
         machine = self.machine
-        runs = machine.outcome is None and not machine.rendezvous.collecting
-        return runs and self._activities.first_step >= 0 > machine.progress.first_step
+        lacks = machine.progress.first_step < 0 and not machine.rendezvous.collecting
+        told = lacks and any(worker.first_step >= 0 for worker in message.workers)
+        return told and machine.outcome is None and self._activities.first_step >= 0
 
     def _on_progress_timer(self) -> None:
         self._progress_timer = None
@@ -473,7 +502,8 @@ class Master:
 
     def _journal_progress(self) -> None:
         self._progress_journalled = self.clock()
-        self.submit(self._activities.progress(self.machine.rounds.training()))
+        members = self.machine.rounds.training()
+        self.submit(self._activities.progress(members, self._progress_journalled))
 
     def _hang_up(
         self, uid: str, node_id: int, queue: asyncio.Queue[messages.MasterMessage | None]

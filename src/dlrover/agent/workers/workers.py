@@ -35,6 +35,10 @@ from dlrover.training.worker.progress import MAX_SLOTS, Board
 
 logger = logging.getLogger(__name__)
 
+BOARD_POLL = 0.05
+"""Seconds between two reads of the progress board."""
+REAP_INTERVAL = 5.0
+"""Seconds between two searches for orphans to reap."""
 KILL_WAIT = 10.0
 """Seconds to wait for a process after SIGKILL; one that takes longer hangs in the kernel."""
 
@@ -274,6 +278,18 @@ class WorkerGroup:
 
     # ---- watch
 
+    async def watch(self, progressed: Callable[[], None]) -> None:
+        """Follow the workers until cancelled; call ``progressed`` after each step that all of them have made."""
+        steps, reaped_at = 0, time.monotonic()
+        while True:
+            await asyncio.sleep(BOARD_POLL)
+            before, steps = steps, self.steps()
+            if steps and steps != before:
+                progressed()
+            if time.monotonic() - reaped_at > REAP_INTERVAL:
+                reaped_at = time.monotonic()
+                self._reap()
+
     def _started(self, id_: int, pid: int) -> None:
         self._by_id[id_].pid = pid
         if self._stopped_at is not None:
@@ -428,7 +444,7 @@ class WorkerGroup:
             await zygote.wait()
         await procs.end(procs.running(SAVER), saver_wait)
 
-    def reap(self) -> None:
+    def _reap(self) -> None:
         """Reap orphans left by ended workers and zygotes."""
         self._retired = [z for z in self._retired if z.process.poll() is None]
         procs.reap_orphans(self._own_pids())

@@ -40,7 +40,7 @@ class SimulatedTraining:
     """The ranks of one training. Query times in ascending order."""
 
     def __init__(self, seed: int, ranks: int) -> None:
-        self._random = random.Random(seed)  # noqa: S311 - chance, no secret
+        self._random = random.Random(seed)
         self.ranks = ranks
         self.factors: dict[int, float] = {}
         """Slow ranks: factor on the time of their own part of a step."""
