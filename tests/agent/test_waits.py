@@ -81,3 +81,15 @@ def test_nothing_is_told_of_a_wait_that_is_over() -> None:
     node = Waits(Limits(connect_timeout=2.0), 0.0)
     assert node.notice(6.0, Stage.JOINED, 1, AT) == ""
     assert node.expired(6.0, AT) is not None
+
+
+def test_the_time_without_a_notice_is_known_so_that_nothing_polls() -> None:
+    node = waits()
+    assert node.quiet(1.0) == 4.0
+    node.notice(5.0, Stage.CONNECTING, -1, AT)
+    assert node.quiet(5.0) == 30.0
+    node.heard(6.0, AT)
+    assert node.quiet(40.0) == 5.0, "a wait may begin at once"
+    node.joined(41.0)
+    assert node.quiet(45.0) == 1.0
+    assert node.quiet(700.0) == 0.5, "the next check of the connection ends the wait"

@@ -7,7 +7,7 @@ import collections
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -196,36 +196,31 @@ class Master:
         ended = self.clock()
         grace = limits.recovery_grace if self.replayed else limits.reconnect_grace
         await self._wait_while(self._uninformed, ended + grace)
-        self._kill(self._uninformed())
-        await self._wait_while(self._remaining, ended + job.shutdown_timeout + limits.end_grace)
-        self._kill(self._remaining())
+        self._kill(filter(self._uninformed, self.machine.nodes.values()))
+        await self._wait_while(self._remains, ended + job.shutdown_timeout + limits.end_grace)
+        self._kill(filter(self._remains, self.machine.nodes.values()))
 
-    def _kill(self, nodes: list[Node]) -> None:
+    def _kill(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
             if self._platform is not None and node.handle:
                 self._platform.kill(node.handle)
 
-    async def _wait_while(self, some: Callable[[], list[Node]], until: float) -> None:
-        while some() and self.clock() < until:
-            await waited(self._changed, until - self.clock())
+    async def _wait_while(self, holds: Callable[[Node], bool], until: float) -> None:
+        """Wait while ``holds`` for any node; look at one at a time, as thousands leave one by one."""
+        while node := next(filter(holds, self.machine.nodes.values()), None):
+            while holds(node):
+                if self.clock() >= until:
+                    return
+                await waited(self._changed, until - self.clock())
 
-    def _uninformed(self) -> list[Node]:
-        """Return disconnected nodes that may come back and do not know of the job's end."""
-        return [
-            node
-            for node in self.machine.nodes.values()
-            if node.uid
-            and not (node.connected or node.gone or node.status.final)
-            and node.id not in self._dismissed
-        ]
+    def _uninformed(self, node: Node) -> bool:
+        """Return whether a node is disconnected, may come back and does not know of the job's end."""
+        away = node.uid and not (node.connected or node.gone or node.status.final)
+        return bool(away) and node.id not in self._dismissed
 
-    def _remaining(self) -> list[Node]:
-        """Return nodes that are connected or that the platform still runs."""
-        return [
-            node
-            for node in self.machine.nodes.values()
-            if node.connected or (node.handle and not node.status.final and not node.gone)
-        ]
+    def _remains(self, node: Node) -> bool:
+        """Return whether a node is connected or the platform still runs it."""
+        return node.connected or bool(node.handle and not node.status.final and not node.gone)
 
     def close(self) -> None:
         """End every agent's stream before the master exits."""
