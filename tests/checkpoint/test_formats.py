@@ -164,7 +164,9 @@ def test_savers_and_workers_of_different_versions_do_not_meet(monkeypatch):
     assert protocol.address("/checkpoints", "x") != mine
 
 
-@pytest.mark.parametrize("hello", [["SaverHello", 7, b"token"], ["SaverHello", 7, b"token", FORMAT + 1]])
+@pytest.mark.parametrize(
+    "hello", [["SaverHello", 7, b"token"], ["SaverHello", 7, b"token", FORMAT + 1]]
+)
 def test_a_replica_of_another_version_is_refused(hello):
     ours, theirs = socket.socketpair()
     data = msgspec.msgpack.encode(hello)
