@@ -106,11 +106,11 @@ class Time:
             asyncio._set_running_loop(before)
 
     def close(self) -> None:
-        """End all tasks."""
+        """End all tasks; cancel again those that were just about to go on."""
         self.loop.set_exception_handler(lambda _loop, _context: None)
         while tasks := asyncio.all_tasks(self.loop):
             for task in tasks:
                 task.cancel()
-            self.loop.run_until_complete(asyncio.wait(tasks))
+            self.loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
