@@ -88,7 +88,7 @@ def test_the_time_without_a_notice_is_known_so_that_nothing_polls() -> None:
     assert node.quiet(1.0) == 4.0
     node.notice(5.0, Stage.CONNECTING, -1, AT)
     assert node.quiet(5.0) == 30.0
-    node.heard(6.0, AT)
+    node.answered(6.0, AT)
     assert node.quiet(40.0) == 5.0, "a wait may begin at once"
     node.joined(41.0)
     assert node.quiet(45.0) == 1.0
