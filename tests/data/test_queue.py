@@ -367,7 +367,7 @@ def test_a_late_request_changes_nothing() -> None:
         take(shards, "a", 1)
     assert take(shards, "a", 3).spans == (Span(0, 20, 30),)
     shards.handle(OpenShards(shards.queues["data"].spec, "b", Incarnation(2)), 0.0)
-    with pytest.raises(ProtocolError, match="have begun anew"):
+    with pytest.raises(ProtocolError, match="have started again"):
         shards.handle(ExtendShards("data", Incarnation(1), (95,)), 0.0)
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dlrover._util import accelerators
+from dlrover import accelerators
 from dlrover.spec.check import CheckOrder, Component, ProbeResult, ProbeState
 from dlrover.training.probes import host
 from dlrover.training.probes.process import CheckProcess

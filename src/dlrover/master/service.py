@@ -476,8 +476,8 @@ class Master:
         """Return whether a worker reports the running world's first step and the journal lacks it."""
         machine = self.machine
         lacks = machine.progress.first_step < 0 and not machine.rendezvous.collecting
-        told = lacks and any(worker.first_step >= 0 for worker in message.workers)
-        return told and machine.outcome is None and self._activities.first_step >= 0
+        found = lacks and any(worker.first_step >= 0 for worker in message.workers)
+        return found and machine.outcome is None and self._activities.first_step >= 0
 
     def _on_progress_timer(self) -> None:
         self._progress_timer = None

@@ -63,7 +63,7 @@ class MasterAdopted(msgspec.Struct, frozen=True, tag="master_adopted"):
         """Return the event as one sentence."""
         return (
             f"The master is back without its journal: it adopted round {self.round} from "
-            f"{self.nodes} nodes; workers kept running. The budgets of restarts begin anew."
+            f"{self.nodes} nodes; workers kept running. The restart budgets start again from zero."
         )
 
 

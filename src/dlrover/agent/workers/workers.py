@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from dlrover import launched
-from dlrover._util import accelerators, cgroup, procs
+from dlrover import accelerators, launched
+from dlrover._util import cgroup, procs
 from dlrover.agent.devices import Devices
 from dlrover.agent.workers import environment, evidence, numa, zygotes
 from dlrover.agent.workers.facts import NodeFacts

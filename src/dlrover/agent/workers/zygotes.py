@@ -192,7 +192,7 @@ class ZygoteProcess:
             self._stop_timer()
             self.problem = str(message["problem"])
             if self.problem:
-                logger.warning("Restarts will import everything anew: %s", self.problem)
+                logger.warning("Restarts will import everything again: %s", self.problem)
             logger.info("Zygote %d is ready after %s s", self.process.pid, message["ready"])
             self.release()
         elif "started" in message:

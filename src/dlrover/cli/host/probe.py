@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import psutil
 
-from dlrover._util import accelerators
+from dlrover import accelerators
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -411,12 +411,12 @@ class ShardQueue:
 def _stale(worker: str, data: str) -> str:
     return (
         f"The shards of worker {worker} of the data set {data} were leased to others: it was silent for too "
-        "long, or the workers have begun anew."
+        "long, or the workers have started again."
     )
 
 
 def _begun_anew(data: str) -> str:
-    return f"The workers that read the data set {data} have begun anew; this one is of an earlier round."
+    return f"The workers that read the data set {data} have started again; this one is of an earlier round."
 
 
 def _different(spec: DataSpec, first: DataSpec) -> str:

@@ -176,8 +176,8 @@ def _start(view: View, master_image: str, token: str) -> Decision:
         return _restarting(view, "The master restarts soon.", again=pause - lived)
     if suspended:
         view.report("Resumed", "spec.suspend is false: the job resumes.")
-    anew = suspended or view.old.phase == "Yielded" or not before.starts
-    quick = not anew and lived < QUICK + pause
+    fresh_start = suspended or view.old.phase == "Yielded" or not before.starts
+    quick = not fresh_start and lived < QUICK + pause
     number = before.starts + 1
     view.events.append(_started(number))
     decision = view.decision(
@@ -196,7 +196,7 @@ def _start(view: View, master_image: str, token: str) -> Decision:
             view.condition("MasterReady", False, "Starting"),
             *(
                 [view.condition("Placed", False, "Waits")]
-                if anew and view.yields_after is not None
+                if fresh_start and view.yields_after is not None
                 else []
             ),
         ],

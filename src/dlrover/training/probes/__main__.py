@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from dlrover import config
-from dlrover._util import accelerators, framing
+from dlrover import accelerators, config
+from dlrover._util import framing
 from dlrover.training.probes.runner import Runner
 from dlrover.training.probes.wire import ProbeProblem, Reply, Request, ShareValue
 

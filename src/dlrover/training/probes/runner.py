@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from dlrover._util import accelerators
-from dlrover._util.accelerators import Vendor
+from dlrover import accelerators
+from dlrover.accelerators import Vendor
 from dlrover.spec.check import CheckOrder, Component, ProbeResult, ProbeState
 from dlrover.training.probes import host
 from dlrover.training.probes.wire import (

@@ -274,7 +274,7 @@ class Resizer:
         for move in moves:
             self.migrate(move, now)
         if event.rebalance:
-            self.rounds.open("the program is to divide its parameters anew", now)
+            self.rounds.open("the program must divide its parameters again", now)
 
     def _with_cores(self, node_id: int, factor: float) -> inputs.MigrationRequested:
         """Return the request to replace a server by a node with ``factor`` times its cores."""
