@@ -166,7 +166,7 @@ def test_whether_a_step_was_replaced_is_no_guess(tmp_path, monkeypatch):
 def train(directory, monkeypatch) -> Callable:
     """Runs a training on two ranks; what they return, or raise."""
     mine = threading.local()
-    monkeypatch.setattr(checkpointers, "World", lambda: mine.world)
+    monkeypatch.setattr(checkpointers, "TorchWorld", lambda: mine.world)
 
     def run(body: Callable[[Checkpointer], object], **options: object):
         def rank(world: ThreadWorld) -> object:

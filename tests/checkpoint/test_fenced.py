@@ -174,7 +174,7 @@ def test_a_save_that_one_rank_cannot_make_holds_up_no_other_node(two_nodes, monk
         return ""
 
     mine = threading.local()
-    monkeypatch.setattr(checkpointers, "World", lambda: mine.world)
+    monkeypatch.setattr(checkpointers, "TorchWorld", lambda: mine.world)
 
     def run(node: Path) -> str:
         mine.world = ranks[str(node)]
