@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -23,6 +23,8 @@ import pytest
 
 from dlrover.spec.events import Event
 from tests.waiting import POLL, until
+
+Value = TypeVar("Value")
 
 DLROVER_RUN = (sys.executable, "-m", "dlrover.cli.run.run")
 DLROVER = (sys.executable, "-m", "dlrover.cli.main")
@@ -51,6 +53,13 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("", 0))
         return sock.getsockname()[1]
+
+
+def stacks(pid: int) -> str:
+    """Where the threads of a Python process are."""
+    command = ["py-spy", "dump", "--pid", str(pid)]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    return shown.stdout or shown.stderr
 
 
 def kind_of(process: psutil.Process) -> str:
@@ -145,7 +154,9 @@ class Launch:
     def events_of(self, kind: type) -> list[Event]:
         return [event for event in self.events if isinstance(event.body, kind)]
 
-    until = staticmethod(until)
+    def until(self, condition: Callable[[], Value], timeout: float = 30.0, what: str = "") -> Value:
+        """As `tests.waiting.until`; the failure shows what the job said and where its processes are."""
+        return until(condition, timeout, what, self._report)
 
     def press(self, keys: bytes) -> None:
         """Type on the launch's terminal."""
@@ -170,15 +181,17 @@ class Launch:
         try:
             ended = self.wait(timeout)
         except psutil.TimeoutExpired:
-            pytest.fail(f"still runs after {timeout:g} s\n{self._report()}")
+            pytest.fail(f"still runs after {timeout:g} s{self._report()}")
         assert ended == code, self._report()
         return self.stdout, self.stderr
 
     def _report(self) -> str:
-        parts = [f"--- stdout\n{self.stdout}", f"--- stderr\n{self.stderr}", "--- events"]
+        parts = [f"\n--- stdout\n{self.stdout}", f"--- stderr\n{self.stderr}", "--- events"]
         parts += [f"{event.time:.2f} {event.sentence()}" for event in self.events]
         for log in sorted(self.job_dir.glob("*.log")):
             parts.append(f"--- {log.name}\n{log.read_text()[-3000:]}")
+        for process in self.processes():
+            parts.append(f"--- {kind_of(process)} {process.pid}\n{stacks(process.pid)}")
         return "\n".join(parts)
 
     # ---- its processes
@@ -206,7 +219,7 @@ class Launch:
             processes = self.of_kind(kind)
             return processes if len(processes) == count else []
 
-        return until(found, timeout, f"{count} of kind {kind}")
+        return self.until(found, timeout, f"{count} of kind {kind}")
 
     def _alive(self) -> list[str]:
         found = []

@@ -60,7 +60,7 @@ def test_a_job_reaches_the_best_size_from_one_worker(run, law) -> None:
     for plan in report["plans"]:
         assert plan["measured"] is not None, plan
         assert plan["outcome"] in ("kept", "does not pay")
-    run.dlrover("stop", "--job-dir", launch.job_dir)
+    assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
     launch.end_with(ExitCode.STOPPED)
 
 
@@ -95,5 +95,5 @@ def test_a_slow_worker_gets_another_node(run) -> None:
     assert measurement.throughput > max(1.5 * 2 / 0.2, plan.effect.before)
     assert not victim.is_running()
     assert len(launch.pids("agent")) == 2
-    run.dlrover("stop", "--job-dir", launch.job_dir)
+    assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
     launch.end_with(ExitCode.STOPPED)

@@ -77,7 +77,7 @@ def test_a_job_starts_like_a_past_one_tells_its_brain_and_goes_on_without_it(run
     agents = launch.of_kind("agent")
     assert agents
     assert not any("DLROVER_BRAIN_TOKEN" in agent.environ() for agent in agents)
-    run.dlrover("stop", "--job-dir", launch.job_dir)
+    assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
     launch.end_with(ExitCode.STOPPED)
 
 
@@ -95,5 +95,5 @@ def test_a_known_program_tries_no_size(run) -> None:
         launch.until(lambda: launch.events_of(events.SizeSettled), 60, "a size that is settled")
     assert launch.events_of(events.SizeSettled)[0].body.nodes == 2
     assert not launch.events_of(events.PlanMade)
-    run.dlrover("stop", "--job-dir", launch.job_dir)
+    assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
     launch.end_with(ExitCode.STOPPED)

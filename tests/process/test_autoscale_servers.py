@@ -78,7 +78,7 @@ def test_a_job_reaches_the_best_size_from_one_worker_and_one_server(run) -> None
     report = json.loads(shown.stdout)
     assert (report["settled"]["nodes"], report["settled"]["servers"]) == found
     assert all(plan["measured"] is not None for plan in report["plans"]), report["plans"]
-    run.dlrover("stop", "--job-dir", launch.job_dir)
+    assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
     launch.end_with(ExitCode.STOPPED)
 
 
@@ -99,7 +99,7 @@ def test_a_server_with_most_of_the_work_is_relieved(run) -> None:
         assert "times the mean load of the servers" in plan.reason
     launch.until(lambda: max(shares(launch)) < 56, 60, "an even load")
     assert not of_kind(launch, events.RestartDecided)
-    run.dlrover("stop", "--job-dir", launch.job_dir)
+    assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
     launch.end_with(ExitCode.STOPPED)
 
 
@@ -128,5 +128,5 @@ def test_a_server_that_stays_hot_moves_to_more_cores_and_the_job_is_faster(run) 
     launched = {node.node: node for node in of_kind(launch, events.NodeLaunched)}
     assert launched[migrates.successor].cpu_factor == 4.0
     assert not of_kind(launch, events.RestartDecided)
-    run.dlrover("stop", "--job-dir", launch.job_dir)
+    assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
     launch.end_with(ExitCode.STOPPED)

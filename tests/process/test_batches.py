@@ -43,7 +43,7 @@ def test_a_noisy_job_gets_a_larger_batch(run) -> None:
     made = launch.events_of(events.PlanMade)[0].body
     assert made.batch >= 16
     assert f"with batches of {made.batch} samples" in made.reason
-    run.dlrover("stop", "--job-dir", launch.job_dir)
+    assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
     launch.end_with(ExitCode.STOPPED)
 
     noise = story.samples[0].batches

@@ -51,7 +51,7 @@ def test_training_goes_on_when_the_journal_is_lost(run, train, undisturbed, shap
     assert run.status(launch)["status"]["round"] == 2
     training.wait_for_step(len(undisturbed))
     assert training.losses[: len(undisturbed)] == undisturbed
-    run.dlrover("stop", "--job-dir", launch.job_dir)
+    assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
     launch.end_with(ExitCode.STOPPED)
     assert [e.seq for e in launch.events] == list(range(1, len(launch.events) + 1))
     assert len(launch.events_of(events.JobSubmitted)) == 1

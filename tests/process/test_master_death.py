@@ -69,7 +69,7 @@ def test_training_goes_on_while_the_master_is_away(run, train, undisturbed, shap
     training.wait_for_step(len(undisturbed))
     assert training.losses[: len(undisturbed)] == undisturbed
     assert len(training.starts) == 2
-    run.dlrover("stop", "--job-dir", launch.job_dir)
+    assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
     launch.end_with(ExitCode.STOPPED)
 
 

@@ -47,7 +47,7 @@ def test_a_lost_node_costs_two_rounds_and_few_seconds(run, train) -> None:
     run.until(lambda: training.losses[-1][2] == 4, 20, "a step of four workers")
     assert rounds(launch) == [4, 3, 4]
     assert len(training.starts) == 4 + 3 + 4
-    run.dlrover("stop", "--job-dir", launch.job_dir)
+    assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
     launch.end_with(ExitCode.STOPPED)
 
 

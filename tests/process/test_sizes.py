@@ -124,7 +124,7 @@ def test_a_node_gets_more_memory_before_it_is_killed(run):
     plan = run.dlrover("plan", "--job-dir", launch.job_dir).stdout
     assert "node 1 in place of node 0: it is expected to need" in plan
     assert "within 15 s, and has 768 MiB\n  done" in plan
-    run.dlrover("stop", "--job-dir", launch.job_dir)
+    assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
     launch.wait()
 
 
@@ -147,7 +147,7 @@ def test_a_server_gets_more_memory_before_it_is_killed(run):
     assert launched[moved.successor].memory_factor * grows.limit >= grows.needed
     assert not launch.events_of(events.WorkerFailed)
     assert run.status(launch)["status"]["restarts"] == 0
-    run.dlrover("stop", "--job-dir", launch.job_dir)
+    assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
     launch.wait()
 
 
@@ -198,7 +198,7 @@ def test_nothing_is_left_of_the_groups_of_a_job_that_was_killed(run, kinds):
         victim.send_signal(signal.SIGKILL)
     if kinds == ["master"]:
         launch.wait_for("master", 1)
-        run.dlrover("stop", "--job-dir", launch.job_dir)
+        assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
         launch.wait()
         assert not groups_left(launch)
     if "agent" in kinds:

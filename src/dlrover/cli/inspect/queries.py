@@ -26,6 +26,9 @@ from dlrover.spec.node import WORKER
 
 Reply = TypeVar("Reply")
 
+RESTART_TIME = 10.0
+"""Seconds in which a master that was killed is back, as a rule."""
+
 
 class StatusReport(msgspec.Struct, frozen=True):
     """A job's status and its source."""
@@ -205,18 +208,25 @@ def stop(job_dir: JobDir, reason: str) -> None:
 
 
 def _answer(job_dir: JobDir, question: Callable[[MasterClient], Awaitable[Reply]]) -> Reply:
-    """Return the answer of a running job's master.
+    """Return the answer of a running job's master; wait for a master that is being restarted.
 
     Raises:
         ConfigurationError: the job has ended.
         InfrastructureError: its master does not answer.
     """
-    try:
-        return asyncio.run(ask(job_dir, question))
-    except InfrastructureError as error:
-        outcome = read_outcome(job_dir.outcome)
-        if outcome is None:
-            raise
-        raise ConfigurationError(
-            f"The job in {job_dir.path} has ended: {outcome.reason}"
-        ) from error
+    return asyncio.run(_insist(job_dir, question))
+
+
+async def _insist(job_dir: JobDir, question: Callable[[MasterClient], Awaitable[Reply]]) -> Reply:
+    late = time.monotonic() + RESTART_TIME
+    while True:
+        try:
+            return await ask(job_dir, question)
+        except InfrastructureError as error:  # noqa: PERF203 - that is what the loop is for
+            outcome = read_outcome(job_dir.outcome)
+            if outcome is not None:
+                reason = f"The job in {job_dir.path} has ended: {outcome.reason}"
+                raise ConfigurationError(reason) from error
+            if time.monotonic() > late:
+                raise
+            await asyncio.sleep(0.5)
