@@ -176,7 +176,9 @@ def test_more_than_4_gib(name: str) -> None:
         assert run.hash(words(start), words(size)).tolist() == [digest.intdigest()]
 
 
+@pytest.mark.slow
 @pytest.mark.heavy
+@pytest.mark.timeout(300)
 def test_a_copy_of_more_than_4_gib() -> None:
     run, size = kernels("auto"), (4 << 30) + 4321
     source, destination = np.zeros(size, np.uint8), np.ones(size, np.uint8)
