@@ -130,15 +130,18 @@ void take_stripe(uint64_t* lanes, const uint8_t* data, const uint8_t* key) {
   }
 }
 
-// What differs between instruction sets. `take` reads all stripes of an input, scrambles the lanes after each
-// block and, unless nothing is to be stored, copies the stripes to `to`.
+alignas(64) constexpr uint64_t kStart[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
+                                            kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
+
+// What differs between instruction sets. `take` reads all stripes of an input into lanes that begin as kStart,
+// scrambles these after each block and, unless nothing is to be stored, copies the stripes to `to`.
 struct Variant {
   const char* name;
   void (*take[3])(uint64_t* lanes, const uint8_t* from, uint8_t* to, size_t stripes);
   void (*stream)(const uint8_t* from, uint8_t* to, size_t stripes);
 };
 
-void take_plain(uint64_t* lanes, const uint8_t* from, uint8_t*, size_t stripes) {
+void go_on_plain(uint64_t* lanes, const uint8_t* from, size_t stripes) {
   for (size_t n = 0; n < stripes; ++n, from += kStripe) {
     take_stripe(lanes, from, kKey + n % kBlock * kSecretStep);
     if (n % kBlock != kBlock - 1) continue;
@@ -148,12 +151,18 @@ void take_plain(uint64_t* lanes, const uint8_t* from, uint8_t*, size_t stripes) 
   }
 }
 
+void take_plain(uint64_t* lanes, const uint8_t* from, uint8_t*, size_t stripes) {
+  std::memcpy(lanes, kStart, sizeof kStart);
+  go_on_plain(lanes, from, stripes);
+}
+
 // Copy and take in parts that stay in the cache in between.
 void copy_and_take_plain(uint64_t* lanes, const uint8_t* from, uint8_t* to, size_t stripes) {
+  std::memcpy(lanes, kStart, sizeof kStart);
   while (stripes > 0) {
     const size_t part = stripes < kInCache ? stripes : kInCache;
     std::memcpy(to, from, part * kStripe);
-    take_plain(lanes, to, nullptr, part);
+    go_on_plain(lanes, to, part);
     from += part * kStripe, to += part * kStripe, stripes -= part;
   }
 }
@@ -163,7 +172,12 @@ void stream_plain(const uint8_t* from, uint8_t* to, size_t stripes) { std::memcp
 constexpr Variant kPlain = {"plain", {take_plain, copy_and_take_plain, copy_and_take_plain}, stream_plain};
 
 #if defined(__x86_64__)
-constexpr size_t kAhead = 1024;  // bytes that are prefetched before they are taken
+constexpr size_t kAhead = 4096;  // bytes between what is taken and what is fetched: a page, for its address
+
+// Fetch what is taken later, up to the end; beyond it other pieces would lose time.
+__attribute__((always_inline)) inline void fetch(const uint8_t* from, const uint8_t* end) {
+  _mm_prefetch(reinterpret_cast<const char*>(from + kAhead < end ? from + kAhead : end), _MM_HINT_T0);
+}
 
 #define DLROVER_AVX2 __attribute__((target("avx2")))
 #define DLROVER_AVX512 __attribute__((target("avx512f")))
@@ -173,13 +187,14 @@ __m256i* wide(uint8_t* at) { return reinterpret_cast<__m256i*>(at); }
 
 template <Store store>
 DLROVER_AVX2 void take_avx2(uint64_t* lanes, const uint8_t* from, uint8_t* to, size_t stripes) {
-  auto* at = reinterpret_cast<__m256i*>(lanes);
+  const uint8_t* const last = from + stripes * kStripe;
+  const auto* start = reinterpret_cast<const __m256i*>(kStart);
   const __m256i prime = _mm256_set1_epi32(static_cast<int>(kPrime32_1));
-  __m256i sums[2] = {_mm256_load_si256(at), _mm256_load_si256(at + 1)};
+  __m256i sums[2] = {_mm256_load_si256(start), _mm256_load_si256(start + 1)};
   for (size_t n = 0; n < stripes;) {
     const size_t end = n + kBlock < stripes ? n + kBlock : stripes;
     for (const uint8_t* key = kKey; n < end; ++n, key += kSecretStep, from += kStripe) {
-      _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T0);
+      fetch(from, last);
       for (int i = 0; i < 2; ++i) {
         const __m256i value = _mm256_loadu_si256(wide(from) + i);
         if (store == Store::cached) _mm256_storeu_si256(wide(to + n * kStripe) + i, value);
@@ -198,26 +213,27 @@ DLROVER_AVX2 void take_avx2(uint64_t* lanes, const uint8_t* from, uint8_t* to, s
       sums[i] = _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), _mm256_slli_epi64(high, 32));
     }
   }
-  _mm256_store_si256(at, sums[0]);
-  _mm256_store_si256(at + 1, sums[1]);
+  for (int i = 0; i < 2; ++i) _mm256_store_si256(reinterpret_cast<__m256i*>(lanes) + i, sums[i]);
 }
 
 DLROVER_AVX2 void stream_avx2(const uint8_t* from, uint8_t* to, size_t stripes) {
+  const uint8_t* const last = from + stripes * kStripe;
   for (; stripes > 0; --stripes, from += kStripe, to += kStripe) {
-    _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T0);
+    fetch(from, last);
     for (int i = 0; i < 2; ++i) _mm256_stream_si256(wide(to) + i, _mm256_loadu_si256(wide(from) + i));
   }
 }
 
 template <Store store>
 DLROVER_AVX512 void take_avx512(uint64_t* lanes, const uint8_t* from, uint8_t* to, size_t stripes) {
+  const uint8_t* const last = from + stripes * kStripe;
   const __m512i prime = _mm512_set1_epi32(static_cast<int>(kPrime32_1));
   const __m512i last_key = _mm512_loadu_si512(kKey + kSecret - kStripe);
-  __m512i sum = _mm512_load_si512(lanes);
+  __m512i sum = _mm512_load_si512(kStart);
   for (size_t n = 0; n < stripes;) {
     const size_t end = n + kBlock < stripes ? n + kBlock : stripes;
     for (const uint8_t* key = kKey; n < end; ++n, key += kSecretStep, from += kStripe) {
-      _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T0);
+      fetch(from, last);
       const __m512i value = _mm512_loadu_si512(from);
       if (store == Store::cached) _mm512_storeu_si512(to + n * kStripe, value);
       if (store == Store::streamed) _mm512_stream_si512(reinterpret_cast<__m512i*>(to + n * kStripe), value);
@@ -235,8 +251,9 @@ DLROVER_AVX512 void take_avx512(uint64_t* lanes, const uint8_t* from, uint8_t* t
 }
 
 DLROVER_AVX512 void stream_avx512(const uint8_t* from, uint8_t* to, size_t stripes) {
+  const uint8_t* const last = from + stripes * kStripe;
   for (; stripes > 0; --stripes, from += kStripe, to += kStripe) {
-    _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T0);
+    fetch(from, last);
     _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
   }
 }
@@ -271,8 +288,7 @@ Store fitting(const uint8_t* to, uint64_t size, Store store) {
 }
 
 uint64_t hash_long(const uint8_t* from, uint8_t* to, uint64_t size, Store store) {
-  alignas(64) uint64_t lanes[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
-                                   kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
+  alignas(64) uint64_t lanes[8];
   const uint64_t stripes = (size - 1) / kStripe;
   used->take[static_cast<int>(store)](lanes, from, to, stripes);
   if (store != Store::none) std::memcpy(to + stripes * kStripe, from + stripes * kStripe, size - stripes * kStripe);
