@@ -6,7 +6,8 @@ ARG PYTHON=python:3.12.12-slim-bookworm
 
 FROM ${PYTHON} AS build
 WORKDIR /source
-COPY pyproject.toml README.md LICENSE constraints.txt ./
+COPY pyproject.toml hatch_build.py README.md LICENSE constraints.txt ./
+COPY native native
 COPY src src
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -m venv /opt/dlrover \

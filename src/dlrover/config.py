@@ -34,7 +34,7 @@ ALIASES = {"lastcall_timeout": "last_call_timeout"}
 """Names of settings in the original DLRover, and today's names."""
 OTHER_VARIABLES = frozenset(
     {"MASTER_ADDR", "JOB_DIR", "CONFIG", "TOKEN", "STATE_DIR", "CACHE_DIR", "KUBERNETES_JOB", "KUBERNETES_JOB_UID", "NODE_ID",
-     "NODE_NAME", "NODE_RANK", "NODE_COMMAND", "STEPS_FILE", "BRAIN_TOKEN", "BRAIN_DATABASE", "REPLICA_SECRET"}
+     "NODE_NAME", "NODE_RANK", "NODE_COMMAND", "STEPS_FILE", "BRAIN_TOKEN", "BRAIN_DATABASE", "REPLICA_SECRET", "NATIVE"}
 )  # fmt: skip
 """``DLROVER_...`` variables that are not settings of the configuration file."""
 REPLICA_SECRET = f"{ENV_PREFIX}REPLICA_SECRET"
@@ -251,6 +251,18 @@ def steps_file(env: Mapping[str, str]) -> str:
 def node_command(env: Mapping[str, str]) -> list[str]:
     """Return the command prefix that gives each local node an address of its own; usually empty."""
     return shlex.split(env.get("DLROVER_NODE_COMMAND", ""))
+
+
+def native(env: Mapping[str, str]) -> str:
+    """Return whether to use the compiled library (`dlrover._native`): ``auto``, ``require`` or ``off``.
+
+    Raises:
+        ConfigurationError: ``DLROVER_NATIVE`` has another value.
+    """
+    choice = env.get("DLROVER_NATIVE") or "auto"
+    if choice not in ("auto", "require", "off"):
+        raise ConfigurationError(f"DLROVER_NATIVE={choice}: it takes auto, require or off.")
+    return choice
 
 
 def setting_names() -> frozenset[str]:

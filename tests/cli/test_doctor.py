@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 from rich.console import Console
 
+from dlrover._native import library
 from dlrover.cli.host.doctor import (
     Finding,
     Level,
@@ -63,7 +64,15 @@ HEALTHY = Machine(
     probe_seconds=0.02,
     ptrace_scope=1,
     may_trace=False,
+    native=True,
+    native_reason="the compiled library uses avx512 instructions",
+    native_choice="auto",
 )
+
+WITHOUT_LIBRARY = {
+    "native": False,
+    "native_reason": "this installation was built without a compiled library",
+}
 
 
 def found(topic: str, **changes: object) -> Finding:
@@ -79,7 +88,7 @@ def free(amount: int) -> DiskSpace:
 def test_nothing_is_amiss_on_a_healthy_machine():
     findings = examine(HEALTHY)
     assert [finding for finding in findings if finding.level is not Level.OK] == []
-    assert len({finding.topic for finding in findings}) == len(findings) == 19
+    assert len({finding.topic for finding in findings}) == len(findings) == 20
     assert all(finding.sentence.endswith(".") for finding in findings)
 
 
@@ -93,6 +102,25 @@ def test_nothing_is_amiss_on_a_healthy_machine():
         ("pytorch", "problem", {"torch": "2.5.1+cu121"}, ["2.5.1+cu121", "2.6"]),
         ("pytorch", "ok", {"torch": "2.6.0"}, ["2.6.0"]),
         ("pytorch", "ok", {"torch": "2.13.0a0+git1234"}, ["2.13.0a0"]),
+        ("compiled library", "ok", {}, ["The compiled library uses avx512 instructions."]),
+        (
+            "compiled library",
+            "warning",
+            WITHOUT_LIBRARY,
+            ["Python code copies", "since this installation was built without", "C++ compiler"],
+        ),
+        (
+            "compiled library",
+            "problem",
+            {**WITHOUT_LIBRARY, "native_choice": "require"},
+            ["DLROVER_NATIVE is require, but this installation was built without"],
+        ),
+        (
+            "compiled library",
+            "ok",
+            {"native": False, "native_reason": "DLROVER_NATIVE is off", "native_choice": "off"},
+            ["Python code copies and hashes memory, since DLROVER_NATIVE is off."],
+        ),
         ("accelerators", "ok", {"accelerators": ()}, ["CPU"]),
         ("accelerators", "ok", {}, ["nvidia: /dev/nvidia0, /dev/nvidia1"]),
         ("accelerators", "warning", {"torch": "2.7.1+cpu"}, ["/dev/nvidia0", "2.7.1+cpu"]),
@@ -254,6 +282,14 @@ def test_the_facts_about_this_machine_are_true(tmp_path):
     assert machine.flag_variables == ("PET_NNODES",)
     assert abs(machine.clock_step) < machine.probe_seconds / 2
     assert set(machine.localhost.answers) <= {"127.0.0.1", "::1"}
+
+
+def test_the_compiled_library_is_used_unless_it_is_off(tmp_path):
+    loaded = library.load("auto")
+    machine = collect({}, tmp_path)
+    assert (machine.native, machine.native_reason) == (loaded.library is not None, loaded.reason)
+    machine = collect({"DLROVER_NATIVE": "off"}, tmp_path)
+    assert (machine.native, machine.native_reason) == (False, "DLROVER_NATIVE is off")
 
 
 @pytest.mark.torch
@@ -478,6 +514,8 @@ def test_json_holds_every_finding_and_every_fact():
     assert document["findings"][1] == {"level": "ok", "topic": "clock", "sentence": "Fine."}
     assert len(document["findings"]) == 3
     assert document["machine"] == json.loads(json.dumps(dataclasses.asdict(HEALTHY)))
+    assert document["native"] is True
+    assert document["native_reason"] == "the compiled library uses avx512 instructions"
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -489,7 +527,7 @@ def test_the_command_prints_json_as_it_is(tmp_path, terminal):
     document = json.loads(out.getvalue())
     assert document["machine"]["state_dir"] == str(state_dir)
     assert document["machine"]["memory_total"] == psutil.virtual_memory().total
-    assert len(document["findings"]) == 19
+    assert len(document["findings"]) == 20
     problem = any(finding["level"] == "problem" for finding in document["findings"])
     assert code == (3 if problem else 0)
 

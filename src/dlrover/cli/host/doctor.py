@@ -332,10 +332,25 @@ def _tracing(machine: Machine) -> Finding:
     return Finding(Level.OK, topic, "This user may attach py-spy or gdb to a worker.")
 
 
+def _native(machine: Machine) -> Finding:
+    topic, reason = "compiled library", machine.native_reason
+    if machine.native:
+        return Finding(Level.OK, topic, f"{reason[0].upper()}{reason[1:]}.")
+    fact = f"Python code copies and hashes memory, since {reason}"
+    if machine.native_choice == "off":
+        return Finding(Level.OK, topic, f"{fact}.")
+    level = Level.WARNING
+    if machine.native_choice == "require":
+        level, fact = Level.PROBLEM, f"DLROVER_NATIVE is require, but {reason}"
+    advice = "install a C++ compiler, and then DLRover again with DLROVER_NATIVE=require"
+    return _finding(level, topic, fact, advice)
+
+
 _CHECKS: tuple[Callable[[Machine], Finding], ...] = (
     _python,
     _kernel,
     _torch,
+    _native,
     _accelerators,
     _memory,
     _shared_memory,
@@ -388,7 +403,12 @@ def render_text(findings: Iterable[Finding]) -> Text:
 
 def render_json(machine: Machine, findings: Iterable[Finding]) -> str:
     """Return the findings and the facts behind them as one JSON object."""
-    document = {"findings": list(findings), "machine": machine}
+    document = {
+        "findings": list(findings),
+        "native": machine.native,
+        "native_reason": machine.native_reason,
+        "machine": machine,
+    }
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
 
 

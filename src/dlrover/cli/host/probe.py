@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import psutil
 
 from dlrover import accelerators
+from dlrover._native import library
+from dlrover.config import native
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -126,6 +128,11 @@ class Machine:
     ptrace_scope: int | None
     may_trace: bool
     """True if this process has CAP_SYS_PTRACE."""
+    native: bool
+    """True if the compiled library (`dlrover._native`) is used."""
+    native_reason: str
+    native_choice: str
+    """``DLROVER_NATIVE``."""
 
 
 def collect(
@@ -145,6 +152,7 @@ def collect(
     place = within(limit, [partial(_place, state_dir)])[0] or _Place(Path(), None, False)
     seconds, wall_seconds = time.monotonic() - start, time.time() - wall
     memory = psutil.virtual_memory()
+    compiled = library.load(native(environ))
     open_files, open_files_hard = _rlimit(resource.RLIMIT_NOFILE)
     return Machine(
         python=platform.python_version(),
@@ -180,6 +188,9 @@ def collect(
         probe_seconds=seconds,
         ptrace_scope=_number(_text(root / "proc/sys/kernel/yama/ptrace_scope")),
         may_trace=_may_trace(_text(root / "proc/self/status")),
+        native=compiled.library is not None,
+        native_reason=compiled.reason,
+        native_choice=native(environ),
     )
 
 

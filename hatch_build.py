@@ -1,0 +1,111 @@
+"""Build hook: compiles ``native/`` into the library that `dlrover._native` loads.
+
+``DLROVER_NATIVE`` says what to do: ``auto`` (default) builds a package without the library, and says why, where
+compiling fails; ``require`` fails instead; ``off`` does not try. ``CXX`` and ``CXXFLAGS`` name the compiler and
+further options. A wheel with the library serves all Pythons of one platform.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+LIBRARY = "dlrover/_native/libdlrover_native.so"
+FLAGS = [
+    "-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
+    "-fno-math-errno", "-fno-trapping-math", "-Wl,--as-needed", "-Wl,-z,defs", "-Wl,-s",
+]  # fmt: skip
+BASE = {"x86_64": ["-msse4.2", "-mpopcnt", "-mcx16"]}
+"""Instructions that every machine is taken to have (x86-64-v2); the library chooses better ones at run time."""
+CHOICES = ("auto", "require", "off")
+
+
+class NotBuiltError(Exception):
+    """The library is not built; the message says why."""
+
+
+class NativeBuildHook(BuildHookInterface):
+    """Adds the library to a wheel, or puts it beside the sources for an editable installation."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Build the library before the wheel is made."""
+        self._temporary = tempfile.TemporaryDirectory()
+        editable = version == "editable"
+        beside = Path(self.root, "src", LIBRARY)
+        target = beside if editable else Path(self._temporary.name, beside.name)
+        choice = os.environ.get("DLROVER_NATIVE") or "auto"
+        try:
+            compile_library(Path(self.root), target, choice)
+        except (NotBuiltError, OSError) as error:
+            if choice == "require":
+                raise RuntimeError(f"DLROVER_NATIVE is require, but {error}") from error
+            self.app.display_warning(
+                f"dlrover is built without its compiled library and will copy memory more slowly: {error}"
+            )
+            if editable:
+                beside.unlink(missing_ok=True)
+            return
+        if not editable:
+            build_data["force_include"][str(target)] = LIBRARY
+        here = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data |= {"pure_python": False, "tag": f"py3-none-{here}"}
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact: str) -> None:
+        """Remove the library that is now in the wheel."""
+        self._temporary.cleanup()
+
+
+def compile_library(root: Path, target: Path, choice: str) -> None:
+    """Compile the library unless ``target`` was made from the present sources by the same command.
+
+    Raises:
+        NotBuiltError: ``DLROVER_NATIVE`` is ``off``, there is no compiler, or it fails.
+    """
+    if choice not in CHOICES:
+        raise ValueError(f"DLROVER_NATIVE={choice}: it takes auto, require or off.")
+    if choice == "off":
+        raise NotBuiltError("DLROVER_NATIVE is off")
+    sources = sorted(str(path) for path in root.glob("native/*.cpp"))
+    found = (
+        os.environ.get("CXX")
+        or shutil.which("c++")
+        or shutil.which("g++")
+        or shutil.which("clang++")
+    )
+    if not found:
+        raise NotBuiltError("no C++ compiler was found (c++, g++ or clang++ on PATH, or CXX)")
+    command = [
+        *shlex.split(found), *FLAGS, *BASE.get(platform.machine(), []), *shlex.split(os.environ.get("CXXFLAGS", "")),
+    ]  # fmt: skip
+    build = hashlib.sha256(shlex.join(command).encode())
+    for path in sorted(root.glob("native/*")):
+        build.update(path.read_bytes())
+    mark = f"dlrover-build:{build.hexdigest()}"
+    if target.exists() and mark.encode() in target.read_bytes():
+        return
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-") as directory:
+        made = Path(directory, target.name)
+        define = f'-DDLROVER_BUILD="{build.hexdigest()}"'
+        try:
+            done = subprocess.run(
+                [*command, define, *sources, "-o", str(made)],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        except OSError as error:
+            raise NotBuiltError(f"{command[0]} cannot be run ({error.strerror})") from error
+        if done.returncode:
+            last = "; ".join(done.stderr.strip().splitlines()[:3])
+            raise NotBuiltError(f"{command[0]} failed with status {done.returncode} ({last})")
+        os.replace(made, target)  # at once: other builds may be under way

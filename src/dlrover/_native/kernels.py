@@ -1,0 +1,127 @@
+"""Functions on lists of pieces of memory, by the compiled library or by its twin.
+
+A list is two or three numpy arrays of uint64: source addresses, destination addresses, sizes in bytes. The caller
+answers for the addresses and keeps their memory alive. An empty piece may have the address 0. A source and a
+destination that overlap within one piece are copied as by ``memmove``; pieces have no order, so the destination of
+one must not overlap another piece.
+
+The library runs without the global interpreter lock. ``threads`` is a maximum: little work takes fewer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dlrover._native import library, twin
+
+
+@dataclass(frozen=True, slots=True)
+class _Functions:
+    """One implementation. All begin with the number of pieces and end with that of threads."""
+
+    copy: Callable[..., None]
+    hash: Callable[..., None]
+    copy_hash: Callable[..., None]
+    equal: Callable[..., None]
+
+
+_TWIN = _Functions(twin.copy, twin.hash_pieces, twin.copy_hash, twin.equal)
+
+
+def _compiled(loaded: ctypes.CDLL) -> _Functions:
+    words = np.ctypeslib.ndpointer(np.uint64, ndim=1, flags="C_CONTIGUOUS")
+    flags = np.ctypeslib.ndpointer(np.bool_, ndim=1, flags="C_CONTIGUOUS")
+    arrays = {
+        "copy": (words, words, words),
+        "hash": (words, words, words),
+        "copy_hash": (words, words, words, words),
+        "equal": (words, words, words, flags),
+    }
+    functions = {}
+    for name, types in arrays.items():
+        functions[name] = loaded[f"dlrover_{name}"]
+        functions[name].argtypes = (ctypes.c_size_t, *types, ctypes.c_size_t)
+        functions[name].restype = None
+    return _Functions(**functions)
+
+
+class Kernels:
+    """Copies, hashes and compares pieces of memory."""
+
+    def __init__(self, loaded: library.Loaded) -> None:
+        self.native = loaded.library is not None
+        self.reason = loaded.reason
+        self._functions = _compiled(loaded.library) if loaded.library is not None else _TWIN
+
+    def copy(self, source: Any, destination: Any, sizes: Any, threads: int = 1) -> None:
+        """Copy each piece.
+
+        Raises:
+            ValueError: here and below, an argument is no list of pieces as the module describes it.
+        """
+        count = _checked(sizes, threads, source=source, destination=destination)
+        self._functions.copy(count, source, destination, sizes, threads)
+
+    def hash(self, source: Any, sizes: Any, threads: int = 1) -> Any:
+        """Return the XXH3 hash (64 bits, seed 0) of each piece, as an array of uint64."""
+        count = _checked(sizes, threads, source=source)
+        hashes = np.empty(count, np.uint64)
+        self._functions.hash(count, source, sizes, hashes, threads)
+        return hashes
+
+    def copy_hash(self, source: Any, destination: Any, sizes: Any, threads: int = 1) -> Any:
+        """Copy each piece and return the hash of the bytes that were written, in one pass over them."""
+        count = _checked(sizes, threads, source=source, destination=destination)
+        hashes = np.empty(count, np.uint64)
+        self._functions.copy_hash(count, source, destination, sizes, hashes, threads)
+        return hashes
+
+    def equal(self, source: Any, destination: Any, sizes: Any, threads: int = 1) -> Any:
+        """Return for each piece whether source and destination have the same bytes, as an array of bool."""
+        count = _checked(sizes, threads, source=source, destination=destination)
+        result = np.empty(count, np.bool_)
+        self._functions.equal(count, source, destination, sizes, result, threads)
+        return result
+
+
+def _checked(sizes: Any, threads: int, **addresses: Any) -> int:
+    """Return the number of pieces.
+
+    Raises:
+        ValueError: an array has the wrong type, form or length, or a piece with bytes has the address 0.
+    """
+    for name, array in {"sizes": sizes, **addresses}.items():
+        if not isinstance(array, np.ndarray) or array.dtype != np.uint64:
+            kind = (
+                f"one of {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__
+            )
+            raise ValueError(f"{name} must be a numpy array of uint64; it is {kind}.")
+        if array.ndim != 1 or not array.flags.c_contiguous or not array.flags.aligned:
+            raise ValueError(f"{name} must be a contiguous array of one dimension.")
+        if len(array) != len(sizes):
+            raise ValueError(f"{name} has {len(array)} entries and sizes has {len(sizes)}.")
+        if np.count_nonzero(array) != len(array) and sizes[array == 0].any():
+            piece = int(np.flatnonzero((array == 0) & (sizes != 0))[0])
+            raise ValueError(f"{name} has the address 0 for piece {piece}, which is not empty.")
+    if threads < 1:
+        raise ValueError(f"threads is {threads}; it must be 1 or more.")
+    return len(sizes)
+
+
+@functools.cache
+def kernels(choice: str) -> Kernels:
+    """Return the functions for a value of ``DLROVER_NATIVE`` (`dlrover.config.native`).
+
+    Raises:
+        ImportError: ``choice`` is ``require`` and the compiled library cannot be used.
+    """
+    loaded = library.load(choice)
+    if choice == "require" and loaded.library is None:
+        raise ImportError(f"DLROVER_NATIVE is require, but {loaded.reason}.")
+    return Kernels(loaded)

@@ -1,0 +1,153 @@
+// Calls the library's functions under sanitizers; scripts/test-native builds and runs it. Each piece is memory of its
+// own that ends where the piece ends, so that the sanitizer sees an access beside it.
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+extern "C" {
+uint32_t dlrover_abi();
+const char* dlrover_build();
+const char* dlrover_variant();
+int dlrover_use_variant(const char* name);
+void dlrover_copy(size_t count, const uint64_t* from, const uint64_t* to, const uint64_t* sizes, size_t threads);
+void dlrover_hash(size_t count, const uint64_t* from, const uint64_t* sizes, uint64_t* hashes, size_t threads);
+void dlrover_copy_hash(size_t count, const uint64_t* from, const uint64_t* to, const uint64_t* sizes, uint64_t* hashes,
+                       size_t threads);
+void dlrover_equal(size_t count, const uint64_t* from, const uint64_t* to, const uint64_t* sizes, uint8_t* equal,
+                   size_t threads);
+}
+
+namespace {
+
+using Words = std::vector<uint64_t>;
+
+constexpr uint64_t kHashOfNothing = 0x2D06800538D394C2;
+constexpr uint64_t kHashOfHashes = 5058736888828673759;  // of the first small pieces, by the xxhash package
+uint64_t state = 1;
+
+// A pseudo-random number, the same in every run.
+uint64_t chance() {
+  state = state * 6364136223846793005 + 1442695040888963407;
+  return state ^ state >> 29;
+}
+
+void require(bool condition, const char* what, uint64_t where) {
+  if (condition) return;
+  std::fprintf(stderr, "%s: %s (%llu)\n", dlrover_variant(), what, static_cast<unsigned long long>(where));
+  std::exit(1);
+}
+
+// Random bytes that begin `offset` bytes after a multiple of 64 and end with their memory. Nothing has no address.
+class Piece {
+ public:
+  Piece(size_t size, size_t offset) : size_(size), offset_(offset) {
+    void* memory = nullptr;
+    if (size == 0) return;
+    require(posix_memalign(&memory, 64, offset + size) == 0, "no memory", size);
+    memory_.reset(static_cast<uint8_t*>(memory));
+    for (size_t i = 0; i < size; i += 8) {
+      const uint64_t word = chance();
+      std::memcpy(begin() + i, &word, size - i < 8 ? size - i : 8);
+    }
+  }
+
+  uint8_t* begin() const { return memory_ == nullptr ? nullptr : memory_.get() + offset_; }
+  uint64_t address() const { return reinterpret_cast<uint64_t>(begin()); }
+  std::vector<uint8_t> bytes() const { return {begin(), begin() + size_}; }
+
+ private:
+  struct Free {
+    void operator()(uint8_t* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<uint8_t, Free> memory_;
+  size_t size_, offset_;
+};
+
+// All functions on pieces of these sizes; the hashes are returned.
+Words check(const Words& sizes, size_t threads, bool aligned) {
+  std::vector<Piece> sources, destinations;
+  Words from, to, hashes(sizes.size()), copied(sizes.size());
+  for (const uint64_t size : sizes) {
+    sources.emplace_back(size, chance() % 64);
+    destinations.emplace_back(size, aligned ? 0 : chance() % 64);
+    from.push_back(sources.back().address());
+    to.push_back(destinations.back().address());
+  }
+  std::vector<uint8_t> equal(sizes.size());
+  const size_t count = sizes.size();
+  dlrover_hash(count, from.data(), sizes.data(), hashes.data(), threads);
+  dlrover_copy_hash(count, from.data(), to.data(), sizes.data(), copied.data(), threads);
+  for (size_t i = 0; i < count; ++i) {
+    require(hashes[i] == copied[i], "the hash of a copy differs", sizes[i]);
+    require(sources[i].bytes() == destinations[i].bytes(), "copy_hash", sizes[i]);
+    if (sizes[i] > 0) destinations[i].begin()[chance() % sizes[i]] ^= 1;
+  }
+  dlrover_equal(count, from.data(), to.data(), sizes.data(), equal.data(), threads);
+  for (size_t i = 0; i < count; ++i) require(equal[i] == (sizes[i] == 0), "equal, one bit differs", sizes[i]);
+  dlrover_copy(count, from.data(), to.data(), sizes.data(), threads);
+  dlrover_equal(count, from.data(), to.data(), sizes.data(), equal.data(), threads);
+  for (size_t i = 0; i < count; ++i) {
+    require(sources[i].bytes() == destinations[i].bytes(), "copy", sizes[i]);
+    require(equal[i] == 1, "equal", sizes[i]);
+  }
+  return hashes;
+}
+
+[[maybe_unused]] void check_overlap(uint64_t size, uint64_t distance) {
+  for (const bool forward : {false, true}) {
+    for (const bool hash : {false, true}) {
+      const Piece both(size + distance, 3);
+      const uint64_t low = both.address(), high = low + distance;
+      const uint64_t from = forward ? low : high, to = forward ? high : low;
+      const auto before = both.bytes();
+      const uint8_t* moved = before.data() + (from - low);
+      uint64_t made = 0, wanted = 0;
+      const uint64_t other = reinterpret_cast<uint64_t>(moved);
+      dlrover_hash(1, &other, &size, &wanted, 1);
+      if (hash) dlrover_copy_hash(1, &from, &to, &size, &made, 2);
+      if (!hash) dlrover_copy(1, &from, &to, &size, 2);
+      require(std::memcmp(both.begin() + (to - low), moved, size) == 0, "overlap", size);
+      require(!hash || made == wanted, "the hash of an overlap", size);
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  Words small, large = {0, 65535, 65536, 65537, 700'001, 1, 4095, 4096, 4097, 3'000'000, 240, 241, 1'048'576, 64};
+  for (uint64_t size = 0; size <= 1100; ++size) small.push_back(size);
+  Words much(20, 1'000'003);  // enough to be written past the cache
+  much.push_back(5'000'000);
+  for (const char* name : {"plain", "avx2", "avx512"}) {
+    if (!dlrover_use_variant(name)) {
+      std::printf("%s: not on this machine\n", name);
+      continue;
+    }
+    require(dlrover_abi() > 0 && std::strncmp(dlrover_build(), "dlrover-build:", 14) == 0, "identity", 0);
+    dlrover_copy(0, nullptr, nullptr, nullptr, 4);
+    state = 1;
+    Words hashes = check(small, 3, false);
+    const uint64_t address = reinterpret_cast<uint64_t>(hashes.data()), size = 8 * hashes.size();
+    uint64_t all = 0;
+    dlrover_hash(1, &address, &size, &all, 1);
+    require(hashes[0] == kHashOfNothing && all == kHashOfHashes, "the hashes differ from those of the algorithm", all);
+    check(large, 3, false);
+    check(much, 2, true);
+#if !defined(__SANITIZE_THREAD__)  // what follows has no new race to show
+    for (const size_t threads : {1, 100}) {
+      check(small, threads, false);
+      check(large, threads, true);
+    }
+    check(much, 1, false);
+    for (const uint64_t size : {1, 16, 100, 300, 5000, 2'200'000}) {
+      for (const uint64_t distance : {0, 1, 63, 64, 4096}) check_overlap(size, distance);
+    }
+#endif
+    std::printf("%s: passed\n", name);
+  }
+  require(!dlrover_use_variant("another"), "a variant that does not exist", 0);
+}

@@ -1,0 +1,135 @@
+"""Wheels with and without the compiled library, and what lies beside the sources of an editable installation."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hatchling")
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = "dlrover/_native/libdlrover_native.so"
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+BUILD = """
+import sys
+from hatchling import build
+print(getattr(build, sys.argv[1])(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """What a build reads, without the rest of the package."""
+    root = tmp_path / "tree"
+    package = root / "src/dlrover"
+    package.mkdir(parents=True)
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(ROOT / name, root)
+    shutil.copy(ROOT / "src/dlrover/__init__.py", package)
+    shutil.copytree(ROOT / "native", root / "native")
+    shutil.copytree(
+        ROOT / "src/dlrover/_native", package / "_native", ignore=shutil.ignore_patterns("*.so")
+    )
+    return root
+
+
+def build(tree: Path, kind: str = "build_wheel", **env: str) -> "subprocess.CompletedProcess[str]":
+    """Build; the name of the result is the last line of the output."""
+    given = {
+        key: value for key, value in os.environ.items() if key not in ("DLROVER_NATIVE", "CXX")
+    }
+    command = [sys.executable, "-c", BUILD, kind, str(tree.parent)]
+    return subprocess.run(
+        command, cwd=tree, env=given | env, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def wheel(tree: Path, done: "subprocess.CompletedProcess[str]") -> "tuple[str, set[str]]":
+    """The tags of a wheel, and its files."""
+    assert not done.returncode, done.stderr
+    name = done.stdout.split()[-1]
+    with zipfile.ZipFile(tree.parent / name) as archive:
+        return name.removesuffix(".whl").split("-", 2)[2], set(archive.namelist())
+
+
+def beside(tree: Path) -> Path:
+    return tree / "src" / LIBRARY
+
+
+@needs_compiler
+def test_a_wheel_with_the_library_serves_all_pythons(tree: Path):
+    tags, files = wheel(tree, build(tree, DLROVER_NATIVE="require"))
+    assert tags.startswith("py3-none-linux_")
+    assert LIBRARY in files
+    assert not beside(tree).exists()
+
+
+@pytest.mark.parametrize(
+    ("env", "reason"),
+    [
+        ({"DLROVER_NATIVE": "off"}, "DLROVER_NATIVE is off"),
+        ({"PATH": ""}, "no C++ compiler was found"),
+        ({"CXX": "/missing/c++"}, "/missing/c++ cannot be run (No such file or directory)"),
+        ({"CXX": "sh -c 'echo broken: 1 >&2; exit 3'"}, "sh failed with status 3 (broken: 1)"),
+    ],
+)
+def test_without_the_library_the_wheel_is_pure_and_the_reason_is_shown(
+    tree: Path, env: "dict[str, str]", reason: str
+):
+    done = build(tree, **env)
+    tags, files = wheel(tree, done)
+    assert tags == "py3-none-any"
+    assert LIBRARY not in files
+    assert (
+        f"dlrover is built without its compiled library and will copy memory more slowly: {reason}"
+        in (done.stdout + done.stderr)
+    )
+
+
+def test_a_library_that_is_required_and_fails_ends_the_build(tree: Path):
+    (tree / "native/xxh3.cpp").write_text("#error broken\n")
+    for env in ({}, {"PATH": ""}):
+        done = build(tree, DLROVER_NATIVE="require", **env)
+        assert done.returncode
+        assert "DLROVER_NATIVE is require, but " in done.stderr
+
+
+def test_other_values_are_refused(tree: Path):
+    assert (
+        "DLROVER_NATIVE=on: it takes auto, require or off."
+        in build(tree, DLROVER_NATIVE="on").stderr
+    )
+
+
+@needs_compiler
+def test_an_editable_installation_compiles_only_what_changed(tree: Path):
+    done = build(tree, "build_editable")
+    assert LIBRARY not in wheel(tree, done)[1]
+    first = beside(tree).stat().st_mtime_ns
+    build(tree, "build_editable")
+    assert beside(tree).stat().st_mtime_ns == first
+    with (tree / "native/pieces.cpp").open("a") as file:
+        file.write("// changed\n")
+    build(tree, "build_editable")
+    changed = beside(tree).stat().st_mtime_ns
+    assert changed != first
+    build(tree, "build_editable", CXXFLAGS="-O1")
+    assert beside(tree).stat().st_mtime_ns != changed
+    build(tree, "build_editable", PATH="")
+    assert not beside(tree).exists()  # it would be older than the sources one day
+
+
+def test_the_source_distribution_has_all_that_a_build_needs(tree: Path):
+    (beside(tree)).write_bytes(b"compiled here")
+    done = build(tree, "build_sdist")
+    with tarfile.open(tree.parent / done.stdout.split()[-1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"hatch_build.py", "native/pieces.cpp", "native/xxh3.cpp", "native/xxh3.h"} <= names
+    assert f"src/{LIBRARY}" not in names

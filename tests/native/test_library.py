@@ -1,0 +1,85 @@
+"""The compiled library is used if it can be; otherwise one sentence says why not."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dlrover import config
+from dlrover._native import library
+from dlrover.errors import ConfigurationError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_what_was_required_when_this_was_installed_is_used():
+    """CI sets DLROVER_NATIVE=require, so that no failure to compile passes unseen."""
+    loaded = library.load("auto")
+    if os.environ.get("DLROVER_NATIVE") == "require":
+        assert loaded.library is not None, loaded.reason
+    assert loaded.reason
+
+
+def test_off_does_not_load_it():
+    assert library.load("off") == library.Loaded(None, "DLROVER_NATIVE is off")
+
+
+def test_an_installation_without_it(tmp_path: Path):
+    loaded = library.load("auto", tmp_path / "missing.so")
+    assert loaded == library.Loaded(None, "this installation was built without a compiled library")
+
+
+@pytest.mark.parametrize("content", [b"", b"no library", b"\x7fELF" + bytes(100)])
+def test_a_file_that_is_no_library(tmp_path: Path, content: bytes):
+    (file := tmp_path / "library.so").write_bytes(content)
+    loaded = library.load("auto", file)
+    assert loaded.library is None
+    assert re.fullmatch(r"the compiled library cannot be loaded \(.+\)", loaded.reason)
+
+
+def compiled(directory: Path, program: str) -> Path:
+    file = directory / "library.so"
+    command = ["c++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(file)]
+    try:
+        subprocess.run(command, input=program.encode(), check=True, timeout=30)
+    except FileNotFoundError:
+        pytest.skip("no C++ compiler")
+    return file
+
+
+def test_a_library_of_another_version(tmp_path: Path):
+    program = 'extern "C" { int dlrover_abi() { return 7; } const char* dlrover_variant() { return ""; } }'
+    loaded = library.load("auto", compiled(tmp_path, program))
+    assert loaded == library.Loaded(None, "the compiled library has interface 7 instead of 1")
+
+
+def test_a_library_of_another_project(tmp_path: Path):
+    loaded = library.load("auto", compiled(tmp_path, 'extern "C" int other() { return 1; }'))
+    assert loaded.library is None
+    assert "undefined symbol: dlrover_abi" in loaded.reason
+
+
+def test_the_interface_has_one_number():
+    source = (ROOT / "native/pieces.cpp").read_text()
+    assert f"dlrover_abi() {{ return {library.ABI}; }}" in source
+
+
+def test_what_is_required_and_missing_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    kernels = pytest.importorskip("dlrover._native.kernels")
+    missing = library.Loaded(None, "this installation was built without a compiled library")
+    monkeypatch.setattr(library, "load", lambda _choice: missing)
+    with pytest.raises(ImportError, match="DLROVER_NATIVE is require, but this installation was"):
+        kernels.kernels.__wrapped__("require")
+    assert not kernels.kernels.__wrapped__("auto").native
+
+
+def test_the_variable_takes_three_values():
+    assert config.native({}) == config.native({"DLROVER_NATIVE": ""}) == "auto"
+    for choice in ("auto", "require", "off"):
+        assert config.native({"DLROVER_NATIVE": choice}) == choice
+    with pytest.raises(
+        ConfigurationError, match="DLROVER_NATIVE=on: it takes auto, require or off"
+    ):
+        config.native({"DLROVER_NATIVE": "on"})
