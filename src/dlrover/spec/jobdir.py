@@ -14,7 +14,7 @@ from dlrover.spec.plan import Group
 
 T = TypeVar("T")
 
-FORMAT = 2
+FORMAT = 3
 """Format number of the journal, the configurations and the events. It changes with the meaning or the shape
 of any record in them, so that a master never continues from half of what an earlier version wrote."""
 
