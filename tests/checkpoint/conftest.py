@@ -16,7 +16,7 @@ import pytest
 from tests.waiting import until
 
 if importlib.util.find_spec("torch") is None:
-    collect_ignore_glob = ["test_*.py", "adapters/test_*.py"]  # they need the extra "torch"
+    collect_ignore_glob = ["test_*.py"]  # they need the extra "torch"
 
 
 class Directory(type(Path())):
