@@ -46,7 +46,8 @@ def throughput(workers: int, job: int) -> float:
 def server_shape(workers: int, servers: int) -> brain.Shape:
     """A parameter-server job."""
     return brain.Shape(
-        groups={"worker": Group(count=workers, cpu=4), "ps": Group(count=servers, cpu=8)}, batch=512
+        groups={"worker": Group(count=workers, cpu=4), "ps": Group(count=servers, cpu=8)},
+        batch=512,
     )
 
 

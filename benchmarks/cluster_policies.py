@@ -13,7 +13,7 @@ from dlrover.planning.allreduce import Form, RingModel, RingSample, RingShape, f
 from dlrover.planning.cluster import Demand, Option, allocate
 from dlrover.planning.efficiency import BatchLimits, GradientNoise, best_batches
 from dlrover.planning.warmstart import FIRST_SECONDS, expected_remaining
-from dlrover.testing.workload import Placement, Setting, SimulatedJob
+from tests.support.workload import Placement, Setting, SimulatedJob
 
 
 def fixed_batch(job: SimulatedJob, total: int) -> tuple[int, int]:

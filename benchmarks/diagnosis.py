@@ -10,13 +10,16 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from dlrover.master.diagnosis_rules import table
 from dlrover.spec.failure import Origin
-from dlrover.testing.corpus import Case, Log, read, read_logs
+from tests.support.corpus import Case, Log, read, read_logs
 
 CORPUS = Path(__file__).resolve().parent.parent / "tests" / "master" / "corpus"
 RESULTS = Path(__file__).resolve().parent / "results" / "diagnosis.json"

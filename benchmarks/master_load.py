@@ -16,6 +16,7 @@ import os
 import platform
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -28,13 +29,15 @@ import grpc.aio
 import psutil
 from bare_grpc import GENERATOR_CORE, SERVER_CORE, Meter, Row, pin
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from dlrover.errors import InfrastructureError
 from dlrover.rpc import messages, wire
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.world import Offer
-from dlrover.testing.agents import SimulatedAgent
-from dlrover.testing.masters import MasterProcess
+from tests.support.agents import SimulatedAgent
+from tests.support.masters import MasterProcess
 
 UPSTREAM_CORE_SECONDS = {1000: 0.97, 2000: 1.9, 4000: 6.2, 8000: 28.4}
 """CPU seconds of upstream's master (0.6.1) for one rendezvous, measured on a machine of this kind."""

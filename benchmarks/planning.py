@@ -11,6 +11,7 @@ import csv
 import json
 import math
 import random
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 from cluster_policies import Fixed, Optimus, Ours, PolluxLike, Tiresias
@@ -30,7 +33,7 @@ from dlrover.planning.efficiency import BatchLimits, GradientNoise, best_batches
 from dlrover.planning.parameter_server import ServerSample, ServerShape, fit_servers
 from dlrover.planning.plans import RingSpace, ServerSpace, Terms, plan_ring, plan_servers
 from dlrover.planning.throughput import TrustRegion
-from dlrover.testing.workload import Policy, replay
+from tests.support.workload import ClusterPolicy, replay
 
 PUBLISHED = {"pollux-like": 2446.1, "tiresias": 3469.7, "optimus, length declared": 5301.9}
 """Mean completion times of workload 6 in the published simulator, in seconds."""
@@ -217,7 +220,7 @@ def show_fits() -> dict[str, Any]:
 # ---- cluster
 
 
-def policies() -> list[Callable[[], Policy]]:
+def policies() -> list[Callable[[], ClusterPolicy]]:
     """In the order of the table."""
     return [
         lambda: Ours("declared"),

@@ -11,7 +11,7 @@ import numpy as np
 from scipy.interpolate import LinearNDInterpolator
 
 from dlrover.planning.allreduce import RingSample, RingShape
-from dlrover.testing.workload import Placement, SimulatedJob
+from tests.support.workload import Placement, SimulatedJob
 
 DATA = Path(__file__).parent / "data" / "pollux"
 NAMES = ("imagenet", "bert", "cifar10", "deepspeech2", "ncf", "yolov3")

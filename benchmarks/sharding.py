@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -28,15 +29,17 @@ import torch
 from bare_grpc import GENERATOR_CORE, SERVER_CORE, Meter, Row, pin
 from torch.utils.data import DataLoader
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from dlrover import launched
-from dlrover.agent.relay import Relay
+from dlrover.agent.relay import ShardRelay
 from dlrover.data.dataset import ElasticDataset
 from dlrover.data.records import Records
 from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.job import JobSpec
 from dlrover.spec.shards import DataSpec, Incarnation, OpenShards, ShardReply, Span, TakeShards
-from dlrover.testing.masters import MasterProcess
+from tests.support.masters import MasterProcess
 
 UPSTREAM_SHARDS = 2400.0
 """Shards per second of upstream's master (0.6.1) on one core of a machine of this kind."""
@@ -141,7 +144,7 @@ def relay(address: str, token: str, told: Connection) -> None:
     """Relay on the server core until killed; ``told`` gets the address."""
 
     async def serve() -> None:
-        async with MasterClient(address, token) as client, Relay(client) as served:
+        async with MasterClient(address, token) as client, ShardRelay(client) as served:
             told.send(served.address)
             await asyncio.Event().wait()
 

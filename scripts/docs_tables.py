@@ -26,14 +26,11 @@ from dlrover.master.journal.history import History
 from dlrover.master.service import Master
 from dlrover.master.views.metrics import metrics
 from dlrover.spec import events
-from dlrover.spec.failure import Action, Failure, FailureKind, Origin, Verdict
-from dlrover.spec.goodput import Cause, Goodput, IncidentCost
+from dlrover.spec.failure import Action, Failure, FailureKind, Origin, Rule, Verdict
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import JobDir
-from dlrover.spec.outcome import Outcome
-from dlrover.spec.plan import Effect
-from dlrover.spec.rules import Rule
-from dlrover.spec.speed import ScaleKind
+from dlrover.spec.outcome import Cause, Goodput, IncidentCost, Outcome
+from dlrover.spec.plan import Effect, ScaleKind
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

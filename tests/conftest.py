@@ -4,10 +4,14 @@ Examples are the same in every run: what fails, fails again. How long one takes 
 """
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.support.directories import Directory
 
 settings.register_profile("project", deadline=None, derandomize=True)
 settings.load_profile("project")
@@ -32,3 +36,18 @@ def _own_state_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         del os.environ["DLROVER_STATE_DIR"]
     else:
         os.environ["DLROVER_STATE_DIR"] = before
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Directory]:
+    """A directory for checkpoints, with none in it; its savers are gone after the test."""
+    path = Directory(tmp_path / "checkpoints")
+    yield path
+    path.kill_savers()
+
+
+@pytest.fixture(autouse=True)
+def _no_simulation_left() -> Iterator[None]:
+    yield
+    if "tests.simulation.cluster" in sys.modules:
+        sys.modules["tests.simulation.cluster"].close_all()

@@ -17,12 +17,12 @@ from hypothesis import given, settings, strategies as st
 from dlrover.agent.workers import copying
 from dlrover.agent.workers.copying import (
     READ_SIZE,
-    Copier,
+    GrowingFile,
     LineFormatter,
     LineSplitter,
+    OutputCopier,
     Pump,
     Sink,
-    Source,
 )
 
 
@@ -31,8 +31,8 @@ def lines_of(chunks: list[bytes], limit: int) -> list[bytes]:
     return [line for chunk in chunks for line in splitter.feed(chunk)] + splitter.flush()
 
 
-def copy(*pumps: Pump) -> Copier:
-    return Copier(pumps, contextlib.ExitStack())
+def copy(*pumps: Pump) -> OutputCopier:
+    return OutputCopier(pumps, contextlib.ExitStack())
 
 
 @contextlib.contextmanager
@@ -111,7 +111,7 @@ class TestCopier:
     def test_a_raw_stream_is_shown_before_its_line_ends(self, tmp_path: Path):
         log = tmp_path / "log"
         with pipe() as (reader, console):
-            copier = copy(Pump("console", Sink(console), [Source(log)]))
+            copier = copy(Pump("console", Sink(console), [GrowingFile(log)]))
             with log.open("wb", buffering=0) as file:  # made after the copying began
                 for state in (b"10%\r", b"\xff20%\r\n"):
                     file.write(state)
@@ -121,7 +121,7 @@ class TestCopier:
     def test_a_teed_line_is_shown_when_it_ends(self, tmp_path: Path):
         log = tmp_path / "log"
         with pipe() as (reader, console), log.open("wb", buffering=0) as file:
-            copier = copy(Pump("console", Sink(console), [Source(log, LineFormatter("> "))]))
+            copier = copy(Pump("console", Sink(console), [GrowingFile(log, LineFormatter("> "))]))
             file.write(b"one")
             file.write(b" line\nhalf")
             assert os.read(reader, 100) == b"> one line\n"
@@ -133,16 +133,16 @@ class TestCopier:
         console = io.BytesIO()
         content = os.urandom(3 * READ_SIZE + 1)
         log.write_bytes(content)
-        assert copy(Pump("console", Sink(console), [Source(log)])).stop(5)
+        assert copy(Pump("console", Sink(console), [GrowingFile(log)])).stop(5)
         assert console.getvalue() == content
 
     def test_a_file_that_never_came_does_not_delay_the_stop(self, tmp_path: Path):
-        assert copy(Pump("console", Sink(io.BytesIO()), [Source(tmp_path / "log")])).stop(5)
+        assert copy(Pump("console", Sink(io.BytesIO()), [GrowingFile(tmp_path / "log")])).stop(5)
 
     def test_a_file_that_cannot_be_read_is_left_out_and_said(self, tmp_path: Path, caplog):
         (tmp_path / "log").write_bytes(b"text\n")
         console = io.BytesIO()
-        sources = [Source(tmp_path), Source(tmp_path / "log")]
+        sources = [GrowingFile(tmp_path), GrowingFile(tmp_path / "log")]
         assert copy(Pump("console", Sink(console), sources)).stop(5)
         assert console.getvalue() == b"text\n"
         assert [record.message for record in caplog.records] == [
@@ -153,7 +153,7 @@ class TestCopier:
         sources = []
         for name in "ab":
             (tmp_path / name).write_bytes(b"".join(b"%d\n" % n for n in range(20_000)))
-            sources.append(Source(tmp_path / name, LineFormatter(f"[{name}]:")))
+            sources.append(GrowingFile(tmp_path / name, LineFormatter(f"[{name}]:")))
         console = Recorder()
         assert copy(Pump("console", Sink(console), sources)).stop(5)
         assert all(len(data) <= select.PIPE_BUF for data in console.writes)
@@ -165,14 +165,16 @@ class TestCopier:
         for name in "ab":
             (tmp_path / name).write_bytes(content * 2000)
         console = io.BytesIO()
-        assert copy(Pump("c", Sink(console), [Source(tmp_path / name) for name in "ab"])).stop(5)
+        assert copy(Pump("c", Sink(console), [GrowingFile(tmp_path / name) for name in "ab"])).stop(
+            5
+        )
         assert console.getvalue() == content * 4000
 
     def test_a_line_longer_than_a_read_comes_whole(self, tmp_path: Path):
         (tmp_path / "log").write_bytes(b"x" * (3 * READ_SIZE) + b"\ny")
         console = io.BytesIO()
         assert copy(
-            Pump("console", Sink(console), [Source(tmp_path / "log", LineFormatter("> "))])
+            Pump("console", Sink(console), [GrowingFile(tmp_path / "log", LineFormatter("> "))])
         ).stop(5)
         assert console.getvalue() == b"> " + b"x" * (3 * READ_SIZE) + b"\n> y\n"
 
@@ -186,7 +188,7 @@ class TestCopier:
 
         names = ["a", "b", "c"]
         writers = [threading.Thread(target=write, args=(name,)) for name in names]
-        sources = [Source(tmp_path / name, LineFormatter(f"{name} ")) for name in names]
+        sources = [GrowingFile(tmp_path / name, LineFormatter(f"{name} ")) for name in names]
         with (tmp_path / "console").open("wb") as console:
             copier = copy(Pump("console", Sink(console), sources))
             for writer in writers:
@@ -209,8 +211,8 @@ class TestConsoleThatDoesNotRead:
         other = io.BytesIO()
         with pipe() as (reader, console):
             copier = copy(
-                Pump("blocked", Sink(console), [Source(log)]),
-                Pump("other", Sink(other), [Source(log)]),
+                Pump("blocked", Sink(console), [GrowingFile(log)]),
+                Pump("other", Sink(other), [GrowingFile(log)]),
             )
             begin = time.monotonic()
             assert not copier.stop(0.5)
@@ -223,7 +225,7 @@ class TestConsoleThatDoesNotRead:
         log = tmp_path / "log"
         log.write_bytes(os.urandom(1_000_000))
         with pipe() as (reader, console):
-            copier = copy(Pump("console", Sink(console), [Source(log)]))
+            copier = copy(Pump("console", Sink(console), [GrowingFile(log)]))
             received = bytearray()
             while len(received) < 1_000_000:
                 received += os.read(reader, 50_000)
@@ -235,7 +237,7 @@ class TestConsoleThatDoesNotRead:
         log.write_bytes(b"x" * 200_000)
         with pipe() as (reader, console):
             os.set_blocking(console.fileno(), False)
-            copier = copy(Pump("console", Sink(console), [Source(log)]))
+            copier = copy(Pump("console", Sink(console), [GrowingFile(log)]))
             received = 0
             while received < 200_000:
                 received += len(os.read(reader, 50_000))
@@ -260,8 +262,8 @@ class TestConsoleThatIsGone:
         with pipe() as (reader, console), caplog.at_level(logging.WARNING):
             os.close(reader)
             copier = copy(
-                Pump("stdout", Sink(console), [Source(log)]),
-                Pump("stderr", Sink(other), [Source(log)]),
+                Pump("stdout", Sink(console), [GrowingFile(log)]),
+                Pump("stderr", Sink(other), [GrowingFile(log)]),
             )
             assert copier.stop(5)
         assert other.getvalue() == log.read_bytes()
@@ -273,7 +275,7 @@ class TestConsoleThatIsGone:
     def test_a_file_closed_in_this_process_is_said_once(self, opened, tmp_path: Path, caplog):
         log = tmp_path / "log"
         console = opened()
-        copier = copy(Pump("stdout", Sink(console), [Source(log)]))
+        copier = copy(Pump("stdout", Sink(console), [GrowingFile(log)]))
         console.close()
         log.write_bytes(b"text\n")
         assert copier.stop(5)
@@ -284,7 +286,7 @@ class TestConsoleThatIsGone:
         log = tmp_path / "log"
         log.write_bytes(b"text\n")
         with Path("/dev/full").open("wb", buffering=0) as console:
-            assert copy(Pump("stdout", Sink(console), [Source(log)])).stop(5)
+            assert copy(Pump("stdout", Sink(console), [GrowingFile(log)])).stop(5)
         assert [record.message for record in caplog.records] == [
             "Stopped copying worker output to stdout: [Errno 28] No space left on device"
         ]

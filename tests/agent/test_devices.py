@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dlrover._util.accelerators import DeviceUse
+from dlrover.accelerators import DeviceUse
 from dlrover.agent import devices
 
 IDLE = DeviceUse(0, 0, 0, "GPU-0a")

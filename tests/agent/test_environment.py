@@ -6,7 +6,7 @@ import pytest
 from dlrover import config
 from dlrover.agent.workers.environment import secrets, worker_arguments, worker_environment
 from dlrover.errors import ConfigurationError
-from dlrover.spec.launch import Entry, LaunchSpec
+from dlrover.spec.job import Entry, LaunchSpec
 from dlrover.spec.world import World
 
 WORLD = World(

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from dlrover.agent.workers import facts
-from dlrover.agent.workers.facts import NodeFacts, tells
+from dlrover.agent.workers.facts import NodeFacts, may_be_fault
 from dlrover.spec.failure import FACTS_LIMIT
 
 XID = "NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus."
@@ -43,12 +43,12 @@ def kernel_log():
     ],
 )
 def test_lines_that_tell_of_a_fault(line):
-    assert tells(line)
+    assert may_be_fault(line)
 
 
 @pytest.mark.parametrize("line", ["usb 1-1: new high-speed USB device", "audit: type=1400", ""])
 def test_lines_that_do_not(line):
-    assert not tells(line)
+    assert not may_be_fault(line)
 
 
 def test_what_the_kernel_says_while_the_workers_run(kernel_log, tmp_path):

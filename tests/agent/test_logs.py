@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from dlrover.agent.workers.logs import AttemptLogs, ConsoleMode, RunLogs, console_mode, line_prefix
 from dlrover.errors import ConfigurationError
-from dlrover.spec.launch import Entry, LaunchSpec, Std, StdMap
+from dlrover.spec.job import Entry, LaunchSpec, Std, StdMap
 
 
 def launch_spec(**options) -> LaunchSpec:

@@ -4,15 +4,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover.agent.machine.node import (
-    Abandoned,
     AgentMachine,
     Command,
     Input,
     JoinRound,
-    Leave,
-    Say,
     Stage,
-    StartWorkers,
     StopWorkers,
     WorkerEnded,
     WorkersStopped,
@@ -104,7 +100,7 @@ def test_it_joins_the_round_that_it_is_welcomed_to():
 
 def test_it_starts_its_workers_in_the_world_that_it_is_assigned():
     machine = agent(welcome())
-    assert give(machine, AssignWorld(world(7))) == [StartWorkers(world(7))]
+    assert give(machine, AssignWorld(world(7))) == [AssignWorld(world(7))]
     assert (machine.stage, machine.round, machine.running_round) == (Stage.RUNNING, 7, 7)
     assert machine.running == {0, 1}
 
@@ -112,16 +108,14 @@ def test_it_starts_its_workers_in_the_world_that_it_is_assigned():
 def test_it_reports_success_once_all_workers_have_succeeded():
     machine = running()
     assert give(machine, WorkerEnded(1, None)) == []
-    assert give(machine, WorkerEnded(0, None)) == [Say(Succeeded(1))]
+    assert give(machine, WorkerEnded(0, None)) == [Succeeded(1)]
     assert machine.stage is Stage.SUCCEEDED
 
 
 def test_it_reports_every_failure_and_waits_for_the_masters_word():
     machine = running()
-    assert give(machine, WorkerEnded(0, failure())) == [Say(Failed(failure()))]
-    assert give(machine, WorkerEnded(1, failure(local_rank=1))) == [
-        Say(Failed(failure(local_rank=1)))
-    ]
+    assert give(machine, WorkerEnded(0, failure())) == [Failed(failure())]
+    assert give(machine, WorkerEnded(1, failure(local_rank=1))) == [Failed(failure(local_rank=1))]
     assert machine.stage is Stage.FAILED
 
 
@@ -151,11 +145,11 @@ def test_it_obeys_a_master_that_has_lost_rounds():
     """A crash of the master's machine may take the end of its journal."""
     machine = agent(welcome(), AssignWorld(world(5)))
     assert give(machine, call(5)) == [StopWorkers()]
-    assert give(machine, WorkersStopped(), AssignWorld(world(5))) == [StartWorkers(world(5))]
+    assert give(machine, WorkersStopped(), AssignWorld(world(5))) == [AssignWorld(world(5))]
 
 
 def test_a_failure_while_it_stops_is_reported():
-    assert give(stopping(), WorkerEnded(1, failure())) == [Say(Failed(failure()))]
+    assert give(stopping(), WorkerEnded(1, failure())) == [Failed(failure())]
 
 
 def test_failures_of_a_past_world_are_forgotten_in_the_next_one():
@@ -172,10 +166,10 @@ def test_failures_of_a_past_world_are_forgotten_in_the_next_one():
     [
         (lambda: agent(welcome()), [JoinRound(9)]),
         (running, []),
-        (failed, [Say(Failed(failure()))]),
-        (succeeded, [Say(Succeeded(1))]),
+        (failed, [Failed(failure())]),
+        (succeeded, [Succeeded(1)]),
         (stopping, []),
-        (joined_again, [Say(Failed(failure())), JoinRound(9)]),
+        (joined_again, [Failed(failure()), JoinRound(9)]),
     ],
     ids=["joined", "running", "failed", "succeeded", "stopping", "joined after a failure"],
 )
@@ -190,7 +184,7 @@ def test_a_failure_that_it_reports_while_it_stops_is_said_again_too():
     """Who reports the root cause may lose the connection, and the call may come first."""
     machine = failed()
     give(machine, call(2))
-    assert give(machine, welcome(2)) == [Say(Failed(failure()))]
+    assert give(machine, welcome(2)) == [Failed(failure())]
 
 
 @pytest.mark.parametrize("make", [running, failed, succeeded, stopping])
@@ -211,37 +205,33 @@ def test_an_end_that_is_reported_after_the_workers_were_stopped_changes_nothing(
 
 # ---- leaving
 
-DISMISSALS = [Dismiss(DONE), Abandoned(DONE)]
 
-
-@pytest.mark.parametrize("dismissal", DISMISSALS, ids=["dismissed", "abandoned"])
 @pytest.mark.parametrize("make", [agent, lambda: agent(welcome()), joined_again])
-def test_without_workers_it_leaves_at_once(make, dismissal):
+def test_without_workers_it_leaves_at_once(make):
     machine = make()
-    assert give(machine, dismissal) == [Leave(DONE)]
+    assert give(machine, Dismiss(DONE)) == [Dismiss(DONE)]
     assert machine.stage is Stage.LEFT
 
 
-@pytest.mark.parametrize("dismissal", DISMISSALS, ids=["dismissed", "abandoned"])
 @pytest.mark.parametrize("make", [running, failed, succeeded])
-def test_it_stops_its_workers_before_it_leaves(make, dismissal):
+def test_it_stops_its_workers_before_it_leaves(make):
     machine = make()
-    assert give(machine, dismissal) == [StopWorkers()]
+    assert give(machine, Dismiss(DONE)) == [StopWorkers()]
     assert give(machine, welcome(2), call(2)) == []
-    assert give(machine, WorkersStopped()) == [Leave(DONE)]
+    assert give(machine, WorkersStopped()) == [Dismiss(DONE)]
 
 
 def test_while_it_stops_a_dismissal_changes_what_comes_after():
     machine = stopping()
     assert give(machine, Dismiss(DONE)) == []
-    assert give(machine, WorkersStopped()) == [Leave(DONE)]
+    assert give(machine, WorkersStopped()) == [Dismiss(DONE)]
 
 
 def test_the_first_dismissal_counts():
     machine = running()
     other = Outcome(exit_code=3, reason="The launcher died.")
-    assert give(machine, Dismiss(DONE), Abandoned(other)) == []
-    assert give(machine, WorkersStopped()) == [Leave(DONE)]
+    assert give(machine, Dismiss(DONE), Dismiss(other)) == []
+    assert give(machine, WorkersStopped()) == [Dismiss(DONE)]
 
 
 def test_once_it_has_left_nothing_happens():
@@ -272,7 +262,7 @@ EVENTS = st.lists(st.one_of(MESSAGES, MESSAGES, ENDS, ENDS, STOPPED), min_size=1
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @settings(max_examples=1000, deadline=None, derandomize=True, database=None)
-@given(EVENTS, st.sampled_from([*DISMISSALS, None]), st.integers(0, 60))
+@given(EVENTS, st.sampled_from([Dismiss(DONE), None]), st.integers(0, 60))
 def test_no_order_of_messages_breaks_it_or_starts_workers_beside_others(events, dismissal, at):
     """Of its own worker group only what can happen: a worker ends once, a stop is done once."""
     if dismissal is not None:
@@ -288,9 +278,9 @@ def test_no_order_of_messages_breaks_it_or_starts_workers_beside_others(events, 
             workers = stops = 0
         for command in give(machine, event):
             assert not leaves, "it did something after it had left"
-            assert not (workers and isinstance(command, StartWorkers | JoinRound | Leave))
-            workers += isinstance(command, StartWorkers)
+            assert not (workers and isinstance(command, AssignWorld | JoinRound | Dismiss))
+            workers += isinstance(command, AssignWorld)
             stops += isinstance(command, StopWorkers)
-            leaves += isinstance(command, Leave)
+            leaves += isinstance(command, Dismiss)
         assert stops <= workers <= 1
     assert leaves == (machine.stage is Stage.LEFT)

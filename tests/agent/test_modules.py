@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dlrover.agent.workers.modules import ModuleList
-from dlrover.spec.launch import Entry, LaunchSpec
+from dlrover.spec.job import Entry, LaunchSpec
 
 
 def spec(target: str) -> LaunchSpec:

@@ -9,7 +9,7 @@ import pytest
 
 from dlrover.agent.workers import output
 from dlrover.agent.workers.logs import RunLogs
-from dlrover.spec.launch import Entry, LaunchSpec, Std, StdMap
+from dlrover.spec.job import Entry, LaunchSpec, Std, StdMap
 
 
 @contextlib.contextmanager

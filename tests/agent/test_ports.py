@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from dlrover.agent.ports import PortReservation
+from dlrover.agent.ports import PortReservation, StorePort
 
 
 def bind(port: int, *, reuse: bool) -> socket.socket:
@@ -60,3 +60,14 @@ def test_torchs_store_listens_on_a_reserved_port():
     store.set("key", "value")
     assert store.get("key") == b"value"
     reservation.release()
+
+
+def test_a_node_offers_another_port_once_its_workers_may_use_the_last_one() -> None:
+    port = StorePort(0)
+    first = port.reserve()
+    assert port.reserve() == first
+    port.use()
+    second = port.reserve()
+    bind(first, reuse=False).close()
+    assert port.reserve() == second
+    port._reservation.release()

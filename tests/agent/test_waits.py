@@ -32,7 +32,7 @@ def test_a_master_that_never_answered_is_waited_for_and_given_up() -> None:
 
 def test_a_quiet_master_is_not_away() -> None:
     node = waits()
-    assert node.heard(1.0, AT) == ""
+    assert node.answered(1.0, AT) == ""
     assert node.notice(5000.0, Stage.RUNNING, 1, AT) == ""
     node.lost(5000.0)
     assert node.expired(5001.0, AT) is None, "the time since its last message does not count"
@@ -45,28 +45,28 @@ def test_a_quiet_master_is_not_away() -> None:
 
 def test_a_lost_master_is_told_of_with_what_goes_on_meanwhile() -> None:
     node = waits()
-    node.heard(1.0, AT)
+    node.answered(1.0, AT)
     node.lost(100.0)
     assert node.notice(106.0, Stage.RUNNING, 1, AT) == (
         "node 1 waits for the master at host0:29400: 6 s of 600 s (master_timeout); "
         "the workers train on as far as they can"
     )
     assert "a worker has failed" in node.notice(136.0, Stage.FAILED, 1, AT)
-    assert node.heard(142.0, AT) == "The master answers at host0:29400, after 42 s."
-    assert node.heard(143.0, AT) == ""
+    assert node.answered(142.0, AT) == "The master answers at host0:29400, after 42 s."
+    assert node.answered(143.0, AT) == ""
 
 
 def test_a_short_absence_is_not_told() -> None:
     node = waits()
-    node.heard(1.0, AT)
+    node.answered(1.0, AT)
     node.lost(100.0)
     assert node.notice(102.0, Stage.RUNNING, 1, AT) == ""
-    assert node.heard(102.5, AT) == ""
+    assert node.answered(102.5, AT) == ""
 
 
 def test_a_node_that_has_joined_says_that_it_waits_for_the_others() -> None:
     node = waits()
-    node.heard(1.0, AT)
+    node.answered(1.0, AT)
     node.joined(2.0)
     node.joined(6.0)
     assert node.notice(12.0, Stage.JOINED, 1, AT) == (
@@ -81,3 +81,15 @@ def test_nothing_is_told_of_a_wait_that_is_over() -> None:
     node = Waits(Limits(connect_timeout=2.0), 0.0)
     assert node.notice(6.0, Stage.JOINED, 1, AT) == ""
     assert node.expired(6.0, AT) is not None
+
+
+def test_the_time_without_a_notice_is_known_so_that_nothing_polls() -> None:
+    node = waits()
+    assert node.quiet(1.0) == 4.0
+    node.notice(5.0, Stage.CONNECTING, -1, AT)
+    assert node.quiet(5.0) == 30.0
+    node.answered(6.0, AT)
+    assert node.quiet(40.0) == 5.0, "a wait may begin at once"
+    node.joined(41.0)
+    assert node.quiet(45.0) == 1.0
+    assert node.quiet(700.0) == 0.5, "the next check of the connection ends the wait"

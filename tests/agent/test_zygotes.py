@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from dlrover.agent.workers import zygotes
-from dlrover.agent.workers.zygote import Order
+from dlrover.agent.workers.zygote import StartOrder
 from dlrover.agent.workers.zygotes import ZygoteProcess
 from dlrover.training.worker.bootstrap import Program
 
 WAIT = 0.05
 
 
-def order(spawn: int) -> Order:
-    return Order(spawn, Program("script", "x.py", [], "", 0), {}, "", "")
+def order(spawn: int) -> StartOrder:
+    return StartOrder(spawn, Program("script", "x.py", [], "", 0), {}, "", "")
 
 
 class Waiting:
@@ -30,7 +30,7 @@ class Waiting:
         )
         os.close(board)
 
-    def _unfit(self, orders: list[Order]) -> None:
+    def _unfit(self, orders: list[StartOrder]) -> None:
         self.elsewhere += [order.spawn for order in orders]
 
 

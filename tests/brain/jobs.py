@@ -46,8 +46,10 @@ def outcome(job: str, plan: str, measured: float) -> brain.ReportOutcome:
     )
 
 
-def end(job: str, **more: Any) -> brain.EndJob:
-    return brain.EndJob(request=request_id(), job=job, state=more.pop("state", "succeeded"), **more)
+def end(job: str, **more: Any) -> brain.ReportEnd:
+    return brain.ReportEnd(
+        request=request_id(), job=job, state=more.pop("state", "succeeded"), **more
+    )
 
 
 def machines(count: int, accelerators: int = 4, cpu: float = 64) -> brain.ReportCluster:

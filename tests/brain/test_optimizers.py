@@ -14,12 +14,11 @@ from dlrover.master.scaling.brainside import shape_of
 from dlrover.planning.shapes import allowed, ring_sample
 from dlrover.planning.warmstart import PastJob, first_plan
 from dlrover.spec import brain
-from dlrover.spec.batches import Batches
+from dlrover.spec.measurements import Batches, SpeedSample
 from dlrover.spec.plan import Effect, Group, PlanOutcome
-from dlrover.spec.speed import SpeedSample
 from tests.brain import jobs
 
-NOTHING = brain.Cluster()
+NOTHING = brain.ClusterResources()
 NO_PAST = Past((), ())
 
 
@@ -29,14 +28,14 @@ def job(name: str, measured: tuple[int, ...], current: int, **more: Any) -> Job:
     return Job(name, description, jobs.shape(current), samples, (), 0.0, len(measured))
 
 
-def cluster(accelerators: float, **more: Any) -> brain.Cluster:
+def cluster(accelerators: float, **more: Any) -> brain.ClusterResources:
     capacity = {"accelerator": accelerators, "cpu": 1e6}
     free = {"accelerator": more.pop("free", accelerators), "cpu": 1e6}
     used = {"accelerator": accelerators - free["accelerator"]}
     node = brain.ClusterNode(
         name="m", capacity=capacity, used=used, by_jobs=more.pop("by_jobs", {})
     )
-    return brain.Cluster(nodes=(node,), capacity=capacity, free=free, **more)
+    return brain.ClusterResources(nodes=(node,), capacity=capacity, free=free, **more)
 
 
 def workers(advice: brain.Advice) -> int:
@@ -44,7 +43,7 @@ def workers(advice: brain.Advice) -> int:
     return advice.plan.groups["worker"].count
 
 
-def single(of: Job, where: brain.Cluster = NOTHING) -> brain.Advice:
+def single(of: Job, where: brain.ClusterResources = NOTHING) -> brain.Advice:
     return SingleJobOptimizer().advise([of], NO_PAST, where)[of.id]
 
 

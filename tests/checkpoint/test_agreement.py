@@ -17,7 +17,7 @@ from dlrover.checkpoint.loading.plan import restoring
 from dlrover.checkpoint.loading.restore import in_place
 from dlrover.checkpoint.machine import interval
 from dlrover.checkpoint.machine.saves import SaveId
-from dlrover.checkpoint.saver.protocol import Holding, SaverGoneError
+from dlrover.checkpoint.saver.protocol import SaverGoneError, ValidGenerations
 from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.stores import MANIFEST, TRACKER, StorageAwayError, open_store
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -38,9 +38,9 @@ class Client:
         if what == self._gone:
             raise SaverGoneError("The saver is gone.")
 
-    def look(self) -> Holding:
+    def look(self) -> ValidGenerations:
         self._ask("look")
-        return Holding(())
+        return ValidGenerations(())
 
     def keep(self, save: SaveId | None) -> None:
         self._ask("keep")
@@ -166,7 +166,7 @@ def test_whether_a_step_was_replaced_is_no_guess(tmp_path, monkeypatch):
 def train(directory, monkeypatch) -> Callable:
     """Runs a training on two ranks; what they return, or raise."""
     mine = threading.local()
-    monkeypatch.setattr(checkpointers, "World", lambda: mine.world)
+    monkeypatch.setattr(checkpointers, "TorchWorld", lambda: mine.world)
 
     def run(body: Callable[[Checkpointer], object], **options: object):
         def rank(world: ThreadWorld) -> object:

@@ -5,7 +5,7 @@ import pytest
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver.breakpoint import (
     Ballot,
-    Decision,
+    StoreDecision,
     Vote,
     complete,
     decide,
@@ -29,14 +29,14 @@ def test_the_newest_step_that_all_ranks_have_is_stored_by_their_own_nodes():
         vote(1, (2, 3), {2: (5, 4), 3: (4, 3), 0: (4,)}),
     ]
     assert complete(votes, 4)
-    assert decide(votes, 4) == Decision(saved(4), {1: (2, 3), 2: (0, 1)})
+    assert decide(votes, 4) == StoreDecision(saved(4), {1: (2, 3), 2: (0, 1)})
     assert decide(votes[::-1], 4) == decide(votes, 4)
 
 
 def test_a_lost_node_is_replaced_by_one_with_its_replicas():
     votes = [vote(1, (0,), {0: (5,), 1: (5,)}), vote(3, (2,), {2: (5,), 1: (5,)})]
     assert not complete(votes, 3)
-    assert decide(votes, 3) == Decision(saved(5), {1: (0, 1), 3: (2,)})
+    assert decide(votes, 3) == StoreDecision(saved(5), {1: (0, 1), 3: (2,)})
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_lost_node_is_replaced_by_one_with_its_replicas():
     ],
 )
 def test_nothing_is_stored_when_no_step_is_common_or_it_is_stored(votes, step):
-    assert decide(votes, 2) == Decision(saved(step), {})
+    assert decide(votes, 2) == StoreDecision(saved(step), {})
 
 
 def test_the_last_one_removes_the_votes_and_what_was_not_completed(tmp_path):

@@ -22,7 +22,7 @@ from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import memory
 from dlrover.checkpoint.saver.memory import Generation
 from dlrover.checkpoint.storage import persist, storage
-from dlrover.checkpoint.storage.persist import Job, Source
+from dlrover.checkpoint.storage.persist import PersistJob, RankPart
 from dlrover.checkpoint.storage.stored_step import StoredStep
 from dlrover.checkpoint.storage.stores import open_store
 from dlrover.checkpoint.tools import safetensorsfile, tools
@@ -41,7 +41,7 @@ SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt"}
 UNKNOWN_TO_SAFETENSORS = {"complex32", "complex128"}
 
 
-def source(state: dict) -> Source:
+def source(state: dict) -> RankPart:
     """A state in memory, as a saver holds it."""
     copier = Copier()
     packed = copier.layout(tree.flatten(state))
@@ -51,7 +51,7 @@ def source(state: dict) -> Source:
     os.close(fd)
     copier.copy(torch.frombuffer(generation.data, dtype=torch.uint8))
     layout = msgspec.msgpack.decode(packed.encoded, type=layouts.Layout)
-    return Source(generation.tensor_bytes, layout, memory.compute_sums(generation, layout))
+    return RankPart(generation.tensor_bytes, layout, memory.compute_sums(generation, layout))
 
 
 def store(directory: Path, step: int, *states: dict) -> None:
@@ -61,7 +61,7 @@ def store(directory: Path, step: int, *states: dict) -> None:
     clock = threading.Event()
     pause = lambda seconds: clock.wait(seconds) and None  # noqa: E731
     save = SaveId(0, step, step, 1)
-    persist.persist(Job(open_store(directory), save, len(states), sources, pause, 10.0))
+    persist.persist(PersistJob(open_store(directory), save, len(states), sources, pause, 10.0))
 
 
 def file_of(directory: Path, state: dict, name: str = "state.pt") -> Path:

@@ -53,7 +53,7 @@ def write(place: str, save: SaveId, state: dict, lease=None, rank: int = 0, size
     """Store a rank's part as its worker does; what went wrong."""
     store, copier = quick(place), Copier()
     packed = copier.layout(tree.flatten(state))
-    writer = direct.Writer(store, storage.identity(store), KeepLast(9), rank, size, lease)
+    writer = direct.DirectWriter(store, storage.identity(store), KeepLast(9), rank, size, lease)
     return writer.write(save, packed, copier.sources, {})
 
 
@@ -174,7 +174,7 @@ def test_a_save_that_one_rank_cannot_make_holds_up_no_other_node(two_nodes, monk
         return ""
 
     mine = threading.local()
-    monkeypatch.setattr(checkpointers, "World", lambda: mine.world)
+    monkeypatch.setattr(checkpointers, "TorchWorld", lambda: mine.world)
 
     def run(node: Path) -> str:
         mine.world = ranks[str(node)]

@@ -5,10 +5,10 @@ import errno
 import pytest
 
 from dlrover.checkpoint.loading import fresh
-from dlrover.checkpoint.loading.fresh import Evidence
+from dlrover.checkpoint.loading.fresh import EarlierCheckpoints
 from dlrover.checkpoint.loading.memory_step import Lost
 from dlrover.checkpoint.machine.saves import SaveId
-from dlrover.checkpoint.saver.protocol import Join
+from dlrover.checkpoint.saver.protocol import JoinSaver
 from dlrover.checkpoint.storage import first_save, storage
 from dlrover.checkpoint.storage.first_save import FirstSaves
 from dlrover.checkpoint.storage.stores import open_store
@@ -20,8 +20,8 @@ def save(number: int, session: int = SESSION) -> SaveId:
     return SaveId(0, number, 10 * number, session)
 
 
-def node(*ranks: int, size: int = 4, session: int = SESSION) -> Join:
-    return Join(session, size, ranks)
+def node(*ranks: int, size: int = 4, session: int = SESSION) -> JoinSaver:
+    return JoinSaver(session, size, ranks)
 
 
 @pytest.fixture(params=["directory", "url"])
@@ -31,7 +31,7 @@ def place(request, tmp_path):
     return store
 
 
-def record(place, joined: Join, *numbers: int) -> bool:
+def record(place, joined: JoinSaver, *numbers: int) -> bool:
     return first_save.record(place, storage.identity(place), "job", joined, map(save, numbers))
 
 
@@ -145,22 +145,27 @@ LOST = Lost(save(40), (1,))
 @pytest.mark.parametrize(
     ("evidence", "problems", "lost", "said"),
     [
-        (Evidence(None, "none", ""), [], None, ""),
-        (Evidence(None, "none", ""), [], LOST, ""),
-        (Evidence(None, "own", ""), [], None, "nothing is left"),
-        (Evidence(None, "own", ""), [], LOST, "the part of rank 1 is gone"),
-        (Evidence(None, "earlier", ""), [], None, ""),
-        (Evidence(None, "earlier", ""), [], LOST, "the part of rank 1 is gone"),
-        (Evidence(None, "none", "No space"), [], LOST, "is gone. No space"),
-        (Evidence(None, "none", "No space"), [], None, ""),
+        (EarlierCheckpoints(None, "none", ""), [], None, ""),
+        (EarlierCheckpoints(None, "none", ""), [], LOST, ""),
+        (EarlierCheckpoints(None, "own", ""), [], None, "nothing is left"),
+        (EarlierCheckpoints(None, "own", ""), [], LOST, "the part of rank 1 is gone"),
+        (EarlierCheckpoints(None, "earlier", ""), [], None, ""),
+        (EarlierCheckpoints(None, "earlier", ""), [], LOST, "the part of rank 1 is gone"),
+        (EarlierCheckpoints(None, "none", "No space"), [], LOST, "is gone. No space"),
+        (EarlierCheckpoints(None, "none", "No space"), [], None, ""),
         (
-            Evidence(None, "none", ""),
+            EarlierCheckpoints(None, "none", ""),
             ["It is damaged."],
             None,
             "no step was stored): It is damaged",
         ),
-        (Evidence(save(3), "own", ""), [], None, "step 30 was stored): There is no "),
-        (Evidence(SaveId(0, 0, -1, 0), "none", ""), [], None, "the file latest is damaged"),
+        (EarlierCheckpoints(save(3), "own", ""), [], None, "step 30 was stored): There is no "),
+        (
+            EarlierCheckpoints(SaveId(0, 0, -1, 0), "none", ""),
+            [],
+            None,
+            "the file latest is damaged",
+        ),
     ],
 )
 def test_a_training_begins_anew_only_where_nothing_was_ever_whole(

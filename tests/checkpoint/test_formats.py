@@ -11,15 +11,15 @@ import torch
 
 from dlrover.checkpoint.engine import joining, tree
 from dlrover.checkpoint.engine.copying import Copier
-from dlrover.checkpoint.engine.direct import Writer
-from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.engine.direct import DirectWriter
+from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.loading import loader as loaders, restore
 from dlrover.checkpoint.loading.plan import restoring
 from dlrover.checkpoint.machine.policies import KeepLast
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import protocol, wire
 from dlrover.checkpoint.saver.memory import Generation
-from dlrover.checkpoint.saver.protocol import Holding, Join
+from dlrover.checkpoint.saver.protocol import JoinSaver, ValidGenerations
 from dlrover.checkpoint.saver.replicas import Receiver
 from dlrover.checkpoint.storage import first_save, storage
 from dlrover.checkpoint.storage.formats import FORMAT, OtherFormatError
@@ -36,8 +36,8 @@ SAID = f"written by another version of DLRover: format 1, this one reads {FORMAT
 class Client:
     """A saver that holds nothing in memory."""
 
-    def look(self) -> Holding:
-        return Holding(())
+    def look(self) -> ValidGenerations:
+        return ValidGenerations(())
 
     def keep(self, save: SaveId | None) -> None:
         assert save is None
@@ -52,7 +52,7 @@ def save(place, step: int, keep: int = 100) -> str:
     """Store a step; what went wrong."""
     copier = Copier()
     layout = copier.layout(tree.flatten({"w": torch.full((4,), float(step))}))
-    writer = Writer(place, storage.identity(place), KeepLast(keep), 0, 1, None)
+    writer = DirectWriter(place, storage.identity(place), KeepLast(keep), 0, 1, None)
     return writer.write(SaveId(0, step, step, 1), layout, copier.sources, {})
 
 
@@ -68,7 +68,7 @@ def make_old(place, file: str) -> bytes:
 def loader(place) -> loaders.Loader:
     state = {"w": torch.zeros(4)}
     planner = lambda question: restoring(restore.in_place(state, frozenset()), question)  # noqa: E731
-    return loaders.Loader(World(), Client(), place, storage.identity(place), planner)
+    return loaders.Loader(TorchWorld(), Client(), place, storage.identity(place), planner)
 
 
 def test_a_load_stops_at_the_step_of_another_version(place):
@@ -121,7 +121,7 @@ def test_what_lies_beside_the_steps_is_not_damaged_either(place):
     place.write("latest", b'{"format":3,"step":')
     assert storage.tracked(place).step == -1
     identity = storage.identity(place)
-    first_save.record(place, identity, "job", Join(1, 1, (0,)), [SaveId(0, 1, 1, 1)])
+    first_save.record(place, identity, "job", JoinSaver(1, 1, (0,)), [SaveId(0, 1, 1, 1)])
     make_old(place, "saved")
     with pytest.raises(OtherFormatError, match=SAID):
         first_save.recorded(place, identity, "job")
@@ -164,14 +164,16 @@ def test_savers_and_workers_of_different_versions_do_not_meet(monkeypatch):
     assert protocol.address("/checkpoints", "x") != mine
 
 
-@pytest.mark.parametrize("hello", [["Hello", 7, b"token"], ["Hello", 7, b"token", FORMAT + 1]])
+@pytest.mark.parametrize(
+    "hello", [["SaverHello", 7, b"token"], ["SaverHello", 7, b"token", FORMAT + 1]]
+)
 def test_a_replica_of_another_version_is_refused(hello):
     ours, theirs = socket.socketpair()
     data = msgspec.msgpack.encode(hello)
     with theirs:
         theirs.sendall(struct.pack(">I", len(data)) + data)
         Receiver(None, ours, "10.0.0.1", "").run()
-        answer = wire.expect(theirs, wire.Answer)
+        answer = wire.expect(theirs, wire.TransferReply)
     assert not answer.wanted
     assert "another version of DLRover" in answer.problem
 

@@ -9,7 +9,7 @@ import torch
 from dlrover.checkpoint import Checkpointer
 from dlrover.checkpoint.loading import memory_step
 from dlrover.checkpoint.machine.saves import Numbering, SaveId
-from dlrover.checkpoint.saver.protocol import HeldGeneration, Join
+from dlrover.checkpoint.saver.protocol import HeldGeneration, JoinSaver
 from dlrover.checkpoint.storage import first_save
 from dlrover.errors import CheckpointsLostError
 from tests.waiting import until
@@ -40,14 +40,14 @@ def half_lost(directory: Path, *steps: int, stored: int | None = None, whole: bo
         saves.save(stored, state(stored), to="storage")
         saves.wait()
     session = saves._joined.session + 1
-    saves._client.join(Join(session, 2, (0,)))
+    saves._client.join(JoinSaver(session, 2, (0,)))
     saves._numbering = Numbering(session, saves._numbering._newest)
     saves._world.size = 2
     for step in steps:
         saves.save(step, state(step), to="memory")
     if whole:
         other = [SaveId(0, number, number, session) for number in range(10)]
-        first_save.record(saves._store, saves._identity, "job", Join(session, 2, (1,)), other)
+        first_save.record(saves._store, saves._identity, "job", JoinSaver(session, 2, (1,)), other)
     saves._world.size = 1
     saves.close()
 
@@ -116,7 +116,7 @@ def test_a_record_that_cannot_be_written_stops_no_save_and_is_no_fresh_start(dir
     saves = Checkpointer(directory, linger=5.0)
     session = saves._joined.session + 1
     (directory / f".saved.{session:016x}.0.1.2").mkdir()
-    saves._client.join(Join(session, 2, (0,)))
+    saves._client.join(JoinSaver(session, 2, (0,)))
     saves._numbering = Numbering(session, saves._numbering._newest)
     saves._world.size = 2
     saves.save(1, state(1))

@@ -10,7 +10,7 @@ import pytest
 from dlrover import config
 from dlrover.checkpoint.engine import joining
 from dlrover.checkpoint.engine.joining import Wishes
-from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.machine.saves import Newest
 from dlrover.checkpoint.saver import certificates
 from dlrover.checkpoint.saver.protocol import Attached, Listening
@@ -40,7 +40,7 @@ class Ranks:
         return said
 
 
-class Rank(World):
+class Rank(TorchWorld):
     def __init__(self, ranks: Ranks, rank: int) -> None:
         super().__init__()
         self._ranks, self.rank, self.size = ranks, rank, ranks.size

@@ -5,15 +5,15 @@ import torch
 
 from dlrover.checkpoint.engine import tree
 from dlrover.checkpoint.engine.copying import Copier
-from dlrover.checkpoint.engine.direct import Writer
-from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.engine.direct import DirectWriter
+from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.loading import loader as loaders
 from dlrover.checkpoint.loading.loader import Loader
 from dlrover.checkpoint.loading.plan import restoring
 from dlrover.checkpoint.loading.restore import in_place
 from dlrover.checkpoint.machine.policies import KeepLast
 from dlrover.checkpoint.machine.saves import SaveId
-from dlrover.checkpoint.saver.protocol import Holding
+from dlrover.checkpoint.saver.protocol import ValidGenerations
 from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.stored_step import StoredStep
 from dlrover.checkpoint.storage.stores import open_store
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.torch
 class Client:
     """A saver that holds nothing in memory."""
 
-    def look(self) -> Holding:
-        return Holding(())
+    def look(self) -> ValidGenerations:
+        return ValidGenerations(())
 
     def keep(self, save: SaveId | None) -> None:
         assert save is None
@@ -40,7 +40,7 @@ def store(place, step: int, number: int) -> SaveId:
     """Store a step whose state is the number of the save."""
     copier = Copier()
     layout = copier.layout(tree.flatten({"w": torch.full((4,), float(number))}))
-    writer = Writer(place, storage.identity(place), KeepLast(100), 0, 1, None)
+    writer = DirectWriter(place, storage.identity(place), KeepLast(100), 0, 1, None)
     save = SaveId(0, number, step, 1)
     assert not writer.write(save, layout, copier.sources, {})
     return save
@@ -50,7 +50,7 @@ def load(place, step: int | None = None):
     """What is found, and the state."""
     state = {"w": torch.zeros(4)}
     planner = lambda question: restoring(in_place(state, frozenset()), question)  # noqa: E731
-    loader = Loader(World(), Client(), place, storage.identity(place), planner)
+    loader = Loader(TorchWorld(), Client(), place, storage.identity(place), planner)
     found = loader.load() if step is None else loader.load_stored(step)
     return found, state["w"][0].item(), loader
 

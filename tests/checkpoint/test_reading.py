@@ -11,7 +11,7 @@ from dlrover.checkpoint.engine import tree
 from dlrover.checkpoint.loading.restore import Restoration
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.storage.local import BUFFER
-from dlrover.checkpoint.storage.stores import Range, is_damage, open_store
+from dlrover.checkpoint.storage.stores import ByteRange, is_damage, open_store
 from dlrover.errors import InfrastructureError
 
 SIZE = 2 * BUFFER
@@ -28,7 +28,7 @@ def place(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("nbytes", [1000, SIZE])
 def test_a_file_that_shrinks_while_it_is_read_is_damaged(place, nbytes):
     reader = open_store(place).reader("step-1")
-    wanted = Range("data", 0, nbytes)
+    wanted = ByteRange("data", 0, nbytes)
     before = bytes(reader.view(wanted))
     assert reader.size("data") == SIZE
     os.truncate(place / "step-1" / "data", 500)
@@ -55,10 +55,10 @@ def test_a_handle_that_another_machine_made_stale_is_looked_up_again(place, monk
     if deleted:
         (place / "step-1" / "data").unlink()
         with pytest.raises(FileNotFoundError) as caught:
-            reader.view(Range("data", 0, 10))
+            reader.view(ByteRange("data", 0, 10))
         assert is_damage(caught.value)
     else:
-        assert bytes(reader.view(Range("data", 5, 3))) == bytes([5, 6, 7])
+        assert bytes(reader.view(ByteRange("data", 5, 3))) == bytes([5, 6, 7])
 
 
 class Saved(list):

@@ -21,7 +21,7 @@ from dlrover.checkpoint.saver import protocol
 from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.ranges import GAP, _neighbours
 from dlrover.checkpoint.storage.stored_step import read_manifest
-from dlrover.checkpoint.storage.stores import BAD, Range, StorageAwayError, open_store
+from dlrover.checkpoint.storage.stores import BAD, ByteRange, StorageAwayError, open_store
 from dlrover.checkpoint.tools import tools
 from dlrover.checkpoint.tools.convert import convert
 from dlrover.cli.ckpt import app
@@ -159,7 +159,7 @@ def test_only_what_is_asked_for_is_read(url, monkeypatch):
     asked: list[int] = []
     read = checkpointer._store.read_range
 
-    def noted(wanted: Range) -> bytes:
+    def noted(wanted: ByteRange) -> bytes:
         asked.append(wanted.nbytes)
         return read(wanted)
 
@@ -179,9 +179,9 @@ def test_large_tensors_are_read_by_several_requests(url, monkeypatch):
 
 
 def test_neighbours_are_read_together_and_distant_ranges_are_not():
-    near, far = Range("a", 100, 10), Range("a", 110 + GAP + 1, 1)
-    ranges = sorted([Range("b", 0, 5), far, near, Range("a", 0, 90)])
-    assert _neighbours(ranges) == [[Range("a", 0, 90), near], [far], [Range("b", 0, 5)]]
+    near, far = ByteRange("a", 100, 10), ByteRange("a", 110 + GAP + 1, 1)
+    ranges = sorted([ByteRange("b", 0, 5), far, near, ByteRange("a", 0, 90)])
+    assert _neighbours(ranges) == [[ByteRange("a", 0, 90), near], [far], [ByteRange("b", 0, 5)]]
 
 
 def test_old_steps_are_deleted_and_a_step_can_be_stored_twice(url):

@@ -25,7 +25,7 @@ from dlrover.checkpoint.machine.layout import TensorSpec
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import certificates, exchange, memory, ranks, replicas, wire
 from dlrover.checkpoint.saver.memory import Generation
-from dlrover.checkpoint.saver.protocol import Commit, Join, Peer, Replication
+from dlrover.checkpoint.saver.protocol import Commit, JoinSaver, Peer, Replication
 from dlrover.checkpoint.saver.replicas import Replicas
 from dlrover.checkpoint.saver.state import SaverState
 from dlrover.checkpoint.storage import faults
@@ -69,7 +69,7 @@ class Node:
         plan = Replication(
             token, self.peer, tuple(other.peer for other in others), bandwidth, self.pem
         )
-        joined = Join(session, size, (self.rank,), replication=plan)
+        joined = JoinSaver(session, size, (self.rank,), replication=plan)
         _, self.owner, fds = self.saver_state.attach(self.rank, os.getpid())
         self.fds = fds[:2]
         for _ in fds[2:]:
@@ -119,7 +119,7 @@ class Node:
         if self.owner:
             self.saver_state.detach(self.rank, self.owner)
         _, self.owner, _ = self.saver_state.attach(self.rank, os.getpid())
-        self.saver_state.join(self.rank, Join(99, 9, (self.rank,)))
+        self.saver_state.join(self.rank, JoinSaver(99, 9, (self.rank,)))
 
 
 def pair(*, tls=False, **options):
@@ -240,8 +240,8 @@ def test_what_is_no_message_ends_the_connection_only(data, tls):
 
 def greeted(node):
     sock = socket.create_connection((node.peer.host, node.peer.port))
-    wire.send(sock, wire.Hello(1, b"secret", FORMAT))
-    assert wire.expect(sock, wire.Answer).wanted
+    wire.send(sock, wire.SaverHello(1, b"secret", FORMAT))
+    assert wire.expect(sock, wire.TransferReply).wanted
     return sock
 
 
@@ -270,12 +270,12 @@ def test_what_cannot_be_a_replica_is_refused_with_a_sentence(changed, words, cap
     _, b = pair()
     with greeted(b) as sock:
         for _ in range(2):
-            wire.send(sock, wire.Offer(header(**changed)))
-            answer = wire.expect(sock, wire.Answer)
+            wire.send(sock, wire.GenerationOffer(header(**changed)))
+            answer = wire.expect(sock, wire.TransferReply)
             assert not answer.wanted
             assert words in answer.problem
-        wire.send(sock, wire.Offer(header()))
-        assert wire.expect(sock, wire.Answer).wanted, "the connection is as good as before"
+        wire.send(sock, wire.GenerationOffer(header()))
+        assert wire.expect(sock, wire.TransferReply).wanted, "the connection is as good as before"
     assert caplog.text.count(words) == 1, "it is logged once"
 
 
@@ -283,8 +283,8 @@ def test_what_cannot_be_a_replica_is_refused_with_a_sentence(changed, words, cap
 def test_a_part_that_lies_elsewhere_ends_the_connection(offset, size):
     _, b = pair()
     with greeted(b) as sock:
-        wire.send(sock, wire.Offer(header()))
-        assert wire.expect(sock, wire.Answer).wanted
+        wire.send(sock, wire.GenerationOffer(header()))
+        assert wire.expect(sock, wire.TransferReply).wanted
         wire.send(sock, wire.Chunk(offset, b"x" * size))
         with pytest.raises(ConnectionError):
             wire.receive(sock)
@@ -432,16 +432,16 @@ def test_a_replica_that_is_superseded_while_it_is_checked_is_no_problem(caplog):
 def test_what_comes_from_an_earlier_world_is_not_taken():
     _, b = pair()
     with greeted(b) as sock:
-        wire.send(sock, wire.Offer(header()))
-        assert wire.expect(sock, wire.Answer).wanted
+        wire.send(sock, wire.GenerationOffer(header()))
+        assert wire.expect(sock, wire.TransferReply).wanted
         b.saver_state.detach(1, b.owner)
         b.join(session=2)
         wire.send(sock, wire.Chunk(0, b"x" * 50))
         with pytest.raises(ConnectionError):
             wire.receive(sock)
     with socket.create_connection((b.peer.host, b.peer.port)) as sock:
-        wire.send(sock, wire.Hello(1, b"secret", FORMAT))
-        assert wire.expect(sock, wire.Answer).problem == "There is another world."
+        wire.send(sock, wire.SaverHello(1, b"secret", FORMAT))
+        assert wire.expect(sock, wire.TransferReply).problem == "There is another world."
 
 
 def test_nothing_is_logged_when_all_is_well(caplog):
@@ -540,7 +540,7 @@ def test_with_tls_a_wrong_token_is_refused_too(caplog):
     with socket.create_connection((HOST, b.peer.port)) as plain:
         sock = certificates.connect(plain, b.peer.fingerprint)
         assert sock.version() == "TLSv1.3"
-        wire.send(sock, wire.Hello(1, b"another", FORMAT))
+        wire.send(sock, wire.SaverHello(1, b"another", FORMAT))
         with pytest.raises((ConnectionError, ssl.SSLError)):
             wire.receive(sock)
         sock.close()

@@ -11,7 +11,7 @@ from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import memory, protocol
 from dlrover.checkpoint.saver.breakpoint import Breakpoints
 from dlrover.checkpoint.saver.memory import Generation
-from dlrover.checkpoint.saver.protocol import Commit, Join, SaverGoneError
+from dlrover.checkpoint.saver.protocol import Commit, JoinSaver, SaverGoneError
 from dlrover.checkpoint.saver.saver import Saver
 from dlrover.checkpoint.saver.state import SaverState
 from dlrover.checkpoint.storage import storage
@@ -47,7 +47,7 @@ class Worker:
         self.fds = fds[:generations]
         for _ in fds[generations:]:
             saver_state._ranks.drop_last(saver_state._ranks.memories[rank])
-        saver_state.join(rank, Join(session, self.size, world, save_at_breakpoint=stores))
+        saver_state.join(rank, JoinSaver(session, self.size, world, save_at_breakpoint=stores))
 
     def id(self, step: int, number: int = 0) -> SaveId:
         return SaveId(0, number or step, step, self.session)
@@ -503,7 +503,7 @@ def test_a_predecessor_whose_end_was_not_heard_of_counts_as_ended():
 def test_savers_that_do_not_answer_are_not_waited_for_longer(tmp_path, monkeypatch):
     monkeypatch.setattr("dlrover.checkpoint.saver.breakpoint.VOTE_PATIENCE", 0.1)
     saver_state = SaverState()
-    joined = Join(5, 2, (0,), save_at_breakpoint=True)
+    joined = JoinSaver(5, 2, (0,), save_at_breakpoint=True)
     _, owner, _ = saver_state.attach(0, 1)
     saver_state.join(0, joined)
     saver_state.detach(0, owner, goodbye=False)

@@ -1,6 +1,6 @@
 """Which of two saves is the newer one."""
 
-from dlrover.checkpoint.machine.saves import Newest, Numbering, Order, SaveId
+from dlrover.checkpoint.machine.saves import Newest, Numbering, SaveId, StepOrder
 
 
 def test_the_last_save_of_a_step_is_the_newest():
@@ -33,6 +33,6 @@ def test_a_step_without_a_readable_save_is_where_its_number_puts_it():
         9: None,
         40: None,
     }
-    order = Order(save for save in saves.values() if save is not None)
+    order = StepOrder(save for save in saves.values() if save is not None)
     newest_first = sorted(saves, key=lambda step: order.key(step, saves[step]), reverse=True)
     assert newest_first == [40, 12, 9, 5, 30]

@@ -20,7 +20,7 @@ from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import memory
 from dlrover.checkpoint.saver.memory import Generation
 from dlrover.checkpoint.storage import persist, storage
-from dlrover.checkpoint.storage.persist import Job, Source
+from dlrover.checkpoint.storage.persist import PersistJob, RankPart
 from dlrover.checkpoint.storage.stored_step import StoredStep, read_manifest
 from dlrover.checkpoint.storage.stores import IDENTITY, MANIFEST, open_store
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -63,20 +63,20 @@ def generation(state: dict) -> tuple[Generation, layouts.Layout]:
     return held, msgspec.msgpack.decode(packed.encoded, type=layouts.Layout)
 
 
-def source(state: dict) -> Source:
+def source(state: dict) -> RankPart:
     held, layout = generation(state)
-    return Source(held.tensor_bytes, layout, memory.compute_sums(held, layout))
+    return RankPart(held.tensor_bytes, layout, memory.compute_sums(held, layout))
 
 
 def job(
     directory: Path,
-    sources: dict[int, Source],
+    sources: dict[int, RankPart],
     world_size: int,
     patience: float = 10.0,
     number: int = 7,
-) -> Job:
+) -> PersistJob:
     clock = threading.Event()
-    return Job(
+    return PersistJob(
         store=open_store(directory),
         save=SaveId(0, number, 7, 1),
         world_size=world_size,
@@ -135,7 +135,7 @@ def test_a_worker_without_memory_writes_its_part_beside_those_of_savers(tmp_path
     mine = state(1)
     copier = Copier()
     packed = copier.layout(tree.flatten(mine))
-    worker = direct.Writer(open_store(tmp_path), "", KeepLast(1), rank=1, world_size=2)
+    worker = direct.DirectWriter(open_store(tmp_path), "", KeepLast(1), rank=1, world_size=2)
     saver = job(tmp_path, {0: source(state())}, 2)
     storing = threading.Thread(target=persist.persist, args=(saver,))
     storing.start()

@@ -61,7 +61,7 @@ def store_parts(directory: Path, step: int, *states: dict) -> None:
     def write(rank: int) -> str:
         copier = Copier()
         packed = copier.layout(tree.flatten(states[rank]))
-        writer = direct.Writer(store, identity, KeepLast(3), rank, len(states))
+        writer = direct.DirectWriter(store, identity, KeepLast(3), rank, len(states))
         return writer.write(SaveId(0, step, step, 1), packed, copier.sources, {})
 
     with ThreadPoolExecutor() as pool:

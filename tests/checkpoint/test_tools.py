@@ -21,7 +21,7 @@ from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import memory
 from dlrover.checkpoint.saver.memory import Generation
 from dlrover.checkpoint.storage import persist, storage
-from dlrover.checkpoint.storage.persist import Job, Source
+from dlrover.checkpoint.storage.persist import PersistJob, RankPart
 from dlrover.checkpoint.storage.stored_step import StoredStep
 from dlrover.checkpoint.storage.stores import open_store
 from dlrover.checkpoint.tools import tools
@@ -35,7 +35,7 @@ def unfinished(directory: Path, step: int, session: int) -> Path:
     return directory / f".step-{step}.{session:016x}-{step}"
 
 
-def source(state: dict) -> Source:
+def source(state: dict) -> RankPart:
     """A state in memory, as a saver holds it."""
     copier = Copier()
     packed = copier.layout(tree.flatten(state))
@@ -45,7 +45,7 @@ def source(state: dict) -> Source:
     os.close(fd)
     copier.copy(torch.frombuffer(generation.data, dtype=torch.uint8))
     layout = msgspec.msgpack.decode(packed.encoded, type=layouts.Layout)
-    return Source(generation.tensor_bytes, layout, memory.compute_sums(generation, layout))
+    return RankPart(generation.tensor_bytes, layout, memory.compute_sums(generation, layout))
 
 
 def store(directory: Path, step: int, *states: dict) -> None:
@@ -55,7 +55,7 @@ def store(directory: Path, step: int, *states: dict) -> None:
     clock = threading.Event()
     pause = lambda seconds: clock.wait(seconds) and None  # noqa: E731
     save = SaveId(0, step, step, 1)
-    persist.persist(Job(open_store(directory), save, len(states), sources, pause, 10.0))
+    persist.persist(PersistJob(open_store(directory), save, len(states), sources, pause, 10.0))
 
 
 def state(rank: int, step: int) -> dict:

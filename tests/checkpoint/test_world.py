@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from dlrover.checkpoint import Checkpointer
-from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.errors import InfrastructureError
 
 
@@ -59,7 +59,7 @@ def test_the_program_may_end_all_groups_first(directory: Path, tmp_path: Path, a
 
 
 def test_a_closed_one_tells_nobody():
-    world = World()
+    world = TorchWorld()
     world.size = 2
     world.close()
     with pytest.raises(InfrastructureError, match="was closed"):

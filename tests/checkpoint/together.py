@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.engine.world import TorchWorld
 
 PATIENCE = 5.0
 """Seconds that a rank waits for the others; one that has left a collective is missed then."""
 
 
-class ThreadWorld(World):
+class ThreadWorld(TorchWorld):
     """The world as one of several threads sees it."""
 
     def __init__(self, rank: int, meeting: threading.Barrier, said: list[torch.Tensor | None]):

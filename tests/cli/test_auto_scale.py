@@ -11,8 +11,7 @@ from dlrover.planning import extra
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir, MasterConfig
-from dlrover.spec.plan import Effect
-from dlrover.spec.speed import ScaleKind
+from dlrover.spec.plan import Effect, ScaleKind
 
 EFFECT = Effect(throughput=20.0, low=10.0, high=40.0)
 

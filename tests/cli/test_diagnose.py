@@ -10,10 +10,9 @@ from dlrover.cli import main
 from dlrover.cli.inspect import diagnose
 from dlrover.errors import ConfigurationError
 from dlrover.spec.events import Event, JobEnded, WorkerFailed
-from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
+from dlrover.spec.failure import Failure, FailureKind, Origin, Rule, Verdict
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir, MasterConfig
-from dlrover.spec.rules import Rule
 
 OUT_OF_MEMORY = """\
 [rank0]: Traceback (most recent call last):

@@ -23,7 +23,7 @@ from dlrover.cli.host.doctor import (
     render_json,
     render_text,
 )
-from dlrover.cli.host.probe import Accelerator, Lookup, Machine, Ports, Space, collect, within
+from dlrover.cli.host.probe import Accelerator, DiskSpace, Lookup, Machine, Ports, collect, within
 from dlrover.cli.output import Form
 
 MIB = 1 << 20
@@ -39,9 +39,9 @@ HEALTHY = Machine(
     memory_total=256 * GIB,
     memory_available=200 * GIB,
     memory_limit=None,
-    shm=Space(128 * GIB, 127 * GIB),
+    shm=DiskSpace(128 * GIB, 127 * GIB),
     state_dir="/jobs/a",
-    state=Space(4096 * GIB, 2048 * GIB),
+    state=DiskSpace(4096 * GIB, 2048 * GIB),
     state_writable=True,
     state_type="ext4",
     open_files=65536,
@@ -72,8 +72,8 @@ def found(topic: str, **changes: object) -> Finding:
     return finding
 
 
-def free(amount: int) -> Space:
-    return Space(8 * GIB, amount)
+def free(amount: int) -> DiskSpace:
+    return DiskSpace(8 * GIB, amount)
 
 
 def test_nothing_is_amiss_on_a_healthy_machine():
@@ -109,7 +109,12 @@ def test_nothing_is_amiss_on_a_healthy_machine():
         ("memory", "problem", {"memory_limit": 0}, ["0 MiB in all"]),
         ("memory", "ok", {"memory_limit": 300 * GIB}, ["200.0 GiB of 256.0 GiB memory is avail"]),
         ("shared memory", "problem", {"shm": None}, ["/dev/shm is missing", "tmpfs"]),
-        ("shared memory", "problem", {"shm": Space(64 * MIB, 64 * MIB)}, ["64 MiB", "--shm-size"]),
+        (
+            "shared memory",
+            "problem",
+            {"shm": DiskSpace(64 * MIB, 64 * MIB)},
+            ["64 MiB", "--shm-size"],
+        ),
         ("shared memory", "problem", {"shm": free(128 * MIB - 1)}, ["SIGBUS", "ended jobs"]),
         ("shared memory", "warning", {"shm": free(128 * MIB)}, ["128 MiB free of 8.0 GiB"]),
         ("shared memory", "ok", {"shm": free(GIB)}, ["1.0 GiB free of 8.0 GiB"]),
@@ -208,8 +213,8 @@ def test_more_is_never_worse(amounts, topic):
     def badness(amount: int) -> int:
         changes = {
             "memory": {"memory_available": amount},
-            "shared memory": {"shm": Space(1 << 36, amount)},
-            "state directory": {"state": Space(1 << 36, amount)},
+            "shared memory": {"shm": DiskSpace(1 << 36, amount)},
+            "state directory": {"state": DiskSpace(1 << 36, amount)},
             "open files": {"open_files": amount},
             "ports": {"ports": Ports(0, amount, amount)},
         }

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dlrover.cli.inspect import goodput, page, timeline
-from dlrover.cli.inspect.goodput import Report
+from dlrover.cli.inspect.goodput import GoodputReport
 from dlrover.cli.inspect.plans import interval
 from dlrover.cli.inspect.timeline import Timeline
 from dlrover.cli.main import app
@@ -23,10 +23,10 @@ from dlrover.errors import ConfigurationError
 from dlrover.master.journal.file import FileJournal
 from dlrover.master.machine.goodput.roundtime import nothing
 from dlrover.spec.events import SizeSettled
-from dlrover.spec.goodput import CAUSES, Cause, Goodput
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.jobdir import JobDir
-from dlrover.testing.cluster import Cluster
+from dlrover.spec.outcome import CAUSES, Cause, Goodput
+from tests.simulation.cluster import Cluster
 
 
 def journal_of(cluster: Cluster, directory: Path) -> JobDir:
@@ -60,7 +60,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> JobDir:
 
 
 @pytest.fixture(scope="module")
-def found(ended: JobDir) -> Report:
+def found(ended: JobDir) -> GoodputReport:
     return goodput.report(ended)
 
 
@@ -82,7 +82,7 @@ def test_json_has_the_documented_keys_and_adds_up(ended: JobDir) -> None:
     assert content["incidents"][0]["title"].startswith("rank 4 was killed by SIGKILL")
 
 
-def test_text_has_a_row_for_each_cause_and_incident(ended: JobDir, found: Report) -> None:
+def test_text_has_a_row_for_each_cause_and_incident(ended: JobDir, found: GoodputReport) -> None:
     shown = CliRunner().invoke(
         app, ["goodput", "--job-dir", str(ended.path)], env={"COLUMNS": "120"}
     )
@@ -164,7 +164,7 @@ def test_a_file_that_cannot_be_written_is_refused_in_a_sentence(ended: JobDir, o
 # ---- the timeline
 
 
-def test_the_timeline_of_each_node_has_no_gap_and_the_reports_sums(found: Report) -> None:
+def test_the_timeline_of_each_node_has_no_gap_and_the_reports_sums(found: GoodputReport) -> None:
     sums: Counter[Cause] = Counter()
     for node in found.timeline.nodes:
         spans = found.timeline.spans(node)
@@ -178,8 +178,8 @@ def test_the_timeline_of_each_node_has_no_gap_and_the_reports_sums(found: Report
 
 
 @pytest.mark.parametrize("resolution", [0, 1_000, 3_000_000, 10**12])
-def test_a_coarser_timeline_has_the_same_sums(found: Report, resolution: int) -> None:
-    def sums(spans: list[timeline.Span]) -> Counter[Cause]:
+def test_a_coarser_timeline_has_the_same_sums(found: GoodputReport, resolution: int) -> None:
+    def sums(spans: list[timeline.CauseSpan]) -> Counter[Cause]:
         return sum((Counter({s.cause: s.until - s.since}) for s in spans), Counter())
 
     for node in found.timeline.nodes:
@@ -243,7 +243,7 @@ def read(text: str) -> Reader:
     return reader
 
 
-def test_the_page_needs_nothing_from_outside(found: Report) -> None:
+def test_the_page_needs_nothing_from_outside(found: GoodputReport) -> None:
     text = page.render(found)
     reader = read(text)
     assert not {"script", "link", "img", "iframe", "object", "use", "image"} & reader.tags.keys()
@@ -253,7 +253,7 @@ def test_the_page_needs_nothing_from_outside(found: Report) -> None:
     assert "prefers-color-scheme:dark" in text
 
 
-def test_the_page_shows_each_node_cause_and_incident(found: Report) -> None:
+def test_the_page_shows_each_node_cause_and_incident(found: GoodputReport) -> None:
     reader = read(page.render(found))
     classes = Counter(value for name, value in reader.attributes if name == "class")
     assert classes["row"] == 4
@@ -267,7 +267,7 @@ def test_the_page_shows_each_node_cause_and_incident(found: Report) -> None:
     assert len(set(page.COLOURS.values())) == len(Cause)
 
 
-def test_strokes_lie_on_the_axis_in_order(found: Report) -> None:
+def test_strokes_lie_on_the_axis_in_order(found: GoodputReport) -> None:
     reader = read(page.render(found))
     for data in (value for name, value in reader.attributes if name == "d"):
         strokes = [(float(x), float(end)) for x, end in re.findall(r"M([\d.]+) 0H([\d.]+)", data)]
@@ -277,7 +277,7 @@ def test_strokes_lie_on_the_axis_in_order(found: Report) -> None:
 
 
 @pytest.fixture(scope="module")
-def scaled(tmp_path_factory: pytest.TempPathFactory) -> Report:
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> GoodputReport:
     """A job that finds its size by itself: two nodes, of which more do not pay."""
     pytest.importorskip("scipy")
     limits = Limits(autoscale_window=10.0, autoscale_interval=120.0, autoscale_patience=120.0)
@@ -290,7 +290,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return goodput.report(journal_of(cluster, tmp_path_factory.mktemp("scaled")))
 
 
-def test_the_page_shows_the_number_of_nodes_and_each_plan(scaled: Report) -> None:
+def test_the_page_shows_the_number_of_nodes_and_each_plan(scaled: GoodputReport) -> None:
     assert len(scaled.plans) >= 2
     sizes = [nodes for _, nodes in scaled.sizes]
     assert (sizes[0], sizes[-1]) == (1, scaled.plans[-1].nodes)
@@ -353,7 +353,7 @@ def test_the_axis_has_a_few_ticks(seconds: float) -> None:
 # ---- the trace
 
 
-def test_the_trace_follows_the_format_of_trace_events(found: Report) -> None:
+def test_the_trace_follows_the_format_of_trace_events(found: GoodputReport) -> None:
     trace = json.loads(page.trace(found))
     assert trace["displayTimeUnit"] in ("ms", "ns")
     for event in trace["traceEvents"]:
@@ -378,7 +378,7 @@ def test_the_trace_follows_the_format_of_trace_events(found: Report) -> None:
             assert event["s"] == "g"
 
 
-def test_the_trace_has_a_track_for_each_node_and_each_incident(found: Report) -> None:
+def test_the_trace_has_a_track_for_each_node_and_each_incident(found: GoodputReport) -> None:
     events = json.loads(page.trace(found))["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {n: f"node {n} (machine of agent {n})" for n in range(4)}
@@ -392,7 +392,7 @@ def test_the_trace_has_a_track_for_each_node_and_each_incident(found: Report) ->
     assert [e["tid"] for e in marks] == [2, 1]
 
 
-def test_the_trace_has_each_plan_and_the_number_of_nodes(scaled: Report) -> None:
+def test_the_trace_has_each_plan_and_the_number_of_nodes(scaled: GoodputReport) -> None:
     events = json.loads(page.trace(scaled))["traceEvents"]
     plans = [e for e in events if e.get("cat") == "plan"]
     assert [e["name"] for e in plans] == [

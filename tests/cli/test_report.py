@@ -13,8 +13,7 @@ from dlrover.cli.run.report import SCREEN_ROWS, render, render_json
 from dlrover.errors import ExitCode
 from dlrover.master.diagnosis_rules import table
 from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
-from dlrover.spec.goodput import Cause, Goodput
-from dlrover.spec.outcome import Outcome
+from dlrover.spec.outcome import Cause, Goodput, Outcome
 
 RECORDED = msgspec.json.decode(
     (Path(__file__).parents[1] / "master" / "fixtures" / "recorded.json").read_bytes(),

@@ -138,7 +138,7 @@ def test_a_consumer_of_nats_that_is_somebody_elses_is_left_alone(nats_port: int,
     with reading(topic) as data:
         commit_after(data, 20)
     assert f"The consumer job of the stream {name}" in caplog.text
-    assert "is somebody else's" in caplog.text
+    assert "belongs to another program" in caplog.text
     assert topic.lag("job") == 50
 
 

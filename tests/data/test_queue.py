@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover.data.machine.datasets import Shards
-from dlrover.data.machine.queue import Answer, Report
+from dlrover.data.machine.queue import Answer, ReportSkipped
 from dlrover.data.machine.spans import Spans
 from dlrover.data.machine.state import RankData, merged
 from dlrover.errors import ProtocolError
@@ -18,7 +18,7 @@ from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.shards import (
     DataSpec,
     ExtendShards,
-    Failed,
+    FailedSpan,
     ForgetWorker,
     Incarnation,
     LookShards,
@@ -44,7 +44,7 @@ class Rank:
     held: list[Span] = field(default_factory=list)
     mine: Spans = field(default_factory=Spans)
     done: Spans = field(default_factory=Spans)
-    failed: list[Failed] = field(default_factory=list)
+    failed: list[FailedSpan] = field(default_factory=list)
     returned: list[Span] = field(default_factory=list)
     exhausted: bool = False
 
@@ -75,7 +75,7 @@ class Job:
         commands = self.shards.handle(request, self.now)
         self.shards.validate()
         for command in commands:
-            if isinstance(command, Report):
+            if isinstance(command, ReportSkipped):
                 span = command.what.span
                 self.skipped.update((span.partition, n) for n in range(span.start, span.stop))
         return next(c.reply for c in commands if isinstance(c, Answer))
@@ -140,7 +140,7 @@ class Job:
             here = (span.partition, span.start)
             one = Span(span.partition, span.start, span.start + 1)
             if here in self.bad:
-                rank.failed.append(Failed(one, "rotten"))
+                rank.failed.append(FailedSpan(one, "rotten"))
             else:
                 self.model[here] += 1
                 rank.mine.add(one)
@@ -346,7 +346,7 @@ def test_what_is_tried_again_stays_in_its_epoch() -> None:
     shards = opened(DataSpec(name="data", size=20, shard=10, epochs=2, timeout=100.0), "a", "b")
     _, (of_b,) = (take(shards, worker, 1).spans for worker in "ab")
     assert take(shards, "b", 2, acknowledged=(of_b,)).exhausted
-    first = take(shards, "a", 2, 0, failed=(Failed(Span(0, 0, 1), "x"),))
+    first = take(shards, "a", 2, 0, failed=(FailedSpan(Span(0, 0, 1), "x"),))
     assert not first.exhausted
     later = take(shards, "b", 3, epoch=1)
     assert later.spans == (Span(1, 0, 10),)
@@ -367,7 +367,7 @@ def test_a_late_request_changes_nothing() -> None:
         take(shards, "a", 1)
     assert take(shards, "a", 3).spans == (Span(0, 20, 30),)
     shards.handle(OpenShards(shards.queues["data"].spec, "b", Incarnation(2)), 0.0)
-    with pytest.raises(ProtocolError, match="have begun anew"):
+    with pytest.raises(ProtocolError, match="have started again"):
         shards.handle(ExtendShards("data", Incarnation(1), (95,)), 0.0)
 
 
@@ -460,7 +460,7 @@ def test_silence_is_not_counted_while_the_master_is_away() -> None:
 @pytest.mark.parametrize(
     "reported",
     [{"acknowledged": (Span(0, 10, 11),)}, {"acknowledged": (Span(0, 0, 5), Span(0, 4, 6))}, {"acknowledged": (Span(9, 0, 1),)},
-     {"failed": (Failed(Span(0, 50, 51), "x"),)}],
+     {"failed": (FailedSpan(Span(0, 50, 51), "x"),)}],
 )  # fmt: skip
 def test_what_was_not_taken_cannot_be_reported(reported) -> None:
     shards = opened(DataSpec(name="data", size=100, shard=10), "a", "b")

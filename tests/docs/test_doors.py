@@ -9,6 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 DOORS = {
+    "dlrover.accelerators": {
+        "CPU", "RESOURCES", "VENDORS", "DeviceHealth", "DeviceUse", "Vendor", "pci_addresses", "present",
+        "resources", "vendors",
+    },
     "dlrover.brain": {
         "BrainClient", "Description", "Group", "Optimizer", "Range", "RegisterJob", "ReportOutcome",
         "ReportSamples", "Sample", "Shape", "Space", "request_id",

@@ -30,8 +30,7 @@ from dlrover.errors import ExitCode
 from dlrover.master.diagnosis_rules import built_in, table
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Failure, FailureKind, Origin, Verdict
-from dlrover.spec.job import Limits
-from dlrover.spec.launch import Entry, LaunchSpec
+from dlrover.spec.job import Entry, LaunchSpec, Limits
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.world import World
 

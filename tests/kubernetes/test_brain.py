@@ -74,7 +74,7 @@ def volume(namespace: str) -> dict[str, Any]:
     }
 
 
-async def seen(plane: ControlPlane, namespace: str, node: str) -> brain.Cluster:
+async def seen(plane: ControlPlane, namespace: str, node: str) -> brain.ClusterResources:
     """What the Brain says of the cluster, once it knows its own pod on ``node``."""
     until = time.monotonic() + 60
     while True:
@@ -84,7 +84,7 @@ async def seen(plane: ControlPlane, namespace: str, node: str) -> brain.Cluster:
                 try:
                     cluster = await client.cluster()
                 except InfrastructureError:
-                    cluster = brain.Cluster()
+                    cluster = brain.ClusterResources()
             if any(one.name == node and one.used for one in cluster.nodes):
                 return cluster
         assert time.monotonic() < until, plane.kubectl("describe", "pods", namespace=namespace)

@@ -189,8 +189,8 @@ class Numbers:
         _factors: tuple[float, float],
     ) -> ScaleReply:
         plans = self.size.plans + (source == "plan")
-        asked = number if source == "user" else self.size.asked
-        self.size = self.size._replace(wanted=number, asked=asked, plans=plans, reason=reason)
+        asked = number if source == "user" else self.size.requested
+        self.size = self.size._replace(wanted=number, requested=asked, plans=plans, reason=reason)
         return ScaleReply(f"The job is to have {number} nodes.")
 
 

@@ -10,17 +10,18 @@ import pytest
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.machine import nodes, pods, scaleplans
 from dlrover.kubernetes.platform import migration
-from dlrover.kubernetes.platform.migration import Factors, Migration
+from dlrover.kubernetes.platform.migration import Factors, PodMigration
 from dlrover.kubernetes.resources import validation
 from dlrover.kubernetes.resources.types import ElasticJob, ScalePlanSpec
 from dlrover.master import migrate
 from dlrover.master.machine import inputs
 from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
+from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.node import FoundNode, LaunchNode
-from dlrover.testing.drivers import JobDriver
 from tests.kubernetes import manifests
+from tests.support.drivers import JobDriver
 
 KILLED = {"kind": FailureKind.SIGNAL, "signal": 9}
 REQUESTS = {"cpu": "500m", "memory": "1Gi"}
@@ -68,7 +69,7 @@ class Told:
         return migrate.placed(self.driver.machine)
 
     def ask(self, pod: str, cpu: float, memory: float, why: str) -> str:
-        asked = migrate.asked(self.driver.machine, pod, (cpu, memory), why)
+        asked = migrate.requested(self.driver.machine, pod, (cpu, memory), why)
         refused = self.driver.machine.resizer.migration_refusal(asked)
         self.driver.give(asked)
         return refused
@@ -81,9 +82,9 @@ class Told:
         migration.check(spec, self.job, self.placed(), counts)
         return migration.moves(spec, self.job, self.placed(), counts)
 
-    def begun(self, spec: ScalePlanSpec) -> Migration:
+    def begun(self, spec: ScalePlanSpec) -> PodMigration:
         """Whoever carries out a plan, after the first look."""
-        moved = Migration(self.moves(spec), self.placed, self.ask, "ScalePlan larger")
+        moved = PodMigration(self.moves(spec), self.placed, self.ask, "ScalePlan larger")
         moved.advance()
         return moved
 
@@ -125,7 +126,7 @@ def test_a_pod_gets_the_very_amount(wanted: str) -> None:
 
 def test_the_pods_of_a_role_that_have_another_size() -> None:
     told = Told(elastic_job(worker=3, ps=1, chief=1))
-    told.driver.give(inputs.MigrateAsked(2, 4.0, 1.0, "it is slow"))
+    told.driver.give(inputs.MigrationRequested(2, 4.0, 1.0, "it is slow"))
     told.come(5)
     spec = plan(replicaResourceSpecs={"Worker": {"resource": {"cpu": 2}}})
     assert told.moves(spec) == {f"w{i}": (4.0, None) for i in (1, 2, 3)}, "w5 has that size"
@@ -196,7 +197,7 @@ ACCEPTED = ": accepted is a pod of worker or ps that trains, now"
 )
 def test_a_wrong_plan_gets_a_sentence(spec: dict[str, Any], sentence: str) -> None:
     told = Told(elastic_job(worker=3, chief=1))
-    told.driver.give(inputs.MigrateAsked(3, 1.0, 1.0, "it is slow"))
+    told.driver.give(inputs.MigrationRequested(3, 1.0, 1.0, "it is slow"))
     told.driver.give(inputs.NodePlaced(4, "w4"))
     with pytest.raises(ConfigurationError) as caught:
         told.moves(plan(**spec))
@@ -261,7 +262,7 @@ def test_pods_are_replaced_while_they_train() -> None:
 
 def test_without_a_resource_the_other_pod_has_the_size_of_the_first() -> None:
     told = Told(elastic_job(worker=2), grows_memory=True)
-    told.driver.give(inputs.MigrateAsked(1, 2.0, 3.0, "it is slow"))
+    told.driver.give(inputs.MigrationRequested(1, 2.0, 3.0, "it is slow"))
     told.come(2)
     told.driver.join(2, at=20.0)
     told.driver.join(0)
@@ -276,7 +277,7 @@ def test_without_a_resource_the_other_pod_has_the_size_of_the_first() -> None:
 def test_a_pod_whose_successor_never_starts_stays() -> None:
     told = Told(elastic_job(worker=2))
     moved = told.begun(larger())
-    told.driver.give(inputs.NodePlaced(2, "w2"), inputs.NodeWaits(2, "no machine has 2 cores"))
+    told.driver.give(inputs.NodePlaced(2, "w2"), events.NodeWaits(2, "no machine has 2 cores"))
     told.driver.give(inputs.DeadlinePassed(), at=told.driver.machine.deadline())
     moved.advance()
     assert moved.failed == (
@@ -317,7 +318,7 @@ def test_another_master_goes_on_where_the_last_one_was() -> None:
     told = Told(elastic_job(worker=3))
     spec = plan(migratePods=[{"name": "w1"}, {"name": "w2"}])
     told.ask("w1", 1.0, 1.0, "ScalePlan larger")  # it went no further
-    moved = Migration(
+    moved = PodMigration(
         migration.moves(spec, told.job, told.placed(), {}),
         told.placed,
         told.ask,

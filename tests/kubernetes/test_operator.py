@@ -16,7 +16,7 @@ import pytest
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api.client import LEASES, Client
 from dlrover.kubernetes.machine import scaleplans
-from dlrover.kubernetes.operator.leader import Leader, Terms
+from dlrover.kubernetes.operator.leader import Leader, LeaseTerms
 from dlrover.kubernetes.platform.reporting import Reporter, duration
 from dlrover.kubernetes.resources import names, times, validation
 from dlrover.platform.base import Progress
@@ -391,7 +391,7 @@ def test_the_masters_part_of_the_status_and_the_operators_do_not_meet(
 
 
 def test_a_lease_is_taken_when_it_ran_out_by_the_clock_of_who_waits(cluster: Cluster) -> None:
-    terms = Terms(duration=2.0, deadline=1.5, renew=0.2)
+    terms = LeaseTerms(duration=2.0, deadline=1.5, renew=0.2)
 
     async def scenario() -> None:
         client = Client.from_config(cluster.kubeconfig)
@@ -416,7 +416,7 @@ def test_a_lease_is_taken_when_it_ran_out_by_the_clock_of_who_waits(cluster: Clu
 
 
 def test_a_leader_that_cannot_renew_its_lease_stops(cluster: Cluster) -> None:
-    terms = Terms(duration=4.0, deadline=2.0, renew=0.2)
+    terms = LeaseTerms(duration=4.0, deadline=2.0, renew=0.2)
 
     async def scenario() -> None:
         client = Client.from_config(cluster.kubeconfig)

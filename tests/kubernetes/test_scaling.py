@@ -20,14 +20,13 @@ from dlrover.kubernetes.resources.types import PlannedPod, ScalePlanSpec, ScaleR
 from dlrover.master import scale
 from dlrover.master.machine import inputs
 from dlrover.rpc.messages import ScaleReply
-from dlrover.spec.node import LaunchNode
-from dlrover.spec.roles import FIRST_SERVER
-from dlrover.testing.drivers import JobDriver
+from dlrover.spec.node import FIRST_SERVER, LaunchNode
 from tests.kubernetes import manifests
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet
 from tests.kubernetes.test_job import Job
+from tests.support.drivers import JobDriver
 
 SCRIPT = """
 import os, pathlib, sys, time
@@ -154,8 +153,9 @@ async def refuse_wrong_plans(job: Scaled) -> None:
     assert phase == "Failed"
     assert message.startswith("A user has set the number of nodes to 2")
     job.scale(0)
-    await job.until(lambda: job.cluster.told.get("Rejected") == 1)
-    assert "spec.replicaSpecs is worker with 0 replicas" in job.cluster.status["message"]
+    refusal = "spec.replicaSpecs is worker with 0 replicas"
+    await job.until(lambda: refusal in job.cluster.status["message"])
+    assert job.cluster.told["Rejected"] == 1
     assert job.cluster.status["phase"] == "Running"
     job.scale(2)
     job.plan("other", ownerJob="letters")
@@ -188,7 +188,7 @@ def test_a_plan_of_the_masters_own_is_recorded_with_its_reason(
         factors: tuple[float, float],
     ) -> ScaleReply:
         before = driver.machine.scaling.workers
-        driver.give(inputs.ScaleAsked(number, reason, source, role, factors))
+        driver.give(inputs.ScaleRequested(number, reason, source, role, factors))
         return scale.reply(before, driver.machine.scaling.workers)
 
     def resize(role: str, replicas: int) -> None:
@@ -212,7 +212,7 @@ def test_a_plan_of_the_masters_own_is_recorded_with_its_reason(
         scaling = asyncio.create_task(Scaler(client, found, calls, resize).run())
         try:
             await cluster.until(lambda: sizes == [("worker", 4)])
-            driver.give(inputs.ScaleAsked(3, "The fourth adds nothing.", "plan"))
+            driver.give(inputs.ScaleRequested(3, "The fourth adds nothing.", "plan"))
             await cluster.until(lambda: plan().get("status", {}).get("phase") == "Scaling")
             driver.give(inputs.NodeExited(3, "its agent ended"))
             driver.join(0, 1, 2)

@@ -14,8 +14,7 @@ from dlrover.kubernetes.machine import nodes
 from dlrover.kubernetes.platform import job as jobs
 from dlrover.kubernetes.resources import commands, names, validation
 from dlrover.kubernetes.resources.types import ElasticJob
-from dlrover.spec.node import LaunchNode
-from dlrover.spec.roles import FIRST_SERVER
+from dlrover.spec.node import FIRST_SERVER, LaunchNode
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet
 from tests.kubernetes.test_scaling import Scaled

@@ -11,10 +11,11 @@ from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Phase
 from dlrover.master.machine.waiting import waiting_for
+from dlrover.rpc.messages import Hello, Succeeded, Welcome
 from dlrover.spec import events
 from dlrover.spec.node import FoundNode, LaunchNode, NodeStatus
 from dlrover.spec.world import Holding, World
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 GRACE = 15.0
 
@@ -27,7 +28,7 @@ def holding(node_rank: int, count: int = 3, *, round_: int = 5, **facts: object)
 
 def tell(driver: JobDriver, node: int, held: Holding) -> list[inputs.Command]:
     runs = held.world.round if held.world is not None else 0
-    return driver.give(inputs.NodeConnected(f"agent {node}", node, -1, f"host{node}", runs, held))
+    return driver.give(Hello(f"agent {node}", node, -1, f"host{node}", runs, held))
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_a_round_is_adopted_when_all_its_nodes_have_told_of_it(driver: JobDriver
     driver.now = 4.0
     said = waiting_for(driver.machine, driver.now)
     assert said.endswith("4 s of 15 s; 2 of 3 nodes of round 5 reported it")
-    assert tell(driver, 1, holding(1)) == [inputs.Welcome("agent 1", 1, 1)]
+    assert tell(driver, 1, holding(1)) == [inputs.Greet("agent 1", Welcome(1, 1, 15.0))]
     machine = driver.machine
     assert machine.state.phase is Phase.RUNNING
     assert (machine.rendezvous.round, machine.rendezvous.members) == (5, (0, 1, 2))
@@ -114,7 +115,7 @@ def test_nodes_that_have_succeeded_end_the_job(driver: JobDriver) -> None:
     for node in range(2):
         tell(driver, node, holding(node, succeeded=True))
     tell(driver, 2, holding(2))
-    driver.give(inputs.NodeSucceeded(2, 5))
+    driver.give(inputs.Reported(2, Succeeded(5)))
     assert driver.machine.outcome is not None
     assert driver.machine.outcome.exit_code == 0
 

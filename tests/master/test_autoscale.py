@@ -4,11 +4,10 @@ import pytest
 
 from dlrover.master.machine.scaling.autoscale import DRIFT_WINDOWS, MOST_CHANGES, AutoScaling
 from dlrover.spec import events
-from dlrover.spec.batches import Batches
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.spec.plan import Effect, Group, Plan
-from dlrover.spec.roles import Size
-from dlrover.spec.speed import ModelProfile, ScaleDecision, ScaleKind, ScaleStage, SpeedSample
+from dlrover.spec.measurements import Batches, ModelProfile, SpeedSample
+from dlrover.spec.node import Size
+from dlrover.spec.plan import Effect, Group, Plan, ScaleDecision, ScaleKind, ScaleStage
 
 LIMITS = Limits(autoscale_interval=300.0, autoscale_patience=900.0)
 
@@ -231,8 +230,8 @@ def test_a_user_ends_it():
     story = Story()
     story.measure(1, 10.0)
     story.plan(2)
-    ended = story.machine.overruled("a user asked for 3 nodes", "worker", 3)
-    assert [body.reason for body in ended] == ["a user asked for 3 nodes"]
+    ended = story.machine.overruled("a user requested 3 nodes", "worker", 3)
+    assert [body.reason for body in ended] == ["a user requested 3 nodes"]
     story.machine.validate()
     assert story.machine.overruled("again", "worker", 3) == []
     assert story.measure(2, 11.0, round_=2) is None
@@ -297,14 +296,14 @@ def test_a_user_ends_it_role_by_role():
     story = ServerStory()
     story.measure(2, 1, 20.0)
     story.plan(2, 2)
-    (dropped,) = story.machine.overruled("a user asked for 3 servers", "ps", 3)
+    (dropped,) = story.machine.overruled("a user requested 3 servers", "ps", 3)
     assert isinstance(dropped, events.PlanDropped)
     story.machine.validate()
     assert story.machine.sizes.servers() == [3]
     assert story.machine.sizes.workers() == list(range(1, 9))
     story.measure(2, 3, 30.0, round_=2)
     assert story.machine.question().servers == [3]
-    (ended,) = story.machine.overruled("a user asked for 4 nodes", "worker", 4)
+    (ended,) = story.machine.overruled("a user requested 4 nodes", "worker", 4)
     assert isinstance(ended, events.AutoScalingEnded)
     assert not story.machine.due(story.now)
 
@@ -451,7 +450,7 @@ def test_a_search_with_the_same_end_pauses_before_the_next_whatever_begins_it(by
     story.measure(2, 10.0)
     assert machine.search_at > story.now
     if by == "a user":
-        machine.overruled("a user asked for 2 nodes", "worker", 2)
+        machine.overruled("a user requested 2 nodes", "worker", 2)
     else:
         machine.same_size(ScaleKind.MIGRATE, 0.5, "it is hot", story.now)
         story.measure(2, 20.0, round_=2)

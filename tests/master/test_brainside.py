@@ -18,15 +18,13 @@ from dlrover.planning.throughput import TrustRegion
 from dlrover.rpc import wire
 from dlrover.rpc.brain import BrainClient, request_id
 from dlrover.rpc.server import Server
-from dlrover.spec.batches import Batches
 from dlrover.spec.brain import ClusterNode, ReportCluster
 from dlrover.spec.events import Event, JobEnded, PlanDropped
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import BrainSide
-from dlrover.spec.plan import Group, Plan
-from dlrover.spec.roles import Size
-from dlrover.spec.speed import ModelProfile, ScaleKind, SpeedSample
-from dlrover.spec.usage import NodeUsage
+from dlrover.spec.measurements import Batches, ModelProfile, NodeUsage, SpeedSample
+from dlrover.spec.node import Size
+from dlrover.spec.plan import Group, Plan, ScaleKind
 
 pytestmark = pytest.mark.slow
 
@@ -187,7 +185,10 @@ def test_a_size_with_servers_in_the_brains_terms():
         nodes=2, replicas=4, step_seconds=0.1, steps=20, servers=3, server_cpu=8.0, worker_cpu=4.0
     )
     shape = brainside.shape_of(served, Group(count=1, cpu=4.0))
-    assert shape.groups == {"worker": Group(count=2, cpu=4.0), "ps": Group(count=3, cpu=8.0)}
+    assert shape.groups == {
+        "worker": Group(count=2, cpu=4.0),
+        "ps": Group(count=3, cpu=8.0),
+    }
     assert shape.per_node == 2
     plan = Plan(groups={"ps": Group(count=1)}, reason="one is enough")
     assert brainside.size_of(plan, served.size) == Size(2, 1)

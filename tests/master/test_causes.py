@@ -7,8 +7,7 @@ import pytest
 from dlrover.errors import ConfigurationError
 from dlrover.master.diagnosis_rules import built_in, load, load_own, table
 from dlrover.master.machine.diagnosis.diagnosis import root_cause
-from dlrover.spec.failure import FACT_LIMIT, FACTS_LIMIT, Action, Failure, FailureKind, Origin
-from dlrover.spec.rules import Rule
+from dlrover.spec.failure import FACT_LIMIT, FACTS_LIMIT, Action, Failure, FailureKind, Origin, Rule
 
 
 def diagnose(failure, own=()):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dlrover.master.diagnosis_rules import causes, table
-from dlrover.testing.corpus import Case, Log, read, read_logs
+from tests.support.corpus import Case, Log, read, read_logs
 
 CORPUS = Path(__file__).parent / "corpus"
 CASES = read(CORPUS / "public.toml")

@@ -7,8 +7,7 @@ from hypothesis import given, settings, strategies as st
 from dlrover.master.diagnosis_rules import table
 from dlrover.master.machine.diagnosis import diagnosis
 from dlrover.master.machine.diagnosis.traceback import is_user_file
-from dlrover.spec.failure import Failure, FailureKind, Origin
-from dlrover.spec.rules import Rule
+from dlrover.spec.failure import Failure, FailureKind, Origin, Rule
 
 TABLE = table()
 diagnose = TABLE.diagnose
@@ -574,11 +573,11 @@ def test_a_program_that_handles_a_signal_from_outside_is_not_at_fault(
     kind: FailureKind, facts: dict[str, object], title: str
 ) -> None:
     trace = stack((TRAIN, "sys.exit(1)"), error="SystemExit: 1")
-    failure = failed(kind, traceback=trace, asked_by=15, **facts)
+    failure = failed(kind, traceback=trace, handled_signal=15, **facts)
     verdict = diagnose(failure)
     assert (verdict.origin, verdict.cause, verdict.echo) == (INFRASTRUCTURE, "terminated", True)
     assert title in verdict.title
-    assert diagnose(msgspec.structs.replace(failure, asked_by=0)).cause != "terminated"
+    assert diagnose(msgspec.structs.replace(failure, handled_signal=0)).cause != "terminated"
 
 
 OWN_WORDS = {

@@ -19,7 +19,7 @@ from dlrover.master.journal.history import OLD_TEXT, RECENT_TEXT, History
 from dlrover.master.machine.incident import CAUSE_TEXTS, FIRST_TEXTS, LATER_TEXT, Incident
 from dlrover.spec import events
 from dlrover.spec.failure import NAME_LIMIT, TEXT_LIMIT, Failure, FailureKind
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 MIB = 2**20
 COUNT = 4_000

@@ -6,17 +6,17 @@ import pytest
 
 from dlrover.master.machine.watches import hangs
 from dlrover.master.machine.watches.hangs import (
-    Found,
+    Hang,
     HangDetector,
-    Look,
     Looked,
-    Report,
+    NodeActivities,
+    SampleWorkers,
     Tick,
     WorldFormed,
 )
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.activity import Activity
 from dlrover.spec.job import Limits
+from dlrover.spec.measurements import WorkerActivity
 from dlrover.spec.stacks import Frame, WorkerEvidence
 
 STEP, EVAL, START = Activity.STEP, Activity.EVAL, Activity.START
@@ -46,7 +46,7 @@ class Job:
 
     def report(self, *workers: WorkerActivity, after: float = 15.0) -> list:
         self.now += after
-        self.do(Report(1, dict(enumerate(workers))))
+        self.do(NodeActivities(1, dict(enumerate(workers))))
         return self.do(Tick())
 
     def look(self, *first: WorkerEvidence, second: tuple[WorkerEvidence, ...] = ()) -> list:
@@ -54,7 +54,7 @@ class Job:
         assert self.do(Looked(1, first)) == []
         assert self.do(Tick()) == []
         self.now += 5
-        assert self.do(Tick()) == [Look(1)]
+        assert self.do(Tick()) == [SampleWorkers(1)]
         later = [hangs.msgspec.structs.replace(one, time=one.time + 5) for one in first]
         return self.do(Looked(1, tuple(second or later)))
 
@@ -67,9 +67,9 @@ def test_a_hang_is_found_and_names_the_rank_and_the_line():
     job = Job()
     assert job.report(*all_doing(0.1)) == []
     assert job.report(*all_doing(179)) == []
-    assert job.report(*all_doing(181)) == [Look(1)]
+    assert job.report(*all_doing(181)) == [SampleWorkers(1)]
     (found,) = job.look(*(looks(rank) for rank in (0, 1, 2)), looks(3, READS))
-    assert isinstance(found, Found)
+    assert isinstance(found, Hang)
     assert found.restart
     assert found.hang.ranks == (3,)
     assert found.hang.place == "__getitem__ (data.py:41)"
@@ -83,7 +83,7 @@ def test_a_hang_is_found_and_names_the_rank_and_the_line():
 def test_one_rank_within_its_limit_is_what_the_others_wait_for():
     job = Job()
     assert job.report(doing(EVAL, 900), *[doing(STEP, 900)] * 3) == []
-    assert job.report(doing(EVAL, 1801), *[doing(STEP, 1801)] * 3) == [Look(1)]
+    assert job.report(doing(EVAL, 1801), *[doing(STEP, 1801)] * 3) == [SampleWorkers(1)]
 
 
 def test_a_rank_that_works_is_no_hang_and_the_next_suspicion_takes_longer():
@@ -93,7 +93,7 @@ def test_a_rank_that_works_is_no_hang_and_the_next_suspicion_takes_longer():
     second = (*(looks(rank, at=5) for rank in (0, 1, 2)), looks(3, OTHER, at=5, cpu=14))
     assert job.look(*first, second=second) == []
     assert job.report(*all_doing(350)) == []
-    assert job.report(*all_doing(361)) == [Look(1)]
+    assert job.report(*all_doing(361)) == [SampleWorkers(1)]
 
 
 @pytest.mark.parametrize(
@@ -164,11 +164,11 @@ def test_a_rank_that_works_in_a_step_for_longer_than_an_evaluation_hangs():
 
 def test_progress_between_the_looks_ends_the_suspicion():
     job = Job()
-    assert job.report(*all_doing(181)) == [Look(1)]
+    assert job.report(*all_doing(181)) == [SampleWorkers(1)]
     assert job.do(Looked(1, tuple(looks(rank) for rank in range(4)))) == []
     moved = looks(2, at=5, activity=doing(STEP, 0.1, steps=11))
     job.now += 5
-    assert job.do(Tick()) == [Look(1)]
+    assert job.do(Tick()) == [SampleWorkers(1)]
     assert job.do(Looked(1, (looks(0), looks(1), moved, looks(3)))) == []
     assert job.detector.suspicion is None
     assert job.report(doing(STEP, 400), doing(STEP, 400), doing(STEP, 1), doing(STEP, 400)) == []
@@ -182,7 +182,7 @@ def test_limits_are_learned_from_what_has_ended():
     assert job.detector.limit(STEP) == 500
     job.report(*all_doing(450, steps=11))
     assert job.detector.limit(STEP) == 500  # it has not ended
-    assert job.report(*all_doing(501, steps=11)) == [Look(1)]
+    assert job.report(*all_doing(501, steps=11)) == [SampleWorkers(1)]
 
 
 def test_waiting_for_another_ranks_evaluation_teaches_nothing_about_steps():
@@ -213,7 +213,7 @@ def test_a_report_that_was_overtaken_changes_nothing():
     job = Job()
     late = WorkerActivity(10, STEP, 200.0, (0.0, 900.0, 0.0, 0.0, 0.0, 0.0))
     early = WorkerActivity(10, STEP, 190.0, (0.0, 890.0, 0.0, 0.0, 0.0, 0.0))
-    assert job.report(*[late] * 4) == [Look(1)]
+    assert job.report(*[late] * 4) == [SampleWorkers(1)]
     job.report(*[early] * 4)
     assert job.detector.suspicion is not None
     assert job.detector.limit(STEP) == 180
@@ -222,7 +222,7 @@ def test_a_report_that_was_overtaken_changes_nothing():
 def test_before_all_ranks_have_reported_nothing_is_suspicious():
     job = Job()
     assert job.report(*[doing(STEP, 1000)] * 3) == []
-    assert job.report(*[doing(STEP, 1000)] * 4) == [Look(1)]
+    assert job.report(*[doing(STEP, 1000)] * 4) == [SampleWorkers(1)]
 
 
 def test_ranks_that_have_ended_do_not_count():
@@ -231,7 +231,7 @@ def test_ranks_that_have_ended_do_not_count():
     assert Job().report(*[ended] * 4) == []
     assert job.report(*[ended] * 3, doing(STEP, 100)) == []
     assert job.report(*[ended] * 3, doing(STEP, 1700)) == []  # it may put its results away
-    assert job.report(*[ended] * 3, doing(STEP, 1801)) == [Look(1)]
+    assert job.report(*[ended] * 3, doing(STEP, 1801)) == [SampleWorkers(1)]
     (found,) = job.look(looks(3, READS))
     assert found.hang.ranks == (3,)
     assert found.hang.seconds == 1801
@@ -266,7 +266,7 @@ def test_a_job_that_never_made_a_step_is_not_restarted():
     """It may be a server, which waits for requests."""
     job = Job(stepped=False)
     assert job.report(*[doing(START, 1700, steps=0)] * 4) == []
-    assert job.report(*[doing(START, 1900, steps=0)] * 4) == [Look(1)]
+    assert job.report(*[doing(START, 1900, steps=0)] * 4) == [SampleWorkers(1)]
     (found,) = job.look(*(looks(rank) for rank in range(4)))
     assert not found.restart
     assert found.hang.ranks == ()
@@ -283,6 +283,6 @@ def test_a_job_that_stepped_before_is_restarted_when_it_hangs_at_its_start():
 def test_settings():
     assert Job(hang_detection=False).report(*all_doing(9999)) == []
     job = Job(hang_action="report", hang_step_limit=10)
-    assert job.report(*all_doing(11)) == [Look(1)]
+    assert job.report(*all_doing(11)) == [SampleWorkers(1)]
     (found,) = job.look(*(looks(rank) for rank in range(4)))
     assert not found.restart

@@ -6,7 +6,7 @@ from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec
-from dlrover.testing.cluster import Cluster
+from tests.simulation.cluster import Cluster
 
 
 def hung(cluster: Cluster, place: str = "read (data.py:41)", *, restart: bool = True) -> None:
@@ -15,7 +15,7 @@ def hung(cluster: Cluster, place: str = "read (data.py:41)", *, restart: bool = 
         cluster.machine.rendezvous.round, (1,), place, f"rank 1 in {place}", 200
     )
     for node in cluster.nodes:
-        node.report_steps()
+        node.agent._say_progress()
     cluster.run(0.1)
     cluster._submit(inputs.Hung(found, restart))
 

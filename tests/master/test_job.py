@@ -7,23 +7,22 @@ from dlrover.master.machine.inputs import (
     Command,
     DeadlinePassed,
     EndJob,
-    NodeConnected,
+    Greet,
     NodeDisconnected,
     NodeSilent,
-    NodeSucceeded,
     Progressed,
+    Reported,
     Say,
-    Welcome,
 )
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Phase
 from dlrover.master.machine.waiting import waiting_for
-from dlrover.rpc.messages import CallToRound, Dismiss
+from dlrover.rpc.messages import CallToRound, Dismiss, Hello, Succeeded, Welcome
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
 from dlrover.spec.node import LaunchNode, NodeStatus
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 KILLED = {"kind": FailureKind.SIGNAL, "signal": 9}
 ERROR = {"kind": FailureKind.EXCEPTION, "exception": "ValueError", "message": "bad value"}
@@ -47,7 +46,7 @@ def test_managed_nodes_are_launched_and_awaited():
     assert job.submitted == [LaunchNode(0, 0), LaunchNode(1, 1)]
     assert job.events[0] == events.JobSubmitted("job", 2, 2)
     assert job.events[-1] == events.RoundOpened(1, "the job starts", 2)
-    assert job.connect(7, claims=1) == [Welcome("agent 7", 1, 1)]
+    assert job.connect(7, claims=1) == [Greet("agent 7", Welcome(1, 1, 15.0))]
     assert job.machine.state.phase is Phase.WAITING
     assert waiting_for(job.machine, 5.0) == (
         "waiting for node 0 (is being started), node 1 (is joining): 5 s of 600 s; 0 joined"
@@ -56,9 +55,9 @@ def test_managed_nodes_are_launched_and_awaited():
 
 def test_an_agent_keeps_its_node_and_another_one_gets_its_own():
     job = JobDriver()
-    assert job.connect(0) == [Welcome("agent 0", 0, 1)]
-    assert job.connect(0) == [Welcome("agent 0", 0, 1)]
-    assert job.connect(1, claims=0) == [Welcome("agent 1", 1, 1)]
+    assert job.connect(0) == [Greet("agent 0", Welcome(0, 1, 15.0))]
+    assert job.connect(0) == [Greet("agent 0", Welcome(0, 1, 15.0))]
+    assert job.connect(1, claims=0) == [Greet("agent 1", Welcome(1, 1, 15.0))]
     assert job.emitted(events.NodeConnected) == [
         events.NodeConnected(0, "host0"),
         events.NodeConnected(1, "host1"),
@@ -69,13 +68,13 @@ def test_an_agent_keeps_its_node_and_another_one_gets_its_own():
 def test_an_agent_that_is_known_cannot_take_another_nodes_place():
     job = JobDriver(2, 2, managed_nodes=2)
     job.connect(0, claims=0)
-    assert job.connect(0, claims=1) == [Welcome("agent 0", 0, 1)]
+    assert job.connect(0, claims=1) == [Greet("agent 0", Welcome(0, 1, 15.0))]
     assert job.status(1) is NodeStatus.PENDING
 
 
 def test_nothing_ends_before_the_job_is_submitted():
     machine = JobMachine()
-    machine.handle(NodeConnected("agent", -1, -1, "host", 0), 0.0)
+    machine.handle(Hello("agent", -1, -1, "host", 0), 0.0)
     assert machine.outcome is None
 
 
@@ -171,11 +170,11 @@ def test_a_newcomer_that_makes_the_world_no_larger_waits(job):
 
 def test_a_job_that_is_about_to_end_takes_nobody_in():
     job = JobDriver.running(2)
-    job.give(NodeSucceeded(0, 1))
+    job.give(Reported(0, Succeeded(1)))
     job.connect(2)
     job.join(2)
     assert job.machine.deadline() is None
-    assert isinstance(job.give(NodeSucceeded(1, 1))[-1], EndJob)
+    assert isinstance(job.give(Reported(1, Succeeded(1)))[-1], EndJob)
 
 
 # ---- failures

@@ -4,26 +4,24 @@ import msgspec
 import pytest
 
 from dlrover.errors import ExitCode
-from dlrover.master.machine.diagnosis.diagnosis import Table
+from dlrover.master.machine.diagnosis.diagnosis import RuleTable
 from dlrover.master.machine.inputs import (
+    Greet,
     KillNode,
     MasterStarted,
-    NodeConnected,
     NodeExited,
     Progressed,
     Say,
     Submitted,
-    Welcome,
 )
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Phase
-from dlrover.rpc.messages import CallToRound, Dismiss
+from dlrover.rpc.messages import CallToRound, Dismiss, Hello
 from dlrover.spec import events
-from dlrover.spec.failure import Action, Failure, FailureKind, Origin
+from dlrover.spec.failure import Action, Failure, FailureKind, Origin, Rule
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.node import LaunchNode, NodeStatus
-from dlrover.spec.rules import Rule
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 BROKEN = {
     "kind": FailureKind.EXCEPTION,
@@ -110,16 +108,16 @@ def test_a_node_that_came_by_itself_is_dismissed_and_its_host_kept_out():
     assert "was given up (rank 2 lost its device" in commands[0].message.outcome.reason
     rejoin(job, 0, 2)
 
-    back = NodeConnected("another process", -1, -1, "host1", 0)
+    back = Hello("another process", -1, -1, "host1", 0)
     commands = job.give(back, at=1100.0)
-    assert kinds(commands) == [Welcome, Dismiss]
+    assert kinds(commands) == [Greet, Dismiss]
     assert (
         "host host1 is kept out of the job for 2600 s more (exclusion_cooldown): rank 2 lost its device"
         in commands[1].message.outcome.reason
     )
     assert job.status(3) is NodeStatus.LOST
 
-    job.give(NodeConnected("a third process", -1, -1, "host1", 0), at=3700.0)
+    job.give(Hello("a third process", -1, -1, "host1", 0), at=3700.0)
     assert job.status(4) is NodeStatus.READY
 
 
@@ -135,7 +133,7 @@ def test_a_host_that_is_kept_out_is_let_in_where_the_others_are_too_few():
     job.fail(1, BROKEN, at=100.0)
     rejoin(job, 0, 2)
     job.give(NodeExited(2, "it ended"), at=200.0)
-    job.give(NodeConnected("another process", -1, -1, "host1", 0))
+    job.give(Hello("another process", -1, -1, "host1", 0))
     assert job.status(3) is NodeStatus.READY
 
 
@@ -268,7 +266,7 @@ class Recorded(JobMachine):
 
 
 def test_the_journal_gives_the_state_back_whatever_was_done(monkeypatch):
-    monkeypatch.setattr("dlrover.testing.drivers.JobMachine", Recorded)
+    monkeypatch.setattr("tests.support.drivers.JobMachine", Recorded)
     job = JobDriver.launched(limits=Limits(node_fault_limit=2, cause_budgets={"killed": 9}))
     job.fail(1, CRASHED, at=100.0)
     rejoin(job, 0, 1, 2)
@@ -332,13 +330,13 @@ def test_the_table_is_the_one_that_the_job_began_with():
 
 def test_a_failure_is_diagnosed_once_and_replayed_with_its_verdict(monkeypatch):
     diagnosed = []
-    diagnose = Table.diagnose
+    diagnose = RuleTable.diagnose
 
     def counted(table, failure):
         diagnosed.append(failure.id)
         return diagnose(table, failure)
 
-    monkeypatch.setattr(Table, "diagnose", counted)
+    monkeypatch.setattr(RuleTable, "diagnose", counted)
     job = JobDriver.launched()
     job.fail(1, BROKEN, at=100.0, id="broken")
     assert job.machine.incident.decided

@@ -7,30 +7,35 @@ from dlrover.master.machine.inputs import (
     Command,
     DeadlinePassed,
     EndJob,
+    Greet,
     KillNode,
     MasterStarted,
-    NodeConnected,
     NodeDisconnected,
     NodeExited,
     NodePlaced,
     NodeSilent,
-    NodeSucceeded,
-    NodeWaits,
     Progressed,
+    Reported,
     Say,
-    StopRequested,
     Submitted,
-    Welcome,
 )
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Phase
 from dlrover.master.machine.waiting import waiting_for
-from dlrover.rpc.messages import AssignWorld, CallToRound, Dismiss
+from dlrover.rpc.messages import (
+    AssignWorld,
+    CallToRound,
+    Dismiss,
+    Hello,
+    StopRequest,
+    Succeeded,
+    Welcome,
+)
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import LaunchNode, NodeStatus
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 KILLED = {"kind": FailureKind.SIGNAL, "signal": 9}
 TYPO = {"kind": FailureKind.EXCEPTION, "exception": "SyntaxError", "message": "invalid syntax"}
@@ -46,13 +51,13 @@ def calls(*nodes: int, round_: int = 2, reason: str) -> list[Command]:
 def test_what_keeps_a_node_from_starting_is_told_once_and_shown_while_it_lasts():
     job = JobDriver(2, 2, managed_nodes=2)
     assert "node 1 (is being started)" in waiting_for(job.machine, job.now)
-    job.give(NodeWaits(1, "pod b waits: no GPU"), NodeWaits(1, "pod b waits: no GPU"))
+    job.give(events.NodeWaits(1, "pod b waits: no GPU"), events.NodeWaits(1, "pod b waits: no GPU"))
     assert job.emitted(events.NodeWaits) == [events.NodeWaits(1, "pod b waits: no GPU")]
     assert "node 1 (pod b waits: no GPU)" in waiting_for(job.machine, job.now)
-    job.give(NodeWaits(1, ""))
+    job.give(events.NodeWaits(1, ""))
     assert "node 1 (is being started)" in waiting_for(job.machine, job.now)
     job.connect(1, claims=1)
-    job.give(NodeWaits(1, "late"))
+    job.give(events.NodeWaits(1, "late"))
     assert len(job.emitted(events.NodeWaits)) == 1
 
 
@@ -96,7 +101,7 @@ def test_a_node_may_be_without_a_connection_for_a_while():
     job = JobDriver.running()
     assert job.give(NodeDisconnected(1), at=100.0) == []
     assert job.machine.deadline() == 103.0
-    assert job.connect(1, runs=1) == [Welcome("agent 1", 1, 2)]
+    assert job.connect(1, runs=1) == [Greet("agent 1", Welcome(1, 2, 15.0))]
     assert job.machine.deadline() is None
     job.give(NodeDisconnected(1), at=200.0)
     assert job.give(DeadlinePassed(), at=203.0) == calls(0, 2, reason="node 1 was lost")
@@ -124,10 +129,10 @@ def test_what_returns_after_it_was_lost_is_a_new_node():
     job = JobDriver.running()
     job.give(NodeSilent(1, 60.0))
     assert job.connect(1, claims=1, runs=1) == [
-        Welcome("agent 1", 3, 2),
+        Greet("agent 1", Welcome(3, 2, 15.0)),
         Say(3, CallToRound(2, "a new round is open")),
     ]
-    assert job.connect(1, claims=1)[0] == Welcome("agent 1", 3, 2)
+    assert job.connect(1, claims=1)[0] == Greet("agent 1", Welcome(3, 2, 15.0))
 
 
 def test_what_returns_after_it_was_replaced_is_dismissed():
@@ -135,7 +140,7 @@ def test_what_returns_after_it_was_replaced_is_dismissed():
     job.give(NodeDisconnected(1))
     job.give(DeadlinePassed(), at=99.0)
     welcome, dismissal = job.connect(1, claims=1, runs=1)
-    assert welcome == Welcome("agent 1", 1, 2)
+    assert welcome == Greet("agent 1", Welcome(1, 2, 15.0))
     assert dismissal.message.outcome.exit_code == ExitCode.INFRASTRUCTURE
     assert dismissal.message.outcome.reason == (
         "node 1 was given up (its connection did not come back) and replaced."
@@ -146,7 +151,7 @@ def test_what_returns_after_it_was_replaced_is_dismissed():
 
 def test_only_what_the_platform_launched_is_replaced():
     job = JobDriver.launched(2, 3)
-    job.give(NodeConnected("guest", -1, 1, "host", 0))
+    job.give(Hello("guest", -1, 1, "host", 0))
     job.join(3)
     job.give(NodeSilent(3, 60.0))
     assert job.status(3) is NodeStatus.LOST
@@ -271,8 +276,8 @@ def test_losing_a_node_while_the_world_grows_is_a_fault_of_the_last_world():
 def test_the_job_succeeds_when_all_nodes_have():
     job = JobDriver.running()
     job.give(Progressed(1, 7))
-    assert job.give(NodeSucceeded(0, 1), NodeSucceeded(2, 1)) == []
-    *dismissals, end = job.give(NodeSucceeded(1, 1), at=25.0)
+    assert job.give(Reported(0, Succeeded(1)), Reported(2, Succeeded(1))) == []
+    *dismissals, end = job.give(Reported(1, Succeeded(1)), at=25.0)
     assert dismissals == [Say(node, Dismiss(end.outcome)) for node in range(3)]
     assert (end.outcome.exit_code, end.outcome.steps, end.outcome.seconds) == (0, 7, 25.0)
     assert end.outcome.job_dir == "/jobs/1"
@@ -281,28 +286,28 @@ def test_the_job_succeeds_when_all_nodes_have():
 
 def test_a_node_that_goes_after_it_succeeded_is_not_missed():
     job = JobDriver.launched()
-    job.give(NodeSucceeded(1, 1))
+    job.give(Reported(1, Succeeded(1)))
     assert job.give(NodeExited(1, "its agent ended"), NodeDisconnected(1)) == []
     assert job.machine.deadline() is None
-    job.give(NodeSucceeded(0, 1))
-    assert isinstance(job.give(NodeSucceeded(2, 1))[-1], EndJob)
+    job.give(Reported(0, Succeeded(1)))
+    assert isinstance(job.give(Reported(2, Succeeded(1)))[-1], EndJob)
     assert job.emitted(events.NodeSucceeded) == [events.NodeSucceeded(i) for i in (1, 0, 2)]
 
 
 def test_success_that_is_said_again_counts_once():
     job = JobDriver.running()
-    job.give(NodeSucceeded(1, 1), NodeSucceeded(1, 1))
+    job.give(Reported(1, Succeeded(1)), Reported(1, Succeeded(1)))
     assert len(job.emitted(events.NodeSucceeded)) == 1
-    assert job.connect(1) == [Welcome("agent 1", 1, 2)]
+    assert job.connect(1) == [Greet("agent 1", Welcome(1, 2, 15.0))]
     job.fail(0, KILLED)
     job.join(1)
-    job.give(NodeSucceeded(1, 2))
+    job.give(Reported(1, Succeeded(2)))
     assert job.status(1) is NodeStatus.READY
 
 
 def test_a_node_that_had_succeeded_and_is_lost_while_a_round_collects_is_replaced():
     job = JobDriver.launched(2, 3)
-    job.give(NodeSucceeded(1, 1))
+    job.give(Reported(1, Succeeded(1)))
     job.fail(0, KILLED)
     assert job.give(NodeExited(1, "its agent ended")) == [KillNode(1), LaunchNode(3, 1)]
     assert job.machine.restarts.count == 1
@@ -312,7 +317,7 @@ def test_a_node_that_had_succeeded_and_is_lost_while_a_round_collects_is_replace
 
 def test_a_node_that_went_after_it_succeeded_is_buried_once():
     job = JobDriver.launched(2, 3)
-    job.give(NodeSucceeded(1, 1), NodeExited(1, "its agent ended"))
+    job.give(Reported(1, Succeeded(1)), NodeExited(1, "its agent ended"))
     for _ in range(2):
         job.fail(0, KILLED)
         job.join(0, 2)
@@ -321,7 +326,7 @@ def test_a_node_that_went_after_it_succeeded_is_buried_once():
 
 def test_a_node_that_went_after_it_succeeded_is_replaced_when_a_new_round_opens():
     job = JobDriver.launched()
-    job.give(NodeSucceeded(1, 1), NodeExited(1, "its agent ended"), NodeDisconnected(1))
+    job.give(Reported(1, Succeeded(1)), NodeExited(1, "its agent ended"), NodeDisconnected(1))
     commands = job.fail(0, KILLED)
     assert commands[:2] == [KillNode(1), LaunchNode(3, 1)]
     assert [c.node_id for c in commands[2:]] == [0, 2]
@@ -329,16 +334,16 @@ def test_a_node_that_went_after_it_succeeded_is_replaced_when_a_new_round_opens(
 
 def test_a_node_that_comes_back_after_it_succeeded_is_still_there():
     job = JobDriver.running()
-    job.give(NodeSucceeded(1, 1), NodeDisconnected(1))
+    job.give(Reported(1, Succeeded(1)), NodeDisconnected(1))
     job.give(DeadlinePassed(), at=99.0)
-    assert job.connect(1, runs=1) == [Welcome("agent 1", 1, 2)]
+    assert job.connect(1, runs=1) == [Greet("agent 1", Welcome(1, 2, 15.0))]
     assert [c.node_id for c in job.fail(0, KILLED)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("round_", [0, 2, 10**9])
 def test_success_in_another_round_changes_nothing(round_):
     job = JobDriver.running()
-    job.give(NodeSucceeded(1, round_))
+    job.give(Reported(1, Succeeded(round_)))
     assert job.status(1) is NodeStatus.RUNNING
 
 
@@ -350,7 +355,7 @@ def test_a_call_that_was_missed_is_made_again():
     job.give(NodeDisconnected(1))
     assert [c.node_id for c in job.fail(0, KILLED)] == [0, 2]
     assert job.connect(1, runs=1) == [
-        Welcome("agent 1", 1, 2),
+        Greet("agent 1", Welcome(1, 2, 15.0)),
         Say(1, CallToRound(2, "a new round is open")),
     ]
 
@@ -358,7 +363,7 @@ def test_a_call_that_was_missed_is_made_again():
 def test_a_world_that_was_missed_is_assigned_again():
     job = JobDriver.running()
     world = job.machine.rounds.worlds[1]
-    assert job.connect(1) == [Welcome("agent 1", 1, 2), Say(1, AssignWorld(world))]
+    assert job.connect(1) == [Greet("agent 1", Welcome(1, 2, 15.0)), Say(1, AssignWorld(world))]
     assert job.join(1) == []
 
 
@@ -408,7 +413,7 @@ def test_a_new_master_waits_for_no_node_that_is_lost_or_went_after_it_succeeded(
     job = JobDriver.launched(2, 3)
     job.give(NodeSilent(0, 60.0))
     job.join(1, 2)
-    job.give(NodeSucceeded(1, 2), NodeExited(1, "its agent ended"), MasterStarted(9))
+    job.give(Reported(1, Succeeded(2)), NodeExited(1, "its agent ended"), MasterStarted(9))
     assert list(job.machine.state.lost_at) == [2]
 
 
@@ -427,10 +432,10 @@ def test_a_new_master_of_an_ended_job_launches_nothing_and_dismisses_who_comes_b
     job = JobDriver(1, 2, managed_nodes=2)
     job.give(NodePlaced(0, "process"))
     job.connect(0, claims=0)
-    job.give(StopRequested("enough", ExitCode.STOPPED))
+    job.give(StopRequest("enough", ExitCode.STOPPED))
     assert job.give(MasterStarted(5)) == []
     assert job.connect(0, claims=0) == [
-        Welcome("agent 0", 0, 1),
+        Greet("agent 0", Welcome(0, 1, 15.0)),
         Say(0, Dismiss(job.machine.outcome)),
     ]
 
@@ -449,25 +454,25 @@ def test_a_new_master_of_an_ended_job_launches_nothing_and_dismisses_who_comes_b
 )
 def test_a_stopped_job_dismisses_its_nodes(exit_code, phase):
     job = JobDriver.running(2)
-    *dismissals, end = job.give(StopRequested("enough", exit_code))
+    *dismissals, end = job.give(StopRequest("enough", exit_code))
     assert dismissals == [Say(node, Dismiss(end.outcome)) for node in range(2)]
     assert (end.outcome.exit_code, end.outcome.reason) == (exit_code, "enough")
     assert job.machine.state.phase is phase
-    assert job.give(StopRequested("again", 1)) == []
+    assert job.give(StopRequest("again", 1)) == []
     assert job.machine.deadline() is None
 
 
 def test_nodes_that_have_not_connected_yet_are_killed_at_the_end():
     job = JobDriver(1, 1, managed_nodes=1)
     job.give(NodePlaced(0, "process"))
-    assert KillNode(0) in job.give(StopRequested("enough", ExitCode.STOPPED))
+    assert KillNode(0) in job.give(StopRequest("enough", ExitCode.STOPPED))
     assert job.give(NodeExited(0, "killed")) == []
 
 
 def test_a_node_whose_connection_broke_may_come_back_after_the_end_and_is_dismissed():
     job = JobDriver.launched()
     job.give(NodeDisconnected(1))
-    *commands, end = job.give(StopRequested("enough", ExitCode.STOPPED))
+    *commands, end = job.give(StopRequest("enough", ExitCode.STOPPED))
     assert KillNode(1) not in commands
     assert job.connect(1)[-1] == Say(1, Dismiss(end.outcome))
     assert job.give(NodeExited(1, "its agent left")) == []
@@ -476,33 +481,33 @@ def test_a_node_whose_connection_broke_may_come_back_after_the_end_and_is_dismis
 
 def test_a_node_that_is_placed_after_the_end_is_killed():
     job = JobDriver(1, 1, managed_nodes=1)
-    job.give(StopRequested("enough", ExitCode.STOPPED))
+    job.give(StopRequest("enough", ExitCode.STOPPED))
     assert job.give(NodePlaced(0, "process")) == [KillNode(0)]
 
 
 def test_a_node_that_is_placed_when_it_leaves_already_is_let_go():
     job = JobDriver(1, 1, managed_nodes=1)
     job.connect(0, claims=0)
-    job.give(StopRequested("enough", ExitCode.STOPPED))
+    job.give(StopRequest("enough", ExitCode.STOPPED))
     assert job.give(NodePlaced(0, "process")) == []
 
 
 def test_what_returns_after_the_end_though_it_was_replaced_gets_the_jobs_outcome():
     job = JobDriver.launched()
     job.give(NodeSilent(1, 60.0))
-    *_, end = job.give(StopRequested("enough", ExitCode.STOPPED))
+    *_, end = job.give(StopRequest("enough", ExitCode.STOPPED))
     assert job.connect(1)[-1] == Say(1, Dismiss(end.outcome))
 
 
 def test_a_node_that_is_lost_is_not_killed_again_at_the_end():
     job = JobDriver.launched()
     job.give(NodeSilent(1, 60.0))
-    assert KillNode(1) not in job.give(StopRequested("enough", ExitCode.STOPPED))
+    assert KillNode(1) not in job.give(StopRequest("enough", ExitCode.STOPPED))
 
 
 def test_a_job_that_ends_before_its_world_is_formed_waits_for_nothing():
     job = JobDriver(2, 2)
-    job.give(StopRequested("enough", ExitCode.STOPPED), at=7.0)
+    job.give(StopRequest("enough", ExitCode.STOPPED), at=7.0)
     assert job.machine.deadline() is None
     assert waiting_for(job.machine, 9.0) == ""
     assert job.give(DeadlinePassed(), at=9999.0) == []
@@ -512,7 +517,7 @@ def test_a_job_that_ends_before_its_world_is_formed_waits_for_nothing():
 def test_a_jobs_seconds_begin_when_it_is_submitted():
     machine = JobMachine()
     machine.handle(Submitted(JobSpec(name="job")), 50.0)
-    machine.handle(StopRequested("enough", ExitCode.STOPPED), 57.0)
+    machine.handle(StopRequest("enough", ExitCode.STOPPED), 57.0)
     assert machine.outcome.seconds == 7.0
 
 
@@ -520,9 +525,9 @@ def test_a_jobs_seconds_begin_when_it_is_submitted():
 def test_who_connects_after_the_end_is_welcomed_only_to_be_dismissed(node):
     """The welcome opens the way on which the dismissal goes."""
     job = JobDriver.running(2)
-    job.give(NodeDisconnected(1), StopRequested("enough", ExitCode.STOPPED))
+    job.give(NodeDisconnected(1), StopRequest("enough", ExitCode.STOPPED))
     welcome, dismissal = job.connect(node, runs=1)
-    assert dismissal == Say(welcome.node_id, Dismiss(job.machine.outcome))
+    assert dismissal == Say(welcome.message.node_id, Dismiss(job.machine.outcome))
     assert job.events[-1] == events.JobEnded(ExitCode.STOPPED, "enough")
 
 
@@ -530,15 +535,15 @@ def test_a_node_that_waited_for_a_round_leaves_with_the_job():
     job = JobDriver(2, 2)
     job.connect(0)
     job.join(0)
-    job.give(StopRequested("enough", ExitCode.STOPPED), NodeExited(0, "its agent left"))
+    job.give(StopRequest("enough", ExitCode.STOPPED), NodeExited(0, "its agent left"))
     assert job.status(0) is NodeStatus.RELEASED
 
 
 def test_after_the_end_silence_and_late_words_change_nothing():
     job = JobDriver.running()
-    job.give(StopRequested("enough", ExitCode.STOPPED))
+    job.give(StopRequest("enough", ExitCode.STOPPED))
     before = len(job.events)
-    assert job.give(NodeSilent(1, 99.0), NodeSucceeded(1, 1), Progressed(1, 9)) == []
+    assert job.give(NodeSilent(1, 99.0), Reported(1, Succeeded(1)), Progressed(1, 9)) == []
     assert job.give(MasterStarted(9), DeadlinePassed()) == []
     assert job.fail(1, TYPO) == job.join(1) == []
     assert len(job.events) == before

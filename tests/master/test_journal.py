@@ -19,6 +19,7 @@ from dlrover.errors import (
     InfrastructureError,
     ProtocolError,
 )
+from dlrover.master.diagnosis_rules import built_in
 from dlrover.master.journal import history
 from dlrover.master.journal.file import FileJournal
 from dlrover.master.journal.history import History
@@ -26,14 +27,13 @@ from dlrover.master.journal.journal import JOURNALS, Journal, open_journal
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.store import KeyValueStore
-from dlrover.rpc.messages import AddToKey, DeleteKeys, EnterBarrier, SetKey, StoreRequest
+from dlrover.rpc.messages import AddToKey, DeleteKeys, EnterBarrier, Hello, SetKey, StoreRequest
 from dlrover.spec import events
-from dlrover.spec.failure import Action, Origin
+from dlrover.spec.failure import Action, Origin, Rule
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.jobdir import FORMAT
-from dlrover.spec.rules import Rule
-from dlrover.testing.cluster import WORKER_KINDS, Cluster
-from dlrover.testing.nodes import Delays
+from tests.simulation.cluster import WORKER_KINDS, Cluster
+from tests.simulation.nodes import Delays
 
 PATIENT = Limits(max_infrastructure_restarts=1000, no_progress_restarts=1000)
 
@@ -233,7 +233,7 @@ def test_entries_come_back_in_order_with_their_times(journal, path):
     written = [
         (1.5, inputs.Submitted(JobSpec(name="jöb"), "/tmp/job")),
         (2.5, SetKey("key", b"\x00\xff")),
-        (2.5, inputs.NodeConnected("uid", -1, 2**63 - 1, "host", 0)),
+        (2.5, Hello("uid", -1, 2**63 - 1, "host", 0)),
         (0.5, inputs.DeadlinePassed()),
         (3.0, EnterBarrier("gate", "node 0", 2, 1.0)),
     ]
@@ -293,6 +293,14 @@ KILLS_RELAUNCH = Rule(
     advice="Look who did it.",
 )
 """The user's: it has to come back out of the journal."""
+
+
+def test_a_journal_of_another_release_replays_by_its_own_rules(journal, path):
+    submitted = inputs.Submitted(JobSpec(name="job", max_restarts=3), rules=(KILLS_RELAUNCH,))
+    journal.append(submitted, 1.0)
+    journal.append(inputs.MasterStarted(1), 2.0)
+    machine, _ = replayed(path)
+    assert machine.state.table.rules == (KILLS_RELAUNCH,) != built_in()
 
 
 def eventful(seed: int) -> Cluster:

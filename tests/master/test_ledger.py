@@ -9,11 +9,12 @@ from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.goodput.incidents import KEPT
 from dlrover.master.machine.goodput.roundtime import RoundTime
+from dlrover.rpc.messages import Hello, StopRequest, Succeeded
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
-from dlrover.spec.goodput import IncidentKind
 from dlrover.spec.job import Limits
-from dlrover.testing.drivers import JobDriver
+from dlrover.spec.outcome import IncidentKind
+from tests.support.drivers import JobDriver
 
 
 def progress(job: JobDriver, at: float, steps: int, *seconds: float, first_step: int = -1) -> None:
@@ -79,8 +80,8 @@ def test_a_program_that_reports_nothing_is_not_measured(job: JobDriver) -> None:
     assert job.spent() == {"rendezvous": 20.0, "not_measured": 80.0}
     killed(job, 0, 60.0, time=60.0)
     job.join(0, 1, at=60.0)
-    job.give(inputs.NodeSucceeded(0, 2), at=70.0)
-    job.give(inputs.NodeSucceeded(1, 2), at=80.0)
+    job.give(inputs.Reported(0, Succeeded(2)), at=70.0)
+    job.give(inputs.Reported(1, Succeeded(2)), at=80.0)
     assert job.spent() == {"rendezvous": 20.0, "not_measured": 130.0, "shutdown": 10.0}
     assert job.ledger.goodput(80.0).goodput_ratio is None
     assert job.ledger.goodput(80.0).in_words() == "not measured"
@@ -90,7 +91,7 @@ def test_a_program_that_ends_well_without_a_step_was_not_starting(job: JobDriver
     progress(job, 20.0, 0, 10.0)
     assert job.spent() == {"rendezvous": 20.0, "start_up": 20.0}
     assert job.ledger.goodput(20.0).goodput_ratio is None
-    job.give(inputs.NodeSucceeded(0, 1), inputs.NodeSucceeded(1, 1), at=23.0)
+    job.give(inputs.Reported(0, Succeeded(1)), inputs.Reported(1, Succeeded(1)), at=23.0)
     assert job.spent() == {"rendezvous": 20.0, "not_measured": 26.0}
 
 
@@ -99,7 +100,7 @@ def test_a_round_after_the_last_step_is_start_up(job: JobDriver) -> None:
     killed(job, 0, 20.0, time=20.0)
     job.join(0, 1, at=20.0)
     progress(job, 25.0, 0, 5.0)
-    job.give(inputs.NodeSucceeded(0, 2), inputs.NodeSucceeded(1, 2), at=30.0)
+    job.give(inputs.Reported(0, Succeeded(2)), inputs.Reported(1, Succeeded(2)), at=30.0)
     assert job.spent() == {"rendezvous": 20.0, "productive": 20.0, "start_up": 20.0}
 
 
@@ -119,7 +120,7 @@ def test_a_program_that_tells_only_steps_is_starting_until_the_first(job: JobDri
 def test_what_a_worker_does_after_its_last_step_is_shutdown(job: JobDriver) -> None:
     progress(job, 20.0, 5, 4.0, 6.0)
     progress(job, 22.0, 5, 4.0, 7.0, 0.0, 0.0, 0.0, 1.0)
-    job.give(inputs.NodeSucceeded(0, 1), inputs.NodeSucceeded(1, 1), at=23.0)
+    job.give(inputs.Reported(0, Succeeded(1)), inputs.Reported(1, Succeeded(1)), at=23.0)
     spent = job.spent()
     assert (spent["productive"], spent["shutdown"], spent["checkpoint_block"]) == (12.0, 4.0, 2.0)
     job.give(inputs.NodeDisconnected(0), at=24.0)
@@ -167,7 +168,7 @@ def test_a_lost_node_costs_nothing_more() -> None:
 
 
 def test_a_node_that_is_gone_after_success_counts_again_when_it_returns(job: JobDriver) -> None:
-    job.give(inputs.NodeSucceeded(0, 1), at=20.0)
+    job.give(inputs.Reported(0, Succeeded(1)), at=20.0)
     job.give(inputs.NodeDisconnected(0), at=21.0)
     job.give(inputs.NodeExited(0, "left"), at=22.0)
     job.now = 30.0
@@ -178,7 +179,7 @@ def test_a_node_that_is_gone_after_success_counts_again_when_it_returns(job: Job
 
 
 def test_nodes_of_an_ended_job_count_as_long_as_they_are_connected(job: JobDriver) -> None:
-    job.give(inputs.StopRequested("stopped", ExitCode.STOPPED), at=20.0)
+    job.give(StopRequest("stopped", ExitCode.STOPPED), at=20.0)
     job.give(inputs.MasterStarted(9), at=30.0)
     assert not job.ledger.accounts
     assert job.ledger.goodput(50.0).wall_seconds == 60.0
@@ -191,7 +192,7 @@ def test_nodes_of_an_ended_job_count_as_long_as_they_are_connected(job: JobDrive
 def test_a_step_that_the_user_ends_is_not_made_again(job: JobDriver) -> None:
     """As of a hang that somebody stops."""
     progress(job, 20.0, 1, 1.0, 1.0, first_step=1)
-    job.give(inputs.StopRequested("stopped", ExitCode.STOPPED), at=80.0)
+    job.give(StopRequest("stopped", ExitCode.STOPPED), at=80.0)
     seconds = job.ledger.goodput(80.0).seconds
     assert seconds["recomputed_steps"] == 0.0
     assert seconds["shutdown"] == 120.0
@@ -388,7 +389,7 @@ def test_steps_that_a_planned_round_undoes_are_no_incidents_cost(job: JobDriver)
     progress(job, 20.0, 10, 0.0, 10.0, first_step=0)
     killed(job, 0, 20.0, time=20.0)
     recover(job, 25.0, first_step=10)
-    job.give(inputs.NodeConnected("agent 0", 0, -1, "host0", 99), at=30.0)  # asks for a new round
+    job.give(Hello("agent 0", 0, -1, "host0", 99), at=30.0)  # asks for a new round
     recover(job, 30.0, first_step=5)
     (incident,) = job.ledger.goodput(job.now).incidents
     assert incident.steps_lost == 0

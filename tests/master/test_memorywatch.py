@@ -4,7 +4,7 @@ import pytest
 
 from dlrover.master.machine.watches.memorywatch import LEAST, MemoryWatch
 from dlrover.planning.memory import GIB
-from dlrover.spec.usage import NodeUsage
+from dlrover.spec.measurements import NodeUsage
 
 HORIZON = 1800.0
 LOOKS = 15.0

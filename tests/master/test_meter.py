@@ -9,9 +9,9 @@ from dlrover.master.machine.watches.meter import (
     Meter,
     Servers,
 )
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.activity import Activity
 from dlrover.spec.job import Limits
+from dlrover.spec.measurements import WorkerActivity
 
 WINDOW = 10.0
 STEP = 0.5

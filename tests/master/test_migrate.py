@@ -4,19 +4,19 @@ import pytest
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.state import Phase
-from dlrover.rpc.messages import Dismiss
+from dlrover.rpc.messages import Dismiss, Succeeded
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
+from dlrover.spec.measurements import SpeedSample
 from dlrover.spec.node import LaunchNode, NodeStatus
-from dlrover.spec.speed import SpeedSample
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 OOM = {"kind": FailureKind.SIGNAL, "signal": 9, "oom_killed": True}
 
 
-def asked(node: int = 1, cpu: float = 1.0, memory: float = 2.0) -> inputs.MigrateAsked:
-    return inputs.MigrateAsked(node, cpu, memory, "its queue is long")
+def asked(node: int = 1, cpu: float = 1.0, memory: float = 2.0) -> inputs.MigrationRequested:
+    return inputs.MigrationRequested(node, cpu, memory, "its queue is long")
 
 
 def migrating(**spec) -> JobDriver:
@@ -44,7 +44,7 @@ def test_the_world_trains_until_the_other_node_has_joined():
     assert told.sentence() == ("Node 1 trains on until node 3 takes its place: its queue is long.")
     assert driver.emitted(events.NodeLaunched)[-1].sentence() == (
         "Node 3 is being started in place of node 1 with 1.5 times the cores and 2 times the memory "
-        "that the job asked for."
+        "that the job requested."
     )
     commands = come(driver, 3, at=30.0)
     assert driver.machine.state.phase is Phase.RESTARTING
@@ -89,7 +89,7 @@ def test_a_world_that_is_about_to_end_is_left_alone_without_haste():
     driver = migrating()
     driver.give(asked(2))
     come(driver, 3, at=30.0)
-    driver.give(inputs.NodeSucceeded(0, 1), at=30.5)
+    driver.give(inputs.Reported(0, Succeeded(1)), at=30.5)
     driver.give(inputs.DeadlinePassed(), at=driver.machine.deadline())
     assert driver.machine.state.phase is Phase.RUNNING
     assert driver.machine.deadline() == 20.0 + driver.machine.job.limits.join_timeout
@@ -138,7 +138,7 @@ def test_a_node_that_never_starts_changes_nothing():
 
 def test_a_node_that_does_not_come_in_time_is_called_off():
     driver = migrating()
-    driver.give(inputs.NodePlaced(3, "process 3"), inputs.NodeWaits(3, "no node has 2 cores"))
+    driver.give(inputs.NodePlaced(3, "process 3"), events.NodeWaits(3, "no node has 2 cores"))
     deadline = driver.machine.deadline()
     assert deadline == 20.0 + driver.machine.job.limits.join_timeout
     assert driver.give(inputs.DeadlinePassed(), at=deadline) == [inputs.KillNode(3)]
@@ -200,7 +200,7 @@ def test_a_killed_for_want_of_memory_before_the_larger_one_is_there():
 
 def test_a_job_that_is_to_have_fewer_nodes_calls_both_off():
     driver = migrating()
-    driver.give(inputs.ScaleAsked(1, "enough", "user"), at=25.0)
+    driver.give(inputs.ScaleRequested(1, "enough", "user"), at=25.0)
     assert driver.status(3) is NodeStatus.RELEASED
     assert driver.machine.scaling.leaving.keys() == {1, 2}
     assert not driver.emitted(events.MigrationEnded)
@@ -214,7 +214,7 @@ def test_a_job_that_is_to_have_fewer_nodes_calls_both_off():
         (asked(3), "Node 3 does not train: only nodes of the running world can be replaced."),
         (
             asked(0, cpu=0.0),
-            "Node 0: 0 times the cores and 2 times the memory were asked for; both must be more than 0.",
+            "Node 0: 0 times the cores and 2 times the memory were requested; both must be more than 0.",
         ),
     ],
 )
@@ -250,7 +250,9 @@ def test_a_forecast_is_followed_where_that_is_wanted_and_possible(action, most, 
     driver = JobDriver.launched(
         1, 1, grows_memory=True, most_memory_factor=most, limits=Limits(memory_action=action)
     )
-    commands = driver.give(inputs.MemoryForecast(1, 0, 24 << 30, 16 << 30, 1800.0), at=20.0)
+    commands = driver.give(
+        inputs.MemoryForecast(1, events.MemoryGrows(0, 24 << 30, 16 << 30, 1800.0)), at=20.0
+    )
     assert commands == ([LaunchNode(1, 0, (), 1.5)] if ordered else [])
     assert driver.machine.state.phase is Phase.RUNNING
     (told,) = driver.emitted(events.MemoryGrows)

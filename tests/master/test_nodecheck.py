@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover.master.machine.checks import nodecheck
-from dlrover.master.machine.checks.evidence import Evidence, Finding, Kind, Trial, named
+from dlrover.master.machine.checks.evidence import CheckEvidence, CheckFinding, Kind, Trial, named
 from dlrover.spec.check import Component, ProbeResult, ProbeState
 
 ROUNDS = 4
@@ -52,9 +52,9 @@ class Nodes:
     def _scatter(self) -> float:
         return 1 + SCATTER * self.chance.random()
 
-    def check(self) -> tuple[list[Finding], int]:
+    def check(self) -> tuple[list[CheckFinding], int]:
         """The findings, and the number of rounds."""
-        evidence = Evidence(tuple(self.conditions))
+        evidence = CheckEvidence(tuple(self.conditions))
         groups = nodecheck.first_pairs(evidence.nodes)
         evidence.local = {node: self.part(node) for node in evidence.nodes}
         rounds = 0
@@ -200,18 +200,18 @@ def failed(first: int, second: int) -> Trial:
 
 def test_the_second_round_pairs_the_slowest_with_the_fastest():
     trials = [trial(0, 1, 5.0), trial(2, 3, 1.5), trial(4, 5, 1.0), trial(6, 7, 4.0)]
-    pairs = nodecheck.next_pairs(Evidence(tuple(range(8)), trials=trials), RATIO)
+    pairs = nodecheck.next_pairs(CheckEvidence(tuple(range(8)), trials=trials), RATIO)
     assert pairs == [(4, 0), (5, 1), (2, 6), (3, 7)]
 
 
 def test_suspects_meet_sound_nodes():
     trials = [failed(0, 1), trial(2, 3), trial(4, 5)]
-    pairs = nodecheck.next_pairs(Evidence(tuple(range(6)), trials=trials), RATIO)
+    pairs = nodecheck.next_pairs(CheckEvidence(tuple(range(6)), trials=trials), RATIO)
     assert pairs == [(2, 0), (3, 1)]
 
 
 def test_a_node_that_was_checked_before_helps_to_check_another():
-    evidence = Evidence((0, 5), trials=[failed(0, 5)], trusted=frozenset({0}))
+    evidence = CheckEvidence((0, 5), trials=[failed(0, 5)], trusted=frozenset({0}))
     (finding,) = nodecheck.findings(evidence, RATIO)
     assert (finding.kind, finding.nodes) == (Kind.UNDETERMINED, (5,))
 
@@ -220,7 +220,7 @@ def test_a_node_that_was_checked_before_helps_to_check_another():
 
 
 def test_what_is_left_out():
-    evidence = Evidence(tuple(range(8)), trials=[failed(0, 1), trial(0, 2), trial(1, 3)])
+    evidence = CheckEvidence(tuple(range(8)), trials=[failed(0, 1), trial(0, 2), trial(1, 3)])
     evidence.local[4] = Nodes({4: "part"}).part(4)
     found = nodecheck.findings(evidence, RATIO)
     assert {node: f.kind for node, f in nodecheck.left_out(found, stragglers=False).items()} == {
@@ -239,6 +239,6 @@ def test_a_slow_disk_is_not_judged():
     def disk(speed: float) -> tuple[ProbeResult, ...]:
         return (ProbeResult(component=Component.DISK, figure=speed, unit="MB/s"),)
 
-    evidence = Evidence((0, 1, 2), {0: disk(500.0), 1: disk(500.0), 2: disk(5.0)})
+    evidence = CheckEvidence((0, 1, 2), {0: disk(500.0), 1: disk(500.0), 2: disk(5.0)})
     kinds = {finding.kind for finding in nodecheck.findings(evidence, RATIO)}
     assert Kind.SLOW not in kinds

@@ -7,7 +7,8 @@ pytest.importorskip("scipy")
 from dlrover.master.machine.scaling.autoscale import Question
 from dlrover.master.machine.scaling.planner import decide
 from dlrover.planning.throughput import TrustRegion
-from dlrover.spec.speed import ScaleKind, SpeedSample
+from dlrover.spec.measurements import SpeedSample
+from dlrover.spec.plan import ScaleKind
 
 
 def sample(nodes: int, step: float, *, per_node: int = 1, total: int = 0) -> SpeedSample:

@@ -7,8 +7,9 @@ pytest.importorskip("scipy")
 from dlrover.master.machine.scaling.changes import Question
 from dlrover.master.machine.scaling.planner import decide
 from dlrover.planning.throughput import TrustRegion
-from dlrover.spec.roles import Size
-from dlrover.spec.speed import ScaleKind, SpeedSample
+from dlrover.spec.measurements import SpeedSample
+from dlrover.spec.node import Size
+from dlrover.spec.plan import ScaleKind
 
 
 def sample(workers: int, servers: int, rate: float, **cores: float) -> SpeedSample:

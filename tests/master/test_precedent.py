@@ -7,9 +7,9 @@ pytest.importorskip("scipy")
 from dlrover.master.machine.scaling.planner import ALIKE, precedent_of
 from dlrover.master.scaling.brainside import shape_of as wire_shape
 from dlrover.spec import brain
+from dlrover.spec.measurements import SpeedSample
+from dlrover.spec.node import Size
 from dlrover.spec.plan import Group
-from dlrover.spec.roles import Size
-from dlrover.spec.speed import SpeedSample
 
 
 def sample(nodes: int, step: float, total: int = 0) -> SpeedSample:

@@ -7,19 +7,19 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
-import pytest
 
-from dlrover.master import service
 from dlrover.master.journal.file import FileJournal
 from dlrover.master.journal.history import History
 from dlrover.master.machine import inputs
 from dlrover.master.machine.watches.activities import Activities
-from dlrover.master.service import Master
+from dlrover.master.service import PROGRESS_JOURNAL_INTERVAL, Master
 from dlrover.rpc import messages
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.rpc.messages import Hello, Join, StopRequest
+from dlrover.spec.activity import Activity
 from dlrover.spec.job import JobSpec
+from dlrover.spec.measurements import WorkerActivity
 from dlrover.spec.world import Offer
+from tests.simulation.clock import VirtualLoop
 
 
 def worker(*seconds: float, steps: int = 0, first_step: int = -1) -> WorkerActivity:
@@ -32,14 +32,15 @@ class Job:
 
     def __init__(self, path: Path) -> None:
         self.journal = FileJournal(path / "journal.sqlite")
-        self.master = Master(self.journal, History(path / "events.jsonl"))
+        loop = asyncio.get_running_loop()
+        self.master = Master(self.journal, History(path / "events.jsonl"), lambda _: loop.time)
         self.master.submit(inputs.Submitted(JobSpec(name="job", min_nodes=2, max_nodes=2)))
         for node in (0, 1):
             uid = f"agent {node}"
             self.master._greeted[uid] = asyncio.Queue()
-            self.master.submit(inputs.NodeConnected(uid, -1, -1, "host", 0))
+            self.master.submit(Hello(uid, -1, -1, "host", 0))
         for node in (0, 1):
-            self.master.submit(inputs.NodeJoined(node, 1, Offer(2, "host", 1)))
+            self.master.submit(inputs.Reported(node, Join(1, Offer(2, "host", 1))))
         # Nothing is due for a while.
         self.master._progress_journalled = self.master.clock()
 
@@ -60,11 +61,13 @@ def run(path: Path, test: Callable[[Job], Awaitable[None]]) -> None:
     async def main() -> None:
         job = Job(path)
         try:
-            await asyncio.wait_for(test(job), 10.0)
+            await test(job)
         finally:
             job.close()
 
-    asyncio.run(main())
+    loop = VirtualLoop()
+    loop.run_until_complete(main())
+    loop.close()
 
 
 # ---- what nodes told
@@ -72,46 +75,63 @@ def run(path: Path, test: Callable[[Job], Awaitable[None]]) -> None:
 
 def test_the_time_left_is_that_of_the_slowest_at_its_pace_since_its_first_step() -> None:
     latest = Activities()
-    latest.note(0, 1, 10, (worker(50.0, 20.0, steps=10),))
+    latest.note(0, messages.Heartbeat(1, 10, (worker(50.0, 20.0, steps=10),)), 0.0)
     assert latest.seconds_left() is None
     told = msgspec.structs.replace(worker(50.0, 20.0, steps=10), left=100)
     slower = msgspec.structs.replace(worker(50.0, 30.0, steps=10), left=100)
-    latest.note(0, 1, 10, (told, slower))
+    latest.note(0, messages.Heartbeat(1, 10, (told, slower)), 0.0)
     assert latest.seconds_left() == 300.0
-    latest.note(0, 2, 0, (msgspec.structs.replace(told, steps=0),))
+    latest.note(0, messages.Heartbeat(2, 0, (msgspec.structs.replace(told, steps=0),)), 0.0)
     assert latest.seconds_left() is None, "no pace without a step"
 
 
 def test_the_mean_is_over_all_workers_of_the_round() -> None:
     latest = Activities()
-    latest.note(0, 3, 7, (worker(1.0, 6.0, first_step=4), worker(3.0, 4.0)))
-    latest.note(1, 3, 6, (worker(5.0, 2.0, first_step=5),))
-    assert latest.progress([0, 1]) == inputs.Progressed(3, 7, (3.0, 4.0, 0.0, 0.0, 0.0, 0.0), 5)
-    latest.note(1, 3, 8, (worker(5.0, 5.0),))
-    assert latest.progress([0, 1]) == inputs.Progressed(3, 8, (3.0, 5.0, 0.0, 0.0, 0.0, 0.0), 4)
+    latest.note(
+        0, messages.Heartbeat(3, 7, (worker(1.0, 6.0, first_step=4), worker(3.0, 4.0))), 0.0
+    )
+    latest.note(1, messages.Heartbeat(3, 6, (worker(5.0, 2.0, first_step=5),)), 0.0)
+    assert latest.progress([0, 1], 0.0) == inputs.Progressed(
+        3, 7, (3.0, 4.0, 0.0, 0.0, 0.0, 0.0), 5
+    )
+    latest.note(1, messages.Heartbeat(3, 8, (worker(5.0, 5.0),)), 0.0)
+    assert latest.progress([0, 1], 0.0) == inputs.Progressed(
+        3, 8, (3.0, 5.0, 0.0, 0.0, 0.0, 0.0), 4
+    )
 
 
 def test_a_mean_over_some_of_the_workers_is_left_out() -> None:
     latest = Activities()
-    latest.note(1, 3, 7, (worker(60.0, 40.0),))
-    assert latest.progress([0, 1]) == inputs.Progressed(3, 7, (), -1)
-    latest.note(0, 3, 7, ())
-    assert latest.progress([0, 1]).seconds[:2] == (60.0, 40.0), "node 0 reports no activities"
+    latest.note(1, messages.Heartbeat(3, 7, (worker(60.0, 40.0),)), 0.0)
+    assert latest.progress([0, 1], 0.0) == inputs.Progressed(3, 7, (), -1)
+    latest.note(0, messages.Heartbeat(3, 7, ()), 0.0)
+    assert latest.progress([0, 1], 0.0).seconds[:2] == (60.0, 40.0), "node 0 reports no activities"
 
 
 def test_a_new_round_forgets_the_last_one_and_old_news_is_left_out() -> None:
     latest = Activities()
-    latest.note(0, 3, 7, (worker(1.0, 6.0),))
-    latest.note(1, 4, 2, ())
-    latest.note(0, 3, 9, (worker(1.0, 9.0),))
-    assert latest.progress([1]) == inputs.Progressed(4, 2)
+    latest.note(0, messages.Heartbeat(3, 7, (worker(1.0, 6.0),)), 0.0)
+    latest.note(1, messages.Heartbeat(4, 2, ()), 0.0)
+    latest.note(0, messages.Heartbeat(3, 9, (worker(1.0, 9.0),)), 0.0)
+    assert latest.progress([1], 0.0) == inputs.Progressed(4, 2)
     assert not latest.known
+
+
+def test_workers_go_on_with_what_they_did_at_their_nodes_last_report() -> None:
+    """Else the seconds since the oldest report would be missing, and the ledger would call them start-up."""
+    latest = Activities()
+    ended = msgspec.structs.replace(worker(4.0, 2.0), ended=True)
+    latest.note(0, messages.Heartbeat(3, 7, (worker(4.0, 2.0), ended)), 10.0)
+    latest.note(1, messages.Heartbeat(3, 7, (worker(4.0, 10.0), worker(4.0, 10.0))), 18.0)
+    assert latest.progress([0, 1], 20.0).seconds == (4.0, 9.5, 0.0, 0.0, 0.0, 0.0)
+    fields = latest.progress([0, 1], 9.0).seconds
+    assert fields == (4.0, 6.0, 0.0, 0.0, 0.0, 0.0), "a clock that ran backwards takes nothing away"
 
 
 def test_a_record_of_another_shape_is_left_out() -> None:
     latest = Activities()
-    latest.note(0, 1, 5, (WorkerActivity(5, 1, 1.0, (1.0, 2.0)),))
-    assert latest.progress([0]) == inputs.Progressed(1, 5)
+    latest.note(0, messages.Heartbeat(1, 5, (WorkerActivity(5, 1, 1.0, (1.0, 2.0)),)), 0.0)
+    assert latest.progress([0], 0.0) == inputs.Progressed(1, 5)
 
 
 # ---- what is journalled
@@ -139,7 +159,7 @@ def test_what_a_round_began_with_is_journalled_at_once_though_it_is_told_late(
         job.beat(0, 2, worker(2.0, 2.0, first_step=7))
         job.beat(0, 3, worker(2.0, 3.0, first_step=7))
         assert [(p.steps, p.first_step) for p in job.progressed] == [(1, -1), (2, 7)]
-        job.master.submit(inputs.StopRequested("enough", 0))
+        job.master.submit(StopRequest("enough", 0))
         job.beat(0, 4, worker(2.0, 4.0, first_step=7))
         assert len(job.progressed) == 2, "nobody asks for the steps of an ended job"
 
@@ -147,34 +167,29 @@ def test_what_a_round_began_with_is_journalled_at_once_though_it_is_told_late(
 
 
 def test_what_workers_do_is_journalled_without_a_new_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(service, "PROGRESS_JOURNAL_INTERVAL", 0.05)
-    monkeypatch.setattr(service, "FLUSH_INTERVAL", 0.01)
-
     async def test(job: Job) -> None:
         job.beat(1, 0)
         job.beat(0, 0, worker(2.0, 0.0))
         assert job.progressed == []
-        await asyncio.sleep(0.1)
-        assert job.progressed == [inputs.Progressed(1, 0, (2.0, 0.0, 0.0, 0.0, 0.0, 0.0), -1)]
+        await asyncio.sleep(PROGRESS_JOURNAL_INTERVAL)
+        assert job.progressed == [inputs.Progressed(1, 0, (2.0, 5.0, 0.0, 0.0, 0.0, 0.0), -1)]
         job.beat(0, 0)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(PROGRESS_JOURNAL_INTERVAL)
         assert len(job.progressed) == 1, "nothing new was told"
 
     run(tmp_path, test)
 
 
 def test_steps_that_no_later_heartbeat_follows_are_journalled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(service, "PROGRESS_JOURNAL_INTERVAL", 0.05)
-
     async def test(job: Job) -> None:
         job.beat(0, 1)
         job.beat(0, 5)
         assert [p.steps for p in job.progressed] == [1]
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(PROGRESS_JOURNAL_INTERVAL)
         assert [p.steps for p in job.progressed] == [1, 5]
 
     run(tmp_path, test)
@@ -207,7 +222,8 @@ def test_thousands_of_ends_do_not_journal_thousands_of_activities(tmp_path: Path
 def test_the_ledger_replays_to_the_same_report(tmp_path: Path) -> None:
     async def test(job: Job) -> None:
         job.beat(0, 1, worker(2.0, 1.0))
-        job.master.submit(inputs.StopRequested("stopped", 5))
+        await asyncio.sleep(1.0)
+        job.master.submit(StopRequest("stopped", 5))
         again = Master(job.journal, job.master._history)
         last = [time for time, _ in job.journal.entries()][-1]
         assert again.ledger.goodput(last) == job.master.ledger.goodput(last)

@@ -147,7 +147,7 @@ EXPECTED = {
         INFRASTRUCTURE,
         f'{TRAIN}:5: in serve: second.bind(("127.0.0.1", port))\nOSError: [Errno 98]',
         "exception:OSError:train.py:serve:5",
-        "holds the port (asked for at train.py:5)",
+        "holds the port (requested at train.py:5)",
     ),
     "connection_refused": Expected(
         "rank 0 lost a network connection (ConnectionRefusedError) on node 0 (gpu-0): [Errno 111]",

@@ -5,7 +5,7 @@ from hypothesis import given, settings, strategies as st
 
 from dlrover.master.machine.rendezvous import Rendezvous
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.spec.roles import Size
+from dlrover.spec.node import Size
 from dlrover.spec.world import Offer, World
 
 LIMITS = Limits(join_timeout=600.0, last_call_timeout=30.0)

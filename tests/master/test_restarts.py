@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover.errors import ExitCode
-from dlrover.master.machine.restarts import Cause, Restart, RestartPolicy, Stop
+from dlrover.master.machine.restarts import Restart, RestartCause, RestartPolicy, Stop
 from dlrover.spec.failure import Origin
 from dlrover.spec.job import JobSpec, Limits
 
@@ -15,7 +15,7 @@ def policy(max_restarts: int = 0, **limits: float) -> RestartPolicy:
     return RestartPolicy(JobSpec(name="job", max_restarts=max_restarts, limits=Limits(**limits)))
 
 
-def cause(origin: Origin = INFRASTRUCTURE, **facts: object) -> Cause:
+def cause(origin: Origin = INFRASTRUCTURE, **facts: object) -> RestartCause:
     """An interruption, by default one after a long and useful round."""
     settings_of_cause = {
         "title": "it broke",
@@ -24,10 +24,12 @@ def cause(origin: Origin = INFRASTRUCTURE, **facts: object) -> Cause:
         "steps": 100,
         "seconds": 1000.0,
     } | facts
-    return Cause(origin=origin, **settings_of_cause)
+    return RestartCause(origin=origin, **settings_of_cause)
 
 
-def decisions(policy: RestartPolicy, *causes: Cause, every: float = 1.0) -> list[Restart | Stop]:
+def decisions(
+    policy: RestartPolicy, *causes: RestartCause, every: float = 1.0
+) -> list[Restart | Stop]:
     decided = []
     for number, each in enumerate(causes):
         decided.append(policy.decide(each, number * every))
@@ -125,7 +127,9 @@ def test_progress_lets_the_count_begin_anew(other):
     assert all(isinstance(d, Restart) for d in decided)
 
 
-def undetermined(node: int, step: int = 17, signature: str = "same", **facts: object) -> Cause:
+def undetermined(
+    node: int, step: int = 17, signature: str = "same", **facts: object
+) -> RestartCause:
     """An undetermined failure, on a host of its own unless ``facts`` name one."""
     host = f"host{node}" if node >= 0 else ""
     return cause(

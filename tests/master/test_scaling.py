@@ -7,15 +7,16 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.scaling.scaling import Scaling
 from dlrover.master.machine.state import Phase
 from dlrover.rpc import messages
+from dlrover.rpc.messages import StopRequest, Succeeded
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import LaunchNode, NodeStatus
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 
-def asked(nodes: int, source: str = "user", role: str = "worker") -> inputs.ScaleAsked:
-    return inputs.ScaleAsked(nodes, "it was asked for", source, role)
+def asked(nodes: int, source: str = "user", role: str = "worker") -> inputs.ScaleRequested:
+    return inputs.ScaleRequested(nodes, "it was asked for", source, role)
 
 
 def of(commands: list[inputs.Command], kind: type) -> list[inputs.Command]:
@@ -58,7 +59,7 @@ def test_a_job_that_was_scaled_up_trains_on_while_the_nodes_are_missing() -> Non
 
 def test_nodes_that_a_plan_adds_have_its_size() -> None:
     driver = JobDriver.launched(1, 2)
-    larger = inputs.ScaleAsked(3, "it was asked for", "user", factors=(2.0, 3.0))
+    larger = inputs.ScaleRequested(3, "it was asked for", "user", factors=(2.0, 3.0))
     assert of(driver.give(larger), LaunchNode) == [LaunchNode(2, 2, (), 3.0, 2.0)]
     assert of(driver.give(asked(4)), LaunchNode) == [LaunchNode(3, 3)]
     lost = driver.give(inputs.NodeExited(2, "it was killed"), at=20.0)
@@ -138,16 +139,16 @@ def test_a_node_whose_agent_comes_back_is_told_again_to_leave() -> None:
 
 def test_a_job_that_is_about_to_end_is_not_interrupted() -> None:
     driver = JobDriver.launched(3, 3)
-    driver.give(inputs.NodeSucceeded(0, 1))
+    driver.give(inputs.Reported(0, Succeeded(1)))
     assert driver.give(asked(1)) == []
-    driver.give(inputs.NodeSucceeded(1, 1), inputs.NodeSucceeded(2, 1))
+    driver.give(inputs.Reported(1, Succeeded(1)), inputs.Reported(2, Succeeded(1)))
     assert driver.machine.outcome is not None
     assert driver.machine.outcome.exit_code == ExitCode.SUCCESS
 
 
 def test_nodes_that_are_too_many_leave_at_the_next_fault_of_a_job_that_was_about_to_end() -> None:
     driver = JobDriver.launched(1, 3, max_restarts=1)
-    driver.give(inputs.NodeSucceeded(2, 1))
+    driver.give(inputs.Reported(2, Succeeded(1)))
     driver.give(asked(1))
     driver.fail(0, {"kind": FailureKind.EXIT, "exit_code": 3})
     assert driver.machine.scaling.leaving.keys() == {1, 2}
@@ -155,7 +156,7 @@ def test_nodes_that_are_too_many_leave_at_the_next_fault_of_a_job_that_was_about
 
 def test_a_lost_node_that_is_one_too_many_is_not_replaced() -> None:
     driver = JobDriver.launched(1, 3)
-    driver.give(inputs.NodeSucceeded(0, 1))
+    driver.give(inputs.Reported(0, Succeeded(1)))
     driver.give(asked(1))
     assert ranks(driver.give(inputs.NodeExited(2, "it was killed"))) == []
     assert driver.status(2) is NodeStatus.LOST
@@ -193,7 +194,7 @@ def test_what_is_asked_for_again_changes_nothing() -> None:
 
 def test_what_comes_after_the_end_changes_nothing() -> None:
     driver = JobDriver.launched(1, 3)
-    driver.give(inputs.StopRequested("stopped", 5))
+    driver.give(StopRequest("stopped", 5))
     assert driver.give(asked(5)) == []
     assert driver.machine.scaling.wanted == 3
 

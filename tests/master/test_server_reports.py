@@ -9,11 +9,11 @@ from dlrover.master.machine import inputs
 from dlrover.master.scaling.autoscale import AutoScaler
 from dlrover.master.service import status_of
 from dlrover.rpc import messages
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.activity import Activity
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
-from dlrover.testing.drivers import JobDriver
+from dlrover.spec.measurements import WorkerActivity
+from tests.support.drivers import JobDriver
 
 
 def driver(**limits: object) -> JobDriver:
@@ -47,8 +47,8 @@ def test_a_server_that_starts_for_ever_hides_no_hang_of_the_workers() -> None:
 
     async def story() -> None:
         watch = HangWatch(machine, lambda node, _message: asked.append(node), lambda _event: None)
-        watch.heard(1, beat(0, Activity.START, 20.0, 1), 30.0)
-        watch.heard(0, beat(5, Activity.STEP, 1000.0), 30.0)
+        watch.take_heartbeat(1, beat(0, Activity.START, 20.0, 1), 30.0)
+        watch.take_heartbeat(0, beat(5, Activity.STEP, 1000.0), 30.0)
         assert watch.doing() == {0: "step 1000 s", 1: "serve 20 s"}
         running = asyncio.create_task(watch.run(lambda: 31.0))
         while not asked:
@@ -64,8 +64,8 @@ def test_only_workers_are_measured() -> None:
     made: list[inputs.Input] = []
     scaler = AutoScaler(machine, made.append)
     for seconds in (0, 10):
-        scaler.heard(0, beat(10 + 2 * seconds, Activity.STEP, 0.0), 20.0 + seconds)
-        scaler.heard(1, beat(100 + 9 * seconds, Activity.STEP, 0.0, 1), 20.0 + seconds)
+        scaler.take_heartbeat(0, beat(10 + 2 * seconds, Activity.STEP, 0.0), 20.0 + seconds)
+        scaler.take_heartbeat(1, beat(100 + 9 * seconds, Activity.STEP, 0.0, 1), 20.0 + seconds)
     scaler.measure(30.0)
     (measured,) = made
     assert isinstance(measured, inputs.SpeedMeasured)

@@ -10,17 +10,25 @@ from dlrover.master.machine.rendezvous import Rendezvous
 from dlrover.master.machine.state import Phase
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.rpc import messages
-from dlrover.spec import events, roles
+from dlrover.rpc.messages import Succeeded
+from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
-from dlrover.spec.node import FoundNode, LaunchNode, NodeStatus
-from dlrover.spec.roles import FIRST_SERVER, Size
+from dlrover.spec.node import (
+    FIRST_SERVER,
+    FoundNode,
+    LaunchNode,
+    NodeStatus,
+    Size,
+    index_in_role,
+    role_of,
+)
 from dlrover.spec.world import Offer
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 
-def asked(nodes: int, source: str = "user", role: str = "ps") -> inputs.ScaleAsked:
-    return inputs.ScaleAsked(nodes, "it was asked for", source, role)
+def asked(nodes: int, source: str = "user", role: str = "ps") -> inputs.ScaleRequested:
+    return inputs.ScaleRequested(nodes, "it was asked for", source, role)
 
 
 def of(commands: list[inputs.Command], kind: type) -> list[inputs.Command]:
@@ -65,7 +73,7 @@ def come(driver: JobDriver, *nodes: int) -> None:
     [(0, "worker", 0), (99_999, "worker", 99_999), (FIRST_SERVER, "ps", 0), (FIRST_SERVER + 7, "ps", 7)],
 )  # fmt: skip
 def test_a_wanted_rank_tells_the_role(node_rank: int, role: str, index: int) -> None:
-    assert (roles.role_of(node_rank), roles.index_in_role(node_rank)) == (role, index)
+    assert (role_of(node_rank), index_in_role(node_rank)) == (role, index)
 
 
 # ---- worlds
@@ -166,9 +174,9 @@ def test_a_lost_server_is_replaced_and_costs_one_round() -> None:
 
 def test_the_job_succeeds_with_its_workers_and_the_servers_are_dismissed() -> None:
     driver = running(2, 2)
-    driver.give(inputs.NodeSucceeded(0, 1))
+    driver.give(inputs.Reported(0, Succeeded(1)))
     assert driver.machine.outcome is None
-    commands = driver.give(inputs.NodeSucceeded(1, 1))
+    commands = driver.give(inputs.Reported(1, Succeeded(1)))
     assert driver.machine.outcome is not None
     assert driver.machine.outcome.exit_code == ExitCode.SUCCESS
     assert {c.node_id for c in of(commands, messages.Dismiss)} == {0, 1, 2, 3}
@@ -182,10 +190,10 @@ def test_a_server_that_fails_while_workers_finish_is_no_fault() -> None:
         "message": "closed by peer",
     }
     driver = running(2, 1)
-    driver.give(inputs.NodeSucceeded(0, 1))
+    driver.give(inputs.Reported(0, Succeeded(1)))
     assert driver.fail(2, closed) == []
     assert len(driver.emitted(events.WorkerFailed)) == 1
-    driver.give(inputs.NodeSucceeded(1, 1))
+    driver.give(inputs.Reported(1, Succeeded(1)))
     assert driver.machine.outcome is not None
     assert driver.machine.outcome.exit_code == ExitCode.SUCCESS
 
@@ -200,7 +208,7 @@ def test_a_server_that_fails_before_that_is_one() -> None:
 
 def test_a_server_that_ends_by_itself_ends_nothing() -> None:
     driver = running(1, 2)
-    driver.give(inputs.NodeSucceeded(1, 1), inputs.NodeSucceeded(2, 1))
+    driver.give(inputs.Reported(1, Succeeded(1)), inputs.Reported(2, Succeeded(1)))
     assert driver.status(1) is NodeStatus.SUCCEEDED
     assert driver.machine.state.phase is Phase.RUNNING
     told = driver.emitted(events.NodeSucceeded)[0]

@@ -24,7 +24,7 @@ from dlrover.rpc.client import MasterClient
 from dlrover.rpc.server import Server
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.testing.agents import SimulatedAgent
+from tests.support.agents import SimulatedAgent
 
 TOKEN = "right"
 
@@ -51,7 +51,7 @@ class Job:
         else:
             self.master.submit(inputs.Submitted(self.spec, str(self.path)))
         self.client = await self.stack.enter_async_context(self.new_client())
-        self.background(self.master.watch_silence())
+        self.background(self.master.run())
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -5,7 +5,7 @@ import contextlib
 import socket
 
 from dlrover._util import framing
-from dlrover.agent.relay import Relay
+from dlrover.agent.relay import ShardRelay
 from dlrover.data.services import RelayService
 from dlrover.master.journal import takeover
 from dlrover.master.journal.history import History
@@ -17,7 +17,7 @@ from dlrover.spec.job import JobSpec
 from dlrover.spec.shards import (
     MAX_ACKNOWLEDGED,
     DataSpec,
-    Failed,
+    FailedSpan,
     Incarnation,
     LookShards,
     OpenShards,
@@ -48,13 +48,13 @@ async def relayed(master: Master):
     port = await server.start("127.0.0.1", 0)
     try:
         client = MasterClient(f"127.0.0.1:{port}", "token", timeout=2.0)
-        async with client, Relay(client) as relay:
+        async with client, ShardRelay(client) as relay:
             yield relay.address, server
     finally:
         await server.stop(0.0)
 
 
-def take(seq: int, *done: Span, failed: tuple[Failed, ...] = ()) -> TakeShards:
+def take(seq: int, *done: Span, failed: tuple[FailedSpan, ...] = ()) -> TakeShards:
     return TakeShards("data", "a", ROUND, seq, want=2, acknowledged=done, failed=failed)
 
 
@@ -90,7 +90,7 @@ def test_a_worker_asks_by_way_of_its_agent(tmp_path) -> None:
                 try:
                     opened = await asyncio.to_thread(service.ask, OpenShards(SPEC, "a", ROUND))
                     taken = await asyncio.to_thread(service.ask, take(1))
-                    bad = take(2, failed=(Failed(Span(0, 3, 4), "rotten"),))
+                    bad = take(2, failed=(FailedSpan(Span(0, 3, 4), "rotten"),))
                     skipped = await asyncio.to_thread(service.ask, bad)
                     unknown = await asyncio.to_thread(service.ask, LookShards("other"))
                     await server.stop(0.0)

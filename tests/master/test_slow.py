@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dlrover.master.machine.watches.slow import SpeedWatch, _median_without
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.activity import Activity
 from dlrover.spec.events import SlowRank, SlowRankRecovered
 from dlrover.spec.job import Limits
+from dlrover.spec.measurements import WorkerActivity
 
 
 class Ranks:

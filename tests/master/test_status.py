@@ -11,8 +11,9 @@ from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.views.status import status_of
 from dlrover.rpc import messages
+from dlrover.rpc.messages import StopRequest, Succeeded
 from dlrover.spec.failure import FailureKind
-from dlrover.testing.drivers import JobDriver
+from tests.support.drivers import JobDriver
 
 
 def status(job: JobDriver) -> messages.Status:
@@ -23,9 +24,9 @@ def ended(exit_code: int) -> JobDriver:
     job = JobDriver.running(2, 2, 2)
     job.give(inputs.Progressed(1, 40, (), 360), at=20.0)
     if exit_code == ExitCode.SUCCESS:
-        job.give(inputs.NodeSucceeded(0, 1), inputs.NodeSucceeded(1, 1), at=30.0)
+        job.give(inputs.Reported(0, Succeeded(1)), inputs.Reported(1, Succeeded(1)), at=30.0)
     else:
-        job.give(inputs.StopRequested("stopped", exit_code), at=30.0)
+        job.give(StopRequest("stopped", exit_code), at=30.0)
     for node in (0, 1):
         job.give(inputs.NodeDisconnected(node), inputs.NodeExited(node, "left"), at=31.0)
     return job
@@ -58,7 +59,7 @@ def test_the_step_number_stays_until_the_next_one_is_known() -> None:
 
 def test_an_ended_jobs_world_is_its_last_one() -> None:
     text = io.StringIO()
-    report = queries.Report("job", False, status(ended(ExitCode.SUCCESS)))
+    report = queries.StatusReport("job", False, status(ended(ExitCode.SUCCESS)))
     queries.render_status(report, Console(file=text, width=120))
     assert (
         "last round 1: 4 workers; 0 restarts; at step 400, 40 steps in this round"

@@ -41,7 +41,5 @@ def test_the_outcome_of_a_plan():
     good, bad = (PlanOutcome(effect=effect, throughput=t) for t in (110.0, 70.0))
     assert good.error == pytest.approx(0.1)
     assert good.within
-    assert good.worthwhile
     assert bad.error == pytest.approx(-0.3)
     assert not bad.within
-    assert not bad.worthwhile

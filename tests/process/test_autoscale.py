@@ -7,7 +7,7 @@ import pytest
 from dlrover.errors import ExitCode
 from dlrover.spec import events
 from dlrover.spec.job import Limits
-from dlrover.spec.speed import ScaleKind
+from dlrover.spec.plan import ScaleKind
 
 pytest.importorskip("scipy")
 

@@ -39,7 +39,7 @@ async def remember_a_job(client: BrainClient, throughput: dict[int, float]) -> N
     for report in (
         brain.RegisterJob(request=request_id(), job="past", description=described),
         brain.ReportSamples(request=request_id(), job="past", samples=samples),
-        brain.EndJob(request=request_id(), job="past", state="succeeded", shape=SHAPE),
+        brain.ReportEnd(request=request_id(), job="past", state="succeeded", shape=SHAPE),
     ):
         await client.report(report)
 

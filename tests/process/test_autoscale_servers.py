@@ -10,8 +10,8 @@ from dlrover.errors import ConfigurationError, ExitCode
 from dlrover.platform import groups
 from dlrover.spec import events
 from dlrover.spec.job import Limits
-from dlrover.spec.roles import Size
-from dlrover.spec.speed import ScaleKind
+from dlrover.spec.node import Size
+from dlrover.spec.plan import ScaleKind
 
 pytest.importorskip("scipy")
 

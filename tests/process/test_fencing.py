@@ -16,8 +16,8 @@ from dlrover.master.machine import inputs
 from dlrover.rpc import messages
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.jobdir import MasterAddress
-from dlrover.testing.agents import SimulatedAgent
-from dlrover.testing.masters import MasterProcess
+from tests.support.agents import SimulatedAgent
+from tests.support.masters import MasterProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 

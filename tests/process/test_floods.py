@@ -19,8 +19,8 @@ from dlrover.rpc.client import MasterClient
 from dlrover.spec import events
 from dlrover.spec.failure import TEXT_LIMIT, Failure, FailureKind
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.testing.agents import SimulatedAgent
-from dlrover.testing.masters import MasterProcess
+from tests.support.agents import SimulatedAgent
+from tests.support.masters import MasterProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(120)]
 

@@ -28,8 +28,8 @@ from dlrover.rpc import messages, wire
 from dlrover.rpc.client import MasterClient
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.testing.agents import SimulatedAgent
-from dlrover.testing.masters import MasterProcess
+from tests.support.agents import SimulatedAgent
+from tests.support.masters import MasterProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 

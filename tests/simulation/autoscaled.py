@@ -3,8 +3,8 @@
 from typing import TypeVar
 
 from dlrover.spec.job import Limits
-from dlrover.spec.speed import ScaleStage
-from dlrover.testing.cluster import Cluster
+from dlrover.spec.plan import ScaleStage
+from tests.simulation.cluster import Cluster
 
 LIMITS = Limits(autoscale_window=10.0, autoscale_interval=120.0, autoscale_patience=120.0)
 NOISE = 0.05

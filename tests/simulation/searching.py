@@ -7,8 +7,9 @@ from typing import NamedTuple
 from dlrover.master.machine.scaling.autoscale import AutoScaling
 from dlrover.master.machine.scaling.planner import decide
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.spec.roles import Size
-from dlrover.spec.speed import ModelProfile, ScaleDecision, ScaleStage, SpeedSample
+from dlrover.spec.measurements import ModelProfile, SpeedSample
+from dlrover.spec.node import Size
+from dlrover.spec.plan import ScaleDecision, ScaleStage
 
 Law = Callable[[int], float]
 """Steps per second of all workers together, by the number of nodes."""

@@ -3,16 +3,15 @@
 import pytest
 
 from dlrover.master.machine import inputs
-from dlrover.master.scaling.autoscale import AutoScaler
 from dlrover.master.scaling.brainside import shape_of
 from dlrover.master.views.status import size_of
 from dlrover.spec import brain, events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.spec.plan import Group
-from dlrover.spec.speed import ScaleKind
-from dlrover.testing.cluster import Cluster
+from dlrover.spec.node import LaunchNode
+from dlrover.spec.plan import Group, ScaleKind
 from tests.simulation.autoscaled import LIMITS, NOISE, WITHIN, settled, told
+from tests.simulation.cluster import Cluster
 
 pytest.importorskip("scipy")
 
@@ -170,7 +169,7 @@ def test_a_job_says_how_many_nodes_of_how_many_it_has():
 def test_no_size_is_tried_while_a_rank_may_be_slow():
     cluster = cluster_of(LAWS["scales"], seed=0)
     suspects = [True]
-    cluster._scaler = AutoScaler(cluster.machine, cluster._submit, lambda: bool(suspects))
+    cluster.master.scaler._suspects = lambda: bool(suspects)
     cluster.run(200.0)
     assert cluster.machine.autoscaling.latest is not None
     assert not told(cluster, events.PlanMade)
@@ -185,13 +184,16 @@ def test_no_size_is_tried_while_a_rank_may_be_slow():
 def test_nodes_that_never_come_are_called_off_and_not_asked_for_again():
     """The platform starts no more than two nodes."""
     cluster = cluster_of(LAWS["scales"], seed=2)
-    launch = cluster._launch
+    platform = cluster.process.platform
+    launch = platform.launch
 
-    def launch_few(command) -> None:
-        if command.node_rank < 2:
-            launch(command)
+    def launch_few(node: LaunchNode) -> str:
+        if node.node_rank < 2:
+            return launch(node)
+        platform.watched[f"node {node.node_id}"] = node.node_id
+        return f"node {node.node_id}"
 
-    cluster._launch = launch_few
+    platform.launch = launch_few
     cluster.run_until(lambda: settled(cluster), 7200)
     assert size(cluster) == 2
     assert "autoscale_patience" in told(cluster, events.PlanDropped)[0].reason
@@ -212,7 +214,9 @@ def test_a_size_at_which_the_program_fails_is_left_and_costs_no_restart():
         if small and change.number not in struck:
             struck.add(change.number)
             victim = next(iter(cluster.alive.values()))
-            victim.fail(FailureKind.EXCEPTION, exception="torch.OutOfMemoryError", message=message)
+            victim.workers.fail(
+                FailureKind.EXCEPTION, exception="torch.OutOfMemoryError", message=message
+            )
         return cluster.machine.outcome is not None or settled(cluster)
 
     cluster.run_until(too_small, 7200)
@@ -233,7 +237,7 @@ def test_a_users_number_of_nodes_ends_auto_scaling():
     cluster.run(1800)
     assert size(cluster) == 3
     ended = told(cluster, events.AutoScalingEnded)
-    assert [body.reason for body in ended] == ["a user asked for 3 nodes"]
+    assert [body.reason for body in ended] == ["a user requested 3 nodes"]
     assert len(told(cluster, events.PlanMade)) == 1
 
 
@@ -293,7 +297,9 @@ def test_a_node_gets_more_memory_before_it_runs_out_where_the_platform_can_do_th
     cluster.run_until(lambda: settled(cluster) and size(cluster) == 1, 3600)
     machine = cluster.machine
     node = machine.rendezvous.members[0]
-    forecast = inputs.MemoryForecast(machine.rendezvous.round, node, 24 << 30, 16 << 30, 1800.0)
+    forecast = inputs.MemoryForecast(
+        machine.rendezvous.round, events.MemoryGrows(node, 24 << 30, 16 << 30, 1800.0)
+    )
     cluster._submit(forecast)
     cluster.run(120.0)
     assert cluster.training

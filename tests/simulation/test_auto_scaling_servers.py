@@ -6,11 +6,11 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.scaling.autoscale import MOST_CHANGES
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.spec.roles import Size
-from dlrover.spec.speed import ScaleKind
-from dlrover.spec.usage import NodeUsage
-from dlrover.testing.cluster import Cluster
+from dlrover.spec.measurements import NodeUsage
+from dlrover.spec.node import Size
+from dlrover.spec.plan import ScaleKind
 from tests.simulation.autoscaled import LIMITS, NOISE, WITHIN, settled, told
+from tests.simulation.cluster import Cluster
 
 pytest.importorskip("scipy")
 
@@ -132,7 +132,7 @@ def test_a_users_number_of_servers_is_kept_and_the_workers_are_still_chosen():
     cluster.run(600)
     assert size(cluster) == (3, 2)
     ended = told(cluster, events.AutoScalingEnded)
-    assert [body.reason for body in ended] == ["a user asked for 3 nodes"]
+    assert [body.reason for body in ended] == ["a user requested 3 nodes"]
 
 
 class Hot:
@@ -168,7 +168,7 @@ def test_uneven_servers_get_a_new_round_in_which_the_program_divides_its_paramet
     cluster = hot.cluster
     cluster.run_until(lambda: hot.made(ScaleKind.REBALANCE), 600)
     hot.relieved = True
-    cluster.run(120)
+    cluster.run(200)
     (plan,) = hot.made(ScaleKind.REBALANCE)
     assert "times the mean load of the servers" in plan.reason
     measured = {p.number: p for p in told(cluster, events.PlanMeasured)}[plan.number]
@@ -185,7 +185,7 @@ def test_a_hot_server_that_cannot_be_relieved_moves_to_more_cores_beside_the_tra
     rounds = len(told(cluster, events.RoundOpened))
     cluster.run_until(lambda: len(told(cluster, events.RoundOpened)) > rounds, 120)
     hot.relieved = True
-    cluster.run(120)
+    cluster.run(200)
     servers = [
         n for n in cluster.machine.rendezvous.members if n in cluster.machine.rendezvous.servers
     ]
@@ -202,7 +202,7 @@ def test_if_all_servers_are_hot_there_will_be_one_more():
     hot = Hot((1.9, 1.9))
     cluster = hot.cluster
     cluster.program.served_law = lambda size: 0.6 / size.servers
-    cluster._scaler.question = lambda _now: None  # it would find that by itself
+    cluster.master.scaler.question = lambda _now: None  # it would find that by itself
     cluster.run_until(lambda: size(cluster).servers == 3, 1200)
     assert any(
         "use more than 80% of their cores" in p.reason for p in told(cluster, events.PlanMade)

@@ -8,19 +8,19 @@ from collections.abc import Iterator
 import pytest
 
 from dlrover.master.machine.watches.hangs import (
-    Found,
+    Hang,
     HangDetector,
-    Look,
     Looked,
-    Report,
+    NodeActivities,
+    SampleWorkers,
     Tick,
     WorldFormed,
 )
 from dlrover.master.machine.watches.slow import SpeedWatch
-from dlrover.spec.activities import Activity
+from dlrover.spec.activity import Activity
 from dlrover.spec.events import SlowRank
 from dlrover.spec.job import Limits
-from dlrover.testing.activities import SimulatedTraining
+from tests.simulation.activities import SimulatedTraining
 
 JOBS = 100
 HOURS = 100
@@ -37,7 +37,7 @@ class Watched:
         self.speed = SpeedWatch(limits or Limits(slow_rank_window=300.0))
         self.detector.handle(WorldFormed(1, ranks, True), 0.0)
         self.now = 0.0
-        self.found: list[Found] = []
+        self.found: list[Hang] = []
         self.slow: list[object] = []
         self.looks = 0
 
@@ -47,9 +47,9 @@ class Watched:
         while self.now < until and not self.found:
             self.now += heartbeat
             workers = self.training.workers(self.now)
-            self.detector.handle(Report(1, workers), self.now)
+            self.detector.handle(NodeActivities(1, workers), self.now)
             self.slow += self.speed.compare(workers, nodes, self.now)
-            while Look(1) in (orders := self.detector.handle(Tick(), self.now)):
+            while SampleWorkers(1) in (orders := self.detector.handle(Tick(), self.now)):
                 assert len(orders) == 1
                 self._look()
 
@@ -61,7 +61,7 @@ class Watched:
         self.now += self.detector.limits.hang_sample_gap
 
     def _take(self, orders: list) -> None:
-        self.found += [order for order in orders if isinstance(order, Found)]
+        self.found += [order for order in orders if isinstance(order, Hang)]
 
 
 @pytest.mark.long

@@ -12,11 +12,11 @@ from dlrover.cli.inspect.timeline import Timeline
 from dlrover.master.machine import inputs
 from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
-from dlrover.spec.goodput import Cause
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.node import NodeStatus
-from dlrover.testing.cluster import WORKER_KINDS, Cluster
-from dlrover.testing.nodes import Delays
+from dlrover.spec.outcome import Cause
+from tests.simulation.cluster import WORKER_KINDS, Cluster
+from tests.simulation.nodes import Delays
 
 SEEDS = range(200)
 

@@ -9,8 +9,8 @@ from dlrover.spec import events
 from dlrover.spec.events import EventBody
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.testing.cluster import Cluster
-from dlrover.testing.nodes import Delays, SimulatedNode
+from tests.simulation.cluster import Cluster
+from tests.simulation.nodes import Delays, SimulatedNode
 
 LIMITS = Limits(
     max_infrastructure_restarts=1000, no_progress_restarts=1000, node_start_attempts=1000
@@ -50,7 +50,7 @@ def told(cluster: Cluster, kind: type[EventBody]) -> list[EventBody]:
 
 def runs(cluster: Cluster) -> list[tuple[SimulatedNode, object]]:
     """Which node runs the workers of which run: a restarted worker is in another one."""
-    return [(node, node._run) for node in cluster.alive.values()]
+    return [(node, node.workers.run) for node in cluster.alive.values()]
 
 
 @pytest.mark.parametrize("managed", [True, False])

@@ -6,8 +6,8 @@ from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.testing.cluster import Cluster
-from dlrover.testing.nodes import Delays
+from tests.simulation.cluster import Cluster
+from tests.simulation.nodes import Delays
 
 SEEDS = range(2)
 NODES = 3
@@ -29,7 +29,7 @@ def started(seed: int, steps: int = 400, **options: object) -> Cluster:
 
 
 def migrate(cluster: Cluster, node: int = 1) -> None:
-    cluster._submit(inputs.MigrateAsked(node, 1.5, 2.0, "a test"))
+    cluster._submit(inputs.MigrationRequested(node, 1.5, 2.0, "a test"))
 
 
 def rounds(cluster: Cluster) -> int:

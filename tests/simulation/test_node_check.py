@@ -8,9 +8,9 @@ from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.node import NodeStatus
-from dlrover.testing.ailments import Ailment
-from dlrover.testing.cluster import Cluster
-from dlrover.testing.nodes import Delays
+from tests.simulation.ailments import Ailment
+from tests.simulation.cluster import Cluster
+from tests.simulation.nodes import Delays
 
 SEEDS = range(6)
 ENOUGH = Limits(max_infrastructure_restarts=1000, no_progress_restarts=1000)

@@ -6,8 +6,8 @@ from dlrover.errors import ExitCode
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.node import NodeStatus
-from dlrover.testing.cluster import Cluster
-from dlrover.testing.nodes import Delays
+from tests.simulation.cluster import Cluster
+from tests.simulation.nodes import Delays
 
 SEEDS = range(8)
 

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("scipy")
 
-from dlrover.spec.roles import Size
-from dlrover.spec.speed import ScaleStage
+from dlrover.spec.node import Size
+from dlrover.spec.plan import ScaleStage
 from tests.simulation.searching import Law, Search, ServerSearch, drawn, drawn_with_servers, table
 
 WITHIN = 0.95

@@ -7,9 +7,9 @@ import pytest
 from dlrover.errors import ExitCode
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.spec.roles import Size, is_server
-from dlrover.testing.cluster import WORKER_KINDS, Cluster
-from dlrover.testing.nodes import SimulatedNode
+from dlrover.spec.node import Size, is_server
+from tests.simulation.cluster import WORKER_KINDS, Cluster
+from tests.simulation.nodes import SimulatedNode
 
 SEEDS = range(8)
 ENOUGH = Limits(

@@ -8,8 +8,8 @@ import pytest
 from dlrover.spec import events
 from dlrover.spec.events import Event
 from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
-from dlrover.spec.goodput import Goodput, IncidentCost
-from dlrover.testing.chaos.report import FaultRow, Report, unmet
+from dlrover.spec.outcome import Goodput, IncidentCost
+from dlrover.testing.chaos.report import ChaosReport, FaultRow, unmet
 from dlrover.testing.chaos.strike import Sighting, sight, steps_lost
 from dlrover.testing.chaos.watcher import EventLog
 
@@ -104,7 +104,7 @@ def row(fault: str, again: float | None) -> FaultRow:
     )
 
 
-REPORT = Report(
+REPORT = ChaosReport(
     job_dir="job", seed=0, exit_code=0, reason="", wall_seconds=10.0, start_up_seconds=1.0, steps=5,
     goodput=spent(0.6), faults=(row("kill-rank", 2.0), row("hang", 11.0), row("slow", 0.0)),
 )  # fmt: skip

@@ -7,7 +7,14 @@ import pytest
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.testing.chaos import verbs
 from dlrover.testing.chaos.targets import choose
-from dlrover.testing.chaos.verbs import DEFAULT, VERBS, Settings, at_random, in_order, newest_step
+from dlrover.testing.chaos.verbs import (
+    DEFAULT,
+    VERBS,
+    VerbSettings,
+    at_random,
+    in_order,
+    newest_step,
+)
 
 KINDS = ["kill-rank", "kill-node", "kill-master"]
 
@@ -42,21 +49,21 @@ def test_without_candidates_nobody_is_struck() -> None:
 
 def test_the_default_faults_need_nothing() -> None:
     for name in DEFAULT:
-        VERBS[name](Settings()).check()
+        VERBS[name](VerbSettings()).check()
 
 
 @pytest.mark.parametrize("name", ["corrupt-checkpoint", "fill-disk"])
 def test_faults_of_checkpoints_need_a_directory(name: str) -> None:
     with pytest.raises(ConfigurationError, match="--checkpoint-dir"):
-        VERBS[name](Settings()).check()
+        VERBS[name](VerbSettings()).check()
 
 
 def test_a_large_file_system_is_not_filled(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(verbs, "LARGEST", 1)
     with pytest.raises(ConfigurationError, match="at most"):
-        VERBS["fill-disk"](Settings(checkpoint_dir=tmp_path)).check()
+        VERBS["fill-disk"](VerbSettings(checkpoint_dir=tmp_path)).check()
     monkeypatch.setattr(verbs, "LARGEST", 1 << 60)
-    VERBS["fill-disk"](Settings(checkpoint_dir=tmp_path)).check()
+    VERBS["fill-disk"](VerbSettings(checkpoint_dir=tmp_path)).check()
 
 
 def test_a_directory_that_is_not_there_is_not_filled(tmp_path) -> None:

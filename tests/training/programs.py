@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dlrover.agent.workers.zygote import Order
+from dlrover.agent.workers.zygote import StartOrder
 from dlrover.agent.workers.zygotes import ZygoteProcess, make_board
 from dlrover.training.worker.bootstrap import Program
 from dlrover.training.worker.progress import Board, Slot
@@ -94,7 +94,7 @@ class Zygote:
     ) -> list[Worker]:
         exited: asyncio.Queue[int] = asyncio.Queue()
 
-        def give_up(orders: list[Order]) -> None:
+        def give_up(orders: list[StartOrder]) -> None:
             self.unfit += len(orders)
             exited.put_nowait(-1)
 
@@ -129,12 +129,12 @@ class Zygote:
         await zygote.wait()
         return workers
 
-    def _order(self, number: int, program: Sequence[str]) -> Order:
+    def _order(self, number: int, program: Sequence[str]) -> StartOrder:
         base = self._directory / f"worker-{number}"
         module = program[0] == "-m"
         for name in (f"{base}.out", f"{base}.err"):
             Path(name).write_text("")
-        return Order(
+        return StartOrder(
             spawn=number,
             program=Program(
                 entry="module" if module else "script",
@@ -149,7 +149,7 @@ class Zygote:
             stderr=f"{base}.err",
         )
 
-    def _worker(self, order: Order, status: int) -> Worker:
+    def _worker(self, order: StartOrder, status: int) -> Worker:
         stdout, stderr = (Path(path).read_text() for path in (order.stdout, order.stderr))
         return Worker(
             Ended(os.waitstatus_to_exitcode(status), stdout, stderr).without_addresses(),

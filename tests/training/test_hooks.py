@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from dlrover.agent.workers.zygotes import make_board
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.activity import Activity
+from dlrover.spec.measurements import WorkerActivity
 from dlrover.training.worker.progress import Board
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(60)]

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from dlrover._util import accelerators
+from dlrover import accelerators
 from dlrover.spec.check import CheckOrder, Component, ProbeResult, ProbeState
 from dlrover.training.probes import host
 from dlrover.training.probes.process import CheckProcess
-from dlrover.training.probes.runner import NO_TORCH, Faults, Runner
-from dlrover.training.probes.wire import Began, Finished, Found, Probe
+from dlrover.training.probes.runner import NO_TORCH, InjectedFaults, Runner
+from dlrover.training.probes.wire import Began, Finished, Probe, ProbeReply
 
 
 def order(members: tuple[int, ...] = (0,), **fields: object) -> CheckOrder:
@@ -31,7 +31,7 @@ def without_torch(probe: Probe, directory) -> list[ProbeResult]:
     runner = Runner(accelerators.CPU, directory, {}, said.append)
     runner._has_torch = False
     runner.probe(probe)
-    return [reply.result for reply in said if isinstance(reply, Found)]
+    return [reply.result for reply in said if isinstance(reply, ProbeReply)]
 
 
 @pytest.mark.slow
@@ -70,14 +70,14 @@ def test_each_probe_says_that_it_begins_and_for_how_long(tmp_path):
 
 def test_faults_strike_only_the_node_and_component_that_they_name():
     environ = {"DLROVER_PROBE_FAULTS": "1:disk:fail,2:memory:slow"}
-    Faults(environ, 2).strike(Component.DISK)
-    Faults(environ, 1).strike(Component.MEMORY)
+    InjectedFaults(environ, 2).strike(Component.DISK)
+    InjectedFaults(environ, 1).strike(Component.MEMORY)
     with pytest.raises(OSError, match="injected"):
-        Faults(environ, 1).strike(Component.DISK)
+        InjectedFaults(environ, 1).strike(Component.DISK)
     result = ProbeResult(component=Component.MEMORY, figure=10.0, unit="GB/s")
-    assert Faults(environ, 2).slowed(result).figure == 2.0
-    assert Faults(environ, 1).slowed(result) is result
-    assert Faults({}, 1).slowed(result) is result
+    assert InjectedFaults(environ, 2).slowed(result).figure == 2.0
+    assert InjectedFaults(environ, 1).slowed(result) is result
+    assert InjectedFaults({}, 1).slowed(result) is result
 
 
 def probe(orders, faults: str = "", **settings: object) -> list[tuple[ProbeResult, ...]]:

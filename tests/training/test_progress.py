@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dlrover.agent.workers.zygotes import make_board
-from dlrover.spec.activities import Activity
-from dlrover.spec.batches import Batches
+from dlrover.spec.activity import Activity
+from dlrover.spec.measurements import Batches
 from dlrover.training.worker.progress import BOARD_BYTES, MAX_SLOTS, Board
 from dlrover.training.worker.tracker import Tracker, activity, guarded
 

@@ -95,7 +95,7 @@ def test_a_program_that_is_asked_to_stop_says_by_which_signal(tmp_path: Path, ca
     worker = check_same(tmp_path, BEGIN + (ASKED | NOT_ASKED)[case])
     assert worker.error is not None
     extra = worker.error["message"]["extraInfo"]
-    assert extra.get("asked_by", 0) == (signal.SIGTERM if case in ASKED else 0)
+    assert extra.get("handled_signal", 0) == (signal.SIGTERM if case in ASKED else 0)
     assert "received.py" not in extra["py_callstack"]
 
 

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from dlrover._util import accelerators
-from dlrover._util.accelerators import DeviceUse, Vendor, ascend, metax, mthreads, nvidia
+from dlrover import accelerators
+from dlrover.accelerators import DeviceUse, Vendor, ascend, metax, mthreads, nvidia
 
 NVIDIA = """\
 0, NVIDIA H100 80GB HBM3, 0, [N/A], No, No

@@ -10,7 +10,11 @@ JITTER = 0.25
 
 
 def delays(
-    first: float, most: float, factor: float = 2.0, jitter: float = JITTER
+    first: float,
+    most: float,
+    factor: float = 2.0,
+    jitter: float = JITTER,
+    chance: random.Random | None = None,
 ) -> Iterator[float]:
     """Yield seconds to wait before each retry, endlessly.
 
@@ -19,8 +23,10 @@ def delays(
         most: The maximum, which holds from then on.
         factor: Growth per attempt.
         jitter: Maximum share by which each delay is shortened at random.
+        chance: Source of the randomness; None: the module `random`.
     """
+    draw = chance.random if chance is not None else random.random
     delay = min(first, most)
     while True:
-        yield delay * (1 - jitter * random.random())  # noqa: S311 - no secret
+        yield delay * (1 - jitter * draw())
         delay = min(delay * factor, most)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 _CREDENTIALS = struct.Struct("3i")
 
 
-class Peer(NamedTuple):
+class PeerProcess(NamedTuple):
     """The process at the other end of a socket."""
 
     pid: int
@@ -29,8 +29,8 @@ def address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def peer(sock: socket.socket) -> Peer:
+def peer(sock: socket.socket) -> PeerProcess:
     """Return the process that connected a Unix socket; at the client, the one that called ``listen`` last."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
-    return Peer(pid, uid)
+    return PeerProcess(pid, uid)

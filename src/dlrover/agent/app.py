@@ -19,8 +19,10 @@ from dlrover import config
 from dlrover._util import files, logs, procs
 from dlrover._util.sockets import address_towards
 from dlrover.agent.checking import Checker
-from dlrover.agent.relay import Relay
-from dlrover.agent.shell import Agent
+from dlrover.agent.ports import StorePort
+from dlrover.agent.relay import ShardRelay
+from dlrover.agent.shell import Agent, Node
+from dlrover.agent.usage import UsageMeter
 from dlrover.agent.workers.logs import RunLogs
 from dlrover.agent.workers.workers import WorkerGroup
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, InfrastructureError
@@ -28,8 +30,8 @@ from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.failure import Failure
 from dlrover.spec.jobdir import AgentConfig, JobDir, MasterAddress, decode
+from dlrover.spec.node import SERVER, is_server
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.roles import SERVER, is_server
 
 logger = logging.getLogger(__name__)
 
@@ -88,25 +90,24 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
     locate = (
         None if settings.master_address else functools.partial(_master_address, job_dir, address)
     )
-    async with MasterClient(address, token, tls) as client, Relay(client) as relay:
+    async with MasterClient(address, token, tls) as client, ShardRelay(client) as relay:
         workers.relay = relay.address
         workers.token = token if tls.ca else ""
+        usage = UsageMeter(settings.limits.usage_interval, alone=bool(settings.master_address))
         agent = Agent(
             client,
-            workers,
-            checker,
+            Node(hostname, workers, checker, usage, StorePort(settings.store_port)),
             settings,
-            hostname=hostname,
             node_id=args.node_id,
             node_rank=args.node_rank,
             locate=locate,
-            tell=None if job_dir.master.exists() else _tell,
+            notify=None if job_dir.master.exists() else _notify,
         )
         _handle_ends(agent, launch.signals_to_handle, args.lifeline_fd)
         return await agent.run()
 
 
-def _tell(line: str) -> None:
+def _notify(line: str) -> None:
     """Show a line to the user of a machine without the job's master."""
     with contextlib.suppress(OSError, ValueError):  # standard error may be closed
         sys.stderr.write(f"dlrover: {line}\n")

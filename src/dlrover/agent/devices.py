@@ -11,8 +11,8 @@ import shutil
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping, Sequence
 
-from dlrover._util import accelerators
-from dlrover._util.accelerators import DeviceUse
+from dlrover import accelerators
+from dlrover.accelerators import DeviceUse
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""A reserved port for the store of the next world."""
+"""The port for the store of the next world."""
 
 from __future__ import annotations
 
@@ -27,6 +27,29 @@ class PortReservation:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+class StorePort:
+    """The port that a node offers for the store of the next world: ``wanted``, or a free one if that is 0."""
+
+    def __init__(self, wanted: int) -> None:
+        self._wanted = wanted
+        self._reservation: PortReservation | None = None
+        self._used = False
+
+    def reserve(self) -> int:
+        """Return a reserved port: the same one until `use`."""
+        if self._reservation is not None and self._used:
+            self._reservation.release()
+            self._reservation = None
+        if self._reservation is None:
+            self._reservation = PortReservation(self._wanted)
+            self._used = False
+        return self._reservation.port
+
+    def use(self) -> None:
+        """Note that workers start, whose store may take the port."""
+        self._used = True
 
 
 def _bind(port: int) -> socket.socket | None:

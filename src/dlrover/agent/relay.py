@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Relay:
+class ShardRelay:
     """A server for the workers' shard requests; it listens while used as an async context manager."""
 
     def __init__(self, client: MasterClient) -> None:

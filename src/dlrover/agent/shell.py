@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
+import random
 import signal
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,13 +17,13 @@ from dlrover._util import backoff
 from dlrover.agent.checking import Checker
 from dlrover.agent.machine import node as agent_machine
 from dlrover.agent.machine.waits import Waits
-from dlrover.agent.ports import PortReservation
+from dlrover.agent.ports import StorePort
 from dlrover.agent.usage import UsageMeter
 from dlrover.agent.workers.workers import WorkerGroup
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient
-from dlrover.spec.check import CheckReport
+from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.jobdir import AgentConfig
 from dlrover.spec.outcome import Outcome
@@ -32,65 +31,70 @@ from dlrover.spec.world import Offer, World
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_POLL = 0.05
-"""Seconds between two reads of the progress board."""
 PROGRESS_REPORT = 1.0
 """Seconds between two progress reports of the node with node rank 0; other nodes report with heartbeats."""
 RECONNECT = 0.05, 1.0
 """Seconds until the first retry after the master could not be reached, and between later ones."""
-NOTICE_POLL = 0.5
-"""Seconds between two checks for a due notice about a wait."""
-REAP_INTERVAL = 5.0
-"""Seconds between two searches for orphans to reap."""
+
+
+class Node(NamedTuple):
+    """What an agent controls and measures on its node."""
+
+    hostname: str
+    workers: WorkerGroup
+    checker: Checker
+    usage: UsageMeter
+    port: StorePort
 
 
 class Agent:
-    """The agent of one node. Create and run it on an event loop."""
+    """The agent of one node. Create and run it on an event loop, whose clock it uses."""
 
     def __init__(  # noqa: PLR0913 - each is needed once
         self,
         client: MasterClient,
-        workers: WorkerGroup,
-        checker: Checker,
+        node: Node,
         settings: AgentConfig,
         *,
-        hostname: str,
         node_id: int = -1,
         node_rank: int = -1,
         locate: Callable[[], str] | None = None,
-        tell: Callable[[str], None] | None = None,
+        notify: Callable[[str], None] | None = None,
+        chance: random.Random | None = None,
     ) -> None:
         """Create an agent.
 
-        ``locate`` returns the master's current address, if it may change. ``tell`` shows notices about the
+        ``locate`` returns the master's current address, if it may change. ``notify`` shows notices about the
         node's waits to the user of this machine; it is needed only on machines without the master.
+        ``chance`` is the source of unique ids and random delays; None: the system's.
         """
-        launch, limits = settings.launch, settings.limits
+        loop = asyncio.get_running_loop()
+        self._clock = loop.time
+        self._chance = chance or random.SystemRandom()
         self._client = client
         self._locate = locate
-        self._workers = workers
-        self._checker = checker
-        self._launch = launch
-        self._limits = limits
+        self._hostname, self._workers, self._checker, self._usage, self._port = node
+        self._launch = settings.launch
+        self._limits = settings.limits
         self._address = settings.address
-        self._store_port = settings.store_port
-        self._hostname = hostname
         self._claimed_id = node_id
         self._node_rank = node_rank
-        self._uid = uuid.uuid4().hex
-        self._salt = secrets.token_hex(16)
-        self._machine = agent_machine.AgentMachine(launch.nproc_per_node)
-        self._port: PortReservation | None = None
-        self._port_used = False
+        self._uid = self._draw()
+        self._salt = self._draw()
+        self._machine = agent_machine.AgentMachine(settings.launch.nproc_per_node)
         self._outgoing: asyncio.Queue[messages.AgentMessage] | None = None
-        self._heartbeat_interval = limits.heartbeat_interval
-        self._waits = Waits(limits, time.monotonic())
-        self._tell = tell
-        self._left: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._heartbeat_interval = settings.limits.heartbeat_interval
+        self._waits = Waits(settings.limits, self._clock())
+        self._notify = notify
+        self._left: asyncio.Future[Outcome] = loop.create_future()
         self._stopping: asyncio.Task[None] | None = None
-        alone = bool(settings.master_address)
-        self._usage = UsageMeter(limits.usage_interval, alone=alone)
+        self._news = asyncio.Event()
+        """Set when a heartbeat may be due earlier than expected."""
         self._looks: set[asyncio.Task[None]] = set()
+
+    def _draw(self) -> str:
+        """Return a random text, which is unique and cannot be guessed."""
+        return f"{self._chance.getrandbits(128):032x}"
 
     # ---- life
 
@@ -104,7 +108,8 @@ class Agent:
         tasks = [
             asyncio.create_task(self._stay_connected()),
             asyncio.create_task(self._report_progress()),
-            asyncio.create_task(self._tell_waits()),
+            asyncio.create_task(self._workers.watch(self._news.set)),
+            asyncio.create_task(self._show_waits()),
         ]
         waits: list[asyncio.Future[Any]] = [*tasks, self._left]
         try:
@@ -128,7 +133,7 @@ class Agent:
 
     def abandon(self, exit_code: int, reason: str) -> None:
         """Stop the workers and leave without the master's order."""
-        self._handle(agent_machine.Abandoned(Outcome(exit_code=exit_code, reason=reason)))
+        self._handle(messages.Dismiss(Outcome(exit_code=exit_code, reason=reason)))
 
     def worker_ended(self, local_rank: int, failure: Failure | None) -> None:
         """Handle the end of a worker; called by the worker group."""
@@ -137,14 +142,14 @@ class Agent:
     # ---- the stream
 
     async def _stay_connected(self) -> None:
-        delays = backoff.delays(*RECONNECT)
+        delays = backoff.delays(*RECONNECT, chance=self._chance)
         while not self._left.done():
             try:
                 await self._attend()
             except InfrastructureError as error:
                 logger.debug("%s", error)
             if self._outgoing is not None:
-                delays = backoff.delays(*RECONNECT)
+                delays = backoff.delays(*RECONNECT, chance=self._chance)
             self._outgoing = None
             self._check_master_absence()
             await asyncio.sleep(next(delays))
@@ -175,10 +180,11 @@ class Agent:
                 if self._machine.refuses(message):
                     logger.error("%s is refused: another master has taken over", message)
                     return
-                self._show(self._waits.heard(time.monotonic(), self._client.address))
+                self._show(self._waits.answered(self._clock(), self._client.address))
                 self._outgoing = outgoing
                 if isinstance(message, messages.Welcome):
                     self._heartbeat_interval = message.heartbeat_interval
+                    self._news.set()
                     self._workers.node_id = message.node_id
                     self._say_progress()  # a new master must not count from zero
                 if isinstance(message, messages.CollectEvidence):
@@ -188,24 +194,24 @@ class Agent:
 
     def _check_master_absence(self) -> None:
         """Note the missing connection, and leave if the master has been away too long."""
-        now = time.monotonic()
+        now = self._clock()
         self._waits.lost(now)
         outcome = self._waits.expired(now, self._client.address)
         if outcome is not None:
             self.abandon(outcome.exit_code, outcome.reason)
 
-    async def _tell_waits(self) -> None:
+    async def _show_waits(self) -> None:
         while True:
-            await asyncio.sleep(NOTICE_POLL)
-            machine, now = self._machine, time.monotonic()
+            await asyncio.sleep(self._waits.quiet(self._clock()))
+            machine, now = self._machine, self._clock()
             address = self._client.address
             self._show(self._waits.notice(now, machine.stage, machine.node_id, address))
 
     def _show(self, line: str) -> None:
         if line:
             logger.info("%s", line)
-        if line and self._tell is not None:
-            self._tell(line)
+        if line and self._notify is not None:
+            self._notify(line)
 
     def _say(self, message: messages.AgentMessage) -> None:
         if self._outgoing is not None:
@@ -236,13 +242,8 @@ class Agent:
     async def _report_progress(self) -> None:
         """Send heartbeats: at once at the first step of a round, later at intervals."""
         reported_round, reported_steps, reported_at = 0, 0, 0.0
-        reaped_at = time.monotonic()
         while True:
-            await asyncio.sleep(PROGRESS_POLL)
-            now = time.monotonic()
-            if now - reaped_at > REAP_INTERVAL:
-                reaped_at = now
-                self._workers.reap()
+            now = self._clock()
             world = self._machine.world
             round_ = world.round if world is not None else 0
             steps = self._workers.steps() if world is not None else 0
@@ -250,14 +251,18 @@ class Agent:
                 reported_round, reported_steps = round_, 0
             first = steps > 0 and reported_steps == 0
             often = world is not None and world.node_rank == 0 and steps > reported_steps
-            due = now - reported_at >= (PROGRESS_REPORT if often else self._heartbeat_interval)
-            if first or due:
+            due = reported_at + (PROGRESS_REPORT if often else self._heartbeat_interval)
+            if first or now >= due:
                 reported_steps, reported_at = steps, now
+                due = now + self._heartbeat_interval
                 usage = self._usage.look(self._workers.pids())
                 if usage is not None:
                     self._keep(asyncio.create_task(self._look_at_devices()))
                 beat = self._heartbeat(round_, steps)
                 self._say(msgspec.structs.replace(beat, usage=usage))
+            self._news.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), due - now)
 
     # ---- commands
 
@@ -269,36 +274,28 @@ class Agent:
         match command:
             case agent_machine.JoinRound():
                 self._join(command.round)
-            case agent_machine.Say():
+            case messages.Failed() | messages.Succeeded() | CheckReport():
                 self._say_progress()
-                self._say(command.message)
-            case agent_machine.RunCheck():
-                self._checker.start(command.order, self._machine.node_id, self._checked)
-            case agent_machine.StartWorkers():
+                self._say(command)
+            case CheckOrder():
+                self._checker.start(command, self._machine.node_id, self._handle)
+            case messages.AssignWorld():
                 self._checker.stop()
                 self._waits.started()
                 self._start(command.world, command.fresh)
             case agent_machine.StopWorkers():
                 self._stopping = asyncio.create_task(self._stop_workers())
-            case agent_machine.Leave() if not self._left.done():
+            case messages.Dismiss() if not self._left.done():
                 self._left.set_result(command.outcome)
 
-    def _checked(self, report: CheckReport) -> None:
-        self._handle(agent_machine.Checked(report))
-
     def _join(self, round_: int) -> None:
-        if self._port is not None and self._port_used:
-            self._port.release()
-            self._port = None
-        if self._port is None:
-            self._port = PortReservation(self._store_port)
-            self._port_used = False
-        offer = Offer(self._launch.nproc_per_node, self._address, self._port.port, self._salt)
-        self._waits.joined(time.monotonic())
+        port = self._port.reserve()
+        offer = Offer(self._launch.nproc_per_node, self._address, port, self._salt)
+        self._waits.joined(self._clock())
         self._say(messages.Join(round_, offer))
 
     def _start(self, world: World, fresh: bool) -> None:
-        self._port_used = True
+        self._port.use()
         try:
             if fresh:
                 self._workers.discard_zygotes()
@@ -309,7 +306,7 @@ class Agent:
 
     def _spawn_failure(self, world: World, error: Exception) -> Failure:
         return Failure(
-            id=uuid.uuid4().hex,
+            id=self._draw(),
             kind=FailureKind.SPAWN,
             node_id=self._machine.node_id,
             rank=world.first_rank,
@@ -323,8 +320,8 @@ class Agent:
     async def _stop_workers(self) -> None:
         outcome = self._machine.outcome
         number = signal.SIGTERM
-        asked = 0 if outcome is None else outcome.exit_code - ExitCode.SIGNAL_BASE
-        if asked in signal.valid_signals():
-            number = signal.Signals(asked)
+        requested = 0 if outcome is None else outcome.exit_code - ExitCode.SIGNAL_BASE
+        if requested in signal.valid_signals():
+            number = signal.Signals(requested)
         await self._workers.stop(number, self._launch.shutdown_timeout)
         self._handle(agent_machine.WorkersStopped())

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dlrover._util import cgroup
-from dlrover.spec.usage import NodeUsage
+from dlrover.spec.measurements import NodeUsage
 
 INTERVAL = 15.0
 """Seconds between two measurements."""

@@ -28,7 +28,7 @@ INVENTORIES = {"kubernetes": "dlrover.kubernetes.platform.inventory:KubernetesIn
 """Inventories by kind of cluster, as ``module:class``; each is imported on demand."""
 
 
-class Options(NamedTuple):
+class BrainOptions(NamedTuple):
     """Options of a Brain server."""
 
     database: str
@@ -47,7 +47,7 @@ class Options(NamedTuple):
     monitor_source: str = ""
 
 
-async def serve(options: Options, ready: Callable[[int], None]) -> None:
+async def serve(options: BrainOptions, ready: Callable[[int], None]) -> None:
     """Serve until SIGTERM or SIGINT; call ``ready`` with the port.
 
     Raises:

@@ -176,7 +176,7 @@ def similar(connection: Connection, job: str) -> brain.Similar:
     return next(iter([*several, *found]), brain.Similar())
 
 
-def the_cluster(connection: Connection) -> brain.Cluster:
+def the_cluster(connection: Connection) -> brain.ClusterResources:
     """Return the cluster's resources, as last reported."""
     rows = connection.execute(sa.select(tables.cluster).order_by(tables.cluster.c.name)).all()
     nodes = tuple(msgspec.json.decode(row.node, type=brain.ClusterNode) for row in rows)
@@ -189,7 +189,9 @@ def the_cluster(connection: Connection) -> brain.Cluster:
         for row in connection.execute(sa.select(tables.quotas))
     }
     seen = max((row.at for row in rows), default=0.0)
-    return brain.Cluster(nodes=nodes, seen=seen, capacity=capacity, free=free, quotas=limits)
+    return brain.ClusterResources(
+        nodes=nodes, seen=seen, capacity=capacity, free=free, quotas=limits
+    )
 
 
 # ---- for display

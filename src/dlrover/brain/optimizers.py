@@ -26,7 +26,7 @@ class Optimizer(Protocol):
     """True if it plans all jobs of its mode at once; else each call has one job."""
 
     def advise(
-        self, jobs: Sequence[Job], past: Past, cluster: brain.Cluster
+        self, jobs: Sequence[Job], past: Past, cluster: brain.ClusterResources
     ) -> dict[str, brain.Advice]:
         """Return what each job should have next, by job id."""
         ...
@@ -38,7 +38,7 @@ class ManualOptimizer:
     whole = False
 
     def advise(
-        self, jobs: Sequence[Job], past: Past, cluster: brain.Cluster
+        self, jobs: Sequence[Job], past: Past, cluster: brain.ClusterResources
     ) -> dict[str, brain.Advice]:
         """Return no plan for any job."""
         del past, cluster

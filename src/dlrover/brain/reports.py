@@ -47,7 +47,7 @@ def _write(batch: Batch, report: brain.Report, now: float) -> None:
             _plan(batch, report, now)
         case brain.ReportOutcome():
             _outcome(batch, report, now)
-        case brain.EndJob():
+        case brain.ReportEnd():
             _end(batch, report, now)
         case brain.ReportCluster():
             _cluster(batch, report, now)
@@ -216,7 +216,7 @@ def _outcome(batch: Batch, report: brain.ReportOutcome, now: float) -> None:
         batch.connection.execute(outcomes.insert().values(values | {"plan": report.plan_id}))
 
 
-def _end(batch: Batch, report: brain.EndJob, now: float) -> None:
+def _end(batch: Batch, report: brain.ReportEnd, now: float) -> None:
     values: dict[str, Any] = {"state": report.state, "ended": now, "reason": report.reason}
     if report.shape is not None:
         values["shape"] = as_json(checked(report.shape))

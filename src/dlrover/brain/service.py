@@ -29,8 +29,8 @@ from dlrover.errors import (
 from dlrover.planning.shapes import predict, ring_shape, server_shape
 from dlrover.rpc.server import Server, Unary, caller
 from dlrover.spec import brain
+from dlrover.spec.node import Size
 from dlrover.spec.plan import Plan
-from dlrover.spec.roles import Size
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class Brain:
         """Return all that is known of a job."""
         return await self._read(lambda c: known.story(c, asked.job))
 
-    async def cluster(self, _asked: brain.AskCluster) -> brain.Cluster:
+    async def cluster(self, _asked: brain.AskCluster) -> brain.ClusterResources:
         """Return the cluster's resources."""
         return await self._read(known.the_cluster)
 
@@ -188,7 +188,7 @@ class Brain:
 
     # ---- plans
 
-    async def _surroundings(self, tenant: str | None = None) -> tuple[Past, brain.Cluster]:
+    async def _surroundings(self, tenant: str | None = None) -> tuple[Past, brain.ClusterResources]:
         return await self._read(lambda c: (known.past_jobs(c, tenant), known.the_cluster(c)))
 
     async def _from_division(self, name: str, optimizer: Optimizer, job: Job) -> brain.Advice:
@@ -220,7 +220,7 @@ class Brain:
         optimizer: Optimizer,
         jobs: list[Job],
         past: Past,
-        cluster: brain.Cluster,
+        cluster: brain.ClusterResources,
     ) -> dict[str, brain.Advice]:
         return await self._plan_thread(lambda: optimizer.advise(jobs, past, cluster))
 

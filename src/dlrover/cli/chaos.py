@@ -17,8 +17,8 @@ from dlrover.cli.output import Form, Output, print_table, show
 from dlrover.errors import ConfigurationError, ExitCode
 
 if TYPE_CHECKING:
-    from dlrover.testing.chaos.report import FaultRow, Report
-    from dlrover.testing.chaos.run import Run
+    from dlrover.testing.chaos.report import ChaosReport, FaultRow
+    from dlrover.testing.chaos.run import ChaosRun
     from dlrover.testing.chaos.verbs import Planned
 
 
@@ -80,19 +80,19 @@ def chaos(  # noqa: PLR0913 - each is an option of the command
     hold, exits with 6.
     """
     from dlrover.testing.chaos import report as reports  # noqa: PLC0415 - loads grpc
-    from dlrover.testing.chaos.run import Options, Run  # noqa: PLC0415
-    from dlrover.testing.chaos.verbs import Settings  # noqa: PLC0415
+    from dlrover.testing.chaos.run import ChaosOptions, ChaosRun  # noqa: PLC0415
+    from dlrover.testing.chaos.verbs import VerbSettings  # noqa: PLC0415
 
     env = config.environ()
     plan = _plan(faults, every, duration, seed)
     directory = jobs.create(env, "chaos", job_dir)
     with jobs.locked(directory):
         pass  # moves the files of an earlier job before anything reads them
-    options = Options(
+    options = ChaosOptions(
         program=tuple(program),
         job_dir=directory.path,
         plan=tuple(plan),
-        settings=Settings(
+        settings=VerbSettings(
             checkpoint_dir=checkpoint_dir,
             memory_mb=memory_mb,
             slow_share=slow_share,
@@ -106,7 +106,7 @@ def chaos(  # noqa: PLR0913 - each is an option of the command
         steps_file=steps_file,
         stop=stop,
     )
-    run = Run(options, env, _say)
+    run = ChaosRun(options, env, _say)
     run.check()
     report = _run(run)
     report = msgspec.structs.replace(
@@ -157,11 +157,11 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _run(run: Run) -> Report:
+def _run(run: ChaosRun) -> ChaosReport:
     """Run the job; end it in an orderly way on a signal that ends a command."""
     caught: list[int] = []
 
-    async def work() -> Report:
+    async def work() -> ChaosReport:
         task = asyncio.current_task()
         assert task is not None
 
@@ -179,7 +179,7 @@ def _run(run: Run) -> Report:
         raise typer.Exit(ExitCode.SIGNAL_BASE + caught[0]) from None
 
 
-def exit_code(report: Report, *, stopped: bool) -> int:
+def exit_code(report: ChaosReport, *, stopped: bool) -> int:
     """Return the command's exit code; ``stopped`` is True if --stop was given."""
     if stopped and report.exit_code == ExitCode.STOPPED and not report.not_injected:
         return ExitCode.NOT_MET if report.unmet else ExitCode.SUCCESS
@@ -188,7 +188,7 @@ def exit_code(report: Report, *, stopped: bool) -> int:
     return ExitCode.NOT_MET if report.unmet else ExitCode.SUCCESS
 
 
-def render(report: Report) -> None:
+def render(report: ChaosReport) -> None:
     """Print the report of a run as text."""
     from dlrover.testing.chaos.report import goodput_in_words  # noqa: PLC0415 - loads grpc
 

@@ -21,7 +21,7 @@ from dlrover._util import files
 from dlrover.errors import ConfigurationError
 from dlrover.rpc import wire
 from dlrover.spec.jobdir import (
-    Header,
+    ConfigHeader,
     JobDir,
     check_format,
 )
@@ -156,7 +156,7 @@ def _check_format(job_dir: JobDir) -> None:
     for path in (job_dir.job, job_dir.agent):
         # Absent, or damaged: its reader reports that.
         with contextlib.suppress(OSError, msgspec.DecodeError):
-            check_format(path, msgspec.json.decode(path.read_bytes(), type=Header).format)
+            check_format(path, msgspec.json.decode(path.read_bytes(), type=ConfigHeader).format)
 
 
 def _archive(job_dir: JobDir) -> None:
@@ -181,7 +181,7 @@ def _journal_files(job_dir: JobDir) -> list[Path]:
     """Return the files of the last run's journal, which may be in another directory."""
     journal = job_dir.journal
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        url = msgspec.json.decode(job_dir.job.read_bytes(), type=Header).journal
+        url = msgspec.json.decode(job_dir.job.read_bytes(), type=ConfigHeader).journal
         elsewhere = url.removeprefix("file:")
         journal = Path(elsewhere) if url.startswith("file:") and elsewhere else journal
     return sorted(journal.parent.glob(f"{glob.escape(journal.name)}*"))

@@ -24,7 +24,7 @@ from dlrover.master.compose import Request, master_config
 from dlrover.master.diagnosis_rules import load_own
 from dlrover.spec.events import Event
 from dlrover.spec.job import JobSpec
-from dlrover.spec.roles import WORKER
+from dlrover.spec.node import WORKER
 
 app = typer.Typer(
     name="dlrover",

@@ -20,7 +20,7 @@ from dlrover.spec.shards import (
     MAX_WANT,
     DataSpec,
     ExtendShards,
-    Failed,
+    FailedSpan,
     ForgetWorker,
     Incarnation,
     OpenShards,
@@ -82,7 +82,7 @@ class ShardClient:
         self._ahead = 0
         self._fewest = FEWEST
         self._unreported = Spans()
-        self._failed: list[Failed] = []
+        self._failed: list[FailedSpan] = []
         self._between = False  # between two loops: no more reading of its epoch
         self._exhausted = self._complete = self._closing = self._patient = False
         self._starving = self._resting = self._others_starve = False
@@ -266,7 +266,7 @@ class ShardClient:
 
     def fail(self, partition: int, position: int, error: str) -> None:
         """Note that a sample cannot be read."""
-        failed = Failed(Span(partition, position, position + 1), error[:MAX_ERROR])
+        failed = FailedSpan(Span(partition, position, position + 1), error[:MAX_ERROR])
         with self._changed:
             self._failed.append(failed)
             self._unread -= 1

@@ -34,7 +34,7 @@ class ElasticDataset(Records[Sample], IterableDataset[Sample]):  # type: ignore[
         num_workers: int = 0,
         collate_fn: Callable[[list[Sample]], Any] | None = None,
         **options: Any,
-    ) -> Loader:
+    ) -> BatchLoader:
         """Return an iterable over the batches that remain in the epoch.
 
         Args:
@@ -53,7 +53,7 @@ class ElasticDataset(Records[Sample], IterableDataset[Sample]):  # type: ignore[
                 f"The loader of a dataset leased in shards does not take {what}; say shuffle= and drop_last= to "
                 "the data set, and a batch_size of 1 or more."
             )
-        return Loader(self, batch_size, num_workers, collate_fn or default_collate, options)
+        return BatchLoader(self, batch_size, num_workers, collate_fn or default_collate, options)
 
 
 class Read(NamedTuple):
@@ -65,7 +65,7 @@ class Read(NamedTuple):
     """Position in the batch and error message of each unreadable sample."""
 
 
-class Loader:
+class BatchLoader:
     """An iterable over batches, created by `ElasticDataset.loader`."""
 
     def __init__(

@@ -14,7 +14,7 @@ from dlrover.spec.shards import DataSpec, LookShards, Span
 logger = logging.getLogger(__name__)
 
 
-class Group:
+class ConsumerGroup:
     """Consumer group in a stream's address. Committed offsets are never read back."""
 
     def __init__(self, stream: Stream[Any]) -> None:

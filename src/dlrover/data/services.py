@@ -22,7 +22,7 @@ from dlrover._util.sockets import peer
 from dlrover.data.machine.datasets import Shards
 from dlrover.data.machine.queue import Answer
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
-from dlrover.spec.roles import SERVER
+from dlrover.spec.node import SERVER
 from dlrover.spec.shards import ShardReply, ShardRequest
 
 CALL_TIMEOUT = 30.0

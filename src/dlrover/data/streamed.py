@@ -10,7 +10,7 @@ from typing import Any
 from dlrover.data import services
 from dlrover.data.client import CLOSE_WAIT, ShardClient
 from dlrover.data.feed import Feed
-from dlrover.data.group import Group
+from dlrover.data.group import ConsumerGroup
 from dlrover.data.machine.spans import Spans
 from dlrover.data.services import ShardService
 from dlrover.data.sources.stream import Message, Stream
@@ -29,7 +29,7 @@ class StreamReader:
     def __init__(self, stream: Stream[Any], shard: int | None) -> None:
         self.stream = stream
         self._shard = shard
-        self._feed, self._group = Feed(stream), Group(stream)
+        self._feed, self._group = Feed(stream), ConsumerGroup(stream)
         self._service: ShardService | None = None
         self._client: ShardClient | None = None
         self._ends: EndOffsetPoller | None = None

@@ -12,7 +12,7 @@ from dlrover.checkpoint.engine.tree import DTYPES, Shard, State
 from dlrover.checkpoint.loading.plan import RankState, Target
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.extent import Extent, cover
-from dlrover.checkpoint.machine.layout import Part, TensorSpec
+from dlrover.checkpoint.machine.layout import TensorPart, TensorSpec
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 _TENSORS, _WHOLES, _OBJECTS = "tensors", "wholes", "objects"
@@ -78,7 +78,7 @@ class Saved:
         """
         for saved, box in cover(f"The tensor {name}", wanted, self.parts.get(name, ())):
             at = tuple(map(sum, zip(saved.extent.at, box.in_source, strict=True)))
-            part = Part(saved.extent.whole, at, -1)
+            part = TensorPart(saved.extent.whole, at, -1)
             yield Target(saved.path, saved.dtype, box.shape, part, tensor[box.target])
 
 

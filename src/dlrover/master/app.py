@@ -109,16 +109,9 @@ async def _serve(
         history.listeners.append(brain.happened)
         job = job if master.replayed else await brain.first(job)
     takeover.begin(master, job, str(job_dir.path), history, platform)
-    watches = [
-        asyncio.create_task(master.watch_silence()),
-        asyncio.create_task(master.hangs.run(master.clock)),
-        asyncio.create_task(master.scaler.run(master.clock)),
-    ]
     try:
         return await _until_ended(master, job_dir, orphaned)
     finally:
-        for watch in watches:
-            watch.cancel()
         master.close()
         await server.stop(STOP_GRACE)
         if brain is not None:
@@ -202,25 +195,17 @@ async def _platform(settings: MasterConfig, setup: Setup) -> Platform | None:
 
 
 async def _until_ended(master: Master, job_dir: JobDir, orphaned: asyncio.Event) -> int:
-    ended = asyncio.ensure_future(master.ended.wait())
-    owner_died = asyncio.ensure_future(orphaned.wait())
-    fenced = asyncio.ensure_future(master.fenced.wait())
-    await asyncio.wait([ended, owner_died, fenced], return_when=asyncio.FIRST_COMPLETED)
+    serving = asyncio.create_task(master.run())
+    owner_died = asyncio.create_task(orphaned.wait())
+    await asyncio.wait([serving, owner_died], return_when=asyncio.FIRST_COMPLETED)
     owner_died.cancel()
-    if not ended.done() or fenced.done():
-        if owner_died.done():
-            logger.info("The launcher died; so does its master")
-        ended.cancel()
-        fenced.cancel()
+    if not (serving.done() or master.ended.is_set()):
+        logger.info("The launcher died; so does its master")
+        serving.cancel()
         return ExitCode.INFRASTRUCTURE
     outcome = master.machine.outcome
-    assert outcome is not None
-    leaving = asyncio.ensure_future(master.nodes_left())
-    await asyncio.wait([leaving, fenced], return_when=asyncio.FIRST_COMPLETED)
-    leaving.cancel()
-    if fenced.done():
+    if not await serving or outcome is None:
         return ExitCode.INFRASTRUCTURE
-    fenced.cancel()
     goodput = master.ledger.goodput(master.clock())
     outcome = msgspec.structs.replace(outcome, goodput=goodput, skipped=master.shards.summary())
     files.write_atomically(job_dir.outcome, msgspec.json.encode(outcome))

@@ -1,6 +1,6 @@
 """The table of causes: the rows that come with DLRover, and those of a user's file.
 
-Both are TOML with a list named ``rule``, whose entries have the fields of `dlrover.spec.rules.Rule`. A
+Both are TOML with a list named ``rule``, whose entries have the fields of `dlrover.spec.failure.Rule`. A
 failure gets the first row of its kind whose conditions all hold. The user's rows are tried first.
 DLRover's last row for each kind has no condition, so every failure gets one.
 """
@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from dlrover.errors import ConfigurationError
-from dlrover.master.machine.diagnosis.diagnosis import Table
-from dlrover.spec.rules import Rule
+from dlrover.master.machine.diagnosis.diagnosis import RuleTable
+from dlrover.spec.failure import Rule
 
 BUILT_IN = Path(__file__).with_name("diagnosis_rules.toml")
 """File with the rows that come with DLRover."""
@@ -38,9 +38,9 @@ def built_in() -> tuple[Rule, ...]:
     return load(BUILT_IN)
 
 
-def table(own: tuple[Rule, ...] = ()) -> Table:
+def table(own: tuple[Rule, ...] = ()) -> RuleTable:
     """Return the table of a job: the user's ``own`` rows, then DLRover's."""
-    return Table((*own, *built_in()), own=len(own))
+    return RuleTable((*own, *built_in()), own=len(own))
 
 
 def causes(own: tuple[Rule, ...] = ()) -> frozenset[str]:

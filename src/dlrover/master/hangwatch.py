@@ -17,9 +17,9 @@ from dlrover.master.machine.watches import hangs
 from dlrover.master.machine.watches.slow import SpeedWatch
 from dlrover.rpc import messages
 from dlrover.spec import stacks
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.activity import Activity
 from dlrover.spec.jobdir import JobDir
+from dlrover.spec.measurements import WorkerActivity
 from dlrover.spec.stacks import WorkerEvidence
 
 logger = logging.getLogger(__name__)
@@ -78,12 +78,12 @@ class HangWatch:
         self._nodes: dict[int, int] = {}
         self._told: dict[int, tuple[WorkerActivity, ...]] = {}
         self._questions: dict[int, _Question] = {}
-        self._asked = 0
+        self._last_question = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- reports from nodes
 
-    def heard(self, node_id: int, message: messages.Heartbeat, now: float) -> None:
+    def take_heartbeat(self, node_id: int, message: messages.Heartbeat, now: float) -> None:
         """Process a node's report of what its workers do."""
         self._follow_round()
         world = self._machine.rounds.worlds.get(node_id)
@@ -94,7 +94,7 @@ class HangWatch:
         self._nodes.update(dict.fromkeys(workers, node_id))
         if node_id in self._machine.rendezvous.servers:
             return  # servers make no steps
-        self._handle(hangs.Report(message.round, workers), now)
+        self._handle(hangs.NodeActivities(message.round, workers), now)
 
     def answered(self, node_id: int, message: messages.Evidence) -> None:
         """Process a node's evidence about its workers."""
@@ -137,22 +137,22 @@ class HangWatch:
 
     def _handle(self, event: hangs.Input, now: float) -> None:
         for command in self._detector.handle(event, now):
-            if isinstance(command, hangs.Look):
+            if isinstance(command, hangs.SampleWorkers):
                 task = asyncio.get_running_loop().create_task(self._look(command.round, now))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             else:
                 self._found(command)
 
-    async def _look(self, round_: int, asked_at: float) -> None:
+    async def _look(self, round_: int, since: float) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         seen, _ = await self._ask()
         workers = [worker for worker in seen if worker.rank < self._machine.rounds.workers]
-        now = asked_at + loop.time() - began
+        now = since + loop.time() - began
         self._handle(hangs.Looked(round_, tuple(workers)), now)
 
-    def _found(self, found: hangs.Found) -> None:
+    def _found(self, found: hangs.Hang) -> None:
         logger.warning("%s", found.hang.sentence())
         name = ""
         try:
@@ -162,7 +162,7 @@ class HangWatch:
         hang = msgspec.structs.replace(found.hang, evidence=name)
         self._submit(inputs.Hung(hang, found.restart))
 
-    def _keep(self, found: hangs.Found) -> str:
+    def _keep(self, found: hangs.Hang) -> str:
         """Write the evidence; return its name within the job directory."""
         if not self._machine.state.job_dir:
             return ""
@@ -186,15 +186,15 @@ class HangWatch:
     async def _ask(self) -> tuple[list[WorkerEvidence], tuple[int, ...]]:
         """Ask all nodes of the world for evidence; return it, with the ranks that are missing from it."""
         worlds = self._machine.rounds.worlds
-        self._asked += 1
-        question = self._questions[self._asked] = _Question(set(worlds))
+        self._last_question += 1
+        question = self._questions[self._last_question] = _Question(set(worlds))
         try:
             for node_id in worlds:
-                self._say(node_id, messages.CollectEvidence(self._asked))
+                self._say(node_id, messages.CollectEvidence(self._last_question))
             if worlds:
                 await asyncio.wait_for(question.complete.wait(), LOOK_TIME)
         except asyncio.TimeoutError:
-            logger.warning("%d nodes do not tell where their workers are", len(question.awaited))
+            logger.warning("%d nodes do not report where their workers are", len(question.awaited))
         finally:
             self._questions = {i: q for i, q in self._questions.items() if q is not question}
         return question.workers, self._ranks_of(question.awaited)

@@ -43,12 +43,12 @@ def _standing(
     return "trains" if node.status is NodeStatus.RUNNING or between or unknown else "idle"
 
 
-def asked(
+def requested(
     machine: JobMachine, handle: str, factors: tuple[float, float], reason: str
-) -> inputs.MigrateAsked:
+) -> inputs.MigrationRequested:
     """Return the input that asks the machine to replace the node with a handle.
 
     ``factors`` are the CPU and memory multipliers of the replacement, relative to the job's request.
     """
     ids = (node.id for node in machine.nodes.values() if node.handle == handle)
-    return inputs.MigrateAsked(next(ids, _UNKNOWN), *factors, reason)
+    return inputs.MigrationRequested(next(ids, _UNKNOWN), *factors, reason)

@@ -8,22 +8,21 @@ from dlrover.master.machine.scaling.scaling import Wanted
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.platform.base import RoleSize
 from dlrover.rpc import messages
-from dlrover.spec.node import NodeStatus
-from dlrover.spec.roles import WORKER
+from dlrover.spec.node import WORKER, NodeStatus
 
 
-def refusal(machine: JobMachine, asked: inputs.ScaleAsked) -> str:
+def refusal(machine: JobMachine, request: inputs.ScaleRequested) -> str:
     """Return why a job refuses a request, as one sentence; empty if it accepts."""
     if machine.outcome is not None:
         return f"The job has ended: {machine.outcome.reason}"
-    return machine.scaling.refusal(asked)
+    return machine.scaling.refusal(request)
 
 
-def changes(machine: JobMachine, asked: inputs.ScaleAsked) -> bool:
+def changes(machine: JobMachine, request: inputs.ScaleRequested) -> bool:
     """Return whether a request changes the number or, as a user's first, keeps plans from changing it."""
-    of_role = machine.scaling.roles[asked.role]
-    pins = asked.source == "user" and not of_role.by_user
-    return asked.nodes != of_role.nodes or pins
+    of_role = machine.scaling.roles[request.role]
+    pins = request.source == "user" and not of_role.by_user
+    return request.nodes != of_role.nodes or pins
 
 
 def size(machine: JobMachine, now: float, role: str = WORKER) -> RoleSize:
@@ -43,7 +42,7 @@ def size(machine: JobMachine, now: float, role: str = WORKER) -> RoleSize:
     starting = [node for node in machine.nodes.values() if node.status is NodeStatus.PENDING]
     waits = next((f"node {node.id}: {node.waits}" for node in starting if node.waits), "")
     return RoleSize(
-        asked=of_role.asked,
+        requested=of_role.requested,
         wanted=of_role.nodes,
         complete=whole and at_work.workers > 0 and machine.outcome is None,
         waits_for=waits

@@ -7,7 +7,7 @@ import collections
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -31,8 +31,8 @@ from dlrover.platform.base import PlacedNode, Platform, Progress, RoleSize, scal
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
-from dlrover.spec.node import LaunchNode
-from dlrover.spec.roles import WORKER
+from dlrover.spec.events import NodeWaits
+from dlrover.spec.node import WORKER, LaunchNode
 from dlrover.spec.shards import LookShards, ShardReply, ShardRequest
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,16 @@ class Clock:
 class Master:
     """One job's master. All methods run on one event loop; nothing here blocks it."""
 
-    def __init__(self, journal: Journal, history: History) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        history: History,
+        clock: Callable[[float], Callable[[], float]] = Clock,
+    ) -> None:
+        """Restore the job from its journal.
+
+        ``clock`` makes a clock in seconds that is not before a given time; timers use the running loop.
+        """
         self.machine = JobMachine()
         self.ledger = Ledger()
         self.store = StoreService()
@@ -85,7 +94,7 @@ class Master:
         self._platform: Platform | None = None
         self._queues: dict[int, asyncio.Queue[messages.MasterMessage | None]] = {}
         self._greeted: dict[str, asyncio.Queue[messages.MasterMessage | None]] = {}
-        self._heard: dict[int, float] = {}
+        self._last_seen: dict[int, float] = {}
         self._steps: dict[int, int] = {}
         self._dismissed: set[int] = set()
         self._activities = Activities()
@@ -98,7 +107,7 @@ class Master:
         self._backlog: collections.deque[tuple[float, inputs.Input]] = collections.deque()
         """Inputs that took effect while the disk was full, oldest first; journalled before anything else."""
         self._changed = asyncio.Event()
-        self.clock = Clock(self._replay())
+        self.clock = clock(self._replay())
         self._commits = Commits(self._append, self.clock)
         self._started = self.clock()
 
@@ -143,7 +152,25 @@ class Master:
         server.unary("Store", messages.StoreRequest, self.use_store)
         server.unary("Shards", ShardRequest, self.use_shards)
 
-    async def watch_silence(self) -> None:
+    async def run(self) -> bool:
+        """Watch the job until it has ended and its nodes have left; False if another master takes over."""
+        watches = [
+            asyncio.create_task(self._watch_silence()),
+            asyncio.create_task(self.hangs.run(self.clock)),
+            asyncio.create_task(self.scaler.run(self.clock)),
+        ]
+        fenced = asyncio.create_task(self.fenced.wait())
+        ending = asyncio.create_task(self._nodes_left())
+        try:
+            await asyncio.wait([fenced, ending], return_when=asyncio.FIRST_COMPLETED)
+            if not fenced.done():
+                ending.result()
+            return not fenced.done()
+        finally:
+            for task in (*watches, fenced, ending):
+                task.cancel()
+
+    async def _watch_silence(self) -> None:
         """Report nodes that are connected but silent; run until cancelled."""
         while True:
             timeout = self.machine.job.limits.heartbeat_timeout
@@ -154,50 +181,46 @@ class Master:
             now = self.clock()
             if now - due > timeout / SILENCE_CHECKS:
                 # This process itself was stopped: the messages of that time are still unread.
-                self._heard = dict.fromkeys(self._heard, now)
-            for node_id, heard in list(self._heard.items()):
-                if now - heard > timeout:
-                    del self._heard[node_id]
-                    self._submit_with_retry(inputs.NodeSilent(node_id, now - heard))
+                self._last_seen = dict.fromkeys(self._last_seen, now)
+            for node_id, seen in list(self._last_seen.items()):
+                if now - seen > timeout:
+                    del self._last_seen[node_id]
+                    self._submit_with_retry(inputs.NodeSilent(node_id, now - seen))
                     # If the node wakes up, it learns from the end of its stream that it was given up.
                     self._queues[node_id].put_nowait(None)
 
-    async def nodes_left(self) -> None:
-        """Wait until all nodes have left an ended job; in the end, kill those that have not."""
+    async def _nodes_left(self) -> None:
+        """Wait until the job has ended and all nodes have left; in the end, kill those that have not."""
+        await self.ended.wait()
         job, limits = self.machine.job, self.machine.job.limits
         ended = self.clock()
         grace = limits.recovery_grace if self.replayed else limits.reconnect_grace
         await self._wait_while(self._uninformed, ended + grace)
-        self._kill(self._uninformed())
-        await self._wait_while(self._remaining, ended + job.shutdown_timeout + limits.end_grace)
-        self._kill(self._remaining())
+        self._kill(filter(self._uninformed, self.machine.nodes.values()))
+        await self._wait_while(self._remains, ended + job.shutdown_timeout + limits.end_grace)
+        self._kill(filter(self._remains, self.machine.nodes.values()))
 
-    def _kill(self, nodes: list[Node]) -> None:
+    def _kill(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
             if self._platform is not None and node.handle:
                 self._platform.kill(node.handle)
 
-    async def _wait_while(self, some: Callable[[], list[Node]], until: float) -> None:
-        while some() and self.clock() < until:
-            await waited(self._changed, until - self.clock())
+    async def _wait_while(self, holds: Callable[[Node], bool], until: float) -> None:
+        """Wait while ``holds`` for any node; look at one at a time, as thousands leave one by one."""
+        while node := next(filter(holds, self.machine.nodes.values()), None):
+            while holds(node):
+                if self.clock() >= until:
+                    return
+                await waited(self._changed, until - self.clock())
 
-    def _uninformed(self) -> list[Node]:
-        """Return disconnected nodes that may come back and do not know of the job's end."""
-        return [
-            node
-            for node in self.machine.nodes.values()
-            if node.uid
-            and not (node.connected or node.gone or node.status.final)
-            and node.id not in self._dismissed
-        ]
+    def _uninformed(self, node: Node) -> bool:
+        """Return whether a node is disconnected, may come back and does not know of the job's end."""
+        away = node.uid and not (node.connected or node.gone or node.status.final)
+        return bool(away) and node.id not in self._dismissed
 
-    def _remaining(self) -> list[Node]:
-        """Return nodes that are connected or that the platform still runs."""
-        return [
-            node
-            for node in self.machine.nodes.values()
-            if node.connected or (node.handle and not node.status.final and not node.gone)
-        ]
+    def _remains(self, node: Node) -> bool:
+        """Return whether a node is connected or the platform still runs it."""
+        return node.connected or bool(node.handle and not node.status.final and not node.gone)
 
     def close(self) -> None:
         """End every agent's stream before the master exits."""
@@ -215,11 +238,11 @@ class Master:
 
     def on_node_wait(self, node_id: int, reason: str) -> None:
         """Process the platform's report of what keeps a node from starting; empty: nothing any more."""
-        self._submit_with_retry(inputs.NodeWaits(node_id, reason))
+        self._submit_with_retry(NodeWaits(node_id, reason))
 
     def _submit_with_retry(self, event: inputs.Input) -> None:
         """Submit an input that no peer will resend; retry while the journal is unwritable."""
-        if isinstance(event, inputs.NodeDisconnected) and event.node_id in self._heard:
+        if isinstance(event, inputs.NodeDisconnected) and event.node_id in self._last_seen:
             return  # the node has come back meanwhile
         try:
             self._flush_progress()
@@ -339,7 +362,7 @@ class Master:
                 self._launch(command)
             case inputs.KillNode(node_id):
                 self._kill([self.machine.nodes[node_id]])
-            case inputs.Welcome():
+            case inputs.Greet():
                 self._welcome(command)
             case inputs.Say(node_id, message):
                 self._say(node_id, message)
@@ -357,15 +380,14 @@ class Master:
         else:
             loop.call_soon(self._submit_with_retry, inputs.NodePlaced(command.node_id, handle))
 
-    def _welcome(self, command: inputs.Welcome) -> None:
+    def _welcome(self, command: inputs.Greet) -> None:
         queue = self._greeted[command.uid]
-        older = self._queues.get(command.node_id)
+        welcome = msgspec.structs.replace(command.message, epoch=self._journal.epoch)
+        older = self._queues.get(welcome.node_id)
         if older is not None and older is not queue:
             older.put_nowait(None)
-        self._queues[command.node_id] = queue
-        interval = self.machine.job.limits.heartbeat_interval
-        epoch = self._journal.epoch
-        queue.put_nowait(messages.Welcome(command.node_id, command.round, interval, epoch))
+        self._queues[welcome.node_id] = queue
+        queue.put_nowait(welcome)
 
     def _say(self, node_id: int, message: messages.MasterMessage) -> None:
         if isinstance(message, messages.AssignWorld):
@@ -389,14 +411,10 @@ class Master:
         self._meet(hello)
         queue: asyncio.Queue[messages.MasterMessage | None] = asyncio.Queue()
         self._greeted[hello.uid] = queue
-        self.submit(
-            inputs.NodeConnected(
-                hello.uid, hello.node_id, hello.node_rank, hello.hostname, hello.round, hello.held
-            )
-        )
+        self.submit(hello)
         node_id = self.machine.fleet.by_uid[hello.uid]
         self._queues[node_id] = queue
-        self._heard[node_id] = self.clock()
+        self._last_seen[node_id] = self.clock()
         if hello.held is not None:
             self._steps.setdefault(node_id, hello.held.steps)
         reader = asyncio.create_task(self._listen(node_id, incoming))
@@ -412,26 +430,26 @@ class Master:
 
     async def _listen(self, node_id: int, incoming: AsyncIterator[messages.AgentMessage]) -> None:
         async for message in incoming:
-            if node_id in self._heard:
-                self._heard[node_id] = self.clock()
+            if node_id in self._last_seen:
+                self._last_seen[node_id] = self.clock()
             self._take(node_id, message)
 
     def _take(self, node_id: int, message: messages.AgentMessage) -> None:
         match message:
             case messages.Heartbeat():
                 self._take_heartbeat(node_id, message)
-            case messages.Join(round=round_, offer=offer):
-                self.submit(inputs.NodeJoined(node_id, round_, offer))
+            case messages.Join():
+                self.submit(inputs.Reported(node_id, message))
             case CheckReport():
-                self.submit(inputs.NodeChecked(node_id, message.bounded()))
+                self.submit(inputs.Reported(node_id, message.bounded()))
             case messages.Failed(failure):
                 failed = self.machine.recovery.admitted(failure)
                 if failed is not None:
                     self._flush_progress()
                     self.submit(failed)
-            case messages.Succeeded(round_):
+            case messages.Succeeded():
                 self._flush_progress()
-                self.submit(inputs.NodeSucceeded(node_id, round_))
+                self.submit(inputs.Reported(node_id, message))
             case messages.Evidence():
                 self.hangs.answered(node_id, message)
 
@@ -440,25 +458,26 @@ class Master:
         if message.round != self.machine.rendezvous.round:
             return
         self._steps[node_id] = message.steps
-        self.hangs.heard(node_id, message, self.clock())
-        self.scaler.heard(node_id, message, self.clock())
+        self.hangs.take_heartbeat(node_id, message, self.clock())
+        self.scaler.take_heartbeat(node_id, message, self.clock())
         if node_id in self.machine.rendezvous.servers:
             return  # its optimizer's steps are not training steps
-        self._activities.note(node_id, message.round, message.steps, message.workers)
+        self._activities.note(node_id, message, self.clock())
         new = message.steps > self.machine.progress.steps
         first = new and (self.machine.incident is not None or self.machine.progress.steps == 0)
-        if first or self._tells_first_step():
+        if first or self._shows_first_step(message):
             self._journal_progress()
         elif (new or message.workers) and self._progress_timer is None:
             wait = self._progress_journalled + PROGRESS_JOURNAL_INTERVAL - self.clock()
             loop = asyncio.get_running_loop()
             self._progress_timer = loop.call_later(max(0.0, wait), self._on_progress_timer)
 
-    def _tells_first_step(self) -> bool:
-        """Return whether a worker has reported the running world's first step and the journal lacks it."""
+    def _shows_first_step(self, message: messages.Heartbeat) -> bool:
+        """Return whether a worker reports the running world's first step and the journal lacks it."""
         machine = self.machine
-        runs = machine.outcome is None and not machine.rendezvous.collecting
-        return runs and self._activities.first_step >= 0 > machine.progress.first_step
+        lacks = machine.progress.first_step < 0 and not machine.rendezvous.collecting
+        found = lacks and any(worker.first_step >= 0 for worker in message.workers)
+        return found and machine.outcome is None and self._activities.first_step >= 0
 
     def _on_progress_timer(self) -> None:
         self._progress_timer = None
@@ -478,7 +497,8 @@ class Master:
 
     def _journal_progress(self) -> None:
         self._progress_journalled = self.clock()
-        self.submit(self._activities.progress(self.machine.rounds.training()))
+        members = self.machine.rounds.training()
+        self.submit(self._activities.progress(members, self._progress_journalled))
 
     def _hang_up(
         self, uid: str, node_id: int, queue: asyncio.Queue[messages.MasterMessage | None]
@@ -487,7 +507,7 @@ class Master:
             del self._greeted[uid]
         if self._queues.get(node_id) is queue:
             del self._queues[node_id]
-            self._heard.pop(node_id, None)
+            self._last_seen.pop(node_id, None)
             self._submit_with_retry(inputs.NodeDisconnected(node_id))
 
     async def status(self, _request: messages.StatusRequest) -> messages.Status:
@@ -531,7 +551,7 @@ class Master:
     async def stop(self, request: messages.StopRequest) -> messages.Done:
         """End the job."""
         self._flush_progress()
-        self.submit(inputs.StopRequested(request.reason, request.exit_code))
+        self.submit(request)
         return messages.Done()
 
     async def scale(self, request: messages.ScaleRequest) -> messages.ScaleReply:
@@ -551,29 +571,29 @@ class Master:
         factors: tuple[float, float] = (1.0, 1.0),
     ) -> messages.ScaleReply:
         """Change the number of nodes of a role if that is possible; return what follows."""
-        asked = inputs.ScaleAsked(nodes, reason[:REASON_LIMIT], source, role, factors)
-        refused = scale.refusal(self.machine, asked)
+        request = inputs.ScaleRequested(nodes, reason[:REASON_LIMIT], source, role, factors)
+        refused = scale.refusal(self.machine, request)
         if refused:
             return messages.ScaleReply(refused, refused=True)
         wanted = self.machine.scaling.roles[role]
         before = wanted.nodes
-        if scale.changes(self.machine, asked):
+        if scale.changes(self.machine, request):
             self._flush_progress()
-            self.submit(asked)
+            self.submit(request)
         return scale.reply(before, wanted.nodes, self.machine.scaling.role_name(role))
 
     def placed(self) -> dict[str, PlacedNode]:
-        """Return the nodes that the platform was asked for, by handle."""
+        """Return the nodes that the platform was requested to make, by handle."""
         return migrate.placed(self.machine)
 
     def ask_migrate(self, handle: str, cpu_factor: float, memory_factor: float, reason: str) -> str:
         """Replace a node that trains; return why that is not possible now, else an empty text."""
         factors = (cpu_factor, memory_factor)
-        asked = migrate.asked(self.machine, handle, factors, reason[:REASON_LIMIT])
-        refused = self.machine.resizer.migration_refusal(asked)
+        request = migrate.requested(self.machine, handle, factors, reason[:REASON_LIMIT])
+        refused = self.machine.resizer.migration_refusal(request)
         if not refused:
             self._flush_progress()
-            self.submit(asked)
+            self.submit(request)
         return refused
 
     async def use_shards(self, request: ShardRequest) -> ShardReply:

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 
 from dlrover.data.machine.datasets import Shards
-from dlrover.data.machine.queue import Answer, Command, Report
+from dlrover.data.machine.queue import Answer, Command, ReportSkipped
 from dlrover.errors import ProtocolError
 from dlrover.master.machine import inputs
 from dlrover.spec.events import Event, EventBody, SamplesSkipped, WorkerFailed
@@ -27,11 +27,11 @@ OWN_DEATHS = frozenset(
 
 
 class ShardsService:
-    """Service for one job's workers. ``tell`` adds to the job's events, at a time in seconds."""
+    """Service for one job's workers. ``record`` adds to the job's events, at a time in seconds."""
 
-    def __init__(self, tell: Callable[[EventBody, float], Event]) -> None:
+    def __init__(self, record: Callable[[EventBody, float], Event]) -> None:
         self.shards = Shards()
-        self._tell = tell
+        self._record = record
         self._skipped: dict[str, None] = {}
 
     def note(self, event: inputs.Input, now: float) -> None:
@@ -62,10 +62,10 @@ class ShardsService:
 
     def _report(self, commands: list[Command], now: float) -> None:
         for command in commands:
-            if isinstance(command, Report):
+            if isinstance(command, ReportSkipped):
                 span, why = command.what.span, command.what.error
                 body = SamplesSkipped(command.data, span.partition, span.start, span.stop, why)
-                event = self._tell(body, now)
+                event = self._record(body, now)
                 logger.warning("%s", event.sentence())
                 if len(self._skipped) < MAX_KEPT:
                     self._skipped[event.sentence()] = None  # a replay reports it again

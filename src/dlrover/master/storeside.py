@@ -55,9 +55,13 @@ def _topic(request: messages.StoreRequest) -> tuple[str, int]:
 
     Requests that would have to keep waiting are not woken; else a barrier of n members costs n * n wake-ups.
     """
-    if isinstance(request, messages.EnterBarrier):
-        return request.name, request.size
-    return ("", 0) if isinstance(request, messages.DeleteKeys) else (request.key, 0)
+    match request:
+        case messages.EnterBarrier():
+            return request.name, request.size
+        case messages.DeleteKeys():
+            return "", 0
+        case _:
+            return request.key, 0
 
 
 async def waited(event: asyncio.Event, seconds: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dlrover.planning.allreduce import RingModel
-from dlrover.spec.batches import Batches
+from dlrover.spec.measurements import Batches
 
 CANDIDATES = 40
 """Number of batch sizes tried between the smallest and the largest one, in equal ratios."""

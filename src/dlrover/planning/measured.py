@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import NamedTuple
 
-from dlrover.planning.search import Choice, worth
+from dlrover.planning.search import Preferences, worth
 from dlrover.planning.throughput import Prediction
+from dlrover.spec.node import Size
 from dlrover.spec.plan import Effect
-from dlrover.spec.roles import Size
 
 ERROR = 0.05
 """Maximum relative error by which a measured speed may be too low."""
@@ -46,7 +46,7 @@ class Measured:
     known: Mapping[Size, float]
     """Mean throughput by size, the present one included."""
     cost: Callable[[Size], float]
-    choice: Choice
+    choice: Preferences
 
     def worth(self, throughput: float, size: Size) -> float:
         """Return the figure that the search maximizes."""

@@ -14,10 +14,10 @@ import numpy as np
 
 from dlrover.planning.allreduce import RingModel, RingShape
 from dlrover.planning.parameter_server import ServerModel, ServerShape
-from dlrover.planning.search import Choice, Prices, best, candidates, worth
-from dlrover.planning.throughput import Prediction, Shape, TrustRegion
+from dlrover.planning.search import Preferences, Prices, best, candidates, worth
+from dlrover.planning.throughput import CandidateShape, Prediction, TrustRegion
+from dlrover.spec.node import SERVER, WORKER
 from dlrover.spec.plan import Group, Plan
-from dlrover.spec.roles import SERVER, WORKER
 
 UNSURE = 0.1
 """Relative standard deviation of a prediction above which a size is worth measuring."""
@@ -30,7 +30,7 @@ class Terms:
     """Prices, preferences and limits of a plan."""
 
     prices: Prices = field(default_factory=Prices)
-    choice: Choice = field(default_factory=Choice)
+    choice: Preferences = field(default_factory=Preferences)
     region: TrustRegion = field(default_factory=TrustRegion)
     """Limit of the distance from what was measured."""
 
@@ -192,7 +192,7 @@ def _ring_shapes(
 
 
 def _reachable(
-    axes: Sequence[Sequence[float]], measured: Sequence[Shape], region: TrustRegion
+    axes: Sequence[Sequence[float]], measured: Sequence[CandidateShape], region: TrustRegion
 ) -> list[list[float]]:
     """Return the values of each axis that are near a measured one: the others need not be tried."""
     known = [sorted({shape.axes()[axis] for shape in measured}) for axis in range(len(axes))]
@@ -202,7 +202,7 @@ def _reachable(
     ]
 
 
-def _near(rows: Any, measured: Sequence[Shape], region: TrustRegion) -> Any:
+def _near(rows: Any, measured: Sequence[CandidateShape], region: TrustRegion) -> Any:
     """Apply `TrustRegion.contains` to many sizes at once."""
     inside = np.zeros(len(rows), dtype=bool)
     for other in {tuple(shape.axes()) for shape in measured}:
@@ -263,7 +263,7 @@ def _plan(
     return Plan(groups=groups, reason=f"{change}: {why}", effect=effect)
 
 
-def _changes(current: Shape, target: Shape) -> str:
+def _changes(current: CandidateShape, target: CandidateShape) -> str:
     return ", ".join(
         f"{old:g} -> {new:g} {name}"
         for name, old, new in zip(current.NAMES, current.axes(), target.axes(), strict=True)

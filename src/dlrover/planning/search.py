@@ -27,7 +27,7 @@ class Prices:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Preferences:
     """Preferences of a search."""
 
     weight: float = 0.5
@@ -70,11 +70,11 @@ def candidates(axes: Sequence[Sequence[float]]) -> Any:
     return np.stack([grid.ravel() for grid in grids], axis=-1)
 
 
-def best(throughput: Any, cost: Any, choice: Choice) -> int:
+def best(throughput: Any, cost: Any, choice: Preferences) -> int:
     """Return the index of the size that pays most; of several, the cheapest."""
     return int(np.lexsort((cost, -worth(throughput, cost, choice)))[0])
 
 
-def worth(throughput: Any, cost: Any, choice: Choice) -> Any:
+def worth(throughput: Any, cost: Any, choice: Preferences) -> Any:
     """Return the figure that a search maximizes, for numbers or arrays."""
     return throughput / np.maximum(cost, 1e-9) ** choice.weight

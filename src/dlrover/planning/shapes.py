@@ -11,8 +11,8 @@ from dlrover.planning.allreduce import RingModel, RingSample, RingShape, fit_rin
 from dlrover.planning.parameter_server import ServerModel, ServerSample, ServerShape, fit_servers
 from dlrover.planning.throughput import Prediction
 from dlrover.spec import brain
+from dlrover.spec.node import SERVER, WORKER, Size
 from dlrover.spec.plan import Group
-from dlrover.spec.roles import SERVER, WORKER, Size
 
 Model: TypeAlias = RingModel | ServerModel
 EACH = 3

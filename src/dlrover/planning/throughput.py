@@ -44,7 +44,7 @@ class Prediction:
         )
 
 
-class Shape(Protocol):
+class CandidateShape(Protocol):
     """A size that a job can have."""
 
     NAMES: ClassVar[tuple[str, ...]]
@@ -74,7 +74,7 @@ class TrustRegion:
                 f"which is above 1, and most ({self.most})"
             )
 
-    def contains(self, shape: Shape, measured: Iterable[Shape]) -> bool:
+    def contains(self, shape: CandidateShape, measured: Iterable[CandidateShape]) -> bool:
         """Return whether a measured shape is near enough on every axis.
 
         One more unit of an axis is always near: from one worker, two can be tried.

@@ -46,10 +46,10 @@ class Progress(NamedTuple):
 class RoleSize(NamedTuple):
     """The size of one role: the wanted number of nodes and whether the job has all its nodes."""
 
-    asked: int
+    requested: int
     """The number that a user last requested; initially the number from the job's submission."""
     wanted: int
-    """The number that the job wants now: ``asked``, or what a plan has changed it to."""
+    """The number that the job wants now: ``requested``, or what a plan has changed it to."""
     complete: bool
     """True if the running world has exactly the wanted nodes of all roles and no node is still leaving."""
     waits_for: str
@@ -86,7 +86,7 @@ memory multipliers relative to the job's request, and the reason. Returns why th
 if accepted."""
 
 
-class Job(Protocol):
+class PlatformJob(Protocol):
     """A master's job, as its platform sees it."""
 
     @property
@@ -124,7 +124,7 @@ class Setup(NamedTuple):
     env: Mapping[str, str]
     lifeline_fd: int
     """File descriptor that closes when the process that owns the master dies; -1 for none."""
-    job: Job
+    job: PlatformJob
     node_size: NodeLimits = NodeLimits()
     """The size of each node, on a platform whose nodes share one machine."""
 

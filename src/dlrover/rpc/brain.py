@@ -55,14 +55,14 @@ class BrainClient(Connection):
             current: Current size of the job; None if nothing runs yet.
             request: The `request_id` of an earlier attempt; a new one by default.
         """
-        asked = brain.AskPlan(request=request or request_id(), job=job, current=current)
-        advice: brain.Advice = await self._call("Plan", asked, brain.Advice, PLAN_TIMEOUT)
+        question = brain.AskPlan(request=request or request_id(), job=job, current=current)
+        advice: brain.Advice = await self._call("Plan", question, brain.Advice, PLAN_TIMEOUT)
         return advice
 
     async def effect(self, job: str, workers: int, servers: int | None = None) -> brain.Expected:
         """Return the expected effect of other numbers of nodes on a job."""
-        asked = brain.AskEffect(job=job, workers=workers, servers=servers)
-        expected: brain.Expected = await self._call("Effect", asked, brain.Expected)
+        request = brain.AskEffect(job=job, workers=workers, servers=servers)
+        expected: brain.Expected = await self._call("Effect", request, brain.Expected)
         return expected
 
     async def similar(self, job: str) -> brain.Similar:
@@ -72,8 +72,8 @@ class BrainClient(Connection):
 
     async def jobs(self, limit: int = 100, *, running: bool = False) -> tuple[brain.JobRow, ...]:
         """Return the jobs that the Brain knows, latest first."""
-        asked = brain.AskJobs(limit=limit, running=running)
-        found: brain.Jobs = await self._call("Jobs", asked, brain.Jobs)
+        request = brain.AskJobs(limit=limit, running=running)
+        found: brain.Jobs = await self._call("Jobs", request, brain.Jobs)
         return found.jobs
 
     async def explain(self, job: str) -> brain.Story:
@@ -81,15 +81,17 @@ class BrainClient(Connection):
         story: brain.Story = await self._call("Explain", brain.Explain(job), brain.Story)
         return story
 
-    async def cluster(self) -> brain.Cluster:
+    async def cluster(self) -> brain.ClusterResources:
         """Return the cluster's resources, in total and free."""
-        found: brain.Cluster = await self._call("Cluster", brain.AskCluster(), brain.Cluster)
+        found: brain.ClusterResources = await self._call(
+            "Cluster", brain.AskCluster(), brain.ClusterResources
+        )
         return found
 
     async def divide(self) -> brain.Division:
         """Return the current division of the cluster among its jobs."""
-        asked = brain.AskDivision()
-        found: brain.Division = await self._call("Divide", asked, brain.Division, PLAN_TIMEOUT)
+        request = brain.AskDivision()
+        found: brain.Division = await self._call("Divide", request, brain.Division, PLAN_TIMEOUT)
         return found
 
 
@@ -108,7 +110,7 @@ class BrainLink:
         self._filled = asyncio.Event()
         self._settled = asyncio.Event()  # set if all reports are committed, or the Brain is away
         self.away = ""
-        """Reason why the Brain cannot be asked, in words; empty while it answers."""
+        """Reason why the Brain cannot be reached, in words; empty while it answers."""
         self.dropped = 0
         """Number of dropped reports: the Brain was away for too long, or refused them."""
         self._register()

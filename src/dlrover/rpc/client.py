@@ -14,7 +14,7 @@ from dlrover.errors import ConfigurationError
 from dlrover.rpc import messages, wire
 from dlrover.rpc.connection import REQUEST_TIMEOUT, Connection
 from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig, decode
-from dlrover.spec.roles import WORKER
+from dlrover.spec.node import WORKER
 
 STACKS_WAIT = 30.0
 """Additional seconds for the nodes to collect their workers' stacks."""

@@ -11,21 +11,25 @@ from typing import TypeAlias
 
 import msgspec
 
-from dlrover.spec.activity import WorkerActivity
 from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.events import Event
 from dlrover.spec.failure import Failure
+from dlrover.spec.measurements import NodeUsage, WorkerActivity
+from dlrover.spec.node import WORKER, Size
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.roles import WORKER, Size
-from dlrover.spec.stacks import Group, WorkerEvidence
-from dlrover.spec.usage import NodeUsage
+from dlrover.spec.stacks import StackGroup, WorkerEvidence
+from dlrover.spec.words import counted
 from dlrover.spec.world import Holding, Offer, World
 
 # ---- agent to master
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message on a stream; its fields are those of the master machine's ``NodeConnected``."""
+    """The first message on a stream; also an input of the master's machine.
+
+    ``uid`` is unique to the agent process. ``node_id`` is the id that it was launched with or got earlier; -1
+    for none. ``round`` is the round whose workers it runs; 0 for none. ``held`` has the details.
+    """
 
     uid: str
     node_id: int = -1
@@ -179,10 +183,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     def processes(self) -> str:
         """Return the world's processes in words: ``4 workers``, ``4 workers and 2 servers``."""
-        workers = Size(self.world_size - self.servers, self.servers)
         if self.servers:
-            return workers.sentence_part()
-        return f"{self.world_size} worker{'' if self.world_size == 1 else 's'}"
+            return Size(self.world_size - self.servers, self.servers).in_words()
+        return counted(self.world_size, "worker")
 
 
 class StacksRequest(msgspec.Struct, frozen=True):
@@ -193,7 +196,7 @@ class Stacks(msgspec.Struct, frozen=True):
     """The stacks of every rank, grouped."""
 
     round: int
-    groups: tuple[Group, ...]
+    groups: tuple[StackGroup, ...]
     missing: tuple[int, ...]
     """Ranks that did not answer."""
     report: str
@@ -214,8 +217,8 @@ class Notice(msgspec.Struct, frozen=True):
     status: Status
 
 
-class StopRequest(msgspec.Struct, frozen=True):
-    """Request to stop the job."""
+class StopRequest(msgspec.Struct, frozen=True, tag="stop_request"):
+    """Request to stop the job; also an input of the master's machine."""
 
     reason: str
     exit_code: int

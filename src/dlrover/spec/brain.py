@@ -11,7 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from dlrover.spec.batches import Batches
+from dlrover.spec.measurements import Batches
 from dlrover.spec.plan import Group, Plan
 
 Id: TypeAlias = Annotated[str, Meta(min_length=1, max_length=100, pattern=r"^[!-~]+$")]
@@ -183,7 +183,7 @@ class ReportOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
     reason: Text = ""
 
 
-class EndJob(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
+class ReportEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     """Report of a job's end."""
 
     request: Id
@@ -215,7 +215,7 @@ Report: TypeAlias = (
     | ReportUsage
     | ReportPlan
     | ReportOutcome
-    | EndJob
+    | ReportEnd
     | ReportCluster
     | SetQuota
 )
@@ -378,7 +378,7 @@ class AskCluster(msgspec.Struct, frozen=True):
     """Request for the resources of the cluster."""
 
 
-class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterResources(msgspec.Struct, frozen=True, kw_only=True):
     """Resources of the cluster; empty if none were reported."""
 
     nodes: tuple[ClusterNode, ...] = ()

@@ -10,9 +10,8 @@ from typing import TypeAlias
 import msgspec
 
 from dlrover.spec.failure import Action, Failure, Verdict
-from dlrover.spec.plan import Effect
-from dlrover.spec.roles import SERVER, Size
-from dlrover.spec.speed import ScaleKind
+from dlrover.spec.node import SERVER, Size
+from dlrover.spec.plan import Effect, ScaleKind
 from dlrover.spec.words import counted
 
 
@@ -64,12 +63,12 @@ class MasterAdopted(msgspec.Struct, frozen=True, tag="master_adopted"):
         """Return the event as one sentence."""
         return (
             f"The master is back without its journal: it adopted round {self.round} from "
-            f"{self.nodes} nodes; workers kept running. The budgets of restarts begin anew."
+            f"{self.nodes} nodes; workers kept running. The restart budgets start again from zero."
         )
 
 
 class NodeLaunched(msgspec.Struct, frozen=True, tag="node_launched"):
-    """The platform was asked to start a node."""
+    """The platform starts a node."""
 
     node: int
     replaces: int = -1
@@ -85,12 +84,12 @@ class NodeLaunched(msgspec.Struct, frozen=True, tag="node_launched"):
         replaced = f" in place of node {self.replaces}" if self.replaces >= 0 else ""
         sizes = (("cores", self.cpu_factor), ("memory", self.memory_factor))
         other = [f"{factor:.3g} times the {what}" for what, factor in sizes if factor != 1.0]
-        size = f" with {' and '.join(other)} that the job asked for" if other else ""
+        size = f" with {' and '.join(other)} that the job requested" if other else ""
         return f"{_node(self.node, self.role)} is being started{replaced}{size}."
 
 
 class NodeWaits(msgspec.Struct, frozen=True, tag="node_waits"):
-    """A node cannot be started yet."""
+    """A node cannot be started yet; without a reason, as the platform reports it: nothing hinders it any more."""
 
     node: int
     reason: str
@@ -214,9 +213,8 @@ class NodeCheckFinished(msgspec.Struct, frozen=True, tag="node_check_finished"):
 
     def sentence(self) -> str:
         """Return the event as one sentence."""
-        rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
         return (
-            f"The node check took {self.seconds:.2f} s in {rounds}: "
+            f"The node check took {self.seconds:.2f} s in {counted(self.rounds, 'round')}: "
             f"{self.nodes - self.excluded} of {self.nodes} nodes go on."
         )
 
@@ -417,16 +415,6 @@ def size(amount: int) -> str:
     return f"{amount / GIB:.1f} GiB" if amount >= GIB else f"{amount >> 20} MiB"
 
 
-def count(nodes: int) -> str:
-    """Return ``1 node``, ``2 nodes``."""
-    return f"{nodes} node{'' if nodes == 1 else 's'}"
-
-
-def told_size(nodes: int, servers: int) -> str:
-    """Return ``2 nodes``, or ``2 workers and 1 server``."""
-    return Size(nodes, servers).sentence_part() if servers else count(nodes)
-
-
 class PlanMade(msgspec.Struct, frozen=True, tag="plan_made"):
     """The auto-scaler begins to carry out a plan: other nodes, servers or batches."""
 
@@ -466,7 +454,9 @@ class FirstSize(msgspec.Struct, frozen=True, tag="first_size"):
 
     def sentence(self) -> str:
         """Return the event as one sentence."""
-        return f"The job starts with {count(self.nodes)}, as the Brain says: {self.reason}."
+        return (
+            f"The job starts with {counted(self.nodes, 'node')}, as the Brain says: {self.reason}."
+        )
 
 
 class PlanMeasured(msgspec.Struct, frozen=True, tag="plan_measured"):
@@ -493,8 +483,9 @@ class PlanMeasured(msgspec.Struct, frozen=True, tag="plan_measured"):
         """Return the event as one sentence."""
         where = "within" if self.within else "outside of"
         short = "; that does not pay" if self.short else ""
+        nodes = Size(self.nodes, self.servers).in_words()
         return (
-            f"Plan {self.number} brought {self.throughput:.3g} {self.unit} on {told_size(self.nodes, self.servers)}, "
+            f"Plan {self.number} brought {self.throughput:.3g} {self.unit} on {nodes}, "
             f"{self.error:+.0%} from what was predicted and {where} its interval{short}."
         )
 
@@ -526,8 +517,9 @@ class SizeSettled(msgspec.Struct, frozen=True, tag="size_settled"):
 
     def sentence(self) -> str:
         """Return the event as one sentence."""
+        nodes = Size(self.nodes, self.servers).in_words()
         return (
-            f"The job stays at {told_size(self.nodes, self.servers)} with {self.throughput:.3g} {self.unit}: of {self.tried} "
+            f"The job stays at {nodes} with {self.throughput:.3g} {self.unit}: of {self.tried} "
             "measured sizes none is worth a change, and no other is expected to be."
         )
 
@@ -542,7 +534,7 @@ class MemoryGrows(msgspec.Struct, frozen=True, tag="memory_grows"):
     """Bytes that the node has."""
     seconds: float
     """Time until then, at most."""
-    ordered: bool
+    ordered: bool = False
     """True if another node with more memory takes its place before that."""
     given: int = 0
     """Bytes of the other node; 0 if unknown."""
@@ -569,7 +561,7 @@ class MemoryBound(msgspec.Struct, frozen=True, tag="memory_bound"):
 
     def sentence(self) -> str:
         """Return the event as one sentence."""
-        has = f", {self.factor:.3g} times what was asked for" if self.factor != 1.0 else ""
+        has = f", {self.factor:.3g} times the requested amount" if self.factor != 1.0 else ""
         return f"Node {self.node} has all the memory that it can be given{has}: it gets no more."
 
 

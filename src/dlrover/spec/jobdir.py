@@ -8,8 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from dlrover.errors import FormatError
-from dlrover.spec.job import JobSpec, Limits
-from dlrover.spec.launch import LaunchSpec
+from dlrover.spec.job import JobSpec, LaunchSpec, Limits
 from dlrover.spec.node import NodeLimits
 from dlrover.spec.plan import Group
 
@@ -168,7 +167,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tls: TlsFiles = TlsFiles()
 
 
-class Header(msgspec.Struct, frozen=True):
+class ConfigHeader(msgspec.Struct, frozen=True):
     """Fields that the configurations of all versions share."""
 
     format: int = 1
@@ -184,7 +183,7 @@ def decode(path: Path, data: bytes, kind: type[T]) -> T:
         FormatError: another version of DLRover wrote it.
         msgspec.DecodeError: it is damaged.
     """
-    check_format(path, msgspec.json.decode(data, type=Header).format)
+    check_format(path, msgspec.json.decode(data, type=ConfigHeader).format)
     return msgspec.json.decode(data, type=kind)
 
 

@@ -1,10 +1,65 @@
-"""Life cycle of a node: one agent and its workers."""
+"""Nodes: one agent and its workers each; their roles and their life cycle.
+
+Workers have wanted ranks from 0, servers (role ``ps``, parameter servers) those from `FIRST_SERVER`, so that
+a world lists its workers first.
+"""
 
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 import msgspec
+
+from dlrover.spec.words import counted
+
+WORKER = "worker"
+SERVER = "ps"
+FIRST_SERVER = 1 << 20
+"""Wanted rank of the first server; the wanted ranks of all workers are lower."""
+
+
+def is_server(node_rank: int) -> bool:
+    """Return whether a node with this wanted rank is a server."""
+    return node_rank >= FIRST_SERVER
+
+
+def role_of(node_rank: int) -> str:
+    """Return the role of a node with this wanted rank: `WORKER` or `SERVER`."""
+    return SERVER if is_server(node_rank) else WORKER
+
+
+def index_in_role(node_rank: int) -> int:
+    """Return a node's index among the wanted nodes of its role, from 0."""
+    return node_rank - FIRST_SERVER if is_server(node_rank) else node_rank
+
+
+class Size(NamedTuple):
+    """Number of nodes by role, of an actual or a possible world."""
+
+    workers: int
+    """Nodes that are not servers."""
+    servers: int = 0
+
+    @property
+    def nodes(self) -> int:
+        """Total number of nodes."""
+        return self.workers + self.servers
+
+    def in_words(self) -> str:
+        """Return ``2 nodes``; with servers, ``2 workers and 1 server``."""
+        return self.by_role() if self.servers else counted(self.workers, "node")
+
+    def by_role(self) -> str:
+        """Return ``2 workers and 0 servers``."""
+        return f"{counted(self.workers, 'worker')} and {counted(self.servers, 'server')}"
+
+    def change_to(self, size: Size) -> str:
+        """Return ``1 -> 2 nodes``; with servers, the changes of both roles."""
+        if not size.servers:
+            return f"{self.workers} -> {size.workers} nodes"
+        pairs = zip(("workers", "servers"), self, size, strict=True)
+        return ", ".join(f"{old} -> {new} {role}" for role, old, new in pairs if old != new)
 
 
 class NodeLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
+
+from dlrover.spec.node import Size
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,7 +65,53 @@ class PlanOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """True if the measured throughput lies in the predicted interval."""
         return self.effect.low <= self.throughput <= self.effect.high
 
+
+class ScaleKind(str, enum.Enum):
+    """Reason for a change of a job's size. Users see the value."""
+
+    GROW = "more nodes"
+    """The model expects that more nodes pay off."""
+    SHRINK = "fewer nodes"
+    """The model expects that fewer nodes pay off."""
+    MEASURE = "measure"
+    """The effect is unknown; it is tried."""
+    REPLACE = "another node"
+    """A slow node holds up the others."""
+    MIGRATE = "other servers"
+    """Hot servers move to nodes with more cores."""
+    REBALANCE = "even load"
+    """The parameters are unevenly distributed over the servers; the program redistributes them."""
+    BATCH = "another batch"
+    """Steps of another size make more progress in the same time."""
+    RETURN = "roll back"
+    """The tried change fell short."""
+
+
+class ScaleStage(str, enum.Enum):
+    """Stage of the search for the best size. Users see the value."""
+
+    START = "start"
+    """The first size has not been measured yet."""
+    ADJUST = "initial adjustment"
+    """Sizes are tried, one after the other."""
+    RUNNING = "running"
+    """The best size is known; it is reviewed from time to time."""
+
+
+class ScaleDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """A wanted number of nodes."""
+
+    kind: ScaleKind
+    nodes: int
+    servers: int = 0
+    batch: int = 0
+    """Wanted samples per step of all workers; 0: unchanged."""
+    plan: Plan
+    plan_id: str = ""
+    """The Brain's id of the plan, if the Brain made it. The Brain weighs jobs against each other, so a job
+    does not roll back such a plan."""
+
     @property
-    def worthwhile(self) -> bool:
-        """True if the job is faster than before the plan."""
-        return self.throughput > self.effect.before
+    def size(self) -> Size:
+        """Wanted size of the job."""
+        return Size(self.nodes, self.servers)

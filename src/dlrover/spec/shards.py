@@ -67,7 +67,7 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of silence after which a worker's shards are leased to others."""
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True):
+class FailedSpan(msgspec.Struct, frozen=True, array_like=True):
     """Samples that could not be read."""
 
     span: Span
@@ -83,7 +83,7 @@ class Incarnation(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 _Spans = Annotated[tuple[Span, ...], msgspec.Meta(max_length=MAX_SPANS)]
-_Failures = Annotated[tuple[Failed, ...], msgspec.Meta(max_length=MAX_WANT)]
+_Failures = Annotated[tuple[FailedSpan, ...], msgspec.Meta(max_length=MAX_WANT)]
 
 
 class OpenShards(msgspec.Struct, frozen=True, array_like=True, tag="open"):

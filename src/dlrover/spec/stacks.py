@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.measurements import WorkerActivity
 
 STACK_FRAMES = 64
 """Innermost frames of a worker's main thread that are kept."""
@@ -69,17 +69,17 @@ class WorkerEvidence(msgspec.Struct, frozen=True, kw_only=True):
         """State of its accelerator in words; empty if unknown."""
         if self.busy < 0:
             return ""
-        told = f"{self.busy} % busy"
+        state = f"{self.busy} % busy"
         if self.moving >= 0:
-            told += f", memory {self.moving} %"
+            state += f", memory {self.moving} %"
         if self.busy < BUSY:
-            return f"{told}: it has next to nothing to do"
+            return f"{state}: it has next to nothing to do"
         if self.device_computes or self.moving < 0:
-            return told
-        return f"{told}: as a collective that waits for other ranks"
+            return state
+        return f"{state}: as a collective that waits for other ranks"
 
 
-class Group(msgspec.Struct, frozen=True):
+class StackGroup(msgspec.Struct, frozen=True):
     """Ranks at the same place."""
 
     place: str
@@ -172,7 +172,7 @@ def _is_program(frame: Frame) -> bool:
 # ---- groups
 
 
-def groups(evidence: Iterable[WorkerEvidence]) -> tuple[Group, ...]:
+def groups(evidence: Iterable[WorkerEvidence]) -> tuple[StackGroup, ...]:
     """Return the ranks grouped by place, the largest group first."""
     ranks: dict[str, list[int]] = {}
     waits: dict[str, bool] = {}
@@ -180,11 +180,11 @@ def groups(evidence: Iterable[WorkerEvidence]) -> tuple[Group, ...]:
         name = place(one.frames) if one.state not in ("T", "t") else "a stopped process"
         ranks.setdefault(name, []).append(one.rank)
         waits[name] = waits_for_others(one.frames) and one.state not in ("T", "t")
-    found = [Group(name, tuple(sorted(at)), waits[name]) for name, at in ranks.items()]
+    found = [StackGroup(name, tuple(sorted(at)), waits[name]) for name, at in ranks.items()]
     return tuple(sorted(found, key=lambda group: (-len(group.ranks), group.ranks)))
 
 
-def culprits(found: Sequence[Group], missing: Iterable[int] = ()) -> tuple[int, ...]:
+def culprits(found: Sequence[StackGroup], missing: Iterable[int] = ()) -> tuple[int, ...]:
     """Return the ranks that the others wait for; empty if nothing distinguishes them.
 
     These are the ranks that did not answer; else the minority that does not wait for others; else the ranks
@@ -196,7 +196,7 @@ def culprits(found: Sequence[Group], missing: Iterable[int] = ()) -> tuple[int, 
         return silent or found[0].ranks
     if len(found) <= 1:
         return ()
-    odd: Sequence[Group] = [group for group in found if not group.waits]
+    odd: Sequence[StackGroup] = [group for group in found if not group.waits]
     if not odd or 2 * sum(len(group.ranks) for group in odd) > total:
         odd = _beside_most(found, odd, total)
     return tuple(sorted(rank for group in odd for rank in group.ranks))
@@ -209,11 +209,13 @@ def starved(evidence: Iterable[WorkerEvidence]) -> tuple[int, ...]:
     """
     known = list(evidence)
     idle = tuple(sorted(one.rank for one in known if 0 <= one.busy < BUSY))
-    told = all(one.busy >= 0 for one in known)
-    return idle if told and 0 < 2 * len(idle) < len(known) else ()
+    complete = all(one.busy >= 0 for one in known)
+    return idle if complete and 0 < 2 * len(idle) < len(known) else ()
 
 
-def _beside_most(found: Sequence[Group], odd: Sequence[Group], total: int) -> Sequence[Group]:
+def _beside_most(
+    found: Sequence[StackGroup], odd: Sequence[StackGroup], total: int
+) -> Sequence[StackGroup]:
     """Return the groups beside the one with most ranks; the majority waits, by whatever means."""
     most = found[0]
     if 2 * len(most.ranks) <= total:
@@ -222,7 +224,7 @@ def _beside_most(found: Sequence[Group], odd: Sequence[Group], total: int) -> Se
     return [group for group in others if not group.waits] or others
 
 
-def in_words(found: Sequence[Group], missing: Iterable[int] = ()) -> str:
+def in_words(found: Sequence[StackGroup], missing: Iterable[int] = ()) -> str:
     """Return the groups as part of a sentence."""
     named = [str(group) for group in found[:PLACES_NAMED]]
     rest = sum(len(group.ranks) for group in found[PLACES_NAMED:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dlrover.spec import roles
+from dlrover.spec.node import SERVER, WORKER
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -44,10 +44,10 @@ class World(msgspec.Struct, frozen=True):
 
     @property
     def role(self) -> str:
-        """Role of this node: `roles.WORKER` or `roles.SERVER`; empty in a job without servers."""
+        """Role of this node: `WORKER` or `SERVER`; empty in a job without servers."""
         if not self.servers:
             return ""
-        return roles.SERVER if self.first_rank >= self.workers else roles.WORKER
+        return SERVER if self.first_rank >= self.workers else WORKER
 
     @property
     def workers(self) -> int:

@@ -1,1 +1,1 @@
-"""Public test kit: simulated agents, and drivers for the state machines."""
+"""Faults for jobs that run: `dlrover chaos`."""

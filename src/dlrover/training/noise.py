@@ -156,5 +156,5 @@ def _check(model: nn.Module) -> None:
         ):
             raise ConfigurationError(
                 f"max_global_batch_size does not go with {type(module).__name__}: no rank has its own gradient,"
-                " of which the noise is measured; it takes DistributedDataParallel."
+                " whose noise could be measured; use DistributedDataParallel."
             )

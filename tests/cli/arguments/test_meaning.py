@@ -20,7 +20,7 @@ from dlrover.cli.run.launchspec import (
     parse_std,
 )
 from dlrover.cli.run.nodes import parse_nnodes
-from dlrover.spec.launch import Entry, Std, StdMap
+from dlrover.spec.job import Entry, Std, StdMap
 from tests.cli.arguments.lines import COMMAND_LINES, no_probe, options, outcome, refusal
 
 # Nodes

@@ -7,7 +7,7 @@ import os
 import pytest
 
 import dlrover
-from dlrover._util.accelerators import RESOURCES
+from dlrover.accelerators import RESOURCES
 from dlrover.cli.run.arguments import build_parser, parse
 from tests.cli.arguments.lines import (
     COMMAND_LINES,

@@ -15,7 +15,7 @@ from dlrover.cli.run.nproc import probe_devices, resolve_nproc
 from dlrover.config import Settings
 from dlrover.errors import ConfigurationError
 from dlrover.master.compose import Request, master_config
-from dlrover.spec.launch import Entry
+from dlrover.spec.job import Entry
 from tests.cli.arguments.lines import PATH_ONLY, no_probe, options, refusal
 
 # The training program

@@ -50,19 +50,7 @@ class WorkersStopped(msgspec.Struct, frozen=True):
     """Input: `StopWorkers` is done; no process of the workers remains."""
 
 
-class Abandoned(msgspec.Struct, frozen=True):
-    """Input: the node must leave without an order: its owner died, or the master is gone for good."""
-
-    outcome: Outcome
-
-
-class Checked(msgspec.Struct, frozen=True):
-    """Input: `RunCheck` is done."""
-
-    report: CheckReport
-
-
-Input: TypeAlias = messages.MasterMessage | Checked | WorkerEnded | WorkersStopped | Abandoned
+Input: TypeAlias = messages.MasterMessage | CheckReport | WorkerEnded | WorkersStopped
 
 # ---- commands
 
@@ -73,37 +61,23 @@ class JoinRound(msgspec.Struct, frozen=True):
     round: int
 
 
-class Say(msgspec.Struct, frozen=True):
-    """Command: send a message to the master; it is dropped while there is no connection."""
-
-    message: messages.Failed | messages.Succeeded | CheckReport
-
-
-class RunCheck(msgspec.Struct, frozen=True):
-    """Command: check this node, then report `Checked`. An unfinished earlier check is cancelled."""
-
-    order: CheckOrder
-
-
-class StartWorkers(msgspec.Struct, frozen=True):
-    """Command: start this node's workers of a world."""
-
-    world: World
-    fresh: bool = False
-    """True to start them from processes that have loaded nothing yet."""
-
-
 class StopWorkers(msgspec.Struct, frozen=True):
     """Command: stop all workers, then report `WorkersStopped`."""
 
 
-class Leave(msgspec.Struct, frozen=True):
-    """Command: end the agent."""
-
-    outcome: Outcome
-
-
-Command: TypeAlias = JoinRound | Say | RunCheck | StartWorkers | StopWorkers | Leave
+Command: TypeAlias = (
+    JoinRound
+    | StopWorkers
+    | messages.Failed
+    | messages.Succeeded
+    | CheckReport
+    | CheckOrder
+    | messages.AssignWorld
+    | messages.Dismiss
+)
+"""Besides its own, a command is a message: one to the master is sent, or dropped without a connection. Of the
+master's, `CheckOrder` checks this node (the `CheckReport` is the next input; an unfinished earlier check is
+cancelled), `AssignWorld` starts its workers, and `Dismiss` ends the agent."""
 
 
 @dataclass
@@ -166,27 +140,27 @@ class AgentMachine:
                 return self._assign(event)
             case CheckOrder():
                 return self._order_check(event)
-            case Checked():
-                return self._note_check(event.report)
+            case CheckReport():
+                return self._note_check(event)
             case WorkerEnded():
                 return self._worker_ended(event)
             case WorkersStopped():
                 return self._workers_stopped()
-            case messages.Dismiss() | Abandoned():
-                return self._leave(event.outcome)
+            case messages.Dismiss():
+                return self._leave(event)
             case messages.CollectEvidence():
                 return []
 
     def _welcome(self, event: messages.Welcome) -> list[Command]:
         self.node_id = event.node_id
         self.epoch = max(self.epoch, event.epoch)
-        said: list[Command] = [Say(messages.Failed(failure)) for failure in self.failures]
+        said: list[Command] = [messages.Failed(failure) for failure in self.failures]
         if self.stage in (Stage.CONNECTING, Stage.JOINED):
             self.stage = Stage.JOINED
             self._note_round(event.round)
             said.append(JoinRound(self.round))
         elif self.stage is Stage.SUCCEEDED:
-            said.append(Say(messages.Succeeded(self.running_round)))
+            said.append(messages.Succeeded(self.running_round))
         return said
 
     def _note_round(self, round_: int) -> None:
@@ -206,15 +180,15 @@ class AgentMachine:
         if self.stage is not Stage.JOINED:
             return []
         if self.order is not None and _same(self.order, order):
-            return [Say(self.report)] if self.report is not None else []
+            return [self.report] if self.report is not None else []
         self.order, self.report = order, None
-        return [RunCheck(order)]
+        return [order]
 
     def _note_check(self, report: CheckReport) -> list[Command]:
         if self.order is None or not _same(self.order, report):
             return []
         self.report = report
-        return [Say(report)]
+        return [report]
 
     def _assign(self, event: messages.AssignWorld) -> list[Command]:
         world = event.world
@@ -226,7 +200,7 @@ class AgentMachine:
         self.order = self.report = None
         self.failures = []
         self.running = set(range(self.nproc))
-        return [StartWorkers(world, event.fresh)]
+        return [event]
 
     def _worker_ended(self, event: WorkerEnded) -> list[Command]:
         if self.world is None:
@@ -236,10 +210,10 @@ class AgentMachine:
             self.failures.append(event.failure)
             if self.stage is Stage.RUNNING:
                 self.stage = Stage.FAILED
-            return [Say(messages.Failed(event.failure))]
+            return [messages.Failed(event.failure)]
         if self.stage is Stage.RUNNING and not self.running:
             self.stage = Stage.SUCCEEDED
-            return [Say(messages.Succeeded(self.running_round))]
+            return [messages.Succeeded(self.running_round)]
         return []
 
     def _workers_stopped(self) -> list[Command]:
@@ -247,21 +221,21 @@ class AgentMachine:
         self.world = None
         if self.outcome is not None:
             self.stage = Stage.LEFT
-            return [Leave(self.outcome)]
+            return [messages.Dismiss(self.outcome)]
         self.stage = Stage.JOINED
         return [JoinRound(self.round)]
 
-    def _leave(self, outcome: Outcome) -> list[Command]:
+    def _leave(self, dismissal: messages.Dismiss) -> list[Command]:
         if self.outcome is not None:
             return []
-        self.outcome = outcome
+        self.outcome = dismissal.outcome
         if self.stage is Stage.STOPPING:
             return []
         if self.world is not None:
             self.stage = Stage.STOPPING
             return [StopWorkers()]
         self.stage = Stage.LEFT
-        return [Leave(outcome)]
+        return [dismissal]
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError at the first violation."""

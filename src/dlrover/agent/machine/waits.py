@@ -9,6 +9,8 @@ from dlrover.spec.outcome import Outcome
 
 FIRST_NOTICE = 5.0
 """Seconds of a wait before its first notice."""
+NOTICE_POLL = 0.5
+"""Minimum seconds between two checks for a due notice."""
 NOTICE_INTERVAL = 30.0
 """Seconds between two notices."""
 
@@ -34,7 +36,7 @@ class Waits:
         self._noticed_at = -NOTICE_INTERVAL
         self._noticed = False
 
-    def heard(self, now: float, address: str) -> str:
+    def answered(self, now: float, address: str) -> str:
         """Note a message of the master; return a notice if this ends a wait with an earlier notice."""
         away, self._away, self._known = self._away, None, True
         noticed, self._noticed = self._noticed, False
@@ -65,6 +67,12 @@ class Waits:
         answered = "came back" if self._known else "answered"
         reason = f"No DLRover master {answered} at {address} within {limit:g} s ({name})."
         return Outcome(exit_code=ExitCode.INFRASTRUCTURE, reason=reason)
+
+    def quiet(self, now: float) -> float:
+        """Return the seconds until a notice may be due, also about a wait that begins meanwhile."""
+        since = self._away if self._away is not None else self._joined
+        first = (now if since is None else since) + FIRST_NOTICE
+        return max(NOTICE_POLL, max(first, self._noticed_at + NOTICE_INTERVAL) - now)
 
     def notice(self, now: float, stage: Stage, node: int, address: str) -> str:
         """Return a line about the current wait; empty if no notice is due."""

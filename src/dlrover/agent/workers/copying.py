@@ -1,6 +1,6 @@
 """Copying of growing files to a console, line by line or raw, without blocking on the console.
 
-A `Copier` is a thread that drives one `Pump` per destination. A pump takes turns between its
+A `OutputCopier` is a thread that drives one `Pump` per destination. A pump takes turns between its
 sources and reads a file no faster than the destination accepts: the files are the buffer.
 """
 
@@ -98,7 +98,7 @@ class LineFormatter:
         return not self._needles or any(needle in line for needle in self._needles)
 
 
-class Source:
+class GrowingFile:
     """A growing file that another process appends to, read from its beginning.
 
     With ``frees`` the file lies in memory, which is freed after reading, except for its end.
@@ -192,7 +192,7 @@ class Sink:
 class Pump:
     """A copier from several sources, in turn, to one sink; it reads no faster than the sink accepts."""
 
-    def __init__(self, name: str, sink: Sink, sources: Iterable[Source]) -> None:
+    def __init__(self, name: str, sink: Sink, sources: Iterable[GrowingFile]) -> None:
         self._name = name
         self._sink = sink
         self._sources = collections.deque(sources)
@@ -258,7 +258,7 @@ class Pump:
         return piece[: piece.rfind(b"\n") + 1] or piece
 
 
-class Copier:
+class OutputCopier:
     """A thread that drives the pumps until everything is copied or the time is up."""
 
     def __init__(self, pumps: Sequence[Pump], resources: contextlib.ExitStack) -> None:

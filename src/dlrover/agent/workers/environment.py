@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from dlrover import config
 from dlrover.errors import ConfigurationError
-from dlrover.spec.launch import LaunchSpec
-from dlrover.spec.roles import SERVER
+from dlrover.spec.job import LaunchSpec
+from dlrover.spec.node import SERVER
 from dlrover.spec.world import World
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"

@@ -19,7 +19,7 @@ GIB = 1024**3
 FULL_BELOW = 0.01
 """Free share of a file system below which it counts as full, unless 1 GiB or more is free."""
 
-_TELLING = re.compile(
+_FAULT = re.compile(
     r"""\bxid\b|\bNVRM|\bNVLink|\bnvswitch|fallen\ off            # accelerators
       | \bamdgpu|\bHBM\b|\bdavinci|\bdevdrv                       #
       | oom-kill|out\ of\ memory|killed\ process                  # memory
@@ -39,9 +39,9 @@ FIRST_PID_NAMESPACE = 0xEFFFFFFC
 """The kernel's fixed inode number of the first PID namespace, whose numbers its log uses."""
 
 
-def tells(line: str) -> bool:
+def may_be_fault(line: str) -> bool:
     """Return whether a line of the kernel log may indicate a fault."""
-    return _TELLING.search(line) is not None
+    return _FAULT.search(line) is not None
 
 
 class NodeFacts:
@@ -93,7 +93,7 @@ class NodeFacts:
             if not record:
                 return
             message = record.decode(errors="replace").partition(";")[2].partition("\n")[0]
-            if tells(message):
+            if may_be_fault(message):
                 yield message
 
 

@@ -23,15 +23,15 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from dlrover.agent.workers.copying import Copier, LineFormatter, Pump, Sink, Source
+from dlrover.agent.workers.copying import GrowingFile, LineFormatter, OutputCopier, Pump, Sink
 from dlrover.errors import ConfigurationError
 from dlrover.spec.failure import TEXT_LIMIT
-from dlrover.spec.launch import Std
+from dlrover.spec.job import Std
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from dlrover.spec.launch import LaunchSpec
+    from dlrover.spec.job import LaunchSpec
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class AttemptLogs:
         self.directory = directory
         self._launch = launch
         self._ranks = dict(ranks)
-        self._copier: Copier | None = None
+        self._copier: OutputCopier | None = None
         self._overflows = {
             (rank, stream): os.memfd_create(f"dlrover-{_NAMES[stream]}")
             for rank in ranks
@@ -113,7 +113,7 @@ class AttemptLogs:
                 *self._pumps(Std.OUT, console_out, self._launch.duplicate_stdout_filters, files),
                 *self._pumps(Std.ERR, console_err, self._launch.duplicate_stderr_filters, files),
             ]
-            self._copier = Copier(pumps, files.pop_all())
+            self._copier = OutputCopier(pumps, files.pop_all())
 
     def stop(self, timeout: float = STOP_TIMEOUT) -> None:
         """Copy the remaining output, for about ``timeout`` seconds at most. Idempotent.
@@ -153,11 +153,11 @@ class AttemptLogs:
         modes = {rank: console_mode(self._launch, rank, stream) for rank in self._ranks}
         raw = [rank for rank, mode in modes.items() if mode is ConsoleMode.RAW]
         teed = [rank for rank, mode in modes.items() if mode is ConsoleMode.PREFIXED]
-        sources = [Source(self._path(rank, stream)) for rank in raw]
+        sources = [GrowingFile(self._path(rank, stream)) for rank in raw]
         sources += self._teed_sources(stream, teed, ())
         for rank in [*raw, *teed]:
             formatter = self._formatter(rank, ()) if rank in teed else None
-            sources.append(Source(Path(self.overflow(rank, stream)), formatter, frees=True))
+            sources.append(GrowingFile(Path(self.overflow(rank, stream)), formatter, frees=True))
         yield Pump(f"the console's {_NAMES[stream]}", Sink(console), sources)
         if needles:
             path = self.directory / f"filtered_{_NAMES[stream]}.log"
@@ -166,9 +166,9 @@ class AttemptLogs:
 
     def _teed_sources(
         self, stream: Std, local_ranks: Iterable[int], needles: tuple[str, ...]
-    ) -> list[Source]:
+    ) -> list[GrowingFile]:
         return [
-            Source(self._path(local_rank, stream), self._formatter(local_rank, needles))
+            GrowingFile(self._path(local_rank, stream), self._formatter(local_rank, needles))
             for local_rank in local_ranks
         ]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dlrover import __version__
 from dlrover._util.files import write_atomically
-from dlrover.spec.launch import Entry, LaunchSpec
+from dlrover.spec.job import Entry, LaunchSpec
 
 logger = logging.getLogger(__name__)
 

@@ -59,7 +59,7 @@ def preload(names: list[str], own: Mapping[str, str]) -> Preloaded:
     """
     before = dict(os.environ)  # noqa: TID251 - to detect changes by the imports
     generators = Generators()
-    with _quiet(), generators.watched(), _watched() as asked:
+    with _quiet(), generators.watched(), _watched() as reads:
         for name in names:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
@@ -68,10 +68,10 @@ def preload(names: list[str], own: Mapping[str, str]) -> Preloaded:
         k: after.get(k) for k in before.keys() | after.keys() if before.get(k) != after.get(k)
     }
     generators.find()
-    return Preloaded("; ".join(_problems(asked, own)), changed, generators)
+    return Preloaded("; ".join(_problems(reads, own)), changed, generators)
 
 
-def _problems(asked: set[str], own: Mapping[str, str]) -> Iterator[str]:
+def _problems(reads: set[str], own: Mapping[str, str]) -> Iterator[str]:
     if threading.active_count() > 1:
         others = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
         yield f"importing started threads: {', '.join(others)}"
@@ -81,8 +81,8 @@ def _problems(asked: set[str], own: Mapping[str, str]) -> Iterator[str]:
         yield f"importing initialised {', '.join(initialised)}"
     if opened := _open_devices():
         yield f"importing opened {', '.join(opened)}"
-    if asked:
-        yield f"importing read {', '.join(sorted(asked))}, which only workers have"
+    if reads:
+        yield f"importing read {', '.join(sorted(reads))}, which only workers have"
     if taken := [name for name, file in own.items() if _file_of(name) not in ("", file)]:
         yield f"importing loaded other modules than the program's: {', '.join(taken)}"
 
@@ -152,17 +152,17 @@ def _quiet() -> Iterator[None]:
             warnings.showwarning = shown
 
 
-class _Watched(dict[bytes, bytes]):
+class _WatchedEnviron(dict[bytes, bytes]):
     """The mapping behind ``os.environ``, which records lookups of per-worker variables."""
 
     def __init__(self, variables: Mapping[bytes, bytes]) -> None:
         super().__init__(variables)
-        self.asked: set[str] = set()
+        self.reads: set[str] = set()
 
     def __getitem__(self, key: bytes) -> bytes:
         name = os.fsdecode(key)
         if name in PER_WORKER:
-            self.asked.add(name)
+            self.reads.add(name)
         return super().__getitem__(key)
 
 
@@ -170,9 +170,9 @@ class _Watched(dict[bytes, bytes]):
 def _watched() -> Iterator[set[str]]:
     """Record the per-worker variables that are read; the yielded set grows meanwhile."""
     environ: Any = os.environ  # noqa: TID251
-    watched = _Watched(environ._data)  # noqa: SLF001
+    watched = _WatchedEnviron(environ._data)  # noqa: SLF001
     environ._data = watched  # noqa: SLF001 - os.environ itself has many aliases and copies
     try:
-        yield watched.asked
+        yield watched.reads
     finally:
         environ._data = dict(watched)  # noqa: SLF001

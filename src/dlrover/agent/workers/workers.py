@@ -16,18 +16,18 @@ from pathlib import Path
 
 import msgspec
 
-from dlrover import launched
-from dlrover._util import accelerators, cgroup, procs
+from dlrover import accelerators, launched
+from dlrover._util import cgroup, procs
 from dlrover.agent.devices import Devices
 from dlrover.agent.workers import environment, evidence, numa, zygotes
 from dlrover.agent.workers.facts import NodeFacts
 from dlrover.agent.workers.logs import AttemptLogs, RunLogs
 from dlrover.agent.workers.modules import ModuleList
-from dlrover.agent.workers.zygote import Order
+from dlrover.agent.workers.zygote import StartOrder
 from dlrover.errors import ConfigurationError
-from dlrover.spec.activity import WorkerActivity
 from dlrover.spec.failure import OWN_ENDS, Failure, FailureKind
-from dlrover.spec.launch import Entry, LaunchSpec, Std
+from dlrover.spec.job import Entry, LaunchSpec, Std
+from dlrover.spec.measurements import WorkerActivity
 from dlrover.spec.stacks import WorkerEvidence
 from dlrover.spec.world import World
 from dlrover.training.worker.bootstrap import Program
@@ -35,6 +35,10 @@ from dlrover.training.worker.progress import MAX_SLOTS, Board
 
 logger = logging.getLogger(__name__)
 
+BOARD_POLL = 0.05
+"""Seconds between two reads of the progress board."""
+REAP_INTERVAL = 5.0
+"""Seconds between two searches for orphans to reap."""
 KILL_WAIT = 10.0
 """Seconds to wait for a process after SIGKILL; one that takes longer hangs in the kernel."""
 
@@ -152,11 +156,11 @@ class WorkerGroup:
         sys.stdout.flush()
         self._logs.start(sys.stdout.buffer, sys.stderr.buffer)
 
-    def _order(self, id_: int, worker: Worker, world: World, logs: AttemptLogs) -> Order:
+    def _order(self, id_: int, worker: Worker, world: World, logs: AttemptLogs) -> StartOrder:
         local_rank = worker.local_rank
         error_file = str(logs.error_file(local_rank))
         launch = self._launch
-        return Order(
+        return StartOrder(
             spawn=id_,
             program=Program(
                 entry=launch.entry.value,
@@ -222,7 +226,7 @@ class WorkerGroup:
             return warm
         return self._cold_zygote()
 
-    def _start_cold(self, orders: list[Order]) -> None:
+    def _start_cold(self, orders: list[StartOrder]) -> None:
         """Start workers from the cold zygote: the warm one is unfit or late."""
         for order in orders:
             self._cold_zygote().spawn(order)
@@ -274,6 +278,18 @@ class WorkerGroup:
 
     # ---- watch
 
+    async def watch(self, progressed: Callable[[], None]) -> None:
+        """Follow the workers until cancelled; call ``progressed`` after each step that all of them have made."""
+        steps, reaped_at = 0, time.monotonic()
+        while True:
+            await asyncio.sleep(BOARD_POLL)
+            before, steps = steps, self.steps()
+            if steps and steps != before:
+                progressed()
+            if time.monotonic() - reaped_at > REAP_INTERVAL:
+                reaped_at = time.monotonic()
+                self._reap()
+
     def _started(self, id_: int, pid: int) -> None:
         self._by_id[id_].pid = pid
         if self._stopped_at is not None:
@@ -320,7 +336,7 @@ class WorkerGroup:
             exit_code=None if signaled else os.WEXITSTATUS(status),
             signal=os.WTERMSIG(status) if signaled else None,
             exception=error.type,
-            asked_by=error.asked_by,
+            handled_signal=error.handled_signal,
             message=error.message,
             traceback=error.traceback,
             stderr_tail=self._logs.stderr_tail(worker.local_rank),
@@ -428,7 +444,7 @@ class WorkerGroup:
             await zygote.wait()
         await procs.end(procs.running(SAVER), saver_wait)
 
-    def reap(self) -> None:
+    def _reap(self) -> None:
         """Reap orphans left by ended workers and zygotes."""
         self._retired = [z for z in self._retired if z.process.poll() is None]
         procs.reap_orphans(self._own_pids())
@@ -446,7 +462,7 @@ class RecordedError:
     message: str = ""
     traceback: str = ""
     time: float = 0.0
-    asked_by: int = 0
+    handled_signal: int = 0
     """As in `Failure`."""
 
     def __bool__(self) -> bool:
@@ -469,15 +485,15 @@ def _recorded_error(path: Path) -> RecordedError:
         when = float(extra.get("time") or extra.get("timestamp") or 0)
     except (TypeError, ValueError):
         when = 0.0
-    asked_by = extra.get("asked_by")
-    if not isinstance(asked_by, int) or not 0 < asked_by < signal.NSIG:
-        asked_by = 0
+    handled_signal = extra.get("handled_signal")
+    if not isinstance(handled_signal, int) or not 0 < handled_signal < signal.NSIG:
+        handled_signal = 0
     return RecordedError(
         type=str(message.get("errorType") or name.partition("(")[0]),
         message=rest if colon and name.isidentifier() else text,
         traceback=str(extra.get("py_callstack", "")),
         time=when,
-        asked_by=asked_by,
+        handled_signal=handled_signal,
     )
 
 

@@ -7,7 +7,7 @@ milliseconds. The first zygote of a job imports nothing, so that the first run b
 
 The protocol is one JSON object per frame (`dlrover._util.framing`):
 
-- to the zygote: ``{"spawn": id, ...}`` (see `Order`);
+- to the zygote: ``{"spawn": id, ...}`` (see `StartOrder`);
 - from it: ``{"ready": seconds, "problem": text}``, ``{"started": id, "pid": n}``,
   ``{"exited": id, "status": wait status}``.
 
@@ -46,7 +46,7 @@ COMMAND_LINE_ROOM = 2048
 
 
 @dataclass(frozen=True)
-class Order:
+class StartOrder:
     """An order to start one worker."""
 
     spawn: int
@@ -62,7 +62,7 @@ class Order:
     stderr_overflow: str = ""
 
     @classmethod
-    def unpack(cls, message: dict[str, Any]) -> Order:
+    def unpack(cls, message: dict[str, Any]) -> StartOrder:
         """Return the order that `dataclasses.asdict` made ``message`` of."""
         program = message["program"]
         program["given"] = launched.Given(**program["given"])
@@ -86,7 +86,7 @@ class Zygote:
         self._sock = sock
         self._workers: dict[int, int] = {}  # pid -> the agent's id
 
-    def serve(self) -> Order | None:
+    def serve(self) -> StartOrder | None:
         """Carry out orders until the socket closes, then kill the remaining workers and return None.
 
         In a forked worker, return the worker's order.
@@ -108,7 +108,7 @@ class Zygote:
                 else:
                     os.read(wake_read, 1 << 10)
             for message in frames(buffer):
-                order = Order.unpack(message)
+                order = StartOrder.unpack(message)
                 if self._fork(order):
                     selector.close()
                     signal.set_wakeup_fd(-1)
@@ -121,7 +121,7 @@ class Zygote:
                 os.killpg(pid, signal.SIGKILL)
         return None
 
-    def _fork(self, order: Order) -> bool:
+    def _fork(self, order: StartOrder) -> bool:
         """Fork a worker; return True in the new process."""
         with warnings.catch_warnings():
             # Python 3.12 warns of threads that a fork does not copy. `preload` has ensured that
@@ -152,7 +152,7 @@ class Zygote:
             self._sock.sendall(pack(message))  # a dead agent is noticed when reading
 
 
-def become_worker(order: Order, board: Board, variables: Mapping[str, str | None]) -> None:
+def become_worker(order: StartOrder, board: Board, variables: Mapping[str, str | None]) -> None:
     """Run a worker's program in a process forked by `Zygote.serve`.
 
     ``variables`` are the zygote's environment variables that its imports changed.
@@ -180,7 +180,7 @@ def show_command_line(words: list[str]) -> None:
     ctypes.memmove(start, text, len(text))
 
 
-def _replace_by_command(order: Order) -> NoReturn:
+def _replace_by_command(order: StartOrder) -> NoReturn:
     """Replace the process with another program; if that fails, exit with a shell's exit code."""
     for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(ignored_by_python, signal.SIG_DFL)
@@ -192,7 +192,7 @@ def _replace_by_command(order: Order) -> NoReturn:
         sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def leave_zygote(order: Order, sock: socket.socket, zygote_pid: int) -> None:
+def leave_zygote(order: StartOrder, sock: socket.socket, zygote_pid: int) -> None:
     """Separate a forked process from its zygote: session, signals, socket, output and CPU affinity."""
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

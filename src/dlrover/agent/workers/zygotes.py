@@ -54,7 +54,7 @@ class ZygoteProcess:
         on_started: OnStarted,
         on_exited: OnExited,
         on_lost: Callable[[ZygoteProcess], None],
-        on_unfit: Callable[[list[zygote.Order]], None] | None = None,
+        on_unfit: Callable[[list[zygote.StartOrder]], None] | None = None,
     ) -> None:
         """Start the process.
 
@@ -64,7 +64,7 @@ class ZygoteProcess:
         """
         self.ready = False
         self._on_unfit = on_unfit
-        self._held: list[zygote.Order] = []
+        self._held: list[zygote.StartOrder] = []
         self._timer: asyncio.TimerHandle | None = None
         self._python = python
         self.problem = ""
@@ -89,7 +89,7 @@ class ZygoteProcess:
         self._socket = ours
         asyncio.get_running_loop().add_reader(ours.fileno(), self._receive)
 
-    def spawn(self, order: zygote.Order) -> None:
+    def spawn(self, order: zygote.StartOrder) -> None:
         """Start a worker, now or once the zygote is ready."""
         if self.ready or self._on_unfit is None:
             self.workers.add(order.spawn)
@@ -117,7 +117,7 @@ class ZygoteProcess:
         if self._timer is not None:
             self._timer.cancel()
 
-    def take_held(self) -> list[zygote.Order]:
+    def take_held(self) -> list[zygote.StartOrder]:
         """Remove and return the orders of the workers that are held back."""
         held, self._held = self._held, []
         return held
@@ -192,7 +192,7 @@ class ZygoteProcess:
             self._stop_timer()
             self.problem = str(message["problem"])
             if self.problem:
-                logger.warning("Restarts will import everything anew: %s", self.problem)
+                logger.warning("Restarts will import everything again: %s", self.problem)
             logger.info("Zygote %d is ready after %s s", self.process.pid, message["ready"])
             self.release()
         elif "started" in message:

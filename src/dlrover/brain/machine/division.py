@@ -35,9 +35,9 @@ from dlrover.planning.warmstart import (
     similarity,
 )
 from dlrover.spec import brain
-from dlrover.spec.batches import Batches
+from dlrover.spec.measurements import Batches
+from dlrover.spec.node import SERVER, WORKER
 from dlrover.spec.plan import Plan
-from dlrover.spec.roles import SERVER, WORKER
 
 SIZES = 24
 """Maximum number of a job's sizes that are compared."""
@@ -68,7 +68,7 @@ class ClusterOptimizer:
         self._models = Models()
 
     def advise(
-        self, jobs: Sequence[Job], past: Past, cluster: brain.Cluster
+        self, jobs: Sequence[Job], past: Past, cluster: brain.ClusterResources
     ) -> dict[str, brain.Advice]:
         """Return what each job should have."""
         if not cluster.nodes:
@@ -83,7 +83,7 @@ class ClusterOptimizer:
         )
         return {name: self._advice(case, shares[name]) for name, case in cases.items()}
 
-    def _case(self, job: Job, past: Past, cluster: brain.Cluster) -> _Case:
+    def _case(self, job: Job, past: Past, cluster: brain.ClusterResources) -> _Case:
         model, past = self._models.of(job), past.of(job.id)
         shapes = _shapes(job, model, past)
         sizes = [
@@ -240,7 +240,7 @@ def _speed(job: Job, model: Model | None, shape: brain.Shape) -> float:
     return expected.throughput * efficiency * caution
 
 
-def _use(job: Job, shape: brain.Shape, cluster: brain.Cluster) -> dict[str, float]:
+def _use(job: Job, shape: brain.Shape, cluster: brain.ClusterResources) -> dict[str, float]:
     """Return what a size takes of the divided resources and of the quota of the job's queue."""
     taken, queue = use_of(shape.groups), job.description.queue
     use = {name: amount for name, amount in taken.items() if name in cluster.capacity}
@@ -255,7 +255,7 @@ def _smallest(sizes: Sequence[Option]) -> dict[str, float]:
     return {name: min(size.use.get(name, 0.0) for size in sizes) for name in names}
 
 
-def _capacity(jobs: Sequence[Job], cluster: brain.Cluster) -> dict[str, float]:
+def _capacity(jobs: Sequence[Job], cluster: brain.ClusterResources) -> dict[str, float]:
     """Return what these jobs may have together: all that is not taken by others."""
     ready = [node for node in cluster.nodes if node.ready]
     used, by_jobs = added(node.used for node in ready), added(node.by_jobs for node in ready)
@@ -268,7 +268,7 @@ def _less(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, flo
     return {name: max(0.0, amount - other.get(name, 0.0)) for name, amount in one.items()}
 
 
-def _quotas(cluster: brain.Cluster) -> dict[str, float]:
+def _quotas(cluster: brain.ClusterResources) -> dict[str, float]:
     """Return the limits of each queue, as separate resources."""
     return {
         _in_queue(queue, resource): amount

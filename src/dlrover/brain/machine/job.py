@@ -12,9 +12,9 @@ from dlrover.planning.shapes import Model, allowed, fitted, resized, total_batch
 from dlrover.planning.throughput import TrustRegion
 from dlrover.planning.warmstart import PastJob
 from dlrover.spec import brain
-from dlrover.spec.batches import Batches
+from dlrover.spec.measurements import Batches
+from dlrover.spec.node import SERVER, Size
 from dlrover.spec.plan import PlanOutcome
-from dlrover.spec.roles import SERVER, Size
 
 KEPT = 20_000
 """Maximum number of models kept; a model serves until its job has a new sample."""

@@ -32,8 +32,8 @@ from dlrover.planning.shapes import (
 )
 from dlrover.planning.warmstart import first_plan
 from dlrover.spec import brain
+from dlrover.spec.node import SERVER, WORKER, Size
 from dlrover.spec.plan import Group, Plan
-from dlrover.spec.roles import SERVER, WORKER, Size
 
 STAYS = "no size near what was measured is worth a change"
 NO_SAMPLES = "no throughput of the job has been reported yet"
@@ -48,12 +48,12 @@ class SingleJobOptimizer:
         self._models = Models()
 
     def advise(
-        self, jobs: Sequence[Job], past: Past, cluster: brain.Cluster
+        self, jobs: Sequence[Job], past: Past, cluster: brain.ClusterResources
     ) -> dict[str, brain.Advice]:
         """Return what each job should have next; each job is planned separately."""
         return {job.id: self._advise(job, past, cluster) for job in jobs}
 
-    def _advise(self, job: Job, past: Past, cluster: brain.Cluster) -> brain.Advice:
+    def _advise(self, job: Job, past: Past, cluster: brain.ClusterResources) -> brain.Advice:
         current = job.current
         if current is None:
             first = first_plan(job.description, past.jobs)
@@ -67,7 +67,9 @@ class SingleJobOptimizer:
         return brain.Advice(plan=plan, reason=plan.reason)
 
 
-def _next_plan(job: Job, current: brain.Shape, model: Model, cluster: brain.Cluster) -> Plan | None:
+def _next_plan(
+    job: Job, current: brain.Shape, model: Model, cluster: brain.ClusterResources
+) -> Plan | None:
     """Return a better measured size, a better predicted one, or one to measure; None if there is none."""
     measured = _measured(job, current)
     known = measured.here in measured.known
@@ -104,7 +106,7 @@ def _plan_ring(
     job: Job,
     current: brain.Shape,
     model: RingModel,
-    cluster: brain.Cluster,
+    cluster: brain.ClusterResources,
     measured: Measured,
 ) -> Plan | None:
     worker = current.groups[WORKER]
@@ -128,7 +130,7 @@ def _plan_servers(
     job: Job,
     current: brain.Shape,
     model: ServerModel,
-    cluster: brain.Cluster,
+    cluster: brain.ClusterResources,
     measured: Measured,
 ) -> Plan | None:
     worker, server = current.groups[WORKER], current.groups.get(SERVER, Group(count=1))
@@ -180,14 +182,14 @@ def _cost(current: brain.Shape, size: Size) -> float:
     return sum(use.get(name, 0.0) * price for name, price in each.items()) or float(size.nodes)
 
 
-def _more(cluster: brain.Cluster, group: Group) -> int:
+def _more(cluster: brain.ClusterResources, group: Group) -> int:
     """Return how many more nodes of a group fit into the free resources; many if these are unknown."""
     each = use_of({"": msgspec.structs.replace(group, count=1)})
     known = [name for name in each if cluster.nodes]
     return int(min((cluster.free.get(name, 0.0) // each[name] for name in known), default=1e6))
 
 
-def _fits(cluster: brain.Cluster, old: dict[str, Group], new: dict[str, Group]) -> bool:
+def _fits(cluster: brain.ClusterResources, old: dict[str, Group], new: dict[str, Group]) -> bool:
     """Return whether what a plan needs beyond the present nodes is free."""
     before, after = use_of(old), use_of(new)
     return not cluster.nodes or all(

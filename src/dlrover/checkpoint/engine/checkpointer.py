@@ -23,12 +23,12 @@ from dlrover.checkpoint.engine.joining import Wishes
 from dlrover.checkpoint.engine.notifier import StoredStepNotifier
 from dlrover.checkpoint.engine.overlap import Background, Guarded, Snapshot, torn
 from dlrover.checkpoint.engine.tree import State
-from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.loading import fresh, restore
-from dlrover.checkpoint.loading.loader import Found, Loader
+from dlrover.checkpoint.loading.loader import LoadedStep, Loader
 from dlrover.checkpoint.loading.memory_step import Lost
 from dlrover.checkpoint.loading.plan import Planner, RankState, Target, restoring, taking
-from dlrover.checkpoint.loading.restore import Prepare, Reading
+from dlrover.checkpoint.loading.restore import Prepare, StateReading
 from dlrover.checkpoint.machine.layout import PackedLayout, TensorSpec
 from dlrover.checkpoint.machine.policies import Policy, checked_metrics, policy_of
 from dlrover.checkpoint.machine.saves import Newest, SaveId
@@ -117,7 +117,7 @@ class Checkpointer:
         if save_at_breakpoint is None:
             save_at_breakpoint = launched.given.save_at_breakpoint
         wishes = Wishes(save_at_breakpoint, replicas, replica_bandwidth)
-        self._world = World()
+        self._world = TorchWorld()
         self._leave_world = weakref.finalize(self, self._world.close)
         self._local = frozenset(local)
         self._start_afresh = start_afresh
@@ -147,7 +147,7 @@ class Checkpointer:
             self._joined, self._numbering = joining.join(
                 self._world, self._client, attached, self._newest_stored(), wishes, config.environ()
             )
-            self._direct = direct.Writer(
+            self._direct = direct.DirectWriter(
                 self._store, self._identity, policy, self._world.rank, self._world.size,
                 self._world.agree(self._lease),
             )  # fmt: skip
@@ -458,10 +458,10 @@ class Checkpointer:
                 between ranks; or there is no such step.
             InfrastructureError: checkpoints existed, and none can be loaded.
         """
-        readings: list[Reading] = []
+        readings: list[StateReading] = []
 
-        def prepare(tree: Any, specs: Sequence[TensorSpec], moved: bool) -> Reading:
-            reading = Reading(tree, specs, keys)
+        def prepare(tree: Any, specs: Sequence[TensorSpec], moved: bool) -> StateReading:
+            reading = StateReading(tree, specs, keys)
             if moved and any(
                 spec.part is not None and need is not None
                 for spec, need in zip(specs, reading.wanted, strict=True)
@@ -530,7 +530,7 @@ class Checkpointer:
         if self._world.rank == 0 and not self._read_only:
             storage.adopt(self._store)
 
-    def _warn_of_loss(self, lost: Lost | None, found: Found) -> None:
+    def _warn_of_loss(self, lost: Lost | None, found: LoadedStep) -> None:
         """Warn if the training falls back by more than one save: ranks may be one save apart."""
         if lost is None or self._world.rank:
             return

@@ -36,7 +36,7 @@ START_ATTEMPTS = 5
 START_TIMEOUT = 60.0
 """Seconds that a saver may take to start."""
 
-_Reply = TypeVar("_Reply", bound=protocol.Message)
+_Reply = TypeVar("_Reply", bound=protocol.SaverMessage)
 
 
 class SaverClient:
@@ -134,17 +134,17 @@ class SaverClient:
             self._generations[slot] = Generation(self._fds[slot])
         return self._generations[slot]
 
-    def join(self, world: protocol.Join) -> None:
+    def join(self, world: protocol.JoinSaver) -> None:
         """Tell the saver which world this rank belongs to."""
-        self._ask(world, protocol.Done)
+        self._ask(world, protocol.CarriedOut)
 
     def listen(self, host: str, *, tls: bool) -> protocol.Listening:
         """Make the saver accept replicas at an address of this node."""
         return self._ask(protocol.Listen(host, 0, tls), protocol.Listening)
 
-    def look(self) -> protocol.Holding:
+    def look(self) -> protocol.ValidGenerations:
         """Return the valid generations on this node, of all ranks."""
-        return self._ask(protocol.Look(), protocol.Holding)
+        return self._ask(protocol.Look(), protocol.ValidGenerations)
 
     def open(self, rank: int) -> list[Generation]:
         """Return the generations of any rank on this node, for reading."""
@@ -187,15 +187,15 @@ class SaverClient:
         self, slot: int, save: SaveId, *, to_storage: bool, metrics: dict[str, float]
     ) -> None:
         """Tell the saver that a generation is valid."""
-        self._ask(protocol.Commit(slot, save, to_storage, metrics), protocol.Done)
+        self._ask(protocol.Commit(slot, save, to_storage, metrics), protocol.CarriedOut)
 
     def pass_over(self, save: SaveId, *, written: bool = False) -> None:
         """Tell the saver not to expect this rank's part of a save; ``written``: this process stores it."""
-        self._ask(protocol.PassOver(save, written), protocol.Done)
+        self._ask(protocol.PassOver(save, written), protocol.CarriedOut)
 
     def keep(self, save: SaveId | None) -> None:
         """Tell the saver which save the training continues from; None: none in memory."""
-        self._ask(protocol.Keep(save), protocol.Done)
+        self._ask(protocol.Keep(save), protocol.CarriedOut)
 
     def verify(self, rank: int, slot: int, below: int = 0) -> str:
         """Return what is wrong with a generation, or empty; ``below``: check only smaller tensors, 0: all."""
@@ -222,17 +222,19 @@ class SaverClient:
             os.close(fd)
         self._fds, self._generations = [], []
 
-    def _ask(self, request: protocol.Message, kind: type[_Reply]) -> _Reply:
+    def _ask(self, request: protocol.SaverMessage, kind: type[_Reply]) -> _Reply:
         return self._request(request, kind)[0]
 
-    def _request(self, request: protocol.Message, kind: type[_Reply]) -> tuple[_Reply, list[int]]:
+    def _request(
+        self, request: protocol.SaverMessage, kind: type[_Reply]
+    ) -> tuple[_Reply, list[int]]:
         with self._lock:
             reply, fds = _exchange(self._sock, request)
         return _expected(reply, kind), fds
 
 
 def _exchange(
-    sock: socket.socket, request: protocol.Message, connect_to: str = ""
+    sock: socket.socket, request: protocol.SaverMessage, connect_to: str = ""
 ) -> tuple[protocol.Reply, list[int]]:
     try:
         if connect_to:

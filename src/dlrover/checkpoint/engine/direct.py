@@ -21,7 +21,7 @@ from dlrover.checkpoint.machine.policies import Policy
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import persist, storage
 from dlrover.checkpoint.storage.lease import Lease
-from dlrover.checkpoint.storage.persist import PEER_PATIENCE, Job, Source
+from dlrover.checkpoint.storage.persist import PEER_PATIENCE, PersistJob, RankPart
 from dlrover.checkpoint.storage.stores import Store
 from dlrover.errors import InfrastructureError
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Writer:
+class DirectWriter:
     """Writer of one rank's part of steps."""
 
     store: Store
@@ -55,11 +55,11 @@ class Writer:
         paths = [entry.path for entry in layout.entries]
         read = functools.partial(_live, dict(zip(paths, tensors, strict=True)))
         sums = [xxhash.xxh3_64_intdigest(read(entry)) for entry in layout.entries]
-        job = Job(
+        job = PersistJob(
             store=self.store,
             save=save,
             world_size=self.world_size,
-            sources={self.rank: Source(read, layout, sums)},
+            sources={self.rank: RankPart(read, layout, sums)},
             pause=_wait,
             patience=PEER_PATIENCE,
             guard=lambda: self._guard(save.session, _wait),
@@ -97,7 +97,7 @@ class Writer:
         if self.lease is not None:
             self.lease.check(session, pause)
 
-    def _persist(self, job: Job) -> None:
+    def _persist(self, job: PersistJob) -> None:
         persist.persist(job)
         if self.rank == 0:
             try:
@@ -124,7 +124,7 @@ class LoadFindings:
         if self._went_back is not None:
             self._went_back = None if step is None else (step, self._went_back[1])
 
-    def apply(self, writer: Writer, session: int) -> None:
+    def apply(self, writer: DirectWriter, session: int) -> None:
         """Quarantine damaged steps before new ones come; record the line of a training that went back."""
         if not self.damaged and self._went_back is None:
             return

@@ -15,10 +15,10 @@ import msgspec
 
 from dlrover import config
 from dlrover.checkpoint.engine.client import SaverClient
-from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.machine.saves import Newest, Numbering
 from dlrover.checkpoint.saver import certificates
-from dlrover.checkpoint.saver.protocol import Attached, Join, Peer, Replication
+from dlrover.checkpoint.saver.protocol import Attached, JoinSaver, Peer, Replication
 from dlrover.checkpoint.storage.formats import FORMAT
 from dlrover.errors import ConfigurationError, InfrastructureError
 
@@ -85,13 +85,13 @@ class _Taker:
 
 
 def join(
-    world: World,
+    world: TorchWorld,
     client: SaverClient,
     attached: Attached,
     stored: Newest,
     wishes: Wishes,
     env: Mapping[str, str],
-) -> tuple[Join, Numbering]:
+) -> tuple[JoinSaver, Numbering]:
     """Agree on a session and join it; return the session and the numbering of its saves. Collective.
 
     Args:
@@ -120,7 +120,7 @@ def join(
     every = [msgspec.msgpack.decode(data, type=_Facts) for data in gathered]
     if wishes.replicas:
         world.agree(lambda: _check(every, secret))
-    joined = Join(
+    joined = JoinSaver(
         session=every[0].session,
         world_size=world.size,
         ranks=tuple(rank for rank, facts in enumerate(every) if facts.saver == saver),

@@ -79,7 +79,7 @@ class Guarded:
         self.unguarded: list[int] = []
         """All other tensors, by their number in the layout."""
         self.guarded: list[int] = []
-        self.sample = Sample([])
+        self.sample = ElementSample([])
 
     def look_at(self, state: State, copier: Copier) -> None:
         """Find the guarded and unguarded tensors; do nothing if all have the addresses of the last call."""
@@ -93,7 +93,7 @@ class Guarded:
             trusted = source.data_ptr() in safe and index not in self._changed
             known = self.guarded if trusted and _can_be_sampled(source) else self.unguarded
             known.append(index)
-        self.sample = Sample([sources[index] for index in self.guarded])
+        self.sample = ElementSample([sources[index] for index in self.guarded])
         self._key = key
 
     def distrust(self, changed: list[int]) -> None:
@@ -102,7 +102,7 @@ class Guarded:
         self._key = None
 
 
-class Sample:
+class ElementSample:
     """Sampled elements of tensors, seen as integers: a write to a whole tensor changes them."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -8,7 +8,7 @@ import time
 from typing import Literal
 
 from dlrover.checkpoint.engine.client import SaverClient
-from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.machine.interval import HOURS_BETWEEN_FAILURES, Auto, Costs, Do
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver.protocol import SaverGoneError
@@ -37,7 +37,7 @@ class Pace:
     """Destination of saves that do not name one."""
 
     def __init__(
-        self, interval: Interval, hours_between_failures: float | None, world: World
+        self, interval: Interval, hours_between_failures: float | None, world: TorchWorld
     ) -> None:
         hours = hours_between_failures or HOURS_BETWEEN_FAILURES / world.size
         self._interval = interval

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.stores import Store
 from dlrover.errors import ConfigurationError
@@ -42,7 +42,7 @@ class _Facts(msgspec.Struct, frozen=True, array_like=True):
         return self.host, self.location
 
 
-def identity(world: World, store: Store, *, create: bool) -> str:
+def identity(world: TorchWorld, store: Store, *, create: bool) -> str:
     """Return the identity of the directory; with ``create``, rank 0 makes a missing one first. Collective.
 
     Where a store cannot create a file exclusively, ranks that did so at once would get different ones.
@@ -55,7 +55,7 @@ def identity(world: World, store: Store, *, create: bool) -> str:
     return world.agree(lambda: storage.identity(store, create=create))
 
 
-def check(world: World, store: Store, identity: str, *, read_only: bool = False) -> None:
+def check(world: TorchWorld, store: Store, identity: str, *, read_only: bool = False) -> None:
     """Refuse a directory that the nodes do not share. Collective.
 
     Rank 0 writes a file, and the first rank of every other node must see it. With ``read_only``, or on a

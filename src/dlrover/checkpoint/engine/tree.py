@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.extent import Extent
-from dlrover.checkpoint.machine.layout import ITEM_BYTES, Part, Path, TensorSpec, name
+from dlrover.checkpoint.machine.layout import ITEM_BYTES, Path, TensorPart, TensorSpec, name
 from dlrover.errors import ConfigurationError
 
 State = dict[str, Any]
@@ -211,7 +211,7 @@ def specs(flat: Flat) -> list[TensorSpec]:
                     f"The part of the tensor {name(path)} on this rank has shape {list(tensor.shape)};"
                     f" it should be {list(box.shape)} at {list(box.at)} of {list(box.whole)}."
                 )
-            part = Part(box.whole, box.at, _owner(value))
+            part = TensorPart(box.whole, box.at, _owner(value))
         found.append(TensorSpec(path, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), part))
     return found
 

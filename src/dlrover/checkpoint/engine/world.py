@@ -20,7 +20,7 @@ MAX_SAID = 2000
 """Maximum bytes of an error message that other ranks repeat."""
 
 
-class World:
+class TorchWorld:
     """The ranks of ``torch.distributed`` if it is initialised, else this process alone.
 
     Creating a world is collective.

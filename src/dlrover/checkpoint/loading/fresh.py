@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.loading.loader import Loader
 from dlrover.checkpoint.loading.memory_step import Lost
 from dlrover.checkpoint.machine.saves import SaveId
@@ -18,7 +18,7 @@ from dlrover.errors import CheckpointsLostError
 logger = logging.getLogger(__name__)
 
 
-class Evidence(msgspec.Struct, frozen=True, array_like=True):
+class EarlierCheckpoints(msgspec.Struct, frozen=True, array_like=True):
     """Evidence of earlier checkpoints."""
 
     tracked: SaveId | None
@@ -30,7 +30,7 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
 
 
 def begin(
-    world: World,
+    world: TorchWorld,
     store: Store,
     identity: str,
     job: str,
@@ -71,7 +71,7 @@ def begin(
         logger.log(level, "%s", explanation(lost, store, loader.lost, evidence.recorded))
 
 
-def _forget_first_save(world: World, store: Store) -> None:
+def _forget_first_save(world: TorchWorld, store: Store) -> None:
     """Give up all earlier saves: delete their record, so that the next save writes a new one."""
     if world.rank == 0:
         try:
@@ -80,7 +80,9 @@ def _forget_first_save(world: World, store: Store) -> None:
             logger.warning("%s still says that steps were saved: %s", store.location, reason(error))
 
 
-def gather(world: World, store: Store, identity: str, job: str, unrecorded: str) -> Evidence:
+def gather(
+    world: TorchWorld, store: Store, identity: str, job: str, unrecorded: str
+) -> EarlierCheckpoints:
     """Combine the evidence that the ranks see. Collective.
 
     Args:
@@ -95,23 +97,25 @@ def gather(world: World, store: Store, identity: str, job: str, unrecorded: str)
     """
     mine = world.agree(lambda: _look(store, identity, job, unrecorded))
     seen = [
-        msgspec.msgpack.decode(data, type=Evidence)
+        msgspec.msgpack.decode(data, type=EarlierCheckpoints)
         for data in world.gather(msgspec.msgpack.encode(mine))
     ]
-    return Evidence(
+    return EarlierCheckpoints(
         max((one.tracked for one in seen if one.tracked is not None), default=None),
         max((one.recorded for one in seen), key=("none", "earlier", "own").index),
         max(one.unrecorded for one in seen),
     )
 
 
-def _look(store: Store, identity: str, job: str, unrecorded: str) -> Evidence:
+def _look(store: Store, identity: str, job: str, unrecorded: str) -> EarlierCheckpoints:
     tracked = storage.tracked(store)
     with explained(f"{store.location} cannot be read"):
-        return Evidence(tracked, first_save.recorded(store, identity, job), unrecorded)
+        return EarlierCheckpoints(tracked, first_save.recorded(store, identity, job), unrecorded)
 
 
-def loss(evidence: Evidence, store: Store, problems: Sequence[str], lost: Lost | None) -> str:
+def loss(
+    evidence: EarlierCheckpoints, store: Store, problems: Sequence[str], lost: Lost | None
+) -> str:
     """Describe what was lost; return an empty text if there was never a checkpoint.
 
     Args:

@@ -16,7 +16,7 @@ import torch
 from dlrover.checkpoint.engine import copying, shared
 from dlrover.checkpoint.engine.client import SaverClient
 from dlrover.checkpoint.engine.tree import DTYPES
-from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.loading.memory_step import (
     THREADS,
     Candidate,
@@ -27,10 +27,10 @@ from dlrover.checkpoint.loading.memory_step import (
     is_plain,
     newest_lost,
 )
-from dlrover.checkpoint.loading.plan import LoadRequest, Plan, Planner, RankState, assemble
+from dlrover.checkpoint.loading.plan import LoadPlan, LoadRequest, Planner, RankState, assemble
 from dlrover.checkpoint.machine.extent import Piece
-from dlrover.checkpoint.machine.saves import Order, SaveId
-from dlrover.checkpoint.saver.protocol import HeldGeneration, Holding
+from dlrover.checkpoint.machine.saves import SaveId, StepOrder
+from dlrover.checkpoint.saver.protocol import HeldGeneration, ValidGenerations
 from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.stored_step import StoredStep, StoredTensor
 from dlrover.checkpoint.storage.stores import (
@@ -56,7 +56,7 @@ _tracked = msgspec.msgpack.Decoder(SaveId | None)
 _held = msgspec.msgpack.Decoder(list[HeldGeneration])
 
 
-class Found(NamedTuple):
+class LoadedStep(NamedTuple):
     """The step that was loaded."""
 
     step: int
@@ -70,7 +70,7 @@ class Loader:
 
     def __init__(
         self,
-        world: World,
+        world: TorchWorld,
         client: SaverClient | None,
         store: Store,
         identity: str,
@@ -91,7 +91,7 @@ class Loader:
         self.unrecorded = ""
         """Reason why this node's saver has no record of whole saves; empty if it has, or none existed."""
 
-    def load(self) -> Found | None:
+    def load(self) -> LoadedStep | None:
         """Restore the newest step that all ranks can load; if there is none, leave memory as it is.
 
         Raises:
@@ -112,8 +112,8 @@ class Loader:
                 return found
         return None
 
-    def _look(self) -> Holding:
-        return self._client.look() if self._client is not None else Holding(())
+    def _look(self) -> ValidGenerations:
+        return self._client.look() if self._client is not None else ValidGenerations(())
 
     def _keep(self, save: SaveId | None) -> None:
         """Tell the saver which save to continue from; None: none in memory. Collective."""
@@ -123,11 +123,11 @@ class Loader:
 
     def _older(
         self, held: Sequence[Candidate], mine: Sequence[HeldGeneration]
-    ) -> list[Callable[[], Found | None]]:
+    ) -> list[Callable[[], LoadedStep | None]]:
         """Return attempts to load stored steps and the given ones in memory, newest first. Collective."""
         stored = dict(itertools.islice(self._stored_steps().items(), MAX_STORED))
-        order = Order(save for save in stored.values() if save is not None)
-        attempts: list[tuple[tuple[int, ...], Callable[[], Found | None]]] = [
+        order = StepOrder(save for save in stored.values() if save is not None)
+        attempts: list[tuple[tuple[int, ...], Callable[[], LoadedStep | None]]] = [
             ((*order.key(step, save), 0), functools.partial(self._try_stored, step, save))
             for step, save in stored.items()
         ]
@@ -139,7 +139,7 @@ class Loader:
 
     def _plan(
         self, known: Mapping[int, RankState], saved_size: int, *, complete: bool, own: bool = False
-    ) -> Plan | None:
+    ) -> LoadPlan | None:
         return self._planner(
             LoadRequest(
                 known,
@@ -153,7 +153,9 @@ class Loader:
 
     # ---- memory
 
-    def _try_memory(self, candidate: Candidate, mine: Sequence[HeldGeneration]) -> Found | None:
+    def _try_memory(
+        self, candidate: Candidate, mine: Sequence[HeldGeneration]
+    ) -> LoadedStep | None:
         assert self._client is not None, "there is something in memory"
         step = MemoryStep(self._world, self._client, candidate, mine)
         try:
@@ -165,7 +167,7 @@ class Loader:
             self.problems.append(str(error))
             return None
         self._keep(candidate.save)
-        return Found(candidate.step, source, candidate.save)
+        return LoadedStep(candidate.step, source, candidate.save)
 
     def _restore_from_memory(self, step: MemoryStep, saved_size: int) -> Literal["memory", "peer"]:
         world = self._world
@@ -199,7 +201,7 @@ class Loader:
         agreed: SaveId | None = _tracked.decode(self._world.gather(msgspec.msgpack.encode(last))[0])
         return agreed
 
-    def _try_stored(self, step: int, save: SaveId | None) -> Found | None:
+    def _try_stored(self, step: int, save: SaveId | None) -> LoadedStep | None:
         """Restore a step; return None if it is damaged.
 
         Raises:
@@ -217,7 +219,7 @@ class Loader:
             logger.error("Step %d cannot be loaded: %s", step, error)  # noqa: TRY400
             return None
         self._keep(None)
-        return Found(step, "storage", save)
+        return LoadedStep(step, "storage", save)
 
     def _manifest(self, step: int) -> bytes:
         """Return the step's manifest on rank 0, to recognize the step if another save replaces it."""
@@ -234,7 +236,7 @@ class Loader:
         with explained(f"{self._store.location} cannot be read"):
             storage.check_identity(self._store, self._identity)
 
-    def load_stored(self, step: int) -> Found:
+    def load_stored(self, step: int) -> LoadedStep:
         """Restore one stored step.
 
         Raises:
@@ -247,7 +249,7 @@ class Loader:
             raise ConfigurationError(
                 f"step is {step}, which is not stored in {self._store.location}; there is: {known}."
             )
-        return Found(step, "storage", self._restore_same(step, there[step]))
+        return LoadedStep(step, "storage", self._restore_same(step, there[step]))
 
     def _stored_steps(self) -> dict[int, SaveId | None]:
         """Return the stored steps that rank 0 sees, newest first. Collective."""
@@ -338,7 +340,7 @@ class _Stored:
     def __init__(self, stored: StoredStep) -> None:
         self._stored = stored
 
-    def tensors(self, planned: Plan) -> Sequence[torch.Tensor]:
+    def tensors(self, planned: LoadPlan) -> Sequence[torch.Tensor]:
         """Return the tensors that the plan needs.
 
         Raises:

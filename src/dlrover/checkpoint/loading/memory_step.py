@@ -16,9 +16,9 @@ import xxhash
 from dlrover.checkpoint.engine import copying
 from dlrover.checkpoint.engine.client import SaverClient
 from dlrover.checkpoint.engine.tree import DTYPES
-from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.loading import peers
-from dlrover.checkpoint.loading.plan import Plan, RankState, assemble
+from dlrover.checkpoint.loading.plan import LoadPlan, RankState, assemble
 from dlrover.checkpoint.machine.extent import Piece
 from dlrover.checkpoint.machine.layout import ITEM_BYTES, Layout, TensorEntry, name
 from dlrover.checkpoint.machine.saves import SaveId
@@ -45,7 +45,7 @@ class MemoryStep:
 
     def __init__(
         self,
-        world: World,
+        world: TorchWorld,
         client: SaverClient,
         candidate: Candidate,
         mine: Sequence[HeldGeneration],
@@ -118,7 +118,7 @@ class MemoryStep:
             found[rank] = (layout.entries, layout.skeleton, sums)
         return found
 
-    def fetch(self, planned: Plan, known: Mapping[int, RankState]) -> Fetched:
+    def fetch(self, planned: LoadPlan, known: Mapping[int, RankState]) -> Fetched:
         """Fetch what only other nodes have. Collective."""
         remote = [piece for piece in planned.pieces if piece.rank not in self._held]
 
@@ -138,7 +138,7 @@ class MemoryStep:
     def _read(self, piece: Piece) -> torch.Tensor:
         return copying.cut(self._tensors(piece.rank)[piece.entry], piece.box)
 
-    def restore(self, planned: Plan, known: Mapping[int, RankState], fetched: Fetched) -> None:
+    def restore(self, planned: LoadPlan, known: Mapping[int, RankState], fetched: Fetched) -> None:
         """Restore everything, and check the data meanwhile.
 
         Raises:
@@ -160,7 +160,7 @@ class MemoryStep:
         with _meanwhile(lambda: self._verify(used)):
             planned.restoration.run(tensors)
 
-    def _restore_own(self, planned: Plan) -> None:
+    def _restore_own(self, planned: LoadPlan) -> None:
         """Restore all of a rank's part: this process checks large tensors, the saver the rest."""
         rank = planned.base
         generation, _, layout = self._open(rank)

@@ -8,7 +8,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.loading.plan import Read
 from dlrover.checkpoint.machine.extent import Box, Piece
 
@@ -19,7 +19,7 @@ _pieces = msgspec.msgpack.Decoder(list[tuple[int, int, tuple[int, ...], tuple[in
 
 
 def fetch(
-    world: World,
+    world: TorchWorld,
     servers: Mapping[int, int],
     wanted: Sequence[Piece],
     itemsize: Callable[[Piece], int],
@@ -85,12 +85,12 @@ def _read(batch: list[Piece], read: Read) -> torch.Tensor:
     return torch.cat([read(piece).contiguous().reshape(-1).view(torch.uint8) for piece in batch])
 
 
-def _send(world: World, data: torch.Tensor | None, to: int) -> dist.Work | None:
+def _send(world: TorchWorld, data: torch.Tensor | None, to: int) -> dist.Work | None:
     return None if data is None else dist.isend(data, group=world.group, group_dst=to)
 
 
 def _receive(
-    world: World,
+    world: TorchWorld,
     incoming: list[list[Piece]],
     number: int,
     sender: int,

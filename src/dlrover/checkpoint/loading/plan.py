@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from dlrover.checkpoint.engine.copying import joined
-from dlrover.checkpoint.loading.restore import Copy, Prepare, Reading, Restoration
+from dlrover.checkpoint.loading.restore import Copy, Prepare, Restoration, StateReading
 from dlrover.checkpoint.machine import extent, layout as layouts
 from dlrover.checkpoint.machine.extent import Box, Extent, Piece, cover
 from dlrover.checkpoint.machine.layout import TensorSpec, name
@@ -28,10 +28,10 @@ class RankState:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """The pieces to read, and the restoration that uses them."""
 
-    restoration: Restoration | Reading | PartialLoad
+    restoration: Restoration | StateReading | PartialLoad
     base: int
     """Saved rank whose plain values are restored."""
     tensors: Sequence[TensorSpec]
@@ -66,11 +66,11 @@ class LoadRequest:
 Read = Callable[[Piece], torch.Tensor]
 """Returns the elements of a piece."""
 
-Planner = Callable[[LoadRequest], Plan | None]
+Planner = Callable[[LoadRequest], LoadPlan | None]
 """Returns the plan for a step; None if more saved ranks must be known."""
 
 
-def restoring(prepare: Prepare, request: LoadRequest) -> Plan | None:
+def restoring(prepare: Prepare, request: LoadRequest) -> LoadPlan | None:
     """Plan how to restore all of a step; return None if more saved ranks must be known.
 
     Args:
@@ -97,11 +97,11 @@ def restoring(prepare: Prepare, request: LoadRequest) -> Plan | None:
             return found
     if not request.complete:
         return None
-    return Plan(restoration, base, mine.tensors, _from_anybody(restoration, request, mine))
+    return LoadPlan(restoration, base, mine.tensors, _from_anybody(restoration, request, mine))
 
 
 def _from_anybody(
-    restoration: Restoration | Reading, request: LoadRequest, mine: RankState
+    restoration: Restoration | StateReading, request: LoadRequest, mine: RankState
 ) -> list[list[Piece]]:
     """Return the pieces of each tensor, from any saved rank."""
     known = _SavedTensors(request.ranks, request.base)
@@ -119,17 +119,17 @@ def _from_anybody(
     return needed
 
 
-def _own(restoration: Restoration | Reading, base: int, mine: RankState) -> Plan | None:
+def _own(restoration: Restoration | StateReading, base: int, mine: RankState) -> LoadPlan | None:
     """Plan how to restore from what rank ``base`` saved; return None if that is not enough."""
     if restoration.as_saved:
-        return Plan(restoration, base, mine.tensors, None)
+        return LoadPlan(restoration, base, mine.tensors, None)
     own = [tensor.extent for tensor in mine.tensors]
     if all(need in (None, has) for need, has in zip(restoration.wanted, own, strict=True)):
         needed = [
             [] if need is None else [_entire(base, index, need)]
             for index, need in enumerate(restoration.wanted)
         ]
-        return Plan(restoration, base, mine.tensors, needed)
+        return LoadPlan(restoration, base, mine.tensors, needed)
     return None
 
 
@@ -156,7 +156,7 @@ class PartialLoad:
 
 def taking(
     choose: Callable[[Mapping[int, RankState]], Sequence[Target]], request: LoadRequest
-) -> Plan | None:
+) -> LoadPlan | None:
     """Plan how to get parts of tensors from any saved ranks; return None if not all ranks are known.
 
     Args:
@@ -171,7 +171,7 @@ def taking(
     targets = choose(request.ranks)
     known = _SavedTensors(request.ranks, request.base)
     needed = [known.pieces(target, target.extent) for target in targets]
-    return Plan(PartialLoad(targets), request.base, targets, needed)
+    return LoadPlan(PartialLoad(targets), request.base, targets, needed)
 
 
 def _entire(rank: int, index: int, has: Extent) -> Piece:
@@ -218,7 +218,9 @@ class _SavedTensors:
         ]
 
 
-def assemble(planned: Plan, needed: Sequence[Sequence[Piece]], read: Read) -> list[torch.Tensor]:
+def assemble(
+    planned: LoadPlan, needed: Sequence[Sequence[Piece]], read: Read
+) -> list[torch.Tensor]:
     """Return the wanted part of each tensor; where one piece covers it, return that piece without a copy."""
     return [
         joined(

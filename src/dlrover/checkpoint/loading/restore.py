@@ -22,7 +22,7 @@ from dlrover.errors import ConfigurationError
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-Prepare = Callable[[Any, Sequence[TensorSpec], bool], "Restoration | Reading"]
+Prepare = Callable[[Any, Sequence[TensorSpec], bool], "Restoration | StateReading"]
 """Prepares the restoration of a saved tree and its tensors; True: another number of ranks saved them."""
 
 Copy = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object]
@@ -311,7 +311,7 @@ def _has_load_hooks(module: torch.nn.Module) -> bool:
     return any(part._load_state_dict_pre_hooks for part in module.modules())  # noqa: SLF001
 
 
-class Reading:
+class StateReading:
     """A saved state read into new tensors; parts of spread ones become `Shard` objects.
 
     Args:

@@ -40,7 +40,7 @@ _SCALARS = (type(None), bool, int, float, str, bytes)
 _INT64 = range(-(2**63), 2**64)
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class TensorPart(msgspec.Struct, frozen=True, array_like=True):
     """The position of an entry in a tensor that is spread over ranks."""
 
     whole: tuple[int, ...]
@@ -58,7 +58,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     """Torch's name of the element type."""
     shape: tuple[int, ...]
-    part: Part | None
+    part: TensorPart | None
     """The position in a tensor that is spread over ranks; None if each rank has all of it."""
 
     @property

@@ -70,7 +70,7 @@ class Numbering:
         return number
 
 
-class Order:
+class StepOrder:
     """Sort order of steps. A step without a readable save is placed by its number in the newest line."""
 
     def __init__(self, saves: Iterable[SaveId]) -> None:

@@ -186,7 +186,7 @@ class Vote(msgspec.Struct, frozen=True):
     """The newest stored save of this world."""
 
 
-class Decision(msgspec.Struct, frozen=True):
+class StoreDecision(msgspec.Struct, frozen=True):
     """The outcome of a vote: which save to store, and which saver writes which parts."""
 
     save: SaveId | None
@@ -200,7 +200,7 @@ def complete(votes: Sequence[Vote], world_size: int) -> bool:
     return {rank for vote in votes for rank in vote.ranks} >= set(range(world_size))
 
 
-def decide(votes: Sequence[Vote], world_size: int) -> Decision:
+def decide(votes: Sequence[Vote], world_size: int) -> StoreDecision:
     """Choose the newest save that is in memory for all ranks, unless it is stored already.
 
     A rank's own node writes its part if it holds it, else the first saver that holds a replica does.
@@ -212,13 +212,13 @@ def decide(votes: Sequence[Vote], world_size: int) -> Decision:
     newest = max(common or (), default=None)
     stored = max((vote.stored for vote in votes if vote.stored is not None), default=None)
     if newest is None or (stored is not None and newest <= stored):
-        return Decision(stored, {})
+        return StoreDecision(stored, {})
     parts: dict[int, list[int]] = {vote.saver: [] for vote in votes}
     for rank in range(world_size):
         able = [vote for vote in votes if newest in vote.held.get(rank, ())]
         chosen = min(able, key=lambda vote: (rank not in vote.ranks, vote.saver))
         parts[chosen.saver].append(rank)
-    return Decision(newest, {saver: tuple(ranks) for saver, ranks in parts.items()})
+    return StoreDecision(newest, {saver: tuple(ranks) for saver, ranks in parts.items()})
 
 
 class Ballot:

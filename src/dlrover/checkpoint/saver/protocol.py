@@ -33,11 +33,11 @@ class SaverGoneError(InfrastructureError):
     """Raised when the saver has ended."""
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class SaverMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of all messages."""
 
 
-class Attach(Message, frozen=True):
+class Attach(SaverMessage, frozen=True):
     """A worker's introduction; answered by `Attached`, with the descriptors of its generations."""
 
     rank: int
@@ -67,7 +67,7 @@ class Replication(msgspec.Struct, frozen=True, array_like=True):
     """The saver's private key and certificate; empty if no saver of this world speaks TLS."""
 
 
-class Join(Message, frozen=True):
+class JoinSaver(SaverMessage, frozen=True):
     """The worker's announcement of its world. Saves that earlier worlds have not completed are dropped."""
 
     session: int
@@ -79,7 +79,7 @@ class Join(Message, frozen=True):
     replication: Replication | None = None
 
 
-class Listen(Message, frozen=True):
+class Listen(SaverMessage, frozen=True):
     """Request to accept replicas at an address; port 0 means any free one. Answered by `Listening`."""
 
     host: str
@@ -87,7 +87,7 @@ class Listen(Message, frozen=True):
     tls: bool = False
 
 
-class Reserve(Message, frozen=True):
+class Reserve(SaverMessage, frozen=True):
     """Request to provide ``nbytes`` of memory for one generation; answered by `Reserved` when it is there.
 
     This may take seconds, so the request may come on a connection that is attached to no rank.
@@ -98,7 +98,7 @@ class Reserve(Message, frozen=True):
     nbytes: int
 
 
-class Begin(Message, frozen=True):
+class Begin(SaverMessage, frozen=True):
     """Request for a generation to write; answered by `Granted` when one is free."""
 
     save: SaveId
@@ -106,7 +106,7 @@ class Begin(Message, frozen=True):
     """Number of generations that have memory. The reply may name the next one, but does not grant it."""
 
 
-class Commit(Message, frozen=True):
+class Commit(SaverMessage, frozen=True):
     """Notice that a generation is valid."""
 
     slot: int
@@ -116,7 +116,7 @@ class Commit(Message, frozen=True):
     """Metrics that the training measured; those of rank 0 count."""
 
 
-class PassOver(Message, frozen=True):
+class PassOver(SaverMessage, frozen=True):
     """Notice that this rank's part of a save will not come."""
 
     save: SaveId
@@ -124,19 +124,19 @@ class PassOver(Message, frozen=True):
     """True if the worker itself writes the part to storage."""
 
 
-class Keep(Message, frozen=True):
+class Keep(SaverMessage, frozen=True):
     """The save in memory to continue from; None means no save in memory. All others are given up."""
 
     save: SaveId | None
 
 
-class Open(Message, frozen=True):
+class Open(SaverMessage, frozen=True):
     """Request to read the memory of another rank; answered by `Attached`, with descriptors."""
 
     rank: int
 
 
-class Verify(Message, frozen=True):
+class Verify(SaverMessage, frozen=True):
     """Request to compare the tensors of a generation with their checksums; answered by `Verified`."""
 
     rank: int
@@ -145,20 +145,20 @@ class Verify(Message, frozen=True):
     """Size in bytes below which tensors are compared; 0 means all."""
 
 
-class Wait(Message, frozen=True):
+class Wait(SaverMessage, frozen=True):
     """Request to wait until this rank's saves to storage are durable or failed; answered by `Settled`."""
 
 
-class Stored(Message, frozen=True):
+class Stored(SaverMessage, frozen=True):
     """Request for the newest stored save of this world; answered by `NewestStored`."""
 
 
-class Goodbye(Message, frozen=True):
+class Goodbye(SaverMessage, frozen=True):
     """Notice that the worker is about to disconnect in good order."""
 
 
-class Look(Message, frozen=True):
-    """Request for the valid generations of all ranks; answered by `Holding`."""
+class Look(SaverMessage, frozen=True):
+    """Request for the valid generations of all ranks; answered by `ValidGenerations`."""
 
 
 class HeldGeneration(msgspec.Struct, frozen=True, array_like=True):
@@ -170,7 +170,7 @@ class HeldGeneration(msgspec.Struct, frozen=True, array_like=True):
     world_size: int
 
 
-class Attached(Message, frozen=True):
+class Attached(SaverMessage, frozen=True):
     """Reply to `Attach` and `Open`, with the saver's identifier."""
 
     saver: int
@@ -178,7 +178,7 @@ class Attached(Message, frozen=True):
     """Greatest line and number of all saves that this saver has seen."""
 
 
-class Reserved(Message, frozen=True):
+class Reserved(SaverMessage, frozen=True):
     """Reply with the number of generations, which falls if memory is short."""
 
     generations: int
@@ -186,7 +186,7 @@ class Reserved(Message, frozen=True):
     """Reason if memory does not suffice for even one generation, which then keeps its size; else empty."""
 
 
-class Holding(Message, frozen=True):
+class ValidGenerations(SaverMessage, frozen=True):
     """Reply with all valid generations of this saver."""
 
     held: tuple[HeldGeneration, ...]
@@ -194,7 +194,7 @@ class Holding(Message, frozen=True):
     """Reason why the directory has no record of whole saves; empty if it has, or there were none."""
 
 
-class Listening(Message, frozen=True):
+class Listening(SaverMessage, frozen=True):
     """Reply with the port at which replicas are accepted."""
 
     port: int
@@ -202,11 +202,11 @@ class Listening(Message, frozen=True):
     """The saver's private key and certificate; empty if TLS was not requested."""
 
 
-class Done(Message, frozen=True):
+class CarriedOut(SaverMessage, frozen=True):
     """Reply without content: the request was carried out."""
 
 
-class Granted(Message, frozen=True):
+class Granted(SaverMessage, frozen=True):
     """Reply with the generation to write."""
 
     slot: int
@@ -214,25 +214,25 @@ class Granted(Message, frozen=True):
     """Sentence about the storage for the user, sent once on each node; empty if there is none."""
 
 
-class Verified(Message, frozen=True):
+class Verified(SaverMessage, frozen=True):
     """Reply with the reason why a generation cannot be used; empty if it is whole."""
 
     problem: str
 
 
-class Settled(Message, frozen=True):
+class Settled(SaverMessage, frozen=True):
     """Reply with the world's problems since the worker's last `Wait`, one sentence each."""
 
     problems: tuple[str, ...]
 
 
-class NewestStored(Message, frozen=True):
+class NewestStored(SaverMessage, frozen=True):
     """Reply with the newest stored save; None if there is none."""
 
     save: SaveId | None
 
 
-class Refused(Message, frozen=True):
+class Refused(SaverMessage, frozen=True):
     """Reply that a request cannot be carried out."""
 
     reason: str
@@ -242,7 +242,7 @@ class Refused(Message, frozen=True):
 
 Request = (
     Attach
-    | Join
+    | JoinSaver
     | Listen
     | Look
     | Open
@@ -258,9 +258,9 @@ Request = (
 )
 Reply = (
     Attached
-    | Done
+    | CarriedOut
     | Reserved
-    | Holding
+    | ValidGenerations
     | Listening
     | Granted
     | Verified
@@ -310,7 +310,7 @@ def check_peer(sock: socket.socket) -> int:
     return pid
 
 
-def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
+def send(sock: socket.socket, message: SaverMessage, fds: Sequence[int] = ()) -> None:
     """Send one packet."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sock.sendmsg([msgspec.msgpack.encode(message)], rights)

@@ -17,7 +17,7 @@ from dlrover.checkpoint.machine.saves import Newest, SaveId
 from dlrover.checkpoint.saver import memory, protocol
 from dlrover.checkpoint.saver.memory import Generation, Header, State
 from dlrover.checkpoint.storage.formats import FORMAT
-from dlrover.checkpoint.storage.persist import Source
+from dlrover.checkpoint.storage.persist import RankPart
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class GenerationSlot:
 class SaveGroup:
     """The ranks that save together, as far as this node knows them."""
 
-    joined: protocol.Join
+    joined: protocol.JoinSaver
     problems: list[str] = field(default_factory=list)
     """Sentences about saves that were not stored, with the reasons."""
     stored: SaveId | None = None
@@ -401,7 +401,7 @@ class Checksums:
                 return f"The tensor {name(entry.path)} of step {header.save.step} in memory is damaged."
         return ""
 
-    def source(self, slot: GenerationSlot, save: SaveId) -> Source:
+    def source(self, slot: GenerationSlot, save: SaveId) -> RankPart:
         """Return the source to persist a save from a generation.
 
         Raises:
@@ -414,4 +414,4 @@ class Checksums:
             sums = self._add(slot, generation, epoch)
         if header is None or sums is None or header.save != save:
             raise InfrastructureError(f"Step {save.step} is not in memory any more.")
-        return Source(generation.tensor_bytes, generation.layout(header), sums)
+        return RankPart(generation.tensor_bytes, generation.layout(header), sums)

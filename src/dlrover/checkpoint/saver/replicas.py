@@ -19,7 +19,7 @@ import xxhash
 
 from dlrover.checkpoint.saver import certificates, wire
 from dlrover.checkpoint.saver.exchange import Copy, Exchange, SupersededError
-from dlrover.checkpoint.saver.protocol import Join, Peer, Replication
+from dlrover.checkpoint.saver.protocol import JoinSaver, Peer, Replication
 from dlrover.checkpoint.saver.ranks import SaveGroup
 from dlrover.checkpoint.storage import faults, formats
 from dlrover.checkpoint.storage.formats import FORMAT, OtherFormatError
@@ -105,7 +105,7 @@ class Replicas:
                 listener.close()
             self._listeners.clear()
 
-    def join(self, joined: Join) -> None:
+    def join(self, joined: JoinSaver) -> None:
         """Start sending what a world saves, and stop sending for any other world."""
         group, plan = self._exchange.group(), joined.replication
         if plan is None or group is None or group.joined.session != joined.session:
@@ -194,30 +194,32 @@ class Receiver:
         group = self._greet()
         while group is not None:
             self._sock.settimeout(None)  # no limit, until the next step comes
-            offer = wire.expect(self._sock, wire.Offer)
+            offer = wire.expect(self._sock, wire.GenerationOffer)
             if not self._exchange.wait(group, 0.0):
                 return
             self._sock.settimeout(PATIENCE)
             self._take(group, offer)
 
     def _greet(self) -> SaveGroup | None:
-        hello = wire.expect(self._sock, wire.Hello, wire.MAX_HELLO)
+        hello = wire.expect(self._sock, wire.SaverHello, wire.MAX_HELLO)
         try:
             formats.check(hello.format, f"The replica from {self._address}")
         except OtherFormatError as error:
-            wire.send(self._sock, wire.Answer(wanted=False, problem=str(error)))
+            wire.send(self._sock, wire.TransferReply(wanted=False, problem=str(error)))
             raise
         group = self._exchange.group()
         plan = group.joined.replication if group is not None else None
         if group is None or plan is None or hello.session != group.joined.session:
-            wire.send(self._sock, wire.Answer(wanted=False, problem="There is another world."))
+            wire.send(
+                self._sock, wire.TransferReply(wanted=False, problem="There is another world.")
+            )
             return None
         if not hmac.compare_digest(hello.token, plan.token):
             raise ProtocolError("It does not know the token of the world.")
-        wire.send(self._sock, wire.Answer(wanted=True))
+        wire.send(self._sock, wire.TransferReply(wanted=True))
         return group
 
-    def _take(self, group: SaveGroup, offer: wire.Offer) -> None:
+    def _take(self, group: SaveGroup, offer: wire.GenerationOffer) -> None:
         header = offer.header
         try:
             copy = self._exchange.begin(group, header)
@@ -225,10 +227,10 @@ class Receiver:
             self._refuse(header.rank, f"No replica of rank {header.rank} is taken: {error}")
             return
         if copy is None:  # the replica is already here
-            wire.send(self._sock, wire.Answer(wanted=False))
+            wire.send(self._sock, wire.TransferReply(wanted=False))
             return
         try:
-            wire.send(self._sock, wire.Answer(wanted=True))
+            wire.send(self._sock, wire.TransferReply(wanted=True))
             sums_hash = self._receive(copy)
             if sums_hash is not None:
                 self._admit(copy, sums_hash)
@@ -242,7 +244,7 @@ class Receiver:
             rank = copy.header.rank
             self._refuse(rank, f"A replica of rank {rank} is not taken: {error}")
         else:
-            wire.send(self._sock, wire.Answer(wanted=True))
+            wire.send(self._sock, wire.TransferReply(wanted=True))
 
     def _receive(self, copy: Copy) -> int | None:
         """Receive a copy; return the hash of its checksums, or None if the sender gives up."""
@@ -252,7 +254,7 @@ class Receiver:
             if isinstance(message, wire.Chunk) and message.offset == end and message.data:
                 self._exchange.fill(copy, message.offset, message.data)
                 end += len(message.data)
-            elif isinstance(message, wire.Commit) and end == copy.nbytes:
+            elif isinstance(message, wire.CommitGeneration) and end == copy.nbytes:
                 return message.sums_hash
             elif isinstance(message, wire.GiveUp):
                 return None
@@ -261,7 +263,7 @@ class Receiver:
 
     def _refuse(self, rank: int, problem: str) -> None:
         self._problems.say(problem, rank)
-        wire.send(self._sock, wire.Answer(wanted=False, problem=problem))
+        wire.send(self._sock, wire.TransferReply(wanted=False, problem=problem))
 
 
 class Sender:
@@ -304,8 +306,8 @@ class Sender:
         if self._exchange.next(self._group, self._sent) is None:
             return
         with self._connected() as sock:
-            wire.send(sock, wire.Hello(self._group.joined.session, self._plan.token, FORMAT))
-            answer = wire.expect(sock, wire.Answer)
+            wire.send(sock, wire.SaverHello(self._group.joined.session, self._plan.token, FORMAT))
+            answer = wire.expect(sock, wire.TransferReply)
             if not answer.wanted:
                 raise InfrastructureError(answer.problem)
             sock.settimeout(PATIENCE)
@@ -319,8 +321,8 @@ class Sender:
 
     def _send(self, sock: socket.socket, copy: Copy) -> None:
         faults.point("replicate.begun")
-        wire.send(sock, wire.Offer(copy.header))
-        answer = wire.expect(sock, wire.Answer)
+        wire.send(sock, wire.GenerationOffer(copy.header))
+        answer = wire.expect(sock, wire.TransferReply)
         self._note(copy, answer)
         if not answer.wanted:
             return
@@ -336,10 +338,10 @@ class Sender:
                 return
             wire.send(sock, wire.Chunk(start, data))
         faults.point("replicate.sent")
-        wire.send(sock, wire.Commit(sums_hash))
-        self._note(copy, wire.expect(sock, wire.Answer))
+        wire.send(sock, wire.CommitGeneration(sums_hash))
+        self._note(copy, wire.expect(sock, wire.TransferReply))
 
-    def _note(self, copy: Copy, answer: wire.Answer) -> None:
+    def _note(self, copy: Copy, answer: wire.TransferReply) -> None:
         if answer.problem:
             self._problems.say(
                 f"{self._peer.host}:{self._peer.port} says: {answer.problem}", copy.header.rank

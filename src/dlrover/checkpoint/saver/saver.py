@@ -91,7 +91,7 @@ class Saver:
         with sock, contextlib.suppress(ConnectionError, SaverGoneError):
             try:
                 pid = protocol.check_peer(sock)
-                client = Client(self._state, self._replicas, self._lease, sock, pid)
+                client = WorkerConnection(self._state, self._replicas, self._lease, sock, pid)
                 with self._state.connection():
                     client.attend()
             except ProtocolError as error:
@@ -163,7 +163,7 @@ class Saver:
     def _persist_task(self, task: Task) -> None:
         began = time.monotonic()
         guard = functools.partial(self._guard, task)
-        job = persist.Job(
+        job = persist.PersistJob(
             store=self._store,
             save=task.save,
             world_size=task.world_size,
@@ -223,7 +223,7 @@ class Saver:
             )
 
 
-class Client:
+class WorkerConnection:
     """Connection of one worker."""
 
     def __init__(
@@ -277,7 +277,7 @@ class Client:
         state, rank = self._state, self._rank
         match request:
             case protocol.Look():
-                return protocol.Holding(state.look(), state.unrecorded)
+                return protocol.ValidGenerations(state.look(), state.unrecorded)
             case protocol.Begin():
                 slot = state.begin(rank, request.save, request.ready)
                 return protocol.Granted(slot, state.news(rank))
@@ -294,7 +294,7 @@ class Client:
                 return protocol.Listening(self._replicas.listen(request.host, request.port), pem)
             case _:
                 self._do(request)
-                return protocol.Done()
+                return protocol.CarriedOut()
 
     def _reserve(self, request: protocol.Reserve) -> protocol.Reserved:
         try:
@@ -308,7 +308,7 @@ class Client:
         match request:
             case protocol.Commit():
                 self._state.commit(self._rank, request)
-            case protocol.Join():
+            case protocol.JoinSaver():
                 self._state.join(self._rank, request)
                 self._replicas.join(request)
                 if self._rank == 0:

@@ -186,7 +186,7 @@ class SaverState:
         self.tasks.drop_incomplete(rank)
         self._changed.notify_all()
 
-    def join(self, rank: int, joined: protocol.Join) -> None:
+    def join(self, rank: int, joined: protocol.JoinSaver) -> None:
         """Record the world that the rank's worker belongs to."""
         if rank not in joined.ranks or not 0 <= rank < joined.world_size:
             raise ProtocolError(f"Rank {rank} is not one of {joined.ranks} of {joined.world_size}.")

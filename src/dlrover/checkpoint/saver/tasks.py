@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver.ranks import Checksums, GenerationSlot, RankMemory, Ranks, SaveGroup
-from dlrover.checkpoint.storage.persist import Source
+from dlrover.checkpoint.storage.persist import RankPart
 from dlrover.errors import InfrastructureError
 
 
@@ -194,7 +194,7 @@ class Tasks:
             self._running = min(ready, key=lambda task: task.save)
             return self._running
 
-    def sources(self, task: Task) -> dict[int, Source]:
+    def sources(self, task: Task) -> dict[int, RankPart]:
         """Return the sources to persist, by rank.
 
         Raises:

@@ -1,7 +1,7 @@
 """Protocol between the savers of different nodes, over TCP.
 
 Each message is its length (4 bytes, most significant first) and MessagePack, and is bounded in size. The
-sender says `Hello`, then offers one generation after the other; the receiver answers each one before and
+sender says `SaverHello`, then offers one generation after the other; the receiver answers each one before and
 after its data is sent.
 """
 
@@ -25,12 +25,12 @@ MAX_HELLO = 1 << 10
 _LENGTH = struct.Struct(">I")
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class TransferMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of all messages."""
 
 
-class Hello(Message, frozen=True):
-    """Identification of the sender. Answered by `Answer`."""
+class SaverHello(TransferMessage, frozen=True):
+    """Identification of the sender. Answered by `TransferReply`."""
 
     session: int
     token: bytes
@@ -38,31 +38,31 @@ class Hello(Message, frozen=True):
     """Format of the checkpoints; the last field, so that every version can read it."""
 
 
-class Offer(Message, frozen=True):
-    """Offer of a generation. Answered by `Answer`."""
+class GenerationOffer(TransferMessage, frozen=True):
+    """Offer of a generation. Answered by `TransferReply`."""
 
     header: Header
 
 
-class Chunk(Message, frozen=True):
+class Chunk(TransferMessage, frozen=True):
     """Part of the content after a generation's header page: data, index and checksums."""
 
     offset: int
     data: bytes
 
 
-class Commit(Message, frozen=True):
-    """End of a generation that was sent completely. Answered by `Answer`."""
+class CommitGeneration(TransferMessage, frozen=True):
+    """End of a generation that was sent completely. Answered by `TransferReply`."""
 
     sums_hash: int
     """XXH3 hash, 64 bits, of the checksums."""
 
 
-class GiveUp(Message, frozen=True):
+class GiveUp(TransferMessage, frozen=True):
     """Notice that the rest of a generation will not come."""
 
 
-class Answer(Message, frozen=True):
+class TransferReply(TransferMessage, frozen=True):
     """Reply of the receiver."""
 
     wanted: bool
@@ -71,12 +71,12 @@ class Answer(Message, frozen=True):
     """Reason for a refusal; empty if nothing went wrong."""
 
 
-AnyMessage = Hello | Offer | Chunk | Commit | GiveUp | Answer
-_Message = TypeVar("_Message", bound=Message)
+AnyMessage = SaverHello | GenerationOffer | Chunk | CommitGeneration | GiveUp | TransferReply
+_Message = TypeVar("_Message", bound=TransferMessage)
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
-def send(sock: socket.socket, message: Message) -> None:
+def send(sock: socket.socket, message: TransferMessage) -> None:
     """Send one message."""
     data = msgspec.msgpack.encode(message)
     sock.sendall(_LENGTH.pack(len(data)) + data)

@@ -23,7 +23,7 @@ from typing import Literal
 import msgspec
 
 from dlrover.checkpoint.machine.saves import SaveId
-from dlrover.checkpoint.saver.protocol import Join
+from dlrover.checkpoint.saver.protocol import JoinSaver
 from dlrover.checkpoint.storage import formats
 from dlrover.checkpoint.storage.stores import Store
 
@@ -52,7 +52,7 @@ class Record(msgspec.Struct, frozen=True):
 class FirstSaves:
     """The first saves of a world that all its ranks on this node have committed."""
 
-    joined: Join
+    joined: JoinSaver
     whole: list[SaveId] = field(default_factory=list)
     tried: int = 0
     """The number of saves in ``whole`` that were tried for the record."""
@@ -89,7 +89,9 @@ class FirstSaves:
         self.tried, self.recorded, self.problem = tried, recorded, problem
 
 
-def record(store: Store, identity: str, job: str, joined: Join, saves: Iterable[SaveId]) -> bool:
+def record(
+    store: Store, identity: str, job: str, joined: JoinSaver, saves: Iterable[SaveId]
+) -> bool:
     """Write the record if all nodes have one of these saves; return whether it exists.
 
     Args:

@@ -24,13 +24,13 @@ from dlrover._util import files
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage.stores import (
     MANIFEST,
+    ByteRange,
     Draft,
     FileInfo,
     Leftover,
-    Range,
     Reader,
     Store,
-    Writer,
+    StoreWriter,
     step_folder,
 )
 from dlrover.errors import InfrastructureError
@@ -110,7 +110,7 @@ class _LocalStore:
         return _Files(self._root / folder)
 
     @contextlib.contextmanager
-    def create(self, file: str) -> Iterator[Writer]:
+    def create(self, file: str) -> Iterator[StoreWriter]:
         with (self._root / file).open("wb", buffering=BUFFER) as opened:
             yield _Eager(opened)
             opened.flush()
@@ -289,17 +289,17 @@ class _Files:
     def size(self, file: str) -> int:
         return self._asked(file, lambda fd: os.fstat(fd).st_size)
 
-    def expect(self, wanted: Iterable[Range]) -> None:
+    def expect(self, wanted: Iterable[ByteRange]) -> None:
         pass
 
-    def view(self, wanted: Range) -> memoryview:
+    def view(self, wanted: ByteRange) -> memoryview:
         # New memory from the kernel is already zero; a bytearray has to be filled with zeros.
         size = wanted.nbytes
         buffer = memoryview(mmap.mmap(-1, size) if size >= BUFFER else bytearray(size))
         self.fill(wanted, buffer)
         return buffer
 
-    def fill(self, wanted: Range, buffer: memoryview) -> None:
+    def fill(self, wanted: ByteRange, buffer: memoryview) -> None:
         done = 0
         while done < wanted.nbytes:
             at = wanted.offset + done

@@ -38,7 +38,7 @@ from dlrover.checkpoint.storage.stores import (
     MANIFEST,
     Draft,
     Store,
-    Writer,
+    StoreWriter,
     join,
     reason,
 )
@@ -60,7 +60,7 @@ _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
-class Source:
+class RankPart:
     """One rank's part of the step."""
 
     read: Callable[[TensorEntry], memoryview]
@@ -70,13 +70,13 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Job:
+class PersistJob:
     """One save to persist."""
 
     store: Store
     save: SaveId
     world_size: int
-    sources: Mapping[int, Source]
+    sources: Mapping[int, RankPart]
     """This node's parts of the step, by rank."""
     pause: Callable[[float], object]
     """Waits the given number of seconds; raises when the job must be given up."""
@@ -95,7 +95,7 @@ class Job:
         return self.save.step
 
 
-def persist(job: Job) -> None:
+def persist(job: PersistJob) -> None:
     """Write the save and return when it is durable, on all nodes.
 
     Raises:
@@ -152,27 +152,27 @@ def retry(
     return problem
 
 
-def _is_stored(job: Job) -> bool:
+def _is_stored(job: PersistJob) -> bool:
     try:
         return storage.is_published(job.store, job.save)
     except OtherFormatError as error:
         raise InfrastructureError(f"Step {job.step} was not stored: {error}") from error
 
 
-def _refuse_older(job: Job) -> None:
+def _refuse_older(job: PersistJob) -> None:
     """Refuse to replace a stored step by an older save of it."""
     known = storage.save_of(job.store, job.step)
     if known is not None and known > job.save:
         raise InfrastructureError(f"Step {job.step} was not stored: a newer save of it is.")
 
 
-def _refuse_given_up(job: Job, draft: Draft) -> None:
+def _refuse_given_up(job: PersistJob, draft: Draft) -> None:
     """Refuse to continue a save that another of its writers has given up."""
     if storage.is_given_up(job.store, draft, at_breakpoint=job.at_breakpoint):
         raise InfrastructureError(f"Step {job.step} was not stored: another node gave it up.")
 
 
-def _write_ranks(job: Job, draft: Draft) -> None:
+def _write_ranks(job: PersistJob, draft: Draft) -> None:
     """Write the parts of this node's ranks. If one fails, the others stop waiting for it."""
     failed = threading.Event()
 
@@ -191,7 +191,7 @@ def _write_ranks(job: Job, draft: Draft) -> None:
             part.result()
 
 
-def _write_rank(job: Job, draft: Draft, rank: int) -> None:
+def _write_rank(job: PersistJob, draft: Draft, rank: int) -> None:
     source = job.sources[rank]
     elsewhere = _written_by_others(job, draft, rank)
     written: dict[tuple[int, int], StoredTensor] = {}
@@ -224,7 +224,9 @@ def _write_rank(job: Job, draft: Draft, rank: int) -> None:
     job.store.write(draft.path(index_file(rank)), msgspec.msgpack.encode(index))
 
 
-def _written_by_others(job: Job, draft: Draft, rank: int) -> dict[tuple[object, ...], StoredTensor]:
+def _written_by_others(
+    job: PersistJob, draft: Draft, rank: int
+) -> dict[tuple[object, ...], StoredTensor]:
     """Return the tensors that lower ranks write and this rank may have too."""
     entries = job.sources[rank].layout.entries
     owners = {entry.part.owner if entry.part is not None else 0 for entry in entries}
@@ -236,7 +238,7 @@ def _written_by_others(job: Job, draft: Draft, rank: int) -> dict[tuple[object, 
     }
 
 
-def _finish(job: Job, draft: Draft) -> None:
+def _finish(job: PersistJob, draft: Draft) -> None:
     indices = [_await_index(job, draft, rank) for rank in range(job.world_size)]
     metadata, files = _encode_metadata(job, draft, indices)
     for index in indices:
@@ -267,7 +269,7 @@ def _finish(job: Job, draft: Draft) -> None:
 
 
 def _encode_metadata(
-    job: Job, draft: Draft, indices: Sequence[RankIndex]
+    job: PersistJob, draft: Draft, indices: Sequence[RankIndex]
 ) -> tuple[bytes, dict[str, FileRecord]]:
     """Write the plain values of rank 0; return DCP's metadata and the records of both files."""
     dcp: Any = importlib.import_module(
@@ -293,11 +295,11 @@ def _encode_metadata(
     return metadata, {name: file.record(), DCP_METADATA: record_of(metadata)}
 
 
-def _await_index(job: Job, draft: Draft, rank: int) -> RankIndex:
+def _await_index(job: PersistJob, draft: Draft, rank: int) -> RankIndex:
     return _await(job, draft, lambda: _finished_index(job, draft, rank), f"rank {rank}'s index")
 
 
-def _finished_index(job: Job, draft: Draft, rank: int) -> RankIndex | None:
+def _finished_index(job: PersistJob, draft: Draft, rank: int) -> RankIndex | None:
     try:
         data = job.store.read(draft.path(index_file(rank)))
         index = msgspec.msgpack.decode(data, type=RankIndex)
@@ -306,7 +308,9 @@ def _finished_index(job: Job, draft: Draft, rank: int) -> RankIndex | None:
     return index if index.step == job.step else None
 
 
-def _await(job: Job, draft: Draft, condition: Callable[[], _Value | None], what: str) -> _Value:
+def _await(
+    job: PersistJob, draft: Draft, condition: Callable[[], _Value | None], what: str
+) -> _Value:
     waited, said = 0.0, 0.0
     while (value := condition()) is None:
         try:
@@ -332,7 +336,7 @@ def _await(job: Job, draft: Draft, condition: Callable[[], _Value | None], what:
 class _File:
     """File that is hashed while it is written."""
 
-    def __init__(self, file: Writer) -> None:
+    def __init__(self, file: StoreWriter) -> None:
         self._file = file
         self._hash = xxhash.xxh3_64()
         self.size = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
 
-from dlrover.checkpoint.storage.stores import Range, UnreachableError, join
+from dlrover.checkpoint.storage.stores import ByteRange, UnreachableError, join
 
 READERS = 16
 """Maximum number of concurrent requests."""
@@ -20,13 +20,13 @@ READ_RETRIES = (0.5, 2.0)
 _Value = TypeVar("_Value")
 
 
-class Source(Protocol):
+class RangeStore(Protocol):
     """Store that the ranges are read from."""
 
     def size(self, file: str) -> int:
         """Return the size of a file in bytes."""
 
-    def read_range(self, wanted: Range) -> bytes:
+    def read_range(self, wanted: ByteRange) -> bytes:
         """Read a range of a file; return fewer bytes if the file ends before."""
 
 
@@ -38,14 +38,14 @@ class _Span(NamedTuple):
     buffer: bytearray
 
 
-class Ranges:
+class FileRanges:
     """Ranges of the files in one folder; expected ones are read by many concurrent requests."""
 
-    def __init__(self, source: Source, folder: str) -> None:
+    def __init__(self, source: RangeStore, folder: str) -> None:
         self._source = source
         self._folder = folder
         self._sizes: dict[str, int] = {}
-        self._found: dict[Range, memoryview] = {}
+        self._found: dict[ByteRange, memoryview] = {}
 
     def size(self, file: str) -> int:
         """Return the size of a file in bytes."""
@@ -53,22 +53,22 @@ class Ranges:
             self._sizes[file] = self._source.size(join(self._folder, file))
         return self._sizes[file]
 
-    def expect(self, wanted: Iterable[Range]) -> None:
+    def expect(self, wanted: Iterable[ByteRange]) -> None:
         """Read the ranges that will be viewed."""
         self._found.update(self._read({part for part in wanted if part.nbytes}))
 
-    def view(self, wanted: Range) -> memoryview:
+    def view(self, wanted: ByteRange) -> memoryview:
         """Return the bytes of one range; the caller may overwrite them."""
         if not wanted.nbytes:
             return memoryview(b"")
         found = self._found.get(wanted)
         return self._read({wanted})[wanted] if found is None else found
 
-    def fill(self, wanted: Range, buffer: memoryview) -> None:
+    def fill(self, wanted: ByteRange, buffer: memoryview) -> None:
         """Copy the bytes of one range to a buffer."""
         buffer[:] = self.view(wanted)
 
-    def _read(self, wanted: Iterable[Range]) -> dict[Range, memoryview]:
+    def _read(self, wanted: Iterable[ByteRange]) -> dict[ByteRange, memoryview]:
         groups = _neighbours(sorted(wanted))
         spans = [_span(group) for group in groups]
         requests = [(span, at) for span in spans for at in range(0, len(span.buffer), REQUEST)]
@@ -87,13 +87,13 @@ class Ranges:
     def _fill(self, span: _Span, at: int) -> None:
         size = min(REQUEST, len(span.buffer) - at)
         file = join(self._folder, span.file)
-        data = self._source.read_range(Range(file, span.start + at, size))
+        data = self._source.read_range(ByteRange(file, span.start + at, size))
         memoryview(span.buffer)[at : at + len(data)] = data
 
 
-def _neighbours(ranges: list[Range]) -> list[list[Range]]:
+def _neighbours(ranges: list[ByteRange]) -> list[list[ByteRange]]:
     """Group ranges of one file with gaps of at most `GAP` bytes; ``ranges`` are in order."""
-    groups: list[list[Range]] = []
+    groups: list[list[ByteRange]] = []
     end = 0
     for wanted in ranges:
         before = groups[-1][-1] if groups else None
@@ -105,7 +105,7 @@ def _neighbours(ranges: list[Range]) -> list[list[Range]]:
     return groups
 
 
-def _span(group: list[Range]) -> _Span:
+def _span(group: list[ByteRange]) -> _Span:
     start = group[0].offset
     end = max(wanted.offset + wanted.nbytes for wanted in group)
     return _Span(group[0].file, start, bytearray(end - start))

@@ -25,18 +25,18 @@ import msgspec
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import formats
 from dlrover.checkpoint.storage.formats import OtherFormatError
-from dlrover.checkpoint.storage.ranges import Ranges, again
+from dlrover.checkpoint.storage.ranges import FileRanges, again
 from dlrover.checkpoint.storage.stores import (
     BAD,
     DCP_METADATA,
     MANIFEST,
+    ByteRange,
     Draft,
     FileInfo,
     Leftover,
-    Range,
     Store,
+    StoreWriter,
     UnreachableError,
-    Writer,
     join,
     location_of,
     login,
@@ -182,10 +182,10 @@ class _RemoteStore:
         with self._asking(), self._fs.open(self._path(file), "rb") as opened:
             yield opened
 
-    def reader(self, folder: str) -> Ranges:
-        return Ranges(self, folder)
+    def reader(self, folder: str) -> FileRanges:
+        return FileRanges(self, folder)
 
-    def read_range(self, wanted: Range) -> bytes:
+    def read_range(self, wanted: ByteRange) -> bytes:
         """Read a range of a file; return fewer bytes if the file ends before."""
         path, end = self._path(wanted.file), wanted.offset + wanted.nbytes
         return cast(
@@ -197,7 +197,7 @@ class _RemoteStore:
         return int(again(lambda: self._ask("info", self._path(file)))["size"])
 
     @contextlib.contextmanager
-    def create(self, file: str) -> Iterator[Writer]:
+    def create(self, file: str) -> Iterator[StoreWriter]:
         opened = self._with_folder(file, lambda path: self._ask("open", path, "wb"))
         try:
             yield _Upload(self, opened)

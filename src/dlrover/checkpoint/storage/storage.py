@@ -28,7 +28,7 @@ from collections.abc import Callable
 import msgspec
 
 from dlrover.checkpoint.machine.policies import Policy, StepInfo
-from dlrover.checkpoint.machine.saves import Newest, Order, SaveId
+from dlrover.checkpoint.machine.saves import Newest, SaveId, StepOrder
 from dlrover.checkpoint.storage import faults, formats
 from dlrover.checkpoint.storage.formats import OtherFormatError
 from dlrover.checkpoint.storage.stored_step import read_manifest
@@ -132,7 +132,7 @@ def saves(store: Store) -> dict[int, SaveId | None]:
         if match:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 found[int(match[1])] = _saved_here(store, int(match[1]))
-    order = Order(save for save in found.values() if save is not None)
+    order = StepOrder(save for save in found.values() if save is not None)
     return dict(sorted(found.items(), key=lambda item: order.key(*item), reverse=True))
 
 

@@ -13,7 +13,7 @@ from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.layout import TensorSpec, name
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import formats
-from dlrover.checkpoint.storage.stores import MANIFEST, Range, Store, failure, join
+from dlrover.checkpoint.storage.stores import MANIFEST, ByteRange, Store, failure, join
 from dlrover.errors import InfrastructureError
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class StoredStep:
         with self._reporting_errors():
             for start in range(0, tensor.nbytes, CHUNK):
                 part = buffer[start : start + CHUNK]
-                self._reader.fill(Range(where.file, where.offset + start, len(part)), part)
+                self._reader.fill(ByteRange(where.file, where.offset + start, len(part)), part)
                 digest.update(part)  # while it is in the processor's cache
         if digest.intdigest() != tensor.xxh3:
             raise self._damaged(tensor)
@@ -157,7 +157,7 @@ class StoredStep:
         where = self._where(tensor.file)
         return InfrastructureError(f"The tensor {name(tensor.path)} in {where} is damaged.")
 
-    def _range(self, tensor: StoredTensor) -> Range:
+    def _range(self, tensor: StoredTensor) -> ByteRange:
         """Return the range of a tensor, in a file whose size is correct."""
         record = self.manifest.files.get(tensor.file)
         if tensor.file not in self._whole:
@@ -170,7 +170,7 @@ class StoredStep:
             self._whole.add(tensor.file)
         if record is None or tensor.offset < 0 or tensor.offset + tensor.nbytes > record.nbytes:
             raise InfrastructureError(f"{name(tensor.path)} lies outside of {tensor.file}.")
-        return Range(tensor.file, tensor.offset, tensor.nbytes)
+        return ByteRange(tensor.file, tensor.offset, tensor.nbytes)
 
     def _where(self, file: str) -> str:
         return self._store.where(join(self._folder, file))

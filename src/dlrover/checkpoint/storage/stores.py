@@ -39,7 +39,7 @@ class FileInfo(NamedTuple):
     """Time of the last change, in seconds since the epoch."""
 
 
-class Range(NamedTuple):
+class ByteRange(NamedTuple):
     """Range of bytes in a file."""
 
     file: str
@@ -76,7 +76,7 @@ class Leftover(NamedTuple):
     folder: str
 
 
-class Writer(Protocol):
+class StoreWriter(Protocol):
     """File that is being written."""
 
     def write(self, data: bytes | memoryview, /) -> object:
@@ -89,13 +89,13 @@ class Reader(Protocol):
     def size(self, file: str) -> int:
         """Return the size of a file in bytes."""
 
-    def expect(self, wanted: Iterable[Range]) -> None:
+    def expect(self, wanted: Iterable[ByteRange]) -> None:
         """Announce the ranges to view; a remote store reads them now, many at once."""
 
-    def view(self, wanted: Range) -> memoryview:
+    def view(self, wanted: ByteRange) -> memoryview:
         """Return the bytes of a range within the file; the caller may overwrite them."""
 
-    def fill(self, wanted: Range, buffer: memoryview) -> None:
+    def fill(self, wanted: ByteRange, buffer: memoryview) -> None:
         """Read the bytes into a buffer of the same size; any thread may call this."""
 
 
@@ -140,7 +140,7 @@ class Store(Protocol):
     def reader(self, folder: str) -> Reader:
         """Return a reader for ranges of the files in a folder."""
 
-    def create(self, file: str) -> contextlib.AbstractContextManager[Writer]:
+    def create(self, file: str) -> contextlib.AbstractContextManager[StoreWriter]:
         """Open a file for writing; it is durable at the end of the ``with`` block."""
 
     def write(self, file: str, data: bytes) -> None:

@@ -141,10 +141,10 @@ def _write_flash(content: Content, temporary: Path, step: int) -> None:
         )
     layout = Layout(entries, content.skeleton, layouts.layout_hash(entries))
     by_path = dict(held)
-    source = persist.Source(lambda entry: by_path[entry.path].data(), layout, sums)
+    source = persist.RankPart(lambda entry: by_path[entry.path].data(), layout, sums)
     temporary.mkdir()
     persist.persist(
-        persist.Job(
+        persist.PersistJob(
             store=open_store(temporary),
             save=SaveId(0, 1, step, secrets.randbits(63)),
             world_size=1,

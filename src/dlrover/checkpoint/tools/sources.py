@@ -122,7 +122,7 @@ class _Ranks:
         return known
 
     def _put_together(self, path: layouts.Path, saved: Sequence[StoredTensor]) -> LazyTensor:
-        """Combine the saves of one tensor, of which each rank saved a part or all."""
+        """Combine the saves of one tensor; each rank saved a part or all of it."""
         first = saved[0]
         whole = first.extent.whole
         parts: dict[Extent, StoredTensor] = {}

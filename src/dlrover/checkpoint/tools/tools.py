@@ -12,7 +12,7 @@ import msgspec
 
 from dlrover.checkpoint.machine import extent, layout as layouts
 from dlrover.checkpoint.machine.layout import ITEM_BYTES, TensorRef, name
-from dlrover.checkpoint.machine.saves import Order, SaveId
+from dlrover.checkpoint.machine.saves import SaveId, StepOrder
 from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.formats import OtherFormatError
 from dlrover.checkpoint.storage.stored_step import StoredStep, StoredTensor, read_manifest
@@ -146,7 +146,7 @@ def listing(place: Place) -> list[StepSummary]:
             # Suppressed: a saver has just renamed it.
             found.append(_summary(store, folder, step, latest))
     found.sort(key=lambda item: (item.state == "complete", item.name))
-    order = Order(item.save for item in found if item.save is not None)
+    order = StepOrder(item.save for item in found if item.save is not None)
     return sorted(found, key=lambda item: order.key(item.step, item.save), reverse=True)
 
 
@@ -177,7 +177,7 @@ def finished(place: Place) -> list[int]:
     there = [step for folder, step in _entries(store) if _is_final(folder, step)]
     with explained(f"{store.location} cannot be used"):
         known = storage.saves(store)
-    order = Order(save for save in known.values() if save is not None)
+    order = StepOrder(save for save in known.values() if save is not None)
     return sorted(there, key=lambda step: order.key(step, known.get(step)), reverse=True)
 
 

@@ -70,7 +70,7 @@ def serve(  # noqa: PLR0913 - each is an option of the command
 ) -> None:
     """Run the Brain until it gets SIGTERM or SIGINT."""
     with _extra():
-        from dlrover.brain.app import Options, serve as run  # noqa: PLC0415 - an extra
+        from dlrover.brain.app import BrainOptions, serve as run  # noqa: PLC0415 - an extra
     from dlrover.rpc import wire  # noqa: PLC0415 - loads grpc
 
     logging.basicConfig(
@@ -82,7 +82,7 @@ def serve(  # noqa: PLR0913 - each is an option of the command
     settings = config.settings(env, config_file)
     own = config.state_dirs(env)[0] / "brain.db"
     url = database or env.get("DLROVER_BRAIN_DATABASE") or f"sqlite:///{own}"
-    options = Options(
+    options = BrainOptions(
         database=url,
         token=_token(token_file or settings.brain_token_file),
         host=host,
@@ -334,7 +334,7 @@ def _print_expected(job: str, found: records.Expected, console: Console) -> None
         console.print("  This is farther from what was measured than a plan would go.")
 
 
-def _print_cluster(found: records.Cluster, console: Console) -> None:
+def _print_cluster(found: records.ClusterResources, console: Console) -> None:
     """Print the cluster's machines, free resources and quotas."""
     if not found.nodes:
         console.print("No monitor has reported the cluster to the Brain.")

@@ -17,7 +17,7 @@ from rich.text import Text
 from dlrover.errors import ConfigurationError, ExitCode
 from dlrover.master.machine.checks import nodecheck
 from dlrover.master.machine.checks.checking import trial
-from dlrover.master.machine.checks.evidence import Evidence, Finding, Kind, better
+from dlrover.master.machine.checks.evidence import CheckEvidence, CheckFinding, Kind, better
 from dlrover.spec.check import (
     CheckOrder,
     CheckReport,
@@ -53,7 +53,7 @@ class Member(msgspec.Struct, frozen=True):
     report: CheckReport | None
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class CheckOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Result of the check, as ``--output json`` prints it."""
 
     healthy: bool
@@ -62,7 +62,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The checked machine, or the ranks of the job with their machines, by number."""
     results: dict[int, tuple[ProbeResult, ...]]
     """Results by node number."""
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
 
     @property
     def exit_code(self) -> ExitCode:
@@ -70,7 +70,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return ExitCode.SUCCESS if self.healthy else ExitCode.INFRASTRUCTURE
 
 
-def check(env: Mapping[str, str], limits: Limits, directory: str, accelerator: str) -> Report:
+def check(env: Mapping[str, str], limits: Limits, directory: str, accelerator: str) -> CheckOutcome:
     """Check this machine or, as a rank of a launcher's job, the machines of all ranks together.
 
     Raises:
@@ -124,7 +124,7 @@ def find_place(env: Mapping[str, str]) -> Place | None:
 # ---- one machine
 
 
-async def _alone(arguments: Sequence[str], env: Mapping[str, str], limits: Limits) -> Report:
+async def _alone(arguments: Sequence[str], env: Mapping[str, str], limits: Limits) -> CheckOutcome:
     """Check the machine's parts, then its own network with two processes."""
     began = time.monotonic()
     first, second = CheckProcess(arguments, env), CheckProcess(arguments, env)
@@ -147,11 +147,13 @@ async def _alone(arguments: Sequence[str], env: Mapping[str, str], limits: Limit
     network = next((r for r in (*pair[0], *pair[1]) if r.state is ProbeState.FAILED), pair[0][0])
     own += (msgspec.structs.replace(network, name="this machine"),)
     found = tuple(
-        Finding(Kind.FAULT, (0,), r.component, f"{r.name}: {r.message}" if r.name else r.message)
+        CheckFinding(
+            Kind.FAULT, (0,), r.component, f"{r.name}: {r.message}" if r.name else r.message
+        )
         for r in own
         if r.state is ProbeState.FAILED
     )
-    return Report(
+    return CheckOutcome(
         healthy=not found,
         seconds=time.monotonic() - began,
         nodes=(socket.gethostname(),),
@@ -169,10 +171,10 @@ def _free_port() -> int:
 # ---- a launcher's job
 
 
-async def _together(process: CheckProcess, place: Place, limits: Limits) -> Report:
+async def _together(process: CheckProcess, place: Place, limits: Limits) -> CheckOutcome:
     """Check together with the other ranks. All see the same reports and reach the same verdict."""
     began = time.monotonic()
-    evidence = Evidence(tuple(range(place.size)))
+    evidence = CheckEvidence(tuple(range(place.size)))
     groups = nodecheck.first_pairs(evidence.nodes)
     results: dict[int, tuple[ProbeResult, ...]] = {}
     names: dict[int, str] = {}
@@ -199,7 +201,7 @@ async def _together(process: CheckProcess, place: Place, limits: Limits) -> Repo
     finally:
         process.kill()
     found = tuple(nodecheck.findings(evidence, limits.straggler_ratio))
-    return Report(
+    return CheckOutcome(
         healthy=not nodecheck.left_out(found, stragglers=False),
         seconds=time.monotonic() - began,
         nodes=tuple(f"rank {rank} ({names[rank]})" for rank in evidence.nodes),
@@ -250,7 +252,7 @@ def _silent(round_: int) -> CheckReport:
 _STYLES = {ProbeState.OK: "green", ProbeState.FAILED: "bold red", ProbeState.SKIPPED: "yellow"}
 
 
-def render(report: Report, console: Console) -> None:
+def render(report: CheckOutcome, console: Console) -> None:
     """Print a line for each probe."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("node", "component", "figure", "verdict"):
@@ -264,7 +266,7 @@ def render(report: Report, console: Console) -> None:
     console.print(table)
 
 
-def verdict(report: Report) -> list[str]:
+def verdict(report: CheckOutcome) -> list[str]:
     """Return the findings in words, the worst last, then a sentence if nothing is at fault."""
     order = (Kind.NOTE, Kind.UNTESTED, Kind.SLOW, Kind.LINK, Kind.UNDETERMINED, Kind.FAULT)
     lines = []

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import psutil
 
-from dlrover._util import accelerators
+from dlrover import accelerators
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ SYS_PTRACE = 19
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class DiskSpace:
     """Size and free space of a file system, in bytes."""
 
     total: int
@@ -90,9 +90,9 @@ class Machine:
     memory_available: int
     memory_limit: int | None
     """Least memory limit of this process's cgroups."""
-    shm: Space | None
+    shm: DiskSpace | None
     state_dir: str
-    state: Space | None
+    state: DiskSpace | None
     """Space where ``state_dir`` is or would be made; None: the file system does not answer."""
     state_writable: bool
     state_type: str
@@ -195,19 +195,19 @@ def _number(text: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _space(path: Path) -> Space | None:
+def _space(path: Path) -> DiskSpace | None:
     try:
         usage = shutil.disk_usage(path)
     except OSError:
         return None
-    return Space(usage.total, usage.free)
+    return DiskSpace(usage.total, usage.free)
 
 
 class _Place(NamedTuple):
     """An existing directory."""
 
     path: Path
-    space: Space | None
+    space: DiskSpace | None
     writable: bool
 
 

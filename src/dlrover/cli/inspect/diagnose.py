@@ -12,15 +12,14 @@ from dlrover.master import diagnosis_rules
 from dlrover.master.journal import history
 from dlrover.master.machine.diagnosis.diagnosis import root_cause
 from dlrover.spec.events import WorkerFailed
-from dlrover.spec.failure import Verdict
+from dlrover.spec.failure import Rule, Verdict
 from dlrover.spec.jobdir import JobDir, MasterConfig, decode
-from dlrover.spec.rules import Rule
 
 LOG_BYTES = 256 * 1024
 """Bytes at the end of a log that are examined."""
 
 
-class Finding(msgspec.Struct, frozen=True):
+class LogVerdict(msgspec.Struct, frozen=True):
     """The verdict on one failure."""
 
     source: str
@@ -28,7 +27,7 @@ class Finding(msgspec.Struct, frozen=True):
     verdict: Verdict
 
 
-def of_log(path: str, own: tuple[Rule, ...]) -> Finding:
+def of_log(path: str, own: tuple[Rule, ...]) -> LogVerdict:
     """Return the verdict on the end of a log; on standard input if ``path`` is empty or ``-``.
 
     Raises:
@@ -41,10 +40,10 @@ def of_log(path: str, own: tuple[Rule, ...]) -> Finding:
     title = chosen.title.replace("rank -1 ", "The program ").replace(" on node -1", "")
     title = title.replace("left with exit code -1: a program that it ran ", "")
     title = title.replace("left with exit code -1", "left no error that is known")
-    return Finding(source, msgspec.structs.replace(chosen, title=title))
+    return LogVerdict(source, msgspec.structs.replace(chosen, title=title))
 
 
-def of_job(job_dir: JobDir, own: tuple[Rule, ...]) -> tuple[Finding, ...]:
+def of_job(job_dir: JobDir, own: tuple[Rule, ...]) -> tuple[LogVerdict, ...]:
     """Return the verdict on the root cause of each round in which workers of a job failed.
 
     If ``own`` is empty, the rules that the job started with apply.
@@ -66,12 +65,12 @@ def of_job(job_dir: JobDir, own: tuple[Rule, ...]) -> tuple[Finding, ...]:
             rounds.setdefault(body.failure.round, []).append(table.failed(body.failure))
     roots = {number: root_cause(failed) for number, failed in rounds.items()}
     return tuple(
-        Finding(f"round {number}, {root.failure.log_path}", root.verdict)
+        LogVerdict(f"round {number}, {root.failure.log_path}", root.verdict)
         for number, root in roots.items()
     )
 
 
-def render(finding: Finding) -> str:
+def render(finding: LogVerdict) -> str:
     """Return a finding in words, on a few lines."""
     verdict = finding.verdict
     lines = {

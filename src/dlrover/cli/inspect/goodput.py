@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from dlrover.cli.inspect.plans import PlanRecord, records
+from dlrover.cli.inspect.plans import PlanHistory, records
 from dlrover.cli.inspect.queries import ask
 from dlrover.cli.inspect.timeline import Timeline
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -23,15 +23,15 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
 from dlrover.spec import events
-from dlrover.spec.goodput import CAUSES, Cause, Goodput, IncidentCost
 from dlrover.spec.jobdir import JobDir
+from dlrover.spec.outcome import CAUSES, Cause, Goodput, IncidentCost
 
 HOURS_FROM = 36_000.0
 """Wall seconds, summed over all nodes, from which times are shown in hours."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class GoodputReport:
     """A job's goodput, with a timeline of its nodes."""
 
     job: str
@@ -42,7 +42,7 @@ class Report:
     goodput: Goodput
     timeline: Timeline
     hostnames: dict[int, str]
-    plans: tuple[PlanRecord, ...] = ()
+    plans: tuple[PlanHistory, ...] = ()
     """Plans of the auto-scaler."""
     sizes: tuple[tuple[float, int], ...] = ()
     """Time at which each world was formed, and its number of nodes."""
@@ -53,7 +53,7 @@ class Report:
         return head | dict(msgspec.to_builtins(self.goodput))
 
 
-def report(job_dir: JobDir) -> Report:
+def report(job_dir: JobDir) -> GoodputReport:
     """Return the goodput of the job in ``job_dir`` until now, or until its end.
 
     Raises:
@@ -78,7 +78,7 @@ def report(job_dir: JobDir) -> Report:
     until = last if machine.outcome is not None else max(last, _now(job_dir, machine))
     goodput = ledger.goodput(until)
     ledger.finish(until)
-    return Report(
+    return GoodputReport(
         job=machine.job.name,
         job_dir=str(job_dir.path),
         phase=machine.state.phase.value,
@@ -103,7 +103,7 @@ def _now(job_dir: JobDir, machine: JobMachine) -> float:
 # ---- text
 
 
-def render(found: Report, console: Console) -> None:
+def render(found: GoodputReport, console: Console) -> None:
     """Print a report as text."""
     goodput = found.goodput
     amount = Amounts(goodput.wall_seconds)
@@ -122,7 +122,7 @@ def render(found: Report, console: Console) -> None:
         console.print(note, highlight=False, soft_wrap=True)
 
 
-def summary(found: Report) -> str:
+def summary(found: GoodputReport) -> str:
     """Return the goodput in one sentence."""
     goodput = found.goodput
     amount = Amounts(goodput.wall_seconds)

@@ -10,11 +10,19 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from dlrover.cli.inspect.goodput import Amounts, Report, notes, percent, spent, steps_lost, summary
-from dlrover.cli.inspect.plans import PlanRecord, interval
+from dlrover.cli.inspect.goodput import (
+    Amounts,
+    GoodputReport,
+    notes,
+    percent,
+    spent,
+    steps_lost,
+    summary,
+)
+from dlrover.cli.inspect.plans import PlanHistory, interval
 from dlrover.cli.run.report import duration
 from dlrover.master.machine.goodput.roundtime import MICRO
-from dlrover.spec.goodput import Cause, IncidentCost, IncidentKind
+from dlrover.spec.outcome import Cause, IncidentCost, IncidentKind
 
 ROWS = 64
 """Most nodes that are drawn: those with the most incidents, then the first ones."""
@@ -78,7 +86,7 @@ th{color:var(--soft);font-weight:500;border-bottom:1px solid var(--line)}
 """
 
 
-def render(found: Report) -> str:
+def render(found: GoodputReport) -> str:
     """Return the page, which refers to nothing outside itself."""
     goodput = found.goodput
     amount = Amounts(goodput.wall_seconds)
@@ -107,7 +115,7 @@ def render(found: Report) -> str:
     )
 
 
-def _bar(found: Report) -> str:
+def _bar(found: GoodputReport) -> str:
     wall = found.goodput.wall_seconds
     pieces = "".join(
         f'<div style="background:{COLOURS[cause]};width:{100 * seconds / wall:.3f}%" '
@@ -117,7 +125,7 @@ def _bar(found: Report) -> str:
     return f"<div class=bar>{pieces}</div>"
 
 
-def _causes(found: Report, amount: Amounts) -> str:
+def _causes(found: GoodputReport, amount: Amounts) -> str:
     wall = found.goodput.wall_seconds
     rows = "".join(
         f'<tr><td><span class=key style="background:{COLOURS[cause]}"></span>{cause.label}'
@@ -129,7 +137,7 @@ def _causes(found: Report, amount: Amounts) -> str:
     )
 
 
-def _incidents(found: Report, amount: Amounts) -> str:
+def _incidents(found: GoodputReport, amount: Amounts) -> str:
     if not found.goodput.incidents:
         return "<p>None.</p>"
     rows = "".join(
@@ -176,7 +184,7 @@ class _Axis:
         return [(self(self.since + at), _NOTHING_MORE.sub("", duration(at))) for at in places]
 
 
-def _timeline(found: Report) -> str:
+def _timeline(found: GoodputReport) -> str:
     shown = _shown(found)
     axis = _axis(found)
     height = _TOP + len(shown) * (_ROW + _GAP) + _GAP
@@ -198,14 +206,14 @@ def _timeline(found: Report) -> str:
     )
 
 
-def _size(found: Report) -> list[str]:
+def _size(found: GoodputReport) -> list[str]:
     """Return the chart of nodes over time; empty if their number never changed and no plan exists."""
     if not found.plans and len({nodes for _, nodes in found.sizes}) < 2:
         return []
     return ["<h2>Nodes</h2>", _drawing(found), *([_plans(found.plans)] if found.plans else [])]
 
 
-def _drawing(found: Report) -> str:
+def _drawing(found: GoodputReport) -> str:
     """Return a line of the number of nodes, with a mark for each plan."""
     sizes, place = found.sizes, _axis(found)
     if not sizes:
@@ -232,7 +240,7 @@ def _drawing(found: Report) -> str:
     )
 
 
-def _plan_mark(plan: PlanRecord, x: float, bottom: int) -> str:
+def _plan_mark(plan: PlanHistory, x: float, bottom: int) -> str:
     words = f"plan {plan.number}, {plan.kind.value}: {plan.reason}; {plan.outcome}"
     return (
         f"<g class=plan><title>{escape(words)}</title>"
@@ -241,7 +249,7 @@ def _plan_mark(plan: PlanRecord, x: float, bottom: int) -> str:
     )
 
 
-def _plans(plans: Sequence[PlanRecord]) -> str:
+def _plans(plans: Sequence[PlanHistory]) -> str:
     """Return the plans as a table: reason, prediction, measurement and outcome."""
     rows = "".join(
         f"<tr><td class=number>{plan.number}<td>{_clock(plan.time)}"
@@ -255,23 +263,23 @@ def _plans(plans: Sequence[PlanRecord]) -> str:
     )
 
 
-def _predicted(plan: PlanRecord) -> str:
+def _predicted(plan: PlanHistory) -> str:
     return "-" if plan.predicted is None else f"{interval(plan.predicted)} {escape(plan.unit)}"
 
 
-def _measured(plan: PlanRecord) -> str:
+def _measured(plan: PlanHistory) -> str:
     if plan.measured is None or plan.error is None:
         return "-"
     return f"{plan.measured:.3g} ({plan.error:+.0%})"
 
 
-def _axis(found: Report) -> _Axis:
+def _axis(found: GoodputReport) -> _Axis:
     spans = [found.timeline.spans(node)[-1:] for node in _shown(found)]
     last = max((span.until for few in spans for span in few), default=0) / MICRO
     return _Axis(found.submitted_at, max(last - found.submitted_at, found.goodput.job_seconds))
 
 
-def _shown(found: Report) -> list[int]:
+def _shown(found: GoodputReport) -> list[int]:
     """Return the nodes to draw, in order."""
     hit: dict[int, int] = defaultdict(int)
     for incident in found.goodput.incidents:
@@ -279,7 +287,7 @@ def _shown(found: Report) -> list[int]:
     return sorted(sorted(found.timeline.nodes, key=lambda node: (-hit[node], node))[:ROWS])
 
 
-def _row(found: Report, axis: _Axis, node: int, place: int) -> str:
+def _row(found: GoodputReport, axis: _Axis, node: int, place: int) -> str:
     """Return one node: its name, and a line of strokes for each cause."""
     strokes: dict[Cause, list[str]] = defaultdict(list)
     times: dict[Cause, int] = defaultdict(int)
@@ -317,7 +325,7 @@ def _mark(axis: _Axis, number: int, incident: IncidentCost, height: int) -> str:
 # ---- the trace
 
 
-def trace(found: Report) -> str:
+def trace(found: GoodputReport) -> str:
     """Return a trace as JSON: a track for each node, with incidents and plans as instant events."""
 
     def event(kind: str, at: int, name: str, thread: int = 0, **fields: Any) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from dlrover.errors import ConfigurationError
 from dlrover.master.journal import history
 from dlrover.spec import events
 from dlrover.spec.jobdir import JobDir, MasterConfig, decode
-from dlrover.spec.plan import Effect
-from dlrover.spec.speed import ScaleKind
+from dlrover.spec.node import Size
+from dlrover.spec.plan import Effect, ScaleKind
 
 
-class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
+class PlanHistory(msgspec.Struct, frozen=True, kw_only=True):
     """One plan and its outcome."""
 
     number: int
@@ -70,7 +70,7 @@ class Plans(msgspec.Struct, frozen=True, kw_only=True):
     """Result of the search; None while it goes on."""
     ended: str
     """Why auto-scaling has ended; empty if it has not."""
-    plans: tuple[PlanRecord, ...]
+    plans: tuple[PlanHistory, ...]
     nodes: tuple[NodeChange, ...] = ()
     """Replacements of nodes."""
 
@@ -111,9 +111,9 @@ def plans(job_dir: JobDir) -> Plans:
     )
 
 
-def records(happened: Iterable[tuple[float, events.EventBody]]) -> tuple[PlanRecord, ...]:
+def records(happened: Iterable[tuple[float, events.EventBody]]) -> tuple[PlanHistory, ...]:
     """Return the plans among a job's events, which come with their times."""
-    found: dict[int, PlanRecord] = {}
+    found: dict[int, PlanHistory] = {}
     for at, body in happened:
         if isinstance(body, events.PlanMade):
             found[body.number] = _made(body, at)
@@ -153,7 +153,7 @@ def render(report: Plans) -> str:
     return "\n".join(lines)
 
 
-def _lines(plan: PlanRecord) -> list[str]:
+def _lines(plan: PlanHistory) -> list[str]:
     lines = ["", f"plan {plan.number}, {plan.kind.value}: {plan.reason}"]
     known = []
     if plan.predicted is not None:
@@ -176,7 +176,7 @@ def _headline(report: Plans) -> str:
         return f"Auto-scaling {span}: the search for the best size goes on."
     settled = report.settled
     return (
-        f"Auto-scaling {span}: the best size is {events.told_size(settled.nodes, settled.servers)}, with "
+        f"Auto-scaling {span}: the best size is {Size(settled.nodes, settled.servers).in_words()}, with "
         f"{settled.throughput:.3g} {settled.unit}; {settled.tried} sizes were measured."
     )
 
@@ -192,8 +192,8 @@ def interval(effect: Effect) -> str:
     return f"{effect.throughput:.3g} ({effect.low:.3g} to {effect.high:.3g})"
 
 
-def _made(body: events.PlanMade, time: float) -> PlanRecord:
-    return PlanRecord(
+def _made(body: events.PlanMade, time: float) -> PlanHistory:
+    return PlanHistory(
         number=body.number,
         time=time,
         kind=body.kind,
@@ -207,7 +207,7 @@ def _made(body: events.PlanMade, time: float) -> PlanRecord:
     )
 
 
-def _known(plan: PlanRecord, body: events.PlanMeasured | events.PlanDropped) -> PlanRecord:
+def _known(plan: PlanHistory, body: events.PlanMeasured | events.PlanDropped) -> PlanHistory:
     if isinstance(body, events.PlanDropped):
         return msgspec.structs.replace(plan, outcome=f"given up: {body.reason}")
     return msgspec.structs.replace(

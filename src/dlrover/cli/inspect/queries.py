@@ -22,12 +22,12 @@ from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient, connect
 from dlrover.spec.events import Event, size
 from dlrover.spec.jobdir import JobDir
-from dlrover.spec.roles import WORKER
+from dlrover.spec.node import WORKER
 
 Reply = TypeVar("Reply")
 
 
-class Report(msgspec.Struct, frozen=True):
+class StatusReport(msgspec.Struct, frozen=True):
     """A job's status and its source."""
 
     job_dir: str
@@ -36,7 +36,7 @@ class Report(msgspec.Struct, frozen=True):
     status: messages.Status
 
 
-def status(job_dir: JobDir) -> Report:
+def status(job_dir: JobDir) -> StatusReport:
     """Return the status of the job in ``job_dir``.
 
     Raises:
@@ -44,12 +44,12 @@ def status(job_dir: JobDir) -> Report:
         InfrastructureError: the master does not answer, and its journal cannot be read.
     """
     try:
-        return Report(
+        return StatusReport(
             str(job_dir.path), True, asyncio.run(ask(job_dir, lambda master: master.status()))
         )
     except (InfrastructureError, ConfigurationError) as silent:
         try:
-            return Report(str(job_dir.path), False, _from_journal(job_dir))
+            return StatusReport(str(job_dir.path), False, _from_journal(job_dir))
         except (InfrastructureError, ConfigurationError) as error:
             raise silent from error
 
@@ -72,7 +72,7 @@ def _from_journal(job_dir: JobDir) -> messages.Status:
     return status_of(machine, last, {})
 
 
-def render_status(report: Report, console: Console) -> None:
+def render_status(report: StatusReport, console: Console) -> None:
     """Print a job's status as text."""
     status = report.status
     console.print(f"[bold]{status.name}[/]: {status.phase}", highlight=False)

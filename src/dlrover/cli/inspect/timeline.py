@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from dlrover.spec.goodput import CAUSES, Cause
+from dlrover.spec.outcome import CAUSES, Cause
 
 KEPT = 4096
 """Most intervals kept per round or node. Beyond, neighbours are merged: their order is lost, no time is."""
@@ -20,7 +20,7 @@ _ORDER = (
 _PLACES = [CAUSES.index(cause) for cause in _ORDER]
 
 
-class Span(NamedTuple):
+class CauseSpan(NamedTuple):
     """Time of one cause. Times are microseconds since the epoch."""
 
     since: int
@@ -59,7 +59,7 @@ class Timeline:
         """Ids of all nodes with recorded time, sorted."""
         return sorted(self._nodes.keys() | self._ran.keys())
 
-    def spans(self, node: int, resolution: int = 0) -> list[Span]:
+    def spans(self, node: int, resolution: int = 0) -> list[CauseSpan]:
         """Return a node's time in order, without gaps except while it was away.
 
         Intervals shorter than ``resolution`` microseconds are merged with their neighbours.
@@ -98,22 +98,22 @@ def _merged(intervals: Iterable[_Interval], resolution: int) -> Iterator[_Interv
         yield last
 
 
-def _expanded(intervals: Iterable[_Interval]) -> Iterator[Span]:
+def _expanded(intervals: Iterable[_Interval]) -> Iterator[CauseSpan]:
     for interval in intervals:
         since = interval.since
         for place, cause in zip(_PLACES, _ORDER, strict=True):
             if time := interval.parts[place]:
-                yield Span(since, since + time, cause)
+                yield CauseSpan(since, since + time, cause)
                 since += time
 
 
-def _joined(spans: Iterable[Span]) -> list[Span]:
+def _joined(spans: Iterable[CauseSpan]) -> list[CauseSpan]:
     """Return the spans, with adjacent ones of the same cause joined."""
-    joined: list[Span] = []
+    joined: list[CauseSpan] = []
     for span in spans:
         last = joined[-1] if joined else None
         if last is not None and last.cause is span.cause and last.until == span.since:
-            joined[-1] = Span(last.since, span.until, span.cause)
+            joined[-1] = CauseSpan(last.since, span.until, span.cause)
         else:
             joined.append(span)
     return joined

@@ -12,8 +12,7 @@ import functools
 import sys
 from typing import TYPE_CHECKING
 
-from dlrover import __version__
-from dlrover._util import accelerators
+from dlrover import __version__, accelerators
 from dlrover.cli.run.launchspec import RunOptions, run_options
 from dlrover.cli.run.nproc import probe_devices
 from dlrover.cli.run.parser import HelpFormatter, LaunchParser, OptionGroup

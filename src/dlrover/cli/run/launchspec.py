@@ -19,10 +19,8 @@ import msgspec
 from dlrover.cli.run import nodes
 from dlrover.cli.run.nproc import resolve_nproc
 from dlrover.errors import ConfigurationError
-from dlrover.spec.job import JobSpec
-from dlrover.spec.launch import Entry, LaunchSpec, StdMap
-from dlrover.spec.node import NodeLimits
-from dlrover.spec.roles import SERVER, WORKER
+from dlrover.spec.job import Entry, JobSpec, LaunchSpec, StdMap
+from dlrover.spec.node import SERVER, WORKER, NodeLimits
 
 if TYPE_CHECKING:
     import argparse

@@ -23,8 +23,8 @@ from dlrover.cli.run.launchspec import Endpoint, RunOptions, parse_endpoint
 from dlrover.errors import ConfigurationError, DLRoverError
 from dlrover.master.compose import Request, master_config
 from dlrover.planning import extra
+from dlrover.spec.job import LaunchSpec
 from dlrover.spec.jobdir import AgentConfig, BrainSide, JobDir
-from dlrover.spec.launch import LaunchSpec
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.plan import Group
 

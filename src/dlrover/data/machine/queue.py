@@ -21,7 +21,7 @@ from dlrover.errors import ProtocolError
 from dlrover.spec.shards import (
     DataSpec,
     ExtendShards,
-    Failed,
+    FailedSpan,
     Incarnation,
     LookShards,
     OpenShards,
@@ -49,18 +49,18 @@ class Answer(msgspec.Struct, frozen=True):
     reply: ShardReply
 
 
-class Report(msgspec.Struct, frozen=True):
+class ReportSkipped(msgspec.Struct, frozen=True):
     """Command to report skipped samples."""
 
     data: str
     what: Skipped
 
 
-Command: TypeAlias = Answer | Report
+Command: TypeAlias = Answer | ReportSkipped
 
 
 @dataclass
-class Worker:
+class ShardWorker:
     """A worker of the current incarnation."""
 
     heard: float
@@ -84,7 +84,7 @@ class ShardQueue:
     #: samples that were acknowledged when this incarnation began
     base: bytes = b""
     partitions: dict[int, Partition] = field(default_factory=dict)
-    workers: dict[str, Worker] = field(default_factory=dict)
+    workers: dict[str, ShardWorker] = field(default_factory=dict)
     #: dead or silent workers, whose shards went to others
     dropped: set[str] = field(default_factory=set)
     #: failed attempts to read a sample, by partition and position; only while attempts remain
@@ -145,7 +145,7 @@ class ShardQueue:
                 f"Worker {event.worker} has restored another checkpoint of the data set {self.spec.name} "
                 "than the first worker; all must restore the same step."
             )
-        self.workers.setdefault(event.worker, Worker(now, epoch=self.first_epoch)).heard = now
+        self.workers.setdefault(event.worker, ShardWorker(now, epoch=self.first_epoch)).heard = now
         spec = self.spec if self.is_stream else None
         self._answer(ShardReply(epoch=self.first_epoch, spec=spec))
 
@@ -203,7 +203,7 @@ class ShardQueue:
         self._expire(now)
         spans = self._lease(worker, event)
         worker.starves = event.starving and not spans
-        skipped = tuple(report.what for report in self._out if isinstance(report, Report))
+        skipped = tuple(report.what for report in self._out if isinstance(report, ReportSkipped))
         worker.reply = msgspec.structs.replace(
             self._reply(event.epoch, spans),
             skipped=skipped,
@@ -211,7 +211,7 @@ class ShardQueue:
         )
         self._answer(worker.reply)
 
-    def _check(self, event: TakeShards, worker: Worker) -> None:
+    def _check(self, event: TakeShards, worker: ShardWorker) -> None:
         if event.gap is not None and event.gap.partition not in self.partitions:
             raise ProtocolError(
                 f"The data set {event.data} has no partition {event.gap.partition}."
@@ -226,7 +226,7 @@ class ShardQueue:
                 )
             seen.add(span)
 
-    def _fail(self, worker: Worker, failure: Failed) -> None:
+    def _fail(self, worker: ShardWorker, failure: FailedSpan) -> None:
         span = failure.span
         worker.held.remove(span)
         partition, key = self.partitions[span.partition], (span.partition, span.start)
@@ -239,7 +239,7 @@ class ShardQueue:
         what = Skipped(span, failure.error)
         if len(self.skipped) < MAX_SKIPPED:
             self.skipped.append(what)
-        self._out.append(Report(self.spec.name, what))
+        self._out.append(ReportSkipped(self.spec.name, what))
 
     def _expire(self, now: float) -> None:
         """Give up workers that were silent for too long; they learn it from their next request."""
@@ -277,7 +277,7 @@ class ShardQueue:
             return
         what = Skipped(shard, f"{how}, {self.spec.attempts} times with them")
         self.deadly.append(what)
-        self._out.append(Report(self.spec.name, what))
+        self._out.append(ReportSkipped(self.spec.name, what))
 
     def _extend(self, event: ExtendShards) -> None:
         if not self.is_stream or len(event.ends) != len(self.partitions):
@@ -307,7 +307,7 @@ class ShardQueue:
 
     # ---- leasing
 
-    def _lease(self, worker: Worker, event: TakeShards) -> tuple[Span, ...]:
+    def _lease(self, worker: ShardWorker, event: TakeShards) -> tuple[Span, ...]:
         spans: list[Span] = []
         partitions = self._open_partitions(event.epoch)
         want = event.want
@@ -360,7 +360,7 @@ class ShardQueue:
             number += 1
         return number
 
-    def _others_starve(self, worker: Worker) -> bool:
+    def _others_starve(self, worker: ShardWorker) -> bool:
         """Return whether another worker needs the samples that this worker has not read yet."""
         others = (other for other in self.workers.values() if other is not worker)
         return self.is_stream and any(other.starves for other in others)
@@ -411,12 +411,12 @@ class ShardQueue:
 def _stale(worker: str, data: str) -> str:
     return (
         f"The shards of worker {worker} of the data set {data} were leased to others: it was silent for too "
-        "long, or the workers have begun anew."
+        "long, or the workers have started again."
     )
 
 
 def _begun_anew(data: str) -> str:
-    return f"The workers that read the data set {data} have begun anew; this one is of an earlier round."
+    return f"The workers that read the data set {data} have started again; this one is of an earlier round."
 
 
 def _different(spec: DataSpec, first: DataSpec) -> str:

@@ -139,7 +139,7 @@ class Nats(Broker):
                 known = None
             if known is not None and known.config.description != _OURS:
                 raise ConfigurationError(
-                    f"The consumer {self.group} of the stream {stream} of {self.address} is somebody else's."
+                    f"The consumer {self.group} of the stream {stream} of {self.address} belongs to another program."
                 )
             if known is not None:
                 await jetstream.delete_consumer(stream, self.group)

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from dlrover.kubernetes.api.client import ELASTIC_JOBS, EVENTS, ApiError, Client
-from dlrover.kubernetes.machine.decisions import Event
+from dlrover.kubernetes.machine.decisions import JobNotice
 from dlrover.kubernetes.resources import names, times
 from dlrover.kubernetes.resources.types import ElasticJob, ElasticJobStatus, Manifest
-from dlrover.spec.roles import WORKER
+from dlrover.spec.node import WORKER
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,10 @@ async def write_replicas(
 
 
 async def record_event(
-    client: Client, metadata: Mapping[str, Any], event: Event, component: str = "dlrover-operator"
+    client: Client,
+    metadata: Mapping[str, Any],
+    event: JobNotice,
+    component: str = "dlrover-operator",
 ) -> None:
     """Write an Event about the job with this metadata, or count a repeated one; only log a failure."""
     namespace = metadata["namespace"]

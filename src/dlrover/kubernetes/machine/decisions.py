@@ -25,7 +25,7 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class Event:
+class JobNotice:
     """A notice to users, attached to the job."""
 
     reason: str
@@ -67,7 +67,7 @@ class Decision:
     delete: tuple[Deletion, ...] = ()
     status: ElasticJobStatus | None = None
     """The job's status without ``training``; None if the status is not the operator's to write."""
-    events: tuple[Event, ...] = ()
+    events: tuple[JobNotice, ...] = ()
     claim: Claim | None = None
     """This job's claim as other jobs see it; None if it has none."""
     again: float | None = None

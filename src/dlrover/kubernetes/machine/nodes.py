@@ -12,8 +12,7 @@ from dlrover.errors import ExitCode
 from dlrover.kubernetes.machine import objects, podgroups, pods, tls
 from dlrover.kubernetes.resources import names, quantities as resources
 from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ReplicaSpec
-from dlrover.spec.node import LaunchNode
-from dlrover.spec.roles import SERVER, WORKER, index_in_role, is_server
+from dlrover.spec.node import SERVER, WORKER, LaunchNode, index_in_role, is_server
 
 ROLES = ("chief", "evaluator", WORKER, SERVER)
 """Roles whose pods are nodes, in rank order."""

@@ -18,7 +18,7 @@ from dlrover.kubernetes.machine.decisions import (
     Certificate,
     Decision,
     Deletion,
-    Event,
+    JobNotice,
     Observed,
     condition,
     merged,
@@ -90,7 +90,7 @@ def _rejected(manifest: Manifest, old: ElasticJobStatus, why: str, now: float) -
         observed_generation=generation,
         conditions=merged(old.conditions, [accepted], now),
     )
-    events = () if known else (Event("Rejected", why, warning=True),)
+    events = () if known else (JobNotice("Rejected", why, warning=True),)
     return Decision(status=status, events=events)
 
 
@@ -176,8 +176,8 @@ def _start(view: View, master_image: str, token: str) -> Decision:
         return _restarting(view, "The master restarts soon.", again=pause - lived)
     if suspended:
         view.report("Resumed", "spec.suspend is false: the job resumes.")
-    anew = suspended or view.old.phase == "Yielded" or not before.starts
-    quick = not anew and lived < QUICK + pause
+    fresh_start = suspended or view.old.phase == "Yielded" or not before.starts
+    quick = not fresh_start and lived < QUICK + pause
     number = before.starts + 1
     view.events.append(_started(number))
     decision = view.decision(
@@ -196,7 +196,7 @@ def _start(view: View, master_image: str, token: str) -> Decision:
             view.condition("MasterReady", False, "Starting"),
             *(
                 [view.condition("Placed", False, "Waits")]
-                if anew and view.yields_after is not None
+                if fresh_start and view.yields_after is not None
                 else []
             ),
         ],
@@ -215,8 +215,8 @@ def _start(view: View, master_image: str, token: str) -> Decision:
     )
 
 
-def _started(number: int) -> Event:
-    return Event("MasterStarted", f"Started master {number} of the job.")
+def _started(number: int) -> JobNotice:
+    return JobNotice("MasterStarted", f"Started master {number} of the job.")
 
 
 def _lived(view: View) -> float:

@@ -20,7 +20,7 @@ from dlrover.kubernetes.machine.decisions import status_of
 from dlrover.kubernetes.resources import commands, names, validation
 from dlrover.kubernetes.resources.rules import canonical
 from dlrover.kubernetes.resources.types import ElasticJob, ElasticJobSpec, Manifest
-from dlrover.spec.roles import SERVER, WORKER
+from dlrover.spec.node import SERVER, WORKER
 
 LIVE = (
     "suspend",

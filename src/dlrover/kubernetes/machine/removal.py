@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dlrover.kubernetes.machine import pods, yielding
-from dlrover.kubernetes.machine.decisions import Decision, Deletion, Event
+from dlrover.kubernetes.machine.decisions import Decision, Deletion, JobNotice
 from dlrover.kubernetes.machine.view import View, deletion
 from dlrover.kubernetes.resources import commands, times
 from dlrover.kubernetes.resources.types import Condition
@@ -22,7 +22,7 @@ def finished(view: View) -> Decision:
     after = view.job.spec.ttl_seconds_after_finished
     if after is not None and view.now >= ended_at + after:
         gone = Deletion("ElasticJob", view.job.name, view.job.uid)
-        event = Event("Deleted", f"The job ended {after} s ago (ttlSecondsAfterFinished).")
+        event = JobNotice("Deleted", f"The job ended {after} s ago (ttlSecondsAfterFinished).")
         return Decision(delete=(gone,), events=(event,))
     again = None if after is None else ended_at + after - view.now
     return view.decision(view.old.phase, view.old.message, delete=_clean(view), again=again)

@@ -10,7 +10,7 @@ from dlrover.kubernetes.machine.decisions import status_of
 from dlrover.kubernetes.machine.nodes import SCALED
 from dlrover.kubernetes.resources import names, times, validation
 from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ScalePlanSpec
-from dlrover.spec.roles import WORKER
+from dlrover.spec.node import WORKER
 
 TYPE_LABEL = "scale-type"
 """Label of a plan; ``auto``: the plan is not a user's and stays within its job's bounds."""

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from dlrover.kubernetes.machine import decisions, pods, yielding
-from dlrover.kubernetes.machine.decisions import Decision, Deletion, Event, Observed
+from dlrover.kubernetes.machine.decisions import Decision, Deletion, JobNotice, Observed
 from dlrover.kubernetes.machine.record import Running
 from dlrover.kubernetes.resources import compatibility, names, times
 from dlrover.kubernetes.resources.types import Condition, ElasticJobStatus, Manifest
@@ -35,7 +35,7 @@ class View:
         self.others = [
             pod for pod in seen.pods if pods.owned(pod, uid) and pods.name(pod) != master
         ]
-        self.events: list[Event] = []
+        self.events: list[JobNotice] = []
         self.generation: int = self.job.metadata.get("generation", 0)
         worker = self.job.spec.replica_specs.get("worker")
         self.wanted = worker.replicas if worker else 0
@@ -48,7 +48,7 @@ class View:
 
     def report(self, reason: str, message: str, *, warning: bool = False) -> None:
         """Add an event."""
-        self.events.append(Event(reason, message, warning))
+        self.events.append(JobNotice(reason, message, warning))
 
     def is_true(self, kind: str) -> bool:
         """Return whether a condition held before."""

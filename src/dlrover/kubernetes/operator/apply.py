@@ -14,7 +14,7 @@ from dlrover.kubernetes.machine import podgroups
 from dlrover.kubernetes.machine.decisions import (
     Certificate,
     Decision,
-    Event,
+    JobNotice,
     condition,
     merged,
     status_of,
@@ -160,5 +160,5 @@ async def _report_obstacle(
     )
     await elasticjobs.write_status(client, job, status)
     if not known:
-        event = Event(reason, message, warning=True)
+        event = JobNotice(reason, message, warning=True)
         await elasticjobs.record_event(client, job["metadata"], event)

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Terms:
+class LeaseTerms:
     """Periods of a Lease in seconds; ``renew < deadline < duration`` must hold."""
 
     duration: float = 15.0
@@ -42,7 +42,7 @@ class Leader:
         namespace: str,
         name: str,
         identity: str,
-        terms: Terms = Terms(),
+        terms: LeaseTerms = LeaseTerms(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client, self._namespace, self._name = client, namespace, name

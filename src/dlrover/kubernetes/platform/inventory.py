@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dlrover._util import accelerators
+from dlrover import accelerators
 from dlrover.kubernetes.api.client import NODES, PODS, Client
 from dlrover.kubernetes.machine import nodes
 from dlrover.kubernetes.machine.pods import ended

@@ -16,8 +16,8 @@ from dlrover.kubernetes.resources.types import ElasticJob
 from dlrover.master.compose import Request
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import BrainSide
+from dlrover.spec.node import SERVER
 from dlrover.spec.plan import Group
-from dlrover.spec.roles import SERVER
 
 VARIABLE, UID_VARIABLE = "DLROVER_KUBERNETES_JOB", "DLROVER_KUBERNETES_JOB_UID"
 

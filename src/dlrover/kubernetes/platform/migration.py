@@ -158,7 +158,7 @@ def _has(node: PlacedNode, factors: Factors) -> bool:
 # ---- carrying it out
 
 
-class Migration:
+class PodMigration:
     """The pod replacements of one plan; their state follows from the job's nodes alone."""
 
     def __init__(

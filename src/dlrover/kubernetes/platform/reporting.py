@@ -11,7 +11,7 @@ from typing import Any
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api import elasticjobs
 from dlrover.kubernetes.api.client import Client
-from dlrover.kubernetes.machine.decisions import Event
+from dlrover.kubernetes.machine.decisions import JobNotice
 from dlrover.kubernetes.resources.types import ElasticJob
 from dlrover.platform.base import Progress
 
@@ -71,7 +71,7 @@ class Reporter:
             logger.info("The last progress is not reported: %s", error)
 
     async def _warn(self, waits: str) -> None:
-        event = Event("PodNotCreated", waits, warning=True)
+        event = JobNotice("PodNotCreated", waits, warning=True)
         await elasticjobs.record_event(self._client, self._job.metadata, event, "dlrover-master")
 
     async def _report(self) -> None:

@@ -22,14 +22,14 @@ from dlrover.kubernetes.api import elasticjobs
 from dlrover.kubernetes.api.client import ELASTIC_JOBS, SCALE_PLANS, ApiError, Client
 from dlrover.kubernetes.api.informer import Informer
 from dlrover.kubernetes.machine import nodes, objects, scaleplans
-from dlrover.kubernetes.machine.decisions import Event
+from dlrover.kubernetes.machine.decisions import JobNotice
 from dlrover.kubernetes.machine.scaleplans import FAILED, FINAL, PENDING, SCALING, SUCCEEDED
 from dlrover.kubernetes.platform import migration
-from dlrover.kubernetes.platform.migration import Migration
+from dlrover.kubernetes.platform.migration import PodMigration
 from dlrover.kubernetes.resources import names, times, validation
 from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ScalePlan, ScalePlanSpec
 from dlrover.platform import base
-from dlrover.spec.roles import SERVER, WORKER
+from dlrover.spec.node import SERVER, WORKER
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Scaler:
         self,
         client: Client,
         job: ElasticJob,
-        calls: base.Job,
+        calls: base.PlatformJob,
         resize: Callable[[str, int], None],
     ) -> None:
         """Prepare; `run` starts the work.
@@ -73,7 +73,7 @@ class Scaler:
         # by role: the master's own plan that has no record yet
         self._unrecorded: dict[str, Manifest] = {}
         # uid and replacements of the plan in progress
-        self._migration: tuple[str, Migration] | None = None
+        self._migration: tuple[str, PodMigration] | None = None
         # by role: numbers not yet written to the manifest
         self._unwritten_replicas: dict[str, int] = {}
         self._manifests = Informer(
@@ -110,9 +110,9 @@ class Scaler:
         """Continue where the last master was, with or without its journal."""
         for role in self._roles:
             size = self._size(role)
-            self._seen[role], self._plans_seen[role] = size.asked, size.plans
+            self._seen[role], self._plans_seen[role] = size.requested, size.plans
             self._resize(role, size.wanted)
-            if size.wanted > size.asked and not size.plans:
+            if size.wanted > size.requested and not size.plans:
                 # Pods that were leaving when the journal was lost are not wanted.
                 self._seen[role] = -1
 
@@ -138,7 +138,7 @@ class Scaler:
             return
         number, size = spec.replicas, self._size(role)
         self._seen[role] = number
-        if number == size.asked and (size.plans or number == size.wanted):
+        if number == size.requested and (size.plans or number == size.wanted):
             return  # written by a plan
         reason = f"spec.replicaSpecs.{role}.replicas is {number}"
         sentence, refused = self._scale(role, number, reason, "user")
@@ -329,15 +329,15 @@ class Scaler:
 
     def _begin_migration(
         self, plan: Manifest, spec: ScalePlanSpec, numbers: Mapping[str, int]
-    ) -> Migration:
+    ) -> PodMigration:
         """Return a plan's replacements among the current pods that stay within ``numbers`` by role."""
         placed, why = self._calls.placed, _why(plan["metadata"]["name"], spec)
         wanted = migration.moves(spec, self._job, placed(), numbers)
-        moved = Migration(wanted, placed, self._calls.ask_migrate, why)
+        moved = PodMigration(wanted, placed, self._calls.ask_migrate, why)
         self._migration = (plan["metadata"]["uid"], moved)
         return moved
 
-    def _migration_of(self, plan: Manifest, spec: ScalePlanSpec) -> Migration:
+    def _migration_of(self, plan: Manifest, spec: ScalePlanSpec) -> PodMigration:
         """Return the replacements of the plan in progress, which an earlier master may have started."""
         if self._migration is None or self._migration[0] != plan["metadata"]["uid"]:
             return self._begin_migration(plan, spec, self._numbers())
@@ -375,7 +375,7 @@ class Scaler:
         del self._unwritten[uid]
 
     async def _event(self, reason: str, message: str, *, warning: bool = False) -> None:
-        event = Event(reason, message, warning=warning)
+        event = JobNotice(reason, message, warning=warning)
         await elasticjobs.record_event(self._client, self._job.metadata, event, "dlrover-master")
 
 

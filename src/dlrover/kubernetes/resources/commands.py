@@ -8,7 +8,7 @@ from typing import Any
 
 from dlrover.kubernetes.resources.names import MASTER_ROLE
 from dlrover.kubernetes.resources.types import ElasticJob, ReplicaSpec
-from dlrover.spec.roles import SERVER
+from dlrover.spec.node import SERVER
 
 
 def options(template: Mapping[str, Any]) -> dict[str, str]:

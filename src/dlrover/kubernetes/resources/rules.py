@@ -19,7 +19,7 @@ _RECOGNIZED = "[" + ", ".join(f"'{role}'" for role in ROLES) + "]"
 
 
 @dataclass(frozen=True)
-class Rule:
+class FieldRule:
     """A rule for an object at ``path`` below the spec; ``*`` stands for every key."""
 
     path: tuple[str, ...]
@@ -94,28 +94,28 @@ def _one_source(env: Spec) -> bool:
 
 
 RULES = (
-    Rule(
+    FieldRule(
         ("replicaSpecs",),
         f"self.all(role, role.lowerAscii() in {_RECOGNIZED})",
         f"a map with the roles {', '.join(ROLES)}",
         lambda specs: all(canonical(role) in ROLES for role in specs),
         shown=_roles,
     ),
-    Rule(
+    FieldRule(
         ("replicaSpecs",),
         f"{_RECOGNIZED}.all(one, size(self.filter(role, role.lowerAscii() == one)) <= 1)",
         "each role once, in whatever case",
         _unique_roles,
         shown=_roles,
     ),
-    Rule(
+    FieldRule(
         ("replicaSpecs",),
         "self.exists(role, role.lowerAscii() != 'dlrover-master')",
         "at least one role that trains, as worker",
         _trains,
         shown=_roles,
     ),
-    Rule(
+    FieldRule(
         ("replicaSpecs",),
         "!self.exists(role, role.lowerAscii() != 'dlrover-master') || "
         "self.exists(role, role.lowerAscii() != 'dlrover-master' && self[role].replicas > 0)",
@@ -123,14 +123,14 @@ RULES = (
         _has_pods,
         shown=_numbers,
     ),
-    Rule(
+    FieldRule(
         ("replicaSpecs", "*"),
         "!has(self.minReplicas) || self.minReplicas <= self.replicas",
         "a number of at most replicas",
         _bounds,
         at="minReplicas",
     ),
-    Rule(
+    FieldRule(
         (),
         "self.distributionStrategy != 'ParameterServerStrategy' || "
         "self.replicaSpecs.exists(role, role.lowerAscii() == 'ps')",
@@ -139,7 +139,7 @@ RULES = (
         at="replicaSpecs",
         shown=lambda spec: _roles(spec.get("replicaSpecs", {})),
     ),
-    Rule(
+    FieldRule(
         ("envs", "*"),
         "!has(self.valueFrom) || !has(self.value) || size(self.value) == 0",
         "value or valueFrom, not both",
@@ -153,21 +153,21 @@ _HAS_CONTAINERS = f"has(replica.template) && has(replica.template.spec) && has({
 _SAME_NAME = "has(a.name) == has(b.name) && (!has(a.name) || a.name == b.name)"
 
 TEMPLATE_RULES = (
-    Rule(
+    FieldRule(
         ("replicaSpecs", "*"),
         f"{_HAS_CONTAINERS} && size({_CONTAINERS}) > 0",
         "a pod template with at least one container in spec.containers",
         lambda replica: bool(_containers(replica)),
         at="template.spec.containers",
     ),
-    Rule(
+    FieldRule(
         ("replicaSpecs", "*"),
         f"!({_HAS_CONTAINERS}) || {_CONTAINERS}.all(c, has(c.image) && size(c.image) > 0)",
         "containers with an image each",
         _images,
         at="template.spec.containers",
     ),
-    Rule(
+    FieldRule(
         ("replicaSpecs", "*"),
         f"!({_HAS_CONTAINERS}) || {_CONTAINERS}.all(a, {_CONTAINERS}.exists_one(b, {_SAME_NAME}))",
         "containers with names of their own",

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from dlrover.kubernetes.resources import names
-from dlrover.kubernetes.resources.rules import RULES, TEMPLATE_RULES, Rule
+from dlrover.kubernetes.resources.rules import RULES, TEMPLATE_RULES, FieldRule
 from dlrover.kubernetes.resources.types import ElasticJob, ScalePlan
 
 Schema = dict[str, Any]
@@ -101,7 +101,7 @@ def _at(schema: Schema, path: tuple[str, ...]) -> Schema:
     return schema
 
 
-def _add(node: Schema, cel: str, rule: Rule) -> None:
+def _add(node: Schema, cel: str, rule: FieldRule) -> None:
     subject = rule.at or ".".join(p for p in rule.path if p != "*") or "spec"
     validation = {"rule": cel, "message": f"{subject}: accepted is {rule.says}"}
     node.setdefault("x-kubernetes-validations", []).append(validation)

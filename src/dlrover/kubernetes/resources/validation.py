@@ -12,7 +12,7 @@ from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.resources import names, schema
 from dlrover.kubernetes.resources.rules import RULES, TEMPLATE_RULES, canonical, objects
 from dlrover.kubernetes.resources.types import QUANTITY, ElasticJob
-from dlrover.spec.roles import SERVER
+from dlrover.spec.node import SERVER
 
 _QUANTITY = re.compile(QUANTITY)
 _NAME = re.compile(names.JOB_NAME)

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from dlrover.master.machine import inputs
-from dlrover.master.machine.diagnosis.diagnosis import Table
+from dlrover.master.machine.diagnosis.diagnosis import RuleTable
 from dlrover.master.machine.incident import FIRST_TEXTS, LATER_TEXT
 from dlrover.spec.events import WorkerFailed
 from dlrover.spec.failure import Failure
 from dlrover.spec.world import Holding, World
 
-Report = WorkerFailed | inputs.NodeSucceeded
+Report = WorkerFailed | inputs.Reported
 
 
 @dataclass
@@ -83,12 +83,12 @@ class Adoption:
 
     def report(self, report: Report) -> None:
         """Keep an agent's report on its world until the world is adopted; repetitions count once."""
-        if isinstance(report, inputs.NodeSucceeded):
+        if isinstance(report, inputs.Reported):
             self.reports[f"succeeded {report.node_id}"] = report
             return
         self.reports.setdefault(f"failed {report.failure.id}", report)
 
-    def admit(self, failure: Failure, table: Table) -> WorkerFailed | None:
+    def admit(self, failure: Failure, table: RuleTable) -> WorkerFailed | None:
         """Return a failure with its verdict and as much of its texts as the limits allow; None if known."""
         if f"failed {failure.id}" in self.reports:
             return None

@@ -13,11 +13,10 @@ from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.rendezvous import UNRANKED
 from dlrover.master.machine.state import JobState, Migration, Node, given_up, released
-from dlrover.rpc.messages import Dismiss
+from dlrover.rpc.messages import Dismiss, Hello
 from dlrover.spec import events
-from dlrover.spec.node import FoundNode, LaunchNode, NodeStatus
+from dlrover.spec.node import FoundNode, LaunchNode, NodeStatus, is_server, role_of
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.roles import is_server, role_of
 
 _USAGE = (ExitCode.USAGE, 126, 127)
 """Exit codes by which an agent, or the shell that starts it, reports that its command is wrong."""
@@ -109,7 +108,7 @@ class Fleet:
         node.memory_factor, node.cpu_factor = found.memory_factor, found.cpu_factor
         self.state.lost_at[node.id] = now + self.state.job.limits.recovery_grace
 
-    def node_of(self, event: inputs.NodeConnected) -> Node:
+    def node_of(self, event: Hello) -> Node:
         """Return the node of an agent process, if necessary a new one.
 
         An unknown process is a new node unless it names a node that awaits its agent. So is one whose node is

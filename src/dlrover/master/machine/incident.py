@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dlrover.master.machine.diagnosis.diagnosis import Table
+from dlrover.master.machine.diagnosis.diagnosis import RuleTable
 from dlrover.spec.events import WorkerFailed
 from dlrover.spec.failure import Failure
 
@@ -41,7 +41,7 @@ class Incident:
     #: True once the restart policy has decided
     decided: bool = False
 
-    def admit(self, failure: Failure, table: Table) -> WorkerFailed:
+    def admit(self, failure: Failure, table: RuleTable) -> WorkerFailed:
         """Return a failure with its verdict, and with as much of its texts as the limits allow."""
         if len(self.reports) < FIRST_TEXTS:
             return table.failed(failure.bounded())

@@ -6,18 +6,34 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from dlrover.rpc.messages import AssignWorld, CallToRound, Dismiss
+from dlrover.rpc.messages import (
+    AssignWorld,
+    CallToRound,
+    Dismiss,
+    Hello,
+    Join,
+    StopRequest,
+    Succeeded,
+    Welcome,
+)
 from dlrover.spec.check import CheckOrder, CheckReport
-from dlrover.spec.events import EventBody, HangFound, SlowRank, SlowRankRecovered, WorkerFailed
+from dlrover.spec.events import (
+    EventBody,
+    HangFound,
+    MemoryGrows,
+    NodeWaits,
+    SlowRank,
+    SlowRankRecovered,
+    WorkerFailed,
+)
+from dlrover.spec.failure import Rule
 from dlrover.spec.job import JobSpec
-from dlrover.spec.node import FoundNode, LaunchNode
+from dlrover.spec.measurements import ModelProfile, SpeedSample
+from dlrover.spec.node import WORKER, FoundNode, LaunchNode
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.roles import WORKER
-from dlrover.spec.rules import Rule
-from dlrover.spec.speed import ModelProfile, ScaleDecision, SpeedSample
-from dlrover.spec.world import Holding, Offer
+from dlrover.spec.plan import ScaleDecision
 
-# ---- inputs
+# ---- inputs, beside messages and events that are inputs themselves
 
 
 class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
@@ -49,13 +65,6 @@ class NodePlaced(msgspec.Struct, frozen=True, tag="node_placed"):
     handle: str
 
 
-class NodeWaits(msgspec.Struct, frozen=True, tag="node_waits"):
-    """The platform reports what keeps a node from starting; empty once nothing does."""
-
-    node_id: int
-    reason: str
-
-
 class NodeExited(msgspec.Struct, frozen=True, tag="node_exited"):
     """The platform reports that a node's agent ended."""
 
@@ -65,21 +74,6 @@ class NodeExited(msgspec.Struct, frozen=True, tag="node_exited"):
     """Exit code of the agent, if the platform knows it."""
     refused: bool = False
     """True if the platform can make neither this node nor another one in its place."""
-
-
-class NodeConnected(msgspec.Struct, frozen=True, tag="node_connected"):
-    """An agent opened its stream, for the first time or again.
-
-    ``uid`` is unique to the agent process. ``node_id`` is the id that it was launched with or got earlier; -1
-    for none. ``round`` is the round whose workers it runs; 0 for none. ``held`` has the details.
-    """
-
-    uid: str
-    node_id: int
-    node_rank: int
-    hostname: str
-    round: int
-    held: Holding | None = None
 
 
 class NodeDisconnected(msgspec.Struct, frozen=True, tag="node_disconnected"):
@@ -95,26 +89,11 @@ class NodeSilent(msgspec.Struct, frozen=True, tag="node_silent"):
     seconds: float
 
 
-class NodeJoined(msgspec.Struct, frozen=True, tag="node_joined"):
-    """A node without running workers is ready for ``round``."""
+class Reported(msgspec.Struct, frozen=True, tag="reported"):
+    """A connected node reports that it is ready for a round, was checked, or that its workers succeeded."""
 
     node_id: int
-    round: int
-    offer: Offer
-
-
-class NodeChecked(msgspec.Struct, frozen=True, tag="node_checked"):
-    """A node has carried out an order of the node check."""
-
-    node_id: int
-    report: CheckReport
-
-
-class NodeSucceeded(msgspec.Struct, frozen=True, tag="node_succeeded"):
-    """All workers of a node ended with exit code 0."""
-
-    node_id: int
-    round: int
+    message: Join | CheckReport | Succeeded
 
 
 class Progressed(msgspec.Struct, frozen=True, tag="progressed"):
@@ -156,14 +135,9 @@ class MemoryForecast(msgspec.Struct, frozen=True, tag="memory_forecast"):
     """A node of ``round`` is expected to run out of memory."""
 
     round: int
-    node_id: int
-    needed: int
-    """Bytes that the node is expected to need."""
-    limit: int
-    seconds: float
-    """How far ahead the forecast reaches."""
-    memory: int = 0
-    """Bytes that are enough, with a margin; 0: ``needed``."""
+    found: MemoryGrows
+    enough: int = 0
+    """Bytes that are enough, with a margin; 0: those that the node is expected to need."""
 
 
 class ServersBusy(msgspec.Struct, frozen=True, tag="servers_busy"):
@@ -188,7 +162,7 @@ class ScalePlanned(msgspec.Struct, frozen=True, tag="scale_planned"):
     decision: ScaleDecision | None
 
 
-class MigrateAsked(msgspec.Struct, frozen=True, tag="migrate_asked"):
+class MigrationRequested(msgspec.Struct, frozen=True, tag="migration_requested"):
     """Replace a training node by a new one; the old node trains until the new one has joined.
 
     A request that `Resizer.migration_refusal` refuses changes nothing.
@@ -203,14 +177,7 @@ class MigrateAsked(msgspec.Struct, frozen=True, tag="migrate_asked"):
     """Reason as a clause: ``its queue is long``."""
 
 
-class StopRequested(msgspec.Struct, frozen=True, tag="stop_requested"):
-    """A stop of the job was requested."""
-
-    reason: str
-    exit_code: int
-
-
-class ScaleAsked(msgspec.Struct, frozen=True, tag="scale_asked"):
+class ScaleRequested(msgspec.Struct, frozen=True, tag="scale_requested"):
     """Another number of managed nodes was requested.
 
     A request that `Scaling.refusal` refuses changes nothing. A request for the number that is already wanted
@@ -239,13 +206,11 @@ Input: TypeAlias = (
     | NodePlaced
     | NodeWaits
     | NodeExited
-    | NodeConnected
+    | Hello
     | NodeDisconnected
     | NodeSilent
-    | NodeJoined
-    | NodeChecked
+    | Reported
     | WorkerFailed
-    | NodeSucceeded
     | Progressed
     | Hung
     | RankSpeed
@@ -253,9 +218,9 @@ Input: TypeAlias = (
     | MemoryForecast
     | ServersBusy
     | ScalePlanned
-    | MigrateAsked
-    | StopRequested
-    | ScaleAsked
+    | MigrationRequested
+    | StopRequest
+    | ScaleRequested
     | DeadlinePassed
 )
 
@@ -268,12 +233,11 @@ class KillNode(msgspec.Struct, frozen=True):
     node_id: int
 
 
-class Welcome(msgspec.Struct, frozen=True):
-    """Send the agent ``uid`` its node id and the round that it may join."""
+class Greet(msgspec.Struct, frozen=True):
+    """Answer the agent ``uid``, whose stream then belongs to the node; the shell adds its epoch."""
 
     uid: str
-    node_id: int
-    round: int
+    message: Welcome
 
 
 class Say(msgspec.Struct, frozen=True):
@@ -295,4 +259,4 @@ class EndJob(msgspec.Struct, frozen=True):
     outcome: Outcome
 
 
-Command: TypeAlias = LaunchNode | KillNode | Welcome | Say | Emit | EndJob
+Command: TypeAlias = LaunchNode | KillNode | Greet | Say | Emit | EndJob

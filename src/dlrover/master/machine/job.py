@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.checks.checking import findings_of
-from dlrover.master.machine.checks.evidence import Finding
-from dlrover.master.machine.diagnosis.diagnosis import Table
+from dlrover.master.machine.checks.evidence import CheckFinding
+from dlrover.master.machine.diagnosis.diagnosis import RuleTable
 from dlrover.master.machine.fleet import Fleet
 from dlrover.master.machine.incident import Incident
 from dlrover.master.machine.recovery import Recovery
@@ -20,8 +20,9 @@ from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.resizer import ResizeInput, Resizer
 from dlrover.master.machine.state import JobState, Node, excluded, given_up, released
 from dlrover.master.machine.waiting import too_few
-from dlrover.rpc.messages import Dismiss
+from dlrover.rpc.messages import Dismiss, Hello, Join, StopRequest, Succeeded, Welcome
 from dlrover.spec import events
+from dlrover.spec.check import CheckReport
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.outcome import Outcome
@@ -105,7 +106,7 @@ class JobMachine:
                 self.recovery.progressed(event, now)
             case inputs.Hung():
                 self.recovery.hung(event, now)
-            case inputs.StopRequested(reason, exit_code):
+            case StopRequest(reason, exit_code):
                 self.state.end(exit_code, reason, now)
             case inputs.DeadlinePassed():
                 self._deadline_passed(now)
@@ -119,28 +120,36 @@ class JobMachine:
         match event:
             case inputs.NodePlaced():
                 self._node_placed(event)
-            case inputs.NodeWaits():
+            case events.NodeWaits():
                 self._node_waits(event)
             case inputs.NodeExited(node_id, reason, exit_code, refused):
                 node = self.nodes[node_id]
                 node.exit_code, node.refused = exit_code, refused
                 self.recovery.lose(node_id, reason, now)
-            case inputs.NodeConnected():
+            case Hello():
                 self._node_connected(event, now)
             case inputs.NodeDisconnected(node_id):
                 self._node_disconnected(node_id, now)
             case inputs.NodeSilent(node_id, seconds):
                 self.recovery.lose(node_id, f"it sent no heartbeat for {seconds:.0f} s", now)
-            case inputs.NodeJoined():
-                self._node_joined(event, now)
-            case inputs.NodeChecked(node_id, report):
-                self.state.send(*self.checks.take(node_id, report, now))
-            case inputs.NodeSucceeded():
-                self._node_succeeded(event)
+            case inputs.Reported():
+                self._reported(event, now)
+
+    def _reported(self, event: inputs.Reported, now: float) -> None:
+        node = self.nodes[event.node_id]
+        match event.message:
+            case Join() as join:
+                self._node_joined(node, join, now)
+            case CheckReport() as report:
+                self.state.send(*self.checks.take(node.id, report, now))
+            case Succeeded() if self.adoption.pending:
+                self.adoption.report(event)
+            case Succeeded(round_):
+                self._node_succeeded(node, round_)
 
     def _submitted(self, event: inputs.Submitted, now: float) -> None:
         job, own = event.job, event.job.diagnosis_rules
-        table = Table((*own, *event.rules), own=len(own))
+        table = RuleTable((*own, *event.rules), own=len(own))
         self.state = state = JobState(job, event.job_dir, now, table)
         self._compose()
         if not event.earlier_events:
@@ -192,16 +201,18 @@ class JobMachine:
         if node.status.final or (self.state.has_ended() and not node.connected):
             self.state.send(inputs.KillNode(node.id))
 
-    def _node_waits(self, event: inputs.NodeWaits) -> None:
-        node = self.nodes[event.node_id]
+    def _node_waits(self, event: events.NodeWaits) -> None:
+        node = self.nodes[event.node]
         if node.status is NodeStatus.PENDING and node.waits != event.reason:
             node.waits = event.reason
             if event.reason:
-                self.state.emit(events.NodeWaits(node.id, event.reason))
+                self.state.emit(event)
 
-    def _node_connected(self, event: inputs.NodeConnected, now: float) -> None:
+    def _node_connected(self, event: Hello, now: float) -> None:
         state, node = self.state, self.fleet.node_of(event)
-        state.send(inputs.Welcome(event.uid, node.id, self.rendezvous.next_round))
+        interval = self.job.limits.heartbeat_interval
+        welcome = Welcome(node.id, self.rendezvous.next_round, interval)
+        state.send(inputs.Greet(event.uid, welcome))
         if node.status.final:
             left = released if node.status is NodeStatus.RELEASED else given_up
             state.send(inputs.Say(node.id, Dismiss(state.outcome or left(node))))
@@ -263,30 +274,26 @@ class JobMachine:
             grace = now + self.job.limits.reconnect_grace
             self.state.lost_at[node.id] = self.scaling.leaving.get(node.id, grace)
 
-    def _node_joined(self, event: inputs.NodeJoined, now: float) -> None:
-        node, rdzv, rounds = self.nodes[event.node_id], self.rendezvous, self.rounds
+    def _node_joined(self, node: Node, join: Join, now: float) -> None:
+        rdzv, rounds = self.rendezvous, self.rounds
         if node.id in self.scaling.leaving:
             return
         if not node.connected or (not rdzv.collecting and node.id in rounds.worlds):
             return
-        if event.round != rdzv.next_round:
-            rounds.call(node, f"round {event.round} is over")
+        if join.round != rdzv.next_round:
+            rounds.call(node, f"round {join.round} is over")
             return
         if node.status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED):
             self.state.move(node, NodeStatus.READY)
         if self.adoption.pending:
             known = self.adoption.held.get(node.id, Holding())
-            self.adoption.hear(node.id, Holding(round=max(known.round, event.round)))
-        if rdzv.join(node.id, event.offer, now) and not rdzv.collecting and rounds.can_grow:
+            self.adoption.hear(node.id, Holding(round=max(known.round, join.round)))
+        if rdzv.join(node.id, join.offer, now) and not rdzv.collecting and rounds.can_grow:
             rounds.grow_at = now + self.job.limits.scale_up_delay
         self.state.send(*self.checks.again(node.id))
 
-    def _node_succeeded(self, event: inputs.NodeSucceeded) -> None:
-        if self.adoption.pending:
-            self.adoption.report(event)
-            return
-        node = self.nodes[event.node_id]
-        if event.round != self.rendezvous.round or node.status is not NodeStatus.RUNNING:
+    def _node_succeeded(self, node: Node, round_: int) -> None:
+        if round_ != self.rendezvous.round or node.status is not NodeStatus.RUNNING:
             return
         self.state.move(node, NodeStatus.SUCCEEDED)
         self.state.emit(events.NodeSucceeded(node.id, self.fleet.role(node.id)))
@@ -389,7 +396,7 @@ class JobMachine:
         self.state.send(*checks.begin(rdzv.in_order(ranks), rdzv.offers, now))
         return True
 
-    def _leave_out(self, node: Node, finding: Finding, now: float) -> None:
+    def _leave_out(self, node: Node, finding: CheckFinding, now: float) -> None:
         """Continue without a node that the check named."""
         state, fleet = self.state, self.fleet
         if state.has_ended() or node.status.final:
@@ -419,9 +426,5 @@ class JobMachine:
 
 
 _AFTER_THE_END = (
-    inputs.MasterStarted
-    | inputs.NodePlaced
-    | inputs.NodeExited
-    | inputs.NodeConnected
-    | inputs.NodeDisconnected
+    inputs.MasterStarted | inputs.NodePlaced | inputs.NodeExited | Hello | inputs.NodeDisconnected
 )

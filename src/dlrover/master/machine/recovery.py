@@ -17,7 +17,7 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.diagnosis.diagnosis import root_cause
 from dlrover.master.machine.fleet import Fleet
 from dlrover.master.machine.incident import Incident
-from dlrover.master.machine.restarts import Cause, Restart, Stop, cause_of, hang_cause
+from dlrover.master.machine.restarts import Restart, RestartCause, Stop, cause_of, hang_cause
 from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.resizer import Resizer
 from dlrover.master.machine.state import JobState, Node, loss_of
@@ -194,7 +194,7 @@ class Recovery:
 
     def _cause_of(
         self, incident: Incident, report: events.WorkerFailed, node: Node | None, now: float
-    ) -> Cause:
+    ) -> RestartCause:
         progress, failure = self.state.progress, report.failure
         first = max(progress.first_step, *(r.failure.first_step for r in incident.reports), -1)
         reached = first + progress.steps if first >= 0 else -1
@@ -204,7 +204,9 @@ class Recovery:
             cause = msgspec.structs.replace(cause, host=node.hostname)
         return cause
 
-    def _ask(self, cause: Cause, root: events.WorkerFailed | None, now: float) -> Restart | None:
+    def _ask(
+        self, cause: RestartCause, root: events.WorkerFailed | None, now: float
+    ) -> Restart | None:
         """Return the restart that the policy grants; end the job if it grants none."""
         decision = self.state.restarts.decide(cause, now)
         if isinstance(decision, Stop):

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from dlrover.spec.job import JobSpec
-from dlrover.spec.roles import Size
+from dlrover.spec.node import Size
 from dlrover.spec.world import Offer, World
 
 UNRANKED = 1 << 31

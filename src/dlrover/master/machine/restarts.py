@@ -21,7 +21,7 @@ from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
 from dlrover.spec.job import JobSpec
 
 
-class Cause(msgspec.Struct, frozen=True, kw_only=True):
+class RestartCause(msgspec.Struct, frozen=True, kw_only=True):
     """The cause of an interruption of a world."""
 
     title: str
@@ -48,7 +48,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
         """How far the training had come, as far as known."""
         return self.reached if self.reached >= 0 else self.steps
 
-    def is_like(self, other: Cause) -> bool:
+    def is_like(self, other: RestartCause) -> bool:
         """Return whether this is the same failure at the same place of the program."""
         same = self.signature == other.signature and self.step == other.step
         return same and (self.step > 0 or lasted_alike(self.seconds, other.seconds))
@@ -62,10 +62,10 @@ def lasted_alike(one: float, other: float) -> bool:
 
 def cause_of(
     failure: Failure, verdict: Verdict, steps: int, seconds: float, reached: int = -1
-) -> Cause:
+) -> RestartCause:
     """Return a failure as a cause for the budgets."""
     lost = failure.kind is FailureKind.NODE
-    return Cause(
+    return RestartCause(
         title=f"node {failure.node_id} was lost: {failure.message}" if lost else verdict.title,
         origin=verdict.origin,
         hopeless=verdict.hopeless,
@@ -80,9 +80,9 @@ def cause_of(
     )
 
 
-def hang_cause(place: str, steps: int) -> Cause:
+def hang_cause(place: str, steps: int) -> RestartCause:
     """Return a hang as a cause for the budgets; without a step it made no progress, however long it took."""
-    return Cause(
+    return RestartCause(
         title=f"the training hung in {place}",
         origin=Origin.UNKNOWN,
         hopeless=False,
@@ -144,12 +144,12 @@ class RestartPolicy:
     last_step: int = -1
     last_seconds: float = 0.0
     #: latest undetermined failures with their times
-    undetermined: list[tuple[float, Cause]] = field(default_factory=list)
+    undetermined: list[tuple[float, RestartCause]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.count = self.count or self.job.earlier_restarts
 
-    def decide(self, cause: Cause, now: float) -> Restart | Stop:
+    def decide(self, cause: RestartCause, now: float) -> Restart | Stop:
         """Grant a restart after ``cause``, or return why not."""
         stuck = self._count_progress(cause)
         decision = self._decide(cause, stuck, now)
@@ -162,7 +162,7 @@ class RestartPolicy:
         self.count += 1
         return Restart(f"{title}; the job goes back to what it had")
 
-    def _decide(self, cause: Cause, stuck: bool, now: float) -> Restart | Stop:
+    def _decide(self, cause: RestartCause, stuck: bool, now: float) -> Restart | Stop:
         if cause.hopeless:
             machines = cause.origin is Origin.INFRASTRUCTURE
             code = ExitCode.INFRASTRUCTURE if machines else ExitCode.USER_CODE
@@ -186,7 +186,7 @@ class RestartPolicy:
         alone = len(hosts) > 1 and len(set(hosts)) == 1 and not self.job.one_host
         return self._infrastructure_restart(cause, cause.node if alone else -1, now)
 
-    def _useless(self, cause: Cause, stuck: bool) -> str:
+    def _useless(self, cause: RestartCause, stuck: bool) -> str:
         """Return the useless restarts in words if they were too many; otherwise empty."""
         most = self.job.limits.no_progress_restarts
         if stuck and self.stalled >= most:
@@ -198,7 +198,7 @@ class RestartPolicy:
             return f"{most} restarts did not come beyond step {self.furthest}"
         return ""
 
-    def _hosts_alike(self, cause: Cause, now: float) -> list[str]:
+    def _hosts_alike(self, cause: RestartCause, now: float) -> list[str]:
         """Return the hosts of all undetermined failures that look like ``cause``, the latest last."""
         if cause.origin is not Origin.UNKNOWN or cause.node < 0:
             return []
@@ -210,7 +210,7 @@ class RestartPolicy:
             other.host for time, other in self.undetermined if time > since and cause.is_like(other)
         ]
 
-    def _cause_exhausted(self, cause: Cause, now: float) -> Stop | None:
+    def _cause_exhausted(self, cause: RestartCause, now: float) -> Stop | None:
         """Return a stop if the cause's separate budget is used up; otherwise charge one restart to it."""
         allowed = self.job.limits.cause_budgets.get(cause.cause)
         if allowed is None:
@@ -228,7 +228,7 @@ class RestartPolicy:
             "(cause_budgets).",
         )
 
-    def _user_restart(self, cause: Cause) -> Restart | Stop:
+    def _user_restart(self, cause: RestartCause) -> Restart | Stop:
         allowed = self.job.max_restarts
         if self.user_restarts >= allowed:
             used = f"all {allowed} restarts are used" if allowed else "--max-restarts is 0"
@@ -236,7 +236,9 @@ class RestartPolicy:
         self.user_restarts += 1
         return Restart(f"{cause.title} ({self.user_restarts} of {allowed} restarts)")
 
-    def _infrastructure_restart(self, cause: Cause, suspect: int, now: float) -> Restart | Stop:
+    def _infrastructure_restart(
+        self, cause: RestartCause, suspect: int, now: float
+    ) -> Restart | Stop:
         limits = self.job.limits
         since = now - limits.restart_window
         self.infrastructure_times = [t for t in self.infrastructure_times if t > since]
@@ -254,7 +256,7 @@ class RestartPolicy:
             suspect,
         )
 
-    def _count_progress(self, cause: Cause) -> bool:
+    def _count_progress(self, cause: RestartCause) -> bool:
         """Return whether the interrupted round made no progress, and update the counters."""
         alike = cause.signature == self.last_signature and cause.step == self.last_step
         # The same failure of the program at the same step is deterministic; two kills at one step are chance.

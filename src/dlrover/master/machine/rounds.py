@@ -10,8 +10,7 @@ from dlrover.master.machine.fleet import Fleet
 from dlrover.master.machine.state import JobState, Node
 from dlrover.rpc.messages import AssignWorld, CallToRound
 from dlrover.spec import events
-from dlrover.spec.node import NodeStatus
-from dlrover.spec.roles import Size
+from dlrover.spec.node import NodeStatus, Size
 from dlrover.spec.world import Holding, World
 
 _BUSY = (NodeStatus.RUNNING, NodeStatus.SUCCEEDED)

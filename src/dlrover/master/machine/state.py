@@ -9,7 +9,7 @@ from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.adoption import Adoption
 from dlrover.master.machine.checks.checking import Checks
-from dlrover.master.machine.diagnosis.diagnosis import Table, other_failures
+from dlrover.master.machine.diagnosis.diagnosis import RuleTable, other_failures
 from dlrover.master.machine.faults import Faults
 from dlrover.master.machine.incident import Incident
 from dlrover.master.machine.rendezvous import Rendezvous
@@ -117,7 +117,7 @@ class JobState:
     job_dir: str = ""
     submitted_at: float = 0.0
     #: patterns of failures, and their meaning
-    table: Table = field(default_factory=Table)
+    table: RuleTable = field(default_factory=RuleTable)
     nodes: dict[int, Node] = field(default_factory=dict)
     #: when a disconnected node counts as lost; only for nodes that are neither connected nor final
     lost_at: dict[int, float] = field(default_factory=dict)

@@ -47,7 +47,7 @@ def too_few(machine: JobMachine) -> str:
     """Return why a round failed that did not get enough nodes in time."""
     rdzv, limit = machine.rendezvous, machine.job.limits.join_timeout
     if rdzv.most.servers:
-        there, least = rdzv.joined.sentence_part(), rdzv.least.sentence_part()
+        there, least = rdzv.joined.by_role(), rdzv.least.by_role()
         return (
             f"only {there} of at least {least} joined round {rdzv.round} within {limit:g} s "
             "(join_timeout)."
@@ -63,7 +63,7 @@ def _joining(rdzv: Rendezvous, waited: str) -> str:
     enough = rdzv.usable(joined).nodes > 0
     if most.servers:
         wanted = most if enough else least
-        return f"waiting for {wanted.sentence_part()}; {joined.sentence_part()} joined: {waited}"
+        return f"waiting for {wanted.by_role()}; {joined.by_role()} joined: {waited}"
     if not enough:
         return f"waiting for {least.nodes} nodes, {joined.nodes} joined: {waited}"
     return f"{joined.nodes} of at most {most.nodes} nodes joined; waiting for more: {waited}"

@@ -13,8 +13,9 @@ from dlrover.master.machine.watches.meter import WARM_UP_STEPS, Meter, Servers
 from dlrover.master.machine.watches.serverwatch import ServerWatch
 from dlrover.master.scaling.brainside import JobBrain
 from dlrover.rpc import messages
-from dlrover.spec.speed import ScaleDecision, ScaleKind, ScaleStage
-from dlrover.spec.usage import NodeUsage
+from dlrover.spec.events import MemoryGrows
+from dlrover.spec.measurements import NodeUsage
+from dlrover.spec.plan import ScaleDecision, ScaleKind, ScaleStage
 
 TICK = 0.5
 """Interval in seconds at which the auto-scaler measures and plans."""
@@ -50,7 +51,7 @@ class AutoScaler:
         self._round = 0
         self._steady_since = 0.0  # time of the round's first sample; 0.0 before
 
-    def heard(self, node_id: int, message: messages.Heartbeat, now: float) -> None:
+    def take_heartbeat(self, node_id: int, message: messages.Heartbeat, now: float) -> None:
         """Process a node's report of what its workers do and, now and then, what it uses."""
         machine = self._machine
         self._follow_round()
@@ -87,12 +88,8 @@ class AutoScaler:
             return  # nothing can be done about it now
         advice = self._memory.advice(node_id, usage.limit, limits.memory_horizon, now)
         if advice is not None:
-            seconds = limits.memory_horizon
-            self._submit(
-                inputs.MemoryForecast(
-                    self._round, node_id, advice.needed, usage.limit, seconds, advice.memory
-                )
-            )
+            found = MemoryGrows(node_id, advice.needed, usage.limit, limits.memory_horizon)
+            self._submit(inputs.MemoryForecast(self._round, found, advice.memory))
 
     async def run(self, clock: Callable[[], float]) -> None:
         """Measure and plan until cancelled."""
@@ -100,23 +97,23 @@ class AutoScaler:
             await asyncio.sleep(TICK)
             self.measure(clock())
             self.watch_servers()
-            asked = self.question(clock())
-            if asked is not None:
+            question = self.question(clock())
+            if question is not None:
                 round_ = self._round
-                decision = await self._decide(asked)
+                decision = await self._decide(question)
                 # It changes nothing if its world has ended by then.
                 self._submit(inputs.ScalePlanned(round_, decision))
 
-    async def _decide(self, asked: Question) -> ScaleDecision | None:
+    async def _decide(self, question: Question) -> ScaleDecision | None:
         """Return the Brain's decision if the Brain plans and answers; otherwise the job's own."""
         if self.brain is not None and self.brain.cluster:
-            answered, decision = await self.brain.size(asked)
+            answered, decision = await self.brain.size(question)
             if answered:
                 return decision
         from dlrover.master.machine.scaling.planner import decide  # noqa: PLC0415 - an extra
 
         similar = await self.brain.similar() if self.brain is not None else None
-        return await asyncio.to_thread(decide, asked, similar)
+        return await asyncio.to_thread(decide, question, similar)
 
     def measure(self, now: float) -> None:
         """Submit the sample of a window that has ended."""

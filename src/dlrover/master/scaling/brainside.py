@@ -22,10 +22,9 @@ from dlrover.spec import brain, events
 from dlrover.spec.events import Event
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import BrainSide
-from dlrover.spec.plan import Group, Plan
-from dlrover.spec.roles import SERVER, Size
-from dlrover.spec.speed import ModelProfile, ScaleDecision, ScaleKind, SpeedSample
-from dlrover.spec.usage import NodeUsage
+from dlrover.spec.measurements import ModelProfile, NodeUsage, SpeedSample
+from dlrover.spec.node import SERVER, Size
+from dlrover.spec.plan import Group, Plan, ScaleDecision, ScaleKind
 
 if TYPE_CHECKING:
     from dlrover.master.machine.scaling.changes import Question
@@ -126,7 +125,9 @@ class JobBrain:
             case events.PlanDropped() as body:
                 self._outcome(self._name(body), "refused", 0.0, body.reason)
             case events.JobEnded() as body:
-                self._report(brain.EndJob, state=_state(body.exit_code), reason=body.reason[:2000])
+                self._report(
+                    brain.ReportEnd, state=_state(body.exit_code), reason=body.reason[:2000]
+                )
 
     def _outcome(
         self, plan_id: str, state: brain.PlanState, throughput: float, reason: str = ""
@@ -159,17 +160,17 @@ class JobBrain:
             job, managed_nodes=size.workers, servers=size.servers, first_size=advice.reason
         )
 
-    async def size(self, asked: Question) -> tuple[bool, ScaleDecision | None]:
+    async def size(self, question: Question) -> tuple[bool, ScaleDecision | None]:
         """Return whether the Brain has answered, and the size that it wants; None: the present one."""
-        advice = await self._link.plan(shape_of(asked.current, self._side.node))
+        advice = await self._link.plan(shape_of(question.current, self._side.node))
         if advice is None:
             return False, None
-        plan, current = advice.plan, asked.current.size
+        plan, current = advice.plan, question.current.size
         size = current if plan is None else size_of(plan, current)
-        allowed = size.workers in asked.sizes and size.servers in asked.servers
+        allowed = size.workers in question.sizes and size.servers in question.servers
         if plan is None or not allowed:
             return True, None
-        batch = _batch_of(plan, asked.current)
+        batch = _batch_of(plan, question.current)
         if size == current and not batch:
             return True, None
         kind = ScaleKind.BATCH if size == current else direction(current, size)

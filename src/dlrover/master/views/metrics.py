@@ -14,9 +14,9 @@ from prometheus_client.registry import Collector
 from dlrover.errors import ConfigurationError
 from dlrover.master.machine.goodput.roundtime import MICRO, microseconds
 from dlrover.master.service import Master
-from dlrover.spec.goodput import CAUSES
 from dlrover.spec.jobdir import MetricsAddress
 from dlrover.spec.node import NodeStatus
+from dlrover.spec.outcome import CAUSES
 
 ANSWER_TIMEOUT = 5.0
 """Seconds that the master's event loop has to answer one scrape."""
@@ -97,20 +97,20 @@ def metrics(master: Master) -> Iterator[Metric]:
 
 def _usage(master: Master) -> Iterator[Metric]:
     """Yield the resource usage of the nodes of the running world, as last reported."""
-    told = sorted(master.scaler.usage.items())
+    reported = sorted(master.scaler.usage.items())
     for name, words, values in (
-        ("memory_bytes", "Memory that a node uses.", [use.memory for _, use in told]),
-        ("memory_limit_bytes", "Memory that a node has.", [use.limit for _, use in told]),
-        ("cpu_cores", "Cores that a node keeps busy.", [use.cpu for _, use in told]),
-        ("cpu_limit_cores", "Cores that a node may keep busy.", [use.cores for _, use in told]),
+        ("memory_bytes", "Memory that a node uses.", [use.memory for _, use in reported]),
+        ("memory_limit_bytes", "Memory that a node has.", [use.limit for _, use in reported]),
+        ("cpu_cores", "Cores that a node keeps busy.", [use.cpu for _, use in reported]),
+        ("cpu_limit_cores", "Cores that a node may keep busy.", [use.cores for _, use in reported]),
         (
             "accelerator_busy_ratio",
-            "Share of time in which a node's accelerators work; -1 if nothing tells.",
-            [use.busy for _, use in told],
+            "Share of time in which a node's accelerators work; -1 if none reports it.",
+            [use.busy for _, use in reported],
         ),
     ):
         gauge = GaugeMetricFamily(f"dlrover_node_{name}", words, labels=["node"])
-        for (node_id, _), value in zip(told, values, strict=True):
+        for (node_id, _), value in zip(reported, values, strict=True):
             gauge.add_metric([str(node_id)], value)
         yield gauge
 

@@ -17,7 +17,7 @@ class Observers:
     """The metrics and spans of one master. Packages that are not needed are not imported.
 
     Raises:
-        ConfigurationError: metrics are asked for and cannot be served; after a takeover, the job goes on
+        ConfigurationError: metrics are requested and cannot be served; after a takeover, the job goes on
             without them instead.
     """
 

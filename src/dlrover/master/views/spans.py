@@ -25,7 +25,7 @@ LAST_EXPORT = 5.0
 """Maximum seconds to send the last spans when the master exits."""
 _NANO = 1e9
 
-_TOLD = (
+_RECORDED = (
     events.NodeConnected
     | events.NodeLost
     | events.WorkerFailed
@@ -79,26 +79,25 @@ class JobSpans:
     def add(self, event: Event) -> None:
         """Process the next event."""
         body, at = event.body, event.time
-        if isinstance(body, events.JobSubmitted):
-            digest = hashlib.sha256(f"{body.name} {at}".encode()).digest()
-            self._ids.trace = int.from_bytes(digest[:16], "big")
-            self._begin("job", "job", at, {"dlrover.job.name": body.name})
-        elif isinstance(body, events.RoundOpened):
-            self._end("round", at)
-            self._begin(
-                "rendezvous", f"rendezvous {body.round}", at, {"dlrover.reason": body.reason}
-            )
-        elif isinstance(body, events.RoundCompleted):
-            self._end("rendezvous", at)
-            sizes = {"dlrover.nodes": body.nodes, "dlrover.world_size": body.world_size}
-            self._begin("round", f"round {body.round}", at, sizes)
-        elif isinstance(body, events.WorkerFailed | events.RestartDecided):
-            self._fault(body, at)
-        elif isinstance(body, events.Recovered):
-            self._end("incident", at)
-        elif isinstance(body, events.JobEnded):
-            self._job_ended(body, at)
-        if isinstance(body, _TOLD) and "job" in self._open:
+        match body:
+            case events.JobSubmitted(name):
+                digest = hashlib.sha256(f"{name} {at}".encode()).digest()
+                self._ids.trace = int.from_bytes(digest[:16], "big")
+                self._begin("job", "job", at, {"dlrover.job.name": name})
+            case events.RoundOpened(round_, reason):
+                self._end("round", at)
+                self._begin("rendezvous", f"rendezvous {round_}", at, {"dlrover.reason": reason})
+            case events.RoundCompleted(round_, nodes, world_size):
+                self._end("rendezvous", at)
+                sizes = {"dlrover.nodes": nodes, "dlrover.world_size": world_size}
+                self._begin("round", f"round {round_}", at, sizes)
+            case events.WorkerFailed() | events.RestartDecided():
+                self._fault(body, at)
+            case events.Recovered():
+                self._end("incident", at)
+            case events.JobEnded():
+                self._job_ended(body, at)
+        if isinstance(body, _RECORDED) and "job" in self._open:
             self._open["job"].add_event(
                 event.sentence(),
                 {"dlrover.event": str(type(body).__struct_config__.tag)},

@@ -8,8 +8,8 @@ from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Node
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.rpc import messages
+from dlrover.spec.measurements import NodeUsage
 from dlrover.spec.node import NodeStatus
-from dlrover.spec.usage import NodeUsage
 
 _UNKNOWN = NodeUsage(0.0, 0, 0)
 
@@ -112,11 +112,11 @@ def size_of(machine: JobMachine) -> str:
         parts.append(f"{size.workers} of {job.min_nodes}:{job.max_nodes} {kind}")
     if job.min_servers < job.max_servers:
         parts.append(f"{size.servers} of {job.min_servers}:{job.max_servers} servers")
-    told = " and ".join(parts)
-    if not told or not scaling.active or machine.outcome is not None:
-        return told
+    sizes = " and ".join(parts)
+    if not sizes or not scaling.active or machine.outcome is not None:
+        return sizes
     change = scaling.change
     if change is None:
-        return f"{told}, auto-scaling: {scaling.stage.value}"
+        return f"{sizes}, auto-scaling: {scaling.stage.value}"
     what = change.origin.change_to(change.size) or "the same size"
-    return f"{told}, auto-scaling: plan {change.number} ({change.kind.value}), {what}"
+    return f"{sizes}, auto-scaling: plan {change.number} ({change.kind.value}), {what}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dlrover.spec.goodput import Goodput
+from dlrover.spec.outcome import Goodput
 
 
 class FaultRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class FaultRow(msgspec.Struct, frozen=True, kw_only=True):
     """The job's sentence about the fault, or what was observed."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
     """Report of a whole run."""
 
     job_dir: str
@@ -52,16 +52,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A sentence for each assertion that does not hold."""
 
 
-def goodput_in_words(report: Report) -> str:
+def goodput_in_words(report: ChaosReport) -> str:
     """Return a run's goodput: ``93.1 %``, ``at most 93.1 %`` or ``not measured``."""
     return "not measured" if report.goodput is None else report.goodput.in_words()
 
 
-def _ratio(report: Report) -> float | None:
+def _ratio(report: ChaosReport) -> float | None:
     return None if report.goodput is None else report.goodput.goodput_ratio
 
 
-def unmet(report: Report, recovery: float | None, goodput: float | None) -> tuple[str, ...]:
+def unmet(report: ChaosReport, recovery: float | None, goodput: float | None) -> tuple[str, ...]:
     """Return a sentence for each assertion that does not hold, and for each process left behind."""
     found = []
     if recovery is not None:

@@ -13,17 +13,16 @@ import msgspec
 
 from dlrover.errors import ExitCode, InfrastructureError
 from dlrover.master.app import read_outcome
-from dlrover.spec.goodput import Goodput
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.node import NodeStatus
-from dlrover.spec.outcome import Outcome
+from dlrover.spec.outcome import Goodput, Outcome
 from dlrover.testing.chaos import network
 from dlrover.testing.chaos.guard import Launch
-from dlrover.testing.chaos.report import FaultRow, Report
+from dlrover.testing.chaos.report import ChaosReport, FaultRow
 from dlrover.testing.chaos.strike import Strike, steps_lost
 from dlrover.testing.chaos.targets import Targets
-from dlrover.testing.chaos.verbs import VERBS, Planned, Settings, Verb
+from dlrover.testing.chaos.verbs import VERBS, Planned, Verb, VerbSettings
 from dlrover.testing.chaos.watcher import (
     STATUS_POLL,
     JobOverError,
@@ -47,14 +46,14 @@ SPARE_RESTARTS = 20
 """Restarts that a job is allowed beyond one for each planned fault."""
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class ChaosOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The job to run, and the faults to inject. Times are seconds."""
 
     program: tuple[str, ...]
     """Rest of the command line of ``dlrover-run``: the program and its arguments."""
     job_dir: Path
     plan: tuple[Planned, ...]
-    settings: Settings = Settings()
+    settings: VerbSettings = VerbSettings()
     nodes: int = 4
     nproc_per_node: int = 1
     seed: int = 0
@@ -70,11 +69,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Stop the job after the last fault instead of waiting for its end."""
 
 
-class Run:
+class ChaosRun:
     """One run of a job with faults. ``say`` is called with a line of text now and then."""
 
     def __init__(
-        self, options: Options, env: Mapping[str, str], say: Callable[[str], None]
+        self, options: ChaosOptions, env: Mapping[str, str], say: Callable[[str], None]
     ) -> None:
         self._options = options
         self._env = env
@@ -93,7 +92,7 @@ class Run:
         for name in dict.fromkeys(planned.verb for planned in self._options.plan):
             VERBS[name](self._options.settings).check()
 
-    async def run(self) -> Report:
+    async def run(self) -> ChaosReport:
         """Run the job to its end; return the report. No process is left behind, even if this is cancelled.
 
         Raises:
@@ -223,14 +222,14 @@ class Run:
             lost = steps_lost(goodput.incidents, since, until)
             yield msgspec.structs.replace(row, steps_lost=lost)
 
-    def _report(self, exit_code: int, left_behind: tuple[str, ...]) -> Report:
+    def _report(self, exit_code: int, left_behind: tuple[str, ...]) -> ChaosReport:
         outcome = read_outcome(self._job.outcome) or Outcome(
             exit_code=exit_code, reason="The launcher ended without an outcome."
         )
         wall = outcome.seconds or time.time() - self._started_at
         first_step_at = self._watcher.first_step_at
         start_up = first_step_at - self._started_at if first_step_at else wall
-        return Report(
+        return ChaosReport(
             job_dir=str(self._options.job_dir),
             seed=self._options.seed,
             exit_code=exit_code,

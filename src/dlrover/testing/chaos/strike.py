@@ -12,7 +12,7 @@ from dlrover._util import procs
 from dlrover.errors import InfrastructureError
 from dlrover.spec import events
 from dlrover.spec.events import Event
-from dlrover.spec.goodput import IncidentCost
+from dlrover.spec.outcome import IncidentCost
 from dlrover.testing.chaos.report import FaultRow
 from dlrover.testing.chaos.targets import Targets
 from dlrover.testing.chaos.verbs import Injected, Planned, Verb

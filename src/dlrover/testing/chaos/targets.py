@@ -20,7 +20,7 @@ Candidate = TypeVar("Candidate")
 
 
 @dataclass(frozen=True)
-class Worker:
+class TargetWorker:
     """A training process, with its node and ranks."""
 
     process: psutil.Process
@@ -30,12 +30,12 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Node:
+class TargetNode:
     """An agent and its workers, in the order of their local ranks."""
 
     id: int
     agent: psutil.Process
-    workers: tuple[Worker, ...]
+    workers: tuple[TargetWorker, ...]
 
     def stop(self) -> list[psutil.Process]:
         """Stop every process of the node with SIGSTOP, the agent first; return those processes."""
@@ -68,17 +68,17 @@ class Targets:
         """Return the job's master; None if there is none."""
         return next(self._running(MASTER), None)
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[TargetNode]:
         """Return the nodes whose agents run, in the order of their ranks."""
         agents = sorted(self._running(AGENT), key=lambda agent: _number(agent, "--node-rank"))
-        nodes: list[Node] = []
+        nodes: list[TargetNode] = []
         for agent in agents:
             first = sum(len(node.workers) for node in nodes)
             id_ = _number(agent, "--node-id")
-            nodes.append(Node(id_, agent, tuple(_workers(agent, id_, first))))
+            nodes.append(TargetNode(id_, agent, tuple(_workers(agent, id_, first))))
         return nodes
 
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[TargetWorker]:
         """Return all workers, in the order of their ranks."""
         return [worker for node in self.nodes() for worker in node.workers]
 
@@ -100,12 +100,12 @@ def savers_of(directory: Path) -> list[psutil.Process]:
     return found
 
 
-def _workers(agent: psutil.Process, node: int, first_rank: int) -> Iterator[Worker]:
+def _workers(agent: psutil.Process, node: int, first_rank: int) -> Iterator[TargetWorker]:
     zygotes = [p for p in _children(agent) if any(ZYGOTE in word for word in _words(p))]
     found = [worker for zygote in zygotes for worker in _children(zygote)]
     found.sort(key=lambda process: (_local_rank(process), process.pid))
     for index, process in enumerate(found):
-        yield Worker(process, node, index, first_rank + index)
+        yield TargetWorker(process, node, index, first_rank + index)
 
 
 def _local_rank(process: psutil.Process) -> int:

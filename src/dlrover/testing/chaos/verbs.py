@@ -20,7 +20,7 @@ import psutil
 
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.testing.chaos import network
-from dlrover.testing.chaos.targets import Targets, Worker, choose, savers_of
+from dlrover.testing.chaos.targets import Targets, TargetWorker, choose, savers_of
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -42,7 +42,7 @@ class Planned(NamedTuple):
     """Number between 0 and 1 that selects the target among the possible ones."""
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class VerbSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What faults need to know besides the job's processes."""
 
     checkpoint_dir: Path | None = None
@@ -101,7 +101,7 @@ class _Fault:
     ends_when_seen: ClassVar[bool] = False
     master: ClassVar[bool] = False
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: VerbSettings) -> None:
         self._settings = settings
 
     def check(self) -> None:
@@ -150,7 +150,7 @@ class _Hang(_Fault):
     """SIGSTOP to a worker: it makes no progress, and says nothing."""
 
     lasting = True
-    _worker: Worker | None = None
+    _worker: TargetWorker | None = None
 
     def inject(self, targets: Targets, draw: float) -> Injected:
         self._worker = choose(draw, targets.workers())
@@ -293,7 +293,7 @@ class _MemoryHog(_Fault):
             self._process.wait()
 
 
-VERBS: dict[str, Callable[[Settings], Verb]] = {
+VERBS: dict[str, Callable[[VerbSettings], Verb]] = {
     "kill-rank": _KillRank,
     "kill-node": _KillNode,
     "kill-master": _KillMaster,
@@ -339,7 +339,7 @@ def _each(
             act(process)
 
 
-def _struck(worker: Worker) -> Injected:
+def _struck(worker: TargetWorker) -> Injected:
     pid = worker.process.pid
     return Injected(f"rank {worker.rank}, pid {pid}", worker.node, worker.rank, pid)
 

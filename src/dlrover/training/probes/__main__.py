@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from dlrover import config
-from dlrover._util import accelerators, framing
+from dlrover import accelerators, config
+from dlrover._util import framing
 from dlrover.training.probes.runner import Runner
-from dlrover.training.probes.wire import Problem, Reply, Request, Share
+from dlrover.training.probes.wire import ProbeProblem, Reply, Request, ShareValue
 
 PR_SET_PDEATHSIG = 1
 
@@ -43,13 +43,13 @@ def main() -> None:
             request = decoder.decode(framing.receive(requests.readinto))
         except ConnectionError:
             return
-        if not isinstance(request, Share):
+        if not isinstance(request, ShareValue):
             runner.probe(request)
             continue
         try:
             runner.share(request)
         except (ImportError, RuntimeError, OSError, ValueError) as error:
-            say(Problem(str(error).partition("\n")[0]))
+            say(ProbeProblem(str(error).partition("\n")[0]))
 
 
 if __name__ == "__main__":

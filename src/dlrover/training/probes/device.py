@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dlrover._util.accelerators import Vendor
+from dlrover.accelerators import Vendor
 from dlrover.spec.check import Component, ProbeResult, ProbeState
 
 SECONDS = 0.3

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrover._util.accelerators import Vendor
+from dlrover.accelerators import Vendor
 from dlrover.spec.check import CheckOrder, Component, ProbeResult, ProbeState
 
 HOST_BYTES = 4 << 20

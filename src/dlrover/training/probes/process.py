@@ -15,13 +15,13 @@ from dlrover.spec.check import CheckOrder, Component, ProbeResult, ProbeState
 from dlrover.training.probes.wire import (
     Began,
     Finished,
-    Found,
     Probe,
-    Problem,
+    ProbeProblem,
+    ProbeReply,
     Reply,
     Request,
-    Share,
     Shared,
+    ShareValue,
 )
 
 START_SECONDS = 30.0
@@ -60,7 +60,7 @@ class CheckProcess:
                 reply = await asyncio.wait_for(self._reply(), seconds)
                 if isinstance(reply, Began):
                     current, seconds = reply.component, reply.seconds
-                elif isinstance(reply, Found):
+                elif isinstance(reply, ProbeReply):
                     results.append(reply.result)
                 elif isinstance(reply, Finished):
                     return tuple(results)
@@ -79,14 +79,14 @@ class CheckProcess:
             InfrastructureError: the ranks cannot reach each other.
         """
         try:
-            await self._send(Share(topic, value, seconds))
+            await self._send(ShareValue(topic, value, seconds))
             reply = await asyncio.wait_for(self._reply(), START_SECONDS + 4 * seconds)
         except (asyncio.TimeoutError, OSError) as error:
             self.kill()
             raise InfrastructureError(f"The ranks do not find each other: {error}.") from error
         if isinstance(reply, Shared) and len(reply.values) > 0 and any(reply.values):
             return reply.values
-        problem = reply.message if isinstance(reply, Problem) else "rank 0 does not answer"
+        problem = reply.message if isinstance(reply, ProbeProblem) else "rank 0 does not answer"
         raise InfrastructureError(f"The ranks do not find each other: {problem}.")
 
     def kill(self) -> None:

@@ -16,11 +16,19 @@ from typing import Any
 
 import msgspec
 
-from dlrover._util import accelerators
-from dlrover._util.accelerators import Vendor
+from dlrover import accelerators
+from dlrover.accelerators import Vendor
 from dlrover.spec.check import CheckOrder, Component, ProbeResult, ProbeState
 from dlrover.training.probes import host
-from dlrover.training.probes.wire import Began, Finished, Found, Probe, Reply, Share, Shared
+from dlrover.training.probes.wire import (
+    Began,
+    Finished,
+    Probe,
+    ProbeReply,
+    Reply,
+    Shared,
+    ShareValue,
+)
 
 NO_TORCH = "PyTorch is not installed"
 HEALTH_SECONDS = 20.0
@@ -56,7 +64,7 @@ class Runner:
             environ: Environment variables, for injected faults and for ``meet``.
             say: Receives each reply.
             index: The only device to check; -1: all devices.
-            meet: True for a rank of a launcher's job; `Share` and the network probe use the job's store.
+            meet: True for a rank of a launcher's job; `ShareValue` and the network probe use the job's store.
         """
         self._vendor = vendor
         self._directory = directory
@@ -67,7 +75,7 @@ class Runner:
         self._has_torch = importlib.util.find_spec("torch") is not None
         self._store: Any = None
 
-    def share(self, request: Share) -> None:
+    def share(self, request: ShareValue) -> None:
         """Share a value with the other ranks; rank 0 combines all values, so that all ranks get the same."""
         rank, size = int(self._environ["RANK"]), int(self._environ["WORLD_SIZE"])
         store = self._job_store(request.seconds)
@@ -88,7 +96,7 @@ class Runner:
 
     def probe(self, request: Probe) -> None:
         """Carry out an order."""
-        order, faults = request.order, Faults(self._environ, request.node)
+        order, faults = request.order, InjectedFaults(self._environ, request.node)
         third = order.seconds / 3
         if order.local:
             self._check(faults, Component.DEVICE, third, self._devices)
@@ -105,7 +113,7 @@ class Runner:
 
     def _check(
         self,
-        faults: Faults,
+        faults: InjectedFaults,
         component: Component,
         seconds: float,
         probes: Callable[[], Iterable[ProbeResult]],
@@ -114,9 +122,9 @@ class Runner:
         try:
             faults.strike(component)
             for result in probes():
-                self._say(Found(faults.slowed(result)))
+                self._say(ProbeReply(faults.slowed(result)))
         except (OSError, RuntimeError, ValueError) as error:
-            self._say(Found(_failed(component, error)))
+            self._say(ProbeReply(_failed(component, error)))
 
     def _devices(self) -> Iterator[ProbeResult]:
         vendor = self._vendor
@@ -196,7 +204,7 @@ def _failed(component: Component, error: Exception) -> ProbeResult:
     return ProbeResult(component=component, state=ProbeState.FAILED, message=message)
 
 
-class Faults:
+class InjectedFaults:
     """The injected faults of one node; none outside tests."""
 
     def __init__(self, environ: Mapping[str, str], node: int) -> None:

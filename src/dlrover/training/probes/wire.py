@@ -16,7 +16,7 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
     node: int
 
 
-class Share(msgspec.Struct, frozen=True, tag="share"):
+class ShareValue(msgspec.Struct, frozen=True, tag="share"):
     """Request: share ``value`` with the job's other ranks and return all ranks' values.
 
     A rank without a value within ``seconds`` counts as the empty text.
@@ -27,7 +27,7 @@ class Share(msgspec.Struct, frozen=True, tag="share"):
     seconds: float
 
 
-Request: TypeAlias = Probe | Share
+Request: TypeAlias = Probe | ShareValue
 
 
 class Began(msgspec.Struct, frozen=True, tag="began"):
@@ -37,7 +37,7 @@ class Began(msgspec.Struct, frozen=True, tag="began"):
     seconds: float
 
 
-class Found(msgspec.Struct, frozen=True, tag="found"):
+class ProbeReply(msgspec.Struct, frozen=True, tag="found"):
     """Reply: the result of a probe."""
 
     result: ProbeResult
@@ -53,10 +53,10 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """Reply: the request is done."""
 
 
-class Problem(msgspec.Struct, frozen=True, tag="problem"):
+class ProbeProblem(msgspec.Struct, frozen=True, tag="problem"):
     """Reply: the request failed."""
 
     message: str
 
 
-Reply: TypeAlias = Began | Found | Shared | Finished | Problem
+Reply: TypeAlias = Began | ProbeReply | Shared | Finished | ProbeProblem

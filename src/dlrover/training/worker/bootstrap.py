@@ -50,7 +50,7 @@ class Program:
     """The program of a worker, with its settings and output files."""
 
     entry: str
-    """``script``, ``module`` or ``run_path``: see ``dlrover.spec.launch.Entry``."""
+    """``script``, ``module`` or ``run_path``: see ``dlrover.spec.job.Entry``."""
     target: str
     args: Sequence[str]
     error_file: str
@@ -87,9 +87,9 @@ def run(program: Program, board: Board | None) -> None:
             _record(program, describe(end, "SystemExit", signals.lately()))
         raise
     except BaseException as error:
-        asked_by = signals.behind(error.__traceback__)
+        handled_signal = signals.behind(error.__traceback__)
         _hide_own_frames(error)
-        _record(program, describe(error, asked_by=asked_by))
+        _record(program, describe(error, handled_signal=handled_signal))
         raise
 
 
@@ -219,14 +219,14 @@ def _without_ours(frames: types.TracebackType | None) -> types.TracebackType | N
     return first
 
 
-def describe(error: BaseException, name: str = "", asked_by: int = 0) -> dict[str, Any]:
+def describe(error: BaseException, name: str = "", handled_signal: int = 0) -> dict[str, Any]:
     """Describe an exception in torch's error-file format, with its type (or ``name``) and exact time."""
     message = f"{type(error).__name__}: {error}"
     return ownends.record(
         name or type(error).__qualname__,
         message,
         "".join(traceback.format_exception(error)),
-        asked_by,
+        handled_signal,
     )
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dlrover import launched
-from dlrover.spec.activities import Activity
+from dlrover.spec.activity import Activity
 from dlrover.training.worker.compute import ComputeTime
 from dlrover.training.worker.imports import after_import
 from dlrover.training.worker.tracker import Tracker, guarded

@@ -70,13 +70,13 @@ def _kills(number: int) -> bool:
     return number == signal.SIGKILL or signal.getsignal(number) is signal.SIG_DFL
 
 
-def record(error: str, message: str, stack: str, asked_by: int = 0) -> dict[str, Any]:
+def record(error: str, message: str, stack: str, handled_signal: int = 0) -> dict[str, Any]:
     """Describe a program's end in the format of torch's error files, with the exact time.
 
-    ``asked_by`` is the signal that asked it to end; 0: none.
+    ``handled_signal`` is the signal that asked it to end; 0: none.
     """
     now = time.time()
     extra: dict[str, Any] = {"py_callstack": stack, "timestamp": str(int(now)), "time": now}
-    if asked_by:
-        extra["asked_by"] = asked_by
+    if handled_signal:
+        extra["handled_signal"] = handled_signal
     return {"message": {"message": message, "errorType": error, "extraInfo": extra}}

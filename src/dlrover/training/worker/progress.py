@@ -33,11 +33,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dlrover.spec.activities import Activity
+from dlrover.spec.activity import Activity
 
 if TYPE_CHECKING:  # imports packages that a training program may lack
-    from dlrover.spec.activity import WorkerActivity
-    from dlrover.spec.batches import Batches
+    from dlrover.spec.measurements import Batches, WorkerActivity
 
 SLOT_WORDS = 32
 WORD_BYTES = 8
@@ -101,7 +100,7 @@ class Board:
 
         ``now`` is monotonic, in nanoseconds.
         """
-        from dlrover.spec.activity import WorkerActivity  # noqa: PLC0415 - agents only
+        from dlrover.spec.measurements import WorkerActivity  # noqa: PLC0415 - agents only
 
         words = self._read_unchanged(slot)
         if not words[_BORN]:
@@ -225,7 +224,7 @@ class Board:
 
 def _batches(words: Sequence[int]) -> Batches | None:
     """Return the allowed global batches and their noise; None if the global batch is fixed."""
-    from dlrover.spec.batches import Batches  # noqa: PLC0415 - agents only
+    from dlrover.spec.measurements import Batches  # noqa: PLC0415 - agents only
 
     least, most, pass_most = words[_BATCHES:_NOISE]
     if not least:

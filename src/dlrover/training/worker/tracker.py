@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from dlrover.spec.activities import Activity
+from dlrover.spec.activity import Activity
 from dlrover.training.worker.progress import Board
 
 _INTERRUPTIONS: dict[int, frozenset[int]] = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.checks import nodecheck
-from dlrover.master.machine.checks.evidence import Evidence, Finding, Kind, Trial, better
+from dlrover.master.machine.checks.evidence import CheckEvidence, CheckFinding, Kind, Trial, better
 from dlrover.spec.check import CheckOrder, CheckReport, Component, ProbeResult, ProbeState
 from dlrover.spec.events import NodeCheckFinding
 from dlrover.spec.job import JobSpec
@@ -26,7 +26,7 @@ class CheckRun:
     """A check in progress."""
 
     number: int
-    evidence: Evidence
+    evidence: CheckEvidence
     began: float
     #: offers of the nodes, with the addresses where they meet
     offers: dict[int, Offer]
@@ -40,7 +40,7 @@ class CheckRun:
     #: nodes lost during the check
     gone: set[int] = field(default_factory=set)
     #: notes on the nodes' clocks
-    clocks: list[Finding] = field(default_factory=list)
+    clocks: list[CheckFinding] = field(default_factory=list)
 
     @property
     def missing(self) -> set[int]:
@@ -87,7 +87,7 @@ class Checks:
         self.count += 1
         self.run = CheckRun(
             number=self.count,
-            evidence=Evidence(tuple(taking_part), trusted=frozenset(helpers)),
+            evidence=CheckEvidence(tuple(taking_part), trusted=frozenset(helpers)),
             began=now,
             offers={node: offers[node] for node in taking_part},
         )
@@ -137,7 +137,7 @@ class Checks:
             )
         return self._go_on(now)
 
-    def conclude(self, now: float) -> tuple[list[Finding], dict[int, Finding]] | None:
+    def conclude(self, now: float) -> tuple[list[CheckFinding], dict[int, CheckFinding]] | None:
         """Return the findings of a completed check and the nodes to exclude; None while it runs."""
         run = self.run
         if run is None or run.orders:
@@ -220,7 +220,9 @@ class Checks:
         assert not run.orders or run.missing, "a round without an end"
 
 
-def findings_of(found: Sequence[Finding], out: Mapping[int, Finding]) -> list[NodeCheckFinding]:
+def findings_of(
+    found: Sequence[CheckFinding], out: Mapping[int, CheckFinding]
+) -> list[NodeCheckFinding]:
     """Return the events of a completed check: each finding and the nodes excluded for it."""
     return [
         NodeCheckFinding(
@@ -252,7 +254,7 @@ def _network(report: CheckReport) -> ProbeResult | None:
 
 def _clock_notes(
     node: int, order: CheckOrder, report: CheckReport, now: float, limit: float
-) -> list[Finding]:
+) -> list[CheckFinding]:
     """Return a note if a node's clock is off, from the four times of an order and its answer, as in NTP."""
     if not order.local or not report.received_at:
         return []
@@ -262,4 +264,4 @@ def _clock_notes(
         return []
     word = "ahead of" if offset > 0 else "behind"
     message = f"it is {abs(offset):.1f} s {word} the master's"
-    return [Finding(Kind.NOTE, (node,), Component.CLOCK, message)]
+    return [CheckFinding(Kind.NOTE, (node,), Component.CLOCK, message)]

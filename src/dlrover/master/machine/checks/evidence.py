@@ -26,7 +26,7 @@ class Kind(str, enum.Enum):
     """Worth knowing, but no reason to exclude a node."""
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CheckFinding(msgspec.Struct, frozen=True):
     """One result of a check."""
 
     kind: Kind
@@ -51,7 +51,7 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class Evidence:
+class CheckEvidence:
     """Everything that a check has found so far."""
 
     #: all nodes of the check, in order of rank
@@ -75,7 +75,7 @@ class Standing(msgspec.Struct, frozen=True):
     """Nodes with a bad trial that are neither sound nor guilty."""
 
 
-def named(found: Iterable[Finding], *kinds: Kind) -> set[int]:
+def named(found: Iterable[CheckFinding], *kinds: Kind) -> set[int]:
     """Return the nodes named by findings of these kinds."""
     return {node for finding in found if finding.kind in kinds for node in finding.nodes}
 

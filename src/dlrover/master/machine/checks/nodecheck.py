@@ -20,8 +20,8 @@ import statistics
 from collections.abc import Collection, Iterable, Sequence
 
 from dlrover.master.machine.checks.evidence import (
-    Evidence,
-    Finding,
+    CheckEvidence,
+    CheckFinding,
     Kind,
     Standing,
     Trial,
@@ -37,7 +37,7 @@ JUDGED_BY_SPEED = (Component.DEVICE, Component.MEMORY)
 # ---- the verdict
 
 
-def findings(evidence: Evidence, ratio: float) -> list[Finding]:
+def findings(evidence: CheckEvidence, ratio: float) -> list[CheckFinding]:
     """Return the findings of the evidence; a node without a finding is sound as far as it was checked.
 
     ``ratio`` is the multiple of the median above which a part or a pair is slow.
@@ -55,13 +55,13 @@ def findings(evidence: Evidence, ratio: float) -> list[Finding]:
     ]
 
 
-def left_out(found: Sequence[Finding], *, stragglers: bool) -> dict[int, Finding]:
+def left_out(found: Sequence[CheckFinding], *, stragglers: bool) -> dict[int, CheckFinding]:
     """Return the nodes to exclude, each with the reason.
 
     For a broken link, the node with the higher number is excluded; the other one works with all that remain.
     If one of several nodes is at fault, all of them are excluded. A node that was only not tested stays.
     """
-    out: dict[int, Finding] = {}
+    out: dict[int, CheckFinding] = {}
     kinds = (Kind.FAULT, Kind.UNDETERMINED, *((Kind.SLOW,) if stragglers else ()))
     for finding in found:
         if finding.kind in kinds:
@@ -72,15 +72,15 @@ def left_out(found: Sequence[Finding], *, stragglers: bool) -> dict[int, Finding
     return out
 
 
-def slow_parts(evidence: Evidence, ratio: float) -> set[int]:
+def slow_parts(evidence: CheckEvidence, ratio: float) -> set[int]:
     """Return the nodes with a slow part."""
     broken = {node for finding in _broken_parts(evidence) for node in finding.nodes}
     return named(_slow_parts(evidence, broken, ratio), Kind.SLOW)
 
 
-def _broken_parts(evidence: Evidence) -> list[Finding]:
+def _broken_parts(evidence: CheckEvidence) -> list[CheckFinding]:
     return [
-        Finding(Kind.FAULT, (node,), result.component, _told(result))
+        CheckFinding(Kind.FAULT, (node,), result.component, _told(result))
         for node in evidence.nodes
         for result in evidence.local.get(node, ())
         if result.state is ProbeState.FAILED
@@ -91,7 +91,7 @@ def _told(result: ProbeResult) -> str:
     return f"{result.name}: {result.message}" if result.name else result.message
 
 
-def _reach(evidence: Evidence, faulty: Collection[int]) -> Standing:
+def _reach(evidence: CheckEvidence, faulty: Collection[int]) -> Standing:
     """Evaluate the network trials; ignore failed trials with a broken node, since they say nothing."""
     trials = evidence.trials
     bad = [t.nodes for t in trials if t.failed and not set(t.nodes) & set(faulty)]
@@ -99,21 +99,21 @@ def _reach(evidence: Evidence, faulty: Collection[int]) -> Standing:
     return standing(bad, good, evidence.trusted)
 
 
-def _network_faults(evidence: Evidence, reach: Standing) -> list[Finding]:
+def _network_faults(evidence: CheckEvidence, reach: Standing) -> list[CheckFinding]:
     found = []
     for node in sorted(reach.guilty):
         failed = [t for t in evidence.trials if t.failed and node in t.nodes]
         partners = ", ".join(str(t.partner(node)) for t in failed)
         message = f"it does not reach nodes {partners} ({failed[-1].failed})"
-        found.append(Finding(Kind.FAULT, (node,), Component.NETWORK, message))
+        found.append(CheckFinding(Kind.FAULT, (node,), Component.NETWORK, message))
     for link in reach.links:
         why = next(t.failed for t in evidence.trials if t.failed and set(t.nodes) == set(link))
         message = f"nodes {link[0]} and {link[1]} reach others, but not each other ({why})"
-        found.append(Finding(Kind.LINK, link, Component.NETWORK, message))
+        found.append(CheckFinding(Kind.LINK, link, Component.NETWORK, message))
     return found
 
 
-def _doubts(evidence: Evidence, faulty: set[int], reach: Standing) -> list[Finding]:
+def _doubts(evidence: CheckEvidence, faulty: set[int], reach: Standing) -> list[CheckFinding]:
     """Return findings on nodes that the network trials do not show to be sound or at fault."""
     found = []
     known = faulty | reach.guilty
@@ -125,19 +125,23 @@ def _doubts(evidence: Evidence, faulty: set[int], reach: Standing) -> list[Findi
     if suspects:
         nodes = tuple(sorted(suspects))
         who = f"nodes {', '.join(map(str, nodes))}" if len(nodes) > 1 else f"node {nodes[0]}"
-        message = f"it cannot be told which of {who} or their links is at fault ({unexplained[-1].failed})"
-        found.append(Finding(Kind.UNDETERMINED, nodes, Component.NETWORK, message))
+        message = (
+            f"undetermined: any of {who} or their links may be at fault ({unexplained[-1].failed})"
+        )
+        found.append(CheckFinding(Kind.UNDETERMINED, nodes, Component.NETWORK, message))
     for node in evidence.nodes if len(evidence.nodes) > 1 else ():
         if node not in suspects | known | reach.sound:
             message = "it met no node that is known to be sound"
-            found.append(Finding(Kind.UNTESTED, (node,), Component.NETWORK, message))
+            found.append(CheckFinding(Kind.UNTESTED, (node,), Component.NETWORK, message))
     return found
 
 
 # ---- speed
 
 
-def _slow_parts(evidence: Evidence, faulty: Collection[int], ratio: float) -> list[Finding]:
+def _slow_parts(
+    evidence: CheckEvidence, faulty: Collection[int], ratio: float
+) -> list[CheckFinding]:
     found = []
     for (component, name), slowness in _figures(evidence, faulty).items():
         median = statistics.median_low(slowness.values())
@@ -147,16 +151,16 @@ def _slow_parts(evidence: Evidence, faulty: Collection[int], ratio: float) -> li
         if not slow and 2 * fast < len(slowness):
             nodes = tuple(n for n, s in slowness.items() if s > ratio * min(slowness.values()))
             message = f"{part}most nodes are much slower than the fastest"
-            found.append(Finding(Kind.NOTE, nodes, component, message))
+            found.append(CheckFinding(Kind.NOTE, nodes, component, message))
         found += [
-            Finding(Kind.SLOW, (node,), component, f"{part}{times:.1f} times the median")
+            CheckFinding(Kind.SLOW, (node,), component, f"{part}{times:.1f} times the median")
             for node, times in slow.items()
         ]
     return found
 
 
 def _figures(
-    evidence: Evidence, faulty: Collection[int]
+    evidence: CheckEvidence, faulty: Collection[int]
 ) -> dict[tuple[Component, str], dict[int, float]]:
     """Return the slowness of each node's slowest part, by kind of part."""
     figures: dict[tuple[Component, str], dict[int, float]] = {}
@@ -169,7 +173,7 @@ def _figures(
     return figures
 
 
-def _speed(evidence: Evidence, ratio: float) -> Standing:
+def _speed(evidence: CheckEvidence, ratio: float) -> Standing:
     """Evaluate the times of the trials that passed."""
     timed = {t.nodes: t.slowness for t in evidence.trials if t.slowness and not t.failed}
     if not timed:
@@ -189,33 +193,33 @@ def _usual(times: Sequence[float], ratio: float) -> float:
 
 
 def _slow_network(
-    evidence: Evidence, faulty: Collection[int], reach: Standing, speed: Standing
-) -> list[Finding]:
+    evidence: CheckEvidence, faulty: Collection[int], reach: Standing, speed: Standing
+) -> list[CheckFinding]:
     active = [node for node in evidence.nodes if node not in faulty]
     component = Component.NETWORK
     found = []
     slow = sorted(speed.guilty & set(active))
     if 2 * len(slow) < len(active):
-        found += [Finding(Kind.SLOW, (n,), component, _times(evidence, n)) for n in slow]
+        found += [CheckFinding(Kind.SLOW, (n,), component, _times(evidence, n)) for n in slow]
     elif slow:
         message = "half of the nodes or more are slow"
-        found.append(Finding(Kind.NOTE, tuple(slow), component, message))
+        found.append(CheckFinding(Kind.NOTE, tuple(slow), component, message))
     doubtful = tuple(sorted(speed.doubtful & set(active)))
     if doubtful:
-        message = "pairs with them are slow; it cannot be told whose fault it is"
-        found.append(Finding(Kind.NOTE, doubtful, component, message))
+        message = "pairs with them are slow; any of them may be at fault"
+        found.append(CheckFinding(Kind.NOTE, doubtful, component, message))
     few = len(reach.sound) < 2 or bool(evidence.trusted)
     comparable = few or _closing(active, evidence.trials)[1]
     if not (slow or doubtful or comparable):
         message = "too few pairs passed to compare their times"
-        found.append(Finding(Kind.NOTE, tuple(active), component, message))
+        found.append(CheckFinding(Kind.NOTE, tuple(active), component, message))
     for link in speed.links:
         message = f"nodes {link[0]} and {link[1]} are slow only with each other"
-        found.append(Finding(Kind.NOTE, link, component, message))
+        found.append(CheckFinding(Kind.NOTE, link, component, message))
     return found
 
 
-def _times(evidence: Evidence, node: int) -> str:
+def _times(evidence: CheckEvidence, node: int) -> str:
     own = min(t.slowness for t in evidence.trials if node in t.nodes and t.slowness)
     rest = [t.slowness for t in evidence.trials if node not in t.nodes and t.slowness]
     return (
@@ -239,7 +243,7 @@ def first_pairs(nodes: Sequence[int], helpers: Sequence[int] = ()) -> list[tuple
     return pairs + [tuple(rest[i : i + 2]) for i in range(0, len(rest), 2)]
 
 
-def next_pairs(evidence: Evidence, ratio: float) -> list[tuple[int, ...]]:
+def next_pairs(evidence: CheckEvidence, ratio: float) -> list[tuple[int, ...]]:
     """Return the pairs of the next round; empty if further trials would add nothing."""
     faulty = {node for finding in _broken_parts(evidence) for node in finding.nodes}
     reach, speed = _reach(evidence, faulty), _speed(evidence, ratio)
@@ -314,7 +318,7 @@ def _disjoint(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
     return partner
 
 
-def _best_times(evidence: Evidence) -> dict[int, float]:
+def _best_times(evidence: CheckEvidence) -> dict[int, float]:
     best: dict[int, float] = {}
     for trial in evidence.trials:
         for node in trial.nodes if trial.slowness else ():

@@ -18,8 +18,7 @@ from dlrover.master.machine.diagnosis.facts import UNKNOWN_CODE, Facts, read, re
 from dlrover.master.machine.diagnosis.match import last_match, occurs, search
 from dlrover.master.machine.diagnosis.traceback import one_line
 from dlrover.spec.events import WorkerFailed
-from dlrover.spec.failure import Action, Failure, FailureKind, Origin, Verdict
-from dlrover.spec.rules import OwnCode, Rule
+from dlrover.spec.failure import Action, Failure, FailureKind, Origin, OwnCode, Rule, Verdict
 
 ECHO_WINDOW = 10.0
 """Maximum delay in seconds between an echo and its root cause, if the root cause is noticed later.
@@ -52,7 +51,7 @@ _UNKNOWN = Rule(
 
 
 @dataclass(frozen=True)
-class Reading:
+class Interpretation:
     """One way to read a failure, and the row that fits it."""
 
     facts: Facts
@@ -85,7 +84,7 @@ class Reading:
         return 5 if users else 8
 
 
-class Table:
+class RuleTable:
     """The rules of one job, tried in order: the user's, then those that come with DLRover."""
 
     def __init__(self, rules: Iterable[Rule] = (), own: int = 0) -> None:
@@ -97,7 +96,7 @@ class Table:
         self._own = self.rules[:own]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Table) and self.rules == other.rules
+        return isinstance(other, RuleTable) and self.rules == other.rules
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -123,9 +122,9 @@ class Table:
         )
         return _verdict(failure, self._best(read_log(read(failure)[-1])))
 
-    def _best(self, ways: Iterable[Facts]) -> Reading:
+    def _best(self, ways: Iterable[Facts]) -> Interpretation:
         """Return the reading that says the most, the first one among equals."""
-        return min((Reading(f, self._rule_of(f)) for f in ways), key=lambda r: r.strength)
+        return min((Interpretation(f, self._rule_of(f)) for f in ways), key=lambda r: r.strength)
 
     def _rule_of(self, facts: Facts) -> Rule:
         rules = self._by_kind[facts.kind]
@@ -217,7 +216,7 @@ def _subject(rule: Rule, facts: Facts) -> str:
 # ---- words
 
 
-def _verdict(failure: Failure, reading: Reading) -> Verdict:
+def _verdict(failure: Failure, reading: Interpretation) -> Verdict:
     facts, rule = reading.facts, reading.rule
     fields = {
         "error": facts.error,
@@ -242,7 +241,7 @@ def _verdict(failure: Failure, reading: Reading) -> Verdict:
 
 def _title(failure: Failure, facts: Facts, title: str) -> str:
     what, _, why = title.partition(": ")
-    if failure.asked_by:
+    if failure.handled_signal:
         ended = f"left with exit code {failure.exit_code}"
         ended = (
             ended

@@ -12,9 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from dlrover.master.machine.diagnosis import log, traceback as tracebacks
-from dlrover.master.machine.diagnosis.traceback import Frame, Raised, is_user_file, one_line
-from dlrover.spec.failure import OWN_ENDS, Failure, FailureKind
-from dlrover.spec.rules import OwnCode
+from dlrover.master.machine.diagnosis.traceback import (
+    Raised,
+    TracebackFrame,
+    is_user_file,
+    one_line,
+)
+from dlrover.spec.failure import OWN_ENDS, Failure, FailureKind, OwnCode
 
 NAMED_SIGNALS = frozenset(signal.Signals)
 """Numbers of the signals that have a name."""
@@ -48,7 +52,7 @@ class Facts:
     text: str
     stderr: str
     #: innermost last
-    frames: tuple[Frame, ...]
+    frames: tuple[TracebackFrame, ...]
     oom_killed: bool
     steps: int
     #: messages of the node's kernel and file systems
@@ -83,7 +87,7 @@ class Facts:
         return OwnCode.CALLS if calls else OwnCode.ABSENT
 
     @property
-    def frame(self) -> Frame | None:
+    def frame(self) -> TracebackFrame | None:
         """The innermost frame of the user's own code; otherwise the innermost of all."""
         innermost_first = self.frames[::-1]
         own = (f for f in innermost_first if is_user_file(f.file))
@@ -110,8 +114,8 @@ def read(failure: Failure) -> list[Facts]:
         steps=failure.steps,
         node=failure.node_facts,
     )
-    if failure.asked_by:
-        return [_with_signal(facts, failure.asked_by)]
+    if failure.handled_signal:
+        return [_with_signal(facts, failure.handled_signal)]
     if failure.kind is FailureKind.EXCEPTION:
         return _read_exception(facts, failure)
     if failure.kind in (FailureKind.SPAWN, FailureKind.NODE):
@@ -217,7 +221,7 @@ def _handled(facts: Facts, one: Raised) -> Facts:
     return replace(facts, text=log.plain(one.handled), given=None, of_handled=True)
 
 
-def _frames_of(traceback: str) -> tuple[Frame, ...]:
+def _frames_of(traceback: str) -> tuple[TracebackFrame, ...]:
     """Return the frames of a traceback, which may lack its exception."""
     found = tracebacks.raised(f"{traceback.rstrip()}\nError\n") if traceback else []
     return next((one.frames for one in reversed(found) if one.frames), ())

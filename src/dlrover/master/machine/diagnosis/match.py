@@ -64,11 +64,6 @@ def _folded(expression: str) -> tuple[tuple[re.Pattern[str], Needed], ...]:
     )
 
 
-def needed_words(expression: str) -> tuple[Needed, ...]:
-    """Return, for each alternative of a valid expression, the words that a matching text must contain."""
-    return tuple(needed for _, needed in _folded(expression))
-
-
 class _Words:
     """Parser that goes through an expression once."""
 

@@ -77,7 +77,7 @@ def one_line(text: str, limit: int = _LINE_LIMIT) -> str:
 
 
 @dataclass(frozen=True)
-class Frame:
+class TracebackFrame:
     """One call on a stack."""
 
     file: str
@@ -112,7 +112,7 @@ class Raised:
     """Type without the module."""
     message: str
     """All lines of the message."""
-    frames: tuple[Frame, ...]
+    frames: tuple[TracebackFrame, ...]
     """Calls, innermost last; empty if the text has no traceback of the exception."""
     chain: str
     """Type and message of the exception and of those that it was raised from."""
@@ -128,28 +128,28 @@ def raised(text: str) -> list[Raised]:
 
     A traceback may lack its first line, and an exception its traceback.
     """
-    return list(_Reader(text.splitlines()).read())
+    return list(_Parser(text.splitlines()).read())
 
 
-def dumped_frames(text: str) -> tuple[Frame, ...]:
+def dumped_frames(text: str) -> tuple[TracebackFrame, ...]:
     """Return the calls of the thread that crashed, as faulthandler writes them; innermost last."""
     dumps = list(_DUMP.finditer(text))
     found = (_FRAME.match(line) for line in dumps[-1]["frames"].splitlines()) if dumps else ()
     return tuple(_frame(m, "") for m in found if m)[::-1]
 
 
-def _frame(found: re.Match[str], source: str) -> Frame:
-    return Frame(found["file"], int(found["line"]), found["function"] or "", source)
+def _frame(found: re.Match[str], source: str) -> TracebackFrame:
+    return TracebackFrame(found["file"], int(found["line"]), found["function"] or "", source)
 
 
-class _Reader:
+class _Parser:
     """Parser that goes through the lines of a text once."""
 
     def __init__(self, lines: list[str]) -> None:
         self._lines = lines
         self._at = 0
         #: frames of the traceback being read
-        self._frames: list[Frame] = []
+        self._frames: list[TracebackFrame] = []
         #: the interpreter's sentence between the last exception and the next; empty if there is none
         self._link = ""
         self._fatal = True

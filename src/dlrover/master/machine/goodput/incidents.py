@@ -15,7 +15,7 @@ from dlrover.master.machine.goodput.roundtime import (
     nothing,
 )
 from dlrover.master.machine.incident import Incident
-from dlrover.spec.goodput import CAUSES, Cause, IncidentCost, IncidentKind
+from dlrover.spec.outcome import CAUSES, Cause, IncidentCost, IncidentKind
 
 KEPT = 200
 """Maximum number of incidents kept individually; earlier ones are summed up."""
@@ -26,7 +26,7 @@ _STANDSTILL = {INDEX[Cause.RENDEZVOUS], INDEX[Cause.WAITING_FOR_RESOURCES], INDE
 
 
 @dataclass
-class Entry:
+class IncidentAccount:
     """One incident. Times are microseconds; lists are sums over all nodes."""
 
     since: int
@@ -84,16 +84,16 @@ class IncidentBook:
     """All incidents of a job: the open one, the latest ones, and the sum of earlier ones."""
 
     def __init__(self) -> None:
-        self.open: Entry | None = None
+        self.open: IncidentAccount | None = None
         #: set from the master's death until all nodes are connected to the next master
-        self.master: Entry | None = None
-        self.entries: list[Entry] = []
+        self.master: IncidentAccount | None = None
+        self.entries: list[IncidentAccount] = []
         self.count = 0
         #: number and cost of the entries that are no longer kept
         self.earlier_count = 0
         self.earlier = 0
 
-    def begin(self, entry: Entry) -> None:
+    def begin(self, entry: IncidentAccount) -> None:
         """Open an incident for a detected fault."""
         self.open = entry
         self.count += 1
@@ -103,7 +103,7 @@ class IncidentBook:
         """Open an incident for the master's death at ``now`` or later, unless one is open."""
         if self.master is None:
             kind, title = IncidentKind.MASTER, "the master died"
-            self.master = Entry(now, round_, sums, -1, title, kind=kind, trained=trained)
+            self.master = IncidentAccount(now, round_, sums, -1, title, kind=kind, trained=trained)
             self.master.steps_lost = 0
             self._add(self.master)
 
@@ -116,7 +116,7 @@ class IncidentBook:
         if entry.trained and trains:
             entry.title = "the master died; training went on"
 
-    def _add(self, entry: Entry) -> None:
+    def _add(self, entry: IncidentAccount) -> None:
         self.entries.append(entry)
         if len(self.entries) > KEPT:
             self.earlier_count += 1

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
-from dlrover.master.machine.goodput.incidents import Entry, IncidentBook
+from dlrover.master.machine.goodput.incidents import IncidentAccount, IncidentBook
 from dlrover.master.machine.goodput.roundtime import (
     INDEX,
     MICRO,
@@ -28,10 +28,10 @@ from dlrover.master.machine.goodput.roundtime import (
 )
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Node
+from dlrover.rpc.messages import Hello
 from dlrover.spec import events
-from dlrover.spec.goodput import CAUSES, Cause, Goodput
-from dlrover.spec.node import NodeStatus
-from dlrover.spec.roles import Size
+from dlrover.spec.node import NodeStatus, Size
+from dlrover.spec.outcome import CAUSES, Cause, Goodput
 
 _WAITING = INDEX[Cause.WAITING_FOR_RESOURCES]
 _RENDEZVOUS = INDEX[Cause.RENDEZVOUS]
@@ -41,7 +41,7 @@ _WORLD = -1
 """Placeholder for a cause: the node's workers run in the world, and its `RoundTime` has the causes."""
 
 
-class Listener(Protocol):
+class IntervalListener(Protocol):
     """Receiver of intervals once their causes are known. Times are microseconds since the epoch."""
 
     def node_spent(self, node: int, since: int, until: int, parts: Sequence[int]) -> None:
@@ -70,7 +70,7 @@ class _Account:
 class Ledger:
     """The ledger of one job. `handle` is the only way to change it."""
 
-    def __init__(self, listener: Listener | None = None) -> None:
+    def __init__(self, listener: IntervalListener | None = None) -> None:
         self.incidents = IncidentBook()
         #: accounts of the present nodes, by id
         self.accounts: dict[int, _Account] = {}
@@ -90,13 +90,13 @@ class Ledger:
         # number of the first step that no round has made
         self._furthest = 0
         # True if the program is known to report its steps
-        self._tells = False
+        self._reports_steps = False
         # True if any round has made a step
         self._trained = False
         # since when each disconnected node has been away
         self._away: dict[int, int] = {}
         # the incident that ended the last round; None if no fault did
-        self._undone_by: Entry | None = None
+        self._undone_by: IncidentAccount | None = None
         self._key: tuple[object, ...] = ()
         # of the open intervals: their number and the sum of their beginnings, by cause
         self._open = nothing()
@@ -174,13 +174,14 @@ class Ledger:
         round_ = self.round
         if round_ is None:
             return
-        if isinstance(event, inputs.Progressed) and event.round == round_.number:
-            report = (event.seconds, event.steps, event.first_step)
-        elif isinstance(event, events.WorkerFailed) and event.failure.round == round_.number:
-            serves = event.failure.node_id in machine.rendezvous.servers
-            report = ((), 0 if serves else event.failure.steps, -1)
-        else:
-            return
+        match event:
+            case inputs.Progressed(number, steps, seconds, first_step) if number == round_.number:
+                report = (seconds, steps, first_step)
+            case events.WorkerFailed(failure) if failure.round == round_.number:
+                serves = failure.node_id in machine.rendezvous.servers
+                report = ((), 0 if serves else failure.steps, -1)
+            case _:
+                return
         since, before, began = round_.proved, list(round_.spent), round_.first_step
         round_.report(now, *report)
         parts = [new - old for new, old in zip(round_.spent, before, strict=True)]
@@ -193,27 +194,30 @@ class Ledger:
 
     def _note_absence(self, event: inputs.Input, now: int, machine: JobMachine) -> None:
         """Record since when nodes have been disconnected."""
-        if isinstance(event, inputs.NodeConnected):
-            self._away.pop(machine.fleet.by_uid[event.uid], None)
-        elif isinstance(event, inputs.NodeDisconnected) and event.node_id in self.accounts:
-            self._away.setdefault(event.node_id, now)
-        elif isinstance(event, inputs.MasterStarted):
-            # The nodes were last known to be present at the dead master's last entry.
-            self._away = dict.fromkeys(self.accounts, self._now) | self._away
+        match event:
+            case Hello(uid):
+                self._away.pop(machine.fleet.by_uid[uid], None)
+            case inputs.NodeDisconnected(node_id) if node_id in self.accounts:
+                self._away.setdefault(node_id, now)
+            case inputs.MasterStarted():
+                # The nodes were last known to be present at the dead master's last entry.
+                self._away = dict.fromkeys(self.accounts, self._now) | self._away
 
     def _touched(self, event: inputs.Input, machine: JobMachine) -> list[int]:
         """Return the nodes that the input may have changed; changes of the whole round do not count."""
         touched = list(machine.nodes)[self.nodes :] if len(machine.nodes) > self.nodes else []
         self.nodes = len(machine.nodes)
-        if isinstance(event, inputs.MasterStarted | inputs.ScaleAsked):
-            return [*machine.nodes]
-        if isinstance(event, inputs.DeadlinePassed):
-            return [*touched, *self._away]
-        if isinstance(event, inputs.NodeConnected):
-            return [*touched, machine.fleet.by_uid[event.uid]]
-        if isinstance(event, inputs.MigrateAsked):
-            return touched  # it may name any node and changes no present one
-        return [*touched, event.node_id] if hasattr(event, "node_id") else touched
+        match event:
+            case inputs.MasterStarted() | inputs.ScaleRequested():
+                return [*machine.nodes]
+            case inputs.DeadlinePassed():
+                return [*touched, *self._away]
+            case Hello(uid):
+                return [*touched, machine.fleet.by_uid[uid]]
+            case inputs.MigrationRequested():
+                return touched  # it may name any node and changes no present one
+            case _:
+                return [*touched, event.node_id] if hasattr(event, "node_id") else touched
 
     def _note_presence(self, node: Node, now: int, machine: JobMachine) -> None:
         """Open the account of a node that has come; close the account of one that has gone."""
@@ -255,11 +259,11 @@ class Ledger:
             self._begin(_RENDEZVOUS, now)
         if fault and self.incidents.open is None:
             lost = (a.node for a in members if machine.nodes[a.node].status.final)
-            entry = Entry(sign, round_.number, self.sums(now), next(lost, -1))
+            entry = IncidentAccount(sign, round_.number, self.sums(now), next(lost, -1))
             entry.charge(last, len(members))
             self.incidents.begin(entry)
         self._undone_by = self.incidents.open
-        self._tells, self._trained = round_.tells, round_.trained
+        self._reports_steps, self._trained = round_.reports_steps, round_.trained
         if round_.first_step >= 0:
             self._furthest = max(self._furthest, round_.first_step + round_.steps)
         self.rounds_without_first_step += self._lacks_first_step()
@@ -272,13 +276,12 @@ class Ledger:
 
     def _first_sign(self, event: inputs.Input, now: int, machine: JobMachine) -> int:
         """Return when the fault reported by an input began."""
-        if isinstance(event, inputs.NodeSilent):
-            return now - max(0, microseconds(event.seconds))
-        if isinstance(event, inputs.Hung):
-            return now - max(0, microseconds(event.found.seconds))
-        if isinstance(event, events.WorkerFailed):
-            ended = microseconds(event.failure.time)
-            return ended if 0 < ended < now else now
+        match event:
+            case inputs.NodeSilent(_, seconds) | inputs.Hung(events.HangFound(seconds=seconds)):
+                return now - max(0, microseconds(seconds))
+            case events.WorkerFailed(failure):
+                ended = microseconds(failure.time)
+                return ended if 0 < ended < now else now
         lost = [i for i in self._away if machine.nodes[i].status.final]
         return min((self._away[i] for i in lost), default=now)
 
@@ -286,8 +289,10 @@ class Ledger:
         """Assign the time from now on to the right causes."""
         rdzv, over = machine.rendezvous, machine.outcome is not None
         if self.round is None and not rdzv.collecting and rdzv.members and not over:
-            tells, trained = self._tells, self._trained
-            self.round = RoundTime(rdzv.round, now, self._furthest, tells=tells, trained=trained)
+            reports_steps, trained = self._reports_steps, self._trained
+            self.round = RoundTime(
+                rdzv.round, now, self._furthest, reports_steps=reports_steps, trained=trained
+            )
         here = len(self.accounts) - self._pending
         serving = sum(i in self.accounts and not self.accounts[i].pending for i in rdzv.servers)
         short = rdzv.collecting and not rdzv.usable(Size(here - serving, serving)).nodes
@@ -387,7 +392,7 @@ class Ledger:
             book.end_master(now, self.sums(now), trains=self.round is not None)
         if book.open is None and incident is not None and not over:
             # A fault while no world runs: the loss of another node, or a late report.
-            book.begin(Entry(now, incident.round, self.sums(now)))
+            book.begin(IncidentAccount(now, incident.round, self.sums(now)))
         if book.open is None:
             return
         if incident is not None and (incident.decided or over):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dlrover.spec.activities import Activity
-from dlrover.spec.goodput import CAUSES, Cause
+from dlrover.spec.activity import Activity
+from dlrover.spec.outcome import CAUSES, Cause
 
 MICRO = 1_000_000
 """Microseconds per second."""
@@ -55,13 +55,19 @@ def microseconds(seconds: float) -> int:
 class RoundTime:
     """Time of one node in the world of round ``number``, which was formed at ``now``.
 
-    ``furthest`` is the number of the first step that no earlier round has made. ``tells`` is True if the
+    ``furthest`` is the number of the first step that no earlier round has made. ``reports_steps`` is True if the
     program is known to report its steps: until its first step, it is then starting. ``trained`` is True if an
     earlier round has made a step.
     """
 
     def __init__(
-        self, number: int, now: int, furthest: int, *, tells: bool = False, trained: bool = False
+        self,
+        number: int,
+        now: int,
+        furthest: int,
+        *,
+        reports_steps: bool = False,
+        trained: bool = False,
     ) -> None:
         self.number = number
         self.since = now
@@ -82,14 +88,14 @@ class RoundTime:
         #: True once a report has said what the workers do
         self.known = False
         self._furthest = furthest
-        self._tells = tells
+        self._reports_steps = reports_steps
         self._trained = trained
-        self._told: tuple[int, ...] = (0,) * len(Activity)
+        self._reported: tuple[int, ...] = (0,) * len(Activity)
 
     @property
-    def tells(self) -> bool:
+    def reports_steps(self) -> bool:
         """True if the program is known to report its steps."""
-        return self._tells or self.known or self.steps > 0
+        return self._reports_steps or self.known or self.steps > 0
 
     @property
     def trained(self) -> bool:
@@ -111,11 +117,11 @@ class RoundTime:
         """Split the time since the last report by the workers' activities in it."""
         if len(seconds) != len(Activity):
             return
-        told = tuple(microseconds(s) if 0 <= s < _MOST_SECONDS else 0 for s in seconds)
+        reported = tuple(microseconds(s) if 0 <= s < _MOST_SECONDS else 0 for s in seconds)
         time = now - self.settled
-        parts = [max(0, new - old) for new, old in zip(told, self._told, strict=True)]
+        parts = [max(0, new - old) for new, old in zip(reported, self._reported, strict=True)]
         if not self.known:
-            parts = self._first_parts(told, now)
+            parts = self._first_parts(reported, now)
             self.known = True
         if total := sum(parts):
             reached = before = 0
@@ -125,16 +131,18 @@ class RoundTime:
                 self.pending[_CAUSE_OF[activity]] += share - before
                 before = share
             self.settled = now
-            self._told = told
+            self._reported = reported
 
-    def _first_parts(self, told: Sequence[int], now: int) -> list[int]:
+    def _first_parts(self, reported: Sequence[int], now: int) -> list[int]:
         """Return what the first report of activities adds to the time that was split without one.
 
         The report counts from the start of the processes. An adopted round began later, so the time before it
         is taken off their first activity, the start.
         """
-        parts = list(told)
-        parts[Activity.START] += (now - self.since) - sum(told)  # time before the processes began
+        parts = list(reported)
+        parts[Activity.START] += (now - self.since) - sum(
+            reported
+        )  # time before the processes began
         for activity in Activity:
             cause = _CAUSE_OF[activity]
             booked = self.spent[cause] + self.pending[cause]
@@ -167,7 +175,7 @@ class RoundTime:
     def unproved(self, now: int) -> list[int]:
         """Return a node's time since the last new step, by cause."""
         sums = list(self.pending)
-        cause = PRODUCTIVE if self.steps else START_UP if self.tells else NOT_MEASURED
+        cause = PRODUCTIVE if self.steps else START_UP if self.reports_steps else NOT_MEASURED
         sums[cause] += now - self.settled
         return sums
 
@@ -198,7 +206,7 @@ class RoundTime:
             sums[index] -= taken
             left -= taken
         sums[DETECTION] += detection - left
-        if self.tells:
+        if self.reports_steps:
             sums[RECOMPUTED] += sums[PRODUCTIVE]
             sums[PRODUCTIVE] = 0
         return sums

@@ -30,9 +30,9 @@ from dlrover.master.machine.scaling.sizes import Sizes
 from dlrover.planning.throughput import TrustRegion
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec
-from dlrover.spec.plan import Effect, PlanOutcome
-from dlrover.spec.roles import Size
-from dlrover.spec.speed import ModelProfile, ScaleDecision, ScaleKind, ScaleStage, SpeedSample
+from dlrover.spec.measurements import ModelProfile, SpeedSample
+from dlrover.spec.node import Size
+from dlrover.spec.plan import Effect, PlanOutcome, ScaleDecision, ScaleKind, ScaleStage
 
 KEPT_SAMPLES = 5
 """Number of latest samples kept of each size."""
@@ -257,7 +257,7 @@ class AutoScaling:
         if change.kind in (ScaleKind.RETURN, ScaleKind.BATCH, *SAME_SIZE):
             return [change.dropped(reason)], None
         self.sizes.missed(change.size, change.origin)
-        why = f"{events.told_size(*change.size)} could not be measured in time"
+        why = f"{change.size.in_words()} could not be measured in time"
         return self._roll_back(change, why, now, change.dropped(reason))
 
     def failed(self, size: Size, round_: int, title: str, now: float) -> Reaction:
@@ -278,7 +278,7 @@ class AutoScaling:
             other_batch or (size != change.origin and between(change.origin, size, change.size))
         ):
             return [], None
-        what = events.told_size(*size) + (f" and batches of {batch} samples" if other_batch else "")
+        what = size.in_words() + (f" and batches of {batch} samples" if other_batch else "")
         reason = f"the program failed with {what} before its effect was measured: {title}"
         if other_batch:
             self.batch, self.most_batch = change.batch_before, max(batch - 1, 1)
@@ -286,7 +286,7 @@ class AutoScaling:
             self.change = None
             return [change.dropped(reason)], None
         self.sizes.missed(size, change.origin)
-        why = f"the program failed with {events.told_size(*size)}"
+        why = f"the program failed with {size.in_words()}"
         return self._roll_back(change, why, now, change.dropped(reason))
 
     def returning(self, size: Size) -> bool:

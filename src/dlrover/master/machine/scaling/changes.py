@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from dlrover.planning.throughput import TrustRegion
 from dlrover.spec import events
-from dlrover.spec.plan import Effect, Group, Plan, PlanOutcome
-from dlrover.spec.roles import SERVER, WORKER, Size
-from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
+from dlrover.spec.measurements import SpeedSample
+from dlrover.spec.node import SERVER, WORKER, Size
+from dlrover.spec.plan import Effect, Group, Plan, PlanOutcome, ScaleDecision, ScaleKind
 
 SAME_SIZE = (ScaleKind.REPLACE, ScaleKind.MIGRATE, ScaleKind.REBALANCE)
 """Changes that keep the numbers of nodes."""

@@ -32,13 +32,13 @@ from dlrover.planning.plans import (
     sample_ring,
     sample_servers,
 )
-from dlrover.planning.search import Choice, Prices
+from dlrover.planning.search import Preferences, Prices
 from dlrover.planning.shapes import latest_of_each, ring_shape
 from dlrover.planning.throughput import Prediction
 from dlrover.spec import brain
-from dlrover.spec.plan import Plan
-from dlrover.spec.roles import SERVER, WORKER, Size
-from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
+from dlrover.spec.measurements import SpeedSample
+from dlrover.spec.node import SERVER, WORKER, Size
+from dlrover.spec.plan import Plan, ScaleDecision, ScaleKind
 
 BY_WORKERS = Prices(cpu=0.0, memory=0.0, accelerator=1.0)
 """Prices by which a job costs its number of workers, as all nodes of a job are alike."""
@@ -53,32 +53,32 @@ ALIKE = 1.25
 """Maximum factor between the step times of a job and those of a similar one."""
 
 
-def decide(asked: Question, similar: brain.Similar | None = None) -> ScaleDecision | None:
+def decide(question: Question, similar: brain.Similar | None = None) -> ScaleDecision | None:
     """Return the next size; None if none is worth a change.
 
     What the job has not measured itself is taken from a ``similar`` one, unless the job has servers.
     """
-    if asked.current.servers:
-        return _decide_servers(asked)
-    return _decide_nodes(asked, similar)
+    if question.current.servers:
+        return _decide_servers(question)
+    return _decide_nodes(question, similar)
 
 
-def _measured(asked: Question, past: Mapping[Size, float]) -> Measured:
+def _measured(question: Question, past: Mapping[Size, float]) -> Measured:
     """Return the sizes that the job has measured, completed by those of a similar one."""
-    own = means((sample.size, sample.throughput) for sample in asked.samples)
-    current = asked.current
-    return Measured(current.size, {**past, **own}, current.cost, Choice(weight=asked.cost))
+    own = means((sample.size, sample.throughput) for sample in question.samples)
+    current = question.current
+    return Measured(current.size, {**past, **own}, current.cost, Preferences(weight=question.cost))
 
 
-def _better(asked: Question, measured: Measured) -> Proposal | None:
+def _better(question: Question, measured: Measured) -> Proposal | None:
     return measured.better(
-        lambda size: size.workers in asked.sizes and size.servers in asked.servers
+        lambda size: size.workers in question.sizes and size.servers in question.servers
     )
 
 
-def _decision(found: Proposal, asked: Question) -> ScaleDecision:
+def _decision(found: Proposal, question: Question) -> ScaleDecision:
     return decided(
-        direction(asked.current.size, found.size), found.size, found.reason, found.effect
+        direction(question.current.size, found.size), found.size, found.reason, found.effect
     )
 
 
@@ -113,32 +113,32 @@ def _per_node(sample: SpeedSample) -> int:
 # ---- jobs whose workers exchange their gradients
 
 
-def _decide_nodes(asked: Question, similar: brain.Similar | None) -> ScaleDecision | None:
-    current, past = asked.current, precedent_of(similar, asked.samples, asked.sizes)
-    measured = _measured(asked, past.throughput if past is not None else {})
+def _decide_nodes(question: Question, similar: brain.Similar | None) -> ScaleDecision | None:
+    current, past = question.current, precedent_of(similar, question.samples, question.sizes)
+    measured = _measured(question, past.throughput if past is not None else {})
     known = measured.known
-    better = _better(asked, measured)
+    better = _better(question, measured)
     if better is not None:
-        own = past is None or any(better.size == sample.size for sample in asked.samples)
+        own = past is None or any(better.size == sample.size for sample in question.samples)
         return _of_precedent(
-            _decision(better, asked), " by the similar job {}", None if own else past
+            _decision(better, question), " by the similar job {}", None if own else past
         )
-    open_sizes = [nodes for nodes in asked.sizes if Size(nodes) not in known]
+    open_sizes = [nodes for nodes in question.sizes if Size(nodes) not in known]
     searched = past is not None and len(past.throughput) > 1
     if not open_sizes or searched:
         return None
-    samples = [RingSample(shape_of(s), s.step_seconds, s.compute_seconds) for s in asked.samples]
+    samples = [RingSample(shape_of(s), s.step_seconds, s.compute_seconds) for s in question.samples]
     model = fit_ring([*(past.samples if past is not None else ()), *samples])
     space = RingSpace(
         nodes=_described(model, open_sizes, known, current),
         per_node=current.replicas // current.nodes,
         total_batch=current.total_batch,
     )
-    terms = Terms(prices=BY_WORKERS, choice=measured.choice, region=asked.region)
+    terms = Terms(prices=BY_WORKERS, choice=measured.choice, region=question.region)
     plan = plan_ring(model, space, shape_of(current), terms)
     if plan is not None:
         return _of_precedent(_in_nodes(plan, current), ", as the similar job {} lets expect", past)
-    if not asked.explore:
+    if not question.explore:
         return None
     plan = sample_ring(model, space, shape_of(current), terms)
     trial = None if plan is None else _in_nodes(plan, current)
@@ -152,7 +152,7 @@ def _decide_nodes(asked: Question, similar: brain.Similar | None) -> ScaleDecisi
     def predict(size: Size) -> Prediction:
         return model.predict(resized(current, size.workers))
 
-    return _to_measure(measured.neighbour(asked.sizes, (), predict, alone=alone))
+    return _to_measure(measured.neighbour(question.sizes, (), predict, alone=alone))
 
 
 def _described(
@@ -266,16 +266,16 @@ def _scaled(sample: RingSample, factor: float) -> RingSample:
 # ---- jobs with parameter servers
 
 
-def _decide_servers(asked: Question) -> ScaleDecision | None:
-    current, measured = asked.current, _measured(asked, {})
-    better = _better(asked, measured)
+def _decide_servers(question: Question) -> ScaleDecision | None:
+    current, measured = question.current, _measured(question, {})
+    better = _better(question, measured)
     if better is not None:
-        return _decision(better, asked)
-    models, here, each = _fitted(asked), _server_shape(current, current), _per_node(current)
-    terms = Terms(prices=BY_CORES, choice=measured.choice, region=asked.region)
+        return _decision(better, question)
+    models, here, each = _fitted(question), _server_shape(current, current), _per_node(current)
+    terms = Terms(prices=BY_CORES, choice=measured.choice, region=question.region)
     space = ServerSpace(
-        workers=[nodes * each for nodes in asked.sizes],
-        servers=list(asked.servers),
+        workers=[nodes * each for nodes in question.sizes],
+        servers=list(question.servers),
         worker_cpu=[here.worker_cpu],  # each node keeps its present cores
         server_cpu=[here.server_cpu],
         closed=frozenset((size.workers * each, size.servers) for size in measured.known),
@@ -297,19 +297,21 @@ def _decide_servers(asked: Question) -> ScaleDecision | None:
     plan = predicted(models[0])
     if plan is not None and _may_pay(plan, current, measured, at_least=True):
         return plan
-    if not asked.explore:
+    if not question.explore:
         return None
     trials = [plan, *(predicted(model) for model in models[1:])]
     trials += [sampled(model) for model in models]
     for trial in trials:
         if trial is not None:
             return msgspec.structs.replace(trial, kind=ScaleKind.MEASURE)
-    return _to_measure(measured.neighbour(asked.sizes, asked.servers, predict))
+    return _to_measure(measured.neighbour(question.sizes, question.servers, predict))
 
 
-def _fitted(asked: Question) -> list[ServerModel]:
+def _fitted(question: Question) -> list[ServerModel]:
     """Return the models that describe the measurements, the best one first."""
-    samples = [ServerSample(_server_shape(s, asked.current), s.throughput) for s in asked.samples]
+    samples = [
+        ServerSample(_server_shape(s, question.current), s.throughput) for s in question.samples
+    ]
     models = sorted((fit_servers(samples, form) for form in FORMS), key=lambda model: model.noise)
     return [model for model in models if model.noise <= max(models[0].noise, DESCRIBES)]
 

@@ -19,10 +19,8 @@ from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.scaling import Wanted
 from dlrover.master.machine.state import JobState, Migration, Node
 from dlrover.spec import events
-from dlrover.spec.node import NodeStatus
-from dlrover.spec.roles import SERVER, WORKER
-from dlrover.spec.speed import ScaleDecision, ScaleKind
-from dlrover.spec.words import counted
+from dlrover.spec.node import SERVER, WORKER, NodeStatus
+from dlrover.spec.plan import ScaleDecision, ScaleKind
 
 ResizeInput: TypeAlias = (
     inputs.RankSpeed
@@ -30,8 +28,8 @@ ResizeInput: TypeAlias = (
     | inputs.MemoryForecast
     | inputs.ServersBusy
     | inputs.ScalePlanned
-    | inputs.MigrateAsked
-    | inputs.ScaleAsked
+    | inputs.MigrationRequested
+    | inputs.ScaleRequested
 )
 
 
@@ -49,9 +47,9 @@ class Resizer:
         """Handle a request or a measurement."""
         round_ = self.state.rendezvous.round
         match event:
-            case inputs.MigrateAsked():
+            case inputs.MigrationRequested():
                 self.migrate(event, now)
-            case inputs.ScaleAsked():
+            case inputs.ScaleRequested():
                 self.ask(event)
             case _ if event.round != round_:
                 pass  # it is about an earlier world
@@ -76,7 +74,7 @@ class Resizer:
         whole = state.rendezvous.size == state.scaling.size and not self.fleet.migrations
         return whole and state.quiet and state.autoscaling.due(now)
 
-    def ask(self, event: inputs.ScaleAsked) -> None:
+    def ask(self, event: inputs.ScaleRequested) -> None:
         """Set the wanted number of nodes of a role."""
         scaling, rdzv = self.state.scaling, self.state.rendezvous
         before, after = scaling.take(event)
@@ -91,7 +89,7 @@ class Resizer:
         """Keep the auto-scaler from changing what a user has set."""
         if wanted.by_user:  # else the request was refused
             what = "nodes" if role == WORKER else "servers"
-            reason = f"a user asked for {wanted.nodes} {what}"
+            reason = f"a user requested {wanted.nodes} {what}"
             self.state.emit(*self.state.autoscaling.overruled(reason, role, wanted.nodes))
 
     def apply(self, bodies: list[events.EventBody], decision: ScaleDecision | None) -> None:
@@ -100,9 +98,9 @@ class Resizer:
         if decision is None:
             return
         number = f"plan {self.state.autoscaling.made}"
-        self.ask(inputs.ScaleAsked(decision.nodes, number, "plan"))
+        self.ask(inputs.ScaleRequested(decision.nodes, number, "plan"))
         if decision.servers:
-            self.ask(inputs.ScaleAsked(decision.servers, number, "plan", SERVER))
+            self.ask(inputs.ScaleRequested(decision.servers, number, "plan", SERVER))
 
     def scale(self, now: float) -> None:
         """Launch missing nodes; drain surplus ones, with a new round if they train.
@@ -116,9 +114,7 @@ class Resizer:
         scaling.due = False
         busy = (NodeStatus.RUNNING, NodeStatus.SUCCEEDED)
         if any(node.status in busy for node in surplus) and not state.rendezvous.collecting:
-            size = scaling.size
-            count = size.sentence_part() if size.servers else counted(size.workers, "node")
-            self.rounds.open(f"the job is to have {count}", now)
+            self.rounds.open(f"the job is to have {scaling.size.in_words()}", now)
         else:
             for node in surplus:
                 fleet.drain(node, now)
@@ -129,11 +125,11 @@ class Resizer:
 
     # ---- migrations
 
-    def migration_refusal(self, asked: inputs.MigrateAsked) -> str:
+    def migration_refusal(self, request: inputs.MigrationRequested) -> str:
         """Return why a node cannot be replaced now, as one sentence; empty if it can."""
-        node = self.state.nodes.get(asked.node_id)
+        node = self.state.nodes.get(request.node_id)
         if node is None or not node.launched:
-            return f"Node {asked.node_id} is none that DLRover has started: only those can be replaced."
+            return f"Node {request.node_id} is none that DLRover has started: only those can be replaced."
         if node.status is not NodeStatus.RUNNING or node.id in self.state.scaling.leaving:
             return (
                 f"Node {node.id} does not train: only nodes of the running world can be replaced."
@@ -142,14 +138,14 @@ class Resizer:
             return f"Node {node.id} is being replaced already."
         if not self.state.quiet:
             return "The job does not train: its nodes are not replaced meanwhile."
-        if min(asked.cpu_factor, asked.memory_factor) > 0:
+        if min(request.cpu_factor, request.memory_factor) > 0:
             return ""
         return (
-            f"Node {node.id}: {asked.cpu_factor:g} times the cores and {asked.memory_factor:g} times the "
-            "memory were asked for; both must be more than 0."
+            f"Node {node.id}: {request.cpu_factor:g} times the cores and {request.memory_factor:g} times the "
+            "memory were requested; both must be more than 0."
         )
 
-    def migrate(self, event: inputs.MigrateAsked, now: float) -> None:
+    def migrate(self, event: inputs.MigrationRequested, now: float) -> None:
         """Launch a successor of a node, unless that is refused."""
         if self.migration_refusal(event):
             return
@@ -227,35 +223,37 @@ class Resizer:
     def _replace_slow(self, found: events.SlowRank, now: float) -> None:
         """Replace a slow node if the auto-scaler finds that worth it."""
         node = self.state.nodes[found.node]
-        asked = inputs.MigrateAsked(node.id, node.cpu_factor, node.memory_factor, "it is slow")
-        if self.migration_refusal(asked):
+        request = inputs.MigrationRequested(
+            node.id, node.cpu_factor, node.memory_factor, "it is slow"
+        )
+        if self.migration_refusal(request):
             return
         made = self.state.autoscaling.slow(found, now)
         if made is None:
             return
         self.state.emit(made)
         self.fleet.exclude(node, f"rank {found.rank} is slow there", now)
-        self.migrate(asked, now)
+        self.migrate(request, now)
 
     def _memory_forecast(self, event: inputs.MemoryForecast, now: float) -> None:
         """Replace a node by one with more memory before it runs out, if the platform can provide it."""
         state = self.state
-        node = state.nodes[event.node_id]
+        found = event.found
+        node = state.nodes[found.node]
         if node.status is not NodeStatus.RUNNING:
             return
-        more = (event.memory or event.needed) / event.limit
+        more = (event.enough or found.needed) / found.limit
         factor = self.bounded(node.memory_factor * more)
-        given = round(event.limit * factor / node.memory_factor)
-        body = events.MemoryGrows(
-            node.id, event.needed, event.limit, event.seconds, ordered=True, given=given
+        given = round(found.limit * factor / node.memory_factor)
+        request = inputs.MigrationRequested(
+            node.id, node.cpu_factor, factor, f"it is {found.need()}"
         )
-        asked = inputs.MigrateAsked(node.id, node.cpu_factor, factor, f"it is {body.need()}")
         replaces = state.job.grows_memory and state.job.limits.memory_action == "replace"
-        if replaces and self.may_grow(node) and not self.migration_refusal(asked):
-            state.emit(body)
-            self.migrate(asked, now)
+        if replaces and self.may_grow(node) and not self.migration_refusal(request):
+            state.emit(msgspec.structs.replace(found, ordered=True, given=given))
+            self.migrate(request, now)
             return
-        state.emit(msgspec.structs.replace(body, ordered=False, given=0))
+        state.emit(found)
         if replaces and not self.may_grow(node):
             state.emit(events.MemoryBound(node.id, node.memory_factor))
 
@@ -276,10 +274,10 @@ class Resizer:
         for move in moves:
             self.migrate(move, now)
         if event.rebalance:
-            self.rounds.open("the program is to divide its parameters anew", now)
+            self.rounds.open("the program must divide its parameters again", now)
 
-    def _with_cores(self, node_id: int, factor: float) -> inputs.MigrateAsked:
+    def _with_cores(self, node_id: int, factor: float) -> inputs.MigrationRequested:
         """Return the request to replace a server by a node with ``factor`` times its cores."""
         node = self.state.nodes[node_id]
         cores = node.cpu_factor * factor
-        return inputs.MigrateAsked(node_id, cores, node.memory_factor, "it is a hot server")
+        return inputs.MigrationRequested(node_id, cores, node.memory_factor, "it is a hot server")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from dlrover.master.machine import inputs
 from dlrover.spec.job import JobSpec
-from dlrover.spec.roles import FIRST_SERVER, SERVER, WORKER, Size, index_in_role, is_server, role_of
+from dlrover.spec.node import FIRST_SERVER, SERVER, WORKER, Size, index_in_role, is_server, role_of
 
 MOST_NODES = 100_000
 """Maximum number of nodes of a role that can be requested."""
@@ -21,8 +21,8 @@ class Wanted:
     #: bounds of a plan's choice
     least: int
     most: int
-    #: number that a user last asked for, or that the job was submitted with
-    asked: int = field(init=False)
+    #: number that a user last requested, or that the job was submitted with
+    requested: int = field(init=False)
     #: True if a user has set the number
     by_user: bool = False
     #: reason of the last change
@@ -33,7 +33,7 @@ class Wanted:
     factors: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
-        self.asked = self.nodes
+        self.requested = self.nodes
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Scaling:
         """Return the role for events; empty if all of the job's nodes have it."""
         return role if self.job.other_nodes or self.job.servers else ""
 
-    def refusal(self, asked: inputs.ScaleAsked) -> str:
+    def refusal(self, request: inputs.ScaleRequested) -> str:
         """Return why the job cannot have that many nodes, as one sentence; empty if it can."""
         unit = self.job.node_unit
         if not self.job.managed_nodes:
@@ -124,17 +124,17 @@ class Scaling:
                 "The job's nodes come by themselves: start or stop dlrover-run on a machine to change "
                 "their number."
             )
-        if asked.role not in self.roles:
-            return self._fixed(asked.role)
-        if not 1 <= asked.nodes <= MOST_NODES:
+        if request.role not in self.roles:
+            return self._fixed(request.role)
+        if not 1 <= request.nodes <= MOST_NODES:
             return (
-                f"{asked.nodes} nodes: must be from 1 to {MOST_NODES}; `dlrover stop` ends a job."
+                f"{request.nodes} nodes: must be from 1 to {MOST_NODES}; `dlrover stop` ends a job."
             )
-        if asked.role == WORKER and (asked.nodes + self.job.other_nodes) % unit:
-            return f"{asked.nodes} nodes: must be a multiple of --node-unit, {unit}."
-        of_role = self.roles[asked.role]
-        if asked.source == "plan" and of_role.by_user:
-            kind = "nodes" if asked.role == WORKER else "servers"
+        if request.role == WORKER and (request.nodes + self.job.other_nodes) % unit:
+            return f"{request.nodes} nodes: must be a multiple of --node-unit, {unit}."
+        of_role = self.roles[request.role]
+        if request.source == "plan" and of_role.by_user:
+            kind = "nodes" if request.role == WORKER else "servers"
             return f"A user has set the number of {kind} to {of_role.nodes}; a plan does not change it."
         return ""
 
@@ -148,21 +148,21 @@ class Scaling:
 
     # ---- changes
 
-    def take(self, asked: inputs.ScaleAsked) -> tuple[int, int]:
+    def take(self, request: inputs.ScaleRequested) -> tuple[int, int]:
         """Set the wanted number as far as possible; return the role's number before and after."""
-        if self.refusal(asked):
-            same = self.roles[asked.role].nodes if asked.role in self.roles else 0
+        if self.refusal(request):
+            same = self.roles[request.role].nodes if request.role in self.roles else 0
             return same, same
-        of_role, nodes = self.roles[asked.role], asked.nodes
+        of_role, nodes = self.roles[request.role], request.nodes
         before = of_role.nodes
-        if asked.source == "plan":
+        if request.source == "plan":
             nodes = max(of_role.least, min(nodes, of_role.most))
         else:
-            of_role.by_user, of_role.asked = True, nodes
-        of_role.factors = asked.factors
+            of_role.by_user, of_role.requested = True, nodes
+        of_role.factors = request.factors
         if nodes != before:
-            self.due, of_role.nodes, of_role.reason = True, nodes, asked.reason
-            of_role.plans += asked.source == "plan"
+            self.due, of_role.nodes, of_role.reason = True, nodes, request.reason
+            of_role.plans += request.source == "plan"
         return before, nodes
 
     def keep(self, found: Iterable[int]) -> None:

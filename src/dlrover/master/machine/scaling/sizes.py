@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dlrover.spec.job import JobSpec
-from dlrover.spec.roles import SERVER, WORKER, Size
+from dlrover.spec.node import SERVER, WORKER, Size
 
 
 @dataclass
@@ -47,21 +47,21 @@ class Sizes:
         """Fix the number of nodes of a role, as a user has set it."""
         self.fixed[role] = nodes
 
-    def missed(self, asked: Size, had: Size) -> None:
+    def missed(self, wanted: Size, had: Size) -> None:
         """Exclude a size that could not be measured; ``had`` is the size before the change.
 
         All sizes beyond it in the direction of the change are excluded, too.
         """
         unit = self.job.node_unit
         (least, least_servers), (most, most_servers) = self.least, self.most
-        if asked.workers > had.workers:
-            most = max(had.workers, asked.workers - unit)
-        elif asked.workers < had.workers:
-            least = min(had.workers, asked.workers + unit)
-        if asked.servers > had.servers:
-            most_servers = max(had.servers, asked.servers - 1)
-        elif asked.servers < had.servers:
-            least_servers = min(had.servers, asked.servers + 1)
+        if wanted.workers > had.workers:
+            most = max(had.workers, wanted.workers - unit)
+        elif wanted.workers < had.workers:
+            least = min(had.workers, wanted.workers + unit)
+        if wanted.servers > had.servers:
+            most_servers = max(had.servers, wanted.servers - 1)
+        elif wanted.servers < had.servers:
+            least_servers = min(had.servers, wanted.servers + 1)
         self.least = Size(min(least, most), min(least_servers, most_servers))
         self.most = Size(most, most_servers)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from dlrover.master.machine import inputs
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity, mean
+from dlrover.rpc.messages import Heartbeat
+from dlrover.spec.activity import Activity
+from dlrover.spec.measurements import WorkerActivity
+
+_KINDS = len(Activity)
 
 
 class Activities:
@@ -16,21 +19,22 @@ class Activities:
         self.round = 0
         self.steps = 0
         """Maximum number of steps of any node."""
-        self._workers: dict[int, tuple[WorkerActivity, ...]] = {}
-        self._heard: set[int] = set()
+        self._workers: dict[int, tuple[float, tuple[WorkerActivity, ...]]] = {}
+        self._reported: set[int] = set()
 
-    def note(self, node: int, round_: int, steps: int, workers: tuple[WorkerActivity, ...]) -> None:
+    def note(self, node: int, message: Heartbeat, now: float) -> None:
         """Record a node's report; ignore one of an older round."""
+        round_, steps, workers = message.round, message.steps, message.workers
         if round_ < self.round:
             return
         if round_ > self.round:
             self.round, self.steps = round_, 0
             self._workers.clear()
-            self._heard.clear()
-        self._heard.add(node)
+            self._reported.clear()
+        self._reported.add(node)
         self.steps = max(self.steps, steps)
         if workers:
-            self._workers[node] = workers
+            self._workers[node] = now, workers
 
     @property
     def known(self) -> bool:
@@ -40,7 +44,7 @@ class Activities:
     @property
     def first_step(self) -> int:
         """Step that the round began with; -1 while no worker has reported it."""
-        return max((worker.first_step for worker in self._told()), default=-1)
+        return max((worker.first_step for _, worker in self._latest()), default=-1)
 
     def seconds_left(self) -> float | None:
         """Return how long the training will take at the pace of this round; None while unknown.
@@ -49,23 +53,41 @@ class Activities:
         """
         left = (
             worker.left * sum(worker.seconds[Activity.STEP :]) / worker.steps
-            for node in self._workers.values()
+            for _, node in self._workers.values()
             for worker in node
             if worker.left >= 0 and worker.steps > 0
         )
         return max(left, default=None)
 
-    def progress(self, members: Iterable[int]) -> inputs.Progressed:
+    def progress(self, members: Iterable[int], now: float) -> inputs.Progressed:
         """Return the progress of the round: the mean over the workers of ``members``, the training nodes.
 
         The mean is left out until every member has reported. Otherwise the next mean would be over other
-        workers, and their difference would mean nothing. A new master hears the nodes one after another.
-        Reports of another shape, as another version of the agent may send, are ignored.
+        workers, and their difference would mean nothing. A new master hears from the nodes one after another.
         """
-        seconds = mean(self._told()) if self._heard.issuperset(members) else ()
+        seconds = self._mean(now) if self._reported.issuperset(members) else ()
         return inputs.Progressed(self.round, self.steps, seconds, self.first_step)
 
-    def _told(self) -> tuple[WorkerActivity, ...]:
-        """Return the latest report of each worker, in the shape that this version knows."""
-        reported = (worker for node in self._workers.values() for worker in node)
-        return tuple(worker for worker in reported if len(worker.seconds) == len(Activity))
+    def _mean(self, now: float) -> tuple[float, ...]:
+        """Return the mean seconds by `Activity`; a worker's current activity goes on since its report.
+
+        Otherwise the time since the oldest reports would be missing and count as something else.
+        """
+        latest = list(self._latest())
+        sums = [
+            sum(column) for column in zip(*(worker.seconds for _, worker in latest), strict=True)
+        ]
+        for at, worker in latest:
+            if not worker.ended and 0 <= worker.doing < _KINDS:
+                sums[worker.doing] += max(0.0, now - at)
+        return tuple(seconds / len(latest) for seconds in sums)
+
+    def _latest(self) -> Iterator[tuple[float, WorkerActivity]]:
+        """Yield the latest report of each worker with its time.
+
+        Reports of another shape, as another version of the agent may send, are left out.
+        """
+        for at, workers in self._workers.values():
+            for worker in workers:
+                if len(worker.seconds) == _KINDS:
+                    yield at, worker

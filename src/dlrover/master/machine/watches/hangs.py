@@ -25,10 +25,10 @@ from typing import TypeAlias
 import msgspec
 
 from dlrover.spec import stacks
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.activity import Activity
 from dlrover.spec.events import HangFound
 from dlrover.spec.job import Limits
+from dlrover.spec.measurements import WorkerActivity
 from dlrover.spec.stacks import WorkerEvidence
 from dlrover.spec.words import counted
 
@@ -57,7 +57,7 @@ class WorldFormed(msgspec.Struct, frozen=True):
     """True if the job has ever made a step."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class NodeActivities(msgspec.Struct, frozen=True):
     """Activities of one node's workers, by rank."""
 
     round: int
@@ -65,7 +65,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Looked(msgspec.Struct, frozen=True):
-    """The nodes have sampled their workers, as `Look` asked; some may not have answered."""
+    """The nodes have sampled their workers, on the order `SampleWorkers`; some may not have answered."""
 
     round: int
     workers: tuple[WorkerEvidence, ...]
@@ -75,18 +75,18 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-Input: TypeAlias = WorldFormed | Report | Looked | Tick
+Input: TypeAlias = WorldFormed | NodeActivities | Looked | Tick
 
 # ---- commands
 
 
-class Look(msgspec.Struct, frozen=True):
+class SampleWorkers(msgspec.Struct, frozen=True):
     """Ask all nodes to sample their workers of the round."""
 
     round: int
 
 
-class Found(msgspec.Struct, frozen=True):
+class Hang(msgspec.Struct, frozen=True):
     """The training hangs."""
 
     hang: HangFound
@@ -95,7 +95,7 @@ class Found(msgspec.Struct, frozen=True):
     restart: bool
 
 
-Command: TypeAlias = Look | Found
+Command: TypeAlias = SampleWorkers | Hang
 
 
 @dataclass
@@ -135,15 +135,17 @@ class HangDetector:
         """Handle one input at time ``now``; return the resulting commands."""
         if not self.limits.hang_detection:
             return []
-        if isinstance(event, WorldFormed):
-            self._begin(event)
-        elif isinstance(event, Report):
-            self._report(event, now)
-        elif isinstance(event, Looked):
-            return self._looked(event, now)
-        else:
-            return self._watch(now)
-        return []
+        match event:
+            case WorldFormed():
+                self._begin(event)
+                return []
+            case NodeActivities():
+                self._report(event, now)
+                return []
+            case Looked():
+                return self._looked(event, now)
+            case _:
+                return self._watch(now)
 
     # ---- the first signal
 
@@ -162,7 +164,7 @@ class HangDetector:
         self.patience = 1.0
         self.found = False
 
-    def _report(self, event: Report, now: float) -> None:
+    def _report(self, event: NodeActivities, now: float) -> None:
         if event.round != self.round:
             return
         self.reported_at = now
@@ -223,11 +225,11 @@ class HangDetector:
             if not self._nobody_gets_on():
                 return []
             self.suspicion = Suspicion()
-            return [Look(self.round)]
+            return [SampleWorkers(self.round)]
         look_at = self.suspicion.look_at
         if look_at is not None and now >= look_at:
             self.suspicion.look_at = None
-            return [Look(self.round)]
+            return [SampleWorkers(self.round)]
         return []
 
     # ---- the second signal
@@ -237,8 +239,8 @@ class HangDetector:
         if event.round != self.round or suspicion is None:
             return []
         seen = {one.rank: one for one in event.workers}
-        told = {rank: one.activity for rank, one in seen.items() if one.activity}
-        self._report(Report(self.round, told), now)
+        activities = {rank: one.activity for rank, one in seen.items() if one.activity}
+        self._report(NodeActivities(self.round, activities), now)
         if self.suspicion is None:
             return []
         if not suspicion.first:
@@ -276,8 +278,8 @@ class HangDetector:
         evidence: dict[int, WorkerEvidence],
         missing: tuple[int, ...],
         culprits: tuple[int, ...],
-        groups: Sequence[stacks.Group],
-    ) -> Found:
+        groups: Sequence[stacks.StackGroup],
+    ) -> Hang:
         self.found = True
         self.suspicion = None
         seconds = min(w.since for w in self.workers.values() if not w.ended)
@@ -289,7 +291,7 @@ class HangDetector:
             seconds=seconds,
         )
         restart = self.limits.hang_action == "restart" and self.has_stepped
-        return Found(hang, tuple(evidence.values()), missing, restart)
+        return Hang(hang, tuple(evidence.values()), missing, restart)
 
 
 def got_on(before: WorkerActivity, now: WorkerActivity) -> bool:
@@ -322,7 +324,7 @@ def works(first: WorkerEvidence, second: WorkerEvidence) -> bool:
     return busy and not stacks.same_calls(first.frames, second.frames)
 
 
-def place_of(ranks: Iterable[int], groups: Sequence[stacks.Group]) -> str:
+def place_of(ranks: Iterable[int], groups: Sequence[stacks.StackGroup]) -> str:
     """Return the place of some ranks; of all ranks if ``ranks`` is empty."""
     wanted = set(ranks)
     places = [g.place for g in groups if g.place and (not wanted or wanted & set(g.ranks))]

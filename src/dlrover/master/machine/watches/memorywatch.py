@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from dlrover.planning.memory import MemoryAdvice, MemorySample, prevent_oom
-from dlrover.spec.usage import NodeUsage
+from dlrover.spec.measurements import NodeUsage
 
 SAMPLES = 120
 """Number of latest samples of a node that count."""
@@ -22,7 +22,7 @@ class MemoryWatch:
 
     samples: dict[int, deque[MemorySample]] = field(default_factory=dict)
     #: until when no further advice on a node is given
-    told: dict[int, float] = field(default_factory=dict)
+    quiet_until: dict[int, float] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Start over for a new round: the workers restart with empty memory."""
@@ -36,9 +36,9 @@ class MemoryWatch:
     def advice(self, node: int, limit: int, horizon: float, now: float) -> MemoryAdvice | None:
         """Return advice if ``limit`` bytes will not last a node ``horizon`` seconds; once per horizon."""
         known = self.samples.get(node, ())
-        if len(known) < LEAST or not limit or now < self.told.get(node, 0.0):
+        if len(known) < LEAST or not limit or now < self.quiet_until.get(node, 0.0):
             return None
         advice = prevent_oom(f"node {node}", known, limit, MOST_GROWTH * limit, end=now + horizon)
         if advice is not None:
-            self.told[node] = now + horizon
+            self.quiet_until[node] = now + horizon
         return advice

@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median, median_low
 
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.activity import Activity
 from dlrover.spec.job import Limits
-from dlrover.spec.speed import ModelProfile, SpeedSample
+from dlrover.spec.measurements import ModelProfile, SpeedSample, WorkerActivity
 
 WARM_UP_STEPS = 5
 """First steps of a worker in a round that do not count."""

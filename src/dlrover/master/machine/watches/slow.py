@@ -12,16 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.activity import Activity
 from dlrover.spec.events import SlowRank, SlowRankRecovered
 from dlrover.spec.job import Limits
+from dlrover.spec.measurements import WorkerActivity
 
 MIN_STEPS = 3
 """Minimum number of steps of every rank in a window for a comparison."""
 
 
-class Pace(NamedTuple):
+class RankPace(NamedTuple):
     """Seconds per step of one rank within a window."""
 
     compute: float
@@ -71,7 +71,7 @@ class SpeedWatch:
         return self._judge(known, nodes)
 
     def _judge(
-        self, paces: Mapping[int, Pace], nodes: Mapping[int, int]
+        self, paces: Mapping[int, RankPace], nodes: Mapping[int, int]
     ) -> list[SlowRank | SlowRankRecovered]:
         found: list[SlowRank | SlowRankRecovered] = []
         compute = sorted(p.compute for p in paces.values())
@@ -111,13 +111,13 @@ class SpeedWatch:
         return [SlowRankRecovered(rank, node)]
 
 
-def pace(before: WorkerActivity, now: WorkerActivity) -> Pace | None:
+def pace(before: WorkerActivity, now: WorkerActivity) -> RankPace | None:
     """Return a rank's seconds per step between two reports; None with too few steps."""
     steps = now.steps - before.steps
     if steps < MIN_STEPS or now.ended:
         return None
     data = now.seconds[Activity.DATA] - before.seconds[Activity.DATA]
-    return Pace((now.compute - before.compute) / steps, data / steps)
+    return RankPace((now.compute - before.compute) / steps, data / steps)
 
 
 def _median_without(ordered: list[float], one: float) -> float:

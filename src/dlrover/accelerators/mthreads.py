@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dlrover._util.accelerators.base import DeviceHealth, DeviceUse, Vendor, percent
+from dlrover.accelerators.base import DeviceHealth, DeviceUse, Vendor, percent
 
 # 0    MTT S4000            |00000000:18:00.0    |0%    0MiB(49152MiB)
 _DEVICE = re.compile(r"(\d+)\s+(\S.*?)\s*\|\s*([0-9a-fA-F:.]+)\s*\|\s*(.*)")

@@ -11,7 +11,7 @@ from dlrover.agent.machine import node as agent_machine
 from dlrover.errors import InfrastructureError
 from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient
-from dlrover.spec.check import CheckReport
+from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.world import Offer, World
@@ -198,13 +198,12 @@ class SimulatedAgent:
         if isinstance(command, agent_machine.JoinRound):
             offer = Offer(self.machine.nproc, self._hostname, 1)
             self._say(messages.Join(command.round, offer))
-        elif isinstance(command, agent_machine.Say):
-            self._say(command.message)
-        elif isinstance(command, agent_machine.RunCheck):
-            order = command.order
-            report = CheckReport(check=order.check, round=order.round, results=())
-            self._handle(agent_machine.Checked(report))
-        elif isinstance(command, agent_machine.StartWorkers):
+        elif isinstance(command, messages.Failed | messages.Succeeded | CheckReport):
+            self._say(command)
+        elif isinstance(command, CheckOrder):
+            report = CheckReport(check=command.check, round=command.round, results=())
+            self._handle(report)
+        elif isinstance(command, messages.AssignWorld):
             self.steps = 0
         elif isinstance(command, agent_machine.StopWorkers):
             self._handle(agent_machine.WorkersStopped())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dlrover._util.accelerators.base import DeviceHealth, DeviceUse, Vendor, percent
+from dlrover.accelerators.base import DeviceHealth, DeviceUse, Vendor, percent
 
 _FIELDS = (
     "index",

@@ -38,7 +38,7 @@ class MasterProcess:
         path: Path,
         job: JobSpec,
         *,
-        token: str = "simulated",  # noqa: S107 - it guards a test
+        token: str = "simulated",
         tls: TlsFiles | None = None,
     ) -> None:
         self.job_dir = JobDir(path)

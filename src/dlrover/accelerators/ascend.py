@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 
-from dlrover._util.accelerators.base import DeviceHealth, DeviceUse, Vendor, percent
+from dlrover.accelerators.base import DeviceHealth, DeviceUse, Vendor, percent
 
 # | 0     910B3               | OK            | 97.6        54                0    / 0             |
 _DEVICE = re.compile(r"\|\s*(\d+)\s+(\S+)\s*\|\s*([A-Za-z]+)\s*\|.*/")

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from dlrover._util.accelerators.base import NO_FILE, Vendor
+from dlrover.accelerators.base import NO_FILE, Vendor
 
 VENDOR = Vendor("cpu", "cpu", NO_FILE, torch_device="cpu", backend="gloo")

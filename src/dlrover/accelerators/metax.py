@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dlrover._util.accelerators.base import DeviceHealth, Vendor
+from dlrover.accelerators.base import DeviceHealth, Vendor
 
 # GPU#0    MXC500      0000:08:00.0   Available (UUID: GPU-e702f06b-bbd6-bc06-5196-90a5554a24ba)
 _DEVICE = re.compile(r"GPU#(\d+)\s+(\S.*?)\s+[0-9a-fA-F]{4}:[0-9a-fA-F:.]+\s+(.*)")

@@ -11,8 +11,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.activity import Activity
+from dlrover.spec.measurements import WorkerActivity
 from dlrover.spec.stacks import Frame, WorkerEvidence
 
 _WAITING = Frame("all_reduce", "/site-packages/torch/distributed/distributed_c10d.py", 2800)
@@ -20,7 +20,7 @@ _MAIN = Frame("main", "/home/me/train.py", 9)
 
 
 @dataclass
-class Phase:
+class ActivityPhase:
     """What the ranks do from ``begin`` to ``end`` (seconds since the training began)."""
 
     activity: Activity
@@ -40,7 +40,7 @@ class SimulatedTraining:
     """The ranks of one training. Query times in ascending order."""
 
     def __init__(self, seed: int, ranks: int) -> None:
-        self._random = random.Random(seed)  # noqa: S311 - chance, no secret
+        self._random = random.Random(seed)
         self.ranks = ranks
         self.factors: dict[int, float] = {}
         """Slow ranks: factor on the time of their own part of a step."""
@@ -53,7 +53,7 @@ class SimulatedTraining:
         self._usual_step = draw.choice([0.2, 1.0, 5.0, 20.0])
         self._usual_eval = draw.choice([10.0, 120.0, 900.0])
         self._usual_save = draw.choice([0.5, 20.0, 300.0])
-        self.phase = Phase(Activity.START, 0.0, draw.uniform(20.0, 900.0))
+        self.phase = ActivityPhase(Activity.START, 0.0, draw.uniform(20.0, 900.0))
         self._then = [Activity.COMPILE] if draw.random() < 0.7 else []
 
     # ---- phases
@@ -66,11 +66,11 @@ class SimulatedTraining:
     def hang(self, now: float, rank: int | None, activity: Activity) -> None:
         """Hold a rank in ``activity`` from now on, while the others wait; None: all wait for each other."""
         self.advance(now)
-        self.phase = Phase(
+        self.phase = ActivityPhase(
             activity, now, float("inf"), rank, 0.0, works=False, steps_before=self._steps(now)
         )
 
-    def _next(self, old: Phase) -> Phase:
+    def _next(self, old: ActivityPhase) -> ActivityPhase:
         draw = self._random
         begin, steps = old.end, self._steps(old.end)
         if self._then:
@@ -89,7 +89,9 @@ class SimulatedTraining:
                 seconds = min(seconds, 1500.0)
         alone = rank is not None
         step = self._usual_step * draw.uniform(0.8, 1.3) if kind is Activity.STEP else 0.0
-        return Phase(kind, begin, begin + seconds, rank, 0.0 if alone else step, works, steps)
+        return ActivityPhase(
+            kind, begin, begin + seconds, rank, 0.0 if alone else step, works, steps
+        )
 
     def _length(self, kind: Activity) -> tuple[float, bool]:
         """Return the length of a phase of a kind, and True if its busy ranks visibly work."""
@@ -165,5 +167,5 @@ class SimulatedTraining:
         return tuple(found)
 
 
-def _stuck(phase: Phase) -> Frame:
+def _stuck(phase: ActivityPhase) -> Frame:
     return Frame(f"do_{phase.activity.name.lower()}", "/home/me/train.py", 41)

@@ -7,8 +7,8 @@ import importlib.metadata
 import logging
 from pathlib import Path
 
-from dlrover._util.accelerators import ascend, cpu, metax, mthreads, nvidia
-from dlrover._util.accelerators.base import DeviceHealth, DeviceUse, Vendor
+from dlrover.accelerators import ascend, cpu, metax, mthreads, nvidia
+from dlrover.accelerators.base import DeviceHealth, DeviceUse, Vendor
 
 __all__ = [
     "CPU",

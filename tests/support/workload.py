@@ -107,7 +107,7 @@ class SimulatedJob:
             self.restarts += 1
             self._wait = restart
 
-    def train(self, seconds: float, policy: Policy) -> None:
+    def train(self, seconds: float, policy: ClusterPolicy) -> None:
         """Advance the job's time by ``seconds``."""
         end = self.now + seconds
         if self.placement and self.ended is None:
@@ -119,7 +119,7 @@ class SimulatedJob:
                 self._train_until(end, policy)
         self.now = end
 
-    def _train_until(self, end: float, policy: Policy) -> None:
+    def _train_until(self, end: float, policy: ClusterPolicy) -> None:
         """Train to the end of the epoch, or to time ``end`` if that is earlier."""
         self.batch, self.passes = policy.batch(self)
         rate = self._measure()
@@ -148,7 +148,7 @@ class SimulatedJob:
         return gain / (step + (step - exchange) * (self.passes - 1))
 
 
-class Policy(Protocol):
+class ClusterPolicy(Protocol):
     """Division of the cluster among jobs, and the batch that each job trains with."""
 
     name: str
@@ -187,7 +187,9 @@ class Replay:
         return times[max(0, math.ceil(share * len(times)) - 1)]
 
 
-def replay(jobs: Sequence[SimulatedJob], policy: Policy, setting: Setting | None = None) -> Replay:
+def replay(
+    jobs: Sequence[SimulatedJob], policy: ClusterPolicy, setting: Setting | None = None
+) -> Replay:
     """Run all jobs to their end; return the result.
 
     Raises:
@@ -215,7 +217,7 @@ def _check(placements: Mapping[str, Placement], cluster: Setting) -> None:
             raise ValueError(f"node {node} has {cluster.slots} accelerators, not {sum(counts)}")
 
 
-def _result(jobs: Sequence[SimulatedJob], policy: Policy, cluster: Setting) -> Replay:
+def _result(jobs: Sequence[SimulatedJob], policy: ClusterPolicy, cluster: Setting) -> Replay:
     ends = {job.name: job.ended for job in jobs if job.ended is not None}
     first, last = min(job.submitted for job in jobs), max(ends.values())
     slots = cluster.nodes * cluster.slots * (last - first)

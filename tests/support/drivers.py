@@ -9,6 +9,7 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Phase
+from dlrover.rpc.messages import Hello, Join
 from dlrover.spec.events import EventBody
 from dlrover.spec.failure import Failure
 from dlrover.spec.job import JobSpec
@@ -72,7 +73,7 @@ class JobDriver:
 
     def connect(self, node: int, *, claims: int = -1, runs: int = 0) -> list[inputs.Command]:
         """Open an agent's stream; the agent claims a node id and runs the workers of a round."""
-        hello = inputs.NodeConnected(f"agent {node}", claims, -1, f"host{node}", runs)
+        hello = Hello(f"agent {node}", claims, -1, f"host{node}", runs)
         return self.give(hello)
 
     def join(
@@ -81,7 +82,7 @@ class JobDriver:
         """Join nodes to a round with two workers each; by default, the next round."""
         number = self.machine.rendezvous.next_round if round_ is None else round_
         offers = {node: Offer(2, f"host{node}", 29400 + node) for node in nodes}
-        return self.give(*(inputs.NodeJoined(i, number, offers[i]) for i in nodes), at=at)
+        return self.give(*(inputs.Reported(i, Join(number, offers[i])) for i in nodes), at=at)
 
     def fail(
         self, node: int, details: dict[str, Any], *, at: float | None = None, **facts: Any

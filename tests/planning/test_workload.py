@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlrover.testing.workload import Setting, SimulatedJob, replay
+from tests.support.workload import Setting, SimulatedJob, replay
 
 SETTING = Setting(nodes=2, slots=2, tick=10.0, restart=5.0)
 
