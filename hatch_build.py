@@ -23,7 +23,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 LIBRARY = "dlrover/_native/libdlrover_native.so"
 FLAGS = [
     "-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
-    "-fno-math-errno", "-fno-trapping-math", "-Wl,--as-needed", "-Wl,-z,defs", "-Wl,-s",
+    "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-Wl,--as-needed", "-Wl,-z,defs", "-Wl,-s",
 ]  # fmt: skip
 BASE = {"x86_64": ["-msse4.2", "-mpopcnt", "-mcx16"]}
 """Instructions that every machine is taken to have (x86-64-v2); the library chooses better ones at run time."""

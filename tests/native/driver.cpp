@@ -18,6 +18,14 @@ void dlrover_copy_hash(size_t count, const uint64_t* from, const uint64_t* to, c
                        size_t threads);
 void dlrover_equal(size_t count, const uint64_t* from, const uint64_t* to, const uint64_t* sizes, uint8_t* equal,
                    size_t threads);
+void dlrover_adamw(size_t count, const uint64_t* parameters, const uint64_t* gradients, const uint64_t* means,
+                   const uint64_t* squares, const uint64_t* sizes, const float* scalars, uint64_t seed, uint32_t half,
+                   size_t threads);
+void dlrover_agd(size_t count, const uint64_t* parameters, const uint64_t* gradients, const uint64_t* means,
+                 const uint64_t* squares, const uint64_t* sizes, const float* scalars, uint64_t seed, uint32_t half,
+                 size_t threads);
+void dlrover_adagrad(size_t count, const uint64_t* parameters, const uint64_t* gradients, const uint64_t* squares,
+                     const uint64_t* sizes, const float* scalars, uint64_t seed, uint32_t half, size_t threads);
 }
 
 namespace {
@@ -115,6 +123,27 @@ Words check(const Words& sizes, size_t threads, bool aligned) {
   }
 }
 
+// All updates of tensors with these numbers of elements; their values are tested in Python.
+void check_updates(const Words& sizes, size_t threads) {
+  const float scalars[] = {0.99f, 0.1f, 0.999f, 0.001f, 1.f, 0.f, 1e-8f, 5.f, 1e-3f};
+  for (const uint32_t half : {0, 1}) {
+    std::vector<Piece> pieces;
+    Words lists[4];
+    for (const uint64_t size : sizes) {
+      for (int list = 0; list < 4; ++list) {
+        pieces.emplace_back(size * (list < 2 && half ? 2 : 4), 4 * (chance() % 16));
+        lists[list].push_back(pieces.back().address());
+      }
+    }
+    const size_t count = sizes.size();
+    dlrover_adamw(count, lists[0].data(), lists[1].data(), lists[2].data(), lists[3].data(), sizes.data(), scalars, 1,
+                  half, threads);
+    dlrover_agd(count, lists[0].data(), lists[1].data(), lists[2].data(), lists[3].data(), sizes.data(), scalars, 2,
+                half, threads);
+    dlrover_adagrad(count, lists[0].data(), lists[1].data(), lists[3].data(), sizes.data(), scalars, 3, half, threads);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -137,6 +166,7 @@ int main() {
     require(hashes[0] == kHashOfNothing && all == kHashOfHashes, "the hashes differ from those of the algorithm", all);
     check(large, 3, false);
     check(much, 2, true);
+    check_updates({0, 1, 7, 64, 1000, 2'200'000, 33}, 3);
 #if !defined(__SANITIZE_THREAD__)  // what follows has no new race to show
     for (const size_t threads : {1, 100}) {
       check(small, threads, false);

@@ -65,32 +65,32 @@ class Kernels:
         Raises:
             ValueError: here and below, an argument is no list of pieces as the module describes it.
         """
-        count = _checked(sizes, threads, source=source, destination=destination)
+        count = checked(sizes, threads, source=source, destination=destination)
         self._functions.copy(count, source, destination, sizes, threads)
 
     def hash(self, source: Any, sizes: Any, threads: int = 1) -> Any:
         """Return the XXH3 hash (64 bits, seed 0) of each piece, as an array of uint64."""
-        count = _checked(sizes, threads, source=source)
+        count = checked(sizes, threads, source=source)
         hashes = np.empty(count, np.uint64)
         self._functions.hash(count, source, sizes, hashes, threads)
         return hashes
 
     def copy_hash(self, source: Any, destination: Any, sizes: Any, threads: int = 1) -> Any:
         """Copy each piece and return the hash of the bytes that were written, in one pass over them."""
-        count = _checked(sizes, threads, source=source, destination=destination)
+        count = checked(sizes, threads, source=source, destination=destination)
         hashes = np.empty(count, np.uint64)
         self._functions.copy_hash(count, source, destination, sizes, hashes, threads)
         return hashes
 
     def equal(self, source: Any, destination: Any, sizes: Any, threads: int = 1) -> Any:
         """Return for each piece whether source and destination have the same bytes, as an array of bool."""
-        count = _checked(sizes, threads, source=source, destination=destination)
+        count = checked(sizes, threads, source=source, destination=destination)
         result = np.empty(count, np.bool_)
         self._functions.equal(count, source, destination, sizes, result, threads)
         return result
 
 
-def _checked(sizes: Any, threads: int, **addresses: Any) -> int:
+def checked(sizes: Any, threads: int, **addresses: Any) -> int:
     """Return the number of pieces.
 
     Raises:
@@ -116,12 +116,9 @@ def _checked(sizes: Any, threads: int, **addresses: Any) -> int:
 
 @functools.cache
 def kernels(choice: str) -> Kernels:
-    """Return the functions for a value of ``DLROVER_NATIVE`` (`dlrover.config.native`).
+    """Return the functions for a value of ``DLROVER_NATIVE``.
 
     Raises:
-        ImportError: ``choice`` is ``require`` and the compiled library cannot be used.
+        ImportError: see `library.use`.
     """
-    loaded = library.load(choice)
-    if choice == "require" and loaded.library is None:
-        raise ImportError(f"DLROVER_NATIVE is require, but {loaded.reason}.")
-    return Kernels(loaded)
+    return Kernels(library.use(choice))

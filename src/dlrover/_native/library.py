@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI = 1
+ABI = 2
 """Number of the library's interface, ``dlrover_abi()`` in ``native/pieces.cpp``."""
 FILE = Path(__file__).with_name("libdlrover_native.so")
 """The library; ``hatch_build.py`` puts it there."""
@@ -39,3 +39,15 @@ def load(choice: str, file: Path = FILE) -> Loaded:
         return Loaded(None, f"the compiled library has interface {abi} instead of {ABI}")
     variant.restype = ctypes.c_char_p
     return Loaded(library, f"the compiled library uses {variant().decode()} instructions")
+
+
+def use(choice: str) -> Loaded:
+    """Load the library for a value of ``DLROVER_NATIVE`` (`dlrover.config.native`).
+
+    Raises:
+        ImportError: ``choice`` is ``require`` and the compiled library cannot be used.
+    """
+    loaded = load(choice)
+    if choice == "require" and loaded.library is None:
+        raise ImportError(f"DLROVER_NATIVE is require, but {loaded.reason}.")
+    return loaded
