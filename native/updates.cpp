@@ -43,12 +43,11 @@ struct Float32 {
 struct Bfloat16 {
   using Stored = uint16_t;
   static DLROVER_INLINE float load(uint16_t stored) { return bits<float>(static_cast<uint32_t>(stored) << 16); }
-  // What is not finite is cut: infinity stays, and NaN keeps a bit of its payload.
+  // What is not finite is cut: infinity stays, and so does NaN, which arithmetic leaves with its highest bit set.
   static DLROVER_INLINE uint16_t store(float value, uint32_t key, uint32_t index) {
     const uint32_t word = bits<uint32_t>(value), finite = (word & 0x7f800000) != 0x7f800000;
-    const uint32_t nan = (word & 0x7fffffff) > 0x7f800000;
     const uint32_t noise = (draw(key, index) & 0xffff) * finite;
-    return static_cast<uint16_t>((word + noise) >> 16 | nan << 6);
+    return static_cast<uint16_t>((word + noise) >> 16);
   }
 };
 

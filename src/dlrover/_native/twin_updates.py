@@ -87,8 +87,7 @@ class _Tensor(NamedTuple):
             return
         noise = draw(self.key, np.arange(self.size)) & np.uint32(0xFFFF)
         words = value.view(np.uint32) + np.where(np.isfinite(value), noise, np.uint32(0))
-        cut = words >> np.uint32(16) | np.where(np.isnan(value), np.uint32(64), np.uint32(0))
-        _array(self.parameters, self.size, np.uint16)[:] = cut.astype(np.uint16)
+        _array(self.parameters, self.size, np.uint16)[:] = words >> np.uint32(16)
 
 
 def _tensors(given: Sequence[Any]) -> Iterator[tuple[_Tensor, Any]]:
