@@ -22,7 +22,6 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
 
 PRELOAD = (
     "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
@@ -108,8 +107,9 @@ def main() -> None:
 class Fork:
     """A program that runs, as `subprocess.Popen` shows one."""
 
-    def __init__(self, forks: Forks, pid: int, stdout: IO[str], stderr: IO[str]) -> None:
-        self._forks, self.pid, self.stdout, self.stderr = forks, pid, stdout, stderr
+    def __init__(self, forks: Forks, pid: int, out: Path, err: Path) -> None:
+        self._forks, self.pid, self._out, self._err = forks, pid, out, err
+        self._read = 0
 
     def poll(self) -> int | None:
         return self._forks.code(self.pid, 0.0)
@@ -120,12 +120,34 @@ class Fork:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         return code
 
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait for the end; the output after the lines that `line` gave, and the errors."""
+        self.wait(timeout)
+        return self._out.read_text()[self._read :], self.errors()
+
+    def line(self) -> str:
+        """The next line of the output; what there is of it if the program has ended."""
+        while True:
+            ended = self.poll() is not None
+            found = self._out.read_text()[self._read :]
+            line, newline, _ = found.partition("\n")
+            if newline or ended:
+                self._read += len(line + newline)
+                return line + newline
+            time.sleep(0.02)
+
+    def errors(self) -> str:
+        """What it has written to standard error."""
+        return self._err.read_text()
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
+        """Kill it if it runs."""
         self.send_signal(signal.SIGKILL)
+        self.wait()
 
 
 class Forks:
@@ -140,7 +162,7 @@ class Forks:
     def start(
         self, *words: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
     ) -> Fork:
-        """Start a script with arguments; its output goes to files, which `Fork.stdout` and `Fork.stderr` read."""
+        """Start a script with arguments; its output goes to files, which the `Fork` reads."""
         order = {
             "words": list(map(str, words)),
             "env": {**(os.environ if env is None else env)},
@@ -155,7 +177,7 @@ class Forks:
             socket.send_fds(self._socket, [json.dumps(order).encode()], descriptors)
         while (pid := self._receive()) is None:
             pass
-        return Fork(self, pid, *(file.open() for file in files))
+        return Fork(self, pid, *files)
 
     def ranks(
         self, number: int, *words: str | Path, env: Mapping[str, str], timeout: float = 90.0
@@ -177,11 +199,9 @@ class Forks:
         finally:
             for process in running:
                 process.kill()
-            output = "".join(process.stdout.read() for process in running)
-            errors = "".join(process.stderr.read() for process in running)
-            for process in running:
-                process.stdout.close()
-                process.stderr.close()
+        output, errors = map(
+            "".join, zip(*(process.communicate() for process in running), strict=True)
+        )
         assert not any(codes), f"{codes}\n{output}{errors}"
         return output + errors
 
