@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support.directories import Directory
+from tests.support.forks import Forks
 
 settings.register_profile("project", deadline=None, derandomize=True)
 settings.load_profile("project")
@@ -44,6 +45,14 @@ def directory(tmp_path: Path) -> Iterator[Directory]:
     path = Directory(tmp_path / "checkpoints")
     yield path
     path.kill_savers()
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """Starts programs that need PyTorch without importing it again."""
+    found = Forks(tmp_path_factory.mktemp("forks"))
+    yield found
+    found.close()
 
 
 @pytest.fixture(autouse=True)

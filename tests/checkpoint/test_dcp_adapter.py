@@ -1,7 +1,6 @@
 """``torch.distributed.checkpoint`` with our reader and writer, on FSDP1."""
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
@@ -11,18 +10,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark
 SCRIPT = str(Path(__file__).parent / "scripts" / "by_dcp.py")
 
 
-def run(verb: str, directory: Path, where: str, ranks: int) -> str:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    ended = subprocess.run(
-        [sys.executable, *launcher, SCRIPT, verb, str(directory), where],
-        capture_output=True, text=True, timeout=90, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
-
-
 @pytest.mark.parametrize("where", ["storage", pytest.param("memory", marks=pytest.mark.heavy)])
-def test_two_ranks_save_and_others_load(directory, where):
+def test_two_ranks_save_and_others_load(forks, directory, where):
+    def run(verb: str, directory: Path, where: str, ranks: int) -> str:
+        return forks.ranks(ranks, SCRIPT, verb, directory, where, env=os.environ)
+
     run("save", directory, where, 2)
     if where == "storage":
         directory.stop_saver()

@@ -40,6 +40,7 @@ def launch(
         "OMP_NUM_THREADS": "1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # torchrun's restarts fail without
         "DLROVER_STATE_DIR": str(directory.parent / "state"),
+        "DLROVER_CACHE_DIR": os.environ["DLROVER_CACHE_DIR"],
     }
     ended = subprocess.run(
         [*LAUNCHERS[launcher], *option.split(), TRAIN, str(directory), str(deadly), str(storage_every)],

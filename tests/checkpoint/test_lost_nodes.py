@@ -1,11 +1,8 @@
 """Processes and nodes that are lost, with the steps that only they had: where they are found again."""
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from dlrover import config
 from dlrover.checkpoint import Checkpointer
 from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.stores import open_store
+from tests.support.forks import Fork, Forks
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(240)]
 
@@ -25,8 +23,11 @@ SCRIPT = Path(__file__).parent / "scripts" / "held.py"
 class World:
     """Ranks with a process each, on nodes that stand for machines."""
 
-    def __init__(self, nodes: list[Path], last: list[int], held: int = 0, **options) -> None:
-        self._processes: list[subprocess.Popen] = []
+    def __init__(
+        self, forks: Forks, nodes: list[Path], last: list[int], held: int = 0, **options
+    ) -> None:
+        self._forks = forks
+        self._processes: list[Fork] = []
         self._number = 0
         self.env: dict[str, str] = {}
         self._meet = nodes[0].parent
@@ -44,25 +45,20 @@ class World:
             "meet": f"file://{self._meet}/meet-{verb}-{self._number}",
         }
         self._processes = [
-            subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(rank), json.dumps(plan)],
-                stdout=subprocess.PIPE, text=True, env={**os.environ, **ENV, **self.env},
-            )
+            self._forks.start(SCRIPT, rank, json.dumps(plan), env={**os.environ, **ENV, **self.env})
             for rank in range(len(self._plan["last"]))
-        ]  # fmt: skip
+        ]
 
     def save(self) -> None:
         """Every rank saves its steps; they stay connected."""
         self._start("save")
-        assert [process.stdout.readline() for process in self._processes] == ["saved\n"] * len(
-            self._processes
-        )
+        for process in self._processes:
+            assert process.line() == "saved\n", process.errors()
 
     def kill(self, *ranks: int) -> None:
         for rank in ranks:
             self._processes[rank].send_signal(signal.SIGKILL)
             self._processes[rank].wait()
-            self._processes[rank].stdout.close()
 
     def load(self) -> list[str]:
         """What every rank says that it got."""
@@ -71,18 +67,15 @@ class World:
 
     def end(self) -> None:
         for process in self._processes:
-            with contextlib.suppress(OSError):
-                process.kill()
-            process.wait()
-            process.stdout.close()
+            process.kill()
 
 
 @pytest.fixture
-def world():
+def world(forks: Forks):
     made = []
 
     def make(*args, **options) -> World:
-        made.append(World(*args, **options))
+        made.append(World(forks, *args, **options))
         return made[-1]
 
     yield make

@@ -1,8 +1,6 @@
 """What was saved in one layout, by some ranks, is loaded in another, by other ones; all of it equal."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,19 +12,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark
 SCRIPT = str(Path(__file__).parent / "scripts" / "sharded.py")
 
 
-def run(verb: str, layout: str, where: str, *nodes: Path, ranks: int) -> str:
-    """The script on so many ranks."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith("DLROVER_")}
-    env |= {"OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    ended = subprocess.run(
-        [*launcher, SCRIPT, verb, layout, where, *map(str, nodes)],
-        env=env, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+@pytest.fixture
+def run(forks):
+    """Runs the script on so many ranks."""
+
+    def ranks(verb: str, layout: str, where: str, *nodes: Path, ranks: int) -> str:
+        env = {key: value for key, value in os.environ.items() if not key.startswith("DLROVER_")}
+        return forks.ranks(
+            ranks, SCRIPT, verb, layout, where, *nodes, env=env | {"OMP_NUM_THREADS": "1"}
+        )
+
+    return ranks
 
 
 @pytest.mark.parametrize(
@@ -38,7 +34,7 @@ def run(verb: str, layout: str, where: str, *nodes: Path, ranks: int) -> str:
         pytest.param("hsdp", "storage", marks=pytest.mark.heavy),
     ],
 )
-def test_four_ranks_saved_and_others_load(directory, saved, where):
+def test_four_ranks_saved_and_others_load(run, directory, saved, where):
     run("save", saved, where, directory, ranks=4)
     if where == "storage":
         directory.stop_saver()
@@ -46,33 +42,33 @@ def test_four_ranks_saved_and_others_load(directory, saved, where):
         assert f"equal on {ranks} ranks" in run("load", layout, where, directory, ranks=ranks)
 
 
-def test_as_many_ranks_load_in_another_layout(directory):
+def test_as_many_ranks_load_in_another_layout(run, directory):
     run("save", "fsdp2", "storage", directory, ranks=2)
     assert "equal on 2" in run("load", "tp", "memory", directory, ranks=2)
     directory.stop_saver()
     assert "equal on 2" in run("load", "tp", "storage", directory, ranks=2)
 
 
-def test_one_rank_saved_and_several_load(directory):
+def test_one_rank_saved_and_several_load(run, directory):
     run("save", "plain", "storage", directory, ranks=1)
     assert "equal on 3" in run("load", "fsdp2", "memory", directory, ranks=3)
     directory.stop_saver()
     assert "equal on 2" in run("load", "tp", "storage", directory, ranks=2)
 
 
-def test_nodes_send_each_other_what_they_need(two_nodes):
+def test_nodes_send_each_other_what_they_need(run, two_nodes):
     """What only the other node has in memory comes over the network."""
     run("save", "fsdp2", "memory", *two_nodes, ranks=4)
     assert "equal on 2" in run("load", "fsdp2", "peer", *reversed(two_nodes), ranks=2)
 
 
-def test_what_a_lost_node_had_is_missing(two_nodes):
+def test_what_a_lost_node_had_is_missing(run, two_nodes):
     run("save", "fsdp2", "storage", *two_nodes, ranks=4)
     two_nodes[1].stop_saver()
     assert "equal on 2" in run("load", "fsdp2", "storage", *two_nodes, ranks=2)
 
 
-def test_dcp_reads_what_shards_were_stored(directory):
+def test_dcp_reads_what_shards_were_stored(run, directory):
     for layout, ranks in (("tp x dp", 4), ("plain", 1)):
         run("save", layout, "storage", Path(directory / layout), ranks=ranks)
     found = [{"model": {"up.weight": torch.zeros(13, 6)}} for _ in range(2)]

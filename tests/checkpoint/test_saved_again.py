@@ -2,8 +2,7 @@
 
 import json
 import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dlrover.checkpoint import Checkpointer
+from tests.support.forks import Forks
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(90)]
 
@@ -39,18 +39,20 @@ def test_the_second_save_of_a_step_replaces_the_first(directory, first):
     assert sorted(path.name for path in directory.glob(".*")) == []
 
 
-def ranks(directory: Path, verb: str, *saves: int) -> list[str]:
+@pytest.fixture
+def ranks(forks: Forks):
+    return partial(run, forks)
+
+
+def run(forks: Forks, directory: Path, verb: str, *saves: int) -> list[str]:
     plan = {
         "verb": verb, "directory": str(directory), "saves": saves,
         "meet": f"file://{directory}-meet-{verb}",
     }  # fmt: skip
     started = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), json.dumps(plan)],
-            stdout=subprocess.PIPE, text=True, env={**os.environ, **ENV},
-        )
+        forks.start(SCRIPT, rank, json.dumps(plan), env={**os.environ, **ENV})
         for rank in range(len(saves))
-    ]  # fmt: skip
+    ]
     try:
         return [process.communicate(timeout=60)[0].strip() for process in started]
     finally:
@@ -58,13 +60,13 @@ def ranks(directory: Path, verb: str, *saves: int) -> list[str]:
             process.kill()
 
 
-def test_all_ranks_have_the_last_save(directory):
+def test_all_ranks_have_the_last_save(ranks, directory):
     assert ranks(directory, "save", 3, 3) == ["stored"] * 2
     directory.stop_saver()
     assert ranks(directory, "load", 0, 0) == ["storage: save 3"] * 2
 
 
-def test_a_save_that_a_dead_rank_did_not_make_is_mixed_with_no_other(directory):
+def test_a_save_that_a_dead_rank_did_not_make_is_mixed_with_no_other(ranks, directory):
     said = ranks(directory, "die", 2, 1)
     assert "rank 1 ended before" in said[0]
     directory.until_no_saver()

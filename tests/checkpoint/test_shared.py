@@ -3,8 +3,6 @@
 import errno
 import os
 import shutil
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -100,12 +98,9 @@ def test_on_a_disk_that_can_only_be_read_the_names_decide(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_every_rank_is_told_before_anything_is_saved(places, tmp_path):
-    words = [sys.executable, SCRIPT, str(tmp_path / "meeting")]
-    ranks = [
-        subprocess.Popen([*words, str(rank), str(place)], stdout=subprocess.PIPE, text=True)
-        for rank, place in enumerate(places)
-    ]
+def test_every_rank_is_told_before_anything_is_saved(forks, places, tmp_path):
+    meeting = tmp_path / "meeting"
+    ranks = [forks.start(SCRIPT, meeting, rank, place) for rank, place in enumerate(places)]
     told = [process.communicate(timeout=80)[0] for process in ranks]
     assert told[0] == told[1]
     assert told[0].startswith("ConfigurationError: The nodes do not share the checkpoint directory")

@@ -4,8 +4,6 @@ import builtins
 import errno
 import io
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -178,13 +176,10 @@ def test_whether_something_is_there_is_no_guess(tmp_path, monkeypatch):
 
 
 @slow
-def test_one_rank_that_cannot_read_stops_all_and_nothing_is_renamed(directory, tmp_path):
+def test_one_rank_that_cannot_read_stops_all_and_nothing_is_renamed(forks, directory, tmp_path):
     for step in (1, 2):
         store_parts(directory, step, *({"w": torch.full((1000,), 10.0 * n + step)} for n in (0, 1)))
-    words = [sys.executable, SCRIPT, str(directory), str(tmp_path / "meeting")]
-    ranks = [
-        subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True) for rank in (0, 1)
-    ]
+    ranks = [forks.start(SCRIPT, directory, tmp_path / "meeting", rank) for rank in (0, 1)]
     told = [process.communicate(timeout=80)[0] for process in ranks]
     assert told[0].startswith("rank 0: Rank 1 cannot go on: ")
     for text in told:

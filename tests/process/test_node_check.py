@@ -47,7 +47,7 @@ def test_sound_nodes_are_checked_and_train(train) -> None:
     ],
 )
 def test_a_faulty_node_is_named_and_excluded(train, fault, component, words) -> None:
-    training = train(40, 0.2, *CHECK, "--nnodes=3:4", env=injected(fault))
+    training = train(10, 0.1, *CHECK, "--nnodes=3:4", env=injected(fault))
     training.wait_for_step(1, 100)
     launch = training.launch
     ((nodes, named, message),) = findings(launch, "fault")
@@ -57,7 +57,7 @@ def test_a_faulty_node_is_named_and_excluded(train, fault, component, words) -> 
     (lost,) = launch.events_of(events.NodeLost)
     assert f"the node check names its {component}" in lost.body.reason
     launch.succeed(100)
-    assert training.losses[-1][0] == 40
+    assert training.losses[-1][0] == 10
 
 
 def test_a_slow_node_is_named_and_trains(train) -> None:

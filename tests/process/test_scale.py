@@ -33,7 +33,7 @@ def test_a_lost_node_costs_two_rounds_and_few_seconds(run, train) -> None:
     training = train(400, 0.1, "--nnodes=2:4", "--local-nodes=4", conf)
     launch = training.launch
     wait_for_rounds(launch, [4])
-    launch.until(lambda: warm_zygotes(launch) >= 4, 60, "warm zygotes")
+    launch.until(lambda: warm_zygotes(launch) == 4, 60, "a warm zygote of each agent")
     training.wait_for_step(10)
     victim = launch.of_kind("agent")[-1]
     began = time.time()
@@ -51,9 +51,14 @@ def test_a_lost_node_costs_two_rounds_and_few_seconds(run, train) -> None:
 
 
 def warm_zygotes(launch) -> int:
-    """How many zygotes have imported what the workers need; one that has nothing to import is ready at once."""
+    """Zygotes that have imported the program's modules; an agent has a cold one too if no run has listed them yet."""
     logs = "".join(path.read_text() for path in launch.job_dir.glob("agent-*.log"))
-    return sum(float(seconds) > 0.1 for seconds in re.findall(r"is ready after ([\d.e-]+) s", logs))
+    ready = {int(pid) for pid in re.findall(r"Zygote (\d+) is ready after", logs)}
+    return sum(
+        ".json')" in " ".join(process.cmdline())
+        for process in launch.of_kind("zygote")
+        if process.pid in ready
+    )
 
 
 class Cluster:
