@@ -42,7 +42,7 @@ def generation() -> tuple[Generation, list, list[torch.Tensor]]:
 @pytest.mark.parametrize("share", [1, 1000])
 def test_targets_of_all_kinds_get_their_content(generation, share: int):
     found, entries, tensors = generation
-    sums = [memory.sum_of(found, entry) for entry in entries]
+    sums = memory.compute_sums(found, entries)
     copy = VerifiedCopy(found, entries, sums, share)
     targets = [torch.zeros_like(tensor) for tensor in STATE.values()]
     targets[2] = targets[2].float()  # of another type
@@ -56,7 +56,7 @@ def test_targets_of_all_kinds_get_their_content(generation, share: int):
 @pytest.mark.parametrize("copied", [True, False])
 def test_damage_is_found_whether_it_was_copied_or_not(generation, copied: bool):
     found, entries, tensors = generation
-    sums = [memory.sum_of(found, entry) for entry in entries]
+    sums = memory.compute_sums(found, entries)
     at = next(entry for entry in entries if entry.path == ("half",))
     found.tensor_bytes(at)[at.nbytes - 1] ^= 1
     copy = VerifiedCopy(found, entries, sums, 1)
