@@ -32,6 +32,7 @@ Words: TypeAlias = npt.NDArray[np.uint64]
 _libc = ctypes.CDLL(None)
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
+_is_cpu = operator.attrgetter("is_cpu")
 
 
 THREADS = 4
@@ -224,6 +225,7 @@ class _Known:
         self._strides = list(map(torch.Tensor.stride, flat.tensors))
         self._shapes = list(map(_shape, flat.tensors))
         self._dtypes = list(map(_dtype, flat.tensors))
+        self._complex = [index for index, dtype in enumerate(self._dtypes) if dtype.is_complex]
         self._lazy = self._lazy_bits(flat.tensors)
         self._placing = _placing(flat)
         self._plans: list[_Plan] = []
@@ -286,8 +288,8 @@ class _Known:
 
     def _lazy_bits(self, tensors: list[torch.Tensor]) -> list[bool]:
         """Return which tensors stand for the conjugate or the negative of their memory."""
-        complexes = (t for t, d in zip(tensors, self._dtypes, strict=True) if d.is_complex)
-        return [*map(torch.Tensor.is_conj, complexes), *map(torch.Tensor.is_neg, tensors)]
+        conjugate = [tensors[index].is_conj() for index in self._complex]
+        return [*conjugate, *map(torch.Tensor.is_neg, tensors)]
 
     def plan(self, buffer: torch.Tensor) -> _Plan:
         """Return the plan for a buffer; keep as many plans as there are generations."""
@@ -336,7 +338,7 @@ class _Plan:
         first = self._same == np.arange(len(entries))
         plain = first & self._hashed
         if self._hashed:
-            plain &= np.fromiter(map(is_plain, sources), np.bool_, len(entries))
+            plain &= are_plain(sources)
         self._pieces = np.flatnonzero(plain)
         self._rest = np.flatnonzero(first & ~plain)
         items = [(index, sources[index], entries[index]) for index in self._rest.tolist()]
@@ -380,8 +382,17 @@ class _Plan:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return True if the tensor is exactly its contiguous bytes in this process's memory."""
-    plain = tensor.device.type == "cpu" and tensor.is_contiguous()
-    return plain and not tensor.is_conj() and not tensor.is_neg()
+    return bool(are_plain([tensor])[0])
+
+
+def are_plain(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.bool_]:
+    """Return for each tensor whether it is exactly its contiguous bytes in this process's memory."""
+    kind, count = torch.Tensor, len(tensors)
+    plain = np.fromiter(map(_is_cpu, tensors), np.bool_, count)
+    plain &= np.fromiter(map(kind.is_contiguous, tensors), np.bool_, count)
+    for is_lazy in (kind.is_conj, kind.is_neg):
+        plain &= ~np.fromiter(map(is_lazy, tensors), np.bool_, count)
+    return plain
 
 
 def _runs(items: list[_Item]) -> Iterator[list[_Item]]:

@@ -277,7 +277,7 @@ class VerifiedTensors(Sequence[torch.Tensor]):
 
     def fill(self, pending: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
         """Copy each tensor whose target is plain memory; return the others."""
-        direct = [self._fits(target, self._entries[index]) for target, index in pending]
+        direct = self._fit(pending)
         chosen = list(itertools.compress(pending, direct))
         indices = np.array([index for _, index in chosen], np.intp)
         pointers = np.fromiter((t.data_ptr() for t, _ in chosen), np.uint64, len(chosen))
@@ -291,10 +291,15 @@ class VerifiedTensors(Sequence[torch.Tensor]):
             self._compare(indices, found)
         return [item for item, is_direct in zip(pending, direct, strict=True) if not is_direct]
 
-    @staticmethod
-    def _fits(target: torch.Tensor, entry: TensorEntry) -> bool:
-        known = target.shape == entry.shape and target.dtype is DTYPES[entry.dtype]
-        return known and copying.is_plain(target)
+    def _fit(self, pending: list[tuple[torch.Tensor, int]]) -> npt.NDArray[np.bool_]:
+        """Return for each target whether it is plain memory of the saved shape and type."""
+        entries = self._entries
+        same = (
+            target.shape == entries[index].shape and target.dtype is DTYPES[entries[index].dtype]
+            for target, index in pending
+        )
+        plain = copying.are_plain([target for target, _ in pending])
+        return plain & np.fromiter(same, np.bool_, len(pending))
 
     def _compare(self, indices: npt.NDArray[np.intp], found: npt.NDArray[np.uint64]) -> None:
         self._checked[indices] = True
