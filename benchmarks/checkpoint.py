@@ -36,22 +36,22 @@ State = dict[str, torch.Tensor]
 
 
 def transformer_state(gigabytes: float) -> State:
-    """Parameters and Adam's moments: 4 large matrices and 4 vectors per layer, three times."""
-    width = 1024
-    layers = max(1, round(gigabytes * 1e9 / (3 * 4 * 12 * width * width)))
-    shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
-    shapes += [(width,)] * 4
+    """GPT-2's 148 parameters, their gradients and Adam's moments; the width follows from the size."""
+    layers = 12
+    width = 8 * round((gigabytes * 1e9 / (4 * 4 * 12 * layers)) ** 0.5 / 8)
+    matrices = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    vectors = [(3 * width,), *[(width,)] * 6, (4 * width,)]
+    shapes = [*layers * (matrices + vectors), (1024, width), (1024, width), (width,), (width,)]
     return {
-        f"{kind}.{layer}.{number}": torch.randn(shape)
-        for kind in ("param", "exp_avg", "exp_avg_sq")
-        for layer in range(layers)
+        f"{kind}.{number}": torch.randn(shape)
+        for kind in ("param", "grad", "exp_avg", "exp_avg_sq")
         for number, shape in enumerate(shapes)
     }
 
 
-def small_state(gigabytes: float, tensors: int) -> State:
+def small_state(nbytes: float, tensors: int) -> State:
     """The same bytes in many equal tensors."""
-    size = round(gigabytes * 1e9 / 4 / tensors)
+    size = round(nbytes / 4 / tensors)
     return {f"tensor.{number}": torch.randn(size) for number in range(tensors)}
 
 
@@ -208,13 +208,30 @@ def working_directory(parent: Path | None) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def measure(name: str, state: State, directory: Path, repeats: int) -> Row:
+@contextlib.contextmanager
+def without_library() -> Iterator[None]:
+    """Use the Python twin of the compiled library, here and in the saver."""
+    before = os.environ.get("DLROVER_NATIVE")
+    os.environ["DLROVER_NATIVE"] = "off"
+    try:
+        yield
+    finally:
+        del os.environ["DLROVER_NATIVE"]
+        if before is not None:
+            os.environ["DLROVER_NATIVE"] = before
+
+
+def measure(name: str, state: State, directory: Path, repeats: int, *, peers: bool) -> Row:
     """All figures for one state."""
     nbytes = sum(tensor.nbytes for tensor in state.values())
     limit = Limit(nbytes)
     with world_of_one(directory):
         rows = list(measure_ours(state, limit, directory / "ours", repeats))
-        rows += measure_peers(state, limit, directory, max(2, repeats // 3))
+        with without_library():
+            off = measure_ours(state, limit, directory / "off", repeats)
+            rows += [{**row, "what": f"{row['what']}, without the library"} for row in off]
+        if peers:
+            rows += measure_peers(state, limit, directory, max(2, repeats // 3))
     load = os.getloadavg()[0]
     print(f"{name}: {nbytes / 1e9:.2f} GB in {len(state)} tensors; load {load:.1f}")
     print(f"| plain copy | {limit.median * 1e3:.1f} ms | 1 |")
@@ -248,6 +265,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=0.5)
     parser.add_argument("--small-tensors", type=int, default=20_000)
+    parser.add_argument("--tiny-tensors", type=int, default=200_000, help="of 256 bytes each")
+    parser.add_argument("--states", nargs="+", default=["transformer", "small", "tiny"])
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--training", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--directory", type=Path, default=None)
     parser.add_argument(
@@ -265,14 +286,19 @@ def main() -> None:
         },
         "states": {},
     }
-    for name, make in (
-        ("transformer", lambda: transformer_state(args.gigabytes)),
-        ("small", lambda: small_state(args.gigabytes, args.small_tensors)),
-    ):
+    states: dict[str, Callable[[], State]] = {
+        "transformer": lambda: transformer_state(args.gigabytes),
+        "small": lambda: small_state(args.gigabytes * 1e9, args.small_tensors),
+        "tiny": lambda: small_state(256 * args.tiny_tensors, args.tiny_tensors),
+    }
+    for name in args.states:
         with working_directory(args.directory) as directory:
-            results["states"][name] = measure(name, make(), directory, args.repeats)
-    with working_directory(args.directory) as directory:
-        results["training"] = measure_training(args.gigabytes, directory, args.repeats)
+            results["states"][name] = measure(
+                name, states[name](), directory, args.repeats, peers=args.peers
+            )
+    if args.training:
+        with working_directory(args.directory) as directory:
+            results["training"] = measure_training(args.gigabytes, directory, args.repeats)
     args.output.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -65,7 +65,7 @@ def generation(state: dict) -> tuple[Generation, layouts.Layout]:
 
 def source(state: dict) -> RankPart:
     held, layout = generation(state)
-    return RankPart(held.tensor_bytes, layout, memory.compute_sums(held, layout))
+    return RankPart(held.tensor_bytes, layout, memory.compute_sums(held, layout.entries))
 
 
 def job(

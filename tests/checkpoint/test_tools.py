@@ -45,7 +45,9 @@ def source(state: dict) -> RankPart:
     os.close(fd)
     copier.copy(torch.frombuffer(generation.data, dtype=torch.uint8))
     layout = msgspec.msgpack.decode(packed.encoded, type=layouts.Layout)
-    return RankPart(generation.tensor_bytes, layout, memory.compute_sums(generation, layout))
+    return RankPart(
+        generation.tensor_bytes, layout, memory.compute_sums(generation, layout.entries)
+    )
 
 
 def store(directory: Path, step: int, *states: dict) -> None:

@@ -7,12 +7,14 @@ import torch
 
 from dlrover.checkpoint import Checkpointer
 from dlrover.checkpoint.engine import copying, tree
-from dlrover.checkpoint.loading.memory_step import LARGE, VerifiedCopy
+from dlrover.checkpoint.loading.memory_step import VerifiedTensors
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import memory
 from dlrover.checkpoint.saver.memory import Generation
 from dlrover.errors import InfrastructureError
 
+LARGE = 1 << 20
+"""Bytes."""
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(60)]
 
 STATE = {
@@ -42,12 +44,15 @@ def generation() -> tuple[Generation, list, list[torch.Tensor]]:
 @pytest.mark.parametrize("share", [1, 1000])
 def test_targets_of_all_kinds_get_their_content(generation, share: int):
     found, entries, tensors = generation
-    sums = [memory.sum_of(found, entry) for entry in entries]
-    copy = VerifiedCopy(found, entries, sums, share)
+    sums = memory.compute_sums(found, entries)
+    copy = VerifiedTensors(found, entries, sums, share)
     targets = [torch.zeros_like(tensor) for tensor in STATE.values()]
     targets[2] = targets[2].float()  # of another type
-    copy.copy(targets[:1], tensors[:1])
-    copy.copy(targets[1:], tensors[1:])
+    pending = [(target, index) for index, target in enumerate(targets)]
+    left = copy.fill(pending[:1]) + copy.fill(pending[1:])
+    assert [index for _, index in left] == [1, 2], "a turned one and one of another type"
+    for target, index in left:
+        target.copy_(copy[index])
     assert copy.problem() == ""
     assert all(map(torch.equal, map(torch.Tensor.double, targets), [t.double() for t in tensors]))
     assert all(map(torch.equal, tensors, STATE.values()))
@@ -56,12 +61,12 @@ def test_targets_of_all_kinds_get_their_content(generation, share: int):
 @pytest.mark.parametrize("copied", [True, False])
 def test_damage_is_found_whether_it_was_copied_or_not(generation, copied: bool):
     found, entries, tensors = generation
-    sums = [memory.sum_of(found, entry) for entry in entries]
+    sums = memory.compute_sums(found, entries)
     at = next(entry for entry in entries if entry.path == ("half",))
     found.tensor_bytes(at)[at.nbytes - 1] ^= 1
-    copy = VerifiedCopy(found, entries, sums, 1)
+    copy = VerifiedTensors(found, entries, sums, 1)
     if copied:
-        copy.copy([torch.zeros_like(tensor) for tensor in tensors], tensors)
+        copy.fill([(torch.zeros_like(tensor), index) for index, tensor in enumerate(tensors)])
     assert copy.problem() == "The tensor half in memory is damaged."
 
 
@@ -76,3 +81,22 @@ def test_a_load_refuses_a_large_tensor_that_changed_in_memory(directory):
     with pytest.raises(InfrastructureError, match=r"The tensor large .*in memory is damaged"):
         checkpointer.load(state)
     checkpointer.close()
+
+
+def test_targets_that_share_memory_get_the_last_content():
+    copier, state = copying.Copier(), {"a": torch.randn(1 << 20), "b": torch.randn(1 << 20)}
+    packed = copier.layout_of(state)
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, memory.capacity_for(packed))
+    found = Generation(fd)
+    os.close(fd)
+    copier.copy(torch.frombuffer(found.data, dtype=torch.uint8))
+    found.seal(packed, rank=0, world_size=1, save=SaveId(0, 1, 1, 7), sums=copier.sums)
+    header = found.header()
+    entries, sums = found.layout(header).entries, found.sums(header)
+    assert sums == memory.compute_sums(found, entries)
+    tensors = VerifiedTensors(found, entries, sums, 1)
+    shared = torch.zeros(1 << 20)
+    assert tensors.fill([(shared, 0), (shared, 1)]) == []
+    assert torch.equal(shared, state["b"])
+    assert tensors.problem() == ""

@@ -10,7 +10,7 @@ pytest.importorskip("xxhash")
 import numpy as np
 import xxhash
 
-from dlrover._native import library
+from dlrover._native import library, twin
 from dlrover._native.kernels import Kernels, kernels
 
 MAP_NORESERVE = 0x4000
@@ -224,3 +224,26 @@ def test_other_arguments_are_refused(arguments: tuple, message: str) -> None:
         for function in (kernels(choice).copy, kernels(choice).copy_hash, kernels(choice).equal):
             with pytest.raises(ValueError, match=message.replace(".", r"\.")):
                 function(*arguments)
+
+
+def test_the_twin_copies_large_pieces_in_parts(monkeypatch):
+    monkeypatch.setattr(twin, "CHUNK", 64)
+    memory = np.random.default_rng(0).integers(0, 256, 8192, np.uint8)
+    pieces = [
+        (0, 4096, 500),
+        (1000, 1020, 300),
+        (2020, 2000, 300),
+        (3000, 5000, 64),
+        (3000, 5100, 0),
+    ]
+    expected = memory.copy()
+    for start, end, size in pieces:
+        expected[end : end + size] = memory[start : start + size]
+    base = np.uint64(memory.ctypes.data)
+    source, destination, sizes = np.array(pieces, np.uint64).T.copy()
+    hashes = np.empty(len(pieces), np.uint64)
+    twin.copy_hash(len(pieces), source + base, destination + base, sizes, hashes, 2)
+    assert np.array_equal(memory, expected)
+    assert hashes.tolist() == [
+        xxhash.xxh3_64_intdigest(expected[end : end + size]) for _, end, size in pieces
+    ]

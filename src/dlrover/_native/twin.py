@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ _view = ctypes.pythonapi.PyMemoryView_FromMemory
 _view.restype = ctypes.py_object
 _view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _READ = 0x100  # PyBUF_READ
+CHUNK = 4 << 20
+"""Bytes copied and hashed at a time: they must fit in a cache that the cores share."""
 
 
 def _views(addresses: Any, sizes: Any) -> Iterator[memoryview | bytes]:
@@ -37,9 +40,37 @@ def hash_pieces(_count: int, source: Any, sizes: Any, hashes: Any, _threads: int
 def copy_hash(
     count: int, source: Any, destination: Any, sizes: Any, hashes: Any, threads: int
 ) -> None:
-    """Copy each piece and write the hash of its bytes to ``hashes``."""
-    copy(count, source, destination, sizes, threads)
-    hash_pieces(count, destination, sizes, hashes, threads)
+    """Copy each piece and write the hash of its bytes to ``hashes``.
+
+    Large pieces are hashed in parts that are still in the processor's cache, by several threads.
+    """
+    is_large = sizes > CHUNK
+    small, large = np.flatnonzero(~is_large), np.flatnonzero(is_large).tolist()
+    found = np.empty(len(small), np.uint64)
+    copy(count, source[small], destination[small], sizes[small], 1)
+    hash_pieces(count, destination[small], sizes[small], found, 1)
+    hashes[small] = found
+    if large:
+        with ThreadPoolExecutor(threads) as pool:
+            done = pool.map(
+                _copy_hash,
+                source[large].tolist(),
+                destination[large].tolist(),
+                sizes[large].tolist(),
+            )
+            hashes[large] = list(done)
+
+
+def _copy_hash(source: int, destination: int, size: int) -> int:
+    if abs(source - destination) < size:  # parts would overwrite what is not copied yet
+        ctypes.memmove(destination, source, size)
+        return xxhash.xxh3_64_intdigest(_view(destination, size, _READ))
+    digest = xxhash.xxh3_64()
+    for start in range(0, size, CHUNK):
+        part = min(CHUNK, size - start)
+        ctypes.memmove(destination + start, source + start, part)
+        digest.update(_view(destination + start, part, _READ))
+    return digest.intdigest()
 
 
 def equal(

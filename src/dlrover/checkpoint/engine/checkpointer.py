@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from dlrover import config, launched
-from dlrover.checkpoint.engine import direct, joining, pace, shared, tree
+from dlrover.checkpoint.engine import copying, direct, joining, pace, shared, tree
 from dlrover.checkpoint.engine.client import GenerationPool, SaverClient
 from dlrover.checkpoint.engine.copying import Copier
 from dlrover.checkpoint.engine.joining import Wishes
@@ -147,6 +147,8 @@ class Checkpointer:
             self._joined, self._numbering = joining.join(
                 self._world, self._client, attached, self._newest_stored(), wishes, config.environ()
             )
+            if self._background is None:  # else the training needs the cores
+                self._copier.threads = copying.threads(len(self._joined.ranks))
             self._direct = direct.DirectWriter(
                 self._store, self._identity, policy, self._world.rank, self._world.size,
                 self._world.agree(self._lease),
@@ -259,7 +261,7 @@ class Checkpointer:
         if self._background is not None:
             self._background.wait()
         with tree.no_collection():
-            layout = self._copier.layout(tree.flatten(state))
+            layout = self._copier.layout_of(state)
         if order.to_storage and self._world.rank == 0:
             self._notifier.expect(order.save, state)
         if not self._reserve(layout):
@@ -344,7 +346,13 @@ class Checkpointer:
         generation, buffer = self._pool.buffer(slot, self._copier.device)
         copy(buffer)
         faults.point("save.copied")
-        generation.seal(layout, rank=self._world.rank, world_size=self._world.size, save=save)
+        generation.seal(
+            layout,
+            rank=self._world.rank,
+            world_size=self._world.size,
+            save=save,
+            sums=self._copier.sums,
+        )
         self._client.commit(slot, save, to_storage=order.to_storage, metrics=order.metrics)
         faults.point("save.committed")
         if order.to_storage:
@@ -437,7 +445,7 @@ class Checkpointer:
         return record
 
     def _reserve_ahead(self, state: State) -> None:
-        layout = self._copier.layout(tree.flatten(state))
+        layout = self._copier.layout_of(state)
         self._pool.reserve_ahead(layout, tree.expected_bytes(state))
 
     def read(

@@ -7,25 +7,41 @@ import ctypes
 import logging
 import math
 import operator
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from dlrover.checkpoint.engine import tree
-from dlrover.checkpoint.engine.tree import Flat
+from dlrover.checkpoint.engine.tree import Flat, State
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.extent import Box
 from dlrover.checkpoint.machine.layout import SMALL, PackedLayout, TensorEntry, TensorSpec
-from dlrover.checkpoint.saver.memory import Generation
+from dlrover.checkpoint.saver.memory import Generation, kernels, spans
 from dlrover.checkpoint.saver.protocol import GENERATIONS
+from dlrover.errors import ConfigurationError
 
+Words: TypeAlias = npt.NDArray[np.uint64]
+"""Addresses, sizes or hashes."""
 _libc = ctypes.CDLL(None)
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
+_is_cpu = operator.attrgetter("is_cpu")
+
+
+THREADS = 4
+"""Maximum number of threads that copy; beyond it, memory bandwidth is the limit."""
+
+
+def threads(share: int) -> int:
+    """Return the number of threads for a copy that ``share`` processes of this machine make at once."""
+    return max(1, min(THREADS, len(os.sched_getaffinity(0)) // share))
 
 
 def views(buffer: torch.Tensor, entries: Sequence[TensorEntry]) -> list[torch.Tensor]:
@@ -83,11 +99,24 @@ class Copier:
 
     def __init__(self) -> None:
         self._known: _Known | None = None
+        self._dicts: dict[layouts.Path, tree.KnownDict] = {}
         self._plan: _Plan | None = None
         self._stream: SideStream | None = None
+        self.threads = 1
+        """Maximum number of threads that copy."""
+        self.sums: Words | None = None
+        """Checksums of the tensors that `copy` wrote; None if they were not computed."""
+
+    def layout_of(self, state: State) -> PackedLayout:
+        """Return the layout of a state, which `copy` will read.
+
+        Raises:
+            ConfigurationError: a tensor or a value cannot be kept.
+        """
+        return self.layout(tree.flatten(state, self._dicts))
 
     def layout(self, flat: Flat) -> PackedLayout:
-        """Return the layout of the state.
+        """Return the layout of a flat state, which `copy` will read.
 
         Raises:
             ConfigurationError: a tensor or a value cannot be kept.
@@ -96,7 +125,7 @@ class Copier:
         if known is None or not known.takes(flat):
             known = self._known = _Known(flat)
             self._plan = None
-        return layouts.packed(known.encoded, layouts.encode(flat.packed), known.sizes)
+        return known.packed(layouts.encode(flat.packed))
 
     @property
     def device(self) -> torch.device | None:
@@ -117,7 +146,7 @@ class Copier:
         if self._plan is None or self._plan.buffer is not buffer:
             self._plan = self._known.plan(buffer)
         with self.beside():
-            self._plan.run()
+            self.sums = self._plan.run(self.threads)
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
         """Run the block's work on an accelerator beside the training, after `mark`."""
@@ -127,7 +156,8 @@ class Copier:
 
     def forget(self) -> None:
         """Release the state's tensors and the buffer."""
-        self._known = self._plan = self._stream = None
+        self._known = self._plan = self._stream = self.sums = None
+        self._dicts.clear()
 
     # ---- for copies beside the training
 
@@ -141,7 +171,11 @@ class Copier:
         """Write one tensor of the layout."""
         assert self._known is not None
         with self.beside():
-            views(buffer, [self._known.entries[index]])[0].copy_(tensor)
+            target = views(buffer, [self._known.entries[index]])[0]
+            target.copy_(tensor)
+        if self.sums is not None:
+            pointers, sizes = (np.array([n], np.uint64) for n in (target.data_ptr(), target.nbytes))
+            self.sums[index] = kernels().hash(pointers, sizes)[0]
 
     def differing(self, buffer: torch.Tensor, indices: Sequence[int]) -> list[int]:
         """Return the indices of tensors whose bytes in ``buffer`` differ from the current state."""
@@ -175,23 +209,51 @@ class _Known:
         specs = tree.specs(flat)
         self._same = tree.same_tensors(flat.tensors)
         self.entries = layouts.place(specs, self._same)
-        self.encoded = msgspec.Raw(msgspec.msgpack.encode(self.entries))
-        self.sizes = (
+        self._encoded = msgspec.Raw(msgspec.msgpack.encode(self.entries))
+        self._sizes = (
             max((entry.end for entry in self.entries), default=0),
             len(self.entries),
-            layouts.layout_hash(self.entries),
+            layouts.layout_hash(self._encoded),
         )
+        self._skeleton = b""
+        self._packed: PackedLayout | None = None
         # Detached aliases keep the memory from being reused for another tensor at the same address.
-        self.sources = [tensor.detach() for tensor in flat.tensors]
+        self.sources = list(map(torch.Tensor.detach, flat.tensors))
         self.device = device_of(flat.tensors)
         self._paths = flat.paths
-        self._pointers = list(map(torch.Tensor.data_ptr, flat.tensors))
+        self._pointers = _pointers(flat.tensors)
         self._strides = list(map(torch.Tensor.stride, flat.tensors))
         self._shapes = list(map(_shape, flat.tensors))
         self._dtypes = list(map(_dtype, flat.tensors))
-        self._lazy = _lazy_bits(flat.tensors)
+        self._complex = [index for index, dtype in enumerate(self._dtypes) if dtype.is_complex]
+        self._lazy = self._lazy_bits(flat.tensors)
         self._placing = _placing(flat)
         self._plans: list[_Plan] = []
+        for index in range(len(self.sources)):
+            self._check_memory(index)
+
+    def packed(self, skeleton: bytes) -> PackedLayout:
+        """Return the layout with these plain values."""
+        if self._packed is None or skeleton != self._skeleton:
+            self._packed = layouts.packed(self._encoded, skeleton, self._sizes)
+            self._skeleton = skeleton
+        return self._packed
+
+    def _check_memory(self, index: int) -> None:
+        """Refuse a tensor whose storage was made smaller."""
+        source = self.sources[index]
+        there, size = source.untyped_storage().nbytes(), source.itemsize
+        if there >= source.storage_offset() * size + source.nbytes or not source.numel():
+            return
+        span = sum((n - 1) * s for n, s in zip(source.shape, source.stride(), strict=True))
+        needed = (
+            source.storage_offset() + span + 1
+        ) * size  # less, where elements share their memory
+        if there < needed:
+            raise ConfigurationError(
+                f"The tensor {layouts.name(self._paths[index])} needs {needed} bytes, and its storage has only"
+                f" {there}; save it while it has its memory."
+            )
 
     def takes(self, flat: Flat) -> bool:
         """Return whether the tensors are of the same kind at the same paths; they may have moved."""
@@ -202,42 +264,45 @@ class _Known:
             and list(map(_dtype, tensors)) == self._dtypes
             and list(map(torch.Tensor.stride, tensors)) == self._strides
             and flat.paths == self._paths
-            and _lazy_bits(tensors) == self._lazy
+            and self._lazy_bits(tensors) == self._lazy
             and _placing(flat) == self._placing
         )
         if not alike:
             return False
-        pointers = list(map(torch.Tensor.data_ptr, tensors))
-        return pointers == self._pointers or self._follow(tensors, pointers)
+        pointers = _pointers(tensors)
+        return np.array_equal(pointers, self._pointers) or self._follow(tensors, pointers)
 
-    def _follow(self, tensors: list[torch.Tensor], pointers: list[int]) -> bool:
+    def _follow(self, tensors: list[torch.Tensor], pointers: Words) -> bool:
         """Adopt tensors that have moved; return False if ties between tensors or a device have changed."""
         if tree.same_tensors(tensors) != self._same:
             return False
-        for index, pointer in enumerate(pointers):
-            if pointer != self._pointers[index]:
-                if tensors[index].device != self.sources[index].device:
-                    return False
-                self.sources[index] = tensors[index].detach()
-                for plan in self._plans:
-                    plan.replace(index, self.sources[index])
-        self._pointers = pointers
+        for index in np.flatnonzero(pointers != self._pointers).tolist():
+            if tensors[index].device != self.sources[index].device:
+                return False
+            self.sources[index] = tensors[index].detach()
+            self._check_memory(index)
+            for plan in self._plans:
+                plan.replace(index, self.sources[index])
+        self._pointers[:] = pointers
         return True
+
+    def _lazy_bits(self, tensors: list[torch.Tensor]) -> list[bool]:
+        """Return which tensors stand for the conjugate or the negative of their memory."""
+        conjugate = [tensors[index].is_conj() for index in self._complex]
+        return [*conjugate, *map(torch.Tensor.is_neg, tensors)]
 
     def plan(self, buffer: torch.Tensor) -> _Plan:
         """Return the plan for a buffer; keep as many plans as there are generations."""
         for plan in self._plans:
             if plan.buffer is buffer:
                 return plan
-        first = [index for index, same in enumerate(self._same) if index == same]
-        made = _Plan(buffer, [(index, self.sources[index], self.entries[index]) for index in first])
+        made = _Plan(buffer, self._pointers, self.sources, self.entries, self._same)
         self._plans = [*self._plans[1 - GENERATIONS :], made]
         return made
 
 
-def _lazy_bits(tensors: list[torch.Tensor]) -> list[bool]:
-    """Return which tensors stand for the conjugate or the negative of their memory."""
-    return [*map(torch.Tensor.is_conj, tensors), *map(torch.Tensor.is_neg, tensors)]
+def _pointers(tensors: Sequence[torch.Tensor]) -> Words:
+    return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))
 
 
 def _placing(flat: Flat) -> list[tuple[int, object]]:
@@ -249,10 +314,34 @@ _Item = tuple[int, torch.Tensor, TensorEntry]
 
 
 class _Plan:
-    """Calls that copy tensors to a buffer: one per large tensor, one per run of small ones."""
+    """Copy of tensors to a buffer: one native call for all plain ones, torch calls for the rest.
 
-    def __init__(self, buffer: torch.Tensor, items: list[_Item]) -> None:
+    Without the compiled library, torch copies all: one call per large tensor, one per run of small ones.
+    """
+
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        pointers: Words,
+        sources: Sequence[torch.Tensor],
+        entries: Sequence[TensorEntry],
+        same: Sequence[int],
+    ) -> None:
         self.buffer = buffer
+        self._pointers = pointers
+        """The current addresses of the sources; the owner updates them in place."""
+        self._kernels = kernels()
+        self._hashed = self._kernels.native and device_of(sources) is None
+        self._same = np.array(same, np.intp)
+        offsets, self._sizes = spans(entries)
+        self._targets = offsets + np.uint64(buffer.data_ptr())
+        first = self._same == np.arange(len(entries))
+        plain = first & self._hashed
+        if self._hashed:
+            plain &= are_plain(sources)
+        self._pieces = np.flatnonzero(plain)
+        self._rest = np.flatnonzero(first & ~plain)
+        items = [(index, sources[index], entries[index]) for index in self._rest.tolist()]
         self._calls: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         self._places: dict[int, tuple[int, int]] = {}
         for run in _runs(items):
@@ -272,14 +361,38 @@ class _Plan:
             parts = self._calls[call][1]
             parts[number] = source.view(-1) if len(parts) > 1 else source
 
-    def run(self) -> None:
-        """Copy all tensors."""
+    def run(self, threads: int) -> Words | None:
+        """Copy all tensors; return their checksums, or None if torch has copied all of them."""
         with torch.no_grad():
             for target, parts in self._calls:
                 if len(parts) == 1:
                     target.copy_(parts[0], non_blocking=True)
                 else:
                     torch.cat(parts, out=target)
+        if not self._hashed:
+            return None
+        pieces, rest, sizes = self._pieces, self._rest, self._sizes
+        sums = np.zeros(len(sizes), np.uint64)
+        sums[pieces] = self._kernels.copy_hash(
+            self._pointers[pieces], self._targets[pieces], sizes[pieces], threads
+        )
+        sums[rest] = self._kernels.hash(self._targets[rest], sizes[rest], threads)
+        return sums[self._same]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return True if the tensor is exactly its contiguous bytes in this process's memory."""
+    return bool(are_plain([tensor])[0])
+
+
+def are_plain(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.bool_]:
+    """Return for each tensor whether it is exactly its contiguous bytes in this process's memory."""
+    kind, count = torch.Tensor, len(tensors)
+    plain = np.fromiter(map(_is_cpu, tensors), np.bool_, count)
+    plain &= np.fromiter(map(kind.is_contiguous, tensors), np.bool_, count)
+    for is_lazy in (kind.is_conj, kind.is_neg):
+        plain &= ~np.fromiter(map(is_lazy, tensors), np.bool_, count)
+    return plain
 
 
 def _runs(items: list[_Item]) -> Iterator[list[_Item]]:

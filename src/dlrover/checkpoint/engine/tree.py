@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard as ShardPlacement
@@ -24,6 +26,8 @@ State = dict[str, Any]
 DTYPES = {key: getattr(torch, key) for key in ITEM_BYTES if hasattr(torch, key)}
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 DTYPE_NAMES = {dtype: key for key, dtype in DTYPES.items()}
+MANY = 16
+"""Number of tensors from which a dict of tensors is remembered for the next walk."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,23 @@ class Flat:
     """Tree as made by `layouts.pack`."""
 
 
-def flatten(state: State) -> Flat:
+class KnownDict(NamedTuple):
+    """A dict of plain tensors, as a walk left it."""
+
+    keys: list[str]
+    first: int
+    """Index of the first of its tensors."""
+    paths: list[Path]
+    packed: msgspec.Raw
+
+
+def flatten(state: State, known: dict[Path, KnownDict] | None = None) -> Flat:
     """Split a state; nothing is copied.
+
+    Args:
+        state: the state.
+        known: the dicts that the last walk found, by path; replaced by those of this walk. A dict whose
+            keys are the same objects is not packed again.
 
     Raises:
         ConfigurationError: an item cannot be kept; the message names its path.
@@ -65,6 +84,7 @@ def flatten(state: State) -> Flat:
     tensors: list[torch.Tensor] = []
     paths: list[Path] = []
     spread: dict[int, Spread] = {}
+    before, found = known or {}, dict[Path, KnownDict]()
 
     def leaf(value: Any, path: Path) -> Any:
         if isinstance(value, Spread):
@@ -78,19 +98,43 @@ def flatten(state: State) -> Flat:
             return value.state_dict()
         return value
 
-    def whole(value: dict[Any, Any], path: Path) -> dict[Any, Any] | None:
+    def whole(value: dict[Any, Any], path: Path) -> msgspec.Raw | None:
         """Pack a dict of plain tensors in one go, since modules may have very many; else return None."""
-        if not value or not (
-            set(map(type, value)) == {str} and _PLAIN.issuperset(map(type, value.values()))
-        ):
+        if not value or not _PLAIN.issuperset(set(map(type, value.values()))):
             return None
-        refs = map(layouts.pack_ref, range(len(tensors), len(tensors) + len(value)))
+        item = _known_dict(before.get(path), value, len(tensors)) or _pack_dict(
+            value, path, len(tensors)
+        )
+        if item is None:
+            return None
         tensors.extend(value.values())
-        paths.extend((*path, key) for key in value)
-        return dict(zip(value, refs, strict=True))
+        paths.extend(item.paths)
+        if len(value) >= MANY:
+            found[path] = item
+        return item.packed
 
     packed = layouts.pack(state, (), leaf, whole)
+    if known is not None:
+        known.clear()
+        known.update(found)
     return Flat(tensors, paths, spread, packed)
+
+
+def _known_dict(
+    known: KnownDict | None, value: dict[Any, torch.Tensor], first: int
+) -> KnownDict | None:
+    """Return a dict of the last walk if it has the keys of ``value``."""
+    if known is None or (known.first, len(known.keys)) != (first, len(value)):
+        return None
+    return known if all(map(operator.is_, value, known.keys)) else None
+
+
+def _pack_dict(value: dict[Any, torch.Tensor], path: Path, first: int) -> KnownDict | None:
+    if set(map(type, value)) != {str}:
+        return None
+    refs = map(layouts.pack_ref, range(first, first + len(value)))
+    packed = layouts.encode(dict(zip(value, refs, strict=True)), path)
+    return KnownDict(list(value), first, [(*path, key) for key in value], msgspec.Raw(packed))
 
 
 def local_part(value: Spread, path: Path = ()) -> torch.Tensor:
@@ -198,8 +242,9 @@ def specs(flat: Flat) -> list[TensorSpec]:
         ConfigurationError: a tensor is of a kind that cannot be kept.
     """
     found = []
+    usual = _are_usual(flat.tensors)
     for index, (tensor, path) in enumerate(zip(flat.tensors, flat.paths, strict=True)):
-        problem = _problem(tensor)
+        problem = "" if usual else _problem(tensor)
         if problem:
             raise ConfigurationError(f"The tensor {name(path)} {problem}, which is not supported.")
         part = None
@@ -214,6 +259,16 @@ def specs(flat: Flat) -> list[TensorSpec]:
             part = TensorPart(box.whole, box.at, _owner(value))
         found.append(TensorSpec(path, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), part))
     return found
+
+
+def _are_usual(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether `_problem` finds nothing in any of many tensors."""
+    return (
+        _PLAIN.issuperset(set(map(type, tensors)))
+        and {torch.strided}.issuperset(map(operator.attrgetter("layout"), tensors))
+        and DTYPE_NAMES.keys() >= set(map(operator.attrgetter("dtype"), tensors))
+        and not any(map(operator.attrgetter("is_meta"), tensors))
+    )
 
 
 def _problem(tensor: torch.Tensor) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
@@ -18,13 +17,11 @@ from dlrover.checkpoint.engine.client import SaverClient
 from dlrover.checkpoint.engine.tree import DTYPES
 from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.loading.memory_step import (
-    THREADS,
     Candidate,
     Fetched,
     Lost,
     MemoryStep,
     candidates,
-    is_plain,
     newest_lost,
 )
 from dlrover.checkpoint.loading.plan import LoadPlan, LoadRequest, Planner, RankState, assemble
@@ -379,14 +376,14 @@ class _OnDemand(Sequence[torch.Tensor]):
     def fill(self, pending: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
         """Read each tensor whose target is plain memory; return the others."""
         direct = [self._fits(target, self._tensors[index]) for target, index in pending]
-        with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
+        with ThreadPoolExecutor(copying.threads(1)) as pool:
             for done in pool.map(self._fill, itertools.compress(pending, direct)):
                 assert done is None
         return [item for item, is_direct in zip(pending, direct, strict=True) if not is_direct]
 
     def _fits(self, target: torch.Tensor, tensor: StoredTensor) -> bool:
         same = (tuple(target.shape), target.dtype) == (tensor.shape, DTYPES[tensor.dtype])
-        return same and is_plain(target)
+        return same and copying.is_plain(target)
 
     def _fill(self, item: tuple[torch.Tensor, int]) -> None:
         target, index = item

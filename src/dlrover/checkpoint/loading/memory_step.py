@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
-import xxhash
 
 from dlrover.checkpoint.engine import copying
 from dlrover.checkpoint.engine.client import SaverClient
@@ -22,17 +22,9 @@ from dlrover.checkpoint.loading.plan import LoadPlan, RankState, assemble
 from dlrover.checkpoint.machine.extent import Piece
 from dlrover.checkpoint.machine.layout import ITEM_BYTES, Layout, TensorEntry, name
 from dlrover.checkpoint.machine.saves import SaveId
-from dlrover.checkpoint.saver.memory import Generation
+from dlrover.checkpoint.saver.memory import Generation, kernels, spans
 from dlrover.checkpoint.saver.protocol import HeldGeneration
 from dlrover.errors import InfrastructureError
-
-LARGE = 1 << 20
-"""Minimum bytes of a tensor checked here; the saver checks smaller ones, so both processes have work."""
-CHUNK = 4 << 20
-"""Bytes hashed and copied at a time: they must fit in a cache that the cores share."""
-THREADS = 4
-"""Maximum number of threads; beyond it, memory bandwidth is the limit."""
-
 
 _described = msgspec.msgpack.Decoder(dict[int, tuple[tuple[TensorEntry, ...], bytes, list[int]]])
 
@@ -161,7 +153,7 @@ class MemoryStep:
             planned.restoration.run(tensors)
 
     def _restore_own(self, planned: LoadPlan) -> None:
-        """Restore all of a rank's part: this process checks large tensors, the saver the rest."""
+        """Restore all of a rank's part."""
         rank = planned.base
         generation, _, layout = self._open(rank)
         header = generation.header()
@@ -170,10 +162,9 @@ class MemoryStep:
             with _meanwhile(lambda: self._verify([rank])):
                 planned.restoration.run(self._tensors(rank))
             return
-        verified = VerifiedCopy(generation, layout.entries, sums, len(self._held))
-        with _meanwhile(lambda: self._client.verify(rank, self._held[rank].slot, LARGE)):
-            planned.restoration.run(self._tensors(rank), verified.copy)
-            problem = verified.problem()
+        verified = VerifiedTensors(generation, layout.entries, sums, len(self._held))
+        planned.restoration.run(verified)
+        problem = verified.problem()
         if problem:
             raise InfrastructureError(problem)
 
@@ -248,15 +239,11 @@ def candidates(everyone: Sequence[Sequence[HeldGeneration]]) -> list[Candidate]:
     return found
 
 
-_Job = tuple[int, torch.Tensor | None]
-"""Number of a tensor, and its target; None if the tensor is only checked."""
+class VerifiedTensors(Sequence[torch.Tensor]):
+    """The tensors of one generation, copied and checked in one pass.
 
-
-class VerifiedCopy:
-    """Verified copy of one generation's tensors. Call `copy` any number of times, then `problem` once.
-
-    Each chunk is hashed while it is in the processor's cache: hashing apart from the copy would read the memory
-    a second time, and memory bandwidth limits a load.
+    `fill` copies tensors to their targets and hashes them meanwhile. Items are views of the generation, which
+    `problem` checks. Call `problem` once, at the end.
 
     Args:
         generation: The generation that holds the tensors.
@@ -272,74 +259,67 @@ class VerifiedCopy:
         sums: Sequence[int],
         share: int,
     ) -> None:
-        self._generation = generation
         self._entries = entries
-        self._sums = sums
-        self._threads = max(1, min(THREADS, len(os.sched_getaffinity(0)) // share))
-        self._base = torch.frombuffer(generation.data, dtype=torch.uint8).data_ptr()
-        self._large = {
-            entry.offset: index for index, entry in enumerate(entries) if entry.nbytes >= LARGE
-        }
-        self._checked: set[int] = set()
+        self._sums = np.array(sums, np.uint64)
+        self._buffer = torch.frombuffer(generation.data, dtype=torch.uint8)
+        offsets, self._sizes = spans(entries)
+        self._sources = offsets + np.uint64(self._buffer.data_ptr())
+        self._kernels = kernels()
+        self._threads = copying.threads(share)
+        self._checked = np.zeros(len(entries), np.bool_)
         self._damaged: list[int] = []
 
-    def copy(self, targets: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]) -> None:
-        """Copy each content to its target; both have the same shape."""
-        jobs: list[_Job] = []
-        others: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        for target, content in zip(targets, contents, strict=True):
-            index = self._whole(content) if is_plain(target) else None
-            if index is not None and target.dtype == content.dtype:
-                jobs.append((index, target))
-            else:
-                others[0].append(target)
-                others[1].append(content)
-        if others[0]:
-            torch._foreach_copy_(*others)
-        self._run(jobs)
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, index: Any) -> Any:
+        return copying.views(self._buffer, [self._entries[index]])[0]
+
+    def fill(self, pending: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
+        """Copy each tensor whose target is plain memory; return the others."""
+        direct = self._fit(pending)
+        chosen = list(itertools.compress(pending, direct))
+        indices = np.array([index for _, index in chosen], np.intp)
+        pointers = np.fromiter((t.data_ptr() for t, _ in chosen), np.uint64, len(chosen))
+        sources, sizes = self._sources[indices], self._sizes[indices]
+        if _overlap(pointers, sizes):  # tied tensors
+            for one in map(slice, range(len(chosen)), range(1, len(chosen) + 1)):
+                found = self._kernels.copy_hash(sources[one], pointers[one], sizes[one])
+                self._compare(indices[one], found)
+        else:
+            found = self._kernels.copy_hash(sources, pointers, sizes, self._threads)
+            self._compare(indices, found)
+        return [item for item, is_direct in zip(pending, direct, strict=True) if not is_direct]
+
+    def _fit(self, pending: list[tuple[torch.Tensor, int]]) -> npt.NDArray[np.bool_]:
+        """Return for each target whether it is plain memory of the saved shape and type."""
+        entries = self._entries
+        same = (
+            target.shape == entries[index].shape and target.dtype is DTYPES[entries[index].dtype]
+            for target, index in pending
+        )
+        plain = copying.are_plain([target for target, _ in pending])
+        return plain & np.fromiter(same, np.bool_, len(pending))
+
+    def _compare(self, indices: npt.NDArray[np.intp], found: npt.NDArray[np.uint64]) -> None:
+        self._checked[indices] = True
+        self._damaged += indices[found != self._sums[indices]].tolist()
 
     def problem(self) -> str:
-        """Check the large tensors not copied by `copy`; return the first problem, or an empty text."""
-        missing = [index for index in self._large.values() if index not in self._checked]
-        self._run([(index, None) for index in missing])
+        """Check the tensors not copied by `fill`; return the first problem, or an empty text."""
+        missing = np.flatnonzero(~self._checked)
+        found = self._kernels.hash(self._sources[missing], self._sizes[missing], self._threads)
+        self._compare(missing, found)
         if not self._damaged:
             return ""
         return f"The tensor {name(self._entries[min(self._damaged)].path)} in memory is damaged."
 
-    def _whole(self, content: torch.Tensor) -> int | None:
-        """Return the number of a whole large tensor not checked yet; None for any other content."""
-        index = self._large.get(content.data_ptr() - self._base)
-        if index is None or index in self._checked or not is_plain(content):
-            return None
-        return index if content.nbytes == self._entries[index].nbytes else None
 
-    def _run(self, jobs: list[_Job]) -> None:
-        self._checked.update(index for index, _ in jobs)
-        with ThreadPoolExecutor(self._threads) as pool:
-            for index, digest in pool.map(self._hash, jobs):
-                if digest != self._sums[index]:
-                    self._damaged.append(index)
-
-    def _hash(self, job: _Job) -> tuple[int, int]:
-        index, target = job
-        data = self._generation.tensor_bytes(self._entries[index])
-        digest = xxhash.xxh3_64()
-        if target is None:
-            digest.update(data)
-            return index, digest.intdigest()
-        source = torch.frombuffer(data, dtype=torch.uint8)
-        flat = target.detach().view(-1).view(torch.uint8)
-        with torch.no_grad():
-            for start in range(0, len(data), CHUNK):
-                digest.update(data[start : start + CHUNK])
-                flat[start : start + CHUNK].copy_(source[start : start + CHUNK])
-        return index, digest.intdigest()
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor is exactly its contiguous bytes in this process's memory."""
-    plain = tensor.device.type == "cpu" and tensor.is_contiguous()
-    return plain and not tensor.is_conj() and not tensor.is_neg()
+def _overlap(pointers: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]) -> bool:
+    """Return True if two pieces of memory share bytes."""
+    order = np.argsort(pointers)
+    starts, ends = pointers[order], (pointers + sizes)[order]
+    return bool((ends[:-1] > starts[1:]).any())
 
 
 @contextlib.contextmanager

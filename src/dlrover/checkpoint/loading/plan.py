@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from dlrover.checkpoint.engine.copying import joined
-from dlrover.checkpoint.loading.restore import Copy, Prepare, Restoration, StateReading
+from dlrover.checkpoint.loading.restore import Prepare, Restoration, StateReading
 from dlrover.checkpoint.machine import extent, layout as layouts
 from dlrover.checkpoint.machine.extent import Box, Extent, Piece, cover
 from dlrover.checkpoint.machine.layout import TensorSpec, name
@@ -146,12 +146,12 @@ class PartialLoad:
         self._targets = targets
         self.wanted: list[Extent | None] = [target.extent for target in targets]
 
-    def run(self, tensors: Sequence[torch.Tensor], copy: Copy = torch._foreach_copy_) -> None:
+    def run(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the parts to their targets."""
         targets = [target.tensor for target in self._targets]
         if targets:
             with torch.no_grad():
-                copy(targets, tensors)
+                torch._foreach_copy_(targets, tensors)
 
 
 def taking(

@@ -25,9 +25,6 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 Prepare = Callable[[Any, Sequence[TensorSpec], bool], "Restoration | StateReading"]
 """Prepares the restoration of a saved tree and its tensors; True: another number of ranks saved them."""
 
-Copy = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object]
-"""Copies the content of each tensor of the second sequence to its counterpart in the first."""
-
 
 @runtime_checkable
 class Filler(Protocol):
@@ -81,7 +78,6 @@ class Restoration:
         restored = {key: item for key, item in state.items() if key not in except_for}
         _check_keys(restored, self._tree, ())
         self._match(restored, self._tree, ())
-        self._copy: Copy = torch._foreach_copy_
         self._pending: list[tuple[torch.Tensor, int]] = []
         """Tensors to overwrite, each with the index of its saved tensor."""
 
@@ -199,13 +195,13 @@ class Restoration:
 
     # ---- execute
 
-    def run(self, tensors: Sequence[torch.Tensor], copy: Copy = torch._foreach_copy_) -> None:
+    def run(self, tensors: Sequence[torch.Tensor]) -> None:
         """Restore the state.
 
         ``tensors`` are the wanted parts. They may be views of memory that changes later, so anything kept is
-        copied. ``copy`` overwrites the live tensors.
+        copied.
         """
-        self._tensors, self._copy = tensors, copy
+        self._tensors = tensors
         with torch.no_grad():
             for key, saved in self._tree.items():
                 self._state[key] = self._restored(self._state[key], saved, (key,))
@@ -241,11 +237,7 @@ class Restoration:
     def _overwrite(self) -> None:
         """Overwrite all scheduled tensors in one call, because there may be very many."""
         pending, self._pending = self._pending, []
-        if pending and isinstance(self._tensors, Filler):
-            pending = self._tensors.fill(pending)
-        if pending:
-            targets, contents = zip(*((t, self._tensors[i]) for t, i in pending), strict=True)
-            self._copy(targets, contents)
+        _overwrite(pending, self._tensors)
 
     def _load(self, value: Any, saved: Any) -> None:
         """Pass an object its saved state.
@@ -306,6 +298,15 @@ class Restoration:
         return self._filled(saved, copy=True)
 
 
+def _overwrite(pending: list[tuple[torch.Tensor, int]], tensors: Sequence[torch.Tensor]) -> None:
+    """Overwrite tensors with those of the given numbers."""
+    if pending and isinstance(tensors, Filler):
+        pending = tensors.fill(pending)
+    if pending:
+        targets, contents = zip(*((t, tensors[i]) for t, i in pending), strict=True)
+        torch._foreach_copy_(targets, contents)
+
+
 def _has_load_hooks(module: torch.nn.Module) -> bool:
     """Return True if hooks may change a state before loading; it must then not use the module's memory."""
     return any(part._load_state_dict_pre_hooks for part in module.modules())  # noqa: SLF001
@@ -326,7 +327,7 @@ class StateReading:
         self._tree, self._specs = tree, specs
         self.needs_ranks = False
         self.state: State = {}
-        self._pending: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self._pending: list[tuple[torch.Tensor, int]] = []
         chosen = tree if keys is None else {k: item for k, item in tree.items() if k in keys}
         used = {ref.index for ref in _refs(chosen)}
         self.as_saved = len(used) == len(specs)
@@ -337,25 +338,20 @@ class StateReading:
     def know(self, trees: Sequence[Any]) -> None:
         """Do nothing: the states of other ranks are not needed."""
 
-    def run(self, tensors: Sequence[torch.Tensor], copy: Copy = torch._foreach_copy_) -> None:
+    def run(self, tensors: Sequence[torch.Tensor]) -> None:
         """Build the state from copies of these tensors, which may be views of memory that changes later."""
-        self.state = replace_refs(
-            self._tree, lambda ref, _: self._tensor(ref.index, tensors[ref.index])
-        )
-        targets, contents = self._pending
-        if targets:
-            copy(targets, contents)
-        self._pending = [], []
+        self.state = replace_refs(self._tree, lambda ref, _: self._tensor(ref.index))
+        pending, self._pending = self._pending, []
+        _overwrite(pending, tensors)
 
-    def _tensor(self, index: int, tensor: torch.Tensor) -> Any:
+    def _tensor(self, index: int) -> Any:
         spec = self._specs[index]
         if self.wanted[index] is None:
             return torch.zeros((), dtype=DTYPES[spec.dtype]).expand(spec.shape)
         part = spec.part
-        made = torch.empty_like(tensor)
+        made = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
         if made.numel():
-            self._pending[0].append(made)
-            self._pending[1].append(tensor)
+            self._pending.append((made, index))
         return made if part is None else Shard(made, part.whole, part.at, part.owner)
 
 

@@ -98,6 +98,8 @@ class PackedLayout(NamedTuple):
     data_bytes: int
     tensors: int
     layout_hash: int
+    index_hash: int
+    """Hash of ``encoded``."""
 
 
 class TensorRef(msgspec.Struct, frozen=True):
@@ -130,12 +132,12 @@ def place(specs: Sequence[TensorSpec], same_as: Sequence[int]) -> tuple[TensorEn
 def packed(entries: msgspec.Raw, skeleton: bytes, sizes: tuple[int, int, int]) -> PackedLayout:
     """Return a layout whose entries are already encoded; ``sizes``: bytes of data, tensors, hash."""
     index = msgspec.msgpack.encode((entries, skeleton, sizes[2]))
-    return PackedLayout(index, *sizes)
+    return PackedLayout(index, *sizes, xxhash.xxh3_64_intdigest(index))
 
 
-def layout_hash(entries: tuple[TensorEntry, ...]) -> int:
-    """Return a hash of the entries, the same for equal ones."""
-    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(entries))
+def layout_hash(entries: msgspec.Raw) -> int:
+    """Return a hash of encoded entries, the same for equal ones."""
+    return xxhash.xxh3_64_intdigest(entries)
 
 
 def check(layout: Layout, data_bytes: int) -> None:
@@ -176,7 +178,7 @@ def pack(
     value: Any,
     path: Path,
     leaf: Callable[[Any, Path], Any],
-    whole: Callable[[dict[Any, Any], Path], dict[Any, Any] | None] | None = None,
+    whole: Callable[[dict[Any, Any], Path], msgspec.Raw | None] | None = None,
 ) -> Any:
     """Convert the tree ``value`` to an equal one that msgspec can encode.
 
@@ -190,9 +192,9 @@ def pack(
     kind = type(value)
     if isinstance(value, dict):
         _check_depth(path)
-        packed = whole(value, path) if whole is not None else None
-        if packed is not None:
-            return packed
+        encoded = whole(value, path) if whole is not None else None
+        if encoded is not None:
+            return encoded
         packed = {}
         for key, item in value.items():
             if type(key) is not str:

@@ -198,7 +198,7 @@ class Exchange:
         if xxhash.xxh3_64_intdigest(copy.sums) != sums_hash:
             raise InfrastructureError(f"The checksums of step {header.save.step} are damaged.")
         sums = array("Q", copy.sums).tolist()
-        found = memory.compute_sums(generation, layout)
+        found = memory.compute_sums(generation, layout.entries)
         for entry, expected, actual in zip(layout.entries, sums, found, strict=True):
             if expected != actual:
                 raise InfrastructureError(
@@ -206,7 +206,9 @@ class Exchange:
                     " on its way."
                 )
         faults.point("replicate.received")
-        packed = PackedLayout(copy.index, header.data_bytes, header.tensors, header.layout_hash)
+        packed = PackedLayout(
+            copy.index, header.data_bytes, header.tensors, header.layout_hash, header.index_hash
+        )
         with self._changed:
             mine = self._ranks.memories[header.rank]
             if not self._is_current(copy) or mine.owner:

@@ -22,8 +22,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
+from dlrover import config
+from dlrover._native.kernels import Kernels, kernels as choose
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.layout import Layout, PackedLayout
 from dlrover.checkpoint.machine.saves import SaveId
@@ -96,8 +100,19 @@ class Generation:
         _WORD.pack_into(self._map, _STATE_AT, state)
         _WORD.pack_into(self._map, _SUMMED_AT, 0)
 
-    def seal(self, packed: PackedLayout, *, rank: int, world_size: int, save: SaveId) -> None:
-        """Write index and header for data already in place, then mark the generation valid."""
+    def seal(
+        self,
+        packed: PackedLayout,
+        *,
+        rank: int,
+        world_size: int,
+        save: SaveId,
+        sums: npt.NDArray[np.uint64] | None = None,
+    ) -> None:
+        """Write index and header for data already in place, then mark the generation valid.
+
+        ``sums``: the tensors' checksums; None if the saver is to compute them.
+        """
         index, data_bytes = packed.encoded, packed.data_bytes
         if needed_for(packed) > self.size:
             raise InfrastructureError(
@@ -107,16 +122,19 @@ class Generation:
         self._map[start : start + len(index)] = index
         fields = _FIELDS.pack(
             MAGIC, formats.FORMAT, rank, save.step, world_size, save.session, save.number, save.line,
-            packed.layout_hash, data_bytes, len(index), xxhash.xxh3_64_intdigest(index), packed.tensors,
+            packed.layout_hash, data_bytes, len(index), packed.index_hash, packed.tensors,
         )  # fmt: skip
         self._map[: len(fields)] = fields
         _WORD.pack_into(self._map, len(fields), xxhash.xxh3_64_intdigest(fields))
+        if sums is not None:
+            self._write_sums(start + len(index), sums.tobytes())
         _WORD.pack_into(self._map, _STATE_AT, State.VALID)
 
     def store_sums(self, header: Header, sums: Sequence[int]) -> None:
         """Write the tensors' checksums and mark them present."""
-        data = array("Q", sums).tobytes()
-        start = _sums_at(header)
+        self._write_sums(_sums_at(header), array("Q", sums).tobytes())
+
+    def _write_sums(self, start: int, data: bytes) -> None:
         self._map[start : start + len(data)] = data
         digest = xxhash.xxh3_64_intdigest(data)
         _WORD.pack_into(self._map, start + len(data), digest)
@@ -259,14 +277,26 @@ def populate(generation: Generation, wanted: Callable[[], bool] = lambda: True) 
         _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), MADV_POPULATE_WRITE)
 
 
-def compute_sums(generation: Generation, layout: Layout) -> list[int]:
-    """Compute the checksum of each tensor."""
-    return [sum_of(generation, entry) for entry in layout.entries]
+def compute_sums(generation: Generation, entries: Sequence[layouts.TensorEntry]) -> list[int]:
+    """Compute the checksum of each tensor: XXH3, 64 bits."""
+    offsets, sizes = spans(entries)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(generation.data))
+    sums: list[int] = kernels().hash(offsets + np.uint64(start), sizes).tolist()
+    return sums
 
 
-def sum_of(generation: Generation, entry: layouts.TensorEntry) -> int:
-    """Compute the checksum of a tensor: XXH3, 64 bits."""
-    return xxhash.xxh3_64_intdigest(generation.tensor_bytes(entry))
+def spans(
+    entries: Sequence[layouts.TensorEntry],
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """Return the offsets and the sizes of tensors in bytes."""
+    count = len(entries)
+    offsets = np.fromiter((entry.offset for entry in entries), np.uint64, count)
+    return offsets, np.fromiter((entry.nbytes for entry in entries), np.uint64, count)
+
+
+def kernels() -> Kernels:
+    """Return the functions on raw memory that the environment asks for."""
+    return choose(config.native(config.environ()))
 
 
 def _sums_at(header: Header) -> int:

@@ -139,7 +139,9 @@ def _write_flash(content: Content, temporary: Path, step: int) -> None:
         sums.append(
             sums[first] if known else xxhash.xxh3_64_intdigest(content.tensors[index].data())
         )
-    layout = Layout(entries, content.skeleton, layouts.layout_hash(entries))
+    layout = Layout(
+        entries, content.skeleton, layouts.layout_hash(msgspec.Raw(msgspec.msgpack.encode(entries)))
+    )
     by_path = dict(held)
     source = persist.RankPart(lambda entry: by_path[entry.path].data(), layout, sums)
     temporary.mkdir()

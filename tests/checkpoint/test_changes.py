@@ -1,0 +1,161 @@
+"""States that change between saves in every way: what is copied is always the state as it is."""
+
+import copy
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+from hypothesis import example, given, settings, strategies as st
+from random_trees import assert_same, blank, make
+
+from dlrover.checkpoint.engine import copying
+from dlrover.checkpoint.engine.copying import Copier
+from dlrover.checkpoint.loading.restore import Restoration
+from dlrover.checkpoint.machine import layout as layouts
+from dlrover.checkpoint.saver.memory import kernels, spans
+from dlrover.errors import ConfigurationError
+
+pytestmark = pytest.mark.torch
+
+State = dict[str, dict]
+BUFFER = 1 << 16
+
+
+def begin() -> State:
+    """Enough tensors in one dict that the walk remembers it, and others."""
+    many = {f"t{n}": torch.randn(2 + n % 3, 4) for n in range(20)}
+    odd = {"z": torch.randn(4, dtype=torch.complex64), "turned": torch.randn(3, 5).t()}
+    return {"many": many, "odd": odd, "step": {"number": 0}}
+
+
+def put(state: State, key: str, tensor: torch.Tensor) -> None:
+    state["many"][key].data = tensor
+
+
+def tie(state: State, key: str) -> None:
+    state["many"][key] = state["many"]["t0"]
+
+
+def grow_storage(state: State, key: str) -> None:
+    tensor = state["many"][key]
+    if tensor.untyped_storage().resizable():
+        tensor.untyped_storage().resize_(4096)
+
+
+def moved_view(state: State, key: str) -> None:
+    tensor = state["many"][key]
+    base = torch.randn(tensor.numel() + 3, dtype=torch.float64).to(tensor.dtype)
+    tensor.set_(base.untyped_storage(), 3, tensor.shape, base[3:].view(tensor.shape).stride())
+
+
+def negative(state: State, key: str) -> None:
+    """The negative of the memory that a tensor has had, at the same address."""
+    pairs = torch.view_as_complex(torch.randn(4, 2))
+    state["many"][key] = pairs.imag
+    state["many"][key].data = pairs.conj().imag
+
+
+def swap_keys(state: State, key: str) -> None:
+    many = state["many"]
+    many["t1"], many[key] = many[key], many["t1"]
+
+
+def reorder(state: State, key: str) -> None:
+    state["many"][key] = state["many"].pop(key)
+
+
+def count(state: State, _: str) -> None:
+    state["step"]["number"] += 1
+
+
+CHANGES: dict[str, Callable[[State, str], object]] = {
+    "nothing": lambda state, key: None,
+    "content": lambda state, key: state["many"][key].zero_(),
+    "replaced": lambda state, key: state["many"].update({key: torch.randn(2, 4)}),
+    "replaced by another type": lambda state, key: state["many"].update({key: torch.ones(8).int()}),
+    "data": lambda state, key: put(state, key, torch.randn(2, 4)),
+    "data of the same memory": lambda state, key: put(state, key, state["many"][key].view(-1)),
+    "data of another type": lambda state, key: put(
+        state, key, state["many"][key].contiguous().view(torch.uint8)
+    ),
+    "turned in place": lambda state, key: state["many"][key].squeeze().t_(),
+    "turned": lambda state, key: put(state, key, state["many"][key].t()),
+    "resized": lambda state, key: state["many"].update({key: torch.randn(3).resize_(2, 5).zero_()}),
+    "larger storage": grow_storage,
+    "moved view": moved_view,
+    "negative": negative,
+    "conjugate": lambda state, key: put(state, "t3", torch.randn(4, dtype=torch.cfloat).conj()),
+    "tied": tie,
+    "new key": lambda state, key: state["many"].update({f"new {key}": torch.randn(3)}),
+    "removed key": lambda state, key: state["many"].pop(key),
+    "reordered": reorder,
+    "swapped": swap_keys,
+    "plain value": count,
+    "a dict instead": lambda state, key: state["many"].update({key: {"inner": torch.ones(2)}}),
+    "empty": lambda state, key: put(state, key, torch.zeros(0, 3)),
+    "expanded": lambda state, key: put(state, key, torch.randn(1, 4).expand(3, 4)),
+    "another form": lambda state, key: state["odd"].update(
+        z=make("complex64", (2, 3), "strided", 1)
+    ),
+}
+keys = st.sampled_from([f"t{n}" for n in range(20)])
+
+
+def check(copier: Copier, state: State, buffer: torch.Tensor) -> None:
+    """Copy, and compare the content and the checksums."""
+    packed = copier.layout_of(state)
+    buffer.fill_(77)
+    copier.copy(buffer)
+    expected = copy.deepcopy(state)
+    layout = msgspec.msgpack.decode(packed.encoded, type=layouts.Layout)
+    assert packed.layout_hash == layout.hash
+    layouts.check(layout, packed.data_bytes)
+    target = blank(state)
+    skeleton = layouts.decode(layout.skeleton)
+    Restoration(target, skeleton, layout.entries).run(copying.views(buffer, layout.entries))
+    assert_same(target, expected)
+    assert (copier.sums is not None) == kernels().native
+    if copier.sums is not None:
+        offsets, sizes = spans(layout.entries)
+        found = kernels().hash(offsets + buffer.data_ptr(), sizes)
+        assert copier.sums.tolist() == found.tolist()
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_every_change_is_noticed(native: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DLROVER_NATIVE", native)
+
+    @settings(deadline=None, max_examples=40)
+    @given(
+        st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), keys, st.integers(0, 2)), max_size=6)
+    )
+    @example([(name, "t5", n % 3) for n, name in enumerate(CHANGES)])
+    def run(changes):
+        state, copier = begin(), Copier()
+        copier.threads = 2
+        buffers = [torch.zeros(BUFFER, dtype=torch.uint8) for _ in range(3)]
+        for buffer in buffers:
+            check(copier, state, buffer)
+        for change, key, number in changes:
+            if isinstance(state["many"].get(key), torch.Tensor):
+                try:
+                    CHANGES[change](state, key)
+                except RuntimeError:  # torch refuses it for a tensor that was changed before
+                    continue
+                check(copier, state, buffers[number])
+                check(copier, state, buffers[number - 1])
+
+    run()
+
+
+def test_a_tensor_whose_storage_was_made_smaller_is_refused():
+    state, copier = begin(), Copier()
+    copier.layout_of(state)
+    state["many"]["t4"].untyped_storage().resize_(0)
+    with pytest.raises(
+        ConfigurationError, match=r"many\.t4 needs 48 bytes, and its storage has only 0"
+    ):
+        copier.layout_of(state)
+    with pytest.raises(ConfigurationError, match=r"many\.t4 needs 48 bytes"):
+        Copier().layout_of(state)
