@@ -46,11 +46,12 @@ UPSTREAM_SHARDS = 2400.0
 LEASE = 10
 """Shards of one request."""
 WORKERS = 16
+AGENTS = 2
+"""Agents that the workers of the flood have: eight workers each, as on a usual node."""
 SLOWDOWN = 3.0
 BATCH = 10
 TURN = 10
 """Batches that one training makes before the other one goes on."""
-METADATA = ((wire.TOKEN_KEY, "simulated"),)
 
 
 @contextlib.asynccontextmanager
@@ -65,25 +66,23 @@ async def a_master() -> Any:
 # ---- as fast as possible
 
 
-async def worker(channel: grpc.aio.Channel, name: str, until: float) -> tuple[int, int]:
+async def worker(client: MasterClient, name: str, until: float) -> tuple[int, int]:
     """Report a lease as done and take the next, in a closed loop; requests and shards."""
-    call = channel.unary_unary(f"/{wire.SERVICE}/Shards")
     spec = DataSpec(name="data", size=10**12, shard=100)
-    opened = OpenShards(spec, name, Incarnation(1))
-    await call(wire.encode(opened), metadata=METADATA)
+    await client.shards(wire.encode(OpenShards(spec, name, Incarnation(1))))
     done: tuple[Span, ...] = ()
     requests = shards = 0
     while time.perf_counter() < until:
         request = TakeShards("data", name, Incarnation(1), requests, 0, LEASE, done)
-        reply = wire.decode(await call(wire.encode(request), metadata=METADATA), ShardReply)
+        reply = wire.decode(await client.shards(wire.encode(request)), ShardReply)
         done = reply.spans
         requests += 1
         shards += sum(span.stop - span.start for span in done) // spec.shard
     return requests, shards
 
 
-async def flood(seconds: float) -> Row:
-    """Requests of many workers beside as many to a bare server."""
+async def flood(seconds: float, agents: int = AGENTS) -> Row:
+    """Requests of many workers, by way of their agents' connections, beside as many to a bare server."""
     request = wire.encode(
         TakeShards(
             "data",
@@ -100,11 +99,15 @@ async def flood(seconds: float) -> Row:
             with Meter(pid) as bare:
                 method = f"/{bare_grpc.SERVICE}/Unary"
                 echoed = await bare_grpc.flood_unary(channel, method, request, seconds)
-    async with a_master() as master, grpc.aio.insecure_channel(master.address) as channel:
+    async with a_master() as master, contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(master.client()) for _ in range(agents)]
         until = time.perf_counter() + seconds
         with Meter(master.pid) as meter:
             counts = await asyncio.gather(
-                *(worker(channel, f"{number}-0123456789ab", until) for number in range(WORKERS))
+                *(
+                    worker(clients[number % agents], f"{number}-0123456789ab", until)
+                    for number in range(WORKERS)
+                )
             )
     requests, shards = (sum(column) for column in zip(*counts, strict=True))
     return {

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dlrover.errors import FencedError, InfrastructureError, ProtocolError
+from dlrover.master.journal import commits
 from dlrover.master.journal.commits import Commits
 from dlrover.master.journal.file import FileJournal
 from dlrover.rpc.messages import SetKey
@@ -85,12 +86,30 @@ def test_a_request_whose_caller_has_left_is_dropped():
     asyncio.run(test())
 
 
+def test_a_commit_waits_for_as_many_requests_as_the_last_one_had(monkeypatch):
+    async def test() -> None:
+        log = Log()
+        await asyncio.gather(*map(log.ask, "abc"))
+        monkeypatch.setattr(commits, "WINDOW", 60.0)
+        replies = []
+        for key in "def":
+            replies.append(log.ask(key))
+            await asyncio.sleep(0.002)
+        assert await asyncio.wait_for(asyncio.gather(*replies), 5.0) == [
+            f"{key} at 7.0" for key in "def"
+        ]
+        assert [each for each in log.done if isinstance(each, list)] == [[*"abc"], [*"def"]]
+
+    asyncio.run(test())
+
+
 # ---- the file
 
 
 ANSWERS = """
 import asyncio, sys
 from pathlib import Path
+from dlrover.master.journal import commits
 from dlrover.master.journal.commits import Commits
 from dlrover.master.journal.file import FileJournal
 from dlrover.rpc.messages import SetKey

@@ -7,11 +7,14 @@ import socket
 from dlrover._util import framing
 from dlrover.agent.relay import ShardRelay
 from dlrover.data.services import RelayService
+from dlrover.errors import InfrastructureError
 from dlrover.master.journal import takeover
 from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import open_journal
 from dlrover.master.service import Master
+from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
+from dlrover.rpc.messages import Frame, Record
 from dlrover.rpc.server import Server
 from dlrover.spec.job import JobSpec
 from dlrover.spec.shards import (
@@ -138,3 +141,81 @@ def test_a_worker_that_sends_too_much_is_cut_off(tmp_path) -> None:
                     return await asyncio.to_thread(sock.recv, 1)
 
     assert asyncio.run(send()) == b""
+
+
+def frame_of(*requests: object) -> Frame:
+    return Frame(
+        tuple(
+            Record(number, one if isinstance(one, bytes) else wire.encode(one))
+            for number, one in enumerate(requests)
+        )
+    )
+
+
+async def dealt(master: Master, *frames: Frame) -> list[list[ShardReply]]:
+    """The replies to each frame, in the order of its requests."""
+
+    async def sent():
+        for frame in frames:
+            yield frame
+
+    replies = []
+    async for frame in master.deal(sent()):
+        assert [number for number, _ in frame.records] == list(range(len(frame.records)))
+        replies.append([wire.decode(body, ShardReply) for _, body in frame.records])
+    return replies
+
+
+def test_a_frame_that_comes_twice_counts_once_also_after_a_new_master(tmp_path) -> None:
+    opens = frame_of(*(OpenShards(SPEC, name, ROUND) for name in "ab"))
+    takes = frame_of(take(1), TakeShards("data", "b", ROUND, 1, want=2))
+
+    async def first() -> list[list[ShardReply]]:
+        with master_at(tmp_path) as master:
+            return await dealt(master, opens, takes, takes)
+
+    async def second() -> list[list[ShardReply]]:
+        with master_at(tmp_path) as master:
+            return await dealt(master, takes, frame_of(LookShards("data")))
+
+    _, before, repeated = asyncio.run(first())
+    again, (look,) = asyncio.run(second())
+    assert [one.spans for one in before] == [(Span(0, 0, 20),), (Span(0, 20, 40),)]
+    assert before == repeated == again
+    assert (look.acknowledged, look.leased) == (0, 40)
+
+
+def test_a_request_of_a_frame_that_fails_fails_alone(tmp_path) -> None:
+    async def ask() -> list[ShardReply]:
+        with master_at(tmp_path) as master:
+            await dealt(master, frame_of(OpenShards(SPEC, "a", ROUND)))
+            unknown = TakeShards("other", "a", ROUND, 1)
+            (replies,) = await dealt(master, frame_of(b"\xc1", unknown, take(1)))
+            return replies
+
+    unreadable, unknown, taken = asyncio.run(ask())
+    assert "A message could not be read" in unreadable.refused
+    assert "knows no data set other" in unknown.refused
+    assert taken.spans == (Span(0, 0, 20),)
+
+
+def test_a_frame_is_one_entry_into_the_journal_and_all_of_it_waits_for_the_disk(tmp_path) -> None:
+    async def ask() -> tuple[list[int], list[ShardReply]]:
+        with master_at(tmp_path) as master:
+            written = []
+            append = master._journal.append_all
+
+            def full(entries, now):
+                written.append(len(entries))
+                if len(written) > 1:
+                    raise InfrastructureError("The disk is full.")
+                append(entries, now)
+
+            master._journal.append_all = full
+            opens = frame_of(*(OpenShards(SPEC, name, ROUND) for name in "abcd"))
+            _, refused = await dealt(master, opens, frame_of(take(1), take(2)))
+            return written, refused
+
+    written, refused = asyncio.run(ask())
+    assert written == [4, 2]
+    assert all("The disk is full" in one.away and not one.spans for one in refused)

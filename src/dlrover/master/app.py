@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,8 @@ from dlrover.spec.outcome import Outcome
 
 logger = logging.getLogger(__name__)
 
+GC_THRESHOLDS = 50_000, 20, 50
+"""Garbage collection of the master: thousands of agents that arrive are no garbage, and each collection visits them."""
 STOP_GRACE = 1.0
 """Seconds that open calls get to finish when the master exits; it has closed the agents' streams by then."""
 
@@ -57,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger().addHandler(shown)
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
     try:
+        gc.set_threshold(*GC_THRESHOLDS)
         return asyncio.run(serve(job_dir, env, args.lifeline_fd))
     except DLRoverError as error:
         logger.exception("The master ends")

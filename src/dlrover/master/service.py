@@ -24,7 +24,7 @@ from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Node
 from dlrover.master.machine.watches.activities import Activities
 from dlrover.master.scaling.autoscale import AutoScaler
-from dlrover.master.shards import ShardsService
+from dlrover.master.shards import ShardsService, answers
 from dlrover.master.storeside import StoreService, waited
 from dlrover.master.views.status import status_of
 from dlrover.platform.base import PlacedNode, Platform, Progress, RoleSize, scaled_by
@@ -94,6 +94,7 @@ class Master:
         self._platform: Platform | None = None
         self._queues: dict[int, asyncio.Queue[messages.MasterMessage | None]] = {}
         self._greeted: dict[str, asyncio.Queue[messages.MasterMessage | None]] = {}
+        self._dealing: set[asyncio.Task[object]] = set()
         self._last_seen: dict[int, float] = {}
         self._steps: dict[int, int] = {}
         self._dismissed: set[int] = set()
@@ -150,7 +151,7 @@ class Master:
         server.unary("Scale", messages.ScaleRequest, self.scale)
         server.unary("Stacks", messages.StacksRequest, self.hangs.stacks)
         server.unary("Store", messages.StoreRequest, self.use_store)
-        server.unary("Shards", ShardRequest, self.use_shards)
+        server.stream("Deal", messages.Frame, self.deal)
 
     async def run(self) -> bool:
         """Watch the job until it has ended and its nodes have left; False if another master takes over."""
@@ -223,11 +224,13 @@ class Master:
         return node.connected or bool(node.handle and not node.status.final and not node.gone)
 
     def close(self) -> None:
-        """End every agent's stream before the master exits."""
+        """End every agent's streams before the master exits."""
         if self._progress_timer is not None:
             self._progress_timer.cancel()
         for queue in self._queues.values():
             queue.put_nowait(None)
+        for dealing in self._dealing:
+            dealing.cancel()
         self._wake_watchers()
 
     def on_node_exit(
@@ -598,11 +601,27 @@ class Master:
 
     async def use_shards(self, request: ShardRequest) -> ShardReply:
         """Lease samples of a dataset, or record what was done with them."""
+        reply = self._use_shards(request)
+        return reply if isinstance(reply, ShardReply) else await reply
+
+    def _use_shards(self, request: ShardRequest) -> ShardReply | asyncio.Future[ShardReply]:
         if self.machine.outcome is not None:
             return ShardReply(refused="The job has ended.")
         if isinstance(request, LookShards):
             return self.shards.handle(request, self.clock())
-        return await self._commits.commit(request, lambda now: self.shards.handle(request, now))
+        return self._commits.begin(request, lambda now: self.shards.handle(request, now))
+
+    async def deal(self, frames: AsyncIterator[messages.Frame]) -> AsyncIterator[messages.Frame]:
+        """Serve the shard requests of an agent's workers, one frame at a time."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._dealing.add(task)
+        try:
+            async for frame in frames:
+                for replies in await answers(frame, self._use_shards):
+                    yield replies
+        finally:
+            self._dealing.discard(task)
 
     async def use_store(self, request: messages.StoreRequest) -> messages.StoreReply:
         """Apply a request to the key-value store, waiting no longer than it asks for."""

@@ -12,6 +12,7 @@ import msgspec
 
 from dlrover.errors import ConfigurationError
 from dlrover.rpc import messages, wire
+from dlrover.rpc.batches import Batches
 from dlrover.rpc.connection import REQUEST_TIMEOUT, Connection
 from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig, decode
 from dlrover.spec.node import WORKER
@@ -22,6 +23,14 @@ STACKS_WAIT = 30.0
 
 class MasterClient(Connection):
     """A connection to a job's master."""
+
+    _dealing: Batches | None = None
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._dealing is not None:
+            self._dealing.close()
+        await super().close()
 
     async def move(self, address: str) -> None:
         """Switch to a master at another address; open calls to the previous one end."""
@@ -55,8 +64,13 @@ class MasterClient(Connection):
         return reply.value
 
     async def shards(self, request: bytes) -> bytes:
-        """Forward an encoded `ShardRequest` and return the encoded `ShardReply`."""
-        return await self._forward("Shards", request)
+        """Forward an encoded `ShardRequest`, batched with others, and return the encoded `ShardReply`."""
+        if self._dealing is None:
+            self._dealing = Batches(self._deal, self._described, self._timeout)
+        return await self._dealing.ask(request)
+
+    def _deal(self) -> grpc.aio.StreamStreamCall:
+        return self._channel.stream_stream(f"/{wire.SERVICE}/Deal")(metadata=self._metadata)
 
     async def watch(
         self, since: int = 0, *, follow: bool = False

@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import msgspec
 
-from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError, ProtocolError
 from dlrover.rpc import wire
 
 if TYPE_CHECKING:
@@ -82,21 +82,25 @@ class Connection:
 
     def _fail(self, error: grpc.aio.AioRpcError) -> NoReturn:
         """Raise the DLRover error for a failed call."""
+        raise self._described(error) from error
+
+    def _described(self, error: grpc.aio.AioRpcError) -> DLRoverError:
+        """Return the DLRover error for a failed call."""
         code, details = error.code(), error.details() or ""
         server = f"{self.peer} {self.address}"
         if code is grpc.StatusCode.UNAUTHENTICATED:
-            raise ConfigurationError(f"{server} refused the connection: {details}") from error
+            return ConfigurationError(f"{server} refused the connection: {details}")
         if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
-            raise ProtocolError(f"{server} did not understand a message: {details}") from error
+            return ProtocolError(f"{server} did not understand a message: {details}")
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            raise ProtocolError(f"{server} refused a message: {details}") from error
+            return ProtocolError(f"{server} refused a message: {details}")
         if code is grpc.StatusCode.FAILED_PRECONDITION:
-            raise ConfigurationError(details) from error
+            return ConfigurationError(details)
         failed = code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-        raise InfrastructureError(
+        return InfrastructureError(
             f"{server} {'failed' if failed else 'cannot be reached'}: "
             f"{_reason(details or code.name).rstrip('.')}."
-        ) from error
+        )
 
 
 def _reason(details: str) -> str:

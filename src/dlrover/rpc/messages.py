@@ -7,7 +7,7 @@ those that the agent missed. Everything else is a single request with a deadline
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -289,3 +289,25 @@ class StoreReply(msgspec.Struct, frozen=True):
     """The answer to a store request: the value, or None if the key is not set or the wait timed out."""
 
     value: bytes | None
+
+
+# ---- batched requests
+
+MAX_RECORDS = 1000
+"""Maximum number of records in a frame."""
+
+
+class Record(NamedTuple):
+    """One encoded request, or the reply to the request of this number on the same stream."""
+
+    number: int
+    body: bytes
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """Requests that wait at the same time, or replies that are ready at the same time.
+
+    Each body is decoded by itself, so that an unreadable request fails alone.
+    """
+
+    records: Annotated[tuple[Record, ...], msgspec.Meta(max_length=MAX_RECORDS)]

@@ -13,7 +13,7 @@ from dlrover.errors import DLRoverError
 from dlrover.master.journal.journal import Entry
 
 WINDOW = 0.001
-"""Seconds that the first request waits for others."""
+"""Seconds that the first request waits for as many as the last commit had."""
 ALONE = 3
 """Consecutive lone requests after which the next one does not wait."""
 
@@ -39,6 +39,8 @@ class Commits:
         self._clock = clock
         self._waiting: list[_Waiting] = []
         self._alone = 0
+        self._usual = 0
+        self._timer: asyncio.Handle | None = None
 
     async def commit(self, entry: Entry, handle: Callable[[float], Reply]) -> Reply:
         """Journal a request, then return the result of ``handle``, called with the time of its entry.
@@ -48,17 +50,25 @@ class Commits:
         Raises:
             InfrastructureError: the journal cannot be written; nothing was handled.
         """
+        return await self.begin(entry, handle)
+
+    def begin(self, entry: Entry, handle: Callable[[float], Reply]) -> asyncio.Future[Reply]:
+        """Begin what `commit` waits for; return its result to come."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
-            loop.call_later(WINDOW if self._alone < ALONE else 0.0, self._commit)
+            self._timer = loop.call_later(WINDOW if self._alone < ALONE else 0.0, self._commit)
         reply: asyncio.Future[Reply] = loop.create_future()
         self._waiting.append(_Waiting(entry, handle, reply))
-        return await reply
+        if len(self._waiting) == self._usual and self._timer is not None:
+            self._timer.cancel()
+            self._timer = loop.call_soon(self._commit)
+        return reply
 
     def _commit(self) -> None:
         waiting = [each for each in self._waiting if not each.reply.cancelled()]
         self._waiting = []
         self._alone = self._alone + 1 if len(waiting) == 1 else 0
+        self._usual = max(2, len(waiting))
         if not waiting:
             return
         now = self._clock()

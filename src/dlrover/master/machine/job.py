@@ -74,7 +74,7 @@ class JobMachine:
         checked = self.checks.deadline()  # a round pauses while its nodes are checked
         times = [checked or self.rendezvous.deadline(), self.autoscaling.deadline()]
         times += [self.rounds.grow_at, self.resizer.places_at]
-        times += [*self.state.lost_at.values(), *self.scaling.leaving.values()]
+        times += [self.state.lost_at.earliest(), *self.scaling.leaving.values()]
         times += (migration.until for _, migration in self.fleet.coming())
         if self.adoption.pending:
             times.append(self.adoption.deadline)

@@ -9,6 +9,7 @@ from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.adoption import Adoption
 from dlrover.master.machine.checks.checking import Checks
+from dlrover.master.machine.deadlines import Deadlines
 from dlrover.master.machine.diagnosis.diagnosis import RuleTable, other_failures
 from dlrover.master.machine.faults import Faults
 from dlrover.master.machine.incident import Incident
@@ -120,7 +121,7 @@ class JobState:
     table: RuleTable = field(default_factory=RuleTable)
     nodes: dict[int, Node] = field(default_factory=dict)
     #: when a disconnected node counts as lost; only for nodes that are neither connected nor final
-    lost_at: dict[int, float] = field(default_factory=dict)
+    lost_at: Deadlines = field(default_factory=Deadlines)
     progress: StepProgress = field(default_factory=StepProgress)
     incident: Incident | None = None
     #: set once, when the job ends

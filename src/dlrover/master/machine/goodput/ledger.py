@@ -8,6 +8,7 @@ sums equal the wall time, to the microsecond.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -205,7 +206,8 @@ class Ledger:
 
     def _touched(self, event: inputs.Input, machine: JobMachine) -> list[int]:
         """Return the nodes that the input may have changed; changes of the whole round do not count."""
-        touched = list(machine.nodes)[self.nodes :] if len(machine.nodes) > self.nodes else []
+        new = itertools.islice(reversed(machine.nodes), max(0, len(machine.nodes) - self.nodes))
+        touched = [*new][::-1]
         self.nodes = len(machine.nodes)
         match event:
             case inputs.MasterStarted() | inputs.ScaleRequested():
