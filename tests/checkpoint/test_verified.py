@@ -93,8 +93,9 @@ def test_targets_that_share_memory_get_the_last_content():
     copier.copy(torch.frombuffer(found.data, dtype=torch.uint8))
     found.seal(packed, rank=0, world_size=1, save=SaveId(0, 1, 1, 7), sums=copier.sums)
     header = found.header()
-    entries, sums = found.layout(header).entries, found.sums(header)
-    assert sums == memory.compute_sums(found, entries)
+    entries = found.layout(header).entries
+    sums = memory.compute_sums(found, entries)
+    assert found.sums(header) == (sums if memory.kernels().native else None)
     tensors = VerifiedTensors(found, entries, sums, 1)
     shared = torch.zeros(1 << 20)
     assert tensors.fill([(shared, 0), (shared, 1)]) == []
