@@ -291,14 +291,14 @@ def main() -> None:
         "small": lambda: small_state(args.gigabytes * 1e9, args.small_tensors),
         "tiny": lambda: small_state(256 * args.tiny_tensors, args.tiny_tensors),
     }
+    if args.training:  # first: other libraries leave descriptors open
+        with working_directory(args.directory) as directory:
+            results["training"] = measure_training(args.gigabytes, directory, args.repeats)
     for name in args.states:
         with working_directory(args.directory) as directory:
             results["states"][name] = measure(
                 name, states[name](), directory, args.repeats, peers=args.peers
             )
-    if args.training:
-        with working_directory(args.directory) as directory:
-            results["training"] = measure_training(args.gigabytes, directory, args.repeats)
     args.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
