@@ -197,9 +197,9 @@ class SaverClient:
         """Tell the saver which save the training continues from; None: none in memory."""
         self._ask(protocol.Keep(save), protocol.CarriedOut)
 
-    def verify(self, rank: int, slot: int, below: int = 0) -> str:
-        """Return what is wrong with a generation, or empty; ``below``: check only smaller tensors, 0: all."""
-        return self._ask(protocol.Verify(rank, slot, below), protocol.Verified).problem
+    def verify(self, rank: int, slot: int) -> str:
+        """Return what is wrong with a generation, or an empty text."""
+        return self._ask(protocol.Verify(rank, slot), protocol.Verified).problem
 
     def wait(self) -> tuple[str, ...]:
         """Wait until everything requested is durable or has failed; return the failures."""

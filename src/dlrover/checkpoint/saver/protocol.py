@@ -141,8 +141,6 @@ class Verify(SaverMessage, frozen=True):
 
     rank: int
     slot: int
-    below: int = 0
-    """Size in bytes below which tensors are compared; 0 means all."""
 
 
 class Wait(SaverMessage, frozen=True):

@@ -381,11 +381,8 @@ class Checksums:
             self._ranks.changed.notify_all()
         return sums
 
-    def verify(self, slot: GenerationSlot, below: int = 0) -> str:
-        """Compare a generation with its checksums; return the problem, or an empty text.
-
-        Only tensors of less than ``below`` bytes are compared; 0 means all.
-        """
+    def verify(self, slot: GenerationSlot) -> str:
+        """Compare a generation with its checksums; return the problem, or an empty text."""
         with self._ranks.changed:
             generation, epoch = slot.generation, slot.epoch
         try:
@@ -399,13 +396,8 @@ class Checksums:
             layout = generation.layout(header)
         except InfrastructureError as error:
             return str(error)
-        chosen = [
-            (entry, expected)
-            for entry, expected in zip(layout.entries, sums, strict=True)
-            if not below or entry.nbytes < below
-        ]
-        found = memory.compute_sums(generation, [entry for entry, _ in chosen])
-        for (entry, expected), actual in zip(chosen, found, strict=True):
+        found = memory.compute_sums(generation, layout.entries)
+        for entry, expected, actual in zip(layout.entries, sums, found, strict=True):
             if actual != expected:
                 return f"The tensor {name(entry.path)} of step {header.save.step} in memory is damaged."
         return ""

@@ -282,7 +282,7 @@ class WorkerConnection:
                 slot = state.begin(rank, request.save, request.ready)
                 return protocol.Granted(slot, state.news(rank))
             case protocol.Verify():
-                return protocol.Verified(state.verify(request.rank, request.slot, request.below))
+                return protocol.Verified(state.verify(request.rank, request.slot))
             case protocol.Wait():
                 return protocol.Settled(state.settled(rank))
             case protocol.Stored():

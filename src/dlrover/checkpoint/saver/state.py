@@ -345,14 +345,11 @@ class SaverState:
         with self._changed:
             return next((first.problem for first in self._first if first.problem), "")
 
-    def verify(self, rank: int, number: int, below: int = 0) -> str:
-        """Compare a generation with its checksums; return what is wrong with it, or an empty text.
-
-        Only tensors of less than ``below`` bytes are checked; 0: all.
-        """
+    def verify(self, rank: int, number: int) -> str:
+        """Compare a generation with its checksums; return what is wrong with it, or an empty text."""
         with self._changed:
             slot = self._known(rank).slots[number]
-        return self.sums.verify(slot, below)
+        return self.sums.verify(slot)
 
     def settled(self, rank: int) -> tuple[str, ...]:
         """Wait until all that the rank asked to store is durable or has failed; return the new failures."""

@@ -1,4 +1,4 @@
-"""Deadlines by node, of which the earliest is found without a search."""
+"""Deadlines by node; the earliest is found without a search."""
 
 from __future__ import annotations
 
