@@ -63,6 +63,8 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.NodeCheckFinished(4, 1, 2, 5.2),
     events.RoundCompleted(2, 3, 24, 0.48),
     events.WorkerFailed(_FAILURE, _VERDICT),
+    events.InstanceStarted(3, "ps", 1, 2),
+    events.InstanceRestarts(3, "ps", 1, 1, "it was killed by SIGKILL"),
     events.RestartDecided(1, f"node 1 was lost: {_GONE}"),
     events.HostExcluded(
         "host1", 3600.0, "rank 8 lost its device to a hardware error on node 1 (host1)"

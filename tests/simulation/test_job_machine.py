@@ -296,12 +296,24 @@ Noise = list[tuple[int, int, int]]
 NOISE = st.lists(
     st.tuples(st.integers(0, 19), st.integers(0, 7), st.integers(0, 7)), min_size=20, max_size=60
 )
+SERVERS = {"servers": 2, "min_servers": 1, "max_servers": 2, "managed": True}
 JOBS = st.sampled_from(
     [
-        job(minimum, maximum, managed=managed, node_unit=unit, max_restarts=restarts, limits=limits)
-        for minimum, maximum, unit in [(1, 1, 1), (1, 3, 1), (2, 4, 2), (3, 3, 1)]
-        for managed in (False, True)
-        for restarts, limits in [(0, Limits()), (1000, ENOUGH)]
+        job(1, 2, server_failover="job", **SERVERS),
+        job(1, 2, server_failover="instance", **SERVERS),
+        *[
+            job(
+                minimum,
+                maximum,
+                managed=managed,
+                node_unit=unit,
+                max_restarts=restarts,
+                limits=limits,
+            )
+            for minimum, maximum, unit in [(1, 1, 1), (1, 3, 1), (2, 4, 2), (3, 3, 1)]
+            for managed in (False, True)
+            for restarts, limits in [(0, Limits()), (1000, ENOUGH)]
+        ],
     ]
 )
 quick = settings(

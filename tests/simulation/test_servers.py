@@ -94,14 +94,30 @@ def test_a_master_without_its_journal_adopts_a_world_with_servers(seed: int) -> 
     assert size(cluster) == (2, 2)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_lost_server_that_is_a_world_by_itself_costs_the_workers_nothing(seed: int) -> None:
+    cluster = started(2, 2, seed, min_nodes=2, server_failover="instance")
+    settle(cluster)
+    cluster.kill_agent(cluster.nodes[2])
+    cluster.kill_worker(cluster.nodes[3], WORKER_KINDS[seed % 2])
+    settle(cluster)
+    instances = cluster.machine.instances
+    assert sorted(w.index for w in instances.worlds.values()) == [0, 1]
+    assert sorted(instances.starts.values()) == [2, 2]
+    rounds = [e for e in cluster.events if isinstance(e.body, events.RoundOpened)]
+    assert (len(rounds), cluster.machine.restarts.count, size(cluster)) == (1, 0, (2, 0))
+    assert cluster.finish().exit_code == ExitCode.SUCCESS
+
+
+@pytest.mark.parametrize("failover", ["job", "instance"])
 @pytest.mark.parametrize("seed", range(24))
-def test_random_faults_leave_a_job_that_ends_well(seed: int) -> None:
+def test_random_faults_leave_a_job_that_ends_well(seed: int, failover: str) -> None:
     """The machines are validated, and the journal is replayed, after every input."""
-    cluster = started(3, 2, seed, node_unit=1 + seed % 2, min_nodes=1 + seed % 2)
+    unit = 1 + seed % 2
+    cluster = started(3, 2, seed, node_unit=unit, min_nodes=unit, server_failover=failover)
     chance = random.Random(seed)
 
     def scale(_node: SimulatedNode) -> None:
-        unit = 1 + seed % 2
         workers = unit * chance.randint(1, 2)
         wanted = (chance.randint(1, 4), "ps") if chance.random() < 0.5 else (workers, "worker")
         cluster.scale(wanted[0], role=wanted[1])

@@ -38,7 +38,7 @@ def size(machine: JobMachine, now: float, role: str = WORKER) -> RoleSize:
         if machine.nodes[i].status is NodeStatus.RUNNING or i in machine.rendezvous.servers
     }
     at_work = rdzv.count(running)
-    whole = at_work == rdzv.usable(scaling.size) and not (rdzv.collecting or scaling.leaving)
+    whole = at_work == rdzv.usable(scaling.world) and not (rdzv.collecting or scaling.leaving)
     starting = [node for node in machine.nodes.values() if node.status is NodeStatus.PENDING]
     waits = next((f"node {node.id}: {node.waits}" for node in starting if node.waits), "")
     return RoleSize(
@@ -53,8 +53,8 @@ def size(machine: JobMachine, now: float, role: str = WORKER) -> RoleSize:
     )
 
 
-def reply(before: int, after: int, role: str = "") -> messages.ScaleReply:
-    """Return the answer to a change of the number of nodes."""
+def reply(before: int, after: int, role: str = "", *, alone: bool = False) -> messages.ScaleReply:
+    """Return the answer to a change of the number of nodes; ``alone``: each is a world by itself."""
     kind = f"{role} nodes" if role else "nodes"
     count = f"{after} {kind}" if after != 1 else f"1 {kind[:-1]}"
     if before == after:
@@ -65,5 +65,5 @@ def reply(before: int, after: int, role: str = "") -> messages.ScaleReply:
         rest = f"{come}, and training goes on until they are there."
     else:
         leave = "the last one leaves" if number == 1 else f"the last {number} leave"
-        rest = f"{leave}, and the others go on in a new round."
+        rest = f"{leave}, and the others go on{'' if alone else ' in a new round'}."
     return messages.ScaleReply(f"The job is to have {count} instead of {before}: {rest}")

@@ -32,7 +32,7 @@ from dlrover.rpc import messages
 from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
 from dlrover.spec.events import NodeWaits
-from dlrover.spec.node import WORKER, LaunchNode
+from dlrover.spec.node import SERVER, WORKER, LaunchNode
 from dlrover.spec.shards import LookShards, ShardReply, ShardRequest
 
 logger = logging.getLogger(__name__)
@@ -458,6 +458,9 @@ class Master:
 
     def _take_heartbeat(self, node_id: int, message: messages.Heartbeat) -> None:
         """Record a node's steps; journal the first ones of a round at once, the others now and then."""
+        if self.machine.instances.owns(node_id):
+            self.scaler.take_usage(node_id, message)
+            return
         if message.round != self.machine.rendezvous.round:
             return
         self._steps[node_id] = message.steps
@@ -583,7 +586,9 @@ class Master:
         if scale.changes(self.machine, request):
             self._flush_progress()
             self.submit(request)
-        return scale.reply(before, wanted.nodes, self.machine.scaling.role_name(role))
+        alone = role == SERVER and self.machine.job.server_failover == "instance"
+        role_name = self.machine.scaling.role_name(role)
+        return scale.reply(before, wanted.nodes, role_name, alone=alone)
 
     def placed(self) -> dict[str, PlacedNode]:
         """Return the nodes that the platform was requested to make, by handle."""

@@ -253,6 +253,41 @@ class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):
         return f"{self.verdict.title} ({self.verdict.origin.value})."
 
 
+class InstanceStarted(msgspec.Struct, frozen=True, tag="instance_started"):
+    """The processes of an instance, such as a server that is a world by itself, are being started."""
+
+    node: int
+    role: str
+    index: int
+    """Index of the instance in its role, from 0."""
+    start: int
+    """Number of its starts so far, this one included."""
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        again = f" (start {self.start})" if self.start > 1 else ""
+        return f"Instance {self.index} of {self.role} starts on node {self.node}{again}."
+
+
+class InstanceRestarts(msgspec.Struct, frozen=True, tag="instance_restarts"):
+    """An instance failed or lost its node and is to be started again; the rest of the job goes on."""
+
+    node: int
+    """Node where it failed."""
+    role: str
+    index: int
+    """Index of the instance in its role, from 0."""
+    count: int
+    """Restarts of this instance so far."""
+    reason: str
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        return (
+            f"Instance {self.index} of {self.role} restarts (restart {self.count}): {self.reason}."
+        )
+
+
 class RestartDecided(msgspec.Struct, frozen=True, tag="restart_decided"):
     """The job restarts its workers after a fault."""
 
@@ -618,6 +653,8 @@ EventBody: TypeAlias = (
     | NodeCheckFinished
     | RoundCompleted
     | WorkerFailed
+    | InstanceStarted
+    | InstanceRestarts
     | RestartDecided
     | HostExcluded
     | HangFound

@@ -157,6 +157,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Minimum number of servers in a world."""
     max_servers: int = 0
     """Maximum number of servers of the job, unless a user asks for more."""
+    server_failover: Literal["job", "instance"] = "job"
+    """Scope of a server's failure. ``job``: servers belong to the world, and a failure ends its round.
+    ``instance``: each server is a world by itself and restarts alone."""
     max_restarts: int = 0
     """Restarts allowed after failures of the user's program."""
     earlier_restarts: int = 0
@@ -182,6 +185,12 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Largest multiple of the requested memory; 0: the platform does not know it."""
     grows_cpu: bool = False
     """The platform can launch a node with more cores than the job requested."""
+
+    @property
+    def world_servers(self) -> tuple[int, int]:
+        """Minimum and maximum number of servers in a world; zeros if each is a world by itself."""
+        common = self.server_failover == "job"
+        return (self.min_servers, self.max_servers) if common else (0, 0)
 
 
 class Entry(str, enum.Enum):

@@ -41,6 +41,10 @@ class World(msgspec.Struct, frozen=True):
     """Samples per step of all workers chosen for the job; 0: the program's own."""
     salt: str = ""
     """Salt that makes this world's secrets, derived from the job's token, differ from another world's."""
+    index: int = -1
+    """Index of an instance among those of its role, from 0; it is a world by itself. -1: the job's common world."""
+    instances: int = 0
+    """Wanted number of instances of that role."""
 
     @property
     def role(self) -> str:

@@ -104,6 +104,7 @@ def test_defaults_of_own_options():
         "job_dir": "",
         "local_nodes": 0,
         "servers": "",
+        "server_failover": "job",
         "node_memory": "",
         "node_cpu": "",
         "auto_scale": False,

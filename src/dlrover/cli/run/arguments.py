@@ -307,6 +307,13 @@ def _add_job(group: OptionGroup) -> None:
         help="Parameter servers to run beside the --local-nodes, each a node of role ps with one "
         "process: all of them, or with --auto-scale MIN to start with.",
     )
+    group.add(
+        "--server-failover",
+        default="job",
+        choices=["job", "instance"],
+        help="What restarts with a failed server: the job's world, which it belongs to, or only the "
+        "server, which then is a world by itself (default: %(default)s).",
+    )
     group.add_switch(
         "--auto-scale",
         help="Find the best number of nodes within --nnodes while training; starts with "

@@ -91,8 +91,13 @@ def run_options(
     standalone = _is_standalone(args, min_nodes, max_nodes)
     _check_node_rank(args, standalone, max_nodes)
     min_servers, max_servers = nodes.server_bounds(args.servers, args.local_nodes)
+    if args.server_failover == "instance" and standalone and not args.servers:
+        raise ConfigurationError(
+            "--server-failover instance: the job has no servers; give their number with --servers."
+        )
     if args.auto_scale:
-        has_choice = min_nodes < max_nodes or min_servers < max_servers
+        common = args.server_failover == "job"
+        has_choice = min_nodes < max_nodes or (common and min_servers < max_servers)
         nodes.check_auto_scale(args, environ, max_nodes, has_choice)
     _check_master_port(args.master_port)
     endpoint = None if standalone else _endpoint(args)
@@ -106,9 +111,12 @@ def run_options(
             min_nodes=min_nodes,
             max_nodes=max_nodes,
             node_unit=args.node_unit,
-            servers=min_servers if args.auto_scale else max_servers,
+            servers=min_servers
+            if args.auto_scale and args.server_failover == "job"
+            else max_servers,
             min_servers=min_servers,
             max_servers=max_servers,
+            server_failover=args.server_failover,
             auto_scale=args.auto_scale,
             max_restarts=launch.max_restarts,
             shutdown_timeout=launch.shutdown_timeout,

@@ -64,7 +64,7 @@ def _job_spec(job: ElasticJob) -> JobSpec:
 
     The master takes these ``dlrover-run`` options from the workers' command: ``--nnodes`` (its minimum, if
     no role has ``minReplicas``; it excludes servers), ``--max-restarts`` (overrides ``restartCount``),
-    ``--node-unit``, ``--auto-scale``, ``--network-check`` and ``--exclude-straggler``.
+    ``--node-unit``, ``--auto-scale``, ``--network-check``, ``--exclude-straggler`` and ``--server-failover``.
     """
     specs = job.spec.replica_specs
     roles = [role for role in nodes.ROLES if role in specs]
@@ -86,6 +86,7 @@ def _job_spec(job: ElasticJob) -> JobSpec:
         servers=servers,
         min_servers=commands.fewest_servers(job),
         max_servers=servers,
+        server_failover="instance" if flags.get("server-failover") == "instance" else "job",
         earlier_restarts=job.status.training.restarts,
         node_unit=commands.number(flags.get("node-unit", ""), 1),
         max_restarts=commands.number(flags.get("max-restarts", ""), worker.restart_count),

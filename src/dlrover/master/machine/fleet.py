@@ -56,6 +56,7 @@ class Fleet:
             for node in self.state.nodes.values()
             if not (node.status.final or node.id in leaving or node is without)
             and not (without is not None and node.gone)
+            and not self.state.is_instance(node)
         }
         return self.state.rendezvous.can_form(others)
 
@@ -97,7 +98,7 @@ class Fleet:
         node = Node(id=self.next_id if node_id is None else node_id, node_rank=node_rank)
         self.next_id = max(self.next_id, node.id + 1)
         self.state.nodes[node.id] = node
-        if self.state.job.servers and is_server(node_rank):
+        if self.state.job.world_servers[1] and is_server(node_rank):
             self.state.rendezvous.servers.add(node.id)
         return node
 
@@ -186,7 +187,7 @@ class Fleet:
         if self._keeps_rank(node) or not node.launched or not state.scaling.wants(node.node_rank):
             return
         if node.refused:
-            if not self.is_enough():
+            if state.is_instance(node) or not self.is_enough():
                 state.end(ExitCode.USAGE, f"node {node.id} cannot be made: {node.reason}.", now)
             return
         if not node.has_run:
@@ -236,7 +237,8 @@ class Fleet:
         state = self.state
         until = now + state.job.shutdown_timeout + state.job.limits.release_grace
         state.scaling.leaving[node.id] = until
-        state.rendezvous.let_go(node.id)
+        if not state.is_instance(node):
+            state.rendezvous.let_go(node.id)
         if node.connected:
             state.send(inputs.Say(node.id, Dismiss(self.farewell(node))))
         else:

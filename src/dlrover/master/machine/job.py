@@ -1,7 +1,7 @@
 """The job machine: it routes each input to the part that responds, and completes what the state then allows.
 
 Its parts, each of which uses only those before it: `JobState` (what all share), `Fleet` (nodes), `Rounds`,
-`Resizer` (changes of the nodes) and `Recovery` (faults).
+`Resizer` (changes of the nodes), `Instances` (nodes outside the world) and `Recovery` (faults).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dlrover.master.machine.checks.evidence import CheckFinding
 from dlrover.master.machine.diagnosis.diagnosis import RuleTable
 from dlrover.master.machine.fleet import Fleet
 from dlrover.master.machine.incident import Incident
+from dlrover.master.machine.instances import Instances
 from dlrover.master.machine.recovery import Recovery
 from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.resizer import ResizeInput, Resizer
@@ -38,6 +39,7 @@ class JobMachine:
     fleet: Fleet = field(init=False)
     rounds: Rounds = field(init=False)
     resizer: Resizer = field(init=False)
+    instances: Instances = field(init=False)
     recovery: Recovery = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,7 +50,8 @@ class JobMachine:
         self.fleet = Fleet(state)
         self.rounds = Rounds(state, self.fleet)
         self.resizer = Resizer(state, self.fleet, self.rounds)
-        self.recovery = Recovery(state, self.fleet, self.rounds, self.resizer)
+        self.instances = Instances(state, self.fleet)
+        self.recovery = Recovery(state, self.fleet, self.rounds, self.resizer, self.instances)
         # What readers of the state ask for most.
         self.job, self.nodes, self.progress = state.job, state.nodes, state.progress
         self.rendezvous, self.restarts = state.rendezvous, state.restarts
@@ -137,12 +140,13 @@ class JobMachine:
 
     def _reported(self, event: inputs.Reported, now: float) -> None:
         node = self.nodes[event.node_id]
+        alone = self.state.is_instance(node)
         match event.message:
             case Join() as join:
                 self._node_joined(node, join, now)
             case CheckReport() as report:
                 self.state.send(*self.checks.take(node.id, report, now))
-            case Succeeded() if self.adoption.pending:
+            case Succeeded() if self.adoption.pending and not alone:
                 self.adoption.report(event)
             case Succeeded(round_):
                 self._node_succeeded(node, round_)
@@ -167,7 +171,7 @@ class JobMachine:
             if node_rank not in found:
                 self.fleet.launch(node_rank, now)
         if event.found or (event.earlier_events and not job.managed_nodes):
-            ids = [node.node_id for node in event.found]
+            ids = [node.node_id for node in event.found if not self.instances.owns(node.node_id)]
             self.adoption.begin(ids, now, now + job.limits.recovery_grace)
         else:
             self.rounds.open_first(now)
@@ -211,7 +215,9 @@ class JobMachine:
     def _node_connected(self, event: Hello, now: float) -> None:
         state, node = self.state, self.fleet.node_of(event)
         interval = self.job.limits.heartbeat_interval
-        welcome = Welcome(node.id, self.rendezvous.next_round, interval)
+        alone = state.is_instance(node)
+        round_ = self.instances.next_round(node) if alone else self.rendezvous.next_round
+        welcome = Welcome(node.id, round_, interval)
         state.send(inputs.Greet(event.uid, welcome))
         if node.status.final:
             left = released if node.status is NodeStatus.RELEASED else given_up
@@ -234,7 +240,9 @@ class JobMachine:
             return
         if arrived:
             state.emit(events.NodeConnected(node.id, event.hostname))
-        if not self._hear(node, event.held, now):
+        if alone:
+            self.instances.connected(node, event.round, event.held)
+        elif not self._hear(node, event.held, now):
             self._catch_up(node, event.round, now)
 
     def _hear(self, node: Node, held: Holding | None, now: float) -> bool:
@@ -276,6 +284,9 @@ class JobMachine:
 
     def _node_joined(self, node: Node, join: Join, now: float) -> None:
         rdzv, rounds = self.rendezvous, self.rounds
+        if self.state.is_instance(node):
+            self.instances.join(node, join, now)
+            return
         if node.id in self.scaling.leaving:
             return
         if not node.connected or (not rdzv.collecting and node.id in rounds.worlds):
@@ -293,7 +304,9 @@ class JobMachine:
         self.state.send(*self.checks.again(node.id))
 
     def _node_succeeded(self, node: Node, round_: int) -> None:
-        if round_ != self.rendezvous.round or node.status is not NodeStatus.RUNNING:
+        alone = self.state.is_instance(node)
+        current = self.instances.runs(node.id, round_) if alone else round_ == self.rendezvous.round
+        if not current or node.status is not NodeStatus.RUNNING:
             return
         self.state.move(node, NodeStatus.SUCCEEDED)
         self.state.emit(events.NodeSucceeded(node.id, self.fleet.role(node.id)))
@@ -423,6 +436,7 @@ class JobMachine:
         self.state.validate()
         self.fleet.validate()
         self.rounds.validate()
+        self.instances.validate()
 
 
 _AFTER_THE_END = (

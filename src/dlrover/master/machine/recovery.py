@@ -17,6 +17,7 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.diagnosis.diagnosis import root_cause
 from dlrover.master.machine.fleet import Fleet
 from dlrover.master.machine.incident import Incident
+from dlrover.master.machine.instances import Instances
 from dlrover.master.machine.restarts import Restart, RestartCause, Stop, cause_of, hang_cause
 from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.resizer import Resizer
@@ -37,12 +38,15 @@ class Recovery:
     fleet: Fleet = field(compare=False, repr=False)
     rounds: Rounds = field(compare=False, repr=False)
     resizer: Resizer = field(compare=False, repr=False)
+    instances: Instances = field(compare=False, repr=False)
 
     def admitted(self, failure: Failure) -> events.WorkerFailed | None:
         """Return a reported failure as it should be journalled; None if the report changes nothing."""
         state, rdzv, incident = self.state, self.state.rendezvous, self.state.incident
         if state.has_ended():
             return None
+        if self.instances.owns(failure.node_id):
+            return self.instances.admitted(failure)
         if state.adoption.pending:
             return state.adoption.admit(failure, state.table)
         current = failure.round == rdzv.round and not rdzv.collecting
@@ -57,10 +61,13 @@ class Recovery:
     def worker_failed(self, report: events.WorkerFailed, now: float) -> None:
         """Respond to an admitted failure of a worker."""
         state, rdzv = self.state, self.state.rendezvous
+        failure, verdict = report.failure, report.verdict
+        if self.instances.owns(failure.node_id):
+            self._instance_failed(state.nodes[failure.node_id], report, now)
+            return
         if state.adoption.pending:
             state.adoption.report(report)
             return
-        failure, verdict = report.failure, report.verdict
         current = failure.round == rdzv.round and not rdzv.collecting
         serves = failure.node_id in rdzv.servers
         if current and serves and self.rounds.is_about_to_end:
@@ -127,7 +134,9 @@ class Recovery:
             node.gone = True
             return
         self.fleet.bury(node)
-        if before is NodeStatus.RUNNING:
+        if before is NodeStatus.RUNNING and state.is_instance(node):
+            self._instance_lost(node, now)
+        elif before is NodeStatus.RUNNING:
             self._node_lost(node, now)
         if not state.has_ended():
             self.fleet.replace(node, now)
@@ -140,6 +149,33 @@ class Recovery:
         goes_on = incident.decided or self.decide(incident, now)
         if goes_on and not self.state.rendezvous.collecting:
             self.rounds.open(f"node {node.id} was lost", now)
+
+    # ---- instances, whose faults interrupt nobody else
+
+    def _instance_failed(self, node: Node, report: events.WorkerFailed, now: float) -> None:
+        """Respond to a failure in an instance."""
+        state, verdict = self.state, report.verdict
+        if not self.instances.runs(node.id, report.failure.round):
+            return
+        state.emit(report)
+        if self.rounds.is_about_to_end:
+            return
+        decision = self.instances.decide(node, report, now)
+        if isinstance(decision, Stop):
+            state.end(decision.exit_code, decision.reason, now, report)
+            return
+        if decision.suspect == node.id:
+            verdict = msgspec.structs.replace(verdict, action=Action.RELAUNCH)
+        self._act(node, self._action(node, verdict, now), verdict, now)
+        if not node.status.final:
+            self.instances.restart(node, verdict.title)
+
+    def _instance_lost(self, node: Node, now: float) -> None:
+        """Respond to the loss of an instance's node; another one takes its place."""
+        report = self.state.table.failed(loss_of(node, self.instances.starts[node.node_rank], now))
+        decision = self.instances.decide(node, report, now)
+        if isinstance(decision, Stop):
+            self.state.end(decision.exit_code, decision.reason, now)
 
     def _begin(self, now: float) -> Incident:
         old, round_ = self.state.incident, self.state.rendezvous.last_round
@@ -246,6 +282,8 @@ class Recovery:
         """Do what goes beyond a restart of all workers."""
         fleet = self.fleet
         match action:
+            case Action.RESTART_FRESH if self.state.is_instance(node):
+                self.instances.fresh.add(node.id)
             case Action.RESTART_FRESH:
                 self.rounds.fresh = (node.id, self.state.rendezvous.last_round + 1)
             case Action.RELAUNCH:

@@ -40,7 +40,7 @@ class Rendezvous:
     missing: set[int] = field(default_factory=set)
     #: nodes that leave the job; while one of them is missing, no round is full
     leaving: set[int] = field(default_factory=set)
-    #: nodes that are parameter servers, whether still present or not
+    #: servers that belong to worlds, whether still present or not
     servers: set[int] = field(default_factory=set)
     #: nodes of the last completed round, in order of rank
     members: tuple[int, ...] = ()
@@ -56,8 +56,8 @@ class Rendezvous:
     most: Size = field(init=False)
 
     def __post_init__(self) -> None:
-        self.least = Size(self.job.min_nodes, self.job.min_servers)
-        self.most = Size(self.job.max_nodes, self.job.max_servers)
+        least, most = self.job.world_servers
+        self.least, self.most = Size(self.job.min_nodes, least), Size(self.job.max_nodes, most)
 
     @property
     def joined(self) -> Size:
@@ -248,7 +248,7 @@ class Rendezvous:
         assert self.collecting or not self.missing, "nodes are missing though nothing is collected"
         assert len(set(self.members)) == len(self.members), "a node is twice in the world"
         assert self.size.workers % self.job.node_unit == 0, "the world has a wrong size"
-        assert self.job.servers or not self.servers, "servers in a job without any"
+        assert self.job.world_servers[1] or not self.servers, "servers in a world without any"
         serve = [node in self.servers for node in self.members]
         assert serve == sorted(serve), "a server before a worker"
 

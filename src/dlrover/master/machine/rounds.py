@@ -84,8 +84,7 @@ class Rounds:
 
     def open_first(self, now: float) -> None:
         """Collect the nodes that come by themselves, or those that the platform starts."""
-        nodes = self.state.nodes.values()
-        launched = [n.id for n in nodes if n.launched and not n.status.final]
+        launched = [node.id for node in self._members() if node.launched]
         self._collect(launched, "the job starts", fixed=bool(launched), now=now)
 
     def open(self, reason: str, now: float) -> None:
@@ -94,15 +93,24 @@ class Rounds:
         state, fleet = self.state, self.fleet
         for node in fleet.surplus():
             fleet.drain(node, now)
-        for node in [n for n in state.nodes.values() if n.gone and not n.status.final]:
+        for node in [n for n in self._members() if n.gone]:
             fleet.bury(node)
             fleet.replace(node, now)
-        living = [n for n in state.nodes.values() if not n.status.final]
+        living = self._members()
         awaited = [n.id for n in living if n.status is not NodeStatus.PENDING]
         self._collect(awaited, reason, fixed=True, now=now)
         for node in living:
             if node.status in _BUSY and node.id not in state.scaling.leaving:
                 self.call(node, reason)
+
+    def _members(self) -> list[Node]:
+        """Return the living nodes that a world may have as members."""
+        state = self.state
+        return [
+            node
+            for node in state.nodes.values()
+            if not (node.status.final or state.is_instance(node))
+        ]
 
     def _collect(self, awaited: list[int], reason: str, *, fixed: bool, now: float) -> None:
         rdzv = self.state.rendezvous
@@ -185,7 +193,8 @@ class Rounds:
         state, nodes, rdzv = self.state, self.state.nodes, self.state.rendezvous
         assert tuple(self.worlds) == rdzv.members, "the members have another world"
         for node in nodes.values():
-            assert node.status not in _BUSY or node.id in self.worlds, "workers outside the world"
+            inside = node.id in self.worlds or state.is_instance(node)
+            assert node.status not in _BUSY or inside, "workers outside the world"
         for node_id in rdzv.offers:
             assert nodes[node_id].status is NodeStatus.READY, "an offer from a busy or lost node"
             assert state.has_ended() or nodes[node_id].connected, (

@@ -21,7 +21,7 @@ from dlrover.rpc.messages import Dismiss
 from dlrover.spec import events
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import JobSpec
-from dlrover.spec.node import TRANSITIONS, NodeStatus
+from dlrover.spec.node import TRANSITIONS, NodeStatus, is_server
 from dlrover.spec.outcome import Outcome
 
 
@@ -149,6 +149,10 @@ class JobState:
         """Return whether the job has ended; a method, since most calls may end it."""
         return self.outcome is not None
 
+    def is_instance(self, node: Node) -> bool:
+        """Return whether a node belongs to no common world: it starts, fails and returns by itself."""
+        return self.job.server_failover == "instance" and is_server(node.node_rank)
+
     @property
     def quiet(self) -> bool:
         """True while a world trains and no incident is open."""
@@ -218,7 +222,8 @@ class JobState:
         assert (rdzv.least, rdzv.most) == (self.scaling.least, self.scaling.most), (
             "a world of another size"
         )
-        assert rdzv.leaving == self.scaling.leaving.keys(), "a node leaves unknown to the rounds"
+        leaving = {i for i in self.scaling.leaving if not self.is_instance(self.nodes[i])}
+        assert rdzv.leaving == leaving, "a node leaves unknown to the rounds"
         for node in self.nodes.values():
             assert not (node.status.final and node.connected), "lost but connected"
             assert node.status is not NodeStatus.PENDING or not node.connected, "pending, connected"

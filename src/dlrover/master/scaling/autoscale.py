@@ -70,6 +70,11 @@ class AutoScaler:
         workers = {world.first_rank + i: worker for i, worker in enumerate(message.workers)}
         self._meter.note(workers, now)
 
+    def take_usage(self, node_id: int, message: messages.Heartbeat) -> None:
+        """Record what an instance uses, for the job's status."""
+        if message.usage is not None:
+            self.usage[node_id] = message.usage
+
     def _follow_round(self) -> None:
         machine, rdzv = self._machine, self._machine.rendezvous
         if not rdzv.collecting and rdzv.round != self._round:

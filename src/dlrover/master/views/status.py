@@ -39,7 +39,7 @@ def status_of(
         phase=machine.state.phase.value,
         round=machine.rendezvous.round,
         world_size=machine.rounds.world_size,
-        servers=machine.rounds.world_size - machine.rounds.workers,
+        servers=machine.rounds.world_size - machine.rounds.workers + machine.instances.count,
         restarts=machine.restarts.count,
         steps=current,
         total_steps=machine.progress.earlier_steps + current,
@@ -110,8 +110,9 @@ def size_of(machine: JobMachine) -> str:
     if job.min_nodes < job.max_nodes:
         kind = "workers" if job.max_servers else "nodes"
         parts.append(f"{size.workers} of {job.min_nodes}:{job.max_nodes} {kind}")
-    if job.min_servers < job.max_servers:
-        parts.append(f"{size.servers} of {job.min_servers}:{job.max_servers} servers")
+    least, most = job.world_servers
+    if least < most:
+        parts.append(f"{size.servers} of {least}:{most} servers")
     sizes = " and ".join(parts)
     if not sizes or not scaling.active or machine.outcome is not None:
         return sizes

@@ -179,6 +179,8 @@ class Ledger:
             case inputs.Progressed(number, steps, seconds, first_step) if number == round_.number:
                 report = (seconds, steps, first_step)
             case events.WorkerFailed(failure) if failure.round == round_.number:
+                if machine.instances.owns(failure.node_id):
+                    return
                 serves = failure.node_id in machine.rendezvous.servers
                 report = ((), 0 if serves else failure.steps, -1)
             case _:
@@ -435,7 +437,7 @@ class Ledger:
 
 
 def _is_there(node: Node, machine: JobMachine) -> bool:
-    """Return whether a node's time counts."""
-    if node.status.final or node.gone:
+    """Return whether a node's time counts; that of instances does not, which make no steps."""
+    if node.status.final or node.gone or machine.state.is_instance(node):
         return False
     return machine.outcome is None or node.connected

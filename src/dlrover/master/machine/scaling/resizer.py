@@ -71,7 +71,7 @@ class Resizer:
     def may_scale(self, now: float) -> bool:
         """Return whether the auto-scaler may change the number of nodes."""
         state = self.state
-        whole = state.rendezvous.size == state.scaling.size and not self.fleet.migrations
+        whole = state.rendezvous.size == state.scaling.world and not self.fleet.migrations
         return whole and state.quiet and state.autoscaling.due(now)
 
     def ask(self, event: inputs.ScaleRequested) -> None:
@@ -113,7 +113,8 @@ class Resizer:
         surplus = fleet.surplus()
         scaling.due = False
         busy = (NodeStatus.RUNNING, NodeStatus.SUCCEEDED)
-        if any(node.status in busy for node in surplus) and not state.rendezvous.collecting:
+        training = [node for node in surplus if node.status in busy and not state.is_instance(node)]
+        if training and not state.rendezvous.collecting:
             self.rounds.open(f"the job is to have {scaling.size.in_words()}", now)
         else:
             for node in surplus:

@@ -85,16 +85,22 @@ class Scaling:
         return Size(self.wanted, self.servers)
 
     @property
+    def world(self) -> Size:
+        """Wanted nodes of the world."""
+        return Size(self.wanted, self.servers if self.job.world_servers[1] else 0)
+
+    @property
     def least(self) -> Size:
         """Minimum size of a world."""
         job, wanted = self.job, self.wanted
         workers = min(job.min_nodes, wanted) if wanted else job.min_nodes
-        return Size(workers, min(job.min_servers, self.servers))
+        return Size(workers, min(job.world_servers[0], self.servers))
 
     @property
     def most(self) -> Size:
         """Maximum size of a world."""
-        return Size(max(self.job.max_nodes, self.wanted), max(self.job.max_servers, self.servers))
+        servers = max(self.job.max_servers, self.servers) if self.job.world_servers[1] else 0
+        return Size(max(self.job.max_nodes, self.wanted), servers)
 
     @property
     def ranks(self) -> Iterator[int]:

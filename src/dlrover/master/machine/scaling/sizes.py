@@ -41,7 +41,8 @@ class Sizes:
         """True if there is more than one size to choose from."""
         job = self.job
         workers = WORKER not in self.fixed and job.min_nodes < job.max_nodes
-        return workers or (SERVER not in self.fixed and job.min_servers < job.max_servers)
+        least, most = job.world_servers
+        return workers or (SERVER not in self.fixed and least < most)
 
     def fix(self, role: str, nodes: int) -> None:
         """Fix the number of nodes of a role, as a user has set it."""
@@ -67,11 +68,12 @@ class Sizes:
 
     def open_all(self) -> None:
         """Allow sizes again that were not available or could not be measured."""
-        self.least = Size(self.job.min_nodes, self.job.min_servers)
-        self.most = Size(self.job.max_nodes, self.job.max_servers)
+        least, most = self.job.world_servers
+        self.least, self.most = Size(self.job.min_nodes, least), Size(self.job.max_nodes, most)
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first broken one."""
         job = self.job
         assert job.min_nodes <= self.least.workers <= self.most.workers <= job.max_nodes
-        assert job.min_servers <= self.least.servers <= self.most.servers <= job.max_servers
+        least, most = job.world_servers
+        assert least <= self.least.servers <= self.most.servers <= most
