@@ -56,6 +56,7 @@ OWN_DESTS = [
     "job_dir",
     "local_nodes",
     "servers",
+    "server_failover",
     "node_memory",
     "node_cpu",
     "auto_scale",
