@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -29,6 +29,8 @@ from dlrover.errors import ConfigurationError
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 """Addresses, sizes or hashes."""
+Places: TypeAlias = tuple[Words, Words]
+"""Offsets and sizes of tensors, in bytes."""
 _libc = ctypes.CDLL(None)
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
@@ -94,12 +96,25 @@ def joined(
     return whole
 
 
+class Targets(NamedTuple):
+    """The tensors of a state, in the order of its layout, as memory that a load overwrites."""
+
+    entries: Sequence[TensorEntry]
+    tensors: Sequence[torch.Tensor]
+    pointers: Words
+    """Addresses of the tensors."""
+    direct: npt.NDArray[np.bool_]
+    """True for tensors that are plain memory; a tied one counts once."""
+    places: Places
+
+
 class Copier:
     """Copier of one rank's states, which remembers their layout so that equal ones cost only the copy."""
 
     def __init__(self) -> None:
         self._known: _Known | None = None
         self._dicts: dict[layouts.Path, tree.KnownDict] = {}
+        self._bare = False
         self._plan: _Plan | None = None
         self._stream: SideStream | None = None
         self.threads = 1
@@ -125,7 +140,13 @@ class Copier:
         if known is None or not known.takes(flat):
             known = self._known = _Known(flat)
             self._plan = None
+        self._bare = flat.bare
         return known.packed(layouts.encode(flat.packed))
+
+    @property
+    def targets(self) -> Targets | None:
+        """The tensors of the state that `layout` last received; None if a load needs more than to overwrite them."""
+        return self._known.targets() if self._known is not None and self._bare else None
 
     @property
     def device(self) -> torch.device | None:
@@ -228,6 +249,9 @@ class _Known:
         self._complex = [index for index, dtype in enumerate(self._dtypes) if dtype.is_complex]
         self._lazy = self._lazy_bits(flat.tensors)
         self._placing = _placing(flat)
+        self._places = spans(self.entries)
+        self._first = np.array(self._same, np.intp) == np.arange(len(self.entries))
+        self._plain = are_plain(flat.tensors)
         self._plans: list[_Plan] = []
         for index in range(len(self.sources)):
             self._check_memory(index)
@@ -296,9 +320,14 @@ class _Known:
         for plan in self._plans:
             if plan.buffer is buffer:
                 return plan
-        made = _Plan(buffer, self._pointers, self.sources, self.entries, self._same)
+        made = _Plan(buffer, self.targets(), self._same)
         self._plans = [*self._plans[1 - GENERATIONS :], made]
         return made
+
+    def targets(self) -> Targets:
+        """Return the tensors as memory."""
+        direct = self._first & self._plain
+        return Targets(self.entries, self.sources, self._pointers, direct, self._places)
 
 
 def _pointers(tensors: Sequence[torch.Tensor]) -> Words:
@@ -322,23 +351,20 @@ class _Plan:
     def __init__(
         self,
         buffer: torch.Tensor,
-        pointers: Words,
-        sources: Sequence[torch.Tensor],
-        entries: Sequence[TensorEntry],
+        state: Targets,
         same: Sequence[int],
     ) -> None:
         self.buffer = buffer
-        self._pointers = pointers
+        entries, sources = state.entries, state.tensors
+        self._pointers = state.pointers
         """The current addresses of the sources; the owner updates them in place."""
         self._kernels = kernels()
         self._hashed = self._kernels.native and device_of(sources) is None
         self._same = np.array(same, np.intp)
-        offsets, self._sizes = spans(entries)
+        offsets, self._sizes = state.places
         self._targets = offsets + np.uint64(buffer.data_ptr())
         first = self._same == np.arange(len(entries))
-        plain = first & self._hashed
-        if self._hashed:
-            plain &= are_plain(sources)
+        plain = state.direct & self._hashed
         self._pieces = np.flatnonzero(plain)
         self._rest = np.flatnonzero(first & ~plain)
         items = [(index, sources[index], entries[index]) for index in self._rest.tolist()]
