@@ -243,7 +243,7 @@ class _Known:
         self.device = device_of(flat.tensors)
         self._paths = flat.paths
         self._pointers = _pointers(flat.tensors)
-        self._strides = list(map(torch.Tensor.stride, flat.tensors))
+        self._strides = self._unusual_strides(flat.tensors)
         self._shapes = list(map(_shape, flat.tensors))
         self._dtypes = list(map(_dtype, flat.tensors))
         self._complex = [index for index, dtype in enumerate(self._dtypes) if dtype.is_complex]
@@ -286,7 +286,7 @@ class _Known:
             len(tensors) == len(self._pointers)
             and list(map(_shape, tensors)) == self._shapes
             and list(map(_dtype, tensors)) == self._dtypes
-            and list(map(torch.Tensor.stride, tensors)) == self._strides
+            and self._unusual_strides(tensors) == self._strides
             and flat.paths == self._paths
             and self._lazy_bits(tensors) == self._lazy
             and _placing(flat) == self._placing
@@ -314,6 +314,12 @@ class _Known:
         """Return which tensors stand for the conjugate or the negative of their memory."""
         conjugate = [tensors[index].is_conj() for index in self._complex]
         return [*conjugate, *map(torch.Tensor.is_neg, tensors)]
+
+    def _unusual_strides(self, tensors: list[torch.Tensor]) -> list[tuple[int, ...]]:
+        """Return the strides of tensors, or nothing if they follow from the shapes."""
+        if all(map(torch.Tensor.is_contiguous, tensors)):
+            return []
+        return list(map(torch.Tensor.stride, tensors))
 
     def plan(self, buffer: torch.Tensor) -> _Plan:
         """Return the plan for a buffer; keep as many plans as there are generations."""

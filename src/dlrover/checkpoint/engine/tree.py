@@ -287,6 +287,9 @@ def _problem(tensor: torch.Tensor) -> str:
 
 def same_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return for each tensor the index of the first one that is the same view of the same memory."""
+    addresses = list(filter(None, map(torch.Tensor.data_ptr, tensors)))
+    if len(set(addresses)) == len(addresses):
+        return list(range(len(tensors)))
     first: dict[object, int] = {}
     same = []
     for index, tensor in enumerate(tensors):
