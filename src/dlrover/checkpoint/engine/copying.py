@@ -37,6 +37,8 @@ _dtype = operator.attrgetter("dtype")
 _is_cpu = operator.attrgetter("is_cpu")
 
 
+BLOCK = 512
+"""Number of tensors that a walk asks everything before it goes on, while they are in the processor's cache."""
 THREADS = 4
 """Maximum number of threads that copy; beyond it, memory bandwidth is the limit."""
 
@@ -242,12 +244,7 @@ class _Known:
         self.sources = list(map(torch.Tensor.detach, flat.tensors))
         self.device = device_of(flat.tensors)
         self._paths = flat.paths
-        self._pointers = _pointers(flat.tensors)
-        self._strides = self._unusual_strides(flat.tensors)
-        self._shapes = list(map(_shape, flat.tensors))
-        self._dtypes = list(map(_dtype, flat.tensors))
-        self._complex = [index for index, dtype in enumerate(self._dtypes) if dtype.is_complex]
-        self._lazy = self._lazy_bits(flat.tensors)
+        self._kinds, self._pointers = _look(flat.tensors)
         self._placing = _placing(flat)
         self._places = spans(self.entries)
         self._first = np.array(self._same, np.intp) == np.arange(len(self.entries))
@@ -282,18 +279,11 @@ class _Known:
     def takes(self, flat: Flat) -> bool:
         """Return whether the tensors are of the same kind at the same paths; they may have moved."""
         tensors = flat.tensors
-        alike = (
-            len(tensors) == len(self._pointers)
-            and list(map(_shape, tensors)) == self._shapes
-            and list(map(_dtype, tensors)) == self._dtypes
-            and self._unusual_strides(tensors) == self._strides
-            and flat.paths == self._paths
-            and self._lazy_bits(tensors) == self._lazy
-            and _placing(flat) == self._placing
-        )
-        if not alike:
+        if flat.paths != self._paths or _placing(flat) != self._placing:
             return False
-        pointers = _pointers(tensors)
+        kinds, pointers = _look(tensors)
+        if kinds != self._kinds:
+            return False
         return np.array_equal(pointers, self._pointers) or self._follow(tensors, pointers)
 
     def _follow(self, tensors: list[torch.Tensor], pointers: Words) -> bool:
@@ -310,17 +300,6 @@ class _Known:
         self._pointers[:] = pointers
         return True
 
-    def _lazy_bits(self, tensors: list[torch.Tensor]) -> list[bool]:
-        """Return which tensors stand for the conjugate or the negative of their memory."""
-        conjugate = [tensors[index].is_conj() for index in self._complex]
-        return [*conjugate, *map(torch.Tensor.is_neg, tensors)]
-
-    def _unusual_strides(self, tensors: list[torch.Tensor]) -> list[tuple[int, ...]]:
-        """Return the strides of tensors, or nothing if they follow from the shapes."""
-        if all(map(torch.Tensor.is_contiguous, tensors)):
-            return []
-        return list(map(torch.Tensor.stride, tensors))
-
     def plan(self, buffer: torch.Tensor) -> _Plan:
         """Return the plan for a buffer; keep as many plans as there are generations."""
         for plan in self._plans:
@@ -336,8 +315,31 @@ class _Known:
         return Targets(self.entries, self.sources, self._pointers, direct, self._places)
 
 
-def _pointers(tensors: Sequence[torch.Tensor]) -> Words:
-    return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))
+_Kind = tuple[list[torch.Size], list[torch.dtype], list[tuple[int, ...]], list[bool], list[bool]]
+"""What the copy of tensors depends on, besides their places: shapes, types, strides, and lazy operations."""
+
+
+def _look(tensors: list[torch.Tensor]) -> tuple[list[_Kind], Words]:
+    """Return the kinds of tensors, by blocks, and their addresses."""
+    pointers = np.empty(len(tensors), np.uint64)
+    kinds = []
+    for start in range(0, len(tensors), BLOCK):
+        block = tensors[start : start + BLOCK]
+        kinds.append(_kind(block))
+        found = map(torch.Tensor.data_ptr, block)
+        pointers[start : start + BLOCK] = np.fromiter(found, np.uint64, len(block))
+    return kinds, pointers
+
+
+def _kind(tensors: list[torch.Tensor]) -> _Kind:
+    kind = torch.Tensor
+    dtypes = list(map(_dtype, tensors))
+    # Where all are contiguous, the strides follow from the shapes.
+    usual = all(map(kind.is_contiguous, tensors))
+    strides = [] if usual else list(map(kind.stride, tensors))
+    may_conjugate = any(dtype.is_complex for dtype in set(dtypes))
+    conjugate = list(map(kind.is_conj, tensors)) if may_conjugate else []
+    return list(map(_shape, tensors)), dtypes, strides, list(map(kind.is_neg, tensors)), conjugate
 
 
 def _placing(flat: Flat) -> list[tuple[int, object]]:
