@@ -97,6 +97,10 @@ CHANGES: dict[str, Callable[[State, str], object]] = {
     "a dict instead": lambda state, key: state["many"].update({key: {"inner": torch.ones(2)}}),
     "empty": lambda state, key: put(state, key, torch.zeros(0, 3)),
     "expanded": lambda state, key: put(state, key, torch.randn(1, 4).expand(3, 4)),
+    "a part of another": lambda state, key: state["many"].update({key: state["many"]["t0"][:1]}),
+    "None instead": lambda state, key: state["many"].update({key: None}),
+    "a value of another type": lambda state, key: state["step"].update(number=1.5),
+    "a tensor in a tuple": lambda state, key: state["step"].update(pair=(1, torch.randn(2))),
     "another form": lambda state, key: state["odd"].update(
         z=make("complex64", (2, 3), "strided", 1)
     ),
@@ -168,7 +172,16 @@ def test_a_tensor_whose_storage_was_made_smaller_is_refused():
         Copier().layout_of(state)
 
 
-SAME = ("nothing", "content", "replaced", "data", "moved view", "larger storage", "plain value")
+SAME = (
+    "nothing",
+    "a value of another type",
+    "content",
+    "replaced",
+    "data",
+    "moved view",
+    "larger storage",
+    "plain value",
+)
 """Changes after which a state still has the tensors that it had, with other content."""
 
 
