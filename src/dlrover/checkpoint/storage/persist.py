@@ -353,15 +353,17 @@ class _File:
     def __init__(self, file: StoreWriter) -> None:
         self._file = file
         self._hash = xxhash.xxh3_64()
-        self._pending = bytearray()
+        self._buffer = memoryview(bytearray(CHUNK))
+        self._filled = 0
         self.size = 0
 
     def write(self, data: bytes | memoryview) -> None:
         self.size += len(data)
-        if len(self._pending) + len(data) > CHUNK:
+        if self._filled + len(data) > CHUNK:
             self._flush()
         if len(data) < CHUNK:
-            self._pending += data
+            self._buffer[self._filled : self._filled + len(data)] = data
+            self._filled += len(data)
             return
         for start in range(0, len(data), CHUNK):
             self._put(data[start : start + CHUNK])
@@ -372,8 +374,8 @@ class _File:
         return FileRecord(self.size, self._hash.hexdigest())
 
     def _flush(self) -> None:
-        self._put(bytes(self._pending))
-        self._pending.clear()
+        self._put(self._buffer[: self._filled])
+        self._filled = 0
 
     def _put(self, data: bytes | memoryview) -> None:
         self._hash.update(data)
