@@ -1,6 +1,7 @@
 """States that change between saves in every way: what is copied is always the state as it is."""
 
 import copy
+import operator
 from collections.abc import Callable
 
 import msgspec
@@ -11,6 +12,7 @@ from random_trees import assert_same, blank, make
 
 from dlrover.checkpoint.engine import copying
 from dlrover.checkpoint.engine.copying import Copier
+from dlrover.checkpoint.loading.replay import Replayer
 from dlrover.checkpoint.loading.restore import Restoration
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.saver.memory import kernels, spans
@@ -95,6 +97,10 @@ CHANGES: dict[str, Callable[[State, str], object]] = {
     "a dict instead": lambda state, key: state["many"].update({key: {"inner": torch.ones(2)}}),
     "empty": lambda state, key: put(state, key, torch.zeros(0, 3)),
     "expanded": lambda state, key: put(state, key, torch.randn(1, 4).expand(3, 4)),
+    "a part of another": lambda state, key: state["many"].update({key: state["many"]["t0"][:1]}),
+    "None instead": lambda state, key: state["many"].update({key: None}),
+    "a value of another type": lambda state, key: state["step"].update(number=1.5),
+    "a tensor in a tuple": lambda state, key: state["step"].update(pair=(1, torch.randn(2))),
     "another form": lambda state, key: state["odd"].update(
         z=make("complex64", (2, 3), "strided", 1)
     ),
@@ -164,3 +170,49 @@ def test_a_tensor_whose_storage_was_made_smaller_is_refused():
         copier.layout_of(state)
     with pytest.raises(ConfigurationError, match=r"many\.t4 needs 48 bytes"):
         Copier().layout_of(state)
+
+
+SAME = (
+    "nothing",
+    "a value of another type",
+    "content",
+    "replaced",
+    "data",
+    "moved view",
+    "larger storage",
+    "plain value",
+)
+"""Changes after which a state still has the tensors that it had, with other content."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("changed", ["the saved one", "the live one"])
+def test_a_replay_restores_what_was_saved_or_leaves_it_to_others(change: str, changed: str):
+    states = saved, live = begin(), begin()
+    CHANGES[change](states[changed == "the live one"], "t6")
+    live["step"].update(number=7, more=[1, (2, "x")])
+    saved["step"].update(more=[1, (3, "y")])
+    copier, buffer = Copier(), torch.zeros(BUFFER, dtype=torch.uint8)
+    packed = copier.layout_of(saved)
+    copier.copy(buffer)
+    found = Replayer(live, Copier()).plan(packed.encoded)
+    assert found is not None or change not in SAME
+    if found is not None:
+        entries = msgspec.msgpack.decode(packed.encoded, type=layouts.Layout).entries
+        tensors = list(live["many"].values())
+        found.run(copying.views(buffer, entries))
+        assert_same(live, saved)
+        assert all(map(operator.is_, tensors, live["many"].values()))
+
+
+def test_a_state_with_objects_or_with_tensors_below_plain_values_is_not_replayed():
+    model = torch.nn.Linear(2, 2)
+    packed = Copier().layout_of({"model": model.state_dict(), "values": [1, torch.ones(2)]})
+    assert (
+        Replayer({"model": model, "values": [1, torch.ones(2)]}, Copier()).plan(packed.encoded)
+        is None
+    )
+    other = {"model": model.state_dict(), "values": [2, torch.ones(2)]}
+    assert Replayer(other, Copier()).plan(packed.encoded) is None
+    other["values"][0] = 1
+    assert Replayer(other, Copier()).plan(packed.encoded) is not None

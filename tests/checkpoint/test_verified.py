@@ -8,6 +8,7 @@ import torch
 from dlrover.checkpoint import Checkpointer
 from dlrover.checkpoint.engine import copying, tree
 from dlrover.checkpoint.loading.memory_step import VerifiedTensors
+from dlrover.checkpoint.loading.replay import Replayer
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import memory
 from dlrover.checkpoint.saver.memory import Generation
@@ -68,6 +69,23 @@ def test_damage_is_found_whether_it_was_copied_or_not(generation, copied: bool):
     if copied:
         copy.fill([(torch.zeros_like(tensor), index) for index, tensor in enumerate(tensors)])
     assert copy.problem() == "The tensor half in memory is damaged."
+
+
+@pytest.mark.parametrize("damaged", ["", "half", "turned"])
+def test_a_replay_reaches_tensors_of_all_kinds_and_is_checked(generation, damaged: str):
+    found, entries, _ = generation
+    sums = memory.compute_sums(found, entries)
+    for entry in entries:
+        if entry.path == (damaged,):
+            found.tensor_bytes(entry)[entry.nbytes - 1] ^= 1
+    live = {key: torch.zeros_like(tensor) for key, tensor in STATE.items()}
+    replay = Replayer(live, copying.Copier()).plan(found.index(found.header()))
+    targets = replay.targets
+    assert targets.direct.tolist() == [True, False, True, True], "one is turned"
+    copy = VerifiedTensors(found, targets.entries, sums, 1, targets.places)
+    replay.run(copy)
+    assert copy.problem() == (damaged and f"The tensor {damaged} in memory is damaged.")
+    assert damaged or all(map(torch.equal, live.values(), STATE.values()))
 
 
 def test_a_load_refuses_a_large_tensor_that_changed_in_memory(directory):

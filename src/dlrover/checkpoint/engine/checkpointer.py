@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from dlrover import config, launched
+from dlrover._util.collection import no_collection
 from dlrover.checkpoint.engine import copying, direct, joining, pace, shared, tree
 from dlrover.checkpoint.engine.client import GenerationPool, SaverClient
 from dlrover.checkpoint.engine.copying import Copier
@@ -28,6 +29,7 @@ from dlrover.checkpoint.loading import fresh, restore
 from dlrover.checkpoint.loading.loader import LoadedStep, Loader
 from dlrover.checkpoint.loading.memory_step import Lost
 from dlrover.checkpoint.loading.plan import Planner, RankState, Target, restoring, taking
+from dlrover.checkpoint.loading.replay import Replayer
 from dlrover.checkpoint.loading.restore import Prepare, StateReading
 from dlrover.checkpoint.machine.layout import PackedLayout, TensorSpec
 from dlrover.checkpoint.machine.policies import Policy, checked_metrics, policy_of
@@ -260,7 +262,7 @@ class Checkpointer:
     def _copy(self, order: _Order, state: State) -> None:
         if self._background is not None:
             self._background.wait()
-        with tree.no_collection():
+        with no_collection():
             layout = self._copier.layout_of(state)
         if order.to_storage and self._world.rank == 0:
             self._notifier.expect(order.save, state)
@@ -430,9 +432,10 @@ class Checkpointer:
             CheckpointsLostError: checkpoints existed, even if only in memory, and none can be loaded.
             InfrastructureError: the storage cannot be read now.
         """
-        with launched.blocked(), tree.no_collection():
+        with launched.blocked(), no_collection():
             prepare = restore.in_place(state, self._local)
-            record = self._load(prepare, step)
+            again = Replayer(state, self._copier)
+            record = self._load(prepare, step, again)
             if self._read_only:
                 return record
             if step is not None:
@@ -440,12 +443,12 @@ class Checkpointer:
                 self._findings.go_back(step, self._numbering.go_back())
             elif record is None or record.source == "storage":
                 self._findings.continue_from(None if record is None else record.step)
-            self._world.agree(lambda: self._reserve_ahead(state))
+            self._world.agree(lambda: self._reserve_ahead(state, again.layout))
         launched.loaded(0 if record is None else record.step)
         return record
 
-    def _reserve_ahead(self, state: State) -> None:
-        layout = self._copier.layout_of(state)
+    def _reserve_ahead(self, state: State, layout: PackedLayout | None) -> None:
+        layout = layout or self._copier.layout_of(state)
         self._pool.reserve_ahead(layout, tree.expected_bytes(state))
 
     def read(
@@ -502,10 +505,14 @@ class Checkpointer:
             launched.loaded(0 if record is None else record.step)
         return record
 
-    def _load(self, prepare: Prepare, step: int | None) -> LoadRecord | None:
-        return self._carry_out(functools.partial(restoring, prepare), step)
+    def _load(
+        self, prepare: Prepare, step: int | None, again: Replayer | None = None
+    ) -> LoadRecord | None:
+        return self._carry_out(functools.partial(restoring, prepare), step, again)
 
-    def _carry_out(self, planner: Planner, step: int | None = None) -> LoadRecord | None:
+    def _carry_out(
+        self, planner: Planner, step: int | None = None, again: Replayer | None = None
+    ) -> LoadRecord | None:
         self._world.check()
         self._world.agree(self._prepare_to_load)
         began = time.monotonic()
@@ -513,7 +520,7 @@ class Checkpointer:
             # The directory did not exist before.
             self._identity = shared.identity(self._world, self._store, create=False)
         client = None if self._read_only else self._client
-        loader = Loader(self._world, client, self._store, self._identity, planner)
+        loader = Loader(self._world, client, self._store, self._identity, planner, again)
         found = loader.load() if step is None else loader.load_stored(step)
         self._findings.damaged |= loader.damaged
         if found is None:

@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -29,12 +29,16 @@ from dlrover.errors import ConfigurationError
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 """Addresses, sizes or hashes."""
+Places: TypeAlias = tuple[Words, Words]
+"""Offsets and sizes of tensors, in bytes."""
 _libc = ctypes.CDLL(None)
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
 _is_cpu = operator.attrgetter("is_cpu")
 
 
+BLOCK = 512
+"""Number of tensors that a walk asks everything before it goes on, while they are in the processor's cache."""
 THREADS = 4
 """Maximum number of threads that copy; beyond it, memory bandwidth is the limit."""
 
@@ -94,12 +98,25 @@ def joined(
     return whole
 
 
+class Targets(NamedTuple):
+    """The tensors of a state, in the order of its layout, as memory that a load overwrites."""
+
+    entries: Sequence[TensorEntry]
+    tensors: Sequence[torch.Tensor]
+    pointers: Words
+    """Addresses of the tensors."""
+    direct: npt.NDArray[np.bool_]
+    """True for tensors that are plain memory; a tied one counts once."""
+    places: Places
+
+
 class Copier:
     """Copier of one rank's states, which remembers their layout so that equal ones cost only the copy."""
 
     def __init__(self) -> None:
         self._known: _Known | None = None
         self._dicts: dict[layouts.Path, tree.KnownDict] = {}
+        self._bare = False
         self._plan: _Plan | None = None
         self._stream: SideStream | None = None
         self.threads = 1
@@ -125,7 +142,13 @@ class Copier:
         if known is None or not known.takes(flat):
             known = self._known = _Known(flat)
             self._plan = None
+        self._bare = flat.bare
         return known.packed(layouts.encode(flat.packed))
+
+    @property
+    def targets(self) -> Targets | None:
+        """The tensors of the state that `layout` last received; None if a load needs more than to overwrite them."""
+        return self._known.targets() if self._known is not None and self._bare else None
 
     @property
     def device(self) -> torch.device | None:
@@ -221,13 +244,11 @@ class _Known:
         self.sources = list(map(torch.Tensor.detach, flat.tensors))
         self.device = device_of(flat.tensors)
         self._paths = flat.paths
-        self._pointers = _pointers(flat.tensors)
-        self._strides = list(map(torch.Tensor.stride, flat.tensors))
-        self._shapes = list(map(_shape, flat.tensors))
-        self._dtypes = list(map(_dtype, flat.tensors))
-        self._complex = [index for index, dtype in enumerate(self._dtypes) if dtype.is_complex]
-        self._lazy = self._lazy_bits(flat.tensors)
+        self._kinds, self._pointers = _look(flat.tensors)
         self._placing = _placing(flat)
+        self._places = spans(self.entries)
+        self._first = np.array(self._same, np.intp) == np.arange(len(self.entries))
+        self._plain = are_plain(flat.tensors)
         self._plans: list[_Plan] = []
         for index in range(len(self.sources)):
             self._check_memory(index)
@@ -258,18 +279,11 @@ class _Known:
     def takes(self, flat: Flat) -> bool:
         """Return whether the tensors are of the same kind at the same paths; they may have moved."""
         tensors = flat.tensors
-        alike = (
-            len(tensors) == len(self._pointers)
-            and list(map(_shape, tensors)) == self._shapes
-            and list(map(_dtype, tensors)) == self._dtypes
-            and list(map(torch.Tensor.stride, tensors)) == self._strides
-            and flat.paths == self._paths
-            and self._lazy_bits(tensors) == self._lazy
-            and _placing(flat) == self._placing
-        )
-        if not alike:
+        if flat.paths != self._paths or _placing(flat) != self._placing:
             return False
-        pointers = _pointers(tensors)
+        kinds, pointers = _look(tensors)
+        if kinds != self._kinds:
+            return False
         return np.array_equal(pointers, self._pointers) or self._follow(tensors, pointers)
 
     def _follow(self, tensors: list[torch.Tensor], pointers: Words) -> bool:
@@ -286,23 +300,46 @@ class _Known:
         self._pointers[:] = pointers
         return True
 
-    def _lazy_bits(self, tensors: list[torch.Tensor]) -> list[bool]:
-        """Return which tensors stand for the conjugate or the negative of their memory."""
-        conjugate = [tensors[index].is_conj() for index in self._complex]
-        return [*conjugate, *map(torch.Tensor.is_neg, tensors)]
-
     def plan(self, buffer: torch.Tensor) -> _Plan:
         """Return the plan for a buffer; keep as many plans as there are generations."""
         for plan in self._plans:
             if plan.buffer is buffer:
                 return plan
-        made = _Plan(buffer, self._pointers, self.sources, self.entries, self._same)
+        made = _Plan(buffer, self.targets(), self._same)
         self._plans = [*self._plans[1 - GENERATIONS :], made]
         return made
 
+    def targets(self) -> Targets:
+        """Return the tensors as memory."""
+        direct = self._first & self._plain
+        return Targets(self.entries, self.sources, self._pointers, direct, self._places)
 
-def _pointers(tensors: Sequence[torch.Tensor]) -> Words:
-    return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))
+
+_Kind = tuple[list[torch.Size], list[torch.dtype], list[tuple[int, ...]], list[bool], list[bool]]
+"""What the copy of tensors depends on, besides their places: shapes, types, strides, and lazy operations."""
+
+
+def _look(tensors: list[torch.Tensor]) -> tuple[list[_Kind], Words]:
+    """Return the kinds of tensors, by blocks, and their addresses."""
+    pointers = np.empty(len(tensors), np.uint64)
+    kinds = []
+    for start in range(0, len(tensors), BLOCK):
+        block = tensors[start : start + BLOCK]
+        kinds.append(_kind(block))
+        found = map(torch.Tensor.data_ptr, block)
+        pointers[start : start + BLOCK] = np.fromiter(found, np.uint64, len(block))
+    return kinds, pointers
+
+
+def _kind(tensors: list[torch.Tensor]) -> _Kind:
+    kind = torch.Tensor
+    dtypes = list(map(_dtype, tensors))
+    # Where all are contiguous, the strides follow from the shapes.
+    usual = all(map(kind.is_contiguous, tensors))
+    strides = [] if usual else list(map(kind.stride, tensors))
+    may_conjugate = any(dtype.is_complex for dtype in set(dtypes))
+    conjugate = list(map(kind.is_conj, tensors)) if may_conjugate else []
+    return list(map(_shape, tensors)), dtypes, strides, list(map(kind.is_neg, tensors)), conjugate
 
 
 def _placing(flat: Flat) -> list[tuple[int, object]]:
@@ -322,23 +359,20 @@ class _Plan:
     def __init__(
         self,
         buffer: torch.Tensor,
-        pointers: Words,
-        sources: Sequence[torch.Tensor],
-        entries: Sequence[TensorEntry],
+        state: Targets,
         same: Sequence[int],
     ) -> None:
         self.buffer = buffer
-        self._pointers = pointers
+        entries, sources = state.entries, state.tensors
+        self._pointers = state.pointers
         """The current addresses of the sources; the owner updates them in place."""
         self._kernels = kernels()
         self._hashed = self._kernels.native and device_of(sources) is None
         self._same = np.array(same, np.intp)
-        offsets, self._sizes = spans(entries)
+        offsets, self._sizes = state.places
         self._targets = offsets + np.uint64(buffer.data_ptr())
         first = self._same == np.arange(len(entries))
-        plain = first & self._hashed
-        if self._hashed:
-            plain &= are_plain(sources)
+        plain = state.direct & self._hashed
         self._pieces = np.flatnonzero(plain)
         self._rest = np.flatnonzero(first & ~plain)
         items = [(index, sources[index], entries[index]) for index in self._rest.tolist()]

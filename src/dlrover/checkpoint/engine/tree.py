@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -58,6 +56,8 @@ class Flat:
     """Spread values that tensors are parts of, by index of the tensor."""
     packed: Any
     """Tree as made by `layouts.pack`."""
+    bare: bool
+    """True if the state has no objects and no spread tensors: restoring it is writing its tensors and values."""
 
 
 class KnownDict(NamedTuple):
@@ -85,6 +85,7 @@ def flatten(state: State, known: dict[Path, KnownDict] | None = None) -> Flat:
     paths: list[Path] = []
     spread: dict[int, Spread] = {}
     before, found = known or {}, dict[Path, KnownDict]()
+    objects: list[Path] = []
 
     def leaf(value: Any, path: Path) -> Any:
         if isinstance(value, Spread):
@@ -95,6 +96,7 @@ def flatten(state: State, known: dict[Path, KnownDict] | None = None) -> Flat:
             paths.append(path)
             return layouts.pack_ref(len(tensors) - 1)
         if hasattr(value, "state_dict"):
+            objects.append(path)
             return value.state_dict()
         return value
 
@@ -117,7 +119,7 @@ def flatten(state: State, known: dict[Path, KnownDict] | None = None) -> Flat:
     if known is not None:
         known.clear()
         known.update(found)
-    return Flat(tensors, paths, spread, packed)
+    return Flat(tensors, paths, spread, packed, bare=not (objects or spread))
 
 
 def _known_dict(
@@ -285,6 +287,9 @@ def _problem(tensor: torch.Tensor) -> str:
 
 def same_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return for each tensor the index of the first one that is the same view of the same memory."""
+    addresses = list(filter(None, map(torch.Tensor.data_ptr, tensors)))
+    if len(set(addresses)) == len(addresses):
+        return list(range(len(tensors)))
     first: dict[object, int] = {}
     same = []
     for index, tensor in enumerate(tensors):
@@ -313,15 +318,3 @@ def _copies(group: dict[str, Any]) -> int:
     if "betas" in group:
         return 3 if group.get("amsgrad") else 2
     return 1 if group.get("momentum") else 0
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Disable garbage collection: it costs more than a walk over many thousand tensors."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()

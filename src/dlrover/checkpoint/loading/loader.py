@@ -25,6 +25,7 @@ from dlrover.checkpoint.loading.memory_step import (
     newest_lost,
 )
 from dlrover.checkpoint.loading.plan import LoadPlan, LoadRequest, Planner, RankState, assemble
+from dlrover.checkpoint.loading.replay import Replayer
 from dlrover.checkpoint.machine.extent import Piece
 from dlrover.checkpoint.machine.saves import SaveId, StepOrder
 from dlrover.checkpoint.saver.protocol import HeldGeneration, ValidGenerations
@@ -72,13 +73,18 @@ class Loader:
         store: Store,
         identity: str,
         planner: Planner,
+        replay: Replayer | None = None,
     ) -> None:
-        """Create a loader; without a client, it loads nothing from memory."""
+        """Create a loader; without a client, it loads nothing from memory.
+
+        ``replay`` is tried on this rank's own part in memory before ``planner``.
+        """
         self._world = world
         self._client = client
         self._store = store
         self._identity = identity
         self._planner = planner
+        self._replay = replay
         self.problems: list[str] = []
         """Reasons why steps could not be loaded."""
         self.damaged: dict[int, bytes] = {}
@@ -168,19 +174,29 @@ class Loader:
 
     def _restore_from_memory(self, step: MemoryStep, saved_size: int) -> Literal["memory", "peer"]:
         world = self._world
-        known = world.agree(step.at_hand)
-        planned = world.agree(lambda: self._plan(known, saved_size, complete=False))
+        planned = world.agree(lambda: self._plan_at_hand(step, saved_size))
+        known: dict[int, RankState] = {}
         fetched: Fetched = {}
         if any(needs_more for (needs_more,) in world.exchange([planned is None])):
-            own = bool(known)
             known = step.everything()
-            planned = world.agree(lambda: self._plan(known, saved_size, complete=True, own=own))
+            planned = world.agree(
+                lambda: self._plan(known, saved_size, complete=True, own=step.is_at_hand)
+            )
             assert planned is not None, "everything is known"
             fetched = step.fetch(planned, known)
         ready = planned
         assert ready is not None, "no rank needs more"
         world.agree(lambda: step.restore(ready, known, fetched))
         return "peer" if fetched else "memory"
+
+    def _plan_at_hand(self, step: MemoryStep, saved_size: int) -> LoadPlan | None:
+        """Plan with this rank's own part; return None if that is not enough."""
+        if self._replay is not None and saved_size == self._world.size and step.is_at_hand:
+            again = self._replay.plan(step.index())
+            if again is not None:
+                state = again.targets
+                return LoadPlan(again, self._world.rank, state.entries, None)
+        return self._plan(step.at_hand(), saved_size, complete=False)
 
     # ---- storage
 

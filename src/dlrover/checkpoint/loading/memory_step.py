@@ -15,14 +15,16 @@ import torch
 
 from dlrover.checkpoint.engine import copying
 from dlrover.checkpoint.engine.client import SaverClient
+from dlrover.checkpoint.engine.copying import Places, Words
 from dlrover.checkpoint.engine.tree import DTYPES
 from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.loading import peers
 from dlrover.checkpoint.loading.plan import LoadPlan, RankState, assemble
+from dlrover.checkpoint.loading.replay import Replay
 from dlrover.checkpoint.machine.extent import Piece
 from dlrover.checkpoint.machine.layout import ITEM_BYTES, Layout, TensorEntry, name
 from dlrover.checkpoint.machine.saves import SaveId
-from dlrover.checkpoint.saver.memory import Generation, kernels, spans
+from dlrover.checkpoint.saver.memory import Generation, Header, kernels, spans
 from dlrover.checkpoint.saver.protocol import HeldGeneration
 from dlrover.errors import InfrastructureError
 
@@ -46,12 +48,13 @@ class MemoryStep:
         self._client = client
         self._candidate = candidate
         self._held = {item.rank: item for item in mine if candidate.key == _key(item)}
-        self._generations: dict[int, tuple[Generation, torch.Tensor, Layout]] = {}
+        self._generations: dict[int, tuple[Generation, torch.Tensor, Header]] = {}
+        self._layouts: dict[int, Layout] = {}
         self._views: dict[int, list[torch.Tensor]] = {}
 
     # ---- what this node has
 
-    def _open(self, rank: int) -> tuple[Generation, torch.Tensor, Layout]:
+    def _open(self, rank: int) -> tuple[Generation, torch.Tensor, Header]:
         found = self._generations.get(rank)
         if found is None:
             slot = self._held[rank].slot
@@ -61,15 +64,35 @@ class MemoryStep:
             if header is None or header.save != self._candidate.save:
                 raise InfrastructureError(f"Step {self._candidate.step} is not in memory any more.")
             buffer = torch.frombuffer(generation.data, dtype=torch.uint8)
-            found = self._generations[rank] = generation, buffer, generation.layout(header)
+            found = self._generations[rank] = generation, buffer, header
         return found
+
+    def _layout(self, rank: int) -> Layout:
+        if rank not in self._layouts:
+            generation, _, header = self._open(rank)
+            self._layouts[rank] = generation.layout(header)
+        return self._layouts[rank]
+
+    @property
+    def is_at_hand(self) -> bool:
+        """True if this rank's node has its own part of the step."""
+        return self._world.rank in self._held
+
+    def index(self) -> bytes:
+        """Return the index of this rank's own part, an encoded `Layout`.
+
+        Raises:
+            InfrastructureError: it is damaged.
+        """
+        generation, _, header = self._open(self._world.rank)
+        return generation.index(header)
 
     def at_hand(self) -> dict[int, RankState]:
         """Return this rank's own part of the step, if its node has it."""
         rank = self._world.rank
-        if rank not in self._held:
+        if not self.is_at_hand:
             return {}
-        _, _, layout = self._open(rank)
+        layout = self._layout(rank)
         return {rank: RankState(layout.entries, layout.skeleton, ())}
 
     def _verify(self, ranks: Iterable[int]) -> str:
@@ -102,7 +125,7 @@ class MemoryStep:
             raise InfrastructureError(problem)
         found = {}
         for rank in served:
-            generation, _, layout = self._open(rank)
+            generation, layout = self._open(rank)[0], self._layout(rank)
             header = generation.header()
             sums = generation.sums(header) if header is not None else None
             if sums is None:
@@ -123,8 +146,8 @@ class MemoryStep:
 
     def _tensors(self, rank: int) -> list[torch.Tensor]:
         if rank not in self._views:
-            _, buffer, layout = self._open(rank)
-            self._views[rank] = copying.views(buffer, layout.entries)
+            _, buffer, _ = self._open(rank)
+            self._views[rank] = copying.views(buffer, self._layout(rank).entries)
         return self._views[rank]
 
     def _read(self, piece: Piece) -> torch.Tensor:
@@ -155,14 +178,19 @@ class MemoryStep:
     def _restore_own(self, planned: LoadPlan) -> None:
         """Restore all of a rank's part."""
         rank = planned.base
-        generation, _, layout = self._open(rank)
+        generation, _, _ = self._open(rank)
         header = generation.header()
-        sums = generation.sums(header) if header is not None else None
+        sums = generation.sum_array(header) if header is not None else None
         if sums is None:
             with _meanwhile(lambda: self._verify([rank])):
                 planned.restoration.run(self._tensors(rank))
             return
-        verified = VerifiedTensors(generation, layout.entries, sums, len(self._held))
+        again, share = planned.restoration, len(self._held)
+        if isinstance(again, Replay):  # the index would be decoded to the same
+            state = again.targets
+            verified = VerifiedTensors(generation, state.entries, sums, share, state.places)
+        else:
+            verified = VerifiedTensors(generation, self._layout(rank).entries, sums, share)
         planned.restoration.run(verified)
         problem = verified.problem()
         if problem:
@@ -250,19 +278,21 @@ class VerifiedTensors(Sequence[torch.Tensor]):
         entries: The descriptions of the tensors.
         sums: The checksums of the tensors.
         share: The number of processes on this machine that do the same at the same time.
+        places: The offsets and sizes of the tensors, if known.
     """
 
     def __init__(
         self,
         generation: Generation,
         entries: Sequence[TensorEntry],
-        sums: Sequence[int],
+        sums: Sequence[int] | Words,
         share: int,
+        places: Places | None = None,
     ) -> None:
         self._entries = entries
-        self._sums = np.array(sums, np.uint64)
+        self._sums = np.asarray(sums, np.uint64)
         self._buffer = torch.frombuffer(generation.data, dtype=torch.uint8)
-        offsets, self._sizes = spans(entries)
+        offsets, self._sizes = places if places is not None else spans(entries)
         self._sources = offsets + np.uint64(self._buffer.data_ptr())
         self._kernels = kernels()
         self._threads = copying.threads(share)
@@ -281,15 +311,19 @@ class VerifiedTensors(Sequence[torch.Tensor]):
         chosen = list(itertools.compress(pending, direct))
         indices = np.array([index for _, index in chosen], np.intp)
         pointers = np.fromiter((t.data_ptr() for t, _ in chosen), np.uint64, len(chosen))
+        self.fill_memory(pointers, indices)
+        return [item for item, is_direct in zip(pending, direct, strict=True) if not is_direct]
+
+    def fill_memory(self, pointers: Words, indices: npt.NDArray[np.intp]) -> None:
+        """Copy the tensors of these numbers to the addresses."""
         sources, sizes = self._sources[indices], self._sizes[indices]
         if _overlap(pointers, sizes):  # tied tensors
-            for one in map(slice, range(len(chosen)), range(1, len(chosen) + 1)):
+            for one in map(slice, range(len(sizes)), range(1, len(sizes) + 1)):
                 found = self._kernels.copy_hash(sources[one], pointers[one], sizes[one])
                 self._compare(indices[one], found)
         else:
             found = self._kernels.copy_hash(sources, pointers, sizes, self._threads)
             self._compare(indices, found)
-        return [item for item, is_direct in zip(pending, direct, strict=True) if not is_direct]
 
     def _fit(self, pending: list[tuple[torch.Tensor, int]]) -> npt.NDArray[np.bool_]:
         """Return for each target whether it is plain memory of the saved shape and type."""
@@ -315,7 +349,7 @@ class VerifiedTensors(Sequence[torch.Tensor]):
         return f"The tensor {name(self._entries[min(self._damaged)].path)} in memory is damaged."
 
 
-def _overlap(pointers: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]) -> bool:
+def _overlap(pointers: Words, sizes: Words) -> bool:
     """Return True if two pieces of memory share bytes."""
     order = np.argsort(pointers)
     starts, ends = pointers[order], (pointers + sizes)[order]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from dlrover.checkpoint.engine.copying import joined
+from dlrover.checkpoint.loading.replay import Replay
 from dlrover.checkpoint.loading.restore import Prepare, Restoration, StateReading
 from dlrover.checkpoint.machine import extent, layout as layouts
 from dlrover.checkpoint.machine.extent import Box, Extent, Piece, cover
@@ -31,7 +32,7 @@ class RankState:
 class LoadPlan:
     """The pieces to read, and the restoration that uses them."""
 
-    restoration: Restoration | StateReading | PartialLoad
+    restoration: Restoration | StateReading | PartialLoad | Replay
     base: int
     """Saved rank whose plain values are restored."""
     tensors: Sequence[TensorSpec]

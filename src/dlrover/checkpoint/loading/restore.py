@@ -10,11 +10,14 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from dlrover.checkpoint.engine import tree as trees
+from dlrover.checkpoint.engine.copying import Words
 from dlrover.checkpoint.engine.tree import DTYPES, Shard, Spread, State
 from dlrover.checkpoint.machine.extent import Extent
 from dlrover.checkpoint.machine.layout import Path, TensorRef, TensorSpec, name, replace_refs
@@ -24,6 +27,14 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 Prepare = Callable[[Any, Sequence[TensorSpec], bool], "Restoration | StateReading"]
 """Prepares the restoration of a saved tree and its tensors; True: another number of ranks saved them."""
+
+
+@runtime_checkable
+class MemoryFiller(Protocol):
+    """Saved tensors that can be copied directly to addresses."""
+
+    def fill_memory(self, pointers: Words, indices: npt.NDArray[np.intp]) -> None:
+        """Copy saved tensors, given by number, to addresses of plain memory."""
 
 
 @runtime_checkable
@@ -119,7 +130,7 @@ class Restoration:
             self.needs_ranks = True
         elif hasattr(value, "load_state_dict"):
             self._find_models(value, saved)
-        elif _is_live(value):
+        elif is_live(value):
             _check_container(value, saved, path)
             for key, item in _items(value):
                 self._match(item, saved[key], (*path, key))
@@ -217,7 +228,7 @@ class Restoration:
         if hasattr(value, "load_state_dict"):
             self._load(value, saved)
             return value
-        if not _is_live(value):
+        if not is_live(value):
             return self._filled(saved, copy=True)
         if isinstance(value, tuple):
             return tuple(
@@ -389,14 +400,14 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     return list(value.items()) if isinstance(value, dict) else list(enumerate(value))
 
 
-def _is_live(value: Any) -> bool:
+def is_live(value: Any) -> bool:
     """Return True if the value holds something that is restored in place, not replaced as a whole."""
     if isinstance(value, torch.Tensor | Spread):
         return True
     if hasattr(value, "load_state_dict") or hasattr(value, "load_rank_states"):
         return True
     if isinstance(value, dict | list | tuple):
-        return any(_is_live(item) for _, item in _items(value))
+        return any(is_live(item) for _, item in _items(value))
     return False
 
 

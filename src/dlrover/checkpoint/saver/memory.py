@@ -180,8 +180,8 @@ class Generation:
             tensors,
         )
 
-    def layout(self, header: Header) -> Layout:
-        """Read the index and check it.
+    def index(self, header: Header) -> bytes:
+        """Read the index, an encoded `Layout`, and compare it with its checksum.
 
         Raises:
             InfrastructureError: the index is damaged.
@@ -190,6 +190,15 @@ class Generation:
         index = bytes(self._map[start : start + header.index_bytes])
         if xxhash.xxh3_64_intdigest(index) != header.index_hash:
             raise InfrastructureError(f"The index of step {header.save.step} in memory is damaged.")
+        return index
+
+    def layout(self, header: Header) -> Layout:
+        """Read the index and check its content.
+
+        Raises:
+            InfrastructureError: the index is damaged.
+        """
+        index = self.index(header)
         try:
             layout = msgspec.msgpack.decode(index, type=Layout)
         except msgspec.DecodeError as error:
@@ -202,6 +211,11 @@ class Generation:
         return layout
 
     def sums(self, header: Header) -> list[int] | None:
+        """Return the tensors' checksums as a list; otherwise as `sum_array`."""
+        found = self.sum_array(header)
+        return None if found is None else list(array("Q", found.tobytes()))
+
+    def sum_array(self, header: Header) -> npt.NDArray[np.uint64] | None:
         """Return the tensors' checksums; None if they are not computed yet.
 
         Raises:
@@ -216,7 +230,7 @@ class Generation:
             raise InfrastructureError(
                 f"The checksums of step {header.save.step} in memory are damaged."
             )
-        return list(array("Q", data))
+        return np.frombuffer(data, np.uint64)
 
     def tensor_bytes(self, entry: layouts.TensorEntry) -> memoryview:
         """Return the bytes of one tensor."""

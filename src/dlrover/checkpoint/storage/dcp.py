@@ -6,9 +6,10 @@ holds tensors, dicts or such lists; everything else is one object, stored by ``t
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,13 +26,10 @@ from dlrover.errors import ConfigurationError
 class Leaf(NamedTuple):
     """One item of a DCP checkpoint."""
 
+    name: str
+    """DCP's name for the item: its path, joined by dots."""
     path: layouts.Path
     value: Any
-
-    @property
-    def name(self) -> str:
-        """DCP's name for the item."""
-        return ".".join(map(str, self.path))
 
 
 class Item(NamedTuple):
@@ -68,7 +66,7 @@ def _leaves(value: Any, path: layouts.Path) -> Iterator[Leaf]:
         for index, item in enumerate(value):
             yield from _leaves(item, (*path, index))
     else:
-        yield Leaf(path, value)
+        yield Leaf(".".join(map(str, path)), path, value)
 
 
 def _is_followed(value: list[Any]) -> bool:
@@ -92,12 +90,12 @@ def encode_object(value: Any, tensor: Callable[[int], tuple[StoredTensor, memory
 
 
 def metadata(
-    ranks: Sequence[tuple[bytes, Sequence[StoredTensor]]], objects: Mapping[str, Item]
+    ranks: Iterable[tuple[Sequence[Leaf], Sequence[StoredTensor]]], objects: Mapping[str, Item]
 ) -> bytes:
     """Return the content of the file ``.metadata``.
 
     Args:
-        ranks: each rank's skeleton and tensors. For a tensor that each rank has as a whole, the first
+        ranks: each rank's items and tensors. For a tensor that each rank has as a whole, the first
             rank's counts.
         objects: where rank 0's plain values are stored.
     """
@@ -106,8 +104,8 @@ def metadata(
         dcp.MetadataIndex(name): _StorageInfo(*item) for name, item in objects.items()
     }
     paths: dict[str, layouts.Path] = {}
-    for number, (skeleton, tensors) in enumerate(ranks):
-        for leaf in leaves(skeleton):
+    for number, (items, tensors) in enumerate(ranks):
+        for leaf in items:
             if isinstance(leaf.value, TensorRef):
                 _add_chunk(described, places, leaf.name, tensors[leaf.value.index])
             if number == 0 or leaf.name in described:
@@ -122,19 +120,29 @@ def metadata(
     )
 
 
+@functools.cache
+def _properties(dtype: str) -> dcp.TensorProperties:
+    return dcp.TensorProperties(dtype=DTYPES[dtype])
+
+
+@functools.lru_cache(maxsize=4096)
+def _size(numbers: tuple[int, ...]) -> torch.Size:
+    """Return one object for equal sizes: the pickle then holds it once."""
+    return torch.Size(numbers)
+
+
 def _add_chunk(
     described: dict[str, Any],
     places: dict[dcp.MetadataIndex, _StorageInfo],
     name: str,
     tensor: StoredTensor,
 ) -> None:
-    whole, at, shape = map(torch.Size, tensor.extent)
-    known = described.setdefault(
-        name,
-        dcp.TensorStorageMetadata(
-            properties=dcp.TensorProperties(dtype=DTYPES[tensor.dtype]), size=whole, chunks=[]
-        ),
-    )
+    whole, at, shape = map(_size, tensor.extent)
+    known = described.get(name)
+    if known is None:
+        known = described[name] = dcp.TensorStorageMetadata(
+            properties=_properties(tensor.dtype), size=whole, chunks=[]
+        )
     if not isinstance(known, dcp.TensorStorageMetadata) or known.size != whole:
         return  # another rank's; DCP has one tensor per name
     index = dcp.MetadataIndex(name, offset=at, index=len(known.chunks))

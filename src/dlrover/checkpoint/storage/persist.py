@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import errno
 import importlib
+import itertools
 import logging
-import struct
 import threading
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
+from dlrover._util.collection import no_collection
 from dlrover.checkpoint.machine.layout import ALIGNMENT, Layout, TensorEntry
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import faults, formats, storage
@@ -42,6 +42,7 @@ from dlrover.checkpoint.storage.stores import (
     join,
     reason,
 )
+from dlrover.checkpoint.storage.torchfile import torch_file
 from dlrover.errors import InfrastructureError
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,11 @@ def persist(job: PersistJob) -> None:
         OSError: the storage failed; the call can be retried.
         InfrastructureError: another node did not write its part, or a newer save of the step is stored.
     """
+    with no_collection():
+        _persist(job)
+
+
+def _persist(job: PersistJob) -> None:
     faults.point("persist.begun")
     job.guard()
     if 0 in job.sources:
@@ -201,9 +207,13 @@ def _write_rank(job: PersistJob, draft: Draft, rank: int) -> None:
     with job.store.create(draft.path(plain)) as opened:
         file = _File(opened)
         for entry, checksum in zip(source.layout.entries, source.sums, strict=True):
-            wanted = (entry.path, entry.dtype, entry.extent, checksum)
-            known = elsewhere.get(wanted) or written.get((entry.offset, entry.nbytes))
-            if known is None:
+            known = written.get((entry.offset, entry.nbytes))
+            if elsewhere:
+                wanted = (entry.path, entry.dtype, entry.extent, checksum)
+                known = elsewhere.get(wanted, known)
+            if known is not None:
+                known = msgspec.structs.replace(known, path=entry.path, part=entry.part)
+            else:
                 data = source.read(entry)
                 head, tail = torch_file(entry.dtype, entry.shape, data, file.size, ALIGNMENT)
                 start = file.size
@@ -215,8 +225,8 @@ def _write_rank(job: PersistJob, draft: Draft, rank: int) -> None:
                     file.write(part)
                 if entry.nbytes:  # tied tensors share one place
                     written[entry.offset, entry.nbytes] = known
-            tensors.append(msgspec.structs.replace(known, path=entry.path, part=entry.part))
-    files = {name: file.record()}
+            tensors.append(known)
+        files = {name: file.finish()}
     if not file.size:
         job.store.delete(draft.path(plain))
         files = {}
@@ -284,15 +294,19 @@ def _encode_metadata(
     plain = "__0_1.distcp"
     name = draft.named(plain)
     objects = {}
+    first = dcp.leaves(indices[0].skeleton)
     with job.store.create(draft.path(plain)) as opened:
         file = _File(opened)
-        for leaf in dcp.leaves(indices[0].skeleton):
+        for leaf in first:
             if not isinstance(leaf.value, dcp.TensorRef):
                 data = dcp.encode_object(leaf.value, tensor)
                 objects[leaf.name] = dcp.Item(name, file.size, len(data))
                 file.write(data)
-    metadata = dcp.metadata([(index.skeleton, index.tensors) for index in indices], objects)
-    return metadata, {name: file.record(), DCP_METADATA: record_of(metadata)}
+        record = file.finish()
+    others = ((dcp.leaves(index.skeleton), index.tensors) for index in indices[1:])
+    ranks = itertools.chain([(first, indices[0].tensors)], others)
+    metadata = dcp.metadata(ranks, objects)
+    return metadata, {name: record, DCP_METADATA: record_of(metadata)}
 
 
 def _await_index(job: PersistJob, draft: Draft, rank: int) -> RankIndex:
@@ -334,121 +348,35 @@ def _await(
 
 
 class _File:
-    """File that is hashed while it is written."""
+    """File that is hashed while it is written, in large parts."""
 
     def __init__(self, file: StoreWriter) -> None:
         self._file = file
         self._hash = xxhash.xxh3_64()
+        self._buffer = memoryview(bytearray(CHUNK))
+        self._filled = 0
         self.size = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        for start in range(0, len(data), CHUNK):
-            chunk = data[start : start + CHUNK]
-            self._hash.update(chunk)
-            self._file.write(chunk)
         self.size += len(data)
+        if self._filled + len(data) > CHUNK:
+            self._flush()
+        if len(data) < CHUNK:
+            self._buffer[self._filled : self._filled + len(data)] = data
+            self._filled += len(data)
+            return
+        for start in range(0, len(data), CHUNK):
+            self._put(data[start : start + CHUNK])
 
-    def record(self) -> FileRecord:
+    def finish(self) -> FileRecord:
+        """Write the rest and describe the file."""
+        self._flush()
         return FileRecord(self.size, self._hash.hexdigest())
 
+    def _flush(self) -> None:
+        self._put(self._buffer[: self._filled])
+        self._filled = 0
 
-_LOCAL = struct.Struct("<4s5H3L2H")
-_CENTRAL = struct.Struct("<4s6H3L5H2L")
-_SIZES64 = struct.Struct("<2H2Q")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR64 = struct.Struct("<4sLQL")
-_END = struct.Struct("<4s4H2LH")
-_PADDING = struct.Struct("<2H")
-_PADDING_ID = 0x4246  # the ID that torch uses
-_BIG = 0xFFFFFFFF
-_VERSION = 45  # of the zip format: the first with 64-bit sizes
-_MIDNIGHT = (0, 0x21)  # 1980-01-01, the earliest time that zip knows
-
-
-def torch_file(
-    dtype: str, shape: Sequence[int], data: memoryview, at: int, alignment: int
-) -> tuple[bytes, bytes]:
-    """Return the bytes that make ``data``, a tensor's in row-major order, a file of ``torch.save``: before, after.
-
-    Such a file is a zip archive: a pickle that says how to rebuild the tensor, and the tensor's raw bytes. The
-    pickle holds only names and numbers, so ``torch.load`` with ``weights_only=True`` reads it. DCP stores each
-    tensor in this form; it is written here without torch.
-
-    ``at`` is the start of the result in a larger file; it places the data at a multiple of ``alignment``.
-    """
-    small = [
-        (b"archive/data.pkl", _pickle(dtype, shape, len(data))),
-        (b"archive/version", b"3\n"),
-        (b"archive/byteorder", b"little"),
-    ]
-    head, directory = bytearray(), bytearray()
-    for name, content in small:
-        crc = zlib.crc32(content)
-        directory += _central(name, crc, len(content), len(head))
-        head += _local(name, crc, len(content)) + content
-    crc = zlib.crc32(data)
-    directory += _central(b"archive/data/0", crc, len(data), len(head), wide=True)
-    unpadded = at + len(head) + len(_local(b"archive/data/0", crc, len(data), wide=True, padding=0))
-    padding = -unpadded % alignment
-    head += _local(b"archive/data/0", crc, len(data), wide=True, padding=padding)
-    start = len(head) + len(data)
-    end64 = _END64.pack(
-        b"PK\6\6", _END64.size - 12, _VERSION, _VERSION, 0, 0, len(small) + 1, len(small) + 1,
-        len(directory), start,
-    )  # fmt: skip
-    locator = _LOCATOR64.pack(b"PK\6\7", 0, start + len(directory), 1)
-    counts = (len(small) + 1, len(small) + 1)
-    end = _END.pack(b"PK\5\6", 0, 0, *counts, len(directory), min(start, _BIG), 0)
-    return bytes(head), bytes(directory) + end64 + locator + end
-
-
-def _local(
-    name: bytes, crc: int, size: int, *, wide: bool = False, padding: int | None = None
-) -> bytes:
-    extra = _SIZES64.pack(1, 16, size, size) if wide else b""
-    if padding is not None:
-        extra += _PADDING.pack(_PADDING_ID, padding) + bytes(padding)
-    shown = _BIG if wide else size
-    header = _LOCAL.pack(
-        b"PK\3\4", _VERSION, 0, 0, *_MIDNIGHT, crc, shown, shown, len(name), len(extra)
-    )
-    return header + name + extra
-
-
-def _central(name: bytes, crc: int, size: int, offset: int, *, wide: bool = False) -> bytes:
-    extra = _SIZES64.pack(1, 16, size, size) if wide else b""
-    shown = _BIG if wide else size
-    header = _CENTRAL.pack(
-        b"PK\1\2", _VERSION, _VERSION, 0, 0, *_MIDNIGHT, crc, shown, shown, len(name), len(extra),
-        0, 0, 0, 0, offset,
-    )  # fmt: skip
-    return header + name + extra
-
-
-def _pickle(dtype: str, shape: Sequence[int], nbytes: int) -> bytes:
-    """Pickle the call ``_rebuild_tensor_v3(storage, 0, shape, strides, False, OrderedDict(), dtype)``."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    storage = (
-        b"(" + _text("storage") + b"ctorch.storage\nUntypedStorage\n" + _text("0") + _text("cpu")
-        + _number(nbytes) + b"tQ"
-    )  # fmt: skip
-    return (
-        b"\x80\x02ctorch._utils\n_rebuild_tensor_v3\n(" + storage + _number(0)
-        + _numbers(shape) + _numbers(strides[::-1])
-        + b"\x89ccollections\nOrderedDict\n)Rctorch\n" + dtype.encode() + b"\ntR."
-    )  # fmt: skip
-
-
-def _text(text: str) -> bytes:
-    return b"X" + struct.pack("<I", len(text)) + text.encode()
-
-
-def _number(number: int) -> bytes:
-    return b"\x8a\x09" + number.to_bytes(9, "little")
-
-
-def _numbers(numbers: Sequence[int]) -> bytes:
-    return b"(" + b"".join(map(_number, numbers)) + b"t"
+    def _put(self, data: bytes | memoryview) -> None:
+        self._hash.update(data)
+        self._file.write(data)

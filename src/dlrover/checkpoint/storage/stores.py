@@ -80,7 +80,7 @@ class StoreWriter(Protocol):
     """File that is being written."""
 
     def write(self, data: bytes | memoryview, /) -> object:
-        """Append data."""
+        """Append data, which may change after the call."""
 
 
 class Reader(Protocol):

@@ -90,7 +90,7 @@ def content_of(tree: Any, step: int | None = None, differing: Sequence[str] = ()
 
     packed = layouts.pack(tree, (), leaf)
     live = [index for index, value in enumerate(found) if isinstance(value, torch.Tensor)]
-    flat = Flat([found[i] for i in live], [paths[i] for i in live], {}, None)
+    flat = Flat([found[i] for i in live], [paths[i] for i in live], {}, None, bare=True)
     same = trees.same_tensors(flat.tensors)
     for index, spec, first in zip(live, trees.specs(flat), same, strict=True):
         read_it = functools.partial(_dense, found[index])
