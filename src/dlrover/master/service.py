@@ -100,7 +100,7 @@ class Master:
         self._dismissed: set[int] = set()
         self._activities = Activities()
         self.hangs = HangWatch(self.machine, self._say, self._submit_finding)
-        self.scaler = AutoScaler(self.machine, self._submit_finding, self.hangs.suspects)
+        self.scaler = AutoScaler(self.machine, self._submit_finding, self.hangs.held_up)
         self._progress_journalled = 0.0
         self._progress_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
