@@ -151,7 +151,7 @@ class Master:
         server.unary("Scale", messages.ScaleRequest, self.scale)
         server.unary("Stacks", messages.StacksRequest, self.hangs.stacks)
         server.unary("Store", messages.StoreRequest, self.use_store)
-        server.stream("Deal", messages.Frame, self.deal)
+        server.stream("Deal", messages.RequestFrame, self.deal)
 
     async def run(self) -> bool:
         """Watch the job until it has ended and its nodes have left; False if another master takes over."""
@@ -611,7 +611,9 @@ class Master:
             return self.shards.handle(request, self.clock())
         return self._commits.begin(request, lambda now: self.shards.handle(request, now))
 
-    async def deal(self, frames: AsyncIterator[messages.Frame]) -> AsyncIterator[messages.Frame]:
+    async def deal(
+        self, frames: AsyncIterator[messages.RequestFrame]
+    ) -> AsyncIterator[messages.RequestFrame]:
         """Serve the shard requests of an agent's workers, one frame at a time."""
         task = asyncio.current_task()
         assert task is not None
