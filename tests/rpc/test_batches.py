@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import grpc
 import pytest
 
-from dlrover.errors import InfrastructureError
+from dlrover.errors import DLRoverError, InfrastructureError
 from dlrover.rpc import batches
 from dlrover.rpc.batches import FRAME_BYTES
 from dlrover.rpc.client import MasterClient
+from dlrover.rpc.connection import CUT
 from dlrover.rpc.messages import MAX_RECORDS, Record, RequestFrame
 from dlrover.rpc.server import Server
 
@@ -206,3 +208,17 @@ def test_a_connection_that_moves_or_closes_fails_the_requests_under_way(how: str
                 assert other.frames == [[b"a"]]
 
     asyncio.run(test())
+
+
+def test_a_write_on_a_stream_whose_connection_has_ended_is_no_failure_of_the_master() -> None:
+    """gRPC describes it so if the end comes between the check of the stream and the write."""
+
+    async def test() -> DLRoverError:
+        nothing = grpc.aio.Metadata()
+        cut = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, CUT)
+        async with MasterClient("127.0.0.1:9", TOKEN) as client:
+            return client._described(cut)
+
+    assert str(asyncio.run(test())) == (
+        "The master at 127.0.0.1:9 cannot be reached: the connection has ended."
+    )
