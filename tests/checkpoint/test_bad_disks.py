@@ -145,26 +145,21 @@ def test_a_full_disk(disk):
 
 
 @pytest.mark.parametrize(("nodes", "state"), [("one", "equal"), ("two", "sharded")])
-def test_no_step_waits_for_a_full_disk(disk, nodes, state):
+def test_no_step_waits_for_a_full_disk(disk, forks, nodes, state):
     """Ranks wait for what others write: for equal tensors, and to publish. Nobody waits for what fails."""
     names = [disk]
     if nodes == "two":
         names = [disk / "a", disk / "b"]
         for name in names:
             name.symlink_to(disk)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = str(Path(__file__).parent / "scripts" / "filled.py")
-    ended = subprocess.run(
-        [*launcher, script, str(disk), state, *map(str, names)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=80, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert max(map(float, re.findall(r'"longest": ([\d.e-]+)', ended.stdout))) < 5.0
-    (told,) = (json.loads(line) for line in ended.stdout.splitlines() if "stored" in line)
+    script = Path(__file__).parent / "scripts" / "filled.py"
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    output = forks.ranks(2, script, disk, state, *names, env=env, timeout=80)
+    assert max(map(float, re.findall(r'"longest": ([\d.e-]+)', output))) < 5.0
+    (told,) = map(json.loads, re.findall(r'^\{.*"stored".*$', output, re.MULTILINE))
     assert "Step 6 was not stored" in told["problems"]
     assert told["stored"][0] == 36, "the storage is used again"
-    warned = re.findall("^(Step .*)$", ended.stderr, re.MULTILINE)
+    warned = re.findall("^(Step .*)$", output, re.MULTILINE)
     assert sum("Training goes on, and later steps are tried." in line for line in warned) == len(
         names
     ), "one sentence on each node"

@@ -361,14 +361,15 @@ def test_a_damaged_object_costs_its_step(url):
     assert [(item.step, item.state) for item in tools.listing(url)] == [(2, "bad"), (1, "complete")]
 
 
-def test_what_is_in_memory_is_stored_when_a_worker_dies(url):
-    program = (
+def test_what_is_in_memory_is_stored_when_a_worker_dies(url, forks, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
         "import os, sys, torch; from dlrover.checkpoint import Checkpointer\n"
         "c = Checkpointer(sys.argv[1], linger=1.0, save_at_breakpoint=True)\n"
         "c.save(5, {'w': torch.full((1000,), 5.0), 'b': torch.ones(3), 'step': 5})\n"
         "os._exit(1)\n"
     )
-    subprocess.run([sys.executable, "-c", program, url], check=False)
+    assert forks.start(program, url).wait(60) == 1
     until(lambda: not savers(), 20, "the saver's end")
     record, state = load(url)
     assert (record.source, record.step, state["step"]) == ("storage", 5, 5)

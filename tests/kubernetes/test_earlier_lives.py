@@ -234,6 +234,32 @@ def test_a_conflict_loses_nothing_of_a_plan(path: str, times: int) -> None:
     asyncio.run(story())
 
 
+def test_a_number_that_a_user_sets_while_a_plan_begins_is_kept() -> None:
+    """It would be lost if the plan's number were written over it."""
+
+    async def story() -> None:
+        server = MemoryServer()
+        job, numbers = submit(server), Numbers()
+        set_once = False
+
+        def user(method: str, path: str) -> None:
+            nonlocal set_once
+            if method == "PATCH" and path.endswith("elasticjobs/digits/scale") and not set_once:
+                set_once = True
+                spec = {"replicaSpecs": {"worker": {"replicas": 3}}}
+                server.change(ELASTIC_JOBS, "digits", spec=spec)
+
+        server.before = user
+        async with scaler(server, job, numbers):
+            plan(server)
+            await until(lambda: numbers.size.wanted == 3)
+            await until(lambda: status(server, "grow").get("phase") == "Failed")
+        assert replicas(server) == 3
+        assert "Another request has changed the job" in status(server, "grow")["message"]
+
+    asyncio.run(story())
+
+
 def replicas(server: MemoryServer) -> int:
     worker = server.there(ELASTIC_JOBS, "digits")["spec"]["replicaSpecs"]["worker"]
     return int(worker["replicas"])

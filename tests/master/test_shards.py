@@ -14,7 +14,7 @@ from dlrover.master.journal.journal import open_journal
 from dlrover.master.service import Master
 from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
-from dlrover.rpc.messages import Frame, Record
+from dlrover.rpc.messages import Record, RequestFrame
 from dlrover.rpc.server import Server
 from dlrover.spec.job import JobSpec
 from dlrover.spec.shards import (
@@ -143,8 +143,8 @@ def test_a_worker_that_sends_too_much_is_cut_off(tmp_path) -> None:
     assert asyncio.run(send()) == b""
 
 
-def frame_of(*requests: object) -> Frame:
-    return Frame(
+def frame_of(*requests: object) -> RequestFrame:
+    return RequestFrame(
         tuple(
             Record(number, one if isinstance(one, bytes) else wire.encode(one))
             for number, one in enumerate(requests)
@@ -152,7 +152,7 @@ def frame_of(*requests: object) -> Frame:
     )
 
 
-async def dealt(master: Master, *frames: Frame) -> list[list[ShardReply]]:
+async def dealt(master: Master, *frames: RequestFrame) -> list[list[ShardReply]]:
     """The replies to each frame, in the order of its requests."""
 
     async def sent():

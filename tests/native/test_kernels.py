@@ -2,7 +2,6 @@
 
 import mmap
 import random
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,22 +13,11 @@ from dlrover._native import library, twin
 from dlrover._native.kernels import Kernels, kernels
 
 MAP_NORESERVE = 0x4000
-LOADED = library.load("auto")
-VARIANTS = [b"avx512", b"avx2", b"plain"]
 
 
-@pytest.fixture(params=["twin", *(name.decode() for name in VARIANTS)])
-def run(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    """One implementation."""
-    if request.param == "twin":
-        yield kernels("off")
-        return
-    if LOADED.library is None:
-        pytest.skip(LOADED.reason)
-    if not LOADED.library.dlrover_use_variant(request.param.encode()):
-        pytest.skip(f"this machine lacks {request.param}")
-    yield Kernels(LOADED)
-    assert any(LOADED.library.dlrover_use_variant(name) for name in VARIANTS)  # the best one again
+@pytest.fixture
+def run(implementation: library.Loaded) -> Kernels:
+    return Kernels(implementation)
 
 
 class Memory:

@@ -1,7 +1,6 @@
 """Optimizer updates: the formula within rounding, the same bits from every implementation and number of threads."""
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 
@@ -18,24 +17,13 @@ from dlrover._native.updates import (
     updates,
 )
 
-LOADED = library.load("auto")
-VARIANTS = ["avx512", "avx2", "plain"]
 RULES = {"adamw": 2, "agd": 2, "adagrad": 1}
 EPS32 = float(np.finfo(np.float32).eps)
 
 
-@pytest.fixture(params=["twin", *VARIANTS])
-def run(request: pytest.FixtureRequest) -> Iterator[Updates]:
-    """One implementation."""
-    if request.param == "twin":
-        yield updates("off")
-        return
-    if LOADED.library is None:
-        pytest.skip(LOADED.reason)
-    if not LOADED.library.dlrover_use_variant(request.param.encode()):
-        pytest.skip(f"this machine lacks {request.param}")
-    yield Updates(LOADED)
-    assert any(LOADED.library.dlrover_use_variant(name.encode()) for name in VARIANTS)
+@pytest.fixture
+def run(implementation: library.Loaded) -> Updates:
+    return Updates(implementation)
 
 
 def scalars(rule: str, step: int) -> np.ndarray:

@@ -28,44 +28,45 @@ def check_processes(launch) -> list:
     return [p for p in launch.processes() if "dlrover.training.probes" in p.cmdline()]
 
 
-def test_sound_nodes_are_checked_and_train(train) -> None:
-    training = train(3, 0.0, *CHECK)
+def test_faulty_nodes_are_named_and_excluded(train) -> None:
+    faults = {
+        2: ("disk", "fail", "injected fault"),
+        3: ("device", "die", "the check process ended: it was killed by SIGKILL"),
+        4: ("network", "fail", "it does not reach nodes"),
+    }
+    env = injected(",".join(f"{node}:{part}:{what}" for node, (part, what, _) in faults.items()))
+    options = (
+        "--local-nodes=5",
+        "--nnodes=2:5",
+        "--network-check",
+        "--rdzv-conf=scale_up_delay=60",
+    )
+    training = train(10, 0.1, *options, env=env)
+    training.wait_for_step(1, 100)
+    launch = training.launch
+    found = {nodes: (part, words) for nodes, part, words in findings(launch, "fault")}
+    lost = {event.body.node: event.body.reason for event in launch.events_of(events.NodeLost)}
+    assert found.keys() == {(node,) for node in faults}
+    assert lost.keys() == faults.keys()
+    for node, (part, _, words) in faults.items():
+        assert found[node,][0] == part
+        assert words in found[node,][1]
+        assert f"the node check names its {part}" in lost[node]
+    assert launch.events_of(events.RoundCompleted)[0].body.nodes == 2
+    launch.succeed(100)
+    assert (training.losses[-1][0], training.losses[-1][2]) == (10, 2)
+
+
+def test_a_slow_node_is_named_and_all_train(train) -> None:
+    training = train(3, 0.0, *CHECK, env=injected("2:device:slow"))
     training.launch.succeed(100)
     (finished,) = training.launch.events_of(events.NodeCheckFinished)
     assert (finished.body.nodes, finished.body.excluded) == (4, 0)
     assert findings(training.launch, "fault") == []
-    assert training.losses[-1][2] == 4
-    assert not check_processes(training.launch)
-
-
-@pytest.mark.parametrize(
-    ("fault", "component", "words"),
-    [
-        ("3:disk:fail", "disk", "injected fault"),
-        ("3:device:die", "device", "the check process ended: it was killed by SIGKILL"),
-        ("3:network:fail", "network", "it does not reach nodes"),
-    ],
-)
-def test_a_faulty_node_is_named_and_excluded(train, fault, component, words) -> None:
-    training = train(10, 0.1, *CHECK, "--nnodes=3:4", env=injected(fault))
-    training.wait_for_step(1, 100)
-    launch = training.launch
-    ((nodes, named, message),) = findings(launch, "fault")
-    assert (nodes, named) == ((3,), component)
-    assert words in message
-    assert launch.events_of(events.RoundCompleted)[0].body.nodes == 3
-    (lost,) = launch.events_of(events.NodeLost)
-    assert f"the node check names its {component}" in lost.body.reason
-    launch.succeed(100)
-    assert training.losses[-1][0] == 10
-
-
-def test_a_slow_node_is_named_and_trains(train) -> None:
-    training = train(3, 0.0, *CHECK, env=injected("2:device:slow"))
-    training.launch.succeed(100)
     slow = [f for f in findings(training.launch, "slow") if f[1] == "device"]
     assert [nodes for nodes, _, _ in slow] == [(2,)]
     assert training.losses[-1][2] == 4
+    assert not check_processes(training.launch)
 
 
 def test_a_job_whose_nodes_are_all_at_fault_ends_with_the_reason(run) -> None:

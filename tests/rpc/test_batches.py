@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import grpc
 import pytest
 
-from dlrover.errors import InfrastructureError
+from dlrover.errors import DLRoverError, InfrastructureError
 from dlrover.rpc import batches
 from dlrover.rpc.batches import FRAME_BYTES
 from dlrover.rpc.client import MasterClient
-from dlrover.rpc.messages import MAX_RECORDS, Frame, Record
+from dlrover.rpc.connection import CUT
+from dlrover.rpc.messages import MAX_RECORDS, Record, RequestFrame
 from dlrover.rpc.server import Server
 
 TOKEN = "right"
@@ -25,10 +27,10 @@ class Peer:
     def __init__(self) -> None:
         self.frames: list[list[bytes]] = []
         self.streams = 0
-        self.answer: Callable[[Frame], Awaitable[list[Frame]]] = echo
+        self.answer: Callable[[RequestFrame], Awaitable[list[RequestFrame]]] = echo
         self.under_way = self.most_under_way = 0
 
-    async def deal(self, frames: AsyncIterator[Frame]) -> AsyncIterator[Frame]:
+    async def deal(self, frames: AsyncIterator[RequestFrame]) -> AsyncIterator[RequestFrame]:
         self.streams += 1
         async for frame in frames:
             self.frames.append([body for _, body in frame.records])
@@ -40,14 +42,14 @@ class Peer:
                 yield reply
 
 
-async def echo(frame: Frame) -> list[Frame]:
-    return [Frame(tuple(Record(number, body.upper()) for number, body in frame.records))]
+async def echo(frame: RequestFrame) -> list[RequestFrame]:
+    return [RequestFrame(tuple(Record(number, body.upper()) for number, body in frame.records))]
 
 
 @contextlib.asynccontextmanager
 async def connected(peer: Peer, timeout: float = 5.0) -> AsyncIterator[MasterClient]:
     server = Server(TOKEN)
-    server.stream("Deal", Frame, peer.deal)
+    server.stream("Deal", RequestFrame, peer.deal)
     port = await server.start("127.0.0.1", 0)
     try:
         async with MasterClient(f"127.0.0.1:{port}", TOKEN, timeout=timeout) as client:
@@ -99,10 +101,12 @@ def test_a_frame_waits_for_as_many_requests_as_the_last_one_had(
 
 
 def test_a_reply_that_comes_twice_or_for_another_stream_is_nobodys() -> None:
-    async def noisy(frame: Frame) -> list[Frame]:
+    async def noisy(frame: RequestFrame) -> list[RequestFrame]:
         (reply,) = await echo(frame)
-        unknown = Frame(tuple(Record(number + 1000, b"stray") for number, _ in reply.records))
-        first, rest = Frame(reply.records[:1]), Frame(reply.records[1:])
+        unknown = RequestFrame(
+            tuple(Record(number + 1000, b"stray") for number, _ in reply.records)
+        )
+        first, rest = RequestFrame(reply.records[:1]), RequestFrame(reply.records[1:])
         return [unknown, first, first, rest, reply]
 
     async def test() -> None:
@@ -121,12 +125,12 @@ def test_after_a_lost_frame_the_callers_fail_and_its_late_replies_reach_nobody(
 ) -> None:
     held = asyncio.Event()
 
-    async def loses(frame: Frame) -> list[Frame]:
+    async def loses(frame: RequestFrame) -> list[RequestFrame]:
         peer.answer = echo
         if answered:
-            return [Frame((await echo(frame))[0].records[:answered])]
+            return [RequestFrame((await echo(frame))[0].records[:answered])]
         await held.wait()
-        return [Frame(tuple(Record(number, b"late") for number in range(100)))]
+        return [RequestFrame(tuple(Record(number, b"late") for number in range(100)))]
 
     peer = Peer()
 
@@ -146,7 +150,7 @@ def test_after_a_lost_frame_the_callers_fail_and_its_late_replies_reach_nobody(
 
 
 def test_a_slow_peer_has_one_frame_at_a_time_and_the_others_wait_in_their_order() -> None:
-    async def slow(frame: Frame) -> list[Frame]:
+    async def slow(frame: RequestFrame) -> list[RequestFrame]:
         await asyncio.sleep(0.02)
         return await echo(frame)
 
@@ -204,3 +208,17 @@ def test_a_connection_that_moves_or_closes_fails_the_requests_under_way(how: str
                 assert other.frames == [[b"a"]]
 
     asyncio.run(test())
+
+
+def test_a_write_on_a_stream_whose_connection_has_ended_is_no_failure_of_the_master() -> None:
+    """gRPC describes it so if the end comes between the check of the stream and the write."""
+
+    async def test() -> DLRoverError:
+        nothing = grpc.aio.Metadata()
+        cut = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, CUT)
+        async with MasterClient("127.0.0.1:9", TOKEN) as client:
+            return client._described(cut)
+
+    assert str(asyncio.run(test())) == (
+        "The master at 127.0.0.1:9 cannot be reached: the connection has ended."
+    )

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from dlrover.agent.machine.node import AgentMachine, Stage
-from dlrover.agent.shell import Agent, Node
+from dlrover.agent.shell import Agent, NodeControls
 from dlrover.errors import DLRoverError
 from dlrover.master.service import Master
 from dlrover.rpc import messages
@@ -474,7 +474,7 @@ class SimulatedNode:
         workers = self.workers
         self.agent = Agent(
             SimulatedClient(self, self._dial),
-            Node(self.hostname, workers, SimulatedChecker(self), workers, workers),
+            NodeControls(self.hostname, workers, SimulatedChecker(self), workers, workers),
             AgentConfig(
                 launch=LaunchSpec(entry=Entry.SCRIPT, target="train.py", nproc_per_node=nproc),
                 limits=self.program.job.limits,

@@ -169,7 +169,7 @@ def test_a_job_says_how_many_nodes_of_how_many_it_has():
 def test_no_size_is_tried_while_a_rank_may_be_slow():
     cluster = cluster_of(LAWS["scales"], seed=0)
     suspects = [True]
-    cluster.master.scaler._suspects = lambda: bool(suspects)
+    cluster.master.scaler._held_up = lambda _: bool(suspects)
     cluster.run(200.0)
     assert cluster.machine.autoscaling.latest is not None
     assert not told(cluster, events.PlanMade)
@@ -275,7 +275,7 @@ def test_a_slow_node_is_replaced_and_the_job_is_faster():
     node = cluster.machine.rendezvous.members[-1]
     victim = cluster.machine.nodes[node].handle
     cluster.program.law = lambda n: (law(n) + (0.08 if victim in cluster.alive else 0), COMPUTE)
-    cluster.run(25.0)
+    cluster.run(60.0)
     before = cluster.machine.rendezvous.round
     rank = MOST - 1
     cluster._submit(inputs.RankSpeed(before, events.SlowRank(rank, node, 1.8, "compute")))

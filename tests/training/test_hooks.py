@@ -1,12 +1,15 @@
 """What a training does gets on the board with nothing in the program, and the program sees nothing of it."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -14,16 +17,17 @@ from dlrover.agent.workers.zygotes import make_board
 from dlrover.spec.activity import Activity
 from dlrover.spec.measurements import WorkerActivity
 from dlrover.training.worker.progress import Board
+from tests.support.forks import Forks
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(60)]
 
 START = """
-import json, os, sys
+import os
 {before}
 from dlrover.training.worker import bootstrap
 from dlrover.training.worker.progress import Board
 program = bootstrap.Program("script", "program.py", [], "", 3)
-bootstrap.run(program, Board({fd}))
+bootstrap.run(program, Board(os.open("/proc/{pid}/fd/{fd}", os.O_RDWR)))
 """
 
 TRAINING = """
@@ -43,24 +47,27 @@ TRAINING = """
 class Worked:
     """A worker that has ended: its output, and what the board says of it."""
 
-    def __init__(self, directory: Path, *sources: str, before: str = "") -> None:
+    def __init__(
+        self, directory: Path, forks: Forks | None, *sources: str, before: str = ""
+    ) -> None:
+        """Run a program in a fork of a process that has imported PyTorch, or in a new interpreter."""
         text = "\n".join(map(textwrap.dedent, sources))
         (directory / "program.py").write_text(text)
-        fd = make_board()
+        start, fd = directory / "start.py", make_board()
+        start.write_text(START.format(pid=os.getpid(), fd=fd, before=before))
         try:
-            ended = subprocess.run(
-                [sys.executable, "-c", START.format(fd=fd, before=before)],
-                cwd=directory,
-                pass_fds=[fd],
-                capture_output=True,
-                text=True,
-                timeout=50,
-                check=False,
+            process = (
+                forks.start(start, cwd=directory)
+                if forks is not None
+                else subprocess.Popen(
+                    [sys.executable, start], cwd=directory, stdout=PIPE, stderr=PIPE, text=True
+                )
             )
+            self.stdout, self.stderr = process.communicate(timeout=50)
             self.activity = Board(fd).activity(3, time.monotonic_ns())
         finally:
             os.close(fd)
-        self.stdout, self.stderr, self.code = ended.stdout, ended.stderr, ended.returncode
+        self.code = process.poll()
 
     @property
     def did(self) -> WorkerActivity:
@@ -72,8 +79,20 @@ class Worked:
         return self.did.seconds[activity]
 
 
-def test_start_ends_with_the_first_step(tmp_path: Path) -> None:
-    worked = Worked(tmp_path, TRAINING, "time.sleep(0.3)", "step(); step(); time.sleep(0.2)")
+@pytest.fixture
+def work(tmp_path: Path, forks: Forks) -> Callable[..., Worked]:
+    """Runs a program where PyTorch has been imported before: hooks are placed at once."""
+    return functools.partial(Worked, tmp_path, forks)
+
+
+@pytest.fixture
+def work_cold(tmp_path: Path) -> Callable[..., Worked]:
+    """Runs a program that imports PyTorch itself: each hook is placed when its module is imported."""
+    return functools.partial(Worked, tmp_path, None)
+
+
+def test_start_ends_with_the_first_step(work_cold: Callable[..., Worked]) -> None:
+    worked = work_cold(TRAINING, "time.sleep(0.3)", "step(); step(); time.sleep(0.2)")
     assert worked.seconds(Activity.START) > 0.3
     assert worked.did.steps == 2
     assert worked.did.doing == Activity.STEP
@@ -81,9 +100,8 @@ def test_start_ends_with_the_first_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_waiting_for_data(tmp_path: Path, workers: int) -> None:
-    worked = Worked(
-        tmp_path,
+def test_waiting_for_data(work: Callable[..., Worked], workers: int) -> None:
+    worked = work(
         TRAINING,
         f"""
         class Slow(torch.utils.data.Dataset):
@@ -102,9 +120,8 @@ def test_waiting_for_data(tmp_path: Path, workers: int) -> None:
     assert 0.35 < worked.seconds(Activity.DATA) < 3  # three of four, the first is part of the start
 
 
-def test_evaluation_lasts_until_the_next_step_or_train(tmp_path: Path) -> None:
-    worked = Worked(
-        tmp_path,
+def test_evaluation_lasts_until_the_next_step_or_train(work: Callable[..., Worked]) -> None:
+    worked = work(
         TRAINING,
         """
         teacher = torch.nn.Linear(4, 1)
@@ -125,9 +142,8 @@ def test_evaluation_lasts_until_the_next_step_or_train(tmp_path: Path) -> None:
     assert worked.did.doing == Activity.STEP
 
 
-def test_compiling(tmp_path: Path) -> None:
-    worked = Worked(
-        tmp_path,
+def test_compiling(work: Callable[..., Worked]) -> None:
+    worked = work(
         TRAINING,
         """
         compiled = torch.compile(lambda x: x * 2, backend="eager")
@@ -157,24 +173,37 @@ SLOW_SAVE = """
     ],
     ids=["torch.save", "from torch", "distributed", "told"],
 )
-def test_checkpoints(tmp_path: Path, save: str) -> None:
-    worked = Worked(tmp_path, "import dlrover.training", TRAINING, SLOW_SAVE, "step()", save)
+def test_checkpoints(work: Callable[..., Worked], save: str) -> None:
+    worked = work("import dlrover.training", TRAINING, SLOW_SAVE, "step()", save)
     assert 0.2 < worked.seconds(Activity.CHECKPOINT) < 5
     assert worked.did.doing == Activity.STEP
 
 
-def test_what_a_warm_zygote_has_imported_is_watched_too(tmp_path: Path) -> None:
-    worked = Worked(
-        tmp_path,
+def test_a_program_that_imports_pytorch_itself_is_watched_too(
+    work_cold: Callable[..., Worked],
+) -> None:
+    worked = work_cold(
         TRAINING,
         SLOW_SAVE,
-        "step(); torch.save(Slow(), 'file.pt')",
-        before="import torch",
+        """
+        import torch.distributed.checkpoint as dcp
+        from torch.serialization import save
+
+        for batch in DataLoader([1.0, 2.0], collate_fn=lambda _: time.sleep(0.1)):
+            step()
+        save(Slow(), "file.pt")
+        dcp.save({"a": Slow()}, checkpoint_id="dcp")
+        model.eval(); time.sleep(0.1); model.train()
+        torch.compile(lambda x: x * 2, backend="eager")(torch.ones(2))
+        """,
     )
-    assert worked.seconds(Activity.CHECKPOINT) > 0.2
+    assert worked.seconds(Activity.DATA) == pytest.approx(0.1, abs=0.08)
+    assert 0.4 < worked.seconds(Activity.CHECKPOINT) < 5
+    assert 0.1 < worked.seconds(Activity.EVAL) < 0.3
+    assert worked.seconds(Activity.COMPILE) > 0
 
 
-def test_our_own_checkpointer_tells_the_first_step(tmp_path: Path) -> None:
+def test_our_own_checkpointer_tells_the_first_step(work: Callable[..., Worked]) -> None:
     pytest.importorskip("xxhash")
     load = """
         from dlrover.checkpoint import Checkpointer
@@ -184,15 +213,15 @@ def test_our_own_checkpointer_tells_the_first_step(tmp_path: Path) -> None:
         step()
         """
     save = "checkpointer.save(7, state, to='storage'); checkpointer.wait()"
-    first = Worked(tmp_path, TRAINING, load, save, "checkpointer.close()")
+    first = work(TRAINING, load, save, "checkpointer.close()")
     assert first.did.first_step == 0
     assert first.seconds(Activity.CHECKPOINT) > 0
-    again = Worked(tmp_path, TRAINING, load, "checkpointer.close()")
+    again = work(TRAINING, load, "checkpointer.close()")
     assert again.did.first_step == 7
 
 
 def test_a_file_of_steps_tells_the_first_step_of_a_training_that_saves_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    work: Callable[..., Worked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "losses.jsonl"
     path.write_text('{"step": 40}\n')
@@ -202,12 +231,14 @@ def test_a_file_of_steps_tells_the_first_step_of_a_training_that_saves_by_itself
     open("losses.jsonl", "a").write('{"step": 41}\\n')
     step()
     """
-    assert Worked(tmp_path, TRAINING, record).did.first_step == 40
+    assert work(TRAINING, record).did.first_step == 40
     monkeypatch.setenv("RANK", "1")
-    assert Worked(tmp_path, TRAINING, record).did.first_step == -1
+    assert work(TRAINING, record).did.first_step == -1
 
 
-def test_a_save_tells_the_first_step_of_a_training_that_loads_by_itself(tmp_path: Path) -> None:
+def test_a_save_tells_the_first_step_of_a_training_that_loads_by_itself(
+    work: Callable[..., Worked],
+) -> None:
     pytest.importorskip("xxhash")
     source = """
         from dlrover.checkpoint import Checkpointer
@@ -216,18 +247,20 @@ def test_a_save_tells_the_first_step_of_a_training_that_loads_by_itself(tmp_path
         checkpointer.save(102, {"model": model})
         checkpointer.close()
         """
-    assert Worked(tmp_path, TRAINING, source).did.first_step == 100
+    assert work(TRAINING, source).did.first_step == 100
 
 
-def test_a_program_tells_how_many_steps_are_left(tmp_path: Path) -> None:
-    assert Worked(tmp_path, TRAINING, "step()").did.left == -1
+def test_a_program_tells_how_many_steps_are_left(work: Callable[..., Worked]) -> None:
+    assert work(TRAINING, "step()").did.left == -1
     source = "step(); import dlrover.training; dlrover.training.steps_left(10); step(); step()"
-    assert Worked(tmp_path, TRAINING, source).did.left == 8
+    assert work(TRAINING, source).did.left == 8
     beyond = "import dlrover.training; dlrover.training.steps_left(1); step(); step()"
-    assert Worked(tmp_path, TRAINING, beyond).did.left == 0
+    assert work(TRAINING, beyond).did.left == 0
 
 
-def test_transformers_tells_how_many_steps_are_left(tmp_path: Path) -> None:
+def test_transformers_tells_how_many_steps_are_left(
+    work: Callable[..., Worked], tmp_path: Path
+) -> None:
     """Its Trainer's event at the begin of a training, with a module of the library's name and classes."""
     package = tmp_path / "transformers"
     package.mkdir()
@@ -244,12 +277,11 @@ def test_transformers_tells_how_many_steps_are_left(tmp_path: Path) -> None:
         assert CallbackHandler().on_train_begin(None, state, "control") == "control"
         step(); step()
         """
-    assert Worked(tmp_path, TRAINING, source).did.left == 298
+    assert work(TRAINING, source).did.left == 298
 
 
-def test_what_other_processes_and_threads_do_does_not_count(tmp_path: Path) -> None:
-    worked = Worked(
-        tmp_path,
+def test_what_other_processes_and_threads_do_does_not_count(work: Callable[..., Worked]) -> None:
+    worked = work(
         TRAINING,
         SLOW_SAVE,
         """
@@ -268,13 +300,13 @@ def test_what_other_processes_and_threads_do_does_not_count(tmp_path: Path) -> N
     assert worked.seconds(Activity.CHECKPOINT) == worked.seconds(Activity.EVAL) == 0
 
 
-def test_a_training_in_another_thread_counts(tmp_path: Path) -> None:
+def test_a_training_in_another_thread_counts(work: Callable[..., Worked]) -> None:
     source = """
         import threading
         thread = threading.Thread(target=lambda: [step(), model.eval(), time.sleep(0.1)])
         thread.start(); thread.join()
         """
-    worked = Worked(tmp_path, TRAINING, source)
+    worked = work(TRAINING, source)
     assert worked.did.steps == 1
     assert worked.seconds(Activity.EVAL) > 0.1
 
@@ -282,10 +314,9 @@ def test_a_training_in_another_thread_counts(tmp_path: Path) -> None:
 # ---- compute time
 
 
-def test_waiting_for_others_is_not_compute_time(tmp_path: Path) -> None:
+def test_waiting_for_others_is_not_compute_time(work: Callable[..., Worked]) -> None:
     """After the last gradient a rank waits for the others: here the optimizer does the waiting."""
-    worked = Worked(
-        tmp_path,
+    worked = work(
         TRAINING,
         """
         for _ in range(13):
@@ -300,19 +331,18 @@ def test_waiting_for_others_is_not_compute_time(tmp_path: Path) -> None:
     assert worked.did.compute == pytest.approx(12 * 0.02 + 0.03, abs=0.09)
 
 
-def test_an_evaluation_is_not_compute_time(tmp_path: Path) -> None:
+def test_an_evaluation_is_not_compute_time(work: Callable[..., Worked]) -> None:
     source = """
         for _ in range(11):
             model.eval(); time.sleep(0.04); model.train()
             time.sleep(0.03)
             step()
         """
-    assert 0.3 < Worked(tmp_path, TRAINING, source).did.compute < 0.45
+    assert 0.3 < work(TRAINING, source).did.compute < 0.45
 
 
-def test_the_hooks_follow_other_parameters_and_are_few(tmp_path: Path) -> None:
-    worked = Worked(
-        tmp_path,
+def test_the_hooks_follow_other_parameters_and_are_few(work: Callable[..., Worked]) -> None:
+    worked = work(
         """
         import torch
         layers = [torch.nn.Linear(4, 4) for _ in range(5)]
@@ -342,7 +372,9 @@ def test_the_hooks_follow_other_parameters_and_are_few(tmp_path: Path) -> None:
 # ---- the program sees nothing
 
 
-def test_the_program_sees_what_it_would_without(tmp_path: Path) -> None:
+def test_the_program_sees_what_it_would_without(
+    work_cold: Callable[..., Worked], tmp_path: Path
+) -> None:
     source = """
         import inspect, pickle, torch
         from torch.utils.data import DataLoader
@@ -362,7 +394,7 @@ def test_the_program_sees_what_it_would_without(tmp_path: Path) -> None:
         except ValueError as error:
             print(error)
         """
-    seen = Worked(tmp_path, source)
+    seen = work_cold(source)
     plain = subprocess.run(
         [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
@@ -370,7 +402,9 @@ def test_the_program_sees_what_it_would_without(tmp_path: Path) -> None:
     assert seen.stderr == ""
 
 
-def test_no_frame_of_ours_is_in_a_traceback(tmp_path: Path) -> None:
+def test_no_frame_of_ours_is_in_a_traceback(
+    work_cold: Callable[..., Worked], tmp_path: Path
+) -> None:
     source = """
         from torch.utils.data import DataLoader
         class Broken:
@@ -381,7 +415,7 @@ def test_no_frame_of_ours_is_in_a_traceback(tmp_path: Path) -> None:
         for _ in DataLoader(Broken()):
             pass
         """
-    worked = Worked(tmp_path, source)
+    worked = work_cold(source)
     plain = subprocess.run(
         [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
@@ -392,7 +426,7 @@ def test_no_frame_of_ours_is_in_a_traceback(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "hook", ["tracker.begin", "tracker.evaluate", "compute.step", "compute._on_gradient"]
 )
-def test_a_failing_hook_is_turned_off_with_one_line(tmp_path: Path, hook: str) -> None:
+def test_a_failing_hook_is_turned_off_with_one_line(work: Callable[..., Worked], hook: str) -> None:
     names = {
         "tracker.begin": "Tracker.begin",
         "tracker.evaluate": "Tracker.evaluate",
@@ -411,7 +445,7 @@ def test_a_failing_hook_is_turned_off_with_one_line(tmp_path: Path, hook: str) -
             model.eval()
         print("trained")
         """
-    worked = Worked(tmp_path, TRAINING, source, before=before)
+    worked = work(TRAINING, source, before=before)
     assert worked.stdout == "trained\n"
     lines = worked.stderr.splitlines()
     assert lines
@@ -420,12 +454,12 @@ def test_a_failing_hook_is_turned_off_with_one_line(tmp_path: Path, hook: str) -
     assert worked.did.steps == 5
 
 
-def test_a_worker_whose_steps_cannot_be_counted_is_not_watched(tmp_path: Path) -> None:
+def test_a_worker_whose_steps_cannot_be_counted_is_not_watched(work: Callable[..., Worked]) -> None:
     before = (
         "from dlrover.training.worker import tracker\n"
         "def broken(*_):\n    raise RuntimeError('broken')\n"
         "tracker.Tracker.step = broken\n"
     )
-    worked = Worked(tmp_path, TRAINING, "step(); step(); print('trained')", before=before)
+    worked = work(TRAINING, "step(); step(); print('trained')", before=before)
     assert (worked.code, worked.stdout) == (0, "trained\n")
     assert worked.activity is None

@@ -21,7 +21,7 @@ from dlrover._util.sockets import address_towards
 from dlrover.agent.checking import Checker
 from dlrover.agent.ports import StorePort
 from dlrover.agent.relay import ShardRelay
-from dlrover.agent.shell import Agent, Node
+from dlrover.agent.shell import Agent, NodeControls
 from dlrover.agent.usage import UsageMeter
 from dlrover.agent.workers.logs import RunLogs
 from dlrover.agent.workers.workers import WorkerGroup
@@ -96,7 +96,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
         usage = UsageMeter(settings.limits.usage_interval, alone=bool(settings.master_address))
         agent = Agent(
             client,
-            Node(hostname, workers, checker, usage, StorePort(settings.store_port)),
+            NodeControls(hostname, workers, checker, usage, StorePort(settings.store_port)),
             settings,
             node_id=args.node_id,
             node_rank=args.node_rank,

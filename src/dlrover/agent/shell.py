@@ -37,7 +37,7 @@ RECONNECT = 0.05, 1.0
 """Seconds until the first retry after the master could not be reached, and between later ones."""
 
 
-class Node(NamedTuple):
+class NodeControls(NamedTuple):
     """What an agent controls and measures on its node."""
 
     hostname: str
@@ -53,7 +53,7 @@ class Agent:
     def __init__(  # noqa: PLR0913 - each is needed once
         self,
         client: MasterClient,
-        node: Node,
+        node: NodeControls,
         settings: AgentConfig,
         *,
         node_id: int = -1,

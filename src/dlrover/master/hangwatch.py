@@ -225,9 +225,9 @@ class HangWatch:
             self._detector.waiting_for(now) if runs and rdzv.round == self._detector.round else ""
         )
 
-    def suspects(self) -> bool:
-        """Return whether a rank was slow in the last window, but not yet in enough windows to be named."""
-        return bool(self._speed.counts)
+    def held_up(self, until: float) -> bool | None:
+        """Return what `SpeedWatch.held_up` does."""
+        return self._speed.held_up(until)
 
     def slow(self) -> tuple[str, ...]:
         """Return a sentence for each slow rank."""

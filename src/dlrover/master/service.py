@@ -100,7 +100,7 @@ class Master:
         self._dismissed: set[int] = set()
         self._activities = Activities()
         self.hangs = HangWatch(self.machine, self._say, self._submit_finding)
-        self.scaler = AutoScaler(self.machine, self._submit_finding, self.hangs.suspects)
+        self.scaler = AutoScaler(self.machine, self._submit_finding, self.hangs.held_up)
         self._progress_journalled = 0.0
         self._progress_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -151,7 +151,7 @@ class Master:
         server.unary("Scale", messages.ScaleRequest, self.scale)
         server.unary("Stacks", messages.StacksRequest, self.hangs.stacks)
         server.unary("Store", messages.StoreRequest, self.use_store)
-        server.stream("Deal", messages.Frame, self.deal)
+        server.stream("Deal", messages.RequestFrame, self.deal)
 
     async def run(self) -> bool:
         """Watch the job until it has ended and its nodes have left; False if another master takes over."""
@@ -616,7 +616,9 @@ class Master:
             return self.shards.handle(request, self.clock())
         return self._commits.begin(request, lambda now: self.shards.handle(request, now))
 
-    async def deal(self, frames: AsyncIterator[messages.Frame]) -> AsyncIterator[messages.Frame]:
+    async def deal(
+        self, frames: AsyncIterator[messages.RequestFrame]
+    ) -> AsyncIterator[messages.RequestFrame]:
         """Serve the shard requests of an agent's workers, one frame at a time."""
         task = asyncio.current_task()
         assert task is not None

@@ -75,9 +75,9 @@ class ShardsService:
 
 
 async def answers(
-    frame: messages.Frame,
+    frame: messages.RequestFrame,
     use: Callable[[ShardRequest], ShardReply | asyncio.Future[ShardReply]],
-) -> list[messages.Frame]:
+) -> list[messages.RequestFrame]:
     """Return the replies to a frame's requests, in as many frames as their sizes need.
 
     ``use`` begins with a request and returns its reply, at once or to come. All requests of a frame begin before
@@ -94,7 +94,7 @@ async def answers(
             frames.append([])
             size = len(body)
         frames[-1].append(messages.Record(number, body))
-    return [messages.Frame(tuple(records)) for records in frames]
+    return [messages.RequestFrame(tuple(records)) for records in frames]
 
 
 def _begin(

@@ -29,7 +29,7 @@ class _Waiting(NamedTuple):
     reply: asyncio.Future[bytes]
 
 
-class Batches:
+class RequestBatcher:
     """Encoded requests to one method, batched. A peer gets one frame at a time, in the order of the requests.
 
     A frame's requests fail together if the stream ends, or if one of them has no reply within the time limit.
@@ -135,12 +135,12 @@ class Batches:
         missing = {each.number: each.reply for each in frame}
         records = tuple(messages.Record(each.number, each.request) for each in frame)
         try:
-            await self._stream.write(wire.encode(messages.Frame(records)))
+            await self._stream.write(wire.encode(messages.RequestFrame(records)))
             while missing:
                 data = await self._stream.read()
                 if data is grpc.aio.EOF:
                     raise InfrastructureError("The master ended the stream.")
-                for number, body in wire.decode(data, messages.Frame).records:
+                for number, body in wire.decode(data, messages.RequestFrame).records:
                     reply = missing.pop(number, None)
                     if reply is not None and not reply.done():
                         reply.set_result(body)

@@ -12,7 +12,7 @@ import msgspec
 
 from dlrover.errors import ConfigurationError
 from dlrover.rpc import messages, wire
-from dlrover.rpc.batches import Batches
+from dlrover.rpc.batches import RequestBatcher
 from dlrover.rpc.connection import REQUEST_TIMEOUT, Connection
 from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig, decode
 from dlrover.spec.node import WORKER
@@ -24,7 +24,7 @@ STACKS_WAIT = 30.0
 class MasterClient(Connection):
     """A connection to a job's master."""
 
-    _dealing: Batches | None = None
+    _dealing: RequestBatcher | None = None
 
     async def close(self) -> None:
         """Close the connection."""
@@ -66,7 +66,7 @@ class MasterClient(Connection):
     async def shards(self, request: bytes) -> bytes:
         """Forward an encoded `ShardRequest`, batched with others, and return the encoded `ShardReply`."""
         if self._dealing is None:
-            self._dealing = Batches(self._deal, self._described, self._timeout)
+            self._dealing = RequestBatcher(self._deal, self._described, self._timeout)
         return await self._dealing.ask(request)
 
     def _deal(self) -> grpc.aio.StreamStreamCall:

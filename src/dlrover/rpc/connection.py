@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 REQUEST_TIMEOUT = 10.0
 """Default timeout of a request in seconds."""
 
+CUT = "Internal error from Core."
+"""gRPC's own details, with the code of a failed server, of a write on a stream whose connection has ended."""
+
 
 class Connection:
     """A connection to the server at ``address`` (``host:port``). Use it as an async context manager.
@@ -96,6 +99,8 @@ class Connection:
             return ProtocolError(f"{server} refused a message: {details}")
         if code is grpc.StatusCode.FAILED_PRECONDITION:
             return ConfigurationError(details)
+        if details == CUT:
+            return InfrastructureError(f"{server} cannot be reached: the connection has ended.")
         failed = code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
         return InfrastructureError(
             f"{server} {'failed' if failed else 'cannot be reached'}: "

@@ -304,7 +304,7 @@ class Record(NamedTuple):
     body: bytes
 
 
-class Frame(msgspec.Struct, frozen=True):
+class RequestFrame(msgspec.Struct, frozen=True):
     """Requests that wait at the same time, or replies that are ready at the same time.
 
     Each body is decoded by itself, so that an unreadable request fails alone.

@@ -74,6 +74,9 @@ def main(out: Path, fault: str) -> None:
             interlude(network, fault, out)
         if done + step >= steps:
             break
+    # Before the group: if the reducer holds it last, PyTorch joins gloo's thread with the interpreter's lock held,
+    # and that thread may need the lock to drop the barrier's work.
+    del network
     dist.barrier()
     dist.destroy_process_group()
 

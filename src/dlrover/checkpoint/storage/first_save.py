@@ -2,7 +2,7 @@
 
 ::
 
-    <directory>/saved                       that save, a `Record`
+    <directory>/saved                       that save, a `FirstSave`
     <directory>/.saved.<session>.<rank>.<count>.<size>
                                             until the record is written: the saves of one node, which has the
                                             ``count`` ranks from ``rank`` on; the world has ``size`` ranks
@@ -37,7 +37,7 @@ Whose = Literal["none", "earlier", "own"]
 _NOTE = re.compile(r"\.saved\.([0-9a-f]{16})\.(\d+)\.(\d+)\.(\d+)")
 
 
-class Record(msgspec.Struct, frozen=True):
+class FirstSave(msgspec.Struct, frozen=True):
     """The content of the record."""
 
     identity: str
@@ -114,7 +114,7 @@ def record(
         store.write(note, msgspec.json.encode(sorted(known.values())))
         common &= _common(store, joined.session)
     if common:
-        store.write(RECORD, formats.encode(Record(identity, known[min(common)], job)))
+        store.write(RECORD, formats.encode(FirstSave(identity, known[min(common)], job)))
         store.sync("")
         _remove_notes(store)
     elif _whose(store, identity, job) == "own":  # another node just wrote it
@@ -137,7 +137,7 @@ def recorded(store: Store, identity: str, job: str) -> Whose:
 
 def _whose(store: Store, identity: str, job: str) -> Whose:
     try:
-        found = formats.decode(store.read(RECORD), Record, store.where(RECORD))
+        found = formats.decode(store.read(RECORD), FirstSave, store.where(RECORD))
     except FileNotFoundError:
         return "none"
     except msgspec.DecodeError:

@@ -283,8 +283,9 @@ class Client:
         uid: str,
         patch: Manifest,
         subresource: str = "",
+        still: Callable[[Manifest], bool] = lambda _: True,
     ) -> Manifest:
-        """`patch` the object with this ``uid``, never another with the same name.
+        """`patch` the object with this ``uid`` while ``still`` holds of it, never another with the same name.
 
         The server ignores the uid in a status patch, so the patch includes the version just read.
 
@@ -292,9 +293,12 @@ class Client:
             ApiError: 404 if the object is gone; 409 if others changed it at each of `CONFLICTS` attempts.
         """
         for attempt in range(1, CONFLICTS + 1):
-            metadata = (await self.get(resource, namespace, name))["metadata"]
+            found = await self.get(resource, namespace, name)
+            metadata = found["metadata"]
             if metadata["uid"] != uid:
                 raise ApiError(404, "NotFound", f"Another {resource.kind} is called {name} now.")
+            if not still(found):
+                return found
             version = {"metadata": {"resourceVersion": metadata["resourceVersion"]}}
             try:
                 return await self.patch(resource, namespace, name, patch | version, subresource)

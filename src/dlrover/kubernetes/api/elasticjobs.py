@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -74,16 +74,27 @@ async def write_training(client: Client, job: ElasticJob, training: Mapping[str,
 
 
 async def write_replicas(
-    client: Client, job: ElasticJob, role: str, number: int, spelled: Iterable[str]
+    client: Client, job: ElasticJob, role: str, number: int, seen: Manifest
 ) -> None:
-    """Write the number of a role's pods into a job's spec; ``spelled``: its roles as written there."""
-    if role == WORKER:
-        patch: Manifest = {"spec": {"replicas": number}}
-        await client.amend(ELASTIC_JOBS, job.namespace, job.name, job.uid, patch, "scale")
-        return
+    """Write the number of a role's pods into a job's spec, unless it has changed since ``seen``."""
+    spelled = seen["spec"].get("replicaSpecs") or {}
     written = next((name for name in spelled if name.lower() == role), role)  # it may be PS
-    patch = {"spec": {"replicaSpecs": {written: {"replicas": number}}}}
-    await client.amend(ELASTIC_JOBS, job.namespace, job.name, job.uid, patch)
+
+    def number_of(manifest: Manifest) -> object:
+        roles = manifest["spec"].get("replicaSpecs") or {}
+        return (roles.get(written) or {}).get("replicas")
+
+    patch: Manifest = {"spec": {"replicaSpecs": {written: {"replicas": number}}}}
+    subresource = ""
+    if role == WORKER:
+        patch, subresource = {"spec": {"replicas": number}}, "scale"
+
+    def unchanged(now: Manifest) -> bool:
+        return number_of(now) == number_of(seen)
+
+    await client.amend(
+        ELASTIC_JOBS, job.namespace, job.name, job.uid, patch, subresource, unchanged
+    )
 
 
 async def record_event(

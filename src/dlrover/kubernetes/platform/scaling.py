@@ -74,8 +74,8 @@ class Scaler:
         self._unrecorded: dict[str, Manifest] = {}
         # uid and replacements of the plan in progress
         self._migration: tuple[str, PodMigration] | None = None
-        # by role: numbers not yet written to the manifest
-        self._unwritten_replicas: dict[str, int] = {}
+        # by role: a number not yet written to the manifest, and the manifest that it is for
+        self._unwritten_replicas: dict[str, tuple[int, Manifest]] = {}
         self._manifests = Informer(
             client,
             ELASTIC_JOBS,
@@ -170,12 +170,10 @@ class Scaler:
         return reply.sentence, reply.refused
 
     async def _write_replicas(self) -> None:
-        """Write the numbers of a user's plan into the manifest."""
-        manifest = self._manifests.cache.get(self._key) or {"spec": {}}
-        roles = manifest["spec"].get("replicaSpecs") or {}
-        for role, number in list(self._unwritten_replicas.items()):
+        """Write the numbers of a user's plan into the manifest, unless a user has changed them since."""
+        for role, (number, seen) in list(self._unwritten_replicas.items()):
             try:
-                await elasticjobs.write_replicas(self._client, self._job, role, number, roles)
+                await elasticjobs.write_replicas(self._client, self._job, role, number, seen)
             except ApiError as error:
                 if error.retriable:
                     raise
@@ -272,7 +270,8 @@ class Scaler:
             sentences.append(sentence)
             self._plans_seen[role] += self._size(role).plans - plans  # this object is the record
             if not auto:
-                self._unwritten_replicas[role] = number
+                manifest = self._manifests.cache.get(self._key) or {"spec": {}}
+                self._unwritten_replicas[role] = number, manifest
         outcome = " ".join([*sentences, *migration.asked(spec, moved.pods)])
         about = f"{spec.reason.rstrip('.')}. {outcome}" if spec.reason else outcome
         counts = {_FIELDS[role]: self._size(role).wanted for role in wanted}

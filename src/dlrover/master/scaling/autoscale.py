@@ -14,7 +14,7 @@ from dlrover.master.machine.watches.serverwatch import ServerWatch
 from dlrover.master.scaling.brainside import JobBrain
 from dlrover.rpc import messages
 from dlrover.spec.events import MemoryGrows
-from dlrover.spec.measurements import NodeUsage
+from dlrover.spec.measurements import NodeUsage, SpeedSample
 from dlrover.spec.plan import ScaleDecision, ScaleKind, ScaleStage
 
 TICK = 0.5
@@ -29,19 +29,21 @@ class AutoScaler:
     Args:
         machine: the job; read only.
         submit: journals and handles an input of the machine.
-        suspects: returns True if a rank may be slow; the job's speed then does not depend on its size alone.
+        held_up: returns True if a rank may have been slow up to a time, so that the job's speed does not depend
+            on its size alone; None while that is unknown.
     """
 
     def __init__(
         self,
         machine: JobMachine,
         submit: Callable[[inputs.Input], None],
-        suspects: Callable[[], bool] = lambda: False,
+        held_up: Callable[[float], bool | None] = lambda _: False,
     ) -> None:
         self._machine = machine
         self._submit = submit
-        self._suspects = suspects
+        self._held_up = held_up
         self._meter = Meter()
+        self._ended: tuple[float, SpeedSample] | None = None  # not submitted yet, with its time
         self._memory = MemoryWatch()
         self._servers = ServerWatch()
         self.usage: dict[int, NodeUsage] = {}
@@ -82,6 +84,7 @@ class AutoScaler:
             self._steady_since = 0.0
             self._meter.limits = machine.job.limits
             self._meter.begin()
+            self._ended = None
             self._memory.begin()
             self._servers.begin()
             self.usage.clear()
@@ -121,21 +124,35 @@ class AutoScaler:
         return await asyncio.to_thread(decide, question, similar)
 
     def measure(self, now: float) -> None:
-        """Submit the sample of a window that has ended."""
-        machine, rdzv = self._machine, self._machine.rendezvous
+        """Submit the sample of a window that has ended, once the speeds of its ranks are compared.
+
+        The first sample of a size does not wait, and no sample waits longer than one window of the comparison.
+        """
+        machine = self._machine
         if not self._measures():
             return
-        size = rdzv.size
+        self._ended = self._ended or self._sample(now)
+        if self._ended is None:
+            return
+        ended, sample = self._ended
+        held_up, patience = self._held_up(ended), machine.job.limits.slow_rank_window
+        known = sample.size in machine.autoscaling.samples
+        if held_up is None and known and now < ended + patience:
+            return
+        self._ended, held_up = None, bool(held_up)
+        profile = self._meter.profile
+        self._submit(inputs.SpeedMeasured(self._round, sample, profile, held_up))
+        if self.brain is not None and not held_up:
+            self.brain.measured(machine.autoscaling.bounded(sample), profile, self.usage)
+
+    def _sample(self, now: float) -> tuple[float, SpeedSample] | None:
+        machine, size = self._machine, self._machine.rendezvous.size
         servers = self._cores(size.servers) if size.servers else None
         sample = self._meter.take(size.workers, machine.rounds.workers, now, servers)
-        if sample is not None:
-            self._steady_since = self._steady_since or now
-            held_up = self._suspects()
-            profile = self._meter.profile
-            self._submit(inputs.SpeedMeasured(self._round, sample, profile, held_up))
-            if self.brain is not None and not held_up:
-                bounded = machine.autoscaling.bounded(sample)
-                self.brain.measured(bounded, self._meter.profile, self.usage)
+        if sample is None:
+            return None
+        self._steady_since = self._steady_since or now
+        return now, sample
 
     def _measures(self) -> bool:
         """Return whether the running world is being measured in order to scale it."""
@@ -185,7 +202,7 @@ class AutoScaler:
     def question(self, now: float) -> Question | None:
         """Return the question for the planner; None while the job may not be changed."""
         machine = self._machine
-        if self._suspects() or self._awaits_looks(now) or not machine.resizer.may_scale(now):
+        if self._held_up(now) or self._awaits_looks(now) or not machine.resizer.may_scale(now):
             return None
         return machine.autoscaling.question()
 

@@ -70,6 +70,12 @@ class SpeedWatch:
         self.marks, self.began = dict(workers), now
         return self._judge(known, nodes)
 
+    def held_up(self, until: float) -> bool | None:
+        """Return whether a rank was slow, but is not yet reported, up to a time; None until it is compared."""
+        if self.counts or not self.limits.hang_detection:
+            return bool(self.counts)
+        return False if self.began >= until else None
+
     def _judge(
         self, paces: Mapping[int, RankPace], nodes: Mapping[int, int]
     ) -> list[SlowRank | SlowRankRecovered]:
