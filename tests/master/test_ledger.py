@@ -296,6 +296,15 @@ def test_a_masters_death_that_stops_nobody_is_an_incident_that_costs_nothing(
     assert job.spent() == {"rendezvous": 20.0, "productive": 36.0}
 
 
+def test_a_master_that_dealt_shards_was_alive_at_that_time(job: JobDriver) -> None:
+    progress(job, 20.0, 10, 0.0, 10.0)
+    job.give(inputs.MasterStarted(7, last=25.5), at=26.0)
+    for node in (0, 1):
+        job.connect(node, claims=node, runs=1)
+    (incident,) = job.ledger.goodput(26.0).incidents
+    assert (incident.since, incident.until, incident.lost) == (25.5, 26.0, 0.0)
+
+
 def test_nodes_that_wait_for_a_master_that_died_are_its_cost() -> None:
     job = JobDriver(2, 2)
     for node in (0, 1):
