@@ -106,6 +106,6 @@ def compile_library(root: Path, target: Path, choice: str) -> None:
         except OSError as error:
             raise NotBuiltError(f"{command[0]} cannot be run ({error.strerror})") from error
         if done.returncode:
-            last = "; ".join(done.stderr.strip().splitlines()[:3])
-            raise NotBuiltError(f"{command[0]} failed with status {done.returncode} ({last})")
+            said = "; ".join(done.stderr.strip().splitlines()[:3]) or "it printed no error"
+            raise NotBuiltError(f"{command[0]} failed with status {done.returncode} ({said})")
         os.replace(made, target)  # at once: other builds may be under way

@@ -43,7 +43,13 @@ def test_torchruns_keys_are_accepted_and_the_originals_spelling_too():
 @pytest.mark.parametrize(
     ("env", "file", "conf", "message"),
     [
-        ({}, "joint_timeout = 1\n", {}, "joint_timeout, which is not a setting"),
+        (
+            {},
+            "joint_timeout = 1\n",
+            {},
+            "not a setting; the nearest one is join_timeout; the settings",
+        ),
+        ({}, "colour = 1\n", {}, "colour, which is not a setting; the settings are"),
         ({}, "join_timeout = [\n", {}, "not valid TOML"),
         ({}, 'join_timeout = "soon"\n', {}, "wrong value"),
         ({"DLROVER_JOIN_TIMEOUT": "soon"}, "", {}, "wrong value"),

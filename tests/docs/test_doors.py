@@ -3,6 +3,8 @@
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,20 @@ def test_a_door_has_these_names(door: str) -> None:
         if name in NEEDS:
             pytest.importorskip(NEEDS[name])
         assert getattr(package, name) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.parametrize("missing", ["numpy", "torch", "xxhash"])
+def test_a_door_whose_package_is_missing_names_what_to_install(missing: str) -> None:
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; from dlrover.checkpoint import Checkpointer"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == (
+        f"ModuleNotFoundError: dlrover.checkpoint.Checkpointer needs the package {missing}:"
+        " pip install 'dlrover[torch]'."
+    )
 
 
 def test_docs_and_examples_import_from_doors_only() -> None:

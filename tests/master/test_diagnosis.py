@@ -46,6 +46,20 @@ def test_title_names_rank_and_node() -> None:
     assert diagnose(failed(signal=9)).title == "rank 1 was killed by SIGKILL (signal 9) on node 3"
 
 
+def test_what_a_program_wrote_controls_no_terminal() -> None:
+    evil = "bad\x1b]0;title\x07\x1b[2J\x9b2J\x08 end"
+    for failure in (
+        raised("ValueError", evil),
+        raised(evil, "end"),
+        failed(signal=11, stderr_tail=evil, hostname=evil),
+        failed(FailureKind.NODE, message=evil),
+    ):
+        verdict = diagnose(failure)
+        shown = f"{verdict.title}\n{verdict.evidence}\n{verdict.advice}"
+        assert all(line.isprintable() for line in shown.split("\n")), shown
+        assert "end" in shown
+
+
 def test_out_of_memory_killer() -> None:
     verdict = diagnose(failed(signal=9, oom_killed=True))
     assert verdict.title.startswith("rank 1 was killed by the kernel's out-of-memory killer")

@@ -296,6 +296,15 @@ def test_a_masters_death_that_stops_nobody_is_an_incident_that_costs_nothing(
     assert job.spent() == {"rendezvous": 20.0, "productive": 36.0}
 
 
+def test_a_master_that_dealt_shards_was_alive_at_that_time(job: JobDriver) -> None:
+    progress(job, 20.0, 10, 0.0, 10.0)
+    job.give(inputs.MasterStarted(7, last=25.5), at=26.0)
+    for node in (0, 1):
+        job.connect(node, claims=node, runs=1)
+    (incident,) = job.ledger.goodput(26.0).incidents
+    assert (incident.since, incident.until, incident.lost) == (25.5, 26.0, 0.0)
+
+
 def test_nodes_that_wait_for_a_master_that_died_are_its_cost() -> None:
     job = JobDriver(2, 2)
     for node in (0, 1):
@@ -308,6 +317,17 @@ def test_nodes_that_wait_for_a_master_that_died_are_its_cost() -> None:
     (incident,) = job.ledger.goodput(16.0).incidents
     assert (incident.title, incident.since, incident.until) == ("the master died", 5.0, 15.0)
     assert incident.lost == 20.0
+
+
+def test_a_fault_of_a_program_without_steps_does_not_cost_the_rest_of_the_job(
+    job: JobDriver,
+) -> None:
+    killed(job, 1, 20.0, time=20.0)
+    job.join(0, 1, at=22.0)
+    job.give(inputs.Reported(0, Succeeded(2)), inputs.Reported(1, Succeeded(2)), at=1000.0)
+    (incident,) = job.ledger.goodput(1000.0).incidents
+    assert job.spent()["not_measured"] == 2 * (10.0 + 978.0)
+    assert (incident.seconds, incident.lost) == ({"rendezvous": 4.0}, 4.0)
 
 
 def test_a_fault_while_the_master_is_away_is_charged_once(job: JobDriver) -> None:

@@ -47,7 +47,7 @@ class Job:
         self.master.register(self.server)
         self.port = await self.server.start("127.0.0.1", self.port)
         if self.master.replayed:
-            self.master.submit(inputs.MasterStarted(self.master.replayed))
+            self.master.submit(inputs.MasterStarted(self.master.replayed, self.master.last_entry))
         else:
             self.master.submit(inputs.Submitted(self.spec, str(self.path)))
         self.client = await self.stack.enter_async_context(self.new_client())

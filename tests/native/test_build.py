@@ -78,6 +78,7 @@ def test_a_wheel_with_the_library_serves_all_pythons(tree: Path):
         ({"PATH": ""}, "no C++ compiler was found"),
         ({"CXX": "/missing/c++"}, "/missing/c++ cannot be run (No such file or directory)"),
         ({"CXX": "sh -c 'echo broken: 1 >&2; exit 3'"}, "sh failed with status 3 (broken: 1)"),
+        ({"CXX": "false"}, "false failed with status 1 (it printed no error)"),
     ],
 )
 def test_without_the_library_the_wheel_is_pure_and_the_reason_is_shown(

@@ -9,6 +9,7 @@ import pytest
 
 from dlrover import accelerators
 from dlrover.accelerators import DeviceUse, Vendor, ascend, metax, mthreads, nvidia
+from dlrover.cli.host.probe import collect
 
 NVIDIA = """\
 0, NVIDIA H100 80GB HBM3, 0, [N/A], No, No
@@ -145,10 +146,12 @@ def test_the_machine_s_own_accelerator_is_found(tmp_path):
     assert accelerators.present("ascend-npu", tmp_path) is ascend.VENDOR
 
 
-OTHER = Vendor("other", "example.com/npu", re.compile(r"other\d+"))
+OTHER = Vendor("other", "example.com/npu", re.compile(r"other\d+"), pci_driver="other_drm")
 
 
-def test_another_package_adds_a_vendor_by_entry_point(monkeypatch, caplog):
+@pytest.fixture
+def other_package(monkeypatch):
+    """Install packages whose entry points are a vendor, a missing module and a text."""
     points = [
         importlib.metadata.EntryPoint("other", f"{__name__}:OTHER", accelerators.ENTRY_POINTS),
         importlib.metadata.EntryPoint("gone", "no_such_module:VENDOR", accelerators.ENTRY_POINTS),
@@ -157,15 +160,28 @@ def test_another_package_adds_a_vendor_by_entry_point(monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
     monkeypatch.setattr(importlib.metadata.EntryPoint, "load", _load)
     accelerators.vendors.cache_clear()
-    try:
-        assert accelerators.vendors() == (*accelerators.VENDORS, OTHER)
-        assert accelerators.resources()[-2:] == ("example.com/npu", "cpu")
-        assert [record.args for record in caplog.records] == [
-            ("no_such_module:VENDOR",),
-            ("os:sep",),
-        ]
-    finally:
-        accelerators.vendors.cache_clear()
+    yield
+    accelerators.vendors.cache_clear()
+
+
+@pytest.mark.usefixtures("other_package")
+def test_another_package_adds_a_vendor_by_entry_point(caplog):
+    assert accelerators.vendors() == (*accelerators.VENDORS, OTHER)
+    assert accelerators.resources()[-2:] == ("example.com/npu", "cpu")
+    assert [record.args for record in caplog.records] == [
+        ("no_such_module:VENDOR",),
+        ("os:sep",),
+    ]
+
+
+@pytest.mark.usefixtures("other_package")
+def test_the_devices_of_another_package_s_vendor_are_found(tmp_path):
+    (tmp_path / "drivers/other_drm/0000:c1:00.0").mkdir(parents=True)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/other0").touch()
+    assert accelerators.pci_addresses(tmp_path / "drivers") == ("0000:c1:00.0",)
+    found = collect({}, tmp_path, root=tmp_path).accelerators
+    assert [accelerator.vendor for accelerator in found] == ["other"]
 
 
 def _load(entry: importlib.metadata.EntryPoint) -> object:

@@ -7,12 +7,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def lazy(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a package's ``__getattr__``: each public name is imported from its home module on first use."""
+def lazy(package: str, homes: Mapping[str, str], *, extra: str = "") -> Callable[[str], Any]:
+    """Return a package's ``__getattr__``: each public name is imported from its home module on first use.
+
+    If an import finds no module outside of DLRover, the ModuleNotFoundError says to install ``extra``.
+    """
 
     def load(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(homes[name]), name)
+        try:
+            home = importlib.import_module(homes[name])
+        except ModuleNotFoundError as error:
+            missing = error.name or ""
+            if not extra or not missing or missing.partition(".")[0] == "dlrover":
+                raise
+            raise ModuleNotFoundError(
+                f"{package}.{name} needs the package {missing}: pip install 'dlrover[{extra}]'.",
+                name=missing,
+            ) from error
+        return getattr(home, name)
 
     return load

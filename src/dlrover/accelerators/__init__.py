@@ -71,7 +71,7 @@ def pci_addresses(drivers: Path = PCI_DRIVERS) -> tuple[str, ...]:
     """Return the PCI addresses of this machine's accelerators, in the numbering order of frameworks."""
     found = [
         device.name
-        for vendor in VENDORS
+        for vendor in vendors()
         if vendor.pci_driver
         for device in (drivers / vendor.pci_driver).glob("[0-9a-f]*:*")
     ]

@@ -50,4 +50,5 @@ __getattr__ = lazy(
         "Space": "dlrover.spec.brain",
         "request_id": "dlrover.rpc.brain",
     },
+    extra="brain",
 )

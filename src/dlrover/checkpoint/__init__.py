@@ -21,4 +21,5 @@ __getattr__ = lazy(
         "LoadRecord": "dlrover.checkpoint.engine.checkpointer",
         "Shard": "dlrover.checkpoint.engine.tree",
     },
+    extra="torch",
 )

@@ -11,6 +11,7 @@ import typer
 
 from dlrover.cli.output import Form, Output, print_json, print_table
 from dlrover.errors import ConfigurationError, ExitCode
+from dlrover.spec.words import counted
 
 SHOWN = 20
 """Problems of a step that the text output prints; JSON has all of them."""
@@ -111,7 +112,7 @@ def _number(step: str) -> int | None:
 
 def _print_verification(item: Any) -> None:
     state = "whole" if item.whole else "damaged"
-    print(f"Step {item.step} is {state}: {item.files} files, {_size(item.nbytes)} read.")
+    print(f"Step {item.step} is {state}: {counted(item.files, 'file')}, {_size(item.nbytes)} read.")
     for problem in item.problems[:SHOWN]:
         tensor = f", tensor {problem.tensor}" if problem.tensor else ""
         print(f"  {problem.file}{tensor}: {problem.problem}")
@@ -149,7 +150,10 @@ def convert(
         print_json(found)
         return
     number = "" if found.step is None else f" of step {found.step}"
-    print(f"{found.tensors} tensors{number}, {_size(found.nbytes)}, are in {found.destination}.")
+    are = "is" if found.tensors == 1 else "are"
+    print(
+        f"{counted(found.tensors, 'tensor')}{number}, {_size(found.nbytes)}, {are} in {found.destination}."
+    )
     if found.differing:
         print(f"Ranks differed in these; one rank's were taken: {', '.join(found.differing)}")
 

@@ -43,4 +43,5 @@ __getattr__ = lazy(
         "Table": "dlrover.data.sources.tables",
         "TfRecords": "dlrover.data.sources.tfrecord",
     },
+    extra="torch",
 )

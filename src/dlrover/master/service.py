@@ -108,14 +108,15 @@ class Master:
         self._backlog: collections.deque[tuple[float, inputs.Input]] = collections.deque()
         """Inputs that took effect while the disk was full, oldest first; journalled before anything else."""
         self._changed = asyncio.Event()
-        self.clock = clock(self._replay())
+        self.replayed = 0
+        self.last_entry = self._replay()
+        self.clock = clock(self.last_entry)
         self._commits = Commits(self._append, self.clock)
         self._started = self.clock()
 
     def _replay(self) -> float:
         """Replay the journal into the machines; return the time of its last entry, 0.0 if it is empty."""
         last = 0.0
-        self.replayed = 0
         for last, entry in self._journal.entries():
             self.replayed += 1
             if isinstance(entry, inputs.Submitted):

@@ -41,4 +41,5 @@ __getattr__ = lazy(
         "prevent_oom": "dlrover.planning.memory",
         "sample_servers": "dlrover.planning.plans",
     },
+    extra="planning",
 )

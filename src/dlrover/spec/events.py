@@ -26,15 +26,14 @@ class JobSubmitted(msgspec.Struct, frozen=True, tag="job_submitted"):
 
     def sentence(self) -> str:
         """Return the event as one sentence."""
-        nodes = f"{_span(self.min_nodes, self.max_nodes)} nodes"
+        nodes = _span(self.min_nodes, self.max_nodes, "node")
         if self.max_servers:
-            plural = "s" if self.max_servers > 1 else ""
-            nodes += f" and {_span(self.min_servers, self.max_servers)} server{plural}"
+            nodes += f" and {_span(self.min_servers, self.max_servers, 'server')}"
         return f"Job {self.name} was submitted; it runs on {nodes}."
 
 
-def _span(least: int, most: int) -> str:
-    return f"{least}" if least == most else f"{least} to {most}"
+def _span(least: int, most: int, noun: str) -> str:
+    return counted(most, noun) if least == most else f"{least} to {counted(most, noun)}"
 
 
 def _node(number: int, role: str) -> str:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+
 
 def counted(number: int, noun: str) -> str:
     """Return ``1 node``, ``2 nodes``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def printable(text: str) -> str:
+    """Return ``text`` on one line, without escape sequences and unprintable characters."""
+    plain = _ESCAPE.sub("", text).expandtabs()
+    return "".join(" " if c.isspace() else c for c in plain if c.isprintable() or c.isspace())

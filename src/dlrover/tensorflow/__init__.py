@@ -14,4 +14,5 @@ __getattr__ = lazy(
     {
         "dataset": "dlrover.tensorflow.data",
     },
+    extra="tensorflow",
 )

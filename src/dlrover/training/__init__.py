@@ -27,4 +27,5 @@ __getattr__ = lazy(
         "activity": "dlrover.training.worker.tracker",
         "steps_left": "dlrover.training.worker.tracker",
     },
+    extra="torch",
 )

@@ -262,7 +262,7 @@ def _torch_version() -> str | None:
 def _accelerators(dev: Path) -> tuple[Accelerator, ...]:
     names = sorted(os.listdir(dev), key=lambda name: (len(name), name)) if dev.is_dir() else []
     found = []
-    for vendor in accelerators.VENDORS:
+    for vendor in accelerators.vendors():
         files = [dev / name for name in names if vendor.device_file.fullmatch(name)]
         denied = [str(file) for file in files if not os.access(file, os.R_OK | os.W_OK)]
         if files:

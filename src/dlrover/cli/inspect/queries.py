@@ -23,6 +23,7 @@ from dlrover.rpc.client import MasterClient, connect
 from dlrover.spec.events import Event, size
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.node import WORKER
+from dlrover.spec.words import counted
 
 Reply = TypeVar("Reply")
 
@@ -86,11 +87,11 @@ def render_status(report: StatusReport, console: Console) -> None:
     if status.waiting_for:
         console.print(status.waiting_for)
     last = "last round" if status.outcome is not None else "round"
-    restarts = f"{status.restarts} restart{'' if status.restarts == 1 else 's'}"
+    restarts = counted(status.restarts, "restart")
     number = f"at step {status.step}, " if status.step >= 0 else ""
     console.print(
         f"{last} {status.round}: {status.processes()}; {restarts}; {number}"
-        f"{status.steps} steps in this round, {status.total_steps} in all; {status.seconds:.0f} s",
+        f"{counted(status.steps, 'step')} in this round, {status.total_steps} in all; {status.seconds:.0f} s",
         highlight=False,
     )
     if status.size:

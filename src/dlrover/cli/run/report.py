@@ -20,6 +20,7 @@ from rich.text import Text
 
 from dlrover.master.machine.diagnosis.traceback import is_user_file
 from dlrover.spec.failure import Failure, FailureKind, Origin
+from dlrover.spec.words import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -72,7 +73,7 @@ def render_json(outcome: Outcome) -> str:
 
 
 def _success(outcome: Outcome) -> list[Text]:
-    rest = f": {_totals(outcome)}. Job directory: {_clean(outcome.job_dir)}"
+    rest = f": {_totals(outcome)}. Job directory: {printable(outcome.job_dir)}"
     line = Text.assemble(("The job succeeded", "bold green"), rest)
     skipped = [_field("Data", words) for words in outcome.skipped]
     return [line, *skipped, *(_field("Goodput", words) for words in _goodput(outcome))]
@@ -92,9 +93,9 @@ def _head(outcome: Outcome) -> Iterator[tuple[Text, int]]:
     """Yield the first lines, each with the most rows that it may take."""
     verdict = outcome.verdict
     if verdict is None:
-        yield Text(_clean(outcome.reason), style="bold red"), _FIELD_ROWS
+        yield Text(printable(outcome.reason), style="bold red"), _FIELD_ROWS
         return
-    yield Text(_clean(verdict.title), style="bold red"), _FIELD_ROWS
+    yield Text(printable(verdict.title), style="bold red"), _FIELD_ROWS
     yield _field("Fault", verdict.origin.value, _STYLES[verdict.origin]), 1
     if verdict.evidence:
         yield _field("Evidence", verdict.evidence.split("\n")[0]), _FIELD_ROWS
@@ -221,24 +222,16 @@ def _tail(lines: list[str], rows: int, columns: int) -> list[Text]:
 
 # ---- lines and rows
 
-_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
-
-
-def _clean(text: str) -> str:
-    """Return ``text`` on one line, without escape sequences and unprintable characters."""
-    plain = _ESCAPE.sub("", text).expandtabs()
-    return "".join(" " if c.isspace() else c for c in plain if c.isprintable() or c.isspace())
-
 
 def _clean_lines(text: str) -> list[str]:
     """Return the lines of ``text`` as a terminal shows them: a progress bar overwrites its line."""
-    lines = [_clean(line.rstrip("\r").rpartition("\r")[2]) for line in text.split("\n")]
+    lines = [printable(line.rstrip("\r").rpartition("\r")[2]) for line in text.split("\n")]
     return [line.rstrip() for line in lines if line.strip()]
 
 
 def _field(label: str, value: str, style: str = "") -> Text:
     name = f"{label}:" if label else ""
-    return Text.assemble((name.ljust(_LABEL), "bold"), (_clean(value), style))
+    return Text.assemble((name.ljust(_LABEL), "bold"), (printable(value), style))
 
 
 def _fit(line: Text, rows: int, columns: int) -> Text:

@@ -28,7 +28,7 @@ def begin(
         )
     master.use_platform(platform)
     if master.replayed:
-        master.submit(inputs.MasterStarted(master.replayed))
+        master.submit(inputs.MasterStarted(master.replayed, master.last_entry))
         if master.machine.outcome is not None:
             master.ended.set()
         return

@@ -56,6 +56,9 @@ class MasterStarted(msgspec.Struct, frozen=True, tag="master_started"):
     """A master process starts or takes over; the previous master's connections are gone."""
 
     replayed: int = 0
+    """Number of the journal's entries."""
+    last: float = 0.0
+    """Time of the journal's last entry, which may be none of the job machine's; 0: there is none."""
 
 
 class NodePlaced(msgspec.Struct, frozen=True, tag="node_placed"):

@@ -19,6 +19,7 @@ from dlrover.master.machine.diagnosis.match import last_match, occurs, search
 from dlrover.master.machine.diagnosis.traceback import one_line
 from dlrover.spec.events import WorkerFailed
 from dlrover.spec.failure import Action, Failure, FailureKind, Origin, OwnCode, Rule, Verdict
+from dlrover.spec.words import printable
 
 ECHO_WINDOW = 10.0
 """Maximum delay in seconds between an echo and its root cause, if the root cause is noticed later.
@@ -227,11 +228,11 @@ def _verdict(failure: Failure, reading: Interpretation) -> Verdict:
     }
     fields["subject"] = _subject(rule, facts) or rule.otherwise.format(**fields)
     return Verdict(
-        title=_title(failure, facts, rule.title.format(**fields)),
+        title=printable(_title(failure, facts, rule.title.format(**fields))),
         origin=rule.origin,
         hopeless=rule.action is Action.STOP,
-        evidence=_evidence(facts, rule),
-        advice=rule.advice.format(**fields),
+        evidence="\n".join(map(printable, _evidence(facts, rule).split("\n"))),
+        advice=printable(rule.advice.format(**fields)),
         signature=_signature(failure, facts, rule),
         cause=rule.cause,
         action=rule.action,

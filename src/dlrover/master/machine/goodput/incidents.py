@@ -10,6 +10,7 @@ from dlrover.master.machine.goodput.roundtime import (
     DETECTION,
     INDEX,
     MICRO,
+    NOT_MEASURED,
     PRODUCTIVE,
     RECOMPUTED,
     nothing,
@@ -76,7 +77,7 @@ class IncidentAccount:
         spent = [s + n - b for s, n, b in zip(self.spent, sums, self.before, strict=True)]
         if self.kind is IncidentKind.MASTER:
             return [part if i in _STANDSTILL else 0 for i, part in enumerate(spent)]
-        spent[PRODUCTIVE] = spent[_IDLE] = 0
+        spent[PRODUCTIVE] = spent[_IDLE] = spent[NOT_MEASURED] = 0
         return spent
 
 

@@ -156,8 +156,8 @@ class Ledger:
             self.submitted_at = at
         if isinstance(event, inputs.MasterStarted) and event.replayed and self.ended_at < 0:
             trained = self.round is not None
-            number = machine.rendezvous.last_round
-            self.incidents.begin_master(self._now, number, self.sums(self._now), trained=trained)
+            number, alive = machine.rendezvous.last_round, self._last_alive(event)
+            self.incidents.begin_master(alive, number, self.sums(alive), trained=trained)
         self._note_progress(event, at, machine)
         self._note_absence(event, at, machine)
         self._close_round(event, at, machine)
@@ -204,7 +204,12 @@ class Ledger:
                 self._away.setdefault(node_id, now)
             case inputs.MasterStarted():
                 # The nodes were last known to be present at the dead master's last entry.
-                self._away = dict.fromkeys(self.accounts, self._now) | self._away
+                alive = self._last_alive(event)
+                self._away = dict.fromkeys(self.accounts, alive) | self._away
+
+    def _last_alive(self, event: inputs.MasterStarted) -> int:
+        """Return when the dead master last wrote to the journal; not all entries reach the ledger."""
+        return max(self._now, microseconds(event.last))
 
     def _touched(self, event: inputs.Input, machine: JobMachine) -> list[int]:
         """Return the nodes that the input may have changed; changes of the whole round do not count."""
