@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 DOORS = {
+    "dlrover.accelerate": {"Cluster", "Prediction", "Strategy", "Transformer"},
     "dlrover.accelerators": {
         "CPU", "RESOURCES", "VENDORS", "DeviceHealth", "DeviceUse", "Vendor", "pci_addresses", "present",
         "resources", "vendors",

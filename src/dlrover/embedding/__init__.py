@@ -1,0 +1,1 @@
+"""Hash embeddings that grow, filter, expire and spill, for any framework."""

@@ -1,0 +1,1 @@
+"""Optimizers, and wrappers that synchronize seldom (EDiT, DiLoCo)."""
