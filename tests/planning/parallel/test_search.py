@@ -9,6 +9,7 @@ import pytest
 
 from dlrover.accelerate import Cluster, Strategy, Transformer, predict, search, why_not
 from dlrover.errors import ConfigurationError
+from dlrover.planning.parallel.search import RELUCTANCE, SIMPLER
 from dlrover.planning.parallel.stages import stages
 
 LLAMA_8B = Transformer(32, 4096, 14336, 32, 8, 128256)
@@ -24,8 +25,13 @@ def test_the_search_returns_what_predict_says_the_fastest_first():
     for strategy, predicted in found:
         assert predict(LLAMA_70B, strategy, cluster, sequence=8192, global_batch=256) == predicted
         assert predicted.fits
-    plain = [p.step_seconds for s, p in found if not s.offload and s.optimizer_bytes == 12]
-    assert plain == sorted(plain)
+    kinds = [sum(degree > 1 for degree in (s.tp, s.pp, s.cp, s.ep)) for s, _ in found]
+    other = [s.offload or s.optimizer_bytes < 12 for s, _ in found]
+    paid = [
+        p.step_seconds * SIMPLER**kind * (RELUCTANCE if changed else 1)
+        for (_, p), kind, changed in zip(found, kinds, other, strict=True)
+    ]
+    assert paid == pytest.approx(sorted(paid))
     again = search(LLAMA_70B, cluster, sequence=8192, global_batch=256, limit=3)
     assert again == found[:3]
 
@@ -118,4 +124,4 @@ def test_a_large_output_layer_shortens_the_last_stage():
     small = Transformer(16, 2048, 8192, 32, 32, 131072, tied=True)
     assert stages(small, 4, 1).chunks == (6, 5, 5, 0)  # the output layer costs as much as 4 layers
     assert stages(LLAMA_70B, 4, 1).chunks == (20, 20, 20, 20)
-    assert stages(LLAMA_405B, 16, 1).chunks == (*(8,) * 11, *(7,) * 5)
+    assert stages(LLAMA_405B, 16, 1).chunks == (*(8,) * 11, 7, 8, 8, 8, 7)

@@ -16,11 +16,11 @@ from dlrover.planning.parallel.records import Cluster, Observation
 from dlrover.planning.parallel.rules import Job
 from dlrover.planning.parallel.timing import timed
 
-PRIOR = 0.03
+PRIOR = 0.01
 """Weight of the present coefficients: as much as an observation weighs whose error is this small."""
-ROUNDS = 12
+ROUNDS = 10
 """Fits, each with the terms that count at the last one's coefficients."""
-NOISE = 0.1
+NOISE = 0.05
 """Relative error from which an observation counts less, as noise or a fault of its run."""
 LEAST_SPREAD = 0.05
 """Relative error that the fit never promises to stay below."""

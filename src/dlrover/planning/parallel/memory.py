@@ -33,7 +33,7 @@ GAPS_GATHERED = 0.10
 GAPS_COMPILED = 0.03
 WORKSPACE = 0.4 * GIB
 """Bytes of libraries' workspaces that the allocator sees."""
-LOW, HIGH = 0.92, 1.25
+LOW, HIGH = 0.95, 1.27
 """Interval of the memory, as parts of the prediction: of ten runs, one used less and one more."""
 LOW_GATHERED, HIGH_GATHERED = 0.93, 1.08
 """The same with ZeRO's stage 3."""

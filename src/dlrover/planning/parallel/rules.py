@@ -11,6 +11,7 @@ import numpy as np
 from dlrover.errors import ConfigurationError
 from dlrover.planning.parallel.columns import Columns
 from dlrover.planning.parallel.records import Cluster, Strategy, Transformer
+from dlrover.planning.parallel.stages import stages
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,18 @@ class Rule:
     sentence: Callable[[Job, Strategy], str]
 
 
+IMBALANCE = 2.0
+"""Multiple of the average stage's time that the slowest one takes at most."""
+
+
 def _divides(part: Any, whole: int) -> Any:
     return whole % part == 0
+
+
+def _imbalance(job: Job, of: Columns) -> Any:
+    pairs, index = np.unique(np.stack([of.pp, of.virtual]), axis=1, return_inverse=True)
+    found = [stages(job.model, int(pp), int(virtual)).imbalance for pp, virtual in pairs.T]
+    return np.array(found)[index.reshape(-1)] > IMBALANCE
 
 
 def _experts(job: Job, of: Columns) -> Any:
@@ -73,6 +84,13 @@ RULES = (
         lambda job, of: of.pp * of.virtual > job.model.layers,
         lambda job, one: (
             f"pp x virtual is {one.pp * one.virtual} parts: the model has {job.model.layers} layers."
+        ),
+    ),
+    Rule(
+        _imbalance,
+        lambda job, one: (
+            f"pp is {one.pp}: the slowest stage takes "
+            f"{stages(job.model, one.pp, one.virtual).imbalance:.1f} times the average one, with the output layer."
         ),
     ),
     Rule(

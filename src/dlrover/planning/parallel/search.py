@@ -26,12 +26,14 @@ MICRO_BATCHES = 32
 """Sequences of a micro-batch, at most."""
 TENSOR = 64
 """Ranks that share a matrix, at most."""
-CONTEXT_LEAST = 2048
+CONTEXT_LEAST = 4096
 """Tokens of a sequence that each rank has at least with context parallelism."""
 PARTS_MOST = 16
 """Parts of the model on one pipeline rank, at most."""
 RELUCTANCE = 1.1
 """Factor by which a strategy must be faster whose optimizer is smaller, or has its state on the host."""
+SIMPLER = 1.03
+"""Factor by which a strategy must be faster for each further kind of parallelism that it needs."""
 FIELDS = ("dp_replicate", "dp_shard", "zero", "tp", "pp", "virtual", "cp", "ep", "micro_batch")
 
 
@@ -77,7 +79,8 @@ def _keep(
     of = rated.of
     index = np.flatnonzero(rated.fits)
     other = of.offload | (of.optimizer_bytes < 12)
-    cost = rated.seconds * np.where(other, RELUCTANCE, 1.0)
+    kinds = sum((getattr(of, name) > 1).astype(int) for name in ("tp", "pp", "cp", "ep"))
+    cost = rated.seconds * np.where(other, RELUCTANCE, 1.0) * SIMPLER**kinds
     degrees = np.stack([of.tp, of.pp, of.cp, of.ep], axis=1)
     order = index[np.argsort(cost[index], kind="stable")]
     _, firsts = np.unique(degrees[order], axis=0, return_index=True)
@@ -151,7 +154,7 @@ def _rest(job: Job, tp: int, pp: int, cp: int, dp: int) -> Iterator[tuple[int, .
             continue
         for virtual in _virtual(job.model.layers, pp, here // micro):
             for ep in _expert_degrees(job.model, dp * cp, tp):
-                for shard, zero in _sharding(dp, cp):
+                for shard, zero in _sharding(dp, cp, pp):
                     yield dp // shard, shard, zero, tp, pp, virtual, cp, ep, micro
 
 
@@ -170,10 +173,14 @@ def _expert_degrees(model: Transformer, ranks: int, tp: int) -> list[int]:
     return [ep for ep in _divisors(model.experts) if ranks % ep == 0 or (ranks * tp) % ep == 0]
 
 
-def _sharding(dp: int, cp: int) -> list[tuple[int, int]]:
-    """Ranks over which states are sharded, and ZeRO's stage."""
+def _sharding(dp: int, cp: int, pp: int) -> list[tuple[int, int]]:
+    """Ranks over which states are sharded, and ZeRO's stage.
+
+    No stage 3 in a pipeline: it would gather a stage's parameters twice for every micro-batch.
+    """
     rows = [(1, 0)] if cp == 1 else []
-    return rows + [(shard, z) for shard in _divisors(dp) if shard * cp > 1 for z in (1, 2, 3)]
+    zeros = (1, 2, 3) if pp == 1 else (1, 2)
+    return rows + [(shard, zero) for shard in _divisors(dp) if shard * cp > 1 for zero in zeros]
 
 
 def _divisors(number: int, *others: int) -> Sequence[int]:

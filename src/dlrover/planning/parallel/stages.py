@@ -24,6 +24,8 @@ class Stages:
     """Layers of the last rank, which has the output layer, too."""
     most: int
     """Layers of the rank with the most."""
+    imbalance: float
+    """Time of the slowest rank, with the output layer, as a multiple of the average one."""
 
 
 def head_layers(model: Transformer) -> float:
@@ -52,7 +54,9 @@ def stages(model: Transformer, pp: int, virtual: int) -> Stages:
             if each + head <= slowest * (1 + WORTHWHILE):
                 chunks = (each,) * pp
     ranks = [sum(chunks[rank::pp]) for rank in range(pp)]
-    return Stages(chunks, ranks[0], ranks[-1], max(ranks))
+    head = head_layers(model)
+    average = (model.layers + head) / pp
+    return Stages(chunks, ranks[0], ranks[-1], max(ranks), max(*ranks, ranks[-1] + head) / average)
 
 
 def _balanced(model: Transformer, pp: int) -> tuple[int, ...]:

@@ -27,6 +27,10 @@ STAGGER = 1e-4
 """Seconds of a collective for each rank, between stages whose hosts wait for one another."""
 SMALL = 2.5e9
 """Operations of a matrix product at which an accelerator reaches half of its rate."""
+EXPOSED = 0.3
+"""Part of the work that runs beside a layer's longest which lengthens the layer."""
+RAILS = 0.5
+"""Power of the ranks of a group in one node by which its bandwidth between nodes grows."""
 STEP = 1e-2
 """Seconds of a step that no other term explains, times the coefficient ``step``."""
 
@@ -130,7 +134,7 @@ class Work:
     def _collective(self, row: Any, group: Group, moved: Any, *, near: str, far: str) -> None:
         """Add the time in which each rank of a group receives ``moved`` bytes less its own part."""
         part = moved * (group.size - 1) / group.size
-        speed = np.minimum(self.device.intra, self.device.inter * group.near)
+        speed = np.minimum(self.device.intra, self.device.inter * group.near**RAILS)
         row[:, _INDEX[near]] += np.where(group.between, 0.0, part / self.device.intra)
         row[:, _INDEX[far]] += np.where(group.between, part / speed, 0.0)
 
@@ -140,17 +144,22 @@ class Work:
         row[:, _INDEX["launch"]] = self.passes / 3 * LAUNCH
         calls = _calls(of)
         tensor = Group.of(of.tp, np.ones_like(of.tp), self.cluster)
-        row[:, _INDEX["collective"]] = np.where(tensor.between, calls * of.tp * LATENCY, 0.0)
-        waits = (of.pp > 1) & (of.tp > 1)
+        waited = np.where(of.tp > 1, calls * of.tp * LATENCY, 0.0)
+        row[:, _INDEX["collective"]] = np.where(tensor.between, 0.0, waited)
+        row[:, _INDEX["collective_between"]] = np.where(tensor.between, waited, 0.0)
+        waits = of.pp > 1
         row[:, _INDEX["stagger"]] = np.where(waits, calls * of.tp * STAGGER, 0.0)
         return row
 
     def gather_time(self) -> Any:
-        """Communication of a layer's parameters and gradients for one micro-batch, with ZeRO's stage 3."""
+        """Communication of a layer for one micro-batch: gradients from ZeRO's stage 2 on, parameters in stage 3."""
         blocks, of, row = self.blocks, self.blocks.of, self.zeros()
         layer = blocks.attention + (blocks.experts if blocks.model.experts else blocks.dense)
         group = Group.of(of.shards, of.tp, self.cluster)
-        moved = np.where(of.stage == 3, 6.0 * layer + of.gradient_bytes * 0.5 * layer, 0.0)
+        each = np.select(
+            [of.stage == 3, of.stage == 2], [4.0 + of.gradient_bytes, of.gradient_bytes]
+        )
+        moved = each * layer
         self._collective(row, group, moved, near="data", far="data_between")
         return row
 
@@ -181,11 +190,13 @@ class Work:
         experts = blocks.experts if model.experts else blocks.dense
         here = most * (blocks.attention + experts) + table
         stage, shards = of.stage, of.shards
-        reduced = here * of.gradient_bytes * np.where(stage == 0, 2, 1)
-        spread = np.where(stage > 0, here * 2, 0)
-        moved = np.where(stage == 3, 0.0, reduced + spread)
+        each = [2 * of.gradient_bytes, of.gradient_bytes + 2, np.full(len(of), 2)]
+        moved = here * np.select([stage == 0, stage == 1, stage == 2], each)
         group = Group.of(of.dp * of.cp, of.tp, self.cluster)
         self._collective(row, group, moved, near="data", far="data_between")
+        scattered = np.where((stage == 1) | (stage == 2), row[:, _INDEX["data_between"]], 0.0)
+        row[:, _INDEX["scatter_between"]] = scattered
+        row[:, _INDEX["data_between"]] -= scattered
         copies = Group.of(of.dp_replicate, of.dp_shard * of.cp * of.tp, self.cluster)
         between = np.where(stage == 3, 2 * here * of.gradient_bytes / shards, 0.0)
         self._collective(row, copies, between, near="data", far="data_between")
@@ -204,11 +215,11 @@ def _calls(of: Columns) -> Any:
 
 
 def _layer(work: Work, weights: Any) -> Any:
-    """One layer's row: of device, host and gathering, the slowest."""
+    """One layer's row: of device, host and gathering, the slowest, and a part of the others."""
     rows = np.stack([work.device_time(), work.host_time(), work.gather_time()])
-    return np.take_along_axis(rows, np.argmax(_sum(rows, weights), axis=0)[None, :, None], axis=0)[
-        0
-    ]
+    slowest = np.argmax(_sum(rows, weights), axis=0)[None, :, None]
+    longest = np.take_along_axis(rows, slowest, axis=0)[0]
+    return (1 - EXPOSED) * longest + EXPOSED * np.sum(rows, axis=0)
 
 
 def _sum(rows: Any, weights: Any) -> Any:
