@@ -17,6 +17,7 @@ LLAMA_70B = Transformer(80, 8192, 28672, 64, 8, 128256)
 LLAMA_405B = Transformer(126, 16384, 53248, 128, 8, 128256)
 
 
+@pytest.mark.slow
 def test_the_search_returns_what_predict_says_the_fastest_first():
     cluster = Cluster("h100-80", 8)
     found = search(LLAMA_70B, cluster, sequence=8192, global_batch=256)
@@ -42,6 +43,7 @@ def test_each_entry_has_other_degrees():
     assert len(set(degrees)) == len(degrees)
 
 
+@pytest.mark.slow
 def test_the_search_knows_experts_and_long_sequences():
     model = Transformer(32, 4096, 14336, 32, 8, 32000, experts=8)
     found = search(model, Cluster("h100-80", 8), sequence=4096, global_batch=256)
@@ -89,6 +91,29 @@ def test_the_mend_fits_and_says_what_it_costs():
     assert found.strategy == replace(strategy, recompute="selective")
     mended = predict(LLAMA_70B, found.strategy, cluster, sequence=8192, global_batch=256)
     assert mended.fits
+
+
+def test_only_as_many_layers_are_recomputed_as_memory_needs():
+    found = search(LLAMA_70B, Cluster("h100-80", 8), sequence=8192, global_batch=256, limit=30)
+    some = [one for one, _ in found if one.recompute_layers]
+    assert some
+    for one in some:
+        less = replace(one, recompute_layers=one.recompute_layers - 1)
+        if not less.recompute_layers:
+            less = replace(one, recompute="none")
+        fewer = predict(LLAMA_70B, less, Cluster("h100-80", 8), sequence=8192, global_batch=256)
+        assert not fewer.fits
+        assert fewer.step_seconds < dict(found)[one].step_seconds
+
+
+@pytest.mark.slow
+def test_llama_3s_plans_are_among_the_first_five():
+    # arXiv 2407.21783, table 4: tp 8, pp 16 on 16,384 accelerators; with cp 16 for long sequences
+    cluster = Cluster("h100-80", 2048)
+    short = search(LLAMA_405B, cluster, sequence=8192, global_batch=2048, limit=5)
+    assert (8, 16, 1) in [(one.tp, one.pp, one.cp) for one, _ in short]
+    long = search(LLAMA_405B, cluster, sequence=131072, global_batch=128, limit=5)
+    assert (8, 16, 16) in [(one.tp, one.pp, one.cp) for one, _ in long]
 
 
 def test_a_strategy_that_fits_is_compared_with_the_best():

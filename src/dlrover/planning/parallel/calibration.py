@@ -53,7 +53,7 @@ def calibrate(cluster: Cluster, observations: Iterable[Any]) -> Cluster:
     weights = _fit(design, measured, weights, start)
     errors = np.abs(_design(cluster, seen, weights) @ weights / measured - 1)
     # few observations say little about the errors of others
-    spread = np.quantile(errors, 0.8) * (1 + len(start) / (2 * len(seen)))
+    spread = np.quantile(errors, 0.85) * (1 + len(start) / (2 * len(seen)))
     return replace(
         cluster,
         coefficients=tuple(float(weight) for weight in weights),

@@ -25,6 +25,7 @@ class Columns:
     ep: Any
     micro_batch: Any
     recompute: Any
+    recompute_layers: Any
     sequence_parallel: Any
     offload: Any
     optimizer_bytes: Any
@@ -74,6 +75,11 @@ class Columns:
     def stage(self) -> Any:
         """ZeRO's stage, or 0 where there is nothing to shard over."""
         return np.where(self.shards > 1, self.zero, 0)
+
+    def recomputed(self, layers: Any) -> Any:
+        """Part of a rank's layers that are recomputed."""
+        some = np.minimum(self.recompute_layers, layers) / np.maximum(layers, 1)
+        return np.where(self.recompute_layers > 0, some, 1.0)
 
     def rounds(self, global_batch: int) -> Any:
         """Micro-batches of a step, on each rank."""

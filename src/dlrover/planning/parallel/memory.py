@@ -72,8 +72,8 @@ def memory(model: Transformer, of: Columns, sequence: int, global_batch: int) ->
     That is a rank of the first stage, which has most micro-batches in flight, or of the last one, which has the loss.
     """
     blocks = Blocks(model, of, sequence)
-    first = _rank(blocks, global_batch, first=True)
-    last = _rank(blocks, global_batch, first=False)
+    first = rank(blocks, global_batch, first=True)
+    last = rank(blocks, global_batch, first=False)
     fuller = first.total >= last.total
     names = (*Memory.PARTS, "stage")
     return Memory(**{n: np.where(fuller, getattr(first, n), getattr(last, n)) for n in names})
@@ -169,6 +169,11 @@ class Blocks:
         none = self.kept(experts=experts)
         return np.select([of.recompute == 0, of.recompute == 1], [none, entered + half], entered)
 
+    def held(self, again: Any, *, experts: bool) -> Any:
+        """Bytes of a token that a layer keeps on average if a part of the layers is recomputed."""
+        kept, saved = self.kept(experts=experts), self.saved(experts=experts)
+        return again * saved + (1 - again) * kept
+
     def transient(self, *, experts: bool) -> Any:
         """Bytes of a token that a layer takes while its backward pass runs."""
         model, of = self.model, self.of
@@ -178,7 +183,7 @@ class Blocks:
         return gathered + gradients + np.where(of.recompute > 0, again, 0)
 
 
-def _rank(blocks: Blocks, global_batch: int, *, first: bool) -> Memory:
+def rank(blocks: Blocks, global_batch: int, *, first: bool) -> Memory:
     """Memory of a rank of the first or the last stage."""
     model, of = blocks.model, blocks.of
     layers, dense = _layers(model, of, first=first)
@@ -193,9 +198,10 @@ def _rank(blocks: Blocks, global_batch: int, *, first: bool) -> Memory:
     states = states + _states(of, expert_layers * blocks.experts, _expert_shards(of))
     layer = blocks.attention + (blocks.experts if model.experts else blocks.dense)
     gathered = np.where(of.stage == 3, 4 * layer + 2 * ends * table, 0.0) + 2 * layer
-    per_token = dense * blocks.saved(experts=False)
+    again = of.recomputed(layers)
+    per_token = dense * blocks.held(again, experts=False)
     if model.experts:
-        per_token = per_token + expert_layers * blocks.saved(experts=True)
+        per_token = per_token + expert_layers * blocks.held(again, experts=True)
     activations = blocks.tokens * per_token * flight
     transient = blocks.tokens * blocks.transient(experts=bool(model.experts))
     loss = np.where(of.pp == 1, _loss(blocks), 0.0) if first else _loss(blocks)

@@ -161,6 +161,8 @@ class Strategy:
     micro_batch: int = 1
     """Sequences in one forward pass of a rank."""
     recompute: Recompute = "none"
+    recompute_layers: int = 0
+    """Layers of each pipeline rank that are recomputed, the first ones; 0 for all."""
     sequence_parallel: bool = True
     """With tp: norms and dropout split the sequence, too."""
     offload: bool = False
@@ -176,7 +178,7 @@ class Strategy:
     def __post_init__(self) -> None:
         degrees = ("dp_replicate", "dp_shard", "tp", "pp", "virtual", "cp", "ep", "micro_batch")
         _whole(self, 1, *degrees)
-        _whole(self, 0, "optimizer_bytes", "gradient_bytes")
+        _whole(self, 0, "optimizer_bytes", "gradient_bytes", "recompute_layers")
         _flags(self, "sequence_parallel", "offload", "chunked_loss", "compile")
         if self.zero not in (0, 1, 2, 3):
             raise ConfigurationError(f"Strategy: zero is {self.zero!r}, not 0, 1, 2 or 3.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from dlrover.planning.parallel.records import (
     Transformer,
 )
 from dlrover.planning.parallel.rules import Job, obeys
+from dlrover.planning.parallel.stages import stages
 
 BLOCK = 100_000
 """Strategies that are rated at once: more would not fit a processor's caches."""
@@ -68,8 +70,26 @@ def fitting(job: Job) -> list[tuple[Strategy, Prediction]]:
     for block in _blocks(job):
         for variant in _variants(block.take(obeys(job, block))):
             _keep(best, predict_all(job, variant))
+    for one in [found[1] for found in best.values() if found[1].recompute != "none"]:
+        _keep(best, predict_all(job, _by_layers(job.model, one)))
     order = sorted(best, key=lambda degrees: (best[degrees][0], degrees))
     return [best[degrees][1:] for degrees in order]
+
+
+def _by_layers(model: Transformer, one: Strategy) -> Columns:
+    """A strategy with each number of layers that can be recomputed.
+
+    The layers are alike, so that only their number matters, and rating all numbers is exact.
+    """
+    most = stages(model, one.pp, one.virtual).most
+    return Columns.of(
+        [
+            replace(one, recompute=way, recompute_layers=layers)
+            for way in RECOMPUTE[1:]
+            for layers in range(1, most)
+        ]
+        or [one]
+    )
 
 
 def _keep(
@@ -119,6 +139,7 @@ def _columns(rows: Any) -> Columns:
     return Columns(
         **dict(zip(FIELDS, rows.T, strict=True)),
         recompute=np.tile(np.arange(len(RECOMPUTE)), count // len(RECOMPUTE)),
+        recompute_layers=0 * one,
         sequence_parallel=~no,
         offload=no,
         optimizer_bytes=12 * one,

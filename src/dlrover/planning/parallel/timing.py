@@ -8,7 +8,7 @@ real schedule: one forward, one backward, or interleaved (Narayanan et al., 2021
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ SMALL = 2.5e9
 """Operations of a matrix product at which an accelerator reaches half of its rate."""
 EXPOSED = 0.3
 """Part of the work that runs beside a layer's longest which lengthens the layer."""
+HOP = 1e-5
+"""Seconds of a ring's step from node to node."""
 RAILS = 0.5
 """Power of the ranks of a group in one node by which its bandwidth between nodes grows."""
 STEP = 1e-2
@@ -66,8 +68,13 @@ def timed(
     weights = np.asarray(coefficients, dtype=float)
     work = Work(Blocks(model, of, sequence), cluster, device)
     rounds = of.rounds(global_batch)
-    layer, head = _layer(work, weights), work.head()
     first, last, most = _layers(model, of)
+    layer, head = _layer(work, weights), work.head()
+    if np.any(of.recompute_layers):
+        plain = replace(of, recompute=np.zeros_like(of.recompute))
+        without = _layer(Work(Blocks(model, plain, sequence), cluster, device), weights)
+        again = of.recomputed(most)[:, None]
+        layer = again * layer + (1 - again) * without
     seconds_layer, seconds_head = _sum(layer, weights), _sum(head, weights)
     ending = last * seconds_layer + seconds_head > most * seconds_layer
     # the slowest stage sets the pace; the others add to the time that it takes to fill and to drain
@@ -131,12 +138,16 @@ class Work:
             self._collective(row, spread, 8 * copies, near="tensor", far="tensor_between")
         return row
 
-    def _collective(self, row: Any, group: Group, moved: Any, *, near: str, far: str) -> None:
+    def _collective(
+        self, row: Any, group: Group, moved: Any, *, near: str, far: str, calls: Any = 1
+    ) -> None:
         """Add the time in which each rank of a group receives ``moved`` bytes less its own part."""
         part = moved * (group.size - 1) / group.size
         speed = np.minimum(self.device.intra, self.device.inter * group.near**RAILS)
         row[:, _INDEX[near]] += np.where(group.between, 0.0, part / self.device.intra)
-        row[:, _INDEX[far]] += np.where(group.between, part / speed, 0.0)
+        # a ring passes each node once, however small the message
+        ring = HOP * calls * group.size / group.near
+        row[:, _INDEX[far]] += np.where(group.between, part / speed + ring, 0.0)
 
     def host_time(self) -> Any:
         """What a host takes for one layer and micro-batch."""
@@ -160,7 +171,8 @@ class Work:
             [of.stage == 3, of.stage == 2], [4.0 + of.gradient_bytes, of.gradient_bytes]
         )
         moved = each * layer
-        self._collective(row, group, moved, near="data", far="data_between")
+        calls = np.select([of.stage == 3, of.stage == 2], [3, 1])
+        self._collective(row, group, moved, near="data", far="data_between", calls=calls)
         return row
 
     def head(self) -> Any:
