@@ -20,7 +20,7 @@ from dlrover._util import files, logs, procs
 from dlrover._util.sockets import address_towards
 from dlrover.agent.checking import Checker
 from dlrover.agent.ports import StorePort
-from dlrover.agent.relay import ShardRelay
+from dlrover.agent.relay import RequestRelay
 from dlrover.agent.shell import Agent, NodeControls
 from dlrover.agent.usage import UsageMeter
 from dlrover.agent.workers.logs import RunLogs
@@ -90,7 +90,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
     locate = (
         None if settings.master_address else functools.partial(_master_address, job_dir, address)
     )
-    async with MasterClient(address, token, tls) as client, ShardRelay(client) as relay:
+    async with MasterClient(address, token, tls) as client, RequestRelay(client) as relay:
         workers.relay = relay.address
         workers.token = token if tls.ca else ""
         usage = UsageMeter(settings.limits.usage_interval, alone=bool(settings.master_address))
