@@ -74,7 +74,9 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
     """A complete checkpoint of all tables, from which a lost server recovers."""
 
     step: _Number
-    path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]
+    id: _Name
+    place: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]
+    """Directory or URL."""
 
 
 class LookPlacement(msgspec.Struct, frozen=True, array_like=True, tag="placement"):
