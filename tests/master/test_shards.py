@@ -5,7 +5,7 @@ import contextlib
 import socket
 
 from dlrover._util import framing
-from dlrover.agent.relay import ShardRelay
+from dlrover.agent.relay import RequestRelay
 from dlrover.data.services import RelayService
 from dlrover.errors import InfrastructureError
 from dlrover.master.journal import takeover
@@ -17,6 +17,7 @@ from dlrover.rpc.client import MasterClient
 from dlrover.rpc.messages import Record, RequestFrame
 from dlrover.rpc.server import Server
 from dlrover.spec.job import JobSpec
+from dlrover.spec.requests import Unanswered, WorkerReply
 from dlrover.spec.shards import (
     MAX_ACKNOWLEDGED,
     DataSpec,
@@ -51,7 +52,7 @@ async def relayed(master: Master):
     port = await server.start("127.0.0.1", 0)
     try:
         client = MasterClient(f"127.0.0.1:{port}", "token", timeout=2.0)
-        async with client, ShardRelay(client) as relay:
+        async with client, RequestRelay(client) as relay:
             yield relay.address, server
     finally:
         await server.stop(0.0)
@@ -64,18 +65,18 @@ def take(seq: int, *done: Span, failed: tuple[FailedSpan, ...] = ()) -> TakeShar
 def test_the_next_master_deals_on(tmp_path) -> None:
     async def first() -> ShardReply:
         with master_at(tmp_path) as master:
-            await master.use_shards(OpenShards(SPEC, "a", ROUND))
-            await master.use_shards(OpenShards(SPEC, "b", ROUND))
-            await master.use_shards(take(1))
-            refused = await master.use_shards(take(9, Span(0, 50, 60)))
+            await master.use(OpenShards(SPEC, "a", ROUND))
+            await master.use(OpenShards(SPEC, "b", ROUND))
+            await master.use(take(1))
+            refused = await master.use(take(9, Span(0, 50, 60)))
             assert "does not hold" in refused.refused
-            return await master.use_shards(take(2, Span(0, 0, 15)))
+            return await master.use(take(2, Span(0, 0, 15)))
 
     async def second() -> tuple[ShardReply, ShardReply, ShardReply]:
         with master_at(tmp_path) as master:
-            repeated = await master.use_shards(take(2, Span(0, 0, 15)))
-            more = await master.use_shards(take(3, Span(0, 15, 30)))
-            return repeated, more, await master.use_shards(LookShards("data"))
+            repeated = await master.use(take(2, Span(0, 0, 15)))
+            more = await master.use(take(3, Span(0, 15, 30)))
+            return repeated, more, await master.use(LookShards("data"))
 
     before = asyncio.run(first())
     repeated, more, look = asyncio.run(second())
@@ -152,7 +153,7 @@ def frame_of(*requests: object) -> RequestFrame:
     )
 
 
-async def dealt(master: Master, *frames: RequestFrame) -> list[list[ShardReply]]:
+async def dealt(master: Master, *frames: RequestFrame) -> list[list[WorkerReply]]:
     """The replies to each frame, in the order of its requests."""
 
     async def sent():
@@ -162,7 +163,7 @@ async def dealt(master: Master, *frames: RequestFrame) -> list[list[ShardReply]]
     replies = []
     async for frame in master.deal(sent()):
         assert [number for number, _ in frame.records] == list(range(len(frame.records)))
-        replies.append([wire.decode(body, ShardReply) for _, body in frame.records])
+        replies.append([wire.decode(body, WorkerReply) for _, body in frame.records])
     return replies
 
 
@@ -218,4 +219,4 @@ def test_a_frame_is_one_entry_into_the_journal_and_all_of_it_waits_for_the_disk(
 
     written, refused = asyncio.run(ask())
     assert written == [4, 2]
-    assert all("The disk is full" in one.away and not one.spans for one in refused)
+    assert all(isinstance(one, Unanswered) and "The disk is full" in one.away for one in refused)

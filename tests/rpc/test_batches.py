@@ -59,7 +59,7 @@ async def connected(peer: Peer, timeout: float = 5.0) -> AsyncIterator[MasterCli
 
 
 async def all_of(client: MasterClient, bodies: list[bytes]) -> list[bytes | BaseException]:
-    return await asyncio.gather(*map(client.shards, bodies), return_exceptions=True)
+    return await asyncio.gather(*map(client.forward, bodies), return_exceptions=True)
 
 
 def bodies(count: int = WORKERS) -> list[bytes]:
@@ -90,11 +90,11 @@ def test_a_frame_waits_for_as_many_requests_as_the_last_one_had(
             monkeypatch.setattr(batches, "WINDOW", 60.0)
             asked = []
             for body in bodies():
-                asked.append(asyncio.ensure_future(client.shards(body)))
+                asked.append(asyncio.ensure_future(client.forward(body)))
                 await asyncio.sleep(0.002)
             assert await asyncio.gather(*asked) == [body.upper() for body in bodies()]
             monkeypatch.setattr(batches, "WINDOW", 0.001)
-            assert await client.shards(b"alone") == b"ALONE"
+            assert await client.forward(b"alone") == b"ALONE"
         assert peer.frames == [bodies(), bodies(), [b"alone"]]
 
     asyncio.run(test())
@@ -182,7 +182,7 @@ def test_a_caller_that_leaves_takes_its_request_with_it() -> None:
     async def test() -> None:
         peer = Peer()
         async with connected(peer) as client:
-            left, stayed = (asyncio.ensure_future(client.shards(body)) for body in (b"a", b"b"))
+            left, stayed = (asyncio.ensure_future(client.forward(body)) for body in (b"a", b"b"))
             await asyncio.sleep(0)
             left.cancel()
             assert await stayed == b"B"

@@ -1,6 +1,6 @@
-"""The relay: forwards the workers' shard requests to the master, to which workers have no connection.
+"""The relay: forwards the workers' requests to the master, to which workers have no connection.
 
-Its Unix socket in the abstract namespace is open to its own user only; see `dlrover.data.services`.
+Its Unix socket in the abstract namespace is open to its own user only; see `dlrover.rpc.relayed`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dlrover._util.sockets import peer
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
-from dlrover.spec.shards import ShardReply
+from dlrover.spec.requests import Unanswered
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class ShardRelay:
-    """A server for the workers' shard requests; it listens while used as an async context manager."""
+class RequestRelay:
+    """A server for the workers' requests; it listens while used as an async context manager."""
 
     def __init__(self, client: MasterClient) -> None:
         self._client = client
@@ -65,10 +65,10 @@ class ShardRelay:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = await framing.read(reader)
         try:
-            reply = await self._client.shards(request)
+            reply = await self._client.forward(request)
         except InfrastructureError as error:
-            reply = wire.encode(ShardReply(away=str(error)))
+            reply = wire.encode(Unanswered(away=str(error)))
         except (ProtocolError, ConfigurationError) as error:
-            reply = wire.encode(ShardReply(refused=str(error)))
+            reply = wire.encode(Unanswered(refused=str(error)))
         writer.write(framing.pack(reply))
         await writer.drain()

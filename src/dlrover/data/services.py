@@ -1,33 +1,19 @@
-"""Services that lease shards to a training process: the job's master via the agent, or the process itself.
-
-A worker has no connection to the master. Its agent takes its requests on a Unix socket in the abstract
-namespace and forwards them. A training process, which forks data loaders and must leave nothing behind,
-therefore holds no token, no address and no gRPC.
-"""
+"""Services that lease shards to a training process: the job's master via the agent, or the process itself."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
 import threading
 import time
 from typing import Protocol
 
-import msgspec
-
 from dlrover import config, launched
-from dlrover._util import framing
-from dlrover._util.sockets import peer
 from dlrover.data.machine.datasets import Shards
 from dlrover.data.machine.queue import Answer
-from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+from dlrover.errors import ConfigurationError, ProtocolError
+from dlrover.rpc.relayed import Relay
 from dlrover.spec.node import SERVER
+from dlrover.spec.requests import Unanswered
 from dlrover.spec.shards import ShardReply, ShardRequest
-
-CALL_TIMEOUT = 30.0
-"""Seconds that the agent may take to answer; it reports by itself that the master is away."""
-_reply = msgspec.msgpack.Decoder(ShardReply)
 
 
 class ShardService(Protocol):
@@ -71,41 +57,24 @@ class RelayService:
     """ShardService that forwards requests to the job's master through the agent."""
 
     def __init__(self, address: str) -> None:
-        self._address = address
-        self._sock: socket.socket | None = None
+        self._relay = Relay(address)
 
     def ask(self, request: ShardRequest) -> ShardReply:
         """Return the answer."""
-        data = msgspec.msgpack.encode(request)
-        if len(data) > framing.MAX_FRAME:
-            return ShardReply(
-                refused=f"A request has {len(data)} bytes; {framing.MAX_FRAME} are accepted."
-            )
-        try:
-            return self._asked(data)
-        except (OSError, InfrastructureError, framing.FrameTooLongError) as error:
-            self.close()
-            return ShardReply(away=f"The agent of this node does not answer: {error}.")
-        except msgspec.DecodeError as error:
-            self.close()
-            return ShardReply(refused=f"The agent's answer cannot be read: {error}.")
-
-    def _asked(self, data: bytes) -> ShardReply:
-        if self._sock is None:
-            self._sock = _connected(self._address)
-        self._sock.sendall(framing.pack(data))
-        return _reply.decode(framing.receive(self._sock.recv_into))
+        reply = self._relay.ask(request)
+        if isinstance(reply, Unanswered):
+            return ShardReply(refused=reply.refused, away=reply.away)
+        if not isinstance(reply, ShardReply):
+            return ShardReply(refused="The master's answer is not one about shards.")
+        return reply
 
     def another(self) -> RelayService:
         """Return a service with a connection of its own."""
-        return RelayService(self._address)
+        return RelayService(self._relay.address)
 
     def close(self) -> None:
         """Close the connection; the next request opens another."""
-        if self._sock is not None:
-            with contextlib.suppress(OSError):
-                self._sock.close()
-            self._sock = None
+        self._relay.close()
 
 
 def connect() -> ShardService:
@@ -137,17 +106,3 @@ def serves() -> bool:
     env = config.environ()
     all_alike = env.get("ROLE_WORLD_SIZE") == env.get("WORLD_SIZE")
     return env.get("ROLE_NAME") == SERVER and not all_alike
-
-
-def _connected(address: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(CALL_TIMEOUT)
-        sock.connect(f"\0{address}")
-    except BaseException:
-        sock.close()
-        raise
-    if peer(sock).uid != os.getuid():
-        sock.close()
-        raise InfrastructureError("another user has the socket of the agent")
-    return sock

@@ -102,6 +102,7 @@ async def _serve(
     tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca, settings.tls.server_name)
     server = Server(read_token(job_dir), tls)
     master.register(server)
+    master.placement.use_token(read_token(job_dir))
     port = await _listen(server, settings, job_dir)
     _publish(job_dir, settings.host, port)
     nodes_env = {name: value for name, value in env.items() if name != brainside.TOKEN}

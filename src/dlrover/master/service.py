@@ -23,8 +23,10 @@ from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Node
 from dlrover.master.machine.watches.activities import Activities
+from dlrover.master.placement import PlacementService
+from dlrover.master.relayed import Begun, answers
 from dlrover.master.scaling.autoscale import AutoScaler
-from dlrover.master.shards import ShardsService, answers
+from dlrover.master.shards import ShardsService
 from dlrover.master.storeside import StoreService, waited
 from dlrover.master.views.status import status_of
 from dlrover.platform.base import PlacedNode, Platform, Progress, RoleSize, scaled_by
@@ -33,7 +35,9 @@ from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
 from dlrover.spec.events import NodeWaits
 from dlrover.spec.node import SERVER, WORKER, LaunchNode
-from dlrover.spec.shards import LookShards, ShardReply, ShardRequest
+from dlrover.spec.placement import LookPlacement, PlacementRequest
+from dlrover.spec.requests import Unanswered, WorkerReply, WorkerRequest
+from dlrover.spec.shards import LookShards, ShardRequest
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +89,7 @@ class Master:
         self.ledger = Ledger()
         self.store = StoreService()
         self.shards = ShardsService(history.add)
+        self.placement = PlacementService()
         self.ended = asyncio.Event()
         self._begun = asyncio.Event()
         self.fenced = asyncio.Event()
@@ -129,6 +134,8 @@ class Master:
                 self.shards.note(entry, last)
             elif isinstance(entry, ShardRequest):
                 self.shards.handle(entry, last)
+            elif isinstance(entry, PlacementRequest):
+                self.placement.handle(entry)
             else:
                 with contextlib.suppress(ProtocolError):  # it was refused the first time, too
                     self.store.apply(entry)
@@ -605,28 +612,33 @@ class Master:
             self.submit(request)
         return refused
 
-    async def use_shards(self, request: ShardRequest) -> ShardReply:
-        """Lease samples of a dataset, or record what was done with them."""
-        reply = self._use_shards(request)
-        return reply if isinstance(reply, ShardReply) else await reply
+    async def use(self, request: WorkerRequest) -> WorkerReply:
+        """Answer a worker's request, once it is in the journal if it changes anything."""
+        reply = self._use(request)
+        return await reply if isinstance(reply, asyncio.Future) else reply
 
-    def _use_shards(self, request: ShardRequest) -> ShardReply | asyncio.Future[ShardReply]:
+    def _use(self, request: WorkerRequest) -> Begun:
         if self.machine.outcome is not None:
-            return ShardReply(refused="The job has ended.")
-        if isinstance(request, LookShards):
-            return self.shards.handle(request, self.clock())
-        return self._commits.begin(request, lambda now: self.shards.handle(request, now))
+            return Unanswered(refused="The job has ended.")
+        if isinstance(request, LookShards | LookPlacement):
+            return self._answer(request, self.clock())
+        return self._commits.begin(request, lambda now: self._answer(request, now))
+
+    def _answer(self, request: WorkerRequest, now: float) -> WorkerReply:
+        if isinstance(request, PlacementRequest):
+            return self.placement.handle(request)
+        return self.shards.handle(request, now)
 
     async def deal(
         self, frames: AsyncIterator[messages.RequestFrame]
     ) -> AsyncIterator[messages.RequestFrame]:
-        """Serve the shard requests of an agent's workers, one frame at a time."""
+        """Serve the requests of an agent's workers, one frame at a time."""
         task = asyncio.current_task()
         assert task is not None
         self._dealing.add(task)
         try:
             async for frame in frames:
-                for replies in await answers(frame, self._use_shards):
+                for replies in await answers(frame, self._use):
                     yield replies
         finally:
             self._dealing.discard(task)

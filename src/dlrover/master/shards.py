@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import signal
 from collections.abc import Callable
 
 from dlrover.data.machine.datasets import Shards
 from dlrover.data.machine.queue import Answer, Command, ReportSkipped
-from dlrover.errors import DLRoverError, InfrastructureError, ProtocolError
+from dlrover.errors import ProtocolError
 from dlrover.master.machine import inputs
-from dlrover.rpc import messages, wire
-from dlrover.rpc.batches import FRAME_BYTES
 from dlrover.spec.events import Event, EventBody, SamplesSkipped, WorkerFailed
 from dlrover.spec.failure import Failure
 from dlrover.spec.shards import ShardReply, ShardRequest
@@ -72,49 +69,6 @@ class ShardsService:
                 logger.warning("%s", event.sentence())
                 if len(self._skipped) < MAX_KEPT:
                     self._skipped[event.sentence()] = None  # a replay reports it again
-
-
-async def answers(
-    frame: messages.RequestFrame,
-    use: Callable[[ShardRequest], ShardReply | asyncio.Future[ShardReply]],
-) -> list[messages.RequestFrame]:
-    """Return the replies to a frame's requests, in as many frames as their sizes need.
-
-    ``use`` begins with a request and returns its reply, at once or to come. All requests of a frame begin before
-    the first one is waited for, so that the journal gets them together. A request that cannot be read, or
-    whose reply is an error, fails alone.
-    """
-    begun = [(number, _begin(body, use)) for number, body in frame.records]
-    frames: list[list[messages.Record]] = [[]]
-    size = 0
-    for number, reply in begun:
-        body = wire.encode(await _outcome(reply))
-        size += len(body)
-        if frames[-1] and size > FRAME_BYTES:
-            frames.append([])
-            size = len(body)
-        frames[-1].append(messages.Record(number, body))
-    return [messages.RequestFrame(tuple(records)) for records in frames]
-
-
-def _begin(
-    body: bytes, use: Callable[[ShardRequest], ShardReply | asyncio.Future[ShardReply]]
-) -> ShardReply | asyncio.Future[ShardReply]:
-    try:
-        return use(wire.decode(body, ShardRequest))
-    except ProtocolError as error:
-        return ShardReply(refused=f"The master did not understand a message: {error}")
-
-
-async def _outcome(reply: ShardReply | asyncio.Future[ShardReply]) -> ShardReply:
-    if isinstance(reply, ShardReply):
-        return reply
-    try:
-        return await reply
-    except InfrastructureError as error:
-        return ShardReply(away=f"The master failed: {error}")
-    except DLRoverError as error:
-        return ShardReply(refused=str(error))
 
 
 def _own_death(failure: Failure) -> bool:

@@ -63,8 +63,8 @@ class MasterClient(Connection):
         reply = await self._call("Store", request, messages.StoreReply, wait)
         return reply.value
 
-    async def shards(self, request: bytes) -> bytes:
-        """Forward an encoded `ShardRequest`, batched with others, and return the encoded `ShardReply`."""
+    async def forward(self, request: bytes) -> bytes:
+        """Forward an encoded `WorkerRequest`, batched with others, and return the encoded `WorkerReply`."""
         if self._dealing is None:
             self._dealing = RequestBatcher(self._deal, self._described, self._timeout)
         return await self._dealing.ask(request)

@@ -147,7 +147,7 @@ class Skipped(msgspec.Struct, frozen=True, array_like=True):
     error: str
 
 
-class ShardReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class ShardReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="shards"):
     """The answer to each request."""
 
     spans: tuple[Span, ...] = ()

@@ -57,6 +57,8 @@ OWN_DESTS = [
     "local_nodes",
     "servers",
     "server_failover",
+    "server_module",
+    "embedding_servers",
     "node_memory",
     "node_cpu",
     "auto_scale",

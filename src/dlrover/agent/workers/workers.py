@@ -89,7 +89,7 @@ class WorkerGroup:
         self.place = ""
         """Name of this node among those on this machine: its checkpoint saver serves no other node."""
         self.relay = ""
-        """Address of the relay for the workers' shard requests; empty without a relay."""
+        """Address of the relay for the workers' requests; empty without a relay."""
         self.token = ""
         """The job's token, from which the workers' secret is derived; empty without TLS."""
         self._launch = launch

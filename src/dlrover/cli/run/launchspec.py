@@ -90,6 +90,8 @@ def run_options(
     min_nodes, max_nodes = nodes.bounds(args)
     standalone = _is_standalone(args, min_nodes, max_nodes)
     _check_node_rank(args, standalone, max_nodes)
+    if args.embedding_servers:
+        args = nodes.with_embedding_servers(args)
     min_servers, max_servers = nodes.server_bounds(args.servers, args.local_nodes)
     if args.server_failover == "instance" and standalone and not args.servers:
         raise ConfigurationError(
@@ -158,6 +160,7 @@ def _launch_spec(
         entry=entry,
         target=args.training_script,
         args=tuple(args.training_script_args),
+        server_module=args.server_module,
         python=environ.get("PYTHON_EXEC", ""),
         role=WORKER if args.servers else args.role,
         run_id=str(uuid.uuid4()) if standalone else args.rdzv_id,

@@ -21,9 +21,10 @@ import msgspec
 from dlrover.errors import ConfigurationError, FencedError
 from dlrover.master.machine import inputs
 from dlrover.rpc import messages
+from dlrover.spec.placement import PlacementRequest
 from dlrover.spec.shards import ShardRequest
 
-Entry = inputs.Input | messages.StoreRequest | ShardRequest
+Entry = inputs.Input | messages.StoreRequest | ShardRequest | PlacementRequest
 
 JOURNALS = {
     "file": "dlrover.master.journal.file:open_file",
@@ -38,6 +39,7 @@ DEFAULT = "file:"
 _DECODERS = {
     "input": msgspec.msgpack.Decoder(inputs.Input),
     "store": msgspec.msgpack.Decoder(messages.StoreRequest),
+    "placement": msgspec.msgpack.Decoder(PlacementRequest),
     "shards": msgspec.msgpack.Decoder(ShardRequest),
 }
 _encoder = msgspec.msgpack.Encoder()
@@ -111,6 +113,8 @@ def encoded(entry: Entry) -> tuple[str, bytes]:
     kind = "input" if isinstance(entry, inputs.Input) else "store"
     if isinstance(entry, ShardRequest):
         kind = "shards"
+    elif isinstance(entry, PlacementRequest):
+        kind = "placement"
     return kind, _encoder.encode(entry)
 
 

@@ -1,0 +1,203 @@
+"""Placement of hash slots on servers: which server answers for which keys, and where slots move."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from dlrover.errors import ProtocolError
+from dlrover.spec.placement import (
+    MAX_TABLES,
+    SLOTS,
+    Announce,
+    EmbeddingServer,
+    Fetched,
+    Leave,
+    LookPlacement,
+    OpenTable,
+    PlacementReply,
+    PlacementRequest,
+    Recovered,
+    Stored,
+)
+
+
+@dataclass
+class Placement:
+    """Placement of one job's tables. Only `handle` changes it."""
+
+    version: int = 0
+    servers: dict[int, EmbeddingServer] = field(default_factory=dict)
+    owners: list[int] = field(default_factory=list)
+    """The server of each slot; empty until all wanted servers have started."""
+    moves: dict[int, int] = field(default_factory=dict)
+    """The server that each moving slot goes to."""
+    tables: dict[str, str] = field(default_factory=dict)
+    stored: Stored | None = None
+
+    def handle(self, request: PlacementRequest) -> PlacementReply:
+        """Handle a request and return the placement.
+
+        Raises:
+            ProtocolError: The request contradicts the known state; nothing has changed.
+        """
+        known = -1
+        match request:
+            case LookPlacement():
+                known = request.known
+            case Announce():
+                self._announce(request)
+            case Recovered():
+                self._change(request.server, self._current(request), ready=True, previous=None)
+            case Fetched():
+                self._fetched(request)
+            case Leave():
+                self._leave(request)
+            case OpenTable():
+                self._open(request)
+            case Stored():
+                self._store(request)
+        if known == self.version:
+            return PlacementReply(version=self.version)
+        return PlacementReply(
+            version=self.version,
+            servers=dict(self.servers),
+            owners=tuple(self.owners),
+            moves=dict(self.moves),
+            tables=dict(self.tables),
+            stored=self.stored,
+        )
+
+    def _current(self, request: Recovered | Fetched | Leave) -> EmbeddingServer:
+        server = self.servers.get(request.server)
+        if server is None or server.start != request.start:
+            raise ProtocolError(
+                f"Start {request.start} of embedding server {request.server} is over; another has taken its place."
+            )
+        return server
+
+    def _change(self, index: int, server: EmbeddingServer, **changes: object) -> None:
+        changed = replace(server, **changes)
+        if self.servers.get(index) != changed:
+            self.servers[index] = changed
+            self.version += 1
+
+    def _announce(self, request: Announce) -> None:
+        known = self.servers.get(request.server)
+        if known is not None and known.start > request.start:
+            raise ProtocolError(
+                f"Embedding server {request.server} has start {known.start}; start {request.start} is over."
+            )
+        if known is not None and known.start == request.start:
+            return
+        previous = (known.address, known.port) if known is not None and known.ready else None
+        if known is not None and previous is None:
+            previous = known.previous
+        owns = request.server in self.owners
+        server = EmbeddingServer(
+            request.start, request.address, request.port, not owns, False, previous
+        )
+        self.servers[request.server] = server
+        self.version += 1
+        if not self.owners:
+            if len(self.servers) >= request.servers:
+                self._distribute()
+            return
+        self._balance()
+
+    def _distribute(self) -> None:
+        """Give each of the first servers an equal range of slots; the tables are empty."""
+        indices = sorted(self.servers)
+        self.owners = [indices[slot * len(indices) // SLOTS] for slot in range(SLOTS)]
+        for index in indices:
+            self.servers[index] = replace(self.servers[index], ready=self.stored is None)
+
+    def _balance(self) -> None:
+        """Plan moves until all servers that stay have equal numbers of slots, with as few moves as possible."""
+        staying = [index for index, server in sorted(self.servers.items()) if not server.leaving]
+        if not staying:
+            return
+        for slot in [slot for slot, target in self.moves.items() if target not in staying]:
+            del self.moves[slot]
+        holders = [self.moves.get(slot, owner) for slot, owner in enumerate(self.owners)]
+        counts = Counter(holders)
+        least, extra = divmod(SLOTS, len(staying))
+        order = sorted(staying, key=lambda index: (-counts[index], index))
+        quota = {index: least + (place < extra) for place, index in enumerate(order)}
+        free = [
+            slot for slot, holder in enumerate(holders)
+            if holder not in quota or _over(counts, quota, holder)
+        ]  # fmt: skip
+        for index in staying:
+            for _ in range(quota[index] - counts[index]):
+                slot = free.pop()
+                self.moves[slot] = index
+                if self.owners[slot] == index:
+                    del self.moves[slot]
+        self.version += 1
+
+    def _fetched(self, request: Fetched) -> None:
+        self._current(request)
+        moved = [slot for slot in request.slots if self.moves.get(slot) == request.server]
+        for slot in moved:
+            self.owners[slot] = request.server
+            del self.moves[slot]
+        left = set(self.owners)
+        for index, server in list(self.servers.items()):
+            if server.leaving and index not in left:
+                del self.servers[index]
+        self.version += bool(moved)
+
+    def _leave(self, request: Leave) -> None:
+        server = self._current(request)
+        staying = [
+            i for i, other in self.servers.items() if i != request.server and not other.leaving
+        ]
+        if not staying:
+            raise ProtocolError(
+                f"Embedding server {request.server} is the last one; its rows have no other place."
+            )
+        if not server.leaving:
+            self._change(request.server, server, leaving=True)
+            if self.owners:
+                self._balance()
+            if request.server not in self.owners:
+                del self.servers[request.server]
+
+    def _open(self, request: OpenTable) -> None:
+        options = self.tables.get(request.name)
+        if options is None:
+            if len(self.tables) >= MAX_TABLES:
+                raise ProtocolError(
+                    f"The embedding table {request.name} is one more than {MAX_TABLES}."
+                )
+            self.tables[request.name] = request.options
+            self.version += 1
+        elif options != request.options:
+            raise ProtocolError(
+                f"The embedding table {request.name} is open with the options {options}, and {request.options} are given."
+            )
+
+    def _store(self, request: Stored) -> None:
+        if self.stored != request:
+            self.stored = request
+            self.version += 1
+
+    def validate(self) -> None:
+        """Check the invariants; raise AssertionError on the first broken one."""
+        assert len(self.owners) in (0, SLOTS)
+        assert set(self.owners) <= self.servers.keys(), "a slot belongs to no server"
+        for slot, target in self.moves.items():
+            assert target in self.servers, "a slot moves to no server"
+            assert not self.servers[target].leaving, "a slot moves to a server that leaves"
+            assert self.owners[slot] != target, "a slot moves to its owner"
+
+
+def _over(counts: Counter[int], quota: dict[int, int], holder: int) -> bool:
+    """Take one slot from a holder that has more than its quota; return whether it had."""
+    if counts[holder] <= quota[holder]:
+        return False
+    counts[holder] -= 1
+    return True

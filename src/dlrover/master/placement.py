@@ -1,0 +1,32 @@
+"""The placement of embedding tables. Each change is journalled before it takes effect."""
+
+from __future__ import annotations
+
+import hmac
+
+from msgspec.structs import replace
+
+from dlrover.embedding.machine.placement import Placement
+from dlrover.errors import ProtocolError
+from dlrover.spec.placement import PlacementReply, PlacementRequest
+from dlrover.spec.requests import Unanswered
+
+
+class PlacementService:
+    """Placement of one job's tables."""
+
+    def __init__(self) -> None:
+        self.placement = Placement()
+        self._secret = b""
+
+    def use_token(self, token: str) -> None:
+        """Derive the secret of servers and clients from the job's token."""
+        self._secret = hmac.digest(token.encode(), b"embedding", "sha256")
+
+    def handle(self, request: PlacementRequest) -> PlacementReply | Unanswered:
+        """Answer a request that is in the journal or changes nothing."""
+        try:
+            reply = self.placement.handle(request)
+        except ProtocolError as error:
+            return Unanswered(refused=str(error))
+        return replace(reply, secret=self._secret)

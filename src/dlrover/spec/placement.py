@@ -1,0 +1,120 @@
+"""Messages about the placement of embedding tables on servers, between the job's processes and its master.
+
+A key belongs to one of `SLOTS` hash slots, and each slot to one server. Slots move between servers; keys do not
+change their slots.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+SLOTS = 1024
+"""Hash slots of a job's tables. The slot of a key is the top 10 bits of its hash."""
+MAX_SERVERS = SLOTS
+MAX_TABLES = 1000
+MAX_NAME = 200
+MAX_OPTIONS = 10_000
+"""Maximum characters of a table's options."""
+MAX_PATH = 4096
+
+_Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SERVERS)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+_Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+_Slots = Annotated[
+    tuple[Annotated[int, msgspec.Meta(ge=0, lt=SLOTS)], ...], msgspec.Meta(max_length=SLOTS)
+]
+
+
+class Announce(msgspec.Struct, frozen=True, array_like=True, tag="announce"):
+    """Start of a server, which listens and holds no rows yet."""
+
+    server: _Index
+    start: _Number
+    """Number of the server's start: a later one replaces an earlier one."""
+    address: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+    port: _Port
+    servers: Annotated[int, msgspec.Meta(ge=1, le=MAX_SERVERS)]
+    """Servers that the job wants at this start."""
+
+
+class Recovered(msgspec.Struct, frozen=True, array_like=True, tag="recovered"):
+    """The server holds the rows of the slots that belong to it."""
+
+    server: _Index
+    start: _Number
+
+
+class Fetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
+    """The server holds slots that moved to it; the former owner answers for them no more."""
+
+    server: _Index
+    start: _Number
+    slots: _Slots
+
+
+class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
+    """The server is to end; its slots go to the others first."""
+
+    server: _Index
+    start: _Number
+
+
+class OpenTable(msgspec.Struct, frozen=True, array_like=True, tag="table"):
+    """A table that the program uses. Its options are those of the first process that opens it."""
+
+    name: _Name
+    options: Annotated[str, msgspec.Meta(max_length=MAX_OPTIONS)]
+    """JSON object."""
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
+    """A complete checkpoint of all tables, from which a lost server recovers."""
+
+    step: _Number
+    id: _Name
+    place: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]
+    """Directory or URL."""
+
+
+class LookPlacement(msgspec.Struct, frozen=True, array_like=True, tag="placement"):
+    """Request for the placement if it is newer than ``known``."""
+
+    known: _Number = 0
+
+
+PlacementRequest: TypeAlias = (
+    Announce | Recovered | Fetched | Leave | OpenTable | Stored | LookPlacement
+)
+
+
+class EmbeddingServer(msgspec.Struct, frozen=True, array_like=True):
+    """One server of the placement."""
+
+    start: int
+    address: str
+    port: int
+    ready: bool = False
+    """False until it holds the rows of its slots."""
+    leaving: bool = False
+    previous: tuple[str, int] | None = None
+    """Address and port of the start that it replaces, if that one may still answer."""
+
+
+class PlacementReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="placed"):
+    """The answer to each request."""
+
+    version: int = 0
+    """Number of the placement; the other fields are empty if it is the known one."""
+    servers: dict[int, EmbeddingServer] = {}
+    owners: tuple[int, ...] = ()
+    """The server of each slot; empty until all wanted servers have started."""
+    moves: dict[int, int] = {}
+    """The server that each moving slot goes to."""
+    tables: dict[str, str] = {}
+    """Options of each table, by name."""
+    stored: Stored | None = None
+    secret: bytes = b""
+    """Secret of the job's servers and their clients."""

@@ -1,0 +1,24 @@
+"""What processes of a job ask its master by way of their agent."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from dlrover.spec.placement import PlacementReply, PlacementRequest
+from dlrover.spec.shards import ShardReply, ShardRequest
+
+WorkerRequest: TypeAlias = ShardRequest | PlacementRequest
+
+
+class Unanswered(msgspec.Struct, frozen=True, array_like=True, tag="unanswered", kw_only=True):
+    """Why there is no reply. One of the two is set."""
+
+    refused: str = ""
+    """Why the request was refused; asking again would not help."""
+    away: str = ""
+    """Why no master could be reached; ask again."""
+
+
+WorkerReply: TypeAlias = ShardReply | PlacementReply | Unanswered

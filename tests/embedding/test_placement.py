@@ -1,0 +1,158 @@
+"""Slots have one server each, whatever starts, ends and moves."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from dlrover.embedding.machine.placement import Placement
+from dlrover.errors import ProtocolError
+from dlrover.spec.placement import (
+    SLOTS,
+    Announce,
+    Fetched,
+    Leave,
+    LookPlacement,
+    OpenTable,
+    PlacementRequest,
+    Recovered,
+    Stored,
+)
+
+
+def announce(server: int, start: int = 1, servers: int = 2) -> Announce:
+    return Announce(server, start, "127.0.0.1", 1000 + 10 * server + start, servers)
+
+
+def started(count: int) -> Placement:
+    placement = Placement()
+    for index in range(count):
+        placement.handle(announce(index, servers=count))
+        placement.validate()
+    return placement
+
+
+def fetch_all(placement: Placement) -> None:
+    for index in sorted(set(placement.moves.values())):
+        slots = tuple(slot for slot, target in placement.moves.items() if target == index)
+        placement.handle(Fetched(index, placement.servers[index].start, slots))
+        placement.validate()
+
+
+def counts(placement: Placement) -> Counter[int]:
+    return Counter(placement.owners)
+
+
+def test_slots_are_divided_once_all_servers_have_started() -> None:
+    placement = Placement()
+    assert placement.handle(announce(1)).owners == ()
+    reply = placement.handle(announce(0))
+    assert Counter(reply.owners) == {0: SLOTS // 2, 1: SLOTS // 2}
+    assert all(server.ready for server in reply.servers.values())
+    assert placement.handle(LookPlacement(reply.version)).owners == ()
+
+
+def test_another_server_takes_as_few_slots_as_possible() -> None:
+    placement = started(2)
+    placement.handle(announce(2, servers=3))
+    placement.validate()
+    assert set(placement.moves.values()) == {2}
+    assert len(placement.moves) == SLOTS // 3
+    assert 2 not in placement.owners, "a slot stays with its server until the other has its rows"
+    fetch_all(placement)
+    assert sorted(counts(placement).values()) == [341, 341, 342]
+
+
+def test_a_leaving_server_is_there_until_its_slots_have_moved() -> None:
+    placement = started(3)
+    placement.handle(Leave(1, 1))
+    placement.validate()
+    assert placement.servers[1].leaving
+    fetch_all(placement)
+    assert placement.servers.keys() == {0, 2}
+    assert counts(placement) == {0: 512, 2: 512}
+    placement.handle(Leave(2, 1))
+    fetch_all(placement)
+    with pytest.raises(ProtocolError, match="is the last one"):
+        placement.handle(Leave(0, 1))
+
+
+def test_a_server_that_comes_back_is_not_ready_before_it_has_its_rows() -> None:
+    placement = started(2)
+    reply = placement.handle(announce(1, start=2))
+    assert not reply.servers[1].ready
+    assert reply.servers[1].previous == ("127.0.0.1", 1011)
+    assert reply.servers[0].ready
+    placement.handle(announce(1, start=3))
+    assert placement.servers[1].previous == ("127.0.0.1", 1011), (
+        "the second start has never held rows"
+    )
+    with pytest.raises(ProtocolError, match="Start 2 of embedding server 1 is over"):
+        placement.handle(Recovered(1, 2))
+    with pytest.raises(ProtocolError, match="has start 3; start 2 is over"):
+        placement.handle(announce(1, start=2))
+    reply = placement.handle(Recovered(1, 3))
+    assert reply.servers[1].ready
+    assert reply.servers[1].previous is None
+
+
+def test_repeated_requests_change_nothing() -> None:
+    placement = started(2)
+    placement.handle(OpenTable("users", '{"dim": 8}'))
+    placement.handle(Stored(7, "a", "/out"))
+    version = placement.version
+    for request in (
+        announce(0),
+        Recovered(0, 1),
+        OpenTable("users", '{"dim": 8}'),
+        Stored(7, "a", "/out"),
+    ):
+        assert placement.handle(request).version == version
+    with pytest.raises(
+        ProtocolError, match=r"users is open with the options .*8}, and .*9} are given"
+    ):
+        placement.handle(OpenTable("users", '{"dim": 9}'))
+
+
+def test_slots_of_a_move_that_is_over_stay() -> None:
+    placement = started(2)
+    placement.handle(announce(2, servers=3))
+    slots = tuple(placement.moves)
+    placement.handle(Leave(2, 1))
+    placement.validate()
+    assert placement.moves == {}
+    with pytest.raises(ProtocolError, match="is over"):
+        placement.handle(Fetched(2, 1, slots))
+    assert counts(placement) == {0: 512, 1: 512}
+
+
+requests = st.one_of(
+    st.builds(announce, st.integers(0, 4), st.integers(1, 4), st.integers(1, 3)),
+    st.builds(Recovered, st.integers(0, 4), st.integers(1, 4)),
+    st.builds(Leave, st.integers(0, 4), st.integers(1, 4)),
+    st.builds(
+        Fetched, st.integers(0, 4), st.integers(1, 4),
+        st.lists(st.integers(0, SLOTS - 1), max_size=400).map(tuple),
+    ),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(requests, max_size=30))
+def test_any_order_of_requests_keeps_the_invariants(events: list[PlacementRequest]) -> None:
+    placement = Placement()
+    for event in events:
+        before = placement.version
+        try:
+            placement.handle(event)
+        except ProtocolError:
+            assert placement.version == before, "a refused request changes nothing"
+        placement.validate()
+    fetch_all(placement)
+    if placement.owners:
+        sizes = counts(placement)
+        assert sum(sizes.values()) == SLOTS
+        staying = [index for index, server in placement.servers.items() if not server.leaving]
+        assert not staying or max(sizes[i] for i in staying) - min(sizes[i] for i in staying) <= 1
