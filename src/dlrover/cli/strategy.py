@@ -172,7 +172,8 @@ def _row(one: Strategy, predicted: Prediction, room: float) -> tuple[str, ...]:
     bar = "#" * filled + "-" * (edge - filled) + "." * (BAR - edge)
     stages = str(one.pp) if one.virtual == 1 else f"{one.pp} x {one.virtual}"
     shards = f"{one.dp_replicate} x {one.dp_shard}"
-    extra = [one.recompute, *(["offload"] if one.offload else [])]
+    some = f" in {one.recompute_layers} layers" if one.recompute_layers else ""
+    extra = [one.recompute + some, *(["offload"] if one.offload else [])]
     if one.optimizer_bytes < 12:
         extra.append("8-bit optimizer")
     return (
