@@ -33,7 +33,8 @@ FOLDS = 5
 CONSTANTS = {
     "LOGIT_BYTES": (7.0, 9.0, 11.0, 13.0),
     "COPIES": (0.0, 1.0, 2.0),
-    "GAPS": (0.03, 0.06, 0.1, 0.15),
+    "GAPS": (0.03, 0.06, 0.1),
+    "GAPS_TENSOR": (0.06, 0.12, 0.18, 0.24),
 }
 """Constants of the memory model without ZeRO's stage 3, and what else each could be."""
 GATHERED = {"LOGIT_BYTES_GATHERED": (10.0, 12.0, 14.0), "GAPS_GATHERED": (0.05, 0.1, 0.15, 0.2)}
@@ -132,6 +133,27 @@ def memory_table(sets: dict[str, list[Run]], grid: dict[str, tuple[float, ...]])
     keys = ("mean", "median", "bias", "left_out_mean", "left_out_median")
     table(head, [(r["set"], str(r["runs"]), *(share(r[key]) for key in keys)) for r in rows])
     return rows
+
+
+def two_kinds(runs: Sequence[Run]) -> dict[str, float]:
+    """Errors if it were known whether a run keeps the inputs that tensor parallelism gathers, or gathers them again.
+
+    The table does not say; the nearer of both predictions is taken, so this is no error of a prediction.
+    """
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(run.model for run in runs):
+        here = [run for run in runs if run.model == name]
+        pairs, kept = memories(here), np.zeros(len(here))
+        for job, places in jobs(here).items():
+            of = Columns.of([here[at].strategy for at in places])
+            blocks = model.Blocks(job.model, of, job.sequence)
+            full = model.memory(job.model, of, job.sequence, job.global_batch)
+            part = np.where(of.tp > 1, 4 * job.model.hidden / blocks.kept(experts=False), 0.0)
+            kept[places] = full.activations * part / GIB
+        both = np.stack([pairs[:, 0], pairs[:, 0] + kept]) / pairs[:, 1] - 1
+        found[name] = float(np.abs(both).min(axis=0).mean())
+    table(("playbook, the nearer of two kinds", "mean"), [(k, share(v)) for k, v in found.items()])
+    return found
 
 
 def rated(runs: Sequence[Run]) -> list[tuple[Predicted, Any, list[int]]]:
@@ -373,6 +395,7 @@ def memory(folder: Path) -> Any:
         "stage 3": memory_table(
             {f"torchtitan {n}": rows for n, rows in gathered.items()}, GATHERED
         ),
+        "two kinds": two_kinds(worked),
         "failures": failures(runs),
     }
     large = [run for run in titan if run.model not in gathered]

@@ -28,12 +28,14 @@ COPIES = 2.0
 """Bytes of a gated layer's activation that its activation function keeps unless it is fused with the product."""
 GAPS = 0.06
 """Memory that the allocator reserves beyond what is allocated, as a part of all that is not a state."""
+GAPS_TENSOR = 0.12
+"""The same with tensor parallelism, whose collectives need buffers of other sizes."""
 GAPS_GATHERED = 0.10
 """The same if parameters are gathered and freed layer by layer, on streams of their own."""
 GAPS_COMPILED = 0.03
 WORKSPACE = 0.4 * GIB
 """Bytes of libraries' workspaces that the allocator sees."""
-LOW, HIGH = 0.95, 1.27
+LOW, HIGH = 0.93, 1.2
 """Interval of the memory, as parts of the prediction: of ten runs, one used less and one more."""
 LOW_GATHERED, HIGH_GATHERED = 0.93, 1.08
 """The same with ZeRO's stage 3."""
@@ -211,7 +213,8 @@ def rank(blocks: Blocks, global_batch: int, *, first: bool) -> Memory:
         np.where(loss > transient, 0.0, transient),
         np.where(loss > transient, loss, 0.0),
     )
-    gaps = np.where(of.stage == 3, np.where(of.compile, GAPS_COMPILED, GAPS_GATHERED), GAPS)
+    plain = np.where(of.tp > 1, GAPS_TENSOR, GAPS)
+    gaps = np.where(of.stage == 3, np.where(of.compile, GAPS_COMPILED, GAPS_GATHERED), plain)
     reserve = WORKSPACE + other + gaps * (gathered + activations + transient + loss)
     where = np.zeros_like(of.pp) if first else of.pp - 1
     return Memory(states, gathered, activations, transient, loss, reserve, where)
