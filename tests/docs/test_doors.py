@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 DOORS = {
     "dlrover.accelerate": {
         "Cluster", "Explanation", "Observation", "Prediction", "Strategy", "Transformer", "calibrate",
-        "predict", "search", "why_not",
+        "predict", "search", "traced", "why_not",
     },
     "dlrover.accelerators": {
         "CPU", "RESOURCES", "VENDORS", "DeviceHealth", "DeviceUse", "Vendor", "pci_addresses", "present",
@@ -40,7 +40,7 @@ DOORS = {
 NEEDS = {
     "ElasticDataset": "torch", "ElasticDataLoader": "torch", "ElasticTrainer": "torch",
     "ElasticDistributedSampler": "torch", "Checkpointer": "torch", "LoadRecord": "torch", "Shard": "torch",
-    "dataset": "tensorflow", "Optimizer": "sqlalchemy",
+    "dataset": "tensorflow", "traced": "torch", "Optimizer": "sqlalchemy",
 }  # fmt: skip
 MODULES = {
     f"dlrover.integrations.{name}"

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from dlrover._util.doors import lazy
 
 if TYPE_CHECKING:
+    from dlrover.accelerate.card import traced
     from dlrover.planning.parallel.calibration import calibrate
     from dlrover.planning.parallel.explain import Explanation, why_not
     from dlrover.planning.parallel.predict import predict
@@ -27,6 +28,7 @@ __all__ = [
     "calibrate",
     "predict",
     "search",
+    "traced",
     "why_not",
 ]
 
@@ -44,6 +46,7 @@ __getattr__ = lazy(
         "calibrate": "dlrover.planning.parallel.calibration",
         "predict": "dlrover.planning.parallel.predict",
         "search": "dlrover.planning.parallel.search",
+        "traced": "dlrover.accelerate.card",
         "why_not": "dlrover.planning.parallel.explain",
     },
     extra="torch,planning",

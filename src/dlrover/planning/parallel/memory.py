@@ -7,13 +7,13 @@ adds to that (kernels that are not fused, copies, the allocator's gaps) is measu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from dlrover.planning.parallel.columns import Columns
-from dlrover.planning.parallel.records import Transformer
+from dlrover.planning.parallel.records import Strategy, Transformer
 from dlrover.planning.parallel.stages import stages
 
 GIB = float(1 << 30)
@@ -136,6 +136,16 @@ class Blocks:
 
     def kept(self, *, experts: bool) -> Any:
         """Bytes of a token that a layer keeps for its backward pass if nothing is recomputed."""
+        count = self.counted(experts=experts)
+        if not self.model.kept:
+            return count
+        alone = replace(self, of=Columns.of([Strategy()]))
+        # what the program keeps beyond the count is divided as the rest is; a compiler fuses it away
+        more = self.model.kept / alone.counted(experts=bool(self.model.experts))
+        return count * np.where(self.of.compile, 1.0, more)
+
+    def counted(self, *, experts: bool) -> Any:
+        """The same, counted from the operations of a layer."""
         model, of = self.model, self.of
         queries, keys = self.heads
         spread = np.where(of.sequence_parallel, of.tp, 1)
@@ -181,7 +191,7 @@ class Blocks:
         model, of = self.model, self.of
         gathered = np.where(of.sequence_parallel & (of.tp > 1), 4 * model.hidden, 0)
         gradients = self.feed_forward(experts=experts) + 4 * model.hidden / of.tp
-        again = self.kept(experts=experts) - self.saved(experts=experts)
+        again = np.maximum(self.kept(experts=experts) - self.saved(experts=experts), 0)
         return gathered + gradients + np.where(of.recompute > 0, again, 0)
 
 

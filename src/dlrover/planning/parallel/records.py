@@ -57,6 +57,8 @@ class Transformer:
     """Layers of a model with experts that have none."""
     dense_ffn: int = 0
     """Width of the feed-forward layer in ``dense_layers``."""
+    kept: float = 0.0
+    """Bytes of a token that a layer of the program keeps for its backward pass on one rank; 0 to count them."""
 
     def __post_init__(self) -> None:
         _whole(self, 1, "layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
@@ -65,6 +67,10 @@ class Transformer:
         )
         _whole(self, 0, "dense_ffn")
         _flags(self, "tied", "gated")
+        if not self.kept >= 0:
+            raise ConfigurationError(
+                f"Transformer: kept is {self.kept!r}, not a number of 0 or more."
+            )
         if self.heads % self.kv_heads:
             raise ConfigurationError(
                 f"Transformer: heads is {self.heads}, not a multiple of kv_heads {self.kv_heads}."
