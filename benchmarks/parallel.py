@@ -82,6 +82,15 @@ def memories(runs: Sequence[Run]) -> Any:
     return pairs
 
 
+def inside(runs: Sequence[Run]) -> float:
+    """Part of the runs whose memory lies in the predicted interval."""
+    pairs = memories(runs)
+    sharded = np.array([run.strategy.zero == 3 for run in runs])
+    low = np.where(sharded, model.LOW_GATHERED, model.LOW) * pairs[:, 0]
+    high = np.where(sharded, model.HIGH_GATHERED, model.HIGH) * pairs[:, 0]
+    return float(((low < pairs[:, 1]) & (pairs[:, 1] < high)).mean())
+
+
 def mean_error(runs: Sequence[Run]) -> float:
     """Mean relative error of the memory."""
     pairs = memories(runs)
@@ -127,10 +136,20 @@ def memory_table(sets: dict[str, list[Run]], grid: dict[str, tuple[float, ...]])
                 "median": float(np.median(np.abs(errors))), "bias": float(np.median(errors)),
                 "left_out_mean": float(np.abs(blind).mean()),
                 "left_out_median": float(np.median(np.abs(blind))),
+                "inside": inside(runs),
             }
         )  # fmt: skip
-    head = ("set", "runs", "mean", "median", "bias", "mean, left out", "median, left out")
-    keys = ("mean", "median", "bias", "left_out_mean", "left_out_median")
+    head = (
+        "set",
+        "runs",
+        "mean",
+        "median",
+        "bias",
+        "mean, left out",
+        "median, left out",
+        "in the interval",
+    )
+    keys = ("mean", "median", "bias", "left_out_mean", "left_out_median", "inside")
     table(head, [(r["set"], str(r["runs"]), *(share(r[key]) for key in keys)) for r in rows])
     return rows
 

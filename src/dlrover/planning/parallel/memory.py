@@ -36,7 +36,7 @@ GAPS_COMPILED = 0.03
 WORKSPACE = 0.4 * GIB
 """Bytes of libraries' workspaces that the allocator sees."""
 LOW, HIGH = 0.93, 1.2
-"""Interval of the memory, as parts of the prediction: of ten runs, one used less and one more."""
+"""Interval of the memory, as parts of the prediction: 80 % of runs lie in it, if each set of runs counts alike."""
 LOW_GATHERED, HIGH_GATHERED = 0.93, 1.08
 """The same with ZeRO's stage 3."""
 

@@ -212,7 +212,7 @@ class Prediction:
     """Reserved on the fullest rank."""
     memory_low: float
     memory_high: float
-    """80 % of the runs that the model was checked on lie between low and high."""
+    """80 % of the runs that the model was checked on lie between low and high, each set of runs counting alike."""
     step_seconds: float
     tokens_per_second: float
     """Of one accelerator."""
