@@ -25,6 +25,11 @@ DOORS = {
         "Csv", "ElasticDataLoader", "ElasticDataset", "JsonLines", "Lines", "Message", "Parquet", "Records",
         "Stream", "Table", "TfRecords",
     },
+    "dlrover.embedding": {
+        "BloomAdmission", "ChanceAdmission", "CountAdmission", "EmbeddingOptimizer", "Expiry", "HashEmbedding",
+        "HashEmbeddingBag", "HashTable", "Initializer", "Optimizer", "RemoteTable", "checkpoints", "open_table",
+        "prefetched",
+    },
     "dlrover.planning": {
         "Demand", "GIB", "MemorySample", "Option", "ServerSample", "ServerShape", "ServerSpace", "allocate",
         "fit_servers", "plan_servers", "prevent_oom", "sample_servers",
@@ -37,6 +42,7 @@ DOORS = {
 NEEDS = {
     "ElasticDataset": "torch", "ElasticDataLoader": "torch", "ElasticTrainer": "torch",
     "ElasticDistributedSampler": "torch", "Checkpointer": "torch", "LoadRecord": "torch", "Shard": "torch",
+    "EmbeddingOptimizer": "torch", "HashEmbedding": "torch", "HashEmbeddingBag": "torch", "prefetched": "torch",
     "dataset": "tensorflow", "Optimizer": "sqlalchemy",
 }  # fmt: skip
 MODULES = {

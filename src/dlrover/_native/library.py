@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI = 2
+ABI = 3
 """Number of the library's interface, ``dlrover_abi()`` in ``native/pieces.cpp``."""
 FILE = Path(__file__).with_name("libdlrover_native.so")
 """The library; ``hatch_build.py`` puts it there."""

@@ -175,6 +175,7 @@ class WorkerGroup:
                     relay=self.relay,
                     save_at_breakpoint=launch.save_at_breakpoint,
                     auto_tuning=launch.auto_tuning,
+                    embedding=launch.embedding,
                     global_batch=world.global_batch,
                 ),
             ),

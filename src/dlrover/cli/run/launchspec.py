@@ -161,6 +161,7 @@ def _launch_spec(
         target=args.training_script,
         args=tuple(args.training_script_args),
         server_module=args.server_module,
+        embedding=args.server_module == nodes.EMBEDDING_SERVER,
         python=environ.get("PYTHON_EXEC", ""),
         role=WORKER if args.servers else args.role,
         run_id=str(uuid.uuid4()) if standalone else args.rdzv_id,
