@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import hmac
+import math
+import re
 import ssl
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import grpc
 import msgspec
 
+from dlrover._util import encoding
 from dlrover.errors import ConfigurationError, ProtocolError
 
 SERVICE = "dlrover.Master"
@@ -25,26 +28,41 @@ MAX_TOKEN = 4096
 MAX_QUOTE = 200
 """Maximum characters quoted from a decoding error; errors travel in headers of limited size."""
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder = functools.cache(msgspec.msgpack.Decoder)
+_MAY_BE_INFINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]|\xca[\x7f\xff][\x80-\xff]")
+"""First bytes of infinities and NaN in MessagePack; texts and bytes may contain them, too."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
     """Encode a message."""
-    return _encoder.encode(message)
+    return encoding.encode(message)
 
 
 def decode(data: bytes, kind: Any) -> Any:
     """Decode ``data`` as a message of type ``kind``.
 
     Raises:
-        ProtocolError: The bytes are not such a message.
+        ProtocolError: The bytes are not such a message, or it holds a number that is not finite.
     """
     try:
-        return _decoder(kind).decode(data)
+        message = _decoder(kind).decode(data)
+        suspect = _MAY_BE_INFINITE.search(data) is not None
+        finite = not suspect or _is_finite(msgspec.msgpack.decode(data))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # The error may quote the sender at any length.
         raise ProtocolError(f"A message could not be read: {str(error)[:MAX_QUOTE]}.") from error
+    if not finite:
+        raise ProtocolError("A message could not be read: it holds a number that is not finite.")
+    return message
+
+
+def _is_finite(value: object) -> bool:
+    """Return whether all floats in a message of plain values are finite."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(map(_is_finite, (*value, *value.values())))
+    return not isinstance(value, list | tuple) or all(map(_is_finite, value))
 
 
 def checked_token(token: str) -> str:
