@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hmac
-import math
 import re
 import ssl
 from pathlib import Path
@@ -29,8 +28,10 @@ MAX_QUOTE = 200
 """Maximum characters quoted from a decoding error; errors travel in headers of limited size."""
 
 _decoder = functools.cache(msgspec.msgpack.Decoder)
-_MAY_BE_INFINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]|\xca[\x7f\xff][\x80-\xff]")
-"""First bytes of infinities and NaN in MessagePack; texts and bytes may contain them, too."""
+MAX_NUMBER = 1e150
+"""Maximum magnitude of a number with a fraction: its square is finite."""
+_MAY_BE_LARGE = re.compile(rb"\xcb[\x5f-\x7f\xdf-\xff]|\xca[\x7f\xff][\x80-\xff]")
+"""First bytes of larger numbers and NaN in MessagePack; texts and bytes may contain them, too."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -42,27 +43,29 @@ def decode(data: bytes, kind: Any) -> Any:
     """Decode ``data`` as a message of type ``kind``.
 
     Raises:
-        ProtocolError: The bytes are not such a message, or it holds a number that is not finite.
+        ProtocolError: The bytes are not such a message, or it holds NaN or a number beyond `MAX_NUMBER`.
     """
     try:
         message = _decoder(kind).decode(data)
-        suspect = _MAY_BE_INFINITE.search(data) is not None
-        finite = not suspect or _is_finite(msgspec.msgpack.decode(data))
+        suspect = _MAY_BE_LARGE.search(data) is not None
+        usual = not suspect or _is_usual(msgspec.msgpack.decode(data))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # The error may quote the sender at any length.
         raise ProtocolError(f"A message could not be read: {str(error)[:MAX_QUOTE]}.") from error
-    if not finite:
-        raise ProtocolError("A message could not be read: it holds a number that is not finite.")
+    if not usual:
+        raise ProtocolError(
+            f"A message could not be read: it holds NaN or a number beyond {MAX_NUMBER:g}."
+        )
     return message
 
 
-def _is_finite(value: object) -> bool:
-    """Return whether all floats in a message of plain values are finite."""
+def _is_usual(value: object) -> bool:
+    """Return whether all floats in a message of plain values are at most `MAX_NUMBER`."""
     if isinstance(value, float):
-        return math.isfinite(value)
+        return abs(value) <= MAX_NUMBER  # NaN is not
     if isinstance(value, dict):
-        return all(map(_is_finite, (*value, *value.values())))
-    return not isinstance(value, list | tuple) or all(map(_is_finite, value))
+        return all(map(_is_usual, (*value, *value.values())))
+    return not isinstance(value, list | tuple) or all(map(_is_usual, value))
 
 
 def checked_token(token: str) -> str:

@@ -101,7 +101,7 @@ class ShardQueue:
     #: time of the last request
     last: float = 0.0
     _next_partition: int = 0
-    _out: list[Command] = field(default_factory=list)
+    _out: list[Command] = field(default_factory=list, compare=False)
 
     @property
     def is_stream(self) -> bool:
