@@ -35,7 +35,7 @@ _libc = ctypes.CDLL(None)
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
 _is_cpu = operator.attrgetter("is_cpu")
-
+_nbytes = torch.UntypedStorage.nbytes
 
 BLOCK = 512
 """Number of tensors that a walk asks everything before it goes on, while they are in the processor's cache."""
@@ -242,6 +242,8 @@ class _Known:
         self._packed: PackedLayout | None = None
         # Detached aliases keep the memory from being reused for another tensor at the same address.
         self.sources = list(map(torch.Tensor.detach, flat.tensors))
+        self._storages = list(map(torch.Tensor.untyped_storage, self.sources))
+        self._sizes_of_storages = list(map(_nbytes, self._storages))
         self.device = device_of(flat.tensors)
         self._paths = flat.paths
         self._kinds, self._pointers = _look(flat.tensors)
@@ -263,7 +265,7 @@ class _Known:
     def _check_memory(self, index: int) -> None:
         """Refuse a tensor whose storage was made smaller."""
         source = self.sources[index]
-        there, size = source.untyped_storage().nbytes(), source.itemsize
+        there, size = self._sizes_of_storages[index], source.itemsize
         if there >= source.storage_offset() * size + source.nbytes or not source.numel():
             return
         span = sum((n - 1) * s for n, s in zip(source.shape, source.stride(), strict=True))
@@ -282,7 +284,8 @@ class _Known:
         if flat.paths != self._paths or _placing(flat) != self._placing:
             return False
         kinds, pointers = _look(tensors)
-        if kinds != self._kinds:
+        # A storage that was made smaller, and perhaps larger again, may be at its old address.
+        if kinds != self._kinds or list(map(_nbytes, self._storages)) != self._sizes_of_storages:
             return False
         return np.array_equal(pointers, self._pointers) or self._follow(tensors, pointers)
 
@@ -294,6 +297,8 @@ class _Known:
             if tensors[index].device != self.sources[index].device:
                 return False
             self.sources[index] = tensors[index].detach()
+            self._storages[index] = self.sources[index].untyped_storage()
+            self._sizes_of_storages[index] = self._storages[index].nbytes()
             self._check_memory(index)
             for plan in self._plans:
                 plan.replace(index, self.sources[index])
