@@ -98,6 +98,25 @@ def joined(
     return whole
 
 
+def check_memory(tensor: torch.Tensor, path: layouts.Path) -> None:
+    """Refuse a tensor whose storage was made smaller: what copies it does not look.
+
+    Raises:
+        ConfigurationError: memory is missing.
+    """
+    there, size = tensor.untyped_storage().nbytes(), tensor.itemsize
+    if there >= tensor.storage_offset() * size + tensor.nbytes or not tensor.numel():
+        return
+    span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    # Less than the above, where elements share their memory.
+    needed = (tensor.storage_offset() + span + 1) * size
+    if there < needed:
+        raise ConfigurationError(
+            f"The tensor {layouts.name(path)} needs {needed} bytes, and its storage has only {there}; save or load"
+            " it while it has its memory."
+        )
+
+
 class Targets(NamedTuple):
     """The tensors of a state, in the order of its layout, as memory that a load overwrites."""
 
@@ -252,8 +271,8 @@ class _Known:
         self._first = np.array(self._same, np.intp) == np.arange(len(self.entries))
         self._plain = are_plain(flat.tensors)
         self._plans: list[_Plan] = []
-        for index in range(len(self.sources)):
-            self._check_memory(index)
+        for source, path in zip(self.sources, self._paths, strict=True):
+            check_memory(source, path)
 
     def packed(self, skeleton: bytes) -> PackedLayout:
         """Return the layout with these plain values."""
@@ -261,22 +280,6 @@ class _Known:
             self._packed = layouts.packed(self._encoded, skeleton, self._sizes)
             self._skeleton = skeleton
         return self._packed
-
-    def _check_memory(self, index: int) -> None:
-        """Refuse a tensor whose storage was made smaller."""
-        source = self.sources[index]
-        there, size = self._sizes_of_storages[index], source.itemsize
-        if there >= source.storage_offset() * size + source.nbytes or not source.numel():
-            return
-        span = sum((n - 1) * s for n, s in zip(source.shape, source.stride(), strict=True))
-        needed = (
-            source.storage_offset() + span + 1
-        ) * size  # less, where elements share their memory
-        if there < needed:
-            raise ConfigurationError(
-                f"The tensor {layouts.name(self._paths[index])} needs {needed} bytes, and its storage has only"
-                f" {there}; save it while it has its memory."
-            )
 
     def takes(self, flat: Flat) -> bool:
         """Return whether the tensors are of the same kind at the same paths; they may have moved."""
@@ -299,7 +302,7 @@ class _Known:
             self.sources[index] = tensors[index].detach()
             self._storages[index] = self.sources[index].untyped_storage()
             self._sizes_of_storages[index] = self._storages[index].nbytes()
-            self._check_memory(index)
+            check_memory(self.sources[index], self._paths[index])
             for plan in self._plans:
                 plan.replace(index, self.sources[index])
         self._pointers[:] = pointers
