@@ -89,7 +89,7 @@ DLROVER_EXPORT void dlrover_hash(size_t count, const uint64_t* from, const uint6
   });
 }
 
-// Copy each piece and write the hash of its bytes to `hashes`.
+// Copy each piece and write the hash of the bytes that were written to `hashes`.
 DLROVER_EXPORT void dlrover_copy_hash(size_t count, const uint64_t* from, const uint64_t* to, const uint64_t* sizes,
                                       uint64_t* hashes, size_t threads) {
   const uint64_t total = sum(count, sizes);
