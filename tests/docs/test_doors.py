@@ -11,7 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 DOORS = {
-    "dlrover.accelerate": {"Cluster", "Prediction", "Strategy", "Transformer"},
+    "dlrover.accelerate": {
+        "Cluster", "Explanation", "Observation", "Prediction", "Strategy", "Transformer", "calibrate",
+        "predict", "search", "traced", "why_not",
+    },
     "dlrover.accelerators": {
         "CPU", "RESOURCES", "VENDORS", "DeviceHealth", "DeviceUse", "Vendor", "pci_addresses", "present",
         "resources", "vendors",
@@ -43,7 +46,7 @@ NEEDS = {
     "ElasticDataset": "torch", "ElasticDataLoader": "torch", "ElasticTrainer": "torch",
     "ElasticDistributedSampler": "torch", "Checkpointer": "torch", "LoadRecord": "torch", "Shard": "torch",
     "EmbeddingOptimizer": "torch", "HashEmbedding": "torch", "HashEmbeddingBag": "torch", "prefetched": "torch",
-    "dataset": "tensorflow", "Optimizer": "sqlalchemy",
+    "dataset": "tensorflow", "traced": "torch", "Optimizer": "sqlalchemy",
 }  # fmt: skip
 MODULES = {
     f"dlrover.integrations.{name}"
