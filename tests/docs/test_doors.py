@@ -25,6 +25,7 @@ DOORS = {
         "Csv", "ElasticDataLoader", "ElasticDataset", "JsonLines", "Lines", "Message", "Parquet", "Records",
         "Stream", "Table", "TfRecords",
     },
+    "dlrover.optim": {"AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT", "Penalty", "WSAM"},
     "dlrover.planning": {
         "Demand", "GIB", "MemorySample", "Option", "ServerSample", "ServerShape", "ServerSpace", "allocate",
         "fit_servers", "plan_servers", "prevent_oom", "sample_servers",
@@ -37,6 +38,7 @@ DOORS = {
 NEEDS = {
     "ElasticDataset": "torch", "ElasticDataLoader": "torch", "ElasticTrainer": "torch",
     "ElasticDistributedSampler": "torch", "Checkpointer": "torch", "LoadRecord": "torch", "Shard": "torch",
+    **dict.fromkeys(("AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT", "WSAM"), "torch"),
     "dataset": "tensorflow", "Optimizer": "sqlalchemy",
 }  # fmt: skip
 MODULES = {
