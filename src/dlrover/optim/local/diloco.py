@@ -262,7 +262,8 @@ class DiLoCo(WrappedOptimizer):
                 for row, joining in zip(rows, joins, strict=True)
             ]
             decision = judge(reports, fragment.statistics, self._penalty)
-            self._log(decision)
+            if peers.rank == 0:
+                self._log(decision)
             under_way = None
             if any(decision.weights):
                 weight = decision.weights[peers.rank]

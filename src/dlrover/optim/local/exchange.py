@@ -111,7 +111,7 @@ class CodedSum:
             total += summed
         coded = _coded(total)
         found = torch.empty_like(coded).repeat(self._peers.size, 1)
-        dist.all_gather_into_tensor(found, coded, group=self._peers.group)
+        dist.all_gather(list(found.split(1)), coded, group=self._peers.group)
         self._residuals.own, self._residuals.summed = self._own, total - _decoded(coded, part)
         decoded = _decoded(found, part).view(-1)[: len(self._vector)]
         return self._vector.copy_(decoded)
