@@ -25,7 +25,9 @@ DOORS = {
         "Csv", "ElasticDataLoader", "ElasticDataset", "JsonLines", "Lines", "Message", "Parquet", "Records",
         "Stream", "Table", "TfRecords",
     },
-    "dlrover.optim": {"AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT", "Penalty", "WSAM"},
+    "dlrover.optim": {
+        "AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT", "GroupAdagrad", "GroupAdam", "Penalty", "WSAM",
+    },
     "dlrover.planning": {
         "Demand", "GIB", "MemorySample", "Option", "ServerSample", "ServerShape", "ServerSpace", "allocate",
         "fit_servers", "plan_servers", "prevent_oom", "sample_servers",
@@ -38,7 +40,8 @@ DOORS = {
 NEEDS = {
     "ElasticDataset": "torch", "ElasticDataLoader": "torch", "ElasticTrainer": "torch",
     "ElasticDistributedSampler": "torch", "Checkpointer": "torch", "LoadRecord": "torch", "Shard": "torch",
-    **dict.fromkeys(("AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT", "WSAM"), "torch"),
+    **dict.fromkeys(("AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT"), "torch"),
+    **dict.fromkeys(("GroupAdagrad", "GroupAdam", "WSAM"), "torch"),
     "dataset": "tensorflow", "Optimizer": "sqlalchemy",
 }  # fmt: skip
 MODULES = {

@@ -145,13 +145,7 @@ class MomentOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _count(self, parameter: Tensor, group: dict[str, Any]) -> int:
         """Check the gradient, make the state if there is none, and return the number of the step."""
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.is_sparse or gradient.is_complex():
-            kind = "sparse" if gradient.is_sparse else "complex"
-            raise ConfigurationError(
-                f"{type(self).__name__} got a {kind} gradient; it accepts dense real ones."
-            )
+        check_gradient(self, parameter.grad)
         state = self.state[parameter]
         if not state:
             self._begin(parameter, group)
@@ -243,6 +237,14 @@ def check_rates(lr: float, betas: tuple[float, float], weight_decay: float) -> N
         raise ConfigurationError(f"betas is {betas}; they must be from 0 to below 1.")
     if not weight_decay >= 0:
         raise ConfigurationError(f"weight_decay is {weight_decay}; it must be 0 or more.")
+
+
+def check_gradient(optimizer: torch.optim.Optimizer, gradient: Tensor) -> None:
+    """Raise `ConfigurationError` for a gradient that is sparse or complex."""
+    if gradient.is_sparse or gradient.is_complex():
+        kind = "sparse" if gradient.is_sparse else "complex"
+        name = type(optimizer).__name__
+        raise ConfigurationError(f"{name} got a {kind} gradient; it accepts dense real ones.")
 
 
 def _fits_kernel(member: Member) -> bool:
