@@ -33,6 +33,9 @@ DOORS = {
         "HashEmbeddingBag", "HashTable", "Initializer", "Optimizer", "RemoteTable", "checkpoints", "open_table",
         "prefetched",
     },
+    "dlrover.optim": {
+        "AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT", "GroupAdagrad", "GroupAdam", "Penalty", "WSAM",
+    },
     "dlrover.planning": {
         "Demand", "GIB", "MemorySample", "Option", "ServerSample", "ServerShape", "ServerSpace", "allocate",
         "fit_servers", "plan_servers", "prevent_oom", "sample_servers",
@@ -47,6 +50,8 @@ NEEDS = {
     "ElasticDistributedSampler": "torch", "Checkpointer": "torch", "LoadRecord": "torch", "Shard": "torch",
     "EmbeddingOptimizer": "torch", "HashEmbedding": "torch", "HashEmbeddingBag": "torch", "prefetched": "torch",
     "dataset": "tensorflow", "traced": "torch", "Optimizer": "sqlalchemy",
+    **dict.fromkeys(("AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT"), "torch"),
+    **dict.fromkeys(("GroupAdagrad", "GroupAdam", "WSAM"), "torch"),
 }  # fmt: skip
 MODULES = {
     f"dlrover.integrations.{name}"
