@@ -11,7 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 DOORS = {
-    "dlrover.accelerate": {"Cluster", "Prediction", "Strategy", "Transformer"},
+    "dlrover.accelerate": {
+        "Cluster", "Explanation", "Observation", "Prediction", "Strategy", "Transformer", "calibrate",
+        "predict", "search", "why_not",
+    },
     "dlrover.accelerators": {
         "CPU", "RESOURCES", "VENDORS", "DeviceHealth", "DeviceUse", "Vendor", "pci_addresses", "present",
         "resources", "vendors",

@@ -5,17 +5,46 @@ from typing import TYPE_CHECKING
 from dlrover._util.doors import lazy
 
 if TYPE_CHECKING:
-    from dlrover.planning.parallel.records import Cluster, Prediction, Strategy, Transformer
+    from dlrover.planning.parallel.calibration import calibrate
+    from dlrover.planning.parallel.explain import Explanation, why_not
+    from dlrover.planning.parallel.predict import predict
+    from dlrover.planning.parallel.records import (
+        Cluster,
+        Observation,
+        Prediction,
+        Strategy,
+        Transformer,
+    )
+    from dlrover.planning.parallel.search import search
 
-__all__ = ["Cluster", "Prediction", "Strategy", "Transformer"]
+__all__ = [
+    "Cluster",
+    "Explanation",
+    "Observation",
+    "Prediction",
+    "Strategy",
+    "Transformer",
+    "calibrate",
+    "predict",
+    "search",
+    "why_not",
+]
+
+_RECORDS = "dlrover.planning.parallel.records"
 
 __getattr__ = lazy(
     __name__,
     {
-        "Cluster": "dlrover.planning.parallel.records",
-        "Prediction": "dlrover.planning.parallel.records",
-        "Strategy": "dlrover.planning.parallel.records",
-        "Transformer": "dlrover.planning.parallel.records",
+        "Cluster": _RECORDS,
+        "Explanation": "dlrover.planning.parallel.explain",
+        "Observation": _RECORDS,
+        "Prediction": _RECORDS,
+        "Strategy": _RECORDS,
+        "Transformer": _RECORDS,
+        "calibrate": "dlrover.planning.parallel.calibration",
+        "predict": "dlrover.planning.parallel.predict",
+        "search": "dlrover.planning.parallel.search",
+        "why_not": "dlrover.planning.parallel.explain",
     },
-    extra="torch",
+    extra="torch,planning",
 )

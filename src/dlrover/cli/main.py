@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dlrover import __version__, config
 from dlrover._util import procs
-from dlrover.cli import chaos, ckpt, jobs
+from dlrover.cli import chaos, ckpt, jobs, strategy
 from dlrover.cli.cluster import brain, operator, submit
 from dlrover.cli.output import Form, Output, print_json, show
 from dlrover.cli.run.launchspec import parse_rdzv_conf
@@ -37,6 +37,7 @@ app.add_typer(brain.app)
 app.add_typer(ckpt.app)
 app.command(context_settings={"allow_interspersed_args": False})(chaos.chaos)
 app.command()(operator.operator)
+app.command()(strategy.strategy)
 app.command()(submit.submit)
 
 
