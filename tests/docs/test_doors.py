@@ -29,7 +29,7 @@ DOORS = {
         "Demand", "GIB", "MemorySample", "Option", "ServerSample", "ServerShape", "ServerSpace", "allocate",
         "fit_servers", "plan_servers", "prevent_oom", "sample_servers",
     },
-    "dlrover.tensorflow": {"dataset"},
+    "dlrover.tensorflow": {"dataset", "resilient"},
     "dlrover.training": {
         "ElasticDistributedSampler", "ElasticTrainer", "accumulation_steps", "activity", "steps_left",
     },
@@ -37,7 +37,7 @@ DOORS = {
 NEEDS = {
     "ElasticDataset": "torch", "ElasticDataLoader": "torch", "ElasticTrainer": "torch",
     "ElasticDistributedSampler": "torch", "Checkpointer": "torch", "LoadRecord": "torch", "Shard": "torch",
-    "dataset": "tensorflow", "Optimizer": "sqlalchemy",
+    "dataset": "tensorflow", "resilient": "tensorflow", "Optimizer": "sqlalchemy",
 }  # fmt: skip
 MODULES = {
     f"dlrover.integrations.{name}"

@@ -57,6 +57,8 @@ OWN_DESTS = [
     "local_nodes",
     "servers",
     "server_failover",
+    "chief",
+    "evaluators",
     "node_memory",
     "node_cpu",
     "auto_scale",
