@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import tensorflow as tf
 
+from dlrover import launched
 from dlrover.data.records import Records
 from dlrover.errors import ConfigurationError
 from dlrover.tensorflow.machine.options import Options
@@ -22,7 +23,12 @@ class Present:
     """The tasks that a call of the training function works with."""
 
     def __init__(
-        self, role: str, spec: Mapping[str, list[str]], options: Options, attempt: int = 0
+        self,
+        role: str,
+        spec: Mapping[str, list[str]],
+        options: Options,
+        attempt: int = 0,
+        reached: int = 0,
     ) -> None:
         self.role = role
         """``chief``, or ``evaluator``."""
@@ -30,6 +36,8 @@ class Present:
         """Addresses by role, as for ``tf.train.ClusterSpec``."""
         self.attempt = attempt
         """Number of the call in this process, from 0."""
+        self.reached = reached
+        """The furthest step of the calls before."""
         self.directory = options.checkpoint
         """Directory of the checkpoints."""
         self.watch: Watch | None = None
@@ -91,15 +99,15 @@ class _State(tf.train.experimental.PythonState):  # type: ignore[misc]
         self._progress = progress
         self.found: dict[str, Any] = {}
 
-    def serialize(self) -> str:
-        """Return the state as text."""
+    def serialize(self) -> bytes:
+        """Return the state for a checkpoint."""
         records = self._progress.records
         data = records.state_dict() if records is not None else None
-        return json.dumps({"step": self._progress.step, "records": data})
+        return msgspec.msgpack.encode({"step": self._progress.step, "records": data})
 
-    def deserialize(self, text: str) -> None:
+    def deserialize(self, data: bytes) -> None:
         """Take the state from a checkpoint."""
-        self.found = json.loads(text)
+        self.found = msgspec.msgpack.decode(data)
 
 
 class Progress:
@@ -123,6 +131,7 @@ class Progress:
             tf.train.Checkpoint(dlrover=self._state, **objects), options.checkpoint, options.keep
         )
         self._restore()
+        launched.loaded(self.step)
         self._saved_at, self._saved_step = time.monotonic(), self.step
 
     def _restore(self) -> None:
@@ -154,7 +163,12 @@ class Progress:
         Raises:
             ClusterChangedError: the cluster is to be built again; everything so far is saved.
         """
+        new = (
+            self.step + steps - max(self.step, self._cluster.reached)
+        )  # without those that are repeated
         self.step += steps
+        for _ in range(new):
+            launched.stepped()
         watch = self._cluster.watch
         change = watch.change if watch is not None else None
         if change is not None and change.reason:

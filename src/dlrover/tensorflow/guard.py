@@ -24,7 +24,7 @@ from dlrover.tensorflow.cluster import Present
 from dlrover.tensorflow.machine.choice import Choice, Place, choose, named, place, tf_config
 from dlrover.tensorflow.machine.options import Options
 from dlrover.tensorflow.registry import JobRegistry, Registry, answers, free_port, joined, look
-from dlrover.tensorflow.watch import ClusterChangedError, Watch, forget, strategies
+from dlrover.tensorflow.watch import ClusterChangedError, Watch, forget, keep_stuck, strategies
 
 logger = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -149,9 +149,12 @@ class Guard:
     ) -> Any:
         with strategies() as made:
             watch = Watch(registry.another(), self._options.spares, choice, made)
-            with watch:
-                cluster.watch = watch
-                return call(cluster)
+            try:
+                with watch:
+                    cluster.watch = watch
+                    return call(cluster)
+            finally:
+                keep_stuck(made)
 
     def _may_repeat(self, *, worked: bool) -> bool:
         """Wait and return True, unless too many attempts have failed without a new step."""
@@ -190,7 +193,7 @@ class Guard:
         spec = choice.spec(joined(host, free_port()))
         _export(tf_config(spec, CHIEF, 0))
         self._attempts += 1
-        return Present(CHIEF, spec, self._options, self._attempts - 1)
+        return Present(CHIEF, spec, self._options, self._attempts - 1, max(0, self._reached))
 
     def _why(self, error: Exception, used: Choice) -> str:
         """Return why another attempt may help; empty if the error has nothing to do with the cluster."""

@@ -102,6 +102,8 @@ def answers(task: ClusterTask) -> bool:
 def free_port(preferred: int = 0) -> int:
     """Return a free port of this machine: the preferred one if it is free."""
     with socket.socket() as probe:
+        # Connections of the last start may still linger on it.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", preferred))
         except OSError:

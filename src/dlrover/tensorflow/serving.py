@@ -52,6 +52,7 @@ def serve(place: Place) -> None:
     task = ClusterTask(place.role, place.index, launched.given.round, address)
     server = start(task)
     registry.ask(EnterCluster(task), MASTER_WAIT)
+    launched.imported()  # the next start is a fork that has TensorFlow
     logger.info("Serving %s as %s %d", server.target, place.role, place.index)
     ending.wait()
     _leave(registry, task)

@@ -29,6 +29,8 @@ POLL = 0.5
 """Seconds between two looks."""
 LOST_GRACE = 2.0
 """Seconds in which TensorFlow should itself report the loss of a task."""
+STUCK_AFTER = 0.2
+"""Seconds that a coordinator may take to apply a change."""
 PLANNED_GRACE = 10.0
 """Seconds that a program has to save by itself before a planned change."""
 
@@ -55,6 +57,27 @@ def strategies() -> Iterator[Strategies]:
         yield made
     finally:
         ParameterServerStrategyV2.__init__ = original
+
+
+def _coordinators(made: Strategies) -> Iterator[Any]:
+    """Yield the coordinators of strategies; no public name leads to them."""
+    for strategy in filter(None, (reference() for reference in made)):
+        if strategy._cluster_coordinator is not None:  # noqa: SLF001
+            yield strategy._cluster_coordinator  # noqa: SLF001
+
+
+_stuck: list[Any] = []
+"""Coordinators of earlier attempts that wait for a worker that will not return."""
+
+
+def keep_stuck(made: Strategies) -> None:
+    """Keep the coordinators whose end would block: one that waits for a worker's old address holds a lock."""
+    for coordinator in _coordinators(made):
+        lock = coordinator._cluster.failure_handler._cluster_update_lock  # noqa: SLF001
+        if lock.acquire(timeout=STUCK_AFTER):
+            lock.release()
+        else:
+            _stuck.append(coordinator)
 
 
 def forget() -> None:
@@ -106,10 +129,7 @@ class Watch:
 
         This is what `mark_failed` of the queue does, which counts a function that has ended in addition.
         """
-        for strategy in filter(None, (reference() for reference in self._made)):
-            coordinator = strategy._cluster_coordinator  # noqa: SLF001 - no public name leads to the queue
-            if coordinator is None:
-                continue
+        for coordinator in _coordinators(self._made):
             queue = coordinator._cluster.closure_queue  # noqa: SLF001
             with queue._queue_lock:  # noqa: SLF001
                 queue._error = queue._error or error  # noqa: SLF001
