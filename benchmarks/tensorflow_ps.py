@@ -232,7 +232,7 @@ def as_it_is(folder: Path) -> dict:
                             env={**os.environ, "TF_CONFIG": config},
                             stdout=log,
                             stderr=log,
-                        )  # fmt: skip
+                        )
                     )
         return started
 
