@@ -28,11 +28,19 @@ DOORS = {
         "Csv", "ElasticDataLoader", "ElasticDataset", "JsonLines", "Lines", "Message", "Parquet", "Records",
         "Stream", "Table", "TfRecords",
     },
+    "dlrover.embedding": {
+        "BloomAdmission", "ChanceAdmission", "CountAdmission", "EmbeddingOptimizer", "Expiry", "HashEmbedding",
+        "HashEmbeddingBag", "HashTable", "Initializer", "Optimizer", "RemoteTable", "checkpoints", "open_table",
+        "prefetched",
+    },
+    "dlrover.optim": {
+        "AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT", "GroupAdagrad", "GroupAdam", "Penalty", "WSAM",
+    },
     "dlrover.planning": {
         "Demand", "GIB", "MemorySample", "Option", "ServerSample", "ServerShape", "ServerSpace", "allocate",
         "fit_servers", "plan_servers", "prevent_oom", "sample_servers",
     },
-    "dlrover.tensorflow": {"dataset"},
+    "dlrover.tensorflow": {"dataset", "resilient"},
     "dlrover.training": {
         "ElasticDistributedSampler", "ElasticTrainer", "accumulation_steps", "activity", "steps_left",
     },
@@ -40,7 +48,10 @@ DOORS = {
 NEEDS = {
     "ElasticDataset": "torch", "ElasticDataLoader": "torch", "ElasticTrainer": "torch",
     "ElasticDistributedSampler": "torch", "Checkpointer": "torch", "LoadRecord": "torch", "Shard": "torch",
-    "dataset": "tensorflow", "traced": "torch", "Optimizer": "sqlalchemy",
+    "EmbeddingOptimizer": "torch", "HashEmbedding": "torch", "HashEmbeddingBag": "torch", "prefetched": "torch",
+    "dataset": "tensorflow", "resilient": "tensorflow", "traced": "torch", "Optimizer": "sqlalchemy",
+    **dict.fromkeys(("AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT"), "torch"),
+    **dict.fromkeys(("GroupAdagrad", "GroupAdam", "WSAM"), "torch"),
 }  # fmt: skip
 MODULES = {
     f"dlrover.integrations.{name}"

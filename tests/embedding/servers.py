@@ -1,4 +1,4 @@
-"""Servers of embedding tables in threads, over real sockets, with a dict for each table."""
+"""Servers of embedding tables in threads, over real sockets, as the job's processes run them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from dlrover.checkpoint.storage.stores import open_store
 from dlrover.embedding.machine.placement import Placement
+from dlrover.embedding.options import Expiry, Initializer, Optimizer, TableOptions
 from dlrover.embedding.remote import stored
 from dlrover.embedding.remote.client import ServerGroup
 from dlrover.embedding.remote.holding import Holding
@@ -20,81 +21,18 @@ from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.spec.placement import LookPlacement, PlacementReply, PlacementRequest
 
 DIM = 4
+OPTIONS = TableOptions(
+    dim=DIM,
+    optimizer=Optimizer(name="sgd", learning_rate=1.0),
+    initializer=Initializer("constant", 3.0),
+    expiry=Expiry(norm=0.5),
+).json()
+"""New rows are 3, gradients are subtracted, and rows of zeros expire."""
 
 
-def slots_of(keys):
-    return ((keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(54)).astype(
-        np.intp
-    )
-
-
-class PlainTable:
-    """A dict of rows; an update subtracts the gradient, and removes the row if all of it is 100."""
-
-    dim = DIM
-
-    def __init__(self) -> None:
-        self._rows: dict[int, np.ndarray] = {}
-        self._changed: set[int] = set()
-        self._lock = threading.Lock()
-
-    def lookup(self, keys):
-        with self._lock:
-            self._changed |= set(keys.tolist()) - self._rows.keys()
-            return np.array([self._rows.setdefault(key, first(key)) for key in keys.tolist()])
-
-    def peek(self, keys):
-        with self._lock:
-            return np.array(
-                [self._rows.get(key, np.zeros(DIM)) for key in keys.tolist()], np.float32
-            )
-
-    def update(self, keys, gradients):
-        with self._lock:
-            for key, gradient in zip(keys.tolist(), gradients, strict=True):
-                self._changed.add(key)
-                if (gradient == 100).all():
-                    self._rows.pop(key, None)
-                else:
-                    self._rows[key] = self._rows[key] - gradient
-
-    def export_rows(self, slots, *, changed):
-        with self._lock:
-            keys = np.array([*(self._changed if changed else self._rows)], np.int64)
-            keys = keys[np.isin(slots_of(keys), slots)]
-            self._changed -= set(keys.tolist())
-            there = np.array([key in self._rows for key in keys.tolist()], np.bool_)
-            rows = [self._rows.get(key, np.zeros(DIM)) for key in keys.tolist()]
-            return {
-                "keys": keys,
-                "there": there,
-                "values": np.array(rows, np.float32).reshape(-1, DIM),
-            }
-
-    def restore_rows(self, rows, *, changed):
-        with self._lock:
-            for key, there, value in zip(
-                rows["keys"].tolist(), rows["there"], rows["values"], strict=True
-            ):
-                self._rows.pop(key, None)
-                if there:
-                    self._rows[key] = value.copy()
-                if changed:
-                    self._changed.add(key)
-
-    def remove_slots(self, slots):
-        with self._lock:
-            keys = np.array([*self._rows], np.int64)
-            for key in keys[np.isin(slots_of(keys), slots)].tolist():
-                del self._rows[key]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-
-def first(key: int) -> np.ndarray:
+def first(_key: int) -> np.ndarray:
     """A new key's row."""
-    return np.full(DIM, key % 7, np.float32)
+    return np.full(DIM, 3, np.float32)
 
 
 class LocalDirectory:
@@ -127,7 +65,7 @@ class Cluster:
     recovered: list[int] = field(default_factory=list)
 
     def start(self, index: int, start: int = 1, servers: int = 2) -> EmbeddingServer:
-        holding = Holding(lambda _options: PlainTable(), slots_of)
+        holding = Holding()
 
         def recover(placement: PlacementReply, slots) -> None:
             self.recovered.append(len(slots))
@@ -164,7 +102,7 @@ class Cluster:
 @contextmanager
 def cluster(count: int) -> Iterator[tuple[Cluster, ServerGroup]]:
     made = Cluster()
-    group = ServerGroup(made.directory, slots_of, timeout=30.0)
+    group = ServerGroup(made.directory, timeout=30.0)
     try:
         for index in range(count):
             made.start(index, servers=count)
@@ -179,7 +117,7 @@ Model = dict[int, np.ndarray]
 
 def train(group: ServerGroup, model: Model, steps: int, seed: int = 0) -> None:
     """Steps on random keys, each checked against a dict."""
-    table = group.open("users", "{}")
+    table = group.open("users", OPTIONS)
     chance = np.random.default_rng(seed)
     for _ in range(steps):
         keys = chance.choice(5000, 300, replace=False).astype(np.int64)

@@ -13,15 +13,21 @@ from dlrover.embedding.modules import (
     HashEmbeddingBag,
     prefetched,
 )
+from dlrover.embedding.options import decoded
+from dlrover.embedding.table import HashTable
 from dlrover.errors import ConfigurationError
-from tests.embedding.servers import DIM, PlainTable
+from tests.embedding.servers import DIM, OPTIONS
 
 pytestmark = pytest.mark.torch
 
 
-def filled(count: int = 50) -> tuple[PlainTable, nn.Embedding]:
+def plain() -> HashTable:
+    return HashTable.of(decoded(OPTIONS))
+
+
+def filled(count: int = 50) -> tuple[HashTable, nn.Embedding]:
     """A table and a module of torch with equal rows."""
-    table, module = PlainTable(), nn.Embedding(count, DIM)
+    table, module = plain(), nn.Embedding(count, DIM)
     keys = np.arange(count)
     table.lookup(keys)
     with torch.no_grad():
@@ -29,7 +35,7 @@ def filled(count: int = 50) -> tuple[PlainTable, nn.Embedding]:
     return table, module
 
 
-def rows(table: PlainTable, count: int = 50) -> torch.Tensor:
+def rows(table: HashTable, count: int = 50) -> torch.Tensor:
     return torch.from_numpy(table.peek(np.arange(count)))
 
 
@@ -54,7 +60,7 @@ def test_an_embedding_is_torchs_with_rows_that_a_table_updates() -> None:
 
 
 def test_evaluation_inserts_nothing_and_has_no_gradient() -> None:
-    table = PlainTable()
+    table = plain()
     ours = HashEmbedding(table).eval()
     assert (ours(torch.tensor([5, 6])) == 0).all()
     assert len(table) == 0
@@ -81,7 +87,7 @@ def test_a_bag_is_torchs(mode: str) -> None:
 
 
 def test_features_have_rows_of_their_own_and_one_request() -> None:
-    table = PlainTable()
+    table = plain()
     ours = HashEmbeddingBag(table, ["user", "item"])
     keys = torch.tensor([[1], [2]])
     asked = []
@@ -121,7 +127,7 @@ def test_held_gradients_are_applied_once_in_step() -> None:
 
 
 def test_rows_that_were_fetched_ahead_are_used() -> None:
-    table = PlainTable()
+    table = plain()
     ours = HashEmbedding(table)
     asked: list[int] = []
     lookup = table.lookup
@@ -139,4 +145,4 @@ def test_keys_are_integers() -> None:
     with pytest.raises(
         ConfigurationError, match=r"keys have type torch.float32; int64 is accepted"
     ):
-        HashEmbedding(PlainTable())(torch.ones(2))
+        HashEmbedding(plain())(torch.ones(2))

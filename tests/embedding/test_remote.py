@@ -9,11 +9,14 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
+from dlrover._native.tables import slots_of
 from dlrover.embedding.remote import client, wire
 from dlrover.embedding.remote.client import ServerGroup
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.placement import SLOTS
-from tests.embedding.servers import DIM, LocalDirectory, Model, cluster, slots_of, train
+from tests.embedding.servers import DIM, OPTIONS, LocalDirectory, Model, cluster, train
+
+pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -34,9 +37,9 @@ def test_servers_come_and_go_while_training() -> None:
         trained = threading.Thread(target=train, args=(group, model, 30, 1))
         trained.start()
         made.settle(lambda placement: placement.owners.count(2) == SLOTS // 3)
-        made.servers[0].leave()
+        made.servers[0].leave(made.directory)
         made.settle(lambda placement: placement.servers.keys() == {1, 2})
-        made.servers[1].leave()
+        made.servers[1].leave(made.directory)
         made.settle(lambda placement: placement.servers.keys() == {2})
         trained.join(30)
         assert not trained.is_alive()
@@ -116,7 +119,7 @@ def test_only_who_knows_the_secret_is_served() -> None:
 
 def test_a_request_that_is_wrong_is_refused_in_a_sentence() -> None:
     with cluster(1) as (_, group):
-        table = group.open("users", "{}")
+        table = group.open("users", OPTIONS)
         with pytest.raises(
             ConfigurationError, match="A push of 1 keys with 4 values each has 20 bytes"
         ):
@@ -128,7 +131,7 @@ def test_a_request_that_is_wrong_is_refused_in_a_sentence() -> None:
 
 
 def test_a_wait_for_servers_is_bounded_and_explained() -> None:
-    group = ServerGroup(LocalDirectory(), slots_of, timeout=0.05)
+    group = ServerGroup(LocalDirectory(), timeout=0.05)
     with pytest.raises(
         InfrastructureError, match="Waiting for the embedding servers to start; waited"
     ):

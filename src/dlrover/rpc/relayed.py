@@ -13,7 +13,7 @@ import socket
 
 import msgspec
 
-from dlrover._util import framing
+from dlrover._util import encoding, framing
 from dlrover._util.sockets import peer
 from dlrover.errors import InfrastructureError
 from dlrover.spec.requests import Unanswered, WorkerReply, WorkerRequest
@@ -32,7 +32,7 @@ class Relay:
 
     def ask(self, request: WorkerRequest) -> WorkerReply:
         """Return the reply to a request."""
-        data = msgspec.msgpack.encode(request)
+        data = encoding.encode(request)
         if len(data) > framing.MAX_FRAME:
             return Unanswered(
                 refused=f"A request has {len(data)} bytes; {framing.MAX_FRAME} are accepted."

@@ -80,9 +80,9 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
 
 
 class LookPlacement(msgspec.Struct, frozen=True, array_like=True, tag="placement"):
-    """Request for the placement if it is newer than ``known``."""
+    """Request for the placement if its version is not ``known``; -1: in any case."""
 
-    known: _Number = 0
+    known: Annotated[int, msgspec.Meta(ge=-1)] = -1
 
 
 PlacementRequest: TypeAlias = (

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrover._native.tables import slots_of
 from dlrover._util import backoff
 from dlrover.embedding.remote import wire
 from dlrover.embedding.remote.directory import Directory
@@ -43,14 +44,11 @@ class ServerGroup:
 
     Args:
         directory: Source of the placement.
-        slots_of: Returns the slot of each key.
         timeout: Seconds that a request waits for a server at most.
     """
 
-    def __init__(
-        self, directory: Directory, slots_of: Callable[[Keys], Slots], timeout: float = TIMEOUT
-    ) -> None:
-        self._directory, self._slots_of, self._timeout = directory, slots_of, timeout
+    def __init__(self, directory: Directory, timeout: float = TIMEOUT) -> None:
+        self._directory, self._timeout = directory, timeout
         self._client = secrets.randbits(63)
         self._sequence = 0
         self._lock = threading.Lock()
@@ -103,6 +101,23 @@ class ServerGroup:
 
                 self._exchange(keys, chunk, message, lambda _places, _reply: None)
 
+    def order(self, op: Op) -> list[bytes]:
+        """Return the reply of each server to an order without keys, such as `Op.STATS`.
+
+        Raises:
+            InfrastructureError: A server does not answer.
+        """
+        with self._lock:
+            self._use(self._directory.look(-1))
+            replies = []
+            for index in sorted(set(self._placement.owners)):
+                link = self._link(index)
+                reply = link.receive() if link is not None and link.send(Frame(op), ()) else None
+                if reply is None:
+                    raise InfrastructureError(f"Embedding server {index} does not answer.")
+                replies.append(bytes(reply.body))
+            return replies
+
     def close(self) -> None:
         """Close all connections."""
         self._closed.set()
@@ -124,7 +139,7 @@ class ServerGroup:
         began = time.monotonic()
         warn_at = began + WARN_AFTER
         delays = backoff.delays(*RETRY)
-        slots = self._slots_of(keys[places])
+        slots = slots_of(keys[places])
         while len(places):
             left = (
                 self._attempt(places, slots, message, take)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from typing import Protocol
@@ -36,17 +37,23 @@ class Directory(Protocol):
 
 
 class JobDirectory:
-    """Directory of the job that this process belongs to. It waits while the master is away."""
+    """Directory of the job that this process belongs to. It waits while the master is away.
 
-    def __init__(self, address: str) -> None:
-        self._relay = Relay(address)
+    Args:
+        address: Address of the agent's relay.
+        timeout: Seconds to wait at most.
+    """
+
+    def __init__(self, address: str, timeout: float = math.inf) -> None:
+        self._relay, self._timeout = Relay(address), timeout
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
     def ask(self, request: PlacementRequest) -> PlacementReply:
         """Return the reply to a request."""
         with self._lock:
-            warn_at = time.monotonic() + WARN_AFTER
+            began = time.monotonic()
+            warn_at = began + WARN_AFTER
             for delay in backoff.delays(*RETRY):
                 reply = self._relay.ask(request)
                 if isinstance(reply, PlacementReply):
@@ -57,6 +64,8 @@ class JobDirectory:
                     )
                 if reply.refused:
                     raise ConfigurationError(reply.refused)
+                if time.monotonic() - began > self._timeout:
+                    raise InfrastructureError(reply.away)
                 if time.monotonic() > warn_at:
                     warn_at = float("inf")
                     logger.warning("Waiting for the placement of embedding tables: %s", reply.away)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrover._native.tables import slots_of
+from dlrover.embedding.options import decoded
 from dlrover.embedding.remote.arrays import Arrays
+from dlrover.embedding.table import HashTable
 from dlrover.errors import ProtocolError
 from dlrover.spec.placement import SLOTS, PlacementReply
 
@@ -24,36 +27,6 @@ MAX_CLIENTS = 4096
 NO_SLOTS: Slots = np.empty(0, np.intp)
 
 
-class Table(Protocol):
-    """The part of a hash table that a server needs. Calls may come from several threads."""
-
-    dim: int
-
-    def lookup(self, keys: Keys) -> Rows:
-        """Return rows of keys, ``(n, dim)``; new keys are inserted."""
-
-    def peek(self, keys: Keys) -> Rows:
-        """Return rows of keys, ``(n, dim)``, without inserting."""
-
-    def update(self, keys: Keys, gradients: Rows) -> None:
-        """Apply gradients ``(n, dim)``."""
-
-    def export_rows(self, slots: Slots, *, changed: bool) -> Arrays:
-        """Return the rows of some slots; with ``changed`` only those changed or removed since the last call with it.
-
-        Without ``changed``, all rows, and the same later call with it returns nothing older.
-        """
-
-    def restore_rows(self, rows: Arrays, *, changed: bool) -> None:
-        """Insert or remove rows; ``changed`` says whether they count as changed since the last save."""
-
-    def remove_slots(self, slots: Slots) -> None:
-        """Remove all rows of some slots."""
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-
-
 class _Client:
     """Last pushes of one client."""
 
@@ -63,18 +36,10 @@ class _Client:
 
 
 class Holding:
-    """The rows of one server. Calls may come from several threads.
+    """The rows of one server. Calls may come from several threads."""
 
-    Args:
-        make_table: Makes a table from its options.
-        slots_of: Returns the slot of each key.
-    """
-
-    def __init__(
-        self, make_table: Callable[[str], Table], slots_of: Callable[[Keys], Slots]
-    ) -> None:
-        self._make_table, self._slots_of = make_table, slots_of
-        self._tables: dict[str, Table] = {}
+    def __init__(self) -> None:
+        self._tables: dict[str, HashTable] = {}
         self._numbers: list[str] = []
         self._clients: OrderedDict[int, _Client] = OrderedDict()
         self._lock = threading.Lock()
@@ -115,7 +80,7 @@ class Holding:
         with self._lock:
             for name, options in placement.tables.items():
                 if name not in self._tables:
-                    self._tables[name] = self._make_table(options)
+                    self._tables[name] = HashTable.of(decoded(options))
                     self._numbers.append(name)
 
     def give(self, slots: Iterable[int]) -> None:
@@ -157,7 +122,7 @@ class Holding:
         """Return whether a table is open here."""
         return number < len(self._numbers)
 
-    def table(self, number: int) -> Table:
+    def table(self, number: int) -> HashTable:
         """Return a table by its number.
 
         Raises:
@@ -170,7 +135,7 @@ class Holding:
     def rows(self, number: int, keys: Keys, *, insert: bool) -> Rows | None:
         """Return rows of keys; None if not all keys belong to this server."""
         with self._using() as owned:
-            if not owned[self._slots_of(keys)].all():
+            if not owned[slots_of(keys)].all():
                 return None
             table = self.table(number)
             return table.lookup(keys) if insert else table.peek(keys)
@@ -182,7 +147,7 @@ class Holding:
             False if not all keys belong to this server; nothing was applied then.
         """
         with self._using() as owned:
-            slots = self._slots_of(keys)
+            slots = slots_of(keys)
             if not owned[slots].all():
                 return False
             table, last = self.table(number), self._client(client)
@@ -208,10 +173,12 @@ class Holding:
     def export_changes(self, *, full: bool) -> tuple[dict[str, NDArray[np.generic]], int]:
         """Return what changed in this server's slots since the last call, or everything; and its number of rows."""
         with self._using() as owned:
-            found = self.export(np.flatnonzero(owned), changed=not full)
+            found = self.export(np.flatnonzero(owned), changed=not full, keep=False)
         return found, sum(len(array) for path, array in found.items() if path.startswith("keys/"))
 
-    def export(self, slots: Slots, *, changed: bool = False) -> dict[str, NDArray[np.generic]]:
+    def export(
+        self, slots: Slots, *, changed: bool = False, keep: bool = True
+    ) -> dict[str, NDArray[np.generic]]:
         """Return everything about some slots as named arrays: rows of each table, and the clients' last pushes."""
         found: dict[str, NDArray[np.generic]] = {"slots": slots.astype(np.uint16)}
         with self._lock:
@@ -221,7 +188,7 @@ class Holding:
             [each.applied[slots] for each in clients.values()], np.uint64
         ).reshape(len(clients), len(slots))
         for name, table in self._tables.items():
-            for field, array in table.export_rows(slots, changed=changed).items():
+            for field, array in table.export_rows(slots, changed=changed, keep=keep).items():
                 found[f"{field}/{name}"] = array
         return found
 
@@ -249,9 +216,7 @@ class Holding:
                 tables.setdefault(name, {})[field] = array
         for name, rows in tables.items():
             if name in self._tables:
-                mine = chosen[self._slots_of(rows["keys"])]
-                some = rows if mine.all() else {field: array[mine] for field, array in rows.items()}
-                self._tables[name].restore_rows(some, changed=changed)
+                self._tables[name].restore_rows(_only(rows, chosen), changed=changed)
         held = arrays["slots"].astype(np.intp)
         mine = chosen[held]
         for client, applied in zip(arrays["clients"].tolist(), arrays["applied"], strict=True):
@@ -264,9 +229,21 @@ class Holding:
         for table in self._tables.values():
             table.remove_slots(slots)
 
+    def evict(self) -> int:
+        """Remove what has expired in this server's slots; return how many rows that were."""
+        with self._using():
+            return sum(table.evict() for table in list(self._tables.values()))
+
     def stats(self) -> Mapping[str, Any]:
         """Return the number of slots and of rows by table."""
         return {
             "slots": int(self._owned.sum()),
             "rows": {name: len(table) for name, table in self._tables.items()},
         }
+
+
+def _only(rows: Arrays, chosen: NDArray[np.bool_]) -> Arrays:
+    """Return the rows, and the removed keys, of the chosen slots."""
+    mine = chosen[slots_of(rows["keys"])]
+    kept = {field: array[mine] for field, array in rows.items() if field != "removed"}
+    return kept | {"removed": rows["removed"][chosen[slots_of(rows["removed"])]]}

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import socket
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -101,6 +102,17 @@ class _Connection:
         self._receiver = wire.Receiver(sock)
         self._copied: arrays.Arrays | None = None
         self._rows = 0
+        self._answers: dict[Op, Callable[[Frame], None]] = {
+            Op.LOOKUP: self._rows_of,
+            Op.PEEK: self._rows_of,
+            Op.PUSH: self._push,
+            Op.FETCH: self._fetch,
+            Op.EXPORT: self._export,
+            Op.WRITE: self._write,
+            Op.LOAD: self._load,
+            Op.STATS: self._stats,
+            Op.EVICT: self._evict,
+        }
 
     def answer(self) -> None:
         """Receive one request and answer it."""
@@ -108,21 +120,7 @@ class _Connection:
         try:
             if not self._holding.knows(request.table):
                 self._holding.open_tables(self._directory.look(-1))
-            match request.op:
-                case Op.LOOKUP | Op.PEEK:
-                    self._rows_of(request)
-                case Op.PUSH:
-                    self._push(request)
-                case Op.FETCH:
-                    self._fetch(request)
-                case Op.EXPORT:
-                    self._export(request)
-                case Op.WRITE:
-                    self._write(request)
-                case Op.LOAD:
-                    self._load(request)
-                case Op.STATS:
-                    self._reply(request, msgspec.json.encode(self._holding.stats()))
+            self._answers[request.op](request)
         except DLRoverError as error:
             wire.send(self._sock, Frame(request.op, Status.REFUSED), str(error).encode())
 
@@ -188,3 +186,9 @@ class _Connection:
         parts = (found for _, found in stored.parts(store, manifest))
         self._holding.replay(parts, self._holding.owned())
         self._reply(request)
+
+    def _stats(self, request: Frame) -> None:
+        self._reply(request, msgspec.json.encode(self._holding.stats()))
+
+    def _evict(self, request: Frame) -> None:
+        self._reply(request, msgspec.json.encode(self._holding.evict()))

@@ -69,9 +69,13 @@ class EmbeddingServer:
         while not self._ended.is_set():
             placement = self._placement
             me = placement.servers.get(self.index)
-            if me is None or me.start != self.start:
+            replaced = me is not None and me.start != self.start
+            if me is None or (replaced and me.ready):
                 logger.info("Embedding server %d ends: its slots belong to others", self.index)
                 break
+            if replaced:  # the later start is about to fetch the rows
+                self._look(placement.version)
+                continue
             self._follow(placement)
             if placement.owners and not me.ready:
                 self._come_back(placement)
@@ -108,10 +112,14 @@ class EmbeddingServer:
                     f"Embedding server {self.index} knows placement {self._version}, not {version}."
                 )
 
-    def leave(self) -> None:
-        """Give all slots to other servers, then end; end at once if there are none."""
+    def leave(self, directory: Directory) -> None:
+        """Give all slots to other servers, then end; end at once if there are none.
+
+        Raises:
+            InfrastructureError: ``directory`` has no master.
+        """
         try:
-            self._directory.ask(Leave(self.index, self.start))
+            directory.ask(Leave(self.index, self.start))
         except ConfigurationError as error:
             logger.info("%s", error)
             self._ended.set()

@@ -44,6 +44,7 @@ class Op(enum.IntEnum):
     WRITE = 6
     LOAD = 7
     STATS = 8
+    EVICT = 9
 
 
 class Status(enum.IntEnum):
