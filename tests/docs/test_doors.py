@@ -40,7 +40,7 @@ DOORS = {
         "Demand", "GIB", "MemorySample", "Option", "ServerSample", "ServerShape", "ServerSpace", "allocate",
         "fit_servers", "plan_servers", "prevent_oom", "sample_servers",
     },
-    "dlrover.tensorflow": {"dataset"},
+    "dlrover.tensorflow": {"dataset", "resilient"},
     "dlrover.training": {
         "ElasticDistributedSampler", "ElasticTrainer", "accumulation_steps", "activity", "steps_left",
     },
@@ -49,7 +49,7 @@ NEEDS = {
     "ElasticDataset": "torch", "ElasticDataLoader": "torch", "ElasticTrainer": "torch",
     "ElasticDistributedSampler": "torch", "Checkpointer": "torch", "LoadRecord": "torch", "Shard": "torch",
     "EmbeddingOptimizer": "torch", "HashEmbedding": "torch", "HashEmbeddingBag": "torch", "prefetched": "torch",
-    "dataset": "tensorflow", "traced": "torch", "Optimizer": "sqlalchemy",
+    "dataset": "tensorflow", "resilient": "tensorflow", "traced": "torch", "Optimizer": "sqlalchemy",
     **dict.fromkeys(("AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT"), "torch"),
     **dict.fromkeys(("GroupAdagrad", "GroupAdam", "WSAM"), "torch"),
 }  # fmt: skip

@@ -117,6 +117,16 @@ def test_only_who_knows_the_secret_is_served() -> None:
         train(group, {}, 1)
 
 
+def test_a_fork_has_connections_of_its_own() -> None:
+    with cluster(1) as (_, group):
+        train(group, {}, 1)
+        before = group._client, set(group._links.values())
+        group._pid -= 1  # as in a fork: another process has the connections, too
+        group.rows(0, DIM, np.array([10**6], np.int64), insert=True)
+        assert group._client != before[0]
+        assert not before[1] & set(group._links.values())
+
+
 def test_a_request_that_is_wrong_is_refused_in_a_sentence() -> None:
     with cluster(1) as (_, group):
         table = group.open("users", OPTIONS)

@@ -179,14 +179,17 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """A sentence for each slow rank."""
     size: str = ""
     """Number of nodes, its range and the auto-scaler's stage, in words; empty if the number is fixed."""
+    instances: int = 0
+    """Number of instances, which are outside the world."""
     servers: int = 0
-    """Number of servers among the world's processes."""
+    """Number of servers, instances included."""
 
     def processes(self) -> str:
         """Return the world's processes in words: ``4 workers``, ``4 workers and 2 servers``."""
+        workers = self.world_size + self.instances - self.servers
         if self.servers:
-            return Size(self.world_size - self.servers, self.servers).in_words()
-        return counted(self.world_size, "worker")
+            return Size(workers, self.servers).in_words()
+        return counted(workers, "worker")
 
 
 class StacksRequest(msgspec.Struct, frozen=True):

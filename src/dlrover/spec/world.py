@@ -46,6 +46,8 @@ class World(msgspec.Struct, frozen=True):
     """Index of an instance among those of its role, from 0; it is a world by itself. -1: the job's common world."""
     instances: int = 0
     """Wanted number of instances of that role."""
+    instance_role: str = ""
+    """Role of an instance."""
 
     @property
     def role(self) -> str:

@@ -59,6 +59,8 @@ OWN_DESTS = [
     "server_failover",
     "server_module",
     "embedding_servers",
+    "chief",
+    "evaluators",
     "node_memory",
     "node_cpu",
     "auto_scale",

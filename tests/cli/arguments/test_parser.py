@@ -107,6 +107,8 @@ def test_defaults_of_own_options():
         "server_failover": "job",
         "server_module": "",
         "embedding_servers": "",
+        "chief": False,
+        "evaluators": 0,
         "node_memory": "",
         "node_cpu": "",
         "auto_scale": False,

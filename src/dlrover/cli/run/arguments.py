@@ -328,6 +328,18 @@ def _add_job(group: OptionGroup) -> None:
         "dlrover.embedding.",
     )
     group.add_switch(
+        "--chief",
+        help="Run one more node, the chief, which coordinates the others. It alone is the job's world; each "
+        "worker, evaluator and server is a world by itself that restarts alone.",
+    )
+    group.add(
+        "--evaluators",
+        kind=int,
+        default=0,
+        metavar="N",
+        help="Evaluators to run beside the --chief (default: %(default)s).",
+    )
+    group.add_switch(
         "--auto-scale",
         help="Find the best number of nodes within --nnodes while training; starts with "
         "--local-nodes.",

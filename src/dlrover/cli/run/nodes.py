@@ -155,6 +155,32 @@ def server_bounds(text: str, local_nodes: int) -> tuple[int, int]:
     return least, most
 
 
+def other_nodes(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Return the number of nodes beside workers and servers: the chief and the evaluators.
+
+    Raises:
+        ConfigurationError: the options contradict each other, or DLRover could not start these nodes.
+    """
+    if args.evaluators < 0:
+        raise ConfigurationError(f"--evaluators {args.evaluators}: must be 0 or a positive number.")
+    if not args.chief:
+        if args.evaluators:
+            raise ConfigurationError(
+                f"--evaluators {args.evaluators}: evaluators run beside a chief; give --chief too."
+            )
+        return 0
+    if args.auto_scale or args.node_unit > 1 or "nnodes" in args.given:
+        raise ConfigurationError(
+            "--chief: the chief alone is the world, so --nnodes, --node-unit and --auto-scale do not apply."
+        )
+    if not args.local_nodes and "DLROVER_MASTER_ADDR" not in environ:
+        raise ConfigurationError(
+            "--chief: DLRover must be able to start nodes; give --local-nodes N, the number of workers on this "
+            "machine, or name the chief in spec.replicaSpecs.chief of an ElasticJob on Kubernetes."
+        )
+    return 1 + int(args.evaluators)
+
+
 # Size of a local node
 
 

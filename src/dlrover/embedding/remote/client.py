@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import socket
 import threading
@@ -49,7 +50,7 @@ class ServerGroup:
 
     def __init__(self, directory: Directory, timeout: float = TIMEOUT) -> None:
         self._directory, self._timeout = directory, timeout
-        self._client = secrets.randbits(63)
+        self._client, self._pid = secrets.randbits(63), os.getpid()
         self._sequence = 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -126,6 +127,13 @@ class ServerGroup:
                 link.close()
             self._links.clear()
 
+    def _begin_anew(self) -> None:
+        """Become another client with connections of its own: this process is a fork of the first one."""
+        self._client, self._pid = secrets.randbits(63), os.getpid()
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+
     # ---- one batch
 
     def _exchange(
@@ -136,6 +144,8 @@ class ServerGroup:
         take: Callable[[Slots, Frame], None],
     ) -> None:
         """Ask the owners of ``keys[places]``; ask again those that do not answer or own the keys no more."""
+        if self._pid != os.getpid():
+            self._begin_anew()
         began = time.monotonic()
         warn_at = began + WARN_AFTER
         delays = backoff.delays(*RETRY)

@@ -44,7 +44,7 @@ def stages(model: Transformer, pp: int, virtual: int) -> Stages:
     """
     parts = pp * virtual
     each, rest = divmod(model.layers, parts)
-    if virtual > 1 or parts == 1 or model.experts:
+    if virtual > 1 or parts == 1 or parts >= model.layers or model.experts:
         chunks = tuple(each + (part < rest) for part in range(parts))
     else:
         chunks = _balanced(model, pp)
