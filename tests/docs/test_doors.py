@@ -30,8 +30,8 @@ DOORS = {
     },
     "dlrover.embedding": {
         "BloomAdmission", "ChanceAdmission", "CountAdmission", "EmbeddingOptimizer", "Expiry", "HashEmbedding",
-        "HashEmbeddingBag", "HashTable", "Initializer", "Optimizer", "RemoteTable", "checkpoints", "open_table",
-        "prefetched",
+        "HashEmbeddingBag", "HashTable", "Initializer", "Optimizer", "RemoteTable", "ServedTables", "checkpoints",
+        "open_table", "prefetched",
     },
     "dlrover.optim": {
         "AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT", "GroupAdagrad", "GroupAdam", "Penalty", "WSAM",

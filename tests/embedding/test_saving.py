@@ -146,6 +146,26 @@ def test_old_checkpoints_are_deleted_unless_a_kept_one_adds_to_them(tmp_path: Pa
             checkpoints.load(1)
 
 
+def test_after_going_back_to_an_earlier_step_what_is_saved_then_counts(tmp_path: Path) -> None:
+    with cluster(2) as (made, group):
+        checkpoints, model = TableCheckpoints(made.directory, str(tmp_path), keep=1), Model()
+        held: dict[int, Model] = {}
+        for step in (1, 2, 3):
+            train(group, model, 1, seed=step)
+            checkpoints.save(step)
+            held[step] = dict(model)
+        assert checkpoints.load(1) == 1
+        model = dict(held[1])
+        train(group, model, 1, seed=7)
+        checkpoints.save(2)
+        checkpoints.wait()
+        train(group, {**model}, 1, seed=8)
+        assert TableCheckpoints(made.directory, str(tmp_path)).load() == 2
+        train(group, model, 1, seed=9)
+        steps = [each.step for each in stored.manifests(open_store(str(tmp_path)))]
+        assert steps == [2, 1], "what was abandoned is deleted, although its steps were later"
+
+
 def test_damage_is_noticed(tmp_path: Path) -> None:
     with cluster(1) as (made, group):
         train(group, {}, 1)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dlrover import __version__, config
 from dlrover._util import procs
-from dlrover.cli import chaos, ckpt, jobs, strategy
+from dlrover.cli import chaos, ckpt, embedding, jobs, strategy
 from dlrover.cli.cluster import brain, operator, submit
 from dlrover.cli.output import Form, Output, print_json, show
 from dlrover.cli.run.launchspec import parse_rdzv_conf
@@ -35,6 +35,7 @@ app = typer.Typer(
 )
 app.add_typer(brain.app)
 app.add_typer(ckpt.app)
+app.add_typer(embedding.app)
 app.command(context_settings={"allow_interspersed_args": False})(chaos.chaos)
 app.command()(operator.operator)
 app.command()(strategy.strategy)

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 T = TypeVar("T")
+KIB = 1024
 
 
 class Form(str, Enum):
@@ -47,3 +48,12 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print("  ".join(cells).rstrip())
+
+
+def size(nbytes: float) -> str:
+    """Return a number of bytes for people, such as ``33.0 KiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < KIB:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= KIB
+    return f"{nbytes:.1f} TiB"

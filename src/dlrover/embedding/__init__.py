@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Optimizer,
     )
     from dlrover.embedding.remote.table import RemoteTable, checkpoints, open_table
+    from dlrover.embedding.serving.raw import ServedTables
     from dlrover.embedding.table import HashTable
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Initializer",
     "Optimizer",
     "RemoteTable",
+    "ServedTables",
     "checkpoints",
     "open_table",
     "prefetched",
@@ -53,6 +55,7 @@ __getattr__ = lazy(
         "Initializer": "dlrover.embedding.options",
         "Optimizer": "dlrover.embedding.options",
         "RemoteTable": "dlrover.embedding.remote.table",
+        "ServedTables": "dlrover.embedding.serving.raw",
         "checkpoints": "dlrover.embedding.remote.table",
         "open_table": "dlrover.embedding.remote.table",
         "prefetched": "dlrover.embedding.modules",

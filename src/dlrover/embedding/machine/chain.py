@@ -34,6 +34,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     number: int
     """Place in its chain, from 0."""
     step: int
+    time: float = 0.0
+    """When the servers copied the rows, in seconds since the epoch."""
     tables: dict[str, str]
     """Options of each table, by name."""
     parts: tuple[Part, ...]

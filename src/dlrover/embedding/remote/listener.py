@@ -1,4 +1,4 @@
-"""The requests that an embedding server answers, one thread for each connection."""
+"""Connections to an embedding server, one thread for each, and the requests that it answers on them."""
 
 from __future__ import annotations
 
@@ -32,21 +32,30 @@ class Follower(Protocol):
         """Return once this server answers for the slots of a placement; raise `ProtocolError` if it cannot."""
 
 
+class Answering(Protocol):
+    """The server's end of one connection."""
+
+    def answer(self) -> None:
+        """Receive one request and answer it."""
+
+
 class Listener:
-    """Listens at an address once made, and answers once started."""
+    """Listens at an address once made, and answers once started.
+
+    Args:
+        address: Address to listen on.
+        answering: Returns what answers on a connection.
+        port: Port to listen on; 0 for any free one.
+    """
 
     def __init__(
-        self,
-        address: str,
-        holding: Holding,
-        directory: Directory,
-        follower: Follower,
+        self, address: str, answering: Callable[[socket.socket], Answering], port: int = 0
     ) -> None:
-        self._holding, self._directory, self._follower = holding, directory, follower
+        self._answering = answering
         self._secret = b""
         self._ended = threading.Event()
         self._open: set[socket.socket] = set()
-        self._sock = socket.create_server((address, 0), backlog=1024)
+        self._sock = socket.create_server((address, port), backlog=1024)
         self.port: int = self._sock.getsockname()[1]
 
     def start(self, secret: bytes) -> None:
@@ -75,7 +84,7 @@ class Listener:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             wire.accept(sock, self._secret)
-            connection = _Connection(sock, self._holding, self._directory, self._follower)
+            connection = self._answering(sock)
             while not self._ended.is_set():
                 connection.answer()
         except ProtocolError as error:
@@ -87,8 +96,8 @@ class Listener:
             sock.close()
 
 
-class _Connection:
-    """One client's connection."""
+class Connection:
+    """A connection to a server of a job."""
 
     def __init__(
         self,

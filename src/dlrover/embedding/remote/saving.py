@@ -81,6 +81,7 @@ class TableCheckpoints:
             parent=parent.id if parent else "",
             number=parent.number + 1 if parent else 0,
             step=step,
+            time=time.time(),
             tables=placement.tables,
             parts=(),
         )

@@ -12,7 +12,7 @@ import numpy as np
 from dlrover.embedding.remote import arrays, wire
 from dlrover.embedding.remote.directory import Directory
 from dlrover.embedding.remote.holding import Holding, Slots
-from dlrover.embedding.remote.listener import Listener
+from dlrover.embedding.remote.listener import Connection, Listener
 from dlrover.embedding.remote.wire import Frame, Op, Status
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.spec.placement import Announce, Fetched, Leave, PlacementReply, Recovered
@@ -56,7 +56,7 @@ class EmbeddingServer:
         self._nudged = threading.Event()
         self._followed = threading.Condition()
         self._version = -1
-        self._listener = Listener(address, holding, directory, self)
+        self._listener = Listener(address, lambda sock: Connection(sock, holding, directory, self))
         self.port = self._listener.port
         self._placement = directory.ask(Announce(index, start, address, self.port, servers))
         self._secret = self._placement.secret

@@ -111,13 +111,21 @@ def read_manifest(store: Store, id_: str) -> Manifest:
         raise InfrastructureError(f"{store.where(file)} is damaged: {error}.") from error
 
 
-def manifests(store: Store) -> list[Manifest]:
-    """Return all complete checkpoints, those of the latest step first."""
+def complete(store: Store) -> list[str]:
+    """Return the ids of all complete checkpoints, in any order."""
     with explained(f"{store.location} cannot be read"):
         ids = [name.removeprefix(_FOLDER) for name in store.names() if name.startswith(_FOLDER)]
-        complete = [id_ for id_ in ids if store.exists(join(_FOLDER + id_, MANIFEST))]
-    found = [read_manifest(store, id_) for id_ in complete]
-    return sorted(found, key=lambda each: (each.step, each.number), reverse=True)
+        return [id_ for id_ in ids if store.exists(join(_FOLDER + id_, MANIFEST))]
+
+
+def manifests(store: Store) -> list[Manifest]:
+    """Return all complete checkpoints, the last one first."""
+    return sorted((read_manifest(store, id_) for id_ in complete(store)), key=order, reverse=True)
+
+
+def order(manifest: Manifest) -> tuple[float, int, int]:
+    """Return what orders checkpoints: a later one has a larger value, whatever step was gone back to before."""
+    return manifest.time, manifest.step, manifest.number
 
 
 def parts(store: Store, newest: Manifest) -> Iterator[tuple[Part, dict[str, NDArray[Any]]]]:
