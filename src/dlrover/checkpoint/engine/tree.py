@@ -24,8 +24,6 @@ State = dict[str, Any]
 DTYPES = {key: getattr(torch, key) for key in ITEM_BYTES if hasattr(torch, key)}
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 DTYPE_NAMES = {dtype: key for key, dtype in DTYPES.items()}
-MANY = 16
-"""Number of tensors from which a dict of tensors is remembered for the next walk."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +109,7 @@ def flatten(state: State, known: dict[Path, KnownDict] | None = None) -> Flat:
             return None
         tensors.extend(value.values())
         paths.extend(item.paths)
-        if len(value) >= MANY:
-            found[path] = item
+        found[path] = item
         return item.packed
 
     packed = layouts.pack(state, (), leaf, whole)
