@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
@@ -104,3 +107,21 @@ def test_no_timer_outlives_the_wait(played) -> None:
         assert waiting.zygote._timer.cancelled()
 
     played(test)
+
+
+def test_a_zygote_whose_agent_has_left_says_nothing() -> None:
+    """It may still import when the job ends; its traceback would follow the last screen."""
+    ours, theirs = socket.socketpair()
+    ours.close()
+    board = zygotes.make_board()
+    start = f"from dlrover.agent.workers import zygote; zygote.main({theirs.fileno()}, {board}, '')"
+    ended = subprocess.run(
+        [sys.executable, "-c", start],
+        pass_fds=(theirs.fileno(), board),
+        capture_output=True,
+        timeout=25,
+        check=False,
+    )
+    theirs.close()
+    os.close(board)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")

@@ -235,7 +235,10 @@ def main(sock_fd: int, board_fd: int, preload_file: str) -> None:
     board = Board(board_fd)
     os.close(board_fd)  # the mapping has its own descriptor, which other programs do not inherit
     zygote = Zygote(sock)
-    zygote.send({"ready": time.monotonic() - started, "problem": imported.problem})
+    try:
+        zygote.send({"ready": time.monotonic() - started, "problem": imported.problem})
+    except ConnectionError:
+        os._exit(0)  # the job has ended meanwhile, which is nothing to show its user
     gc.freeze()  # keeps the memory shared with the workers
     order = zygote.serve()
     if order is None:
