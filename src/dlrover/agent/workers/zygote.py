@@ -102,7 +102,10 @@ class Zygote:
         while not closed:
             for key, _ in selector.select():
                 if key.fileobj is self._sock:
-                    data = self._sock.recv(1 << 16)
+                    try:
+                        data = self._sock.recv(1 << 16)
+                    except ConnectionResetError:
+                        data = b""  # the agent has left and did not read the last message
                     closed = not data
                     buffer += data
                 else:
@@ -235,10 +238,7 @@ def main(sock_fd: int, board_fd: int, preload_file: str) -> None:
     board = Board(board_fd)
     os.close(board_fd)  # the mapping has its own descriptor, which other programs do not inherit
     zygote = Zygote(sock)
-    try:
-        zygote.send({"ready": time.monotonic() - started, "problem": imported.problem})
-    except ConnectionError:
-        os._exit(0)  # the job has ended meanwhile, which is nothing to show its user
+    zygote.send({"ready": time.monotonic() - started, "problem": imported.problem})
     gc.freeze()  # keeps the memory shared with the workers
     order = zygote.serve()
     if order is None:
