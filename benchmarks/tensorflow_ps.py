@@ -157,47 +157,54 @@ def survive(folder: Path, kills: int, spares: int) -> list[dict]:
             stderr=log,
             start_new_session=True,
         )
-        wait(lambda: steps_after(out, 0.0) or process.poll() is not None, "the first step")
-        for _ in range(kills):
-            time.sleep(PAUSE)
-            killed = kill_server(out)
-            before = [note for note in notes(out) if "time" in note][-1]
+        try:
+            wait(lambda: steps_after(out, 0.0) or process.poll() is not None, "the first step")
+            for _ in range(kills):
+                time.sleep(PAUSE)
+                killed = kill_server(out)
+                before = [note for note in notes(out) if "time" in note][-1]
 
-            def begun(killed: float = killed) -> bool:
-                found = notes(out)
-                begins = [
-                    place for place, note in enumerate(found) if note.get("begin", 0.0) > killed
-                ]
-                return bool(begins) and any("time" in note for note in found[begins[-1] :])
+                def begun(killed: float = killed) -> bool:
+                    found = notes(out)
+                    begins = [
+                        place for place, note in enumerate(found) if note.get("begin", 0.0) > killed
+                    ]
+                    return bool(begins) and any("time" in note for note in found[begins[-1] :])
 
-            wait(begun, "a step after the kill")
-            after = notes(out)
-            first = next(
-                place for place, note in enumerate(after) if note.get("begin", 0.0) > killed
-            )
-            following = [note for note in after[first:] if "time" in note]
-            wait(
-                lambda start=first, last=before["step"]: [  # type: ignore[misc]
-                    note for note in notes(out)[start:] if "time" in note and note["step"] > last
-                ],
-                "a new step",
-            )
-            new = next(
-                note
-                for note in notes(out)[first:]
-                if "time" in note and note["step"] > before["step"]
-            )
-            costs.append(
-                {
-                    "next_step": following[0]["time"] - killed,
-                    "new_step": new["time"] - killed,
-                    "repeated": before["step"] - after[first]["step"],
-                    "load": os.getloadavg()[0],
-                }
-            )
-            print(f"  spares {spares}: {costs[-1]}", flush=True)
-        (out / "stop").touch()
-        code = process.wait(LIMIT)
+                wait(begun, "a step after the kill")
+                after = notes(out)
+                first = next(
+                    place for place, note in enumerate(after) if note.get("begin", 0.0) > killed
+                )
+                following = [note for note in after[first:] if "time" in note]
+                wait(
+                    lambda start=first, last=before["step"]: [  # type: ignore[misc]
+                        note
+                        for note in notes(out)[start:]
+                        if "time" in note and note["step"] > last
+                    ],
+                    "a new step",
+                )
+                new = next(
+                    note
+                    for note in notes(out)[first:]
+                    if "time" in note and note["step"] > before["step"]
+                )
+                costs.append(
+                    {
+                        "next_step": following[0]["time"] - killed,
+                        "new_step": new["time"] - killed,
+                        "repeated": before["step"] - after[first]["step"],
+                        "load": os.getloadavg()[0],
+                    }
+                )
+                print(f"  spares {spares}: {costs[-1]}", flush=True)
+            (out / "stop").touch()
+            code = process.wait(LIMIT)
+        finally:
+            process.terminate()  # has no effect after its end
+            process.wait(LIMIT)
+
     if code:
         raise SystemExit((out / "log").read_text()[-5000:])
     return costs
