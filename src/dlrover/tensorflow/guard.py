@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from dlrover import config, launched
 from dlrover._util import backoff
-from dlrover.errors import InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.cluster import ClusterTask, UseCluster
 from dlrover.spec.node import CHIEF
 from dlrover.tensorflow import serving
@@ -181,8 +181,10 @@ class Guard:
         return self._failures <= self._options.max_failures
 
     def _registry(self) -> Registry:
-        if self._place is not None and launched.given.relay:
+        if self._place is not None:
             return JobRegistry()
+        if launched.given.relay:
+            raise ConfigurationError(serving.NO_CHIEF)
         registry, self._alive = serving.alone()
         return registry
 
