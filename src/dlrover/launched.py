@@ -31,6 +31,8 @@ class Given:
     """True to store the newest step in memory when a worker dies, unless the program says otherwise."""
     auto_tuning: bool = False
     """True if loaders and trainers tune themselves, unless the program says otherwise."""
+    embedding: bool = False
+    """True if the job has embedding servers (`dlrover.embedding`)."""
     global_batch: int = 0
     """Global batch chosen for the job, in samples; 0: the program's own."""
 

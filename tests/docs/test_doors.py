@@ -11,7 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 DOORS = {
-    "dlrover.accelerate": {"Cluster", "Prediction", "Strategy", "Transformer"},
+    "dlrover.accelerate": {
+        "Cluster", "Explanation", "Observation", "Prediction", "Strategy", "Transformer", "calibrate",
+        "predict", "search", "traced", "why_not", "AutoAccelerateResult", "auto_accelerate", "clip_grad_norm_",
+    },
     "dlrover.accelerators": {
         "CPU", "RESOURCES", "VENDORS", "DeviceHealth", "DeviceUse", "Vendor", "pci_addresses", "present",
         "resources", "vendors",
@@ -25,6 +28,14 @@ DOORS = {
         "Csv", "ElasticDataLoader", "ElasticDataset", "JsonLines", "Lines", "Message", "Parquet", "Records",
         "Stream", "Table", "TfRecords",
     },
+    "dlrover.embedding": {
+        "BloomAdmission", "ChanceAdmission", "CountAdmission", "EmbeddingOptimizer", "Expiry", "HashEmbedding",
+        "HashEmbeddingBag", "HashTable", "Initializer", "Optimizer", "RemoteTable", "ServedTables", "checkpoints",
+        "open_table", "prefetched",
+    },
+    "dlrover.optim": {
+        "AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT", "GroupAdagrad", "GroupAdam", "Penalty", "WSAM",
+    },
     "dlrover.planning": {
         "Demand", "GIB", "MemorySample", "Option", "ServerSample", "ServerShape", "ServerSpace", "allocate",
         "fit_servers", "plan_servers", "prevent_oom", "sample_servers",
@@ -37,7 +48,10 @@ DOORS = {
 NEEDS = {
     "ElasticDataset": "torch", "ElasticDataLoader": "torch", "ElasticTrainer": "torch",
     "ElasticDistributedSampler": "torch", "Checkpointer": "torch", "LoadRecord": "torch", "Shard": "torch",
-    "dataset": "tensorflow", "resilient": "tensorflow", "Optimizer": "sqlalchemy",
+    "EmbeddingOptimizer": "torch", "HashEmbedding": "torch", "HashEmbeddingBag": "torch", "prefetched": "torch",
+    "dataset": "tensorflow", "resilient": "tensorflow", "traced": "torch", "auto_accelerate": "torch", "AutoAccelerateResult": "torch", "clip_grad_norm_": "torch", "Optimizer": "sqlalchemy",
+    **dict.fromkeys(("AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT"), "torch"),
+    **dict.fromkeys(("GroupAdagrad", "GroupAdam", "WSAM"), "torch"),
 }  # fmt: skip
 MODULES = {
     f"dlrover.integrations.{name}"

@@ -257,6 +257,10 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     entry: Entry
     target: str
     args: tuple[str, ...] = ()
+    server_module: str = ""
+    """Module that the servers run; empty: the program."""
+    embedding: bool = False
+    """True if the servers hold embedding tables."""
     python: str = ""
     """Interpreter for Python entries; empty: the launcher's own."""
     nproc_per_node: int = 1

@@ -314,6 +314,19 @@ def _add_job(group: OptionGroup) -> None:
         help="What restarts with a failed server: the job's world, which it belongs to, or only the "
         "server, which then is a world by itself (default: %(default)s).",
     )
+    group.add(
+        "--server-module",
+        default="",
+        metavar="MODULE",
+        help="Module that the servers run, as with -m (default: the program).",
+    )
+    group.add(
+        "--embedding-servers",
+        default="",
+        metavar="N",
+        help="Servers of embedding tables: --servers N --server-failover instance --server-module "
+        "dlrover.embedding.",
+    )
     group.add_switch(
         "--chief",
         help="Run one more node, the chief, which coordinates the others. It alone is the job's world; each "

@@ -91,6 +91,8 @@ def run_options(
     min_nodes, max_nodes = (bound + others for bound in nodes.bounds(args))
     standalone = _is_standalone(args, min_nodes, max_nodes)
     _check_node_rank(args, standalone, max_nodes)
+    if args.embedding_servers:
+        args = nodes.with_embedding_servers(args)
     min_servers, max_servers = nodes.server_bounds(args.servers, args.local_nodes)
     server_failover: Literal["job", "instance"] = "instance" if args.chief else args.server_failover
     if args.server_failover == "instance" and standalone and not args.servers:
@@ -166,6 +168,8 @@ def _launch_spec(
         entry=entry,
         target=args.training_script,
         args=tuple(args.training_script_args),
+        server_module=args.server_module,
+        embedding=args.server_module == nodes.EMBEDDING_SERVER,
         python=environ.get("PYTHON_EXEC", ""),
         role=CHIEF if args.chief else WORKER if args.servers else args.role,
         run_id=str(uuid.uuid4()) if standalone else args.rdzv_id,

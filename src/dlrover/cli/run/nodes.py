@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import re
@@ -14,9 +15,10 @@ from dlrover.kubernetes.resources.quantities import quantity
 from dlrover.spec.node import NodeLimits
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Mapping
 
+EMBEDDING_SERVER = "dlrover.embedding"
+"""Module that ``--embedding-servers`` runs."""
 LEAST_MEMORY = 128 << 20
 """Least memory of a node in bytes; the node's processes other than workers take most of it."""
 LEAST_CPU = 0.05
@@ -95,6 +97,27 @@ def check_auto_scale(
 
 def _range(least: int, most: int) -> str:
     return str(least) if least == most else f"{least} to {most}"
+
+
+def with_embedding_servers(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the options that ``--embedding-servers`` stands for.
+
+    Raises:
+        ConfigurationError: one of them is given, too.
+    """
+    for name in ("servers", "server_module"):
+        if getattr(args, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigurationError(
+                f"--embedding-servers {args.embedding_servers}: excludes {flag} {getattr(args, name)}."
+            )
+    changed = vars(args) | {
+        "servers": args.embedding_servers,
+        "local_nodes": args.local_nodes or 1,
+        "server_failover": "instance",
+        "server_module": EMBEDDING_SERVER,
+    }
+    return argparse.Namespace(**changed)
 
 
 def server_bounds(text: str, local_nodes: int) -> tuple[int, int]:

@@ -1,0 +1,69 @@
+"""AdamW (Loshchilov and Hutter 2019) with states of 8 bits, or with random rounding of bfloat16 parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from dlrover._native.updates import adamw_scalars
+from dlrover.errors import ConfigurationError
+from dlrover.optim.moments import Lists, MomentOptimizer, check_rates
+
+
+class AdamW(MomentOptimizer):
+    """``torch.optim.AdamW`` in the forms of `MomentOptimizer`.
+
+    Args:
+        params: parameters, or groups of them with options of their own.
+        lr: learning rate.
+        betas: decay rates of the means of gradients and of their squares.
+        eps: term of the denominator.
+        weight_decay: decoupled weight decay.
+        state_bits: 32, or 8 for states of a quarter of the size.
+
+    Raises:
+        ConfigurationError: an argument is out of its range.
+    """
+
+    _kernel = "adamw"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        state_bits: int = 32,
+    ) -> None:
+        check_rates(lr, betas, weight_decay)
+        if not eps >= 0:
+            raise ConfigurationError(f"eps is {eps}; it must be 0 or more.")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, state_bits)
+
+    def _scalars(self, step: int, group: dict[str, Any]) -> Any:
+        options = group["betas"], group["eps"], group["weight_decay"]
+        return adamw_scalars(step, float(group["lr"]), *options)
+
+    def _plain(self, step: int, group: dict[str, Any], lists: Lists) -> None:
+        beta1, beta2 = group["betas"]
+        lr = float(group["lr"])
+        torch._foreach_lerp_(lists.means, lists.gradients, 1 - beta1)
+        torch._foreach_mul_(lists.squares, beta2)
+        torch._foreach_addcmul_(lists.squares, lists.gradients, lists.gradients, 1 - beta2)
+        divisor = torch._foreach_sqrt(lists.squares)  # noqa: SLF001
+        torch._foreach_mul_(divisor, 1 / math.sqrt(1 - beta2**step))
+        torch._foreach_add_(divisor, group["eps"])
+        torch._foreach_mul_(lists.parameters, 1 - lr * group["weight_decay"])
+        torch._foreach_addcdiv_(lists.parameters, lists.means, divisor, -lr / (1 - beta1**step))
+
+
+class AdamW8bit(AdamW):
+    """`AdamW` with ``state_bits=8``."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, state_bits=8)

@@ -1,0 +1,1 @@
+"""Local SGD: replicas that train on their own and synchronize seldom."""

@@ -1,0 +1,407 @@
+"""DiLoCo and Streaming DiLoCo, with everything that EDiT shares: schedule, syncs, members that come and go."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.optim.local.exchange import CodedSum, Peers, Residuals, Sum
+from dlrover.optim.local.fragments import Fragment, Outer, divided
+from dlrover.optim.machine.penalty import Decision, Penalty, Report, Statistics, judge
+from dlrover.optim.tensors import like, local, parameters, saved_states
+from dlrover.optim.wrapped import WrappedOptimizer
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "local_sgd."
+"""Begins the keys that the wrapper adds to the state of each parameter."""
+
+
+def nesterov(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """Return DiLoCo's outer optimizer: SGD with the rate 0.7 and Nesterov momentum of 0.9."""
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A sync between its two halves."""
+
+    fragment: Fragment
+    decision: Decision
+    rank: int
+    """This replica's position in the decision."""
+    sum: Sum | CodedSum | None
+    """None if no replica counts."""
+    steps: int
+    """Steps of all replicas since the last sync."""
+
+
+class DiLoCo(WrappedOptimizer):
+    """A wrapper of any optimizer: replicas make many steps of their own between two syncs (arXiv:2311.08105).
+
+    At a sync, the replicas average the changes that they made to the parameters since the last one, and the outer
+    optimizer applies the mean to the parameters of that sync. All replicas continue from the result::
+
+        optimizer = DiLoCo(torch.optim.AdamW(model.parameters(), lr=4e-4), interval=500)
+        for batch in loader:
+            loss_of(model(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    A replica is one rank, or several ranks with FSDP2, tensor parallelism or DDP *within* the replica. Each of its
+    ranks synchronizes with the ranks at the same position in the other replicas.
+
+    Replicas come and go at a sync: ``group`` is called before each one. A replica that is behind the others, as a new
+    one is, gets their shared parameters and their outer optimizer's state, and counts from the next sync on; it calls
+    `sync` once before its first step. A replica whose change is not finite is left out of the mean.
+
+    If a sync fails, because a replica is lost, the parameters are those before it, and the next step tries again.
+
+    With ``fragments``, one of them is synchronized every ``interval / fragments`` steps, in turn; with ``delay``, its
+    result is awaited and applied so many steps after the exchange began (Streaming DiLoCo, arXiv:2501.18512).
+
+    Args:
+        base: the inner optimizer, with its parameters.
+        group: process group of the ranks that synchronize, one of each replica, or a function that returns the group
+            of the next sync (None: this replica is alone). By default all ranks.
+        interval: steps between two syncs of a fragment.
+        outer: function that makes an outer optimizer from a list of parameters; it must work element by element.
+        fragments: into how many parts the parameters are divided.
+        delay: steps from the begin of an exchange to the use of its result.
+        alpha: part of a replica's own change that it keeps at a sync.
+        bits: 32, or 8 for exchanges of a quarter of the bytes. What coding cuts off is added at the next sync.
+        warmup: first steps, in which the replicas average gradients, as with DDP.
+        penalty: how replicas are weighted and left out; by default all that are finite count the same.
+        clip: maximum norm of the mean change of a fragment.
+        replica_group: process group of the ranks of this replica, if it is several; by default that of the mesh over
+            which the parameters are spread.
+        outer_device: device of the shared parameters and the outer optimizer, such as ``"cpu"``; by default that of
+            the parameters.
+
+    Raises:
+        ConfigurationError: an argument is out of its range or conflicts with another.
+    """
+
+    def __init__(  # noqa: PLR0913 - options, by name
+        self,
+        base: torch.optim.Optimizer,
+        group: Any = None,
+        *,
+        interval: int = 100,
+        outer: Outer = nesterov,
+        fragments: int = 1,
+        delay: int = 0,
+        alpha: float = 0.0,
+        bits: int = 32,
+        warmup: int = 0,
+        penalty: Penalty | None = None,
+        clip: float | None = None,
+        replica_group: Any = None,
+        outer_device: Any = None,
+    ) -> None:
+        super().__init__(base)
+        trained = [each for each in parameters(self.param_groups) if each.requires_grad]
+        self._parts = divided(trained, fragments)
+        _check_schedule(interval, fragments, delay)
+        if not 0 <= alpha <= 1:
+            raise ConfigurationError(f"alpha is {alpha}; it must be from 0 to 1.")
+        if bits not in (8, 32):
+            raise ConfigurationError(f"bits is {bits}; accepted are 8 and 32.")
+        if warmup < 0:
+            raise ConfigurationError(f"warmup is {warmup}; it must be 0 or more.")
+        if clip is not None and not clip > 0:
+            raise ConfigurationError(f"clip is {clip}; it must be more than 0, or None.")
+        self._group, self._device = group, local(trained[0]).device
+        self._stride, self._delay, self._alpha = interval // fragments, delay, alpha
+        self._bits, self._warmup, self._clip, self._penalty = bits, warmup, clip, penalty
+        self._outer, self._outer_device = outer, outer_device
+        self._replica = _replica_group(trained) if replica_group is None else replica_group
+        self._replica_size = 1 if self._replica is None else dist.get_world_size(self._replica)
+        self._fragments: list[Fragment] = []
+        """Empty until the first step of its own: a program may load parameters before."""
+        self._pending: Pending | None = None
+        self._steps = self._since = 0
+        self.syncs = 0
+        """Syncs so far, each of one fragment; the same in all replicas."""
+        self.total_steps = 0
+        """Steps of all replicas together up to the last sync; the same in all replicas."""
+        self.latest: Decision | None = None
+        """What the replicas counted at the last sync."""
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step with the inner optimizer, and synchronize if it is time; the replica's ranks call it together.
+
+        Args:
+            closure: function that computes the gradients again and returns the loss.
+
+        Returns:
+            What ``closure`` returned.
+
+        Raises:
+            InfrastructureError: the sync failed.
+        """
+        if self._steps < self._warmup:
+            return self._warm_step(closure)
+        self._begin()
+        loss = self.base.step(closure)
+        self._steps += 1
+        self._since += 1
+        if self._pending is None and self._starts():
+            self._start()
+        if self._pending is not None and self._ends():
+            self._finish()
+        return loss
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def sync(self) -> None:
+        """Synchronize the next fragment now, as a new replica does before its first step; all replicas together.
+
+        Raises:
+            InfrastructureError: the sync failed.
+        """
+        self._begin()
+        if self._pending is None:
+            self._start()
+        self._finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state; each parameter's has the wrapper's too, spread like the parameter."""
+        found = self.base.state_dict()
+        numbers = {each: number for number, each in enumerate(parameters(self.param_groups))}
+        state = {number: dict(entries) for number, entries in found["state"].items()}
+        for fragment in self._fragments:
+            progress = torch.tensor(
+                [self._steps, self._since, self.syncs, self.total_steps, *astuple(fragment.statistics)],
+                dtype=torch.float64,
+            )  # fmt: skip
+            for parameter, shared in zip(fragment.parameters, fragment.shared, strict=True):
+                entries = state.setdefault(numbers[parameter], {})
+                entries[f"{PREFIX}shared"] = like(parameter, shared.detach())
+                entries[f"{PREFIX}progress"] = progress
+                for key, value in fragment.outer_state(shared):
+                    whole = like(parameter, value) if value.shape == shared.shape else value
+                    entries[f"{PREFIX}outer.{key}"] = whole
+        return {**found, "state": state}
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class, or one of the inner optimizer: then the next sync begins from the parameters."""
+        own: dict[torch.Tensor, dict[str, Any]] = {}
+        inner: dict[int, dict[str, Any]] = {}
+        for number, entries in state_dict["state"].items():
+            kept = {key: each for key, each in entries.items() if not key.startswith(PREFIX)}
+            if kept:
+                inner[number] = kept
+        for parameter, entries in saved_states(self.param_groups, state_dict):
+            found = {key: each for key, each in entries.items() if key.startswith(PREFIX)}
+            if found:
+                own[parameter] = found
+        super().load_state_dict({**state_dict, "state": inner})
+        self._pending, self._fragments = None, []
+        self._steps = self._since = self.syncs = self.total_steps = 0
+        if own:
+            self._begin()
+            for fragment in self._fragments:
+                self._restore(fragment, own)
+
+    def _restore(self, fragment: Fragment, own: dict[torch.Tensor, dict[str, Any]]) -> None:
+        for parameter, shared in zip(fragment.parameters, fragment.shared, strict=True):
+            entries = own[parameter]
+            shared.copy_(local(entries[f"{PREFIX}shared"]))
+            for key, value in fragment.outer_state(shared):
+                value.copy_(local(entries[f"{PREFIX}outer.{key}"]))
+            *counts, a, b, c, d = entries[f"{PREFIX}progress"].tolist()
+            self._steps, self._since, self.syncs, self.total_steps = map(int, counts)
+            fragment.statistics = Statistics.of((a, b, c, d))
+
+    # ---- a sync
+
+    def _begin(self) -> None:
+        """Note the parameters that the replicas have in common, unless they are known."""
+        if not self._fragments:
+            self._fragments = [
+                Fragment(part, self._outer, self._outer_device) for part in self._parts
+            ]
+
+    def _starts(self) -> bool:
+        """Return whether the next sync starts after this step."""
+        return self._since >= self._stride - self._delay
+
+    def _ends(self) -> bool:
+        """Return whether the sync that has started ends after this step."""
+        return self._since >= self._stride
+
+    def _start(self) -> None:
+        """Decide what each replica counts, and begin to add up their changes."""
+        with self._explained():
+            peers = self._peers()
+            fragment = self._fragments[self.syncs % len(self._fragments)]
+            change = fragment.difference()
+            squares, check = self._over_replica(
+                fragment.squares(change, self._replica_size), fragment.check_sum()
+            )
+            rows = peers.gather([math.sqrt(squares), self._since, self.syncs, check])
+            source = max(range(peers.size), key=lambda rank: rows[rank][2])
+            joins = [_joins(row, rows[source]) for row in rows]
+            if any(row[2:] != rows[source][2:] for row in rows):
+                self._spread(peers, source, joins=joins[peers.rank])
+                if joins[peers.rank]:
+                    fragment = self._fragments[self.syncs % len(self._fragments)]
+                    change = fragment.difference()
+            reports = [
+                None if joining else Report(row[0], max(int(row[1]), 1))
+                for row, joining in zip(rows, joins, strict=True)
+            ]
+            decision = judge(reports, fragment.statistics, self._penalty)
+            if peers.rank == 0:
+                self._log(decision)
+            under_way = None
+            if any(decision.weights):
+                weight = decision.weights[peers.rank]
+                change = change.mul_(weight) if weight else torch.zeros_like(change)
+                coded = self._bits == 8
+                under_way = (
+                    peers.sum_coded(change, fragment.residuals) if coded else peers.sum(change)
+                )
+            steps = sum(0 if report is None else report.steps for report in reports)
+            self._pending = Pending(fragment, decision, peers.rank, under_way, steps)
+
+    def _finish(self) -> None:
+        """Await the mean change and continue from what the outer optimizer makes of it."""
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        fragment = pending.fragment
+        mean = None
+        with self._explained():
+            if pending.sum is not None:
+                mean = pending.sum.result()
+                if self._clip is not None:
+                    (squares,) = self._over_replica(fragment.squares(mean, self._replica_size))
+                    mean.mul_(min(1.0, self._clip / (math.sqrt(squares) + 1e-6)))
+        if mean is not None:
+            fragment.step(mean)
+        counted = pending.decision.weights[pending.rank] > 0
+        fragment.take(self._alpha if counted else 0.0)
+        if not counted:
+            self._drop_broken_state(fragment)
+        fragment.statistics = pending.decision.statistics
+        self.latest = pending.decision
+        self.total_steps += pending.steps
+        self.syncs += 1
+        self._since = 0
+
+    def _spread(self, peers: Peers, source: int, *, joins: bool) -> None:
+        """Overwrite what the replicas should have in common by what one of them has."""
+        if peers.rank == source:
+            logger.warning("Sync %d: replica %d gives its state to others.", self.syncs, source)
+        statistics = [value for each in self._fragments for value in astuple(each.statistics)]
+        counts = torch.tensor([self.syncs, self.total_steps, *statistics], dtype=torch.float64)
+        tensors = [each for fragment in self._fragments for each in fragment.tensors()]
+        peers.spread([*tensors, counts], source)
+        if not joins:
+            return
+        syncs, total_steps, *statistics = counts.tolist()
+        self.syncs, self.total_steps = int(syncs), int(total_steps)
+        self._steps = max(self._steps, self._warmup)
+        for index, fragment in enumerate(self._fragments):
+            fragment.statistics = Statistics.of(statistics[4 * index : 4 * index + 4])
+            fragment.residuals = Residuals()
+            fragment.take(0.0)
+
+    def _drop_broken_state(self, fragment: Fragment) -> None:
+        """Let the inner optimizer begin anew where its state is not finite: else it would spoil the next steps too."""
+        for parameter in fragment.parameters:
+            values = [
+                local(each)
+                for each in self.state.get(parameter, {}).values()
+                if isinstance(each, torch.Tensor)
+            ]
+            if not all(each.isfinite().all() for each in values if each.is_floating_point()):
+                del self.state[parameter]
+
+    def _warm_step(self, closure: Callable[[], Any] | None) -> Any:
+        """Step with the mean gradient of all replicas."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._explained():
+            peers = self._peers()
+            for parameter in parameters(self.param_groups):
+                if parameter.grad is not None:
+                    peers.sum(local(parameter.grad)).result().div_(peers.size)
+        self.base.step()
+        self._steps += 1
+        return loss
+
+    # ---- groups
+
+    def _peers(self) -> Peers:
+        group = self._group() if callable(self._group) else self._group
+        if group is None and self._group is None and dist.is_initialized():
+            group = dist.group.WORLD
+        return Peers(group, self._device)
+
+    def _over_replica(self, *numbers: float) -> list[float]:
+        """Return the sums over this replica's ranks."""
+        if self._replica_size == 1:
+            return list(numbers)
+        sums = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        dist.all_reduce(sums, group=self._replica)
+        return [float(each) for each in sums]
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise InfrastructureError(
+                f"Sync {self.syncs} failed, and the parameters are those before it: {error}"
+            ) from error
+
+    def _log(self, decision: Decision) -> None:
+        for rank, reason in enumerate(decision.reasons):
+            if reason:
+                logger.warning("Sync %d: replica %d is left out: %s.", self.syncs, rank, reason)
+
+
+def _joins(row: list[float], latest: list[float]) -> bool:
+    """Return whether a replica is behind the latest one, or began with other parameters; rows as in `_start`.
+
+    Replicas of different machines may come to differ in the last digits: that alone does not make one join.
+    """
+    return row[2] != latest[2] or (latest[2] == 0 and row[3] != latest[3])
+
+
+def _check_schedule(interval: int, fragments: int, delay: int) -> None:
+    if interval < 1 or interval % fragments:
+        raise ConfigurationError(
+            f"interval is {interval}; it must be a multiple of fragments, {fragments}."
+        )
+    if not 0 <= delay < interval // fragments:
+        raise ConfigurationError(
+            f"delay is {delay}; it must be from 0 to below interval / fragments, {interval // fragments}."
+        )
+
+
+def _replica_group(trained: list[torch.Tensor]) -> Any:
+    """Return the process group of the mesh over which parameters are spread; None if none is."""
+    meshes = {each.device_mesh for each in trained if hasattr(each, "device_mesh")}
+    if not meshes:
+        return None
+    mesh = meshes.pop()
+    if meshes or mesh.ndim > 1:
+        raise ConfigurationError(
+            "replica_group is None, and the parameters are spread over a mesh of several dimensions; it must be"
+            " the process group of all ranks of this replica."
+        )
+    return mesh.get_group()

@@ -1,0 +1,173 @@
+"""WSAM (Yue et al., "Sharpness-Aware Minimization Revisited: Weighted Sharpness as a Regularization Term", KDD 2023)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlrover.errors import ConfigurationError
+from dlrover.optim.tensors import parameters
+from dlrover.optim.wrapped import WrappedOptimizer
+
+
+class WSAM(WrappedOptimizer):
+    """An optimizer that minimizes the loss and, with a weight, its sharpness: its rise within a distance of ``rho``.
+
+    With g the gradient at w, e = rho g / |g|, h the gradient at w + e, and a = gamma / (1 - gamma)::
+
+        decoupled:  base step with g, then w = w - lr a (h - g)
+        coupled:    base step with a h + (1 - a) g
+
+    ``gamma=0`` is the base optimizer, ``gamma=0.5`` coupled is SAM, more seeks flatter minima. A step computes the loss
+    twice, through a closure::
+
+        optimizer = WSAM(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model(inputs), targets)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    The gradients are those of the global batch in both passes, with DDP, FSDP2 and tensor parallelism; so the result
+    does not depend on the number of ranks.
+
+    Args:
+        model: module with the parameters; its batch normalization keeps its running statistics in the second pass.
+        base: optimizer of the parameters.
+        rho: distance.
+        gamma: weight of the sharpness, from 0 to below 1.
+        adaptive: True to scale the distance by the parameters (ASAM): e = rho w² g / |w g|.
+        decouple: False for the coupled form.
+        max_norm: maximum norm of the gradients g and h, if any.
+        eps: term of the denominators |g| and |w g|.
+
+    Raises:
+        ConfigurationError: an argument is out of its range.
+    """
+
+    def __init__(  # noqa: PLR0913 - options, by name
+        self,
+        model: torch.nn.Module,
+        base: torch.optim.Optimizer,
+        rho: float = 0.05,
+        gamma: float = 0.9,
+        *,
+        adaptive: bool = False,
+        decouple: bool = True,
+        max_norm: float | None = None,
+        eps: float = 1e-12,
+    ) -> None:
+        if not rho >= 0:
+            raise ConfigurationError(f"rho is {rho}; it must be 0 or more.")
+        if not 0 <= gamma < 1:
+            raise ConfigurationError(f"gamma is {gamma}; it must be from 0 to below 1.")
+        if max_norm is not None and not max_norm > 0:
+            raise ConfigurationError(f"max_norm is {max_norm}; it must be more than 0, or None.")
+        super().__init__(base)
+        self._model = model
+        self._rho, self._weight = rho, gamma / (1 - gamma)
+        self._adaptive, self._decouple = adaptive, decouple
+        self._max_norm, self._eps = max_norm, eps
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step.
+
+        Args:
+            closure: function that sets the gradients to those of the batch and returns the loss.
+
+        Returns:
+            The loss at the parameters before the step.
+
+        Raises:
+            ConfigurationError: there is no closure.
+        """
+        if closure is None:
+            raise ConfigurationError(
+                "WSAM.step got no closure; it needs one that computes the gradients, which it calls twice."
+            )
+        compute = torch.enable_grad()(closure)
+        loss = compute()
+        if not self._weight:
+            self._clip()
+            self.base.step()
+            return loss
+        moved = [each for each in parameters(self.param_groups) if each.grad is not None]
+        before = [each.clone() for each in moved]
+        distances = self._distances(moved)
+        self._clip()
+        gradients = [each.grad.clone() for each in moved]
+        for each, distance in zip(moved, distances, strict=True):
+            each.add_(distance)
+        del distances
+        with _frozen_statistics(self._model):
+            compute()
+        for each, value in zip(moved, before, strict=True):
+            each.copy_(value)
+        del before
+        self._clip()
+        self._finish(moved, gradients)
+        return loss
+
+    def _distances(self, moved: list[Tensor]) -> list[Tensor]:
+        """Return e for each parameter."""
+        scaled = [each.grad * each.abs() if self._adaptive else each.grad for each in moved]
+        factor = self._rho / (_norm(scaled) + self._eps)
+        if self._adaptive:
+            scaled = [value * each.abs() for value, each in zip(scaled, moved, strict=True)]
+        return [value * factor.to(value.dtype) for value in scaled]
+
+    def _finish(self, moved: list[Tensor], gradients: list[Tensor]) -> None:
+        """Step with the gradients at both places; ``grad`` holds those of the second."""
+        weight = self._weight
+        if not self._decouple:
+            if weight != 1:  # SAM, to the bit
+                for each, gradient in zip(moved, gradients, strict=True):
+                    each.grad.mul_(weight).add_(gradient, alpha=1 - weight)
+            self.base.step()
+            return
+        sharpness = {}
+        for each, gradient in zip(moved, gradients, strict=True):
+            sharpness[each] = each.grad.sub(gradient)
+            each.grad.copy_(gradient)
+        self.base.step()
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each in sharpness:
+                    each.sub_(sharpness[each], alpha=float(group["lr"]) * weight)
+
+    def _clip(self) -> None:
+        if self._max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters(self.param_groups), self._max_norm)
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    """Return the norm of all elements together, of all ranks that share spread tensors."""
+    norms = [torch.linalg.vector_norm(each) for each in tensors]
+    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in norms]
+    return torch.linalg.vector_norm(torch.stack([each.to(whole[0]) for each in whole]))
+
+
+@contextlib.contextmanager
+def _frozen_statistics(model: torch.nn.Module) -> Iterator[None]:
+    """Let batch normalization in training use the batch's statistics only, and keep the running ones."""
+    kind = torch.nn.modules.batchnorm._BatchNorm  # noqa: SLF001
+    modules = [
+        each
+        for each in model.modules()
+        if isinstance(each, kind) and each.training and each.track_running_stats
+    ]
+    for each in modules:
+        each.track_running_stats = False
+    try:
+        yield
+    finally:
+        for each in modules:
+            each.track_running_stats = True

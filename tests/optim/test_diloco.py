@@ -1,0 +1,100 @@
+"""DiLoCo and Streaming DiLoCo on one replica; `test_replicas` has several."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from dlrover.errors import ConfigurationError  # noqa: E402
+from dlrover.optim import DiLoCo  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+EARLY_0 = [1, -1, -3, -11, -13, -15, -17, -19, -21, -35, -37, -39, -41, -43, -45, -59]
+EARLY_1 = [1, -1, -3, -5, -7, -9, -23, -25, -27, -29, -31, -33, -47, -49, -51, -53]
+HALF_0 = [1, -1, -3, -8, -10, -12, -14, -16, -18, -24.5, -26.5, -28.5, -30.5, -32.5, -34.5, -40.25]
+HALF_1 = [1, -1, -3, -5, -7, -9, -17, -19, -21, -23, -25, -27, -32, -34, -36, -38]
+OWN = [1 - 2 * step for step in range(16)]
+LATE_0 = [1, -1, -3, -7, -9, -11, -13, -15, -17, -27, -29, -31, -33, -35, -37, -47]
+LATE_1 = [1, -1, -3, -5, -7, -9, -19, -21, -23, -25, -27, -29, -39, -41, -43, -45]
+LATE_HALF_0 = [
+    1,
+    -1,
+    -3,
+    -6,
+    -8,
+    -10,
+    -12,
+    -14,
+    -16,
+    -21.5,
+    -23.5,
+    -25.5,
+    -27.5,
+    -29.5,
+    -31.5,
+    -35.75,
+]
+LATE_HALF_1 = [1, -1, -3, -5, -7, -9, -15, -17, -19, -21, -23, -25, -29, -31, -33, -35]
+HISTORIES = {
+    (0, 0.0): (EARLY_0, EARLY_1, {3: -11, 9: -35}, {6: -23, 12: -47}),
+    (0, 0.5): (HALF_0, HALF_1, {3: -11, 9: -29}, {6: -23, 12: -35}),
+    (0, 1.0): (OWN, OWN, {3: -11, 9: -23}, {6: -23, 12: -23}),
+    (1, 0.0): (LATE_0, LATE_1, {3: -7, 9: -27}, {6: -19, 12: -39}),
+    (1, 0.5): (LATE_HALF_0, LATE_HALF_1, {3: -7, 9: -25}, {6: -19, 12: -31}),
+    (1, 1.0): (OWN, OWN, {3: -7, 9: -23}, {6: -19, 12: -23}),
+}
+"""By delay and alpha: parameters of two layers from step to step, and those of their syncs (torchft's test data:
+two fragments, 6 steps between the syncs of each, gradients 2, inner rate 1, outer rate 2)."""
+
+
+def outer(parameters):
+    return torch.optim.SGD(parameters, lr=2.0)
+
+
+@pytest.mark.parametrize(("delay", "alpha"), HISTORIES)
+def test_the_history_of_torchft(delay, alpha) -> None:
+    layers = [nn.Parameter(torch.ones(1, 1)) for _ in range(2)]
+    optimizer = DiLoCo(
+        torch.optim.SGD(layers, lr=1.0),
+        interval=6,
+        outer=outer,
+        fragments=2,
+        delay=delay,
+        alpha=alpha,
+    )
+    found: list[list[float]] = [[1.0], [1.0]]
+    shared: list[dict[int, float]] = [{}, {}]
+    for step in range(1, 16):
+        for layer in layers:
+            layer.grad = torch.full((1, 1), 2.0)
+        before = optimizer.syncs
+        optimizer.step()
+        for history, layer in zip(found, layers, strict=True):
+            history.append(layer.item())
+        if optimizer.syncs > before and step < 15:
+            which = before % 2
+            state = optimizer.state_dict()["state"][which]
+            shared[which][step] = state["local_sgd.shared"].item()
+    assert (*found, *shared) == HISTORIES[delay, alpha]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"interval": 5, "fragments": 2}, "interval is 5; it must be a multiple of fragments, 2."),
+        ({"delay": 3, "interval": 6, "fragments": 2}, "delay is 3; it must be from 0 to below interval / fragments, 3."),
+        ({"fragments": 3}, "fragments is 3; accepted are 1 to 2, the number of parameters."),
+        ({"alpha": 1.5}, "alpha is 1.5; it must be from 0 to 1."),
+        ({"bits": 4}, "bits is 4; accepted are 8 and 32."),
+        ({"warmup": -1}, "warmup is -1; it must be 0 or more."),
+        ({"clip": 0.0}, "clip is 0.0; it must be more than 0, or None."),
+    ],
+)  # fmt: skip
+def test_an_option_out_of_its_range_is_named(options, message) -> None:
+    layers = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    with pytest.raises(ConfigurationError, match="^" + message.replace(".", r"\.") + "$"):
+        DiLoCo(torch.optim.SGD(layers, lr=1.0), **options)
