@@ -86,6 +86,12 @@ def test_changes() -> None:
     assert not change(ALL, 1, fewer).reason, "the third is a spare"
 
 
+def test_a_server_that_leaves_is_not_chosen() -> None:
+    found = reply(*ALL.tasks, servers=2, leaving=(SERVERS[0],))
+    chosen, _ = choose(found, 0, Choice(WORKERS, SERVERS))
+    assert chosen == Choice(WORKERS, SERVERS[1:])
+
+
 def test_a_worker_that_returns_to_its_address_changes_nothing() -> None:
     again = ClusterTask("worker", 1, 2, WORKERS[1].address)
     assert not change(reply(WORKERS[0], again, *SERVERS), 0, Choice(WORKERS, SERVERS)).reason
