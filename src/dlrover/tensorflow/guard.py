@@ -192,7 +192,8 @@ class Guard:
         """Return the tasks of the next cluster once they are there; all others may end from now on."""
         options, missing = self._options, "the master's list of tasks"
         for reply in look(registry, LOOK, options.timeout):
-            self._lost &= set(reply.tasks)
+            # On a busy machine, a task may have answered late.
+            self._lost = {task for task in self._lost & {*reply.tasks} if not answers(task)}
             choice, missing = choose(reply, options.spares, self._used, self._lost)
             if choice is None:
                 continue
