@@ -49,17 +49,14 @@ def train(cluster, out: Path) -> None:  # type: ignore[no-untyped-def]  # noqa: 
     parts = tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)
     strategy = cluster.strategy(variable_partitioner=parts)
     with strategy.scope():
-        table = tf.Variable(tf.zeros([ROWS, DIM]), name="table")
-        weight = tf.Variable(tf.ones([DIM]), name="weight")
+        table = tf.Variable(tf.random.uniform([ROWS, DIM]), name="table")
+        weight = tf.Variable(0.0, name="weight")
 
     @tf.function
     def step() -> None:
         ids = tf.random.uniform([BATCH], 0, ROWS, tf.int64)
-        with tf.GradientTape() as tape:
-            rows = tf.nn.embedding_lookup(table, ids)
-            loss = tf.reduce_mean((tf.linalg.matvec(rows, weight) - 1.0) ** 2)
-        gradient = tape.gradient(loss, weight)
-        weight.assign_sub(0.01 * gradient)
+        rows = tf.nn.embedding_lookup(table, ids)
+        weight.assign_add(0.01 * (tf.reduce_mean(rows) - weight))
 
     progress = cluster.resume(strategy, table=table, weight=weight)
     with (out / "steps").open("a") as notes:
@@ -111,7 +108,7 @@ def wait(condition: Callable[[], object], what: str, limit: float = LIMIT) -> No
     until = time.monotonic() + limit
     while not condition():
         if time.monotonic() > until:
-            raise SystemExit(f"{what}: not within {limit:g} s")
+            raise TimeoutError(f"{what}: not within {limit:g} s")
         time.sleep(0.02)
 
 
@@ -137,6 +134,30 @@ def kill_server(out: Path) -> float:
     return time.time()
 
 
+def cost_of_kill(out: Path) -> dict:
+    """Kill a server; return the seconds to the next step and to the next new one, and the steps repeated."""
+    killed = kill_server(out)
+    last = [note for note in notes(out) if "time" in note][-1]["step"]
+
+    def again() -> list[dict]:
+        """The notes from the last beginning after the kill."""
+        found = notes(out)
+        begins = [place for place, note in enumerate(found) if note.get("begin", 0.0) > killed]
+        return found[begins[-1] :] if begins else []
+
+    def new_step() -> list[dict]:
+        return [note for note in again() if "time" in note and note["step"] > last]
+
+    wait(new_step, "a new step after the kill")
+    begin, step, *_ = again()
+    return {
+        "next_step": step["time"] - killed,
+        "new_step": new_step()[0]["time"] - killed,
+        "repeated": last - begin["step"],
+        "load": os.getloadavg()[0],
+    }
+
+
 def survive(folder: Path, kills: int, spares: int) -> list[dict]:
     """Kill servers of one job with the guard; return what each kill cost."""
     out = folder / f"guard-{spares}"
@@ -160,47 +181,18 @@ def survive(folder: Path, kills: int, spares: int) -> list[dict]:
             stderr=log,
             start_new_session=True,
         )
-        wait(lambda: steps_after(out, 0.0), "the first step")
-        for _ in range(kills):
-            time.sleep(PAUSE)
-            killed = kill_server(out)
-            before = [note for note in notes(out) if "time" in note][-1]
+        try:
+            wait(lambda: steps_after(out, 0.0) or process.poll() is not None, "the first step")
+            for _ in range(kills):
+                time.sleep(PAUSE)
+                costs.append(cost_of_kill(out))
+                print(f"  spares {spares}: {costs[-1]}", flush=True)
+            (out / "stop").touch()
+            code = process.wait(LIMIT)
+        finally:
+            process.terminate()  # has no effect after its end
+            process.wait(LIMIT)
 
-            def begun(killed: float = killed) -> bool:
-                found = notes(out)
-                begins = [
-                    place for place, note in enumerate(found) if note.get("begin", 0.0) > killed
-                ]
-                return bool(begins) and any("time" in note for note in found[begins[-1] :])
-
-            wait(begun, "a step after the kill")
-            after = notes(out)
-            first = next(
-                place for place, note in enumerate(after) if note.get("begin", 0.0) > killed
-            )
-            following = [note for note in after[first:] if "time" in note]
-            wait(
-                lambda start=first, last=before["step"]: [  # type: ignore[misc]
-                    note for note in notes(out)[start:] if "time" in note and note["step"] > last
-                ],
-                "a new step",
-            )
-            new = next(
-                note
-                for note in notes(out)[first:]
-                if "time" in note and note["step"] > before["step"]
-            )
-            costs.append(
-                {
-                    "next_step": following[0]["time"] - killed,
-                    "new_step": new["time"] - killed,
-                    "repeated": before["step"] - after[first]["step"],
-                    "load": os.getloadavg()[0],
-                }
-            )
-            print(f"  spares {spares}: {costs[-1]}", flush=True)
-        (out / "stop").touch()
-        code = process.wait(LIMIT)
     if code:
         raise SystemExit((out / "log").read_text()[-5000:])
     return costs

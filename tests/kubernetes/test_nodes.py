@@ -296,6 +296,35 @@ def test_flags_that_are_the_masters_are_found_in_the_command(
     assert (spec.node_check, spec.exclude_stragglers, spec.node_unit) == (check, stragglers, unit)
 
 
+def with_chief(chiefs: int = 1) -> ElasticJob:
+    main = {"name": "main", "image": "i", "command": ["dlrover-run", "--chief", "train.py"]}
+    roles = {
+        role: {"replicas": count, **templated([main])}
+        for role, count in {"chief": chiefs, "evaluator": 1, "ps": 2}.items()
+        if count
+    }
+    return elastic_job(templated([main]), roles=roles)
+
+
+def test_a_job_with_a_chief() -> None:
+    job = with_chief()
+    spec = composed(job)
+    assert (spec.chief, spec.other_nodes, spec.servers) == (True, 2, 2)
+    assert (spec.server_failover, spec.world_nodes) == ("instance", (1, 1))
+    assert [spec.place(rank) for rank in (0, 2, 5)] == [
+        nodes.place(job, rank) for rank in (0, 2, 5)
+    ]
+    assert not composed(elastic_job()).chief
+
+
+def test_a_chief_in_the_command_needs_one_pod() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        composed(with_chief(0))
+    assert str(caught.value) == (
+        "ElasticJob train: --chief in the workers' command needs spec.replicaSpecs.chief with 1 replica."
+    )
+
+
 def test_a_quantity_that_is_none_is_an_error() -> None:
     with pytest.raises(ValueError, match="'lots' is not a quantity"):
         resources.quantity("lots")

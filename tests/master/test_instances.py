@@ -168,6 +168,21 @@ def test_a_server_that_always_dies_at_once_ends_the_job(seconds: float, ends: bo
     assert (driver.machine.outcome is not None) is ends
 
 
+def test_a_server_with_which_the_training_makes_steps_may_die_often() -> None:
+    driver = running()
+    for steps in range(1, 9):
+        driver.give(inputs.Progressed(1, steps))
+        fail(driver, server(driver, 0), KILLED, driver.now + 1.0)
+        assert driver.machine.outcome is None
+        join(driver, server(driver, 0))
+    for _ in range(8):
+        if driver.machine.outcome is None:
+            fail(driver, server(driver, 0), KILLED, driver.now + 1.0)
+        if driver.machine.outcome is None:
+            join(driver, server(driver, 0))
+    assert driver.machine.outcome is not None, "no steps any more"
+
+
 def test_the_restarts_of_one_server_cost_another_nothing() -> None:
     driver = running(max_restarts=1)
     fail(driver, 2, BUG, 100.0)

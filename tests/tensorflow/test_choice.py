@@ -46,6 +46,22 @@ def test_a_spare_takes_the_place_of_a_lost_server_and_nobody_else_moves() -> Non
     assert (chosen, missing) == (None, "1 of 3 parameter servers")
 
 
+def test_tasks_keep_their_numbers_and_newcomers_fill_the_holes() -> None:
+    used = Choice(WORKERS, SERVERS)
+    again = task("ps", 1, 2)
+    chosen, _ = choose(reply(*WORKERS, SERVERS[0], again, SERVERS[2]), 0, used)
+    assert chosen == Choice(WORKERS, (SERVERS[0], again, SERVERS[2]))
+    assert chosen.extends(used)
+    more, _ = choose(reply(*ALL.tasks, task("ps", 3), servers=4), 0, used)
+    assert more == Choice(WORKERS, (*SERVERS, task("ps", 3)))
+    assert more.extends(used)
+    fewer, _ = choose(reply(*WORKERS, *SERVERS[1:], servers=2), 0, used)
+    assert fewer == Choice(WORKERS, SERVERS[1:])
+    assert not fewer.extends(used), "the first two have other numbers"
+    assert Choice(WORKERS, SERVERS[:2]).extends(used)
+    assert not Choice(WORKERS[::-1], SERVERS).extends(used)
+
+
 def test_a_later_cluster_does_with_the_workers_that_are_there() -> None:
     used = Choice(WORKERS, SERVERS)
     chosen, _ = choose(reply(WORKERS[1], *SERVERS), 0, used)
@@ -68,6 +84,12 @@ def test_changes() -> None:
     assert not change(reply(*WORKERS, *SERVERS[:2]), 0, fewer).reason, "the third has not come"
     assert change(ALL, 0, fewer).reason
     assert not change(ALL, 1, fewer).reason, "the third is a spare"
+
+
+def test_a_server_that_leaves_is_not_chosen() -> None:
+    found = reply(*ALL.tasks, servers=2, leaving=(SERVERS[0],))
+    chosen, _ = choose(found, 0, Choice(WORKERS, SERVERS))
+    assert chosen == Choice(WORKERS, SERVERS[1:])
 
 
 def test_a_worker_that_returns_to_its_address_changes_nothing() -> None:

@@ -29,6 +29,15 @@ def test_the_program_in_a_job(run, program: Path) -> None:
     assert "step 400: 0.9" in launch.succeed(200)
 
 
+@pytest.mark.parametrize("options", [["--local-nodes=2", "--servers=1"], ["--local-nodes=2"]])
+def test_the_program_in_a_job_without_a_chief(run, program: Path, options: list[str]) -> None:
+    launch = run(*options, program, cwd=program.parent)
+    _, error = launch.end_with(1, 100)
+    assert (
+        "The job has no chief, which resilient needs: start it with dlrover-run --chief." in error
+    )
+
+
 def test_the_program_alone(program: Path) -> None:
     command = [sys.executable, program.name]
     shown = subprocess.run(

@@ -55,6 +55,21 @@ def test_servers_and_workers_come_and_go(job) -> None:
     assert training.end() == COUNTED
 
 
+def test_a_program_with_its_own_checkpoints_needs_the_guard_only(job) -> None:
+    training = job("own.py", 500)
+    training.train(30)
+    training.scale("ps", 3)
+    training.begun(lambda cluster: len(cluster["ps"]) == 3, "three servers")
+    training.train(20)
+    before = training.cluster
+    training.kill("ps")
+    training.begun(lambda cluster: cluster != before, "another cluster")
+    assert training.end() == {"steps": 500}
+    began = [note[2] for note in training.notes("begin")]
+    assert began[1] >= 20
+    assert began[2] >= began[1]
+
+
 def test_the_chief_restarts_alone(job) -> None:
     training = job("counted.py", SAMPLES, EPOCHS)
     training.train(20)

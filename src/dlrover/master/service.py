@@ -36,7 +36,7 @@ from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
 from dlrover.spec.cluster import ClusterRequest, LookCluster
 from dlrover.spec.events import NodeWaits
-from dlrover.spec.node import SERVER, WORKER, LaunchNode
+from dlrover.spec.node import CHIEF, SERVER, WORKER, LaunchNode
 from dlrover.spec.placement import LookPlacement, PlacementRequest
 from dlrover.spec.requests import Unanswered, WorkerReply, WorkerRequest
 from dlrover.spec.shards import LookShards, ShardRequest
@@ -642,6 +642,7 @@ class Master:
         except ProtocolError as error:
             return Unanswered(refused=str(error))
         wanted = {role: of_role.nodes for role, of_role in self.machine.scaling.roles.items()}
+        wanted[CHIEF] = int(self.machine.job.chief)
         return msgspec.structs.replace(reply, wanted=wanted)
 
     async def deal(

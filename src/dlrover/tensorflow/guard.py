@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -16,7 +17,7 @@ import tensorflow as tf
 
 from dlrover import config, launched
 from dlrover._util import backoff
-from dlrover.errors import InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.cluster import ClusterTask, UseCluster
 from dlrover.spec.node import CHIEF
 from dlrover.tensorflow import serving
@@ -24,7 +25,15 @@ from dlrover.tensorflow.cluster import Present
 from dlrover.tensorflow.machine.choice import Choice, Place, choose, named, place, tf_config
 from dlrover.tensorflow.machine.options import Options
 from dlrover.tensorflow.registry import JobRegistry, Registry, answers, free_port, joined, look
-from dlrover.tensorflow.watch import ClusterChangedError, Watch, forget, keep_stuck, strategies
+from dlrover.tensorflow.watch import (
+    ClusterChangedError,
+    Watch,
+    forget,
+    is_stuck,
+    keep_stuck,
+    same_server,
+    strategies,
+)
 
 logger = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -107,6 +116,10 @@ class Guard:
         self._used: Choice | None = None
         self._lost: set[ClusterTask] = set()
         self._alive: list[Any] = []  # servers within this process
+        self._connected: Choice | None = None
+        self._address = ""
+        self._goes_on = False
+        """True if the next strategy can go on with the context's server."""
         self._attempts = 0
         self._failures = 0
         self._reached = -1
@@ -122,9 +135,11 @@ class Guard:
         while True:
             choice = self._await(registry)
             cluster = self._present(choice)
+            server = same_server() if self._goes_on else contextlib.nullcontext()
             began = time.monotonic()
             try:
-                result = self._attempt(call, cluster, choice, registry)
+                with server:
+                    result = self._attempt(call, cluster, choice, registry)
             except Exception as error:
                 worked = time.monotonic() - began > SETTLED or cluster.step > self._reached
                 why = self._why(error, choice)
@@ -166,8 +181,10 @@ class Guard:
         return self._failures <= self._options.max_failures
 
     def _registry(self) -> Registry:
-        if self._place is not None and launched.given.relay:
+        if self._place is not None:
             return JobRegistry()
+        if launched.given.relay:
+            raise ConfigurationError(serving.NO_CHIEF)
         registry, self._alive = serving.alone()
         return registry
 
@@ -175,7 +192,8 @@ class Guard:
         """Return the tasks of the next cluster once they are there; all others may end from now on."""
         options, missing = self._options, "the master's list of tasks"
         for reply in look(registry, LOOK, options.timeout):
-            self._lost &= set(reply.tasks)
+            # On a busy machine, a task may have answered late.
+            self._lost = {task for task in self._lost & {*reply.tasks} if not answers(task)}
             choice, missing = choose(reply, options.spares, self._used, self._lost)
             if choice is None:
                 continue
@@ -188,9 +206,15 @@ class Guard:
         raise InfrastructureError(f"timeout is {options.timeout:g} s, and {missing} did not come.")
 
     def _present(self, choice: Choice) -> Present:
-        host = self._place.host if self._place is not None else "127.0.0.1"
-        # A new port: TensorFlow does not start a second server on that of the former cluster.
-        spec = choice.spec(joined(host, free_port()))
+        before, self._connected = self._connected, choice
+        self._goes_on = (
+            before is not None and choice.extends(before) and not (self._failures > 1 or is_stuck())
+        )
+        if not self._goes_on:
+            host = self._place.host if self._place is not None else "127.0.0.1"
+            # A new port: TensorFlow does not start a second server on that of the former cluster.
+            self._address = joined(host, free_port())
+        spec = choice.spec(self._address)
         _export(tf_config(spec, CHIEF, 0))
         self._attempts += 1
         return Present(CHIEF, spec, self._options, self._attempts - 1, max(0, self._reached))

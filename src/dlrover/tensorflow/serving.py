@@ -11,9 +11,9 @@ from typing import Any
 import tensorflow as tf
 
 from dlrover import launched
-from dlrover.errors import InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.cluster import ClusterTask, EnterCluster, LeaveCluster, LookCluster
-from dlrover.spec.node import SERVER, WORKER
+from dlrover.spec.node import CHIEF, SERVER, WORKER
 from dlrover.tensorflow.machine.choice import Place
 from dlrover.tensorflow.registry import FixedRegistry, JobRegistry, Registry, free_port, joined
 
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 LEAVE_POLL = 0.2
 """Seconds between two questions whether the chief still uses this task."""
+NO_CHIEF = "The job has no chief, which resilient needs: start it with dlrover-run --chief."
 MASTER_WAIT = 600.0
 """Seconds that a task that starts waits for a master."""
 
@@ -39,6 +40,7 @@ def serve(place: Place) -> None:
     """Serve until SIGTERM, and then until the chief does without this task.
 
     Raises:
+        ConfigurationError: the job has no chief.
         InfrastructureError: no master was reached, or another start of this task is known.
     """
     ending = threading.Event()
@@ -51,7 +53,8 @@ def serve(place: Place) -> None:
     address = joined(place.host, free_port(_last_port(registry, place)))
     task = ClusterTask(place.role, place.index, launched.given.round, address)
     server = start(task)
-    registry.ask(EnterCluster(task), MASTER_WAIT)
+    if not registry.ask(EnterCluster(task), MASTER_WAIT).wanted.get(CHIEF):
+        raise ConfigurationError(NO_CHIEF)
     launched.imported()  # the next start is a fork that has TensorFlow
     logger.info("Serving %s as %s %d", server.target, place.role, place.index)
     ending.wait()

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tensorflow.python.distribute.parameter_server_strategy_v2 import ParameterServerStrategyV2
+from tensorflow.python.eager import context
 
 from dlrover.errors import InfrastructureError
 from dlrover.spec.cluster import LookCluster
@@ -39,6 +40,25 @@ Strategies = list["weakref.ref[ParameterServerStrategyV2]"]
 
 class ClusterChangedError(InfrastructureError):
     """The job's tasks are others than those of the cluster in use, which is to be built again."""
+
+
+@contextlib.contextmanager
+def same_server() -> Iterator[None]:
+    """Let a strategy made meanwhile change the cluster of TensorFlow's context, not replace the context's server.
+
+    TensorFlow cannot end a server: each one costs about 40 MB and 90 threads for the rest of the process.
+    """
+    original = context.set_server_def
+    context.set_server_def = context.update_server_def
+    try:
+        yield
+    finally:
+        context.set_server_def = original
+
+
+def is_stuck() -> bool:
+    """Return whether a coordinator of an earlier attempt is inside TensorFlow's context and stays there."""
+    return bool(_stuck)
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 The servers of a job are instances if ``server_failover`` is ``instance``; with a ``chief``, all other nodes are. Each
 is a world of one node, in rounds of its own, which count the starts of its index. Training goes on meanwhile, and the
-instances never hold up a round. The restart budgets are those of a job, for each index its own: an instance that lives for a minute has made
-progress.
+instances never hold up a round. The restart budgets are those of a job, for each index its own: an instance has made
+progress if the training has made a step since its start, or if it lives for a minute.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Instances:
     worlds: dict[int, World] = field(default_factory=dict)
     #: when each of these worlds began
     since: dict[int, float] = field(default_factory=dict)
+    #: the job's steps when each of these worlds began
+    steps: dict[int, int] = field(default_factory=dict)
     #: starts so far, by wanted rank
     starts: dict[int, int] = field(default_factory=dict)
     #: restart budgets, by wanted rank
@@ -127,13 +129,15 @@ class Instances:
         self.fleet.failed_starts.pop(node.node_rank, None)
         self.starts[node.node_rank] = world.round
         self.worlds[node.id], self.since[node.id] = world, now
+        self.steps[node.id] = self.state.progress.total_steps
 
     def decide(self, node: Node, report: events.WorkerFailed, now: float) -> Restart | Stop:
         """Ask the instance's budgets about its failure or its loss; its world is over."""
-        seconds = now - self.since.get(node.id, now)
-        self.worlds.pop(node.id, None)
-        self.since.pop(node.id, None)
-        cause = cause_of(report.failure, report.verdict, 0, seconds)
+        seconds, total = now - self.since.get(node.id, now), self.state.progress.total_steps
+        served = total - self.steps.get(node.id, total)
+        for facts in (self.worlds, self.since, self.steps):
+            facts.pop(node.id, None)
+        cause = cause_of(report.failure, report.verdict, served, seconds)
         decision = self._budget(node).decide(cause, now)
         if isinstance(decision, Restart):
             role, index = self.state.job.place(node.node_rank)
@@ -156,7 +160,7 @@ class Instances:
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first broken one."""
-        assert self.worlds.keys() == self.since.keys()
+        assert self.worlds.keys() == self.since.keys() == self.steps.keys()
         for node_id, world in self.worlds.items():
             node = self.state.nodes[node_id]
             assert self.state.is_instance(node), "a node of the common world has a world by itself"

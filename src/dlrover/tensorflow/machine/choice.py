@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Set as AbstractSet
+from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass
 
 from dlrover.spec.cluster import ClusterReply, ClusterTask
@@ -61,10 +61,34 @@ class Choice:
             SERVER: [task.address for task in self.servers],
         }
 
+    def extends(self, earlier: Choice) -> bool:
+        """Return whether each task of both clusters has the same number in both."""
+        return all(
+            _place_of(task, before) in (-1, number)
+            for before, after in ((earlier.workers, self.workers), (earlier.servers, self.servers))
+            for number, task in enumerate(after)
+        )
+
     def in_words(self) -> str:
         """Return ``2 workers and 1 parameter server``."""
         workers, servers = len(self.workers), len(self.servers)
         return f"{counted(workers, 'worker')} and {counted(servers, 'parameter server')}"
+
+
+def _place_of(task: ClusterTask, tasks: Sequence[ClusterTask]) -> int:
+    """Return the number of a task among those of its role, by its address; -1 if it is not there."""
+    addresses = [other.address for other in tasks]
+    return addresses.index(task.address) if task.address in addresses else -1
+
+
+def _in_place(
+    chosen: Sequence[ClusterTask], used: Sequence[ClusterTask]
+) -> tuple[ClusterTask, ...]:
+    """Return tasks so that those in use keep their numbers, and the others fill the holes."""
+    kept = {_place_of(task, used): task for task in chosen if _place_of(task, used) >= 0}
+    new = [task for task in chosen if _place_of(task, used) < 0]
+    numbers = [kept.get(number) or (new.pop(0) if new else None) for number in range(len(used))]
+    return (*(task for task in numbers if task is not None), *new)
 
 
 def tf_config(spec: Mapping[str, list[str]], role: str, index: int) -> str:
@@ -106,7 +130,10 @@ def choose(
     ]
     if missing:
         return None, " and ".join(missing)
-    return Choice(workers, tuple(sorted(servers))), ""
+    before = used or Choice()
+    return Choice(
+        _in_place(workers, before.workers), _in_place(sorted(servers), before.servers)
+    ), ""
 
 
 def named(tasks: Iterable[ClusterTask]) -> str:
