@@ -1,8 +1,8 @@
 """Optimizers of ``dlrover.optim`` as programs use them, and Local SGD beside synchronous training with stragglers.
 
 The first part times whole steps of optimizers on the model of ``optimizers.py``, beside PyTorch's fused AdamW in the
-same rounds. The second trains on four replicas whose steps sometimes take longer: all forms of training meet the same
-delays. ``benchmarks/README.md`` explains every figure.
+same rounds. The second trains on four replicas whose steps sometimes take longer, by clocks that each replica
+advances itself: all forms of training meet the same delays. ``benchmarks/README.md`` explains every figure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import platform
 import random
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,28 +27,28 @@ from torch import nn
 from dlrover.optim import AGD, WSAM, AdamW8bit, AEDiT, AGD8bit, DiLoCo, EDiT, GroupAdam
 
 OPTIONS = {"betas": (0.9, 0.999), "weight_decay": 0.01}
-REPLICAS, STEP, SECONDS, INTERVAL = 4, 0.02, 20.0, 32
-"""Replicas; seconds of a step without delay; of a measurement; steps between two syncs."""
-DELAYS = {
-    "10 % of all steps take 5 times as long": lambda chance, rank: (
-        5 if chance.random() < 0.1 else 1
-    ),
-    "10 % of all steps take 11 times as long": lambda chance, rank: (
-        11 if chance.random() < 0.1 else 1
-    ),
-    "one replica is 10 % slower": lambda chance, rank: 1.1 if rank == 0 else 1,
-    "one replica is 5 times as slow": lambda chance, rank: 5 if rank == 0 else 1,
+REPLICAS, INTERVAL, EXCHANGE, END = 4, 128, 0.25, 4000.0
+"""Replicas; steps between two syncs; what an exchange takes and how long the replicas train, in steps without delay."""
+DELAYS: dict[str, Callable[[random.Random, int], float]] = {
+    "10 % of all steps take 5 times as long": lambda chance, _: 5 if chance.random() < 0.1 else 1,
+    "10 % of all steps take 11 times as long": lambda chance, _: 11 if chance.random() < 0.1 else 1,
+    "one replica is 10 % slower": lambda _, rank: 1.1 if rank == 0 else 1,
+    "one replica is 5 times as slow": lambda _, rank: 5 if rank == 0 else 1,
 }
 """By name: how many times as long a step of a replica takes."""
-FORMS: dict[str, Callable[[Any], Any] | None] = {
+FORMS: dict[str, Callable[[Any, Any], Any] | None] = {
     "no exchange at all (limit)": None,
-    "synchronous (gradients in each step)": lambda inner: DiLoCo(inner, interval=1, warmup=10**9),
-    "DiLoCo": lambda inner: DiLoCo(inner, interval=INTERVAL),
-    "Streaming DiLoCo, 8 bits": lambda inner: DiLoCo(
-        inner, interval=INTERVAL, fragments=4, delay=4, alpha=0.5, bits=8
+    "synchronous (gradients in each step)": lambda inner, clock: DiLoCo(
+        inner, clock.exchange, interval=1, warmup=10**9
     ),
-    "EDiT": lambda inner: EDiT(inner, interval=INTERVAL),
-    "A-EDiT": lambda inner: AEDiT(inner, seconds=INTERVAL * STEP),
+    "DiLoCo": lambda inner, clock: DiLoCo(inner, clock.exchange, interval=INTERVAL),
+    "Streaming DiLoCo": lambda inner, clock: DiLoCo(
+        inner, clock.exchange, interval=INTERVAL, fragments=4, delay=4, alpha=0.5, bits=8
+    ),
+    "EDiT": lambda inner, clock: EDiT(inner, clock.exchange, interval=INTERVAL),
+    "A-EDiT": lambda inner, clock: AEDiT(
+        inner, clock.exchange, seconds=float(INTERVAL), clock=lambda: clock.now
+    ),
 }
 
 
@@ -103,62 +102,77 @@ def measure_steps(threads: int, rounds: int) -> dict[str, float]:
 # ---- stragglers
 
 
-def network() -> nn.Module:
-    """A model of a million parameters: its exchange takes time, its computation is replaced by a pause."""
-    torch.manual_seed(0)
-    return nn.Linear(1024, 1024)
+class Clock:
+    """A replica's own time, in steps without delay: nobody sleeps, so the machine's load does not matter."""
+
+    def __init__(self, rank: int, delay: str, exchange: float) -> None:
+        self.now = self._ready = 0.0
+        chance = random.Random(rank)
+        self._slower = lambda: DELAYS[delay](chance, rank)
+        self._exchange = exchange
+        self.latest = 0.0
+        """Time of the replica that was last at the latest exchange; the same in all replicas."""
+
+    def step(self) -> None:
+        """Compute."""
+        self.now += self._slower()
+
+    def exchange(self) -> Any:
+        """Begin an exchange, which ends a while after the last replica has begun it; the process group."""
+        times = [torch.zeros(1, dtype=torch.float64) for _ in range(REPLICAS)]
+        dist.all_gather(times, torch.tensor([self.now], dtype=torch.float64))
+        self.latest = max(float(each) for each in times)
+        self._ready = self.latest + self._exchange
+        return dist.group.WORLD
+
+    def await_exchange(self) -> None:
+        """Wait for its end."""
+        self.now = max(self.now, self._ready)
 
 
-def train(rank: int, directory: str, form: str, delay: str, seconds: float) -> None:
-    """Train for some time; write the number of steps."""
+def train(rank: int, directory: str, form: str, delay: str, end: float) -> None:
+    """Train up to a time; write the number of steps and the time."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{directory}/store", REPLICAS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=REPLICAS)
-    model = network()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    make, slower = FORMS[form], DELAYS[delay]
-    optimizer = inner if make is None else make(inner)
+    synchronous = form.startswith("synchronous")
+    clock = Clock(rank, delay, 0.0 if synchronous else EXCHANGE)
+    make = FORMS[form]
+    optimizer = inner if make is None else make(inner, clock)
     for value in model.parameters():
         value.grad = torch.full_like(value, 1e-3)
-    stop = torch.zeros(1)
-    chance, steps = random.Random(rank), 0
-    dist.barrier()
-    began = time.perf_counter()
-    done = 0
-    while not stop:
-        time.sleep(STEP * slower(chance, rank))
+    steps = syncs = 0
+    while (clock.now if make is None else clock.latest) < end:
+        clock.step()
         optimizer.step()
         steps += 1
-        # All end together: after a sync, or at once where there is none.
-        late = time.perf_counter() - began > seconds
-        if make is None:
-            stop.fill_(late)
-        elif optimizer.syncs > done or (form.startswith("sync") and steps % 10 == 0):
-            done = optimizer.syncs
-            stop.fill_(late)
-            dist.all_reduce(stop, op=dist.ReduceOp.MAX)
-    taken = time.perf_counter() - began
-    Path(directory, f"{rank}.json").write_text(json.dumps([steps, taken]))
+        if synchronous or (make is not None and optimizer.syncs > syncs):
+            clock.await_exchange()
+            syncs = optimizer.syncs
+    Path(directory, f"{rank}.json").write_text(json.dumps([steps, clock.now]))
     dist.destroy_process_group()
 
 
-def measure_stragglers(seconds: float) -> dict[str, dict[str, float]]:
-    """Steps of all replicas per second, of each form with each kind of delay, as a part of those without any delay."""
+def measure_stragglers(end: float) -> dict[str, dict[str, float]]:
+    """Steps of all replicas per time, of each form with each kind of delay, as a part of those without any delay."""
     found: dict[str, dict[str, float]] = {}
     for delay in DELAYS:
         found[delay] = {}
         print(f"{delay}:")
         for form in FORMS:
             with tempfile.TemporaryDirectory() as directory:
-                torch.multiprocessing.spawn(
-                    train, (directory, form, delay, seconds), nprocs=REPLICAS
+                torch.multiprocessing.start_processes(
+                    train, (directory, form, delay, end), nprocs=REPLICAS, start_method="fork"
                 )
                 results = [
                     json.loads(Path(directory, f"{rank}.json").read_text())
                     for rank in range(REPLICAS)
                 ]
-            rate = sum(steps / taken for steps, taken in results)
-            found[delay][form] = round(rate * STEP / REPLICAS, 3)
+            rate = sum(steps / time for steps, time in results)
+            found[delay][form] = round(rate / REPLICAS, 3)
             print(f"  {form:<40}{found[delay][form]:>7.3f}", flush=True)
     return found
 
@@ -168,7 +182,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=SECONDS)
     arguments = parser.parse_args()
     figures: dict[str, Any] = {
         "machine": platform.platform(),
@@ -177,7 +190,7 @@ def main() -> None:
     }
     for threads in (1, 2):
         figures[f"steps, {threads} thread(s)"] = measure_steps(threads, arguments.rounds)
-    figures["stragglers"] = measure_stragglers(arguments.seconds)
+    figures["stragglers"] = measure_stragglers(END)
     figures["load after"] = os.getloadavg()[0]
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
