@@ -77,17 +77,16 @@ def compile_library(root: Path, target: Path, choice: str) -> None:
         raise NotBuiltError("DLROVER_NATIVE is off")
     sources = sorted(str(path) for path in root.glob("native/*.cpp"))
     found = (
-        os.environ.get("CXX")
+        os.environ.get("CXX", "").strip()
         or shutil.which("c++")
         or shutil.which("g++")
         or shutil.which("clang++")
     )
     if not found:
         raise NotBuiltError("no C++ compiler was found (c++, g++ or clang++ on PATH, or CXX)")
-    command = [
-        *shlex.split(found), *FLAGS, *BASE.get(platform.machine(), []), *shlex.split(os.environ.get("CXXFLAGS", "")),
-    ]  # fmt: skip
-    build = hashlib.sha256(shlex.join(command).encode())
+    compiler, options = _words("CXX", found), _words("CXXFLAGS", os.environ.get("CXXFLAGS", ""))
+    command = [*compiler, *FLAGS, *BASE.get(platform.machine(), []), *options]
+    build = hashlib.sha256(os.fsencode(shlex.join(command)))
     for path in sorted(root.glob("native/*")):
         build.update(path.read_bytes())
     mark = f"dlrover-build:{build.hexdigest()}"
@@ -101,6 +100,7 @@ def compile_library(root: Path, target: Path, choice: str) -> None:
                 [*command, define, *sources, "-o", str(made)],
                 capture_output=True,
                 text=True,
+                errors="replace",
                 check=False,
             )
         except OSError as error:
@@ -109,3 +109,12 @@ def compile_library(root: Path, target: Path, choice: str) -> None:
             said = "; ".join(done.stderr.strip().splitlines()[:3]) or "it printed no error"
             raise NotBuiltError(f"{command[0]} failed with status {done.returncode} ({said})")
         os.replace(made, target)  # at once: other builds may be under way
+
+
+def _words(name: str, value: str) -> list[str]:
+    """Return the words of an environment variable."""
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        reason = str(error).lower().rstrip(".")
+        raise NotBuiltError(f"{name}={value} cannot be split into words ({reason})") from error

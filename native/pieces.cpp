@@ -55,7 +55,7 @@ uint64_t copy_hash_piece(const uint8_t* from, uint8_t* to, uint64_t size, Store 
 }  // namespace
 
 // The number of this interface; the loader refuses a library with another one.
-DLROVER_EXPORT uint32_t dlrover_abi() { return 2; }
+DLROVER_EXPORT uint32_t dlrover_abi() { return 3; }
 
 // What the build hook compares with the present sources: a hash of them and of the compiler's command.
 DLROVER_EXPORT const char* dlrover_build() { return "dlrover-build:" DLROVER_BUILD; }
@@ -89,7 +89,7 @@ DLROVER_EXPORT void dlrover_hash(size_t count, const uint64_t* from, const uint6
   });
 }
 
-// Copy each piece and write the hash of its bytes to `hashes`.
+// Copy each piece and write the hash of the bytes that were written to `hashes`.
 DLROVER_EXPORT void dlrover_copy_hash(size_t count, const uint64_t* from, const uint64_t* to, const uint64_t* sizes,
                                       uint64_t* hashes, size_t threads) {
   const uint64_t total = sum(count, sizes);

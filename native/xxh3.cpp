@@ -21,6 +21,7 @@ constexpr uint64_t kPrime64_5 = 0x27D4EB2F165667C5;
 constexpr uint64_t kMix_1 = 0x165667919E3779F9, kMix_2 = 0x9FB21C651E98DF25;
 
 constexpr size_t kStripe = 64;     // bytes that are taken at once
+constexpr size_t kLanes = 8;       // sums of a hash, as large together as a stripe
 constexpr size_t kSecret = 192;    // bytes of the secret
 constexpr size_t kSecretStep = 8;  // the secret of a stripe begins this much after that of the one before
 constexpr size_t kBlock = 16;      // stripes after which the lanes are scrambled
@@ -134,7 +135,8 @@ alignas(64) constexpr uint64_t kStart[8] = {kPrime32_3, kPrime64_1, kPrime64_2, 
                                             kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
 
 // What differs between instruction sets. `take` reads all stripes of an input into lanes that begin as kStart,
-// scrambles these after each block and, unless nothing is to be stored, copies the stripes to `to`.
+// scrambles these after each block and, unless nothing is to be stored, copies the stripes to `to`. It reads each
+// stripe once, as another process may write to it, and leaves the last one behind the lanes.
 struct Variant {
   const char* name;
   void (*take[3])(uint64_t* lanes, const uint8_t* from, uint8_t* to, size_t stripes);
@@ -154,6 +156,7 @@ void go_on_plain(uint64_t* lanes, const uint8_t* from, size_t stripes) {
 void take_plain(uint64_t* lanes, const uint8_t* from, uint8_t*, size_t stripes) {
   std::memcpy(lanes, kStart, sizeof kStart);
   go_on_plain(lanes, from, stripes);
+  std::memcpy(lanes + kLanes, from + (stripes - 1) * kStripe, kStripe);
 }
 
 // Copy and take in parts that stay in the cache in between.
@@ -165,6 +168,7 @@ void copy_and_take_plain(uint64_t* lanes, const uint8_t* from, uint8_t* to, size
     go_on_plain(lanes, to, part);
     from += part * kStripe, to += part * kStripe, stripes -= part;
   }
+  std::memcpy(lanes + kLanes, to - kStripe, kStripe);
 }
 
 void stream_plain(const uint8_t* from, uint8_t* to, size_t stripes) { std::memcpy(to, from, stripes * kStripe); }
@@ -190,13 +194,13 @@ DLROVER_AVX2 void take_avx2(uint64_t* lanes, const uint8_t* from, uint8_t* to, s
   const uint8_t* const last = from + stripes * kStripe;
   const auto* start = reinterpret_cast<const __m256i*>(kStart);
   const __m256i prime = _mm256_set1_epi32(static_cast<int>(kPrime32_1));
-  __m256i sums[2] = {_mm256_load_si256(start), _mm256_load_si256(start + 1)};
+  __m256i sums[2] = {_mm256_load_si256(start), _mm256_load_si256(start + 1)}, values[2] = {};
   for (size_t n = 0; n < stripes;) {
     const size_t end = n + kBlock < stripes ? n + kBlock : stripes;
     for (const uint8_t* key = kKey; n < end; ++n, key += kSecretStep, from += kStripe) {
       fetch(from, last);
       for (int i = 0; i < 2; ++i) {
-        const __m256i value = _mm256_loadu_si256(wide(from) + i);
+        const __m256i value = values[i] = _mm256_loadu_si256(wide(from) + i);
         if (store == Store::cached) _mm256_storeu_si256(wide(to + n * kStripe) + i, value);
         if (store == Store::streamed) _mm256_stream_si256(wide(to + n * kStripe) + i, value);
         const __m256i keyed = _mm256_xor_si256(value, _mm256_loadu_si256(wide(key) + i));
@@ -213,7 +217,10 @@ DLROVER_AVX2 void take_avx2(uint64_t* lanes, const uint8_t* from, uint8_t* to, s
       sums[i] = _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), _mm256_slli_epi64(high, 32));
     }
   }
-  for (int i = 0; i < 2; ++i) _mm256_store_si256(reinterpret_cast<__m256i*>(lanes) + i, sums[i]);
+  for (int i = 0; i < 2; ++i) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes) + i, sums[i]);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes + kLanes) + i, values[i]);
+  }
 }
 
 DLROVER_AVX2 void stream_avx2(const uint8_t* from, uint8_t* to, size_t stripes) {
@@ -229,12 +236,12 @@ DLROVER_AVX512 void take_avx512(uint64_t* lanes, const uint8_t* from, uint8_t* t
   const uint8_t* const last = from + stripes * kStripe;
   const __m512i prime = _mm512_set1_epi32(static_cast<int>(kPrime32_1));
   const __m512i last_key = _mm512_loadu_si512(kKey + kSecret - kStripe);
-  __m512i sum = _mm512_load_si512(kStart);
+  __m512i sum = _mm512_load_si512(kStart), value = sum;
   for (size_t n = 0; n < stripes;) {
     const size_t end = n + kBlock < stripes ? n + kBlock : stripes;
     for (const uint8_t* key = kKey; n < end; ++n, key += kSecretStep, from += kStripe) {
       fetch(from, last);
-      const __m512i value = _mm512_loadu_si512(from);
+      value = _mm512_loadu_si512(from);
       if (store == Store::cached) _mm512_storeu_si512(to + n * kStripe, value);
       if (store == Store::streamed) _mm512_stream_si512(reinterpret_cast<__m512i*>(to + n * kStripe), value);
       const __m512i keyed = _mm512_xor_si512(value, _mm512_loadu_si512(key));
@@ -248,6 +255,7 @@ DLROVER_AVX512 void take_avx512(uint64_t* lanes, const uint8_t* from, uint8_t* t
     sum = _mm512_add_epi64(_mm512_mul_epu32(mixed, prime), _mm512_slli_epi64(high, 32));
   }
   _mm512_store_si512(lanes, sum);
+  _mm512_store_si512(lanes + kLanes, value);
 }
 
 DLROVER_AVX512 void stream_avx512(const uint8_t* from, uint8_t* to, size_t stripes) {
@@ -288,12 +296,13 @@ Store fitting(const uint8_t* to, uint64_t size, Store store) {
 }
 
 uint64_t hash_long(const uint8_t* from, uint8_t* to, uint64_t size, Store store) {
-  alignas(64) uint64_t lanes[8];
-  const uint64_t stripes = (size - 1) / kStripe;
+  alignas(64) uint64_t lanes[3 * kLanes];  // behind the sums: the last stripe that `take` reads, and the rest
+  const uint64_t stripes = (size - 1) / kStripe, rest = size - stripes * kStripe;
   used->take[static_cast<int>(store)](lanes, from, to, stripes);
-  if (store != Store::none) std::memcpy(to + stripes * kStripe, from + stripes * kStripe, size - stripes * kStripe);
+  std::memcpy(lanes + 2 * kLanes, from + stripes * kStripe, rest);
+  if (store != Store::none) std::memcpy(to + stripes * kStripe, lanes + 2 * kLanes, rest);
   // The last stripe ends with the input and mostly lies half in the one before; its key is no multiple of the step.
-  take_stripe(lanes, from + size - kStripe, kKey + kSecret - kStripe - 7);
+  take_stripe(lanes, reinterpret_cast<const uint8_t*>(lanes + kLanes) + rest, kKey + kSecret - kStripe - 7);
   uint64_t sum = size * kPrime64_1;
   for (size_t i = 0; i < 4; ++i) {
     const uint8_t* key = kKey + 11 + 16 * i;
@@ -311,7 +320,7 @@ uint64_t xxh3(const uint8_t* data, uint64_t size) {
 uint64_t xxh3_copy(const uint8_t* from, uint8_t* to, uint64_t size, Store store) {
   if (size > kShort) return hash_long(from, to, size, fitting(to, size, store));
   if (size > 0) std::memcpy(to, from, size);
-  return hash_short(from, size);
+  return hash_short(to, size);
 }
 
 void copy(const uint8_t* from, uint8_t* to, uint64_t size, Store store) {

@@ -20,7 +20,8 @@ constexpr uint64_t kStreamWorth = 4096;
 // The hash of [data, data + size).
 uint64_t xxh3(const uint8_t* data, uint64_t size);
 
-// Copy [from, from + size) to `to` and return the hash of the bytes. The two must not overlap.
+// Copy [from, from + size) to `to` and return the hash of the bytes that were written, whoever writes to the source
+// meanwhile. The two must not overlap.
 uint64_t xxh3_copy(const uint8_t* from, uint8_t* to, uint64_t size, Store store);
 
 // Copy without a hash. The two must not overlap.

@@ -14,6 +14,10 @@ def _ignore(_step: int) -> None:
     pass
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Given:
     """Settings and addresses that the launcher gives this worker process."""
@@ -27,6 +31,8 @@ class Given:
     """True to store the newest step in memory when a worker dies, unless the program says otherwise."""
     auto_tuning: bool = False
     """True if loaders and trainers tune themselves, unless the program says otherwise."""
+    embedding: bool = False
+    """True if the job has embedding servers (`dlrover.embedding`)."""
     global_batch: int = 0
     """Global batch chosen for the job, in samples; 0: the program's own."""
 
@@ -36,6 +42,10 @@ reading: Callable[[int, int, int], None] | None = None
 """Called with the dataset's key, the partition and the first position of each shard whose reading begins."""
 blocked: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 """Returns a context that is entered while the training waits for a checkpoint."""
+stepped: Callable[[], None] = _nothing
+"""Called after each step of a training whose steps no hook sees."""
+imported: Callable[[], None] = _nothing
+"""Called by a program that makes no steps, once it has imported what it needs."""
 loaded: Callable[[int], None] = _ignore
 """Called with the number of the step that the training continues from; 0 for a fresh start."""
 saving: Callable[[int], None] = _ignore

@@ -172,6 +172,19 @@ def test_a_tensor_whose_storage_was_made_smaller_is_refused():
         Copier().layout_of(state)
 
 
+def test_a_storage_that_is_smaller_at_its_old_address_is_refused():
+    """So much memory is mapped by itself, so that the kernel finds the same place for as many pages."""
+    tensor, copier = torch.empty((1 << 26) + 64, dtype=torch.uint8), Copier()
+    state, address = {"a": tensor}, tensor.data_ptr()
+    copier.layout_of(state)
+    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(tensor.nbytes - 8)
+    assert tensor.data_ptr() == address, "the test needs the same address"
+    needs = "a needs 67108928 bytes, and its storage has only 67108920"
+    with pytest.raises(ConfigurationError, match=needs):
+        copier.layout_of(state)
+
+
 SAME = (
     "nothing",
     "a value of another type",

@@ -72,3 +72,14 @@ def test_another_number_of_ranks_cannot_read_parts(checkpointer):
     with pytest.raises(ConfigurationError, match="was not saved by 2 ranks"):
         checkpointer.read()
     checkpointer._world.size = 1
+
+
+def test_a_tensor_without_its_memory_is_refused_and_not_written_to(checkpointer):
+    memory = torch.zeros(2, 3)
+    memory.untyped_storage().resize_(8)
+    model = {"w": memory, "tied": torch.zeros(2)}
+    rows = Shard(torch.zeros(1, 2), (4, 2), (3, 0))
+    state = {"model": model, "rows": rows, "pair": (0, torch.zeros(0)), "step": 0}
+    needs = r"model\.w needs 24 bytes, and its storage has only 8"
+    with pytest.raises(ConfigurationError, match=needs):
+        checkpointer.load(state)

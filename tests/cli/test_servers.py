@@ -51,3 +51,37 @@ def test_servers_need_somebody_to_start_them() -> None:
         "--servers 2: DLRover must be able to start nodes; give --local-nodes N, the number of workers' "
         "nodes on this machine, or name the servers in spec.replicaSpecs.ps of an ElasticJob on Kubernetes."
     )
+
+
+def test_a_chief_is_one_more_node_and_the_rest_are_instances() -> None:
+    made = options("--chief", "--local-nodes=2", "--servers=3", "--evaluators=1")
+    job = made.job
+    assert (made.local_nodes, job.min_nodes, job.max_nodes, job.other_nodes) == (4, 4, 4, 2)
+    assert (job.chief, job.server_failover, made.launch.role) == (True, "instance", "chief")
+    assert not options("--local-nodes=2").job.chief
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--evaluators=1"], "--evaluators 1: evaluators run beside a chief; give --chief too."),
+        (["--chief", "--evaluators=-1"], "--evaluators -1: must be 0 or a positive number."),
+        (
+            ["--chief", "--node-unit=2"],
+            "--chief: the chief alone is the world, so --nnodes, --node-unit and --auto-scale do not apply.",
+        ),
+        (
+            ["--chief", "--nproc-per-node=2"],
+            "--nproc-per-node 2: with --chief, each node has 1 process.",
+        ),
+    ],
+)
+def test_refused_options_of_a_chief(argv: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        options("--local-nodes=2", *argv)
+    assert str(caught.value) == sentence
+
+
+def test_a_chief_needs_somebody_to_start_the_others() -> None:
+    with pytest.raises(ConfigurationError, match="--chief: DLRover must be able to start nodes"):
+        options("--chief")

@@ -472,6 +472,14 @@ def test_what_was_not_taken_cannot_be_reported(reported) -> None:
     assert take(shards, "a", 2, acknowledged=(Span(0, 0, 10),)).acknowledged == 10
 
 
+def test_an_epoch_far_ahead_is_refused() -> None:
+    """The master would make all earlier ones, for as long as it lives."""
+    shards = opened(DataSpec(name="data", size=100, shard=10, epochs=0), "a")
+    with pytest.raises(ProtocolError, match="epochs up to 999 are accepted"):
+        take(shards, "a", 1, epoch=2**60)
+    assert take(shards, "a", 1, epoch=1).spans
+
+
 def death(rank: int, round_: int, data: str, partition: int, position: int) -> Failure:
     return Failure(
         id="1",

@@ -237,6 +237,7 @@ class Session:
         self.env["DLROVER_CACHE_DIR"] = os.environ["DLROVER_CACHE_DIR"]
         self.env["COLUMNS"] = "200"
         self._port, self.brain_port = free_port(), free_port()
+        self.served_ports = {"8500": str(free_port()), "8501": str(free_port())}
         self.env["DLROVER_BRAIN"] = f"127.0.0.1:{self.brain_port}"
         self._running: list[Running] = []
 
@@ -247,6 +248,9 @@ class Session:
             text += f" --port {self._port}"
         if text.startswith("dlrover brain serve"):
             text += f" --port {self.brain_port}"
+        if text.startswith("dlrover embedding serve"):
+            http, raw = self.served_ports.values()
+            text += f" --port {http} --raw-port {raw}"
         self._running.append(Running(shortened(text), self.directory, self.env))
         return self._running[-1]
 
@@ -283,6 +287,8 @@ def follow(session: Session, page: Path) -> None:
     text = page.read_text()
     for name, program in files_of(text).items():
         own = program.replace("29500", str(session.brain_port))
+        for port, free in session.served_ports.items():
+            own = own.replace(f"127.0.0.1:{port}", f"127.0.0.1:{free}")
         (session.directory / name).write_text(shortened(own))
     commands = [command for command in commands_of(text) if not not_run(command)]
     served: list[tuple[Running, Command]] = []
@@ -292,6 +298,9 @@ def follow(session: Session, page: Path) -> None:
         elif command.text.startswith("dlrover brain serve"):  # until the page is done
             running = session.start(command)
             running.until(lambda: "listens" in running.output, "its port")  # noqa: B023 - at once
+        elif command.text.startswith("dlrover embedding serve"):
+            running = session.start(command)
+            running.until(lambda: "Serves" in running.output, "its ports")  # noqa: B023 - at once
         elif not command.text.startswith("kill "):
             strikes = next_one is not None and next_one.text.startswith("kill ")
             session.run(command, next_one if strikes else None)

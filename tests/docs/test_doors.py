@@ -11,7 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 DOORS = {
-    "dlrover.accelerate": {"Cluster", "Prediction", "Strategy", "Transformer"},
+    "dlrover.accelerate": {
+        "Cluster", "Explanation", "Observation", "Prediction", "Strategy", "Transformer", "calibrate",
+        "predict", "search", "traced", "why_not", "AutoAccelerateResult", "auto_accelerate", "clip_grad_norm_",
+    },
     "dlrover.accelerators": {
         "CPU", "RESOURCES", "VENDORS", "DeviceHealth", "DeviceUse", "Vendor", "pci_addresses", "present",
         "resources", "vendors",
@@ -25,6 +28,11 @@ DOORS = {
         "Csv", "ElasticDataLoader", "ElasticDataset", "JsonLines", "Lines", "Message", "Parquet", "Records",
         "Stream", "Table", "TfRecords",
     },
+    "dlrover.embedding": {
+        "BloomAdmission", "ChanceAdmission", "CountAdmission", "EmbeddingOptimizer", "Expiry", "HashEmbedding",
+        "HashEmbeddingBag", "HashTable", "Initializer", "Optimizer", "RemoteTable", "ServedTables", "checkpoints",
+        "open_table", "prefetched",
+    },
     "dlrover.optim": {
         "AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT", "GroupAdagrad", "GroupAdam", "Penalty", "WSAM",
     },
@@ -32,7 +40,7 @@ DOORS = {
         "Demand", "GIB", "MemorySample", "Option", "ServerSample", "ServerShape", "ServerSpace", "allocate",
         "fit_servers", "plan_servers", "prevent_oom", "sample_servers",
     },
-    "dlrover.tensorflow": {"dataset"},
+    "dlrover.tensorflow": {"dataset", "resilient"},
     "dlrover.training": {
         "ElasticDistributedSampler", "ElasticTrainer", "accumulation_steps", "activity", "steps_left",
     },
@@ -40,9 +48,10 @@ DOORS = {
 NEEDS = {
     "ElasticDataset": "torch", "ElasticDataLoader": "torch", "ElasticTrainer": "torch",
     "ElasticDistributedSampler": "torch", "Checkpointer": "torch", "LoadRecord": "torch", "Shard": "torch",
+    "EmbeddingOptimizer": "torch", "HashEmbedding": "torch", "HashEmbeddingBag": "torch", "prefetched": "torch",
+    "dataset": "tensorflow", "resilient": "tensorflow", "traced": "torch", "auto_accelerate": "torch", "AutoAccelerateResult": "torch", "clip_grad_norm_": "torch", "Optimizer": "sqlalchemy",
     **dict.fromkeys(("AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT"), "torch"),
     **dict.fromkeys(("GroupAdagrad", "GroupAdam", "WSAM"), "torch"),
-    "dataset": "tensorflow", "Optimizer": "sqlalchemy",
 }  # fmt: skip
 MODULES = {
     f"dlrover.integrations.{name}"

@@ -101,13 +101,13 @@ def test_a_server_that_comes_back_is_not_ready_before_it_has_its_rows() -> None:
 def test_repeated_requests_change_nothing() -> None:
     placement = started(2)
     placement.handle(OpenTable("users", '{"dim": 8}'))
-    placement.handle(Stored(7, "/out"))
+    placement.handle(Stored(7, "a", "/out"))
     version = placement.version
     for request in (
         announce(0),
         Recovered(0, 1),
         OpenTable("users", '{"dim": 8}'),
-        Stored(7, "/out"),
+        Stored(7, "a", "/out"),
     ):
         assert placement.handle(request).version == version
     with pytest.raises(

@@ -283,3 +283,27 @@ def test_an_input_that_comes_twice_changes_nothing_more(times: int) -> None:
         3,
         4,
     ]
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["its process", "its node"])
+def test_a_server_that_runs_out_of_memory_comes_back_with_more(lost: bool) -> None:
+    driver = running(grows_memory=True, most_memory_factor=3.0)
+    for factor in (2.0, 3.0):
+        node = server(driver, 1)
+        join(driver, node)
+        driver.now += 100.0
+        if lost:
+            reason = "its container main ran out of memory (OOMKilled)"
+            commands = driver.give(inputs.NodeExited(node, reason))
+        else:
+            commands = fail(driver, node, KILLED | {"oom_killed": True}, driver.now)
+        (made,) = launched(commands)
+        assert (made.node_rank, made.memory_factor) == (FIRST_SERVER + 1, factor)
+    assert undisturbed(driver)
+
+
+def test_a_server_without_more_memory_to_give_restarts_as_it_was() -> None:
+    driver = running()
+    commands = fail(driver, 3, KILLED | {"oom_killed": True}, 100.0)
+    assert said(commands, CallToRound) == [3]
+    assert not launched(commands)

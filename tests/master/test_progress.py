@@ -128,12 +128,6 @@ def test_workers_go_on_with_what_they_did_at_their_nodes_last_report() -> None:
     assert fields == (4.0, 6.0, 0.0, 0.0, 0.0, 0.0), "a clock that ran backwards takes nothing away"
 
 
-def test_a_record_of_another_shape_is_left_out() -> None:
-    latest = Activities()
-    latest.note(0, messages.Heartbeat(1, 5, (WorkerActivity(5, 1, 1.0, (1.0, 2.0)),)), 0.0)
-    assert latest.progress([0], 0.0) == inputs.Progressed(1, 5)
-
-
 # ---- what is journalled
 
 

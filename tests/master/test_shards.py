@@ -4,8 +4,12 @@ import asyncio
 import contextlib
 import socket
 
+import msgspec
+
 from dlrover._util import framing
 from dlrover.agent.relay import RequestRelay
+from dlrover.data.machine.datasets import Shards
+from dlrover.data.machine.queue import Command
 from dlrover.data.services import RelayService
 from dlrover.errors import InfrastructureError
 from dlrover.master.journal import takeover
@@ -26,6 +30,7 @@ from dlrover.spec.shards import (
     LookShards,
     OpenShards,
     ShardReply,
+    ShardRequest,
     Span,
     TakeShards,
 )
@@ -198,6 +203,50 @@ def test_a_request_of_a_frame_that_fails_fails_alone(tmp_path) -> None:
     assert "A message could not be read" in unreadable.refused
     assert "knows no data set other" in unknown.refused
     assert taken.spans == (Span(0, 0, 20),)
+
+
+def test_an_empty_span_is_refused_before_it_is_journalled(tmp_path) -> None:
+    """Each worker holds all empty spans, also those of partitions that do not exist."""
+    body = msgspec.msgpack.decode(wire.encode(take(2, Span(7, 4, 5))))
+    assert body[7] == [[7, 4, 5]]
+    body[7] = [[7, 5, 5]]
+
+    async def ask() -> list[WorkerReply]:
+        with master_at(tmp_path) as master:
+            await dealt(master, frame_of(OpenShards(SPEC, "a", ROUND), take(1)))
+            (replies,) = await dealt(master, frame_of(msgspec.msgpack.encode(body), take(3)))
+            requests = [entry for _, entry in master._journal.entries()]
+            assert [one.seq for one in requests if isinstance(one, TakeShards)] == [1, 3]
+            return replies
+
+    empty, taken = asyncio.run(ask())
+    assert "the end must be above the start" in empty.refused
+    assert taken.spans == (Span(0, 20, 40),)
+
+
+def test_a_request_that_cannot_be_handled_ends_neither_this_master_nor_the_next(
+    tmp_path, monkeypatch, caplog
+) -> None:
+    handle = Shards.handle
+
+    def fails(shards: Shards, event: ShardRequest, now: float) -> list[Command]:
+        if isinstance(event, TakeShards) and event.seq == 2:
+            raise KeyError(7)
+        return handle(shards, event, now)
+
+    monkeypatch.setattr(Shards, "handle", fails)
+
+    async def ask(*requests: ShardRequest) -> list[WorkerReply]:
+        with master_at(tmp_path) as master:
+            (replies,) = await dealt(master, frame_of(*requests))
+            return replies
+
+    _, _, failed, taken = asyncio.run(ask(OpenShards(SPEC, "a", ROUND), take(1), take(2), take(3)))
+    assert "cannot handle the request: KeyError(7)" in failed.refused
+    caplog.clear()
+    (repeated,) = asyncio.run(ask(take(3)))
+    assert repeated == taken
+    assert "cannot handle a request of a worker: TakeShards(data='data'" in caplog.text
 
 
 def test_a_frame_is_one_entry_into_the_journal_and_all_of_it_waits_for_the_disk(tmp_path) -> None:

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <thread>
 #include <vector>
 
 extern "C" {
@@ -26,6 +27,22 @@ void dlrover_agd(size_t count, const uint64_t* parameters, const uint64_t* gradi
                  size_t threads);
 void dlrover_adagrad(size_t count, const uint64_t* parameters, const uint64_t* gradients, const uint64_t* squares,
                      const uint64_t* sizes, const float* scalars, uint64_t seed, uint32_t half, size_t threads);
+
+struct Options {  // as in native/table.cpp
+  uint64_t dim, kind, rule, states, steps, memory_bytes, seed, initial, admission, threshold, counters;
+  float scale, chance, hyper[8];
+};
+struct Table;
+Table* dlrover_table_new(const Options* options);
+void dlrover_table_free(Table* table);
+int dlrover_table_look(Table* table, size_t count, const uint64_t* keys, float* out, uint32_t now, uint32_t insert,
+                       uint32_t uses);
+void dlrover_table_update(Table* table, size_t count, const uint64_t* keys, const float* gradients);
+size_t dlrover_table_remove(Table* table, size_t count, const uint64_t* keys, uint32_t remember);
+void dlrover_table_clear(Table* table, size_t slot);
+int dlrover_table_export(Table* table, size_t slot, uint32_t changed, uint32_t keep, size_t* sizes, uint64_t* keys,
+                         uint32_t* last, uint16_t* counts, uint16_t* flags, char* rows, uint64_t* removed);
+void dlrover_table_stats(Table* table, uint64_t* out);
 }
 
 namespace {
@@ -146,6 +163,41 @@ void check_updates(const Words& sizes, size_t threads) {
 
 }  // namespace
 
+// Look up, update, remove and copy from several threads; each thread has keys of its own and some of all.
+void check_table(uint64_t rule, uint64_t states, uint64_t kind, uint64_t admission, size_t dim) {
+  const Options options{dim, kind, rule, states, 1, 0, 7, 1, admission, 2, 1 << 14, 0.1f, 0.5f,
+                        {0.1f, 0.9f, 0.99f, 1e-6f, 0, 0.01f, 0.01f, 0.01f}};
+  Table* table = dlrover_table_new(&options);
+  require(table != nullptr, "no memory for a table", dim);
+  const auto work = [=](uint64_t thread) {
+    std::vector<float> rows(300 * dim), gradients(300 * dim, 0.5f);
+    Words keys(300), copied(2000), removed(2000);
+    std::vector<uint32_t> last(2000);
+    std::vector<uint16_t> counts(2000), flags(2000);
+    uint64_t stats[4];
+    dlrover_table_stats(table, stats);
+    std::vector<char> bytes(2000 * stats[2]);
+    for (uint64_t turn = 0; turn < 30; ++turn) {
+      for (size_t i = 0; i < keys.size(); ++i) keys[i] = i % 2 ? thread << 32 | (turn * 97 + i) : i;
+      for (uint32_t insert : {1, 1, 0}) {
+        dlrover_table_look(table, keys.size(), keys.data(), rows.data(), static_cast<uint32_t>(turn), insert, 1);
+      }
+      dlrover_table_update(table, keys.size(), keys.data(), gradients.data());
+      if (turn % 3 == 0) dlrover_table_remove(table, 50, keys.data(), 1);
+      if (turn % 10 == 9) dlrover_table_clear(table, turn);
+      for (size_t slot = 0; slot < 1024; slot += 5) {
+        size_t sizes[2] = {copied.size(), removed.size()};
+        dlrover_table_export(table, slot, turn % 2, 0, sizes, copied.data(), last.data(), counts.data(), flags.data(),
+                             bytes.data(), removed.data());
+      }
+    }
+  };
+  std::vector<std::thread> threads;
+  for (uint64_t thread = 1; thread < 4; ++thread) threads.emplace_back(work, thread);
+  for (auto& thread : threads) thread.join();
+  dlrover_table_free(table);
+}
+
 int main() {
   Words small, large = {0, 65535, 65536, 65537, 700'001, 1, 4095, 4096, 4097, 3'000'000, 240, 241, 1'048'576, 64};
   for (uint64_t size = 0; size <= 1100; ++size) small.push_back(size);
@@ -167,6 +219,9 @@ int main() {
     check(large, 3, false);
     check(much, 2, true);
     check_updates({0, 1, 7, 64, 1000, 2'200'000, 33}, 3);
+    check_table(4, 2, 0, 0, 64);
+    check_table(11, 3, 1, 1, 7);
+    check_table(10, 2, 2, 2, 5);
 #if !defined(__SANITIZE_THREAD__)  // what follows has no new race to show
     for (const size_t threads : {1, 100}) {
       check(small, threads, false);

@@ -2,6 +2,7 @@
 
 import mmap
 import random
+import threading
 
 import pytest
 
@@ -235,3 +236,32 @@ def test_the_twin_copies_large_pieces_in_parts(monkeypatch):
     assert hashes.tolist() == [
         xxhash.xxh3_64_intdigest(expected[end : end + size]) for _, end, size in pieces
     ]
+
+
+@pytest.mark.parametrize("size", [7, 100, 200, 301, 1030, 5003])
+def test_a_hash_is_that_of_what_was_written(run: Kernels, size: int) -> None:
+    """Another process may write to the source meanwhile; a copy whose hash differs would be unreadable."""
+    count = 20_000_000 // (size + 1000)
+    source, target = Memory(size), Memory(size * count)
+    fillings = np.frombuffer(bytearray(b"\0" * size + b"\xff" * size), np.uint8)
+    one, other = (fillings.ctypes.data + np.uint64(n * size) for n in range(2))
+    sizes = np.full(count, size, np.uint64)
+    ended = threading.Event()
+
+    def write() -> None:
+        lists = np.tile(words(one, other), 5000), np.full(10_000, source.start, np.uint64)
+        while not ended.is_set():
+            run.copy(*lists, np.full(10_000, size, np.uint64))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    targets = target.at(list(range(0, size * count, size)))
+    mixed = 0
+    try:
+        while mixed < 5:  # times that the writer has written meanwhile
+            found = run.copy_hash(np.full(count, source.start, np.uint64), targets, sizes)
+            assert np.array_equal(found, run.hash(targets, sizes))
+            mixed += len(np.unique(found)) > 1
+    finally:
+        ended.set()
+        writer.join()

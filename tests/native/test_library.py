@@ -1,11 +1,14 @@
 """The compiled library is used if it can be; otherwise one sentence says why not."""
 
+import contextlib
 import os
 import re
+import struct
 import subprocess
 from pathlib import Path
 
 import pytest
+from hypothesis import given, strategies as st
 
 from dlrover import config
 from dlrover._native import library
@@ -39,6 +42,26 @@ def test_a_file_that_is_no_library(tmp_path: Path, content: bytes):
     assert re.fullmatch(r"the compiled library cannot be loaded \(.+\)", loaded.reason)
 
 
+@pytest.mark.skipif(not library.FILE.exists(), reason="the library is not compiled")
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.7, 0.95, 1 - 1e-5])
+def test_a_library_that_was_cut_off(tmp_path: Path, share: float):
+    """By a full disk, for instance. Loading it would end the process by SIGBUS, at once or later."""
+    whole = library.FILE.read_bytes()
+    (file := tmp_path / "library.so").write_bytes(whole[: int(len(whole) * share)])
+    loaded = library.load("auto", file)
+    assert loaded.library is None
+    missing = len(whole) - int(len(whole) * share)
+    assert loaded.reason == f"the compiled library is cut off: {missing} of its bytes are missing"
+
+
+@given(st.binary(max_size=40), st.integers(0, 63), st.binary(max_size=60))
+def test_any_header_is_read(content: bytes, at: int, rest: bytes):
+    elf = bytearray(b"\x7fELF\x02\x01" + bytes(58) + rest)
+    elf[max(at, 6) :] = content + elf[max(at, 6) + len(content) :]
+    with contextlib.suppress(struct.error):  # which `load` reports
+        assert library.missing_bytes(bytes(elf)) >= 0
+
+
 def compiled(directory: Path, program: str) -> Path:
     file = directory / "library.so"
     command = ["c++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(file)]
@@ -52,7 +75,7 @@ def compiled(directory: Path, program: str) -> Path:
 def test_a_library_of_another_version(tmp_path: Path):
     program = 'extern "C" { int dlrover_abi() { return 7; } const char* dlrover_variant() { return ""; } }'
     loaded = library.load("auto", compiled(tmp_path, program))
-    assert loaded == library.Loaded(None, "the compiled library has interface 7 instead of 2")
+    assert loaded == library.Loaded(None, "the compiled library has interface 7 instead of 3")
 
 
 def test_a_library_of_another_project(tmp_path: Path):

@@ -1,5 +1,6 @@
 """What cannot work is said in one sentence, with the right exit code, in a bounded time."""
 
+import os
 import shutil
 import socket
 
@@ -19,6 +20,7 @@ USAGE = {
     "wrong value": (["--rdzv-conf", "join_timeout=soon", "SCRIPT"], "join_timeout"),
     "configuration": (["--config", "not/there.toml", "SCRIPT"], "not/there.toml cannot be read"),
     "wrong log directory": (["--log-dir=/dev/null/x", "SCRIPT"], "--log-dir /dev/null/x cannot be"),
+    "no text": (["--no-python", "true", os.fsdecode(b"caf\xe9")], "'caf\\udce9' is not UTF-8"),
     "no place to meet": (
         ["--nnodes", "2", "--rdzv-backend", "c10d", "SCRIPT"],
         "give --rdzv-endpoint HOST:PORT",

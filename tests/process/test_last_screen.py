@@ -152,13 +152,14 @@ def test_the_first_failing_rank_is_explained(run, kind: str) -> None:
 
 
 def test_the_last_screen_is_there_as_json(run) -> None:
-    launch = run("--output=json", "--nproc-per-node=2", run.scripts / "fails.py", "exception")
+    launch = run("--output=json", "--nproc-per-node=2", run.scripts / "fails.py", "odd_name")
     stdout, _ = launch.end_with(ExitCode.USER_CODE)
     outcome = json.loads(stdout)
     assert outcome["exit_code"] == ExitCode.USER_CODE
     assert outcome["failure"]["rank"] == 1
     assert outcome["failure"]["exception"] == "ValueError"
-    assert outcome["failure"]["traceback"].endswith("ValueError: the batch is empty\n")
+    # The name in it is no UTF-8, which is no reason to report nothing.
+    assert outcome["failure"]["traceback"].endswith("ValueError: caf? is damaged\n")
     assert outcome["verdict"]["origin"] == USER
 
 

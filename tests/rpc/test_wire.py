@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 import pickle
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +111,47 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
     assert refusal(data, messages.AgentMessage).startswith("A message could not be read: ")
 
 
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize(
+    "packed", [lambda n: b"\xcb" + struct.pack(">d", n), lambda n: b"\xca" + struct.pack(">f", n)]
+)
+def test_nan_and_infinity_are_refused_in_any_place(
+    number: float, packed: Callable[[float], bytes]
+) -> None:
+    """Arithmetic on it would fail in the next master, which replays the message, as in this one."""
+    failed = wire.encode(messages.Failed(msgspec.structs.replace(FAILURE, time=1.5)))
+    good = b"\xcb" + struct.pack(">d", 1.5)
+    assert refusal(failed, messages.AgentMessage) == ""
+    assert "beyond 1e+150" in refusal(failed.replace(good, packed(number)), messages.AgentMessage)
+    key = msgspec.msgpack.encode({"type": "heartbeat", "round": 1, "steps": 2, "mood": {1.5: [()]}})
+    assert refusal(key, messages.AgentMessage) == ""
+    assert "beyond 1e+150" in refusal(key.replace(good, packed(number)), messages.AgentMessage)
+
+
+@pytest.mark.parametrize(
+    ("number", "accepted"), [(1e150, True), (-1e150, True), (1.1e150, False), (-1e308, False)]
+)
+def test_numbers_of_any_use_are_accepted(number: float, accepted: bool) -> None:
+    data = msgspec.msgpack.encode({"type": "get", "key": "key", "wait": number})
+    assert (refusal(data, messages.StoreRequest) == "") == accepted
+
+
+def test_bytes_like_those_of_an_infinite_number_are_accepted() -> None:
+    endless = b"\xcb" + struct.pack(">d", math.inf)
+    assert refusal(wire.encode(messages.SetKey("key", endless)), messages.StoreRequest) == ""
+
+
+def test_a_text_that_is_no_unicode_arrives_readable() -> None:
+    """An exception may quote the name of a file that is no UTF-8; a job must not wait for its report for ever."""
+    name = os.fsdecode(b"caf\xe9.bin")
+    facts = msgspec.structs.replace(FAILURE, message=f"{name} is damaged", node_facts=(name,))
+    failed = wire.decode(wire.encode(messages.Failed(facts)), messages.AgentMessage)
+    expected = {"message": "caf?.bin is damaged", "node_facts": ("caf?.bin",)}
+    assert failed == messages.Failed(msgspec.structs.replace(FAILURE, **expected))
+    request = wire.encode(messages.SetKey(name, b"\xe9"))
+    assert wire.decode(request, messages.StoreRequest) == messages.SetKey("caf?.bin", b"\xe9")
+
+
 def test_a_refusal_names_what_is_wrong() -> None:
     assert "`uid`" in refusal(msgspec.msgpack.encode({"type": "hello"}), messages.AgentMessage)
     assert "'goodbye'" in refusal(
@@ -116,6 +161,20 @@ def test_a_refusal_names_what_is_wrong() -> None:
         msgspec.msgpack.encode({"type": "heartbeat", "round": 1, "steps": "1"}),
         messages.AgentMessage,
     )
+
+
+@pytest.mark.parametrize(
+    "worker",
+    [
+        [5, 6, 1.0, [0.0] * 6],
+        [5, -1, 1.0, [0.0] * 6],
+        [5, 1, 1.0, [0.0] * 5],
+        [5, 1, 1.0, [0.0] * 7],
+    ],
+)
+def test_an_unknown_activity_is_refused(worker: list[Any]) -> None:
+    beat = {"type": "heartbeat", "round": 1, "steps": 2, "workers": [worker]}
+    assert "workers" in refusal(msgspec.msgpack.encode(beat), messages.AgentMessage)
 
 
 def test_a_refusal_does_not_repeat_a_long_message() -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI = 2
+ABI = 3
 """Number of the library's interface, ``dlrover_abi()`` in ``native/pieces.cpp``."""
+_HEADER = struct.Struct("<32xQQ6xHHHH2x")
+"""Of an ELF file: offsets of segments and sections; then the size and number of each one's headers."""
+_SEGMENT = struct.Struct("<8xQ16xQ16x")
+"""Of a segment's header: offset and size in the file."""
 FILE = Path(__file__).with_name("libdlrover_native.so")
 """The library; ``hatch_build.py`` puts it there."""
 
@@ -30,15 +35,34 @@ def load(choice: str, file: Path = FILE) -> Loaded:
     if not file.exists():
         return Loaded(None, "this installation was built without a compiled library")
     try:
+        missing = missing_bytes(file.read_bytes())
+        if missing:
+            return Loaded(
+                None, f"the compiled library is cut off: {missing} of its bytes are missing"
+            )
         library = ctypes.CDLL(str(file))
         abi = library.dlrover_abi()
         variant = library.dlrover_variant
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError, struct.error) as error:
         return Loaded(None, f"the compiled library cannot be loaded ({error})")
     if abi != ABI:
         return Loaded(None, f"the compiled library has interface {abi} instead of {ABI}")
     variant.restype = ctypes.c_char_p
     return Loaded(library, f"the compiled library uses {variant().decode()} instructions")
+
+
+def missing_bytes(elf: bytes) -> int:
+    """Return by how much a 64-bit ELF file, or one that is none, ends before what its header names.
+
+    The loader maps a file that was cut off, and the process ends by SIGBUS where it reads beyond the end.
+    """
+    if len(elf) < _HEADER.size or not elf.startswith(b"\x7fELF\x02\x01"):
+        return 0  # the loader refuses it with a reason
+    segments, sections, size, count, section_size, section_count = _HEADER.unpack_from(elf)
+    ends: list[int] = [sections + section_size * section_count, segments + size * count]
+    if ends[1] <= len(elf):
+        ends += map(sum, _SEGMENT.iter_unpack(elf[segments : ends[1]]))
+    return max(0, max(ends) - len(elf))
 
 
 def use(choice: str) -> Loaded:

@@ -5,17 +5,57 @@ from typing import TYPE_CHECKING
 from dlrover._util.doors import lazy
 
 if TYPE_CHECKING:
-    from dlrover.planning.parallel.records import Cluster, Prediction, Strategy, Transformer
+    from dlrover.accelerate.card import traced
+    from dlrover.accelerate.engine import AutoAccelerateResult, auto_accelerate
+    from dlrover.accelerate.optimizers import clip_grad_norm_
+    from dlrover.planning.parallel.calibration import calibrate
+    from dlrover.planning.parallel.explain import Explanation, why_not
+    from dlrover.planning.parallel.predict import predict
+    from dlrover.planning.parallel.records import (
+        Cluster,
+        Observation,
+        Prediction,
+        Strategy,
+        Transformer,
+    )
+    from dlrover.planning.parallel.search import search
 
-__all__ = ["Cluster", "Prediction", "Strategy", "Transformer"]
+__all__ = [
+    "AutoAccelerateResult",
+    "Cluster",
+    "Explanation",
+    "Observation",
+    "Prediction",
+    "Strategy",
+    "Transformer",
+    "auto_accelerate",
+    "calibrate",
+    "clip_grad_norm_",
+    "predict",
+    "search",
+    "traced",
+    "why_not",
+]
+
+_RECORDS = "dlrover.planning.parallel.records"
 
 __getattr__ = lazy(
     __name__,
     {
-        "Cluster": "dlrover.planning.parallel.records",
-        "Prediction": "dlrover.planning.parallel.records",
-        "Strategy": "dlrover.planning.parallel.records",
-        "Transformer": "dlrover.planning.parallel.records",
+        "AutoAccelerateResult": "dlrover.accelerate.engine",
+        "auto_accelerate": "dlrover.accelerate.engine",
+        "clip_grad_norm_": "dlrover.accelerate.optimizers",
+        "Cluster": _RECORDS,
+        "Explanation": "dlrover.planning.parallel.explain",
+        "Observation": _RECORDS,
+        "Prediction": _RECORDS,
+        "Strategy": _RECORDS,
+        "Transformer": _RECORDS,
+        "calibrate": "dlrover.planning.parallel.calibration",
+        "predict": "dlrover.planning.parallel.predict",
+        "search": "dlrover.planning.parallel.search",
+        "traced": "dlrover.accelerate.card",
+        "why_not": "dlrover.planning.parallel.explain",
     },
-    extra="torch",
+    extra="torch,planning",
 )

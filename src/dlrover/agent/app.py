@@ -29,6 +29,7 @@ from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, Infrastru
 from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.failure import Failure
+from dlrover.spec.job import Entry
 from dlrover.spec.jobdir import AgentConfig, JobDir, MasterAddress, decode
 from dlrover.spec.node import SERVER, is_server
 from dlrover.spec.outcome import Outcome
@@ -68,6 +69,10 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
         raise ConfigurationError(f"{job_dir.path} is not a job directory: {error}.") from error
     if args.node_id >= 0 and is_server(args.node_rank):  # without an id, any rank may be wanted
         launch = msgspec.structs.replace(settings.launch, nproc_per_node=1, role=SERVER)
+        if launch.server_module:
+            launch = msgspec.structs.replace(
+                launch, entry=Entry.MODULE, target=launch.server_module, args=()
+            )
         settings = msgspec.structs.replace(settings, launch=launch)
     launch = settings.launch
     base = Path(launch.log_dir) if launch.log_dir not in ("", "/dev/null") else job_dir.logs

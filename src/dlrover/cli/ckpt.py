@@ -9,13 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from dlrover.cli.output import Form, Output, print_json, print_table
+from dlrover.cli.output import Form, Output, print_json, print_table, size
 from dlrover.errors import ConfigurationError, ExitCode
 from dlrover.spec.words import counted
 
 SHOWN = 20
 """Problems of a step that the text output prints; JSON has all of them."""
-KIB = 1024
 
 app = typer.Typer(
     name="ckpt",
@@ -53,7 +52,7 @@ def _row(item: Any) -> tuple[str, ...]:
     stored = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(item.time))
     state = f"{item.state}, latest" if item.latest else item.state
     ranks = "-" if item.ranks is None else str(item.ranks)
-    return str(item.step), stored, ranks, str(item.files), _size(item.nbytes), state
+    return str(item.step), stored, ranks, str(item.files), size(item.nbytes), state
 
 
 @app.command()
@@ -72,13 +71,13 @@ def show(
     for tensor in found.tensors:
         note = "differs by rank" if tensor.differs else ""
         shape = str(list(tensor.shape))
-        size = _size(tensor.nbytes)
-        rows.append((tensor.name, tensor.dtype, shape, str(tensor.parts), size, note))
+        parts, nbytes = str(tensor.parts), size(tensor.nbytes)
+        rows.append((tensor.name, tensor.dtype, shape, parts, nbytes, note))
     print_table(rows)
     print(f"Plain values: {', '.join(found.values) or 'none'}")
     print(
         f"Step {found.step}, ranks: {found.ranks}, tensors: {len(found.tensors)} with {found.elements}"
-        f" elements in {_size(found.nbytes)}, files: {_size(found.stored_nbytes)}."
+        f" elements in {size(found.nbytes)}, files: {size(found.stored_nbytes)}."
     )
 
 
@@ -112,7 +111,7 @@ def _number(step: str) -> int | None:
 
 def _print_verification(item: Any) -> None:
     state = "whole" if item.whole else "damaged"
-    print(f"Step {item.step} is {state}: {counted(item.files, 'file')}, {_size(item.nbytes)} read.")
+    print(f"Step {item.step} is {state}: {counted(item.files, 'file')}, {size(item.nbytes)} read.")
     for problem in item.problems[:SHOWN]:
         tensor = f", tensor {problem.tensor}" if problem.tensor else ""
         print(f"  {problem.file}{tensor}: {problem.problem}")
@@ -152,7 +151,7 @@ def convert(
     number = "" if found.step is None else f" of step {found.step}"
     are = "is" if found.tensors == 1 else "are"
     print(
-        f"{counted(found.tensors, 'tensor')}{number}, {_size(found.nbytes)}, {are} in {found.destination}."
+        f"{counted(found.tensors, 'tensor')}{number}, {size(found.nbytes)}, {are} in {found.destination}."
     )
     if found.differing:
         print(f"Ranks differed in these; one rank's were taken: {', '.join(found.differing)}")
@@ -172,7 +171,7 @@ def prune(
         return
     done = "Would delete" if dry_run else "Deleted"
     for item in found.deleted:
-        print(f"{done} step {item.step}, {_size(item.nbytes)}.")
+        print(f"{done} step {item.step}, {size(item.nbytes)}.")
     kept = ", ".join(map(str, found.kept)) or "none"
     if not found.deleted:
         print("There is nothing to delete.")
@@ -194,11 +193,3 @@ def _load(module: str) -> Any:
         raise ConfigurationError(
             f"dlrover ckpt needs the package {error.name}; install dlrover[torch]."
         ) from error
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < KIB:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= KIB
-    return f"{nbytes:.1f} TiB"

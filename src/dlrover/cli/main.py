@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dlrover import __version__, config
 from dlrover._util import procs
-from dlrover.cli import chaos, ckpt, jobs
+from dlrover.cli import chaos, ckpt, embedding, jobs, strategy
 from dlrover.cli.cluster import brain, operator, submit
 from dlrover.cli.output import Form, Output, print_json, show
 from dlrover.cli.run.launchspec import parse_rdzv_conf
@@ -35,8 +35,10 @@ app = typer.Typer(
 )
 app.add_typer(brain.app)
 app.add_typer(ckpt.app)
+app.add_typer(embedding.app)
 app.command(context_settings={"allow_interspersed_args": False})(chaos.chaos)
 app.command()(operator.operator)
+app.command()(strategy.strategy)
 app.command()(submit.submit)
 
 
@@ -52,7 +54,7 @@ def status(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None
     from dlrover.cli.inspect import queries  # noqa: PLC0415 - loads grpc
 
     report = queries.status(jobs.find(config.environ(), job, job_dir))
-    show(report, output, queries.render_status)
+    show(report, output, queries.render_status, queries.named_status)
 
 
 @app.command()
@@ -61,7 +63,7 @@ def nodes(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
     from dlrover.cli.inspect import queries  # noqa: PLC0415 - loads grpc
 
     report = queries.status(jobs.find(config.environ(), job, job_dir))
-    show(report.status.nodes, output, queries.render_nodes)
+    show(report.status.nodes, output, queries.render_nodes, queries.named_nodes)
 
 
 @app.command()

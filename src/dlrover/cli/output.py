@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 T = TypeVar("T")
+KIB = 1024
 
 
 class Form(str, Enum):
@@ -28,10 +29,15 @@ def print_json(value: Any) -> None:
     print(msgspec.json.format(msgspec.json.encode(value)).decode())
 
 
-def show(value: T, output: Form, render: Callable[[T, Console], object]) -> None:
-    """Print ``value`` as JSON, or as text by ``render``."""
+def show(
+    value: T,
+    output: Form,
+    render: Callable[[T, Console], object],
+    named: Callable[[T], object] = lambda value: value,
+) -> None:
+    """Print ``value`` as JSON, or as text by ``render``; ``named`` gives names to what has none on the wire."""
     if output is Form.JSON:
-        print_json(value)
+        print_json(named(value))
     else:
         render(value, Console())
 
@@ -42,3 +48,12 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print("  ".join(cells).rstrip())
+
+
+def size(nbytes: float) -> str:
+    """Return a number of bytes for people, such as ``33.0 KiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < KIB:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= KIB
+    return f"{nbytes:.1f} TiB"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby, islice
 from typing import Any, Generic, Protocol, TypeVar
@@ -27,6 +28,8 @@ SHARDS = 1000
 """Minimum number of shards in a dataset, unless the shard size is set."""
 LARGEST = 1000
 """Maximum number of samples in a shard, unless the shard size is set."""
+_LOADS = Counter[str]()
+"""Checkpoints that this process has restored, by dataset: each begins an incarnation of the job's readers."""
 
 
 class Source(Protocol[Sample_co]):
@@ -361,7 +364,7 @@ class Records(Generic[Sample_co]):
             begins, limits = began(states)
             self._spec = msgspec.structs.replace(self._spec, begins=begins, limits=limits)
             self._stream.restart(count(states))
-        self._loads += 1
+        self._loads = _LOADS[self._spec.name] = _LOADS[self._spec.name] + 1
 
     @property
     def commits(self) -> bool:

@@ -1,1 +1,64 @@
-"""Hash embeddings that grow, filter, expire and spill, for any framework."""
+"""Hash embeddings: rows by any key, which grow, filter and expire, in this process or on servers."""
+
+from typing import TYPE_CHECKING
+
+from dlrover._util.doors import lazy
+
+if TYPE_CHECKING:
+    from dlrover.embedding.modules import (
+        EmbeddingOptimizer,
+        HashEmbedding,
+        HashEmbeddingBag,
+        prefetched,
+    )
+    from dlrover.embedding.options import (
+        BloomAdmission,
+        ChanceAdmission,
+        CountAdmission,
+        Expiry,
+        Initializer,
+        Optimizer,
+    )
+    from dlrover.embedding.remote.table import RemoteTable, checkpoints, open_table
+    from dlrover.embedding.serving.raw import ServedTables
+    from dlrover.embedding.table import HashTable
+
+__all__ = [
+    "BloomAdmission",
+    "ChanceAdmission",
+    "CountAdmission",
+    "EmbeddingOptimizer",
+    "Expiry",
+    "HashEmbedding",
+    "HashEmbeddingBag",
+    "HashTable",
+    "Initializer",
+    "Optimizer",
+    "RemoteTable",
+    "ServedTables",
+    "checkpoints",
+    "open_table",
+    "prefetched",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "BloomAdmission": "dlrover.embedding.options",
+        "ChanceAdmission": "dlrover.embedding.options",
+        "CountAdmission": "dlrover.embedding.options",
+        "EmbeddingOptimizer": "dlrover.embedding.modules",
+        "Expiry": "dlrover.embedding.options",
+        "HashEmbedding": "dlrover.embedding.modules",
+        "HashEmbeddingBag": "dlrover.embedding.modules",
+        "HashTable": "dlrover.embedding.table",
+        "Initializer": "dlrover.embedding.options",
+        "Optimizer": "dlrover.embedding.options",
+        "RemoteTable": "dlrover.embedding.remote.table",
+        "ServedTables": "dlrover.embedding.serving.raw",
+        "checkpoints": "dlrover.embedding.remote.table",
+        "open_table": "dlrover.embedding.remote.table",
+        "prefetched": "dlrover.embedding.modules",
+    },
+    extra="embedding",
+)

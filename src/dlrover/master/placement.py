@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 
 from msgspec.structs import replace
 
@@ -10,6 +11,8 @@ from dlrover.embedding.machine.placement import Placement
 from dlrover.errors import ProtocolError
 from dlrover.spec.placement import PlacementReply, PlacementRequest
 from dlrover.spec.requests import Unanswered
+
+logger = logging.getLogger(__name__)
 
 
 class PlacementService:
@@ -24,9 +27,12 @@ class PlacementService:
         self._secret = hmac.digest(token.encode(), b"embedding", "sha256")
 
     def handle(self, request: PlacementRequest) -> PlacementReply | Unanswered:
-        """Answer a request that is in the journal or changes nothing."""
+        """Answer a request that is in the journal or changes nothing; one that fails is refused alone."""
         try:
             reply = self.placement.handle(request)
         except ProtocolError as error:
             return Unanswered(refused=str(error))
+        except Exception as error:
+            logger.exception("The master cannot handle a request of a server: %.1000r", request)
+            return Unanswered(refused=f"The master cannot handle the request: {error!r}.")
         return replace(reply, secret=self._secret)

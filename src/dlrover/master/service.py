@@ -19,6 +19,7 @@ from dlrover.master.journal.commits import Commits
 from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import Entry, Journal, fenced
 from dlrover.master.machine import inputs
+from dlrover.master.machine.cluster import Cluster
 from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Node
@@ -33,6 +34,7 @@ from dlrover.platform.base import PlacedNode, Platform, Progress, RoleSize, scal
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
+from dlrover.spec.cluster import ClusterRequest, LookCluster
 from dlrover.spec.events import NodeWaits
 from dlrover.spec.node import SERVER, WORKER, LaunchNode
 from dlrover.spec.placement import LookPlacement, PlacementRequest
@@ -90,6 +92,7 @@ class Master:
         self.store = StoreService()
         self.shards = ShardsService(history.add)
         self.placement = PlacementService()
+        self.cluster = Cluster()
         self.ended = asyncio.Event()
         self._begun = asyncio.Event()
         self.fenced = asyncio.Event()
@@ -136,6 +139,8 @@ class Master:
                 self.shards.handle(entry, last)
             elif isinstance(entry, PlacementRequest):
                 self.placement.handle(entry)
+            elif isinstance(entry, ClusterRequest):
+                self._answer(entry, last)
             else:
                 with contextlib.suppress(ProtocolError):  # it was refused the first time, too
                     self.store.apply(entry)
@@ -620,14 +625,24 @@ class Master:
     def _use(self, request: WorkerRequest) -> Begun:
         if self.machine.outcome is not None:
             return Unanswered(refused="The job has ended.")
-        if isinstance(request, LookShards | LookPlacement):
+        if isinstance(request, LookShards | LookPlacement | LookCluster):
             return self._answer(request, self.clock())
         return self._commits.begin(request, lambda now: self._answer(request, now))
 
     def _answer(self, request: WorkerRequest, now: float) -> WorkerReply:
         if isinstance(request, PlacementRequest):
             return self.placement.handle(request)
+        if isinstance(request, ClusterRequest):
+            return self._clustered(request)
         return self.shards.handle(request, now)
+
+    def _clustered(self, request: ClusterRequest) -> WorkerReply:
+        try:
+            reply = self.cluster.handle(request)
+        except ProtocolError as error:
+            return Unanswered(refused=str(error))
+        wanted = {role: of_role.nodes for role, of_role in self.machine.scaling.roles.items()}
+        return msgspec.structs.replace(reply, wanted=wanted)
 
     async def deal(
         self, frames: AsyncIterator[messages.RequestFrame]

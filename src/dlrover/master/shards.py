@@ -52,11 +52,17 @@ class ShardsService:
         return (*named, f"And {more} more: dlrover events.") if more else named
 
     def handle(self, request: ShardRequest, now: float) -> ShardReply:
-        """Answer a request that is in the journal or changes nothing."""
+        """Answer a request that is in the journal or changes nothing.
+
+        A request that fails is refused alone: the journal has it, and a replay must not end each later master.
+        """
         try:
             commands = self.shards.handle(request, now)
         except ProtocolError as error:
             return ShardReply(refused=str(error))
+        except Exception as error:
+            logger.exception("The master cannot handle a request of a worker: %.1000r", request)
+            return ShardReply(refused=f"The master cannot handle the request: {error!r}.")
         self._report(commands, now)
         return next((c.reply for c in commands if isinstance(c, Answer)), ShardReply())
 

@@ -16,6 +16,7 @@ from dlrover.spec.events import Event
 from dlrover.spec.failure import Failure
 from dlrover.spec.measurements import NodeUsage, WorkerActivity
 from dlrover.spec.node import WORKER, Size
+from dlrover.spec.numbers import Count
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.stacks import StackGroup, WorkerEvidence
 from dlrover.spec.words import counted
@@ -35,9 +36,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     node_id: int = -1
     node_rank: int = -1
     hostname: str = ""
-    round: int = 0
+    round: Count = 0
     held: Holding | None = None
-    epoch: int = 0
+    epoch: Count = 0
     """Highest epoch of a master that the agent has met; 0 for none."""
 
 
@@ -52,7 +53,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Sign of life of the agent; all its workers of ``round`` have completed ``steps`` steps."""
 
     round: int
-    steps: int
+    steps: Count
     workers: tuple[WorkerActivity, ...] = ()
     """Activities of the workers, by local rank; empty if unknown."""
     usage: NodeUsage | None = None
@@ -128,8 +129,11 @@ MasterMessage: TypeAlias = (
 # ---- requests
 
 
-class NodeState(msgspec.Struct, frozen=True, gc=False):
-    """One node in a `Status`. It holds no container: thousands must not trigger garbage collection."""
+class NodeState(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One node in a `Status`, without names on the wire: a status has thousands.
+
+    It holds no container, so that they do not trigger garbage collection.
+    """
 
     id: int
     node_rank: int
@@ -178,14 +182,17 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """A sentence for each slow rank."""
     size: str = ""
     """Number of nodes, its range and the auto-scaler's stage, in words; empty if the number is fixed."""
+    instances: int = 0
+    """Number of instances, which are outside the world."""
     servers: int = 0
-    """Number of servers among the world's processes."""
+    """Number of servers, instances included."""
 
     def processes(self) -> str:
         """Return the world's processes in words: ``4 workers``, ``4 workers and 2 servers``."""
+        workers = self.world_size + self.instances - self.servers
         if self.servers:
-            return Size(self.world_size - self.servers, self.servers).in_words()
-        return counted(self.world_size, "worker")
+            return Size(workers, self.servers).in_words()
+        return counted(workers, "worker")
 
 
 class StacksRequest(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ import socket
 
 import msgspec
 
-from dlrover._util import framing
+from dlrover._util import encoding, framing
 from dlrover._util.sockets import peer
 from dlrover.errors import InfrastructureError
 from dlrover.spec.requests import Unanswered, WorkerReply, WorkerRequest
@@ -29,10 +29,11 @@ class Relay:
     def __init__(self, address: str) -> None:
         self.address = address
         self._sock: socket.socket | None = None
+        self._pid = 0
 
     def ask(self, request: WorkerRequest) -> WorkerReply:
         """Return the reply to a request."""
-        data = msgspec.msgpack.encode(request)
+        data = encoding.encode(request)
         if len(data) > framing.MAX_FRAME:
             return Unanswered(
                 refused=f"A request has {len(data)} bytes; {framing.MAX_FRAME} are accepted."
@@ -47,8 +48,10 @@ class Relay:
             return Unanswered(refused=f"The agent's answer cannot be read: {error}.")
 
     def _asked(self, data: bytes) -> WorkerReply:
+        if self._pid != os.getpid():
+            self.close()  # a fork of the process that opened it
         if self._sock is None:
-            self._sock = _connected(self.address)
+            self._sock, self._pid = _connected(self.address), os.getpid()
         self._sock.sendall(framing.pack(data))
         reply: WorkerReply = _reply.decode(framing.receive(self._sock.recv_into))
         return reply

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hmac
+import re
 import ssl
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import grpc
 import msgspec
 
+from dlrover._util import encoding
 from dlrover.errors import ConfigurationError, ProtocolError
 
 SERVICE = "dlrover.Master"
@@ -25,26 +27,46 @@ MAX_TOKEN = 4096
 MAX_QUOTE = 200
 """Maximum characters quoted from a decoding error; errors travel in headers of limited size."""
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder = functools.cache(msgspec.msgpack.Decoder)
+MAX_NUMBER = 1e150
+"""Maximum magnitude of a number with a fraction: its square is finite."""
+_LARGE = (re.compile(rb"\xcb[\x5f-\x7f\xdf-\xff]"), re.compile(rb"\xca[\x7f\xff][\x80-\xff]"))
+"""First bytes of larger numbers and NaN in MessagePack, with 64 and 32 bits; texts and bytes may contain them, too.
+One expression for both would take five times as long."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
     """Encode a message."""
-    return _encoder.encode(message)
+    return encoding.encode(message)
 
 
 def decode(data: bytes, kind: Any) -> Any:
     """Decode ``data`` as a message of type ``kind``.
 
     Raises:
-        ProtocolError: The bytes are not such a message.
+        ProtocolError: The bytes are not such a message, or it holds NaN or a number beyond `MAX_NUMBER`.
     """
     try:
-        return _decoder(kind).decode(data)
+        message = _decoder(kind).decode(data)
+        suspect = any(large.search(data) for large in _LARGE)
+        usual = not suspect or _is_usual(msgspec.msgpack.decode(data))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # The error may quote the sender at any length.
         raise ProtocolError(f"A message could not be read: {str(error)[:MAX_QUOTE]}.") from error
+    if not usual:
+        raise ProtocolError(
+            f"A message could not be read: it holds NaN or a number beyond {MAX_NUMBER:g}."
+        )
+    return message
+
+
+def _is_usual(value: object) -> bool:
+    """Return whether all floats in a message of plain values are at most `MAX_NUMBER`."""
+    if isinstance(value, float):
+        return abs(value) <= MAX_NUMBER  # NaN is not
+    if isinstance(value, dict):
+        return all(map(_is_usual, (*value, *value.values())))
+    return not isinstance(value, list | tuple) or all(map(_is_usual, value))
 
 
 def checked_token(token: str) -> str:

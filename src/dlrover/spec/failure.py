@@ -6,6 +6,8 @@ import enum
 
 import msgspec
 
+from dlrover.spec.numbers import Count, KnownCount
+
 TEXT_LIMIT = 16_384
 """Characters kept of each text in a failure record: head and tail of longer ones.
 
@@ -77,9 +79,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Last lines of the worker's standard error."""
     log_path: str = ""
     """The worker's standard error file on its node."""
-    steps: int = 0
+    steps: Count = 0
     """Optimizer steps that the process had completed."""
-    first_step: int = -1
+    first_step: KnownCount = -1
     """Number of the step that the process began with; -1 if unknown."""
     hostname: str = ""
     oom_killed: bool = False

@@ -9,6 +9,7 @@ import msgspec
 
 from dlrover.spec.activity import Activity
 from dlrover.spec.failure import Rule
+from dlrover.spec.node import CHIEF, EVALUATOR, WORKER, index_in_role, is_server, role_of
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -160,6 +161,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     server_failover: Literal["job", "instance"] = "job"
     """Scope of a server's failure. ``job``: servers belong to the world, and a failure ends its round.
     ``instance``: each server is a world by itself and restarts alone."""
+    chief: bool = False
+    """The node with the lowest rank is the chief, and it alone forms the job's world. The further ``other_nodes``
+    are evaluators. They, the workers and the servers are instances, each a world by itself."""
     max_restarts: int = 0
     """Restarts allowed after failures of the user's program."""
     earlier_restarts: int = 0
@@ -185,6 +189,27 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Largest multiple of the requested memory; 0: the platform does not know it."""
     grows_cpu: bool = False
     """The platform can launch a node with more cores than the job requested."""
+
+    @property
+    def world_nodes(self) -> tuple[int, int]:
+        """Minimum and maximum number of nodes in a world, without servers."""
+        return (1, 1) if self.chief else (self.min_nodes, self.max_nodes)
+
+    def is_instance(self, node_rank: int) -> bool:
+        """Return whether the node with this wanted rank belongs to no common world."""
+        alone = self.server_failover == "instance" and is_server(node_rank)
+        return alone or (self.chief and node_rank != 0)
+
+    def place(self, node_rank: int) -> tuple[str, int]:
+        """Return the role of the node with this wanted rank, and its index among the wanted nodes of the role."""
+        index = index_in_role(node_rank)
+        if not self.chief or is_server(node_rank):
+            return role_of(node_rank), index
+        if index == 0:
+            return CHIEF, 0
+        if index < self.other_nodes:
+            return EVALUATOR, index - 1
+        return WORKER, index - self.other_nodes
 
     @property
     def world_servers(self) -> tuple[int, int]:
@@ -232,6 +257,10 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     entry: Entry
     target: str
     args: tuple[str, ...] = ()
+    server_module: str = ""
+    """Module that the servers run; empty: the program."""
+    embedding: bool = False
+    """True if the servers hold embedding tables."""
     python: str = ""
     """Interpreter for Python entries; empty: the launcher's own."""
     nproc_per_node: int = 1

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from dlrover.spec.activity import Activity
 from dlrover.spec.node import Size
+from dlrover.spec.numbers import Count, KnownCount
 
 Samples = Annotated[int, Meta(ge=1, le=2**40)]
 Norm = Annotated[float, Meta(ge=0, le=1e300)]
@@ -32,28 +33,28 @@ class Batches(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerActivity(msgspec.Struct, frozen=True, array_like=True):
     """Activity of one worker. Times are durations in seconds within the life of its process."""
 
-    steps: int
+    steps: Count
     """Completed optimizer steps."""
-    doing: int
+    doing: Annotated[int, Meta(ge=0, lt=len(Activity))]
     """The current `Activity`."""
     since: float
     """Duration of the current activity; each step counts by itself."""
-    seconds: tuple[float, ...]
+    seconds: Annotated[tuple[float, ...], Meta(min_length=len(Activity), max_length=len(Activity))]
     """Total duration of each `Activity`; the sum is the worker's age."""
     compute: float = 0.0
     """Part of the time in steps that was not spent waiting for other ranks."""
-    first_step: int = -1
+    first_step: KnownCount = -1
     """Number of the step that the worker began with; -1 while unknown."""
     ended: bool = False
     """True if the process has ended; its times no longer change."""
-    total_batch: int = 0
+    total_batch: Count = 0
     """Samples per step of all ranks, if the program keeps that fixed; otherwise 0."""
-    parameters: int = 0
+    parameters: Count = 0
     """Number of scalar parameters that the optimizer trains."""
-    parameter_bytes: int = 0
-    state_bytes: int = 0
+    parameter_bytes: Count = 0
+    state_bytes: Count = 0
     """Bytes of optimizer state beside the parameters, after the first step."""
-    left: int = -1
+    left: KnownCount = -1
     """Optimizer steps left until the training ends; -1 while unknown."""
     batches: Batches | None = None
     """Allowed global batches; None: the global batch is fixed."""
@@ -74,10 +75,10 @@ class NodeUsage(msgspec.Struct, frozen=True):
     cpu: float
     """Cores kept busy since the last measurement by the control group or container of the node, or by the
     node's workers and their children if it shares that group."""
-    memory: int
+    memory: Count
     """Bytes in use that cannot be reclaimed: of the node's control group or container, or of the machine if
     there is none."""
-    limit: int
+    limit: Count
     """Available bytes; 0 if unknown."""
     cores: float = 0.0
     """Cores that the node may keep busy; 0 if unknown."""

@@ -15,6 +15,8 @@ from dlrover.spec.words import counted
 
 WORKER = "worker"
 SERVER = "ps"
+CHIEF = "chief"
+EVALUATOR = "evaluator"
 FIRST_SERVER = 1 << 20
 """Wanted rank of the first server; the wanted ranks of all workers are lower."""
 

@@ -74,13 +74,15 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
     """A complete checkpoint of all tables, from which a lost server recovers."""
 
     step: _Number
-    path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]
+    id: _Name
+    place: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]
+    """Directory or URL."""
 
 
 class LookPlacement(msgspec.Struct, frozen=True, array_like=True, tag="placement"):
-    """Request for the placement if it is newer than ``known``."""
+    """Request for the placement if its version is not ``known``; -1: in any case."""
 
-    known: _Number = 0
+    known: Annotated[int, msgspec.Meta(ge=-1)] = -1
 
 
 PlacementRequest: TypeAlias = (

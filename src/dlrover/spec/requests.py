@@ -6,10 +6,11 @@ from typing import TypeAlias
 
 import msgspec
 
+from dlrover.spec.cluster import ClusterReply, ClusterRequest
 from dlrover.spec.placement import PlacementReply, PlacementRequest
 from dlrover.spec.shards import ShardReply, ShardRequest
 
-WorkerRequest: TypeAlias = ShardRequest | PlacementRequest
+WorkerRequest: TypeAlias = ShardRequest | PlacementRequest | ClusterRequest
 
 
 class Unanswered(msgspec.Struct, frozen=True, array_like=True, tag="unanswered", kw_only=True):
@@ -21,4 +22,4 @@ class Unanswered(msgspec.Struct, frozen=True, array_like=True, tag="unanswered",
     """Why no master could be reached; ask again."""
 
 
-WorkerReply: TypeAlias = ShardReply | PlacementReply | Unanswered
+WorkerReply: TypeAlias = ShardReply | PlacementReply | ClusterReply | Unanswered

@@ -116,6 +116,16 @@ class TakeShards(msgspec.Struct, frozen=True, array_like=True, tag="take"):
     returned: _Spans = ()
     """Leased samples that it gives back for others."""
 
+    def __post_init__(self) -> None:
+        """Refuse spans without samples, which no worker holds."""
+        failed = (failure.span for failure in self.failed)
+        for span in (*self.acknowledged, *self.returned, *failed):
+            if span.start >= span.stop:
+                raise ValueError(
+                    f"Worker {self.worker} reports samples {span.start} to {span.stop} of partition {span.partition};"
+                    " the end must be above the start."
+                )
+
 
 class ExtendShards(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
     """New end offsets of a stream's partitions."""

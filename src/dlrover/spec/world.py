@@ -5,16 +5,17 @@ from __future__ import annotations
 import msgspec
 
 from dlrover.spec.node import SERVER, WORKER
+from dlrover.spec.numbers import Count, Port, Workers
 
 
 class Offer(msgspec.Struct, frozen=True):
     """A node's contribution to a round."""
 
-    nproc: int
+    nproc: Workers
     """Workers that the node will start."""
     addr: str
     """Address at which other nodes reach this one."""
-    store_port: int
+    store_port: Port
     """Port that the node keeps free for the world's store, in case its first worker is rank 0."""
     salt: str = ""
     """Random salt of the world's secrets, in case the node's first worker is rank 0."""
@@ -27,17 +28,17 @@ class World(msgspec.Struct, frozen=True):
     ``first_rank + nproc - 1``. Rank 0 opens a new store at ``store_addr:store_port`` in each round.
     """
 
-    round: int
-    restart_count: int
-    node_rank: int
-    node_count: int
-    first_rank: int
-    world_size: int
+    round: Count
+    restart_count: Count
+    node_rank: Count
+    node_count: Count
+    first_rank: Count
+    world_size: Count
     store_addr: str
-    store_port: int
-    servers: int = 0
+    store_port: Port
+    servers: Count = 0
     """Number of processes that are parameter servers; they have the highest ranks. 0: the job has none."""
-    global_batch: int = 0
+    global_batch: Count = 0
     """Samples per step of all workers chosen for the job; 0: the program's own."""
     salt: str = ""
     """Salt that makes this world's secrets, derived from the job's token, differ from another world's."""
@@ -45,6 +46,8 @@ class World(msgspec.Struct, frozen=True):
     """Index of an instance among those of its role, from 0; it is a world by itself. -1: the job's common world."""
     instances: int = 0
     """Wanted number of instances of that role."""
+    instance_role: str = ""
+    """Role of an instance."""
 
     @property
     def role(self) -> str:
@@ -62,13 +65,13 @@ class World(msgspec.Struct, frozen=True):
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
     """State that an agent reports to a master; enough for a master that has lost its journal."""
 
-    round: int = 0
+    round: Count = 0
     """Highest round that the agent knows; 0 for none."""
     world: World | None = None
     """World of the node's workers, be they running, ended or being stopped."""
-    nproc: int = 1
+    nproc: Workers = 1
     """Workers of the node."""
-    steps: int = 0
+    steps: Count = 0
     """Optimizer steps that the workers completed in ``world``."""
     succeeded: bool = False
     """True if all workers ended with exit code 0."""

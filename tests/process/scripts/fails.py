@@ -12,6 +12,10 @@ def exception() -> None:
     raise ValueError("the batch is empty")
 
 
+def odd_name() -> None:
+    raise ValueError(f"{os.fsdecode(b'caf' + bytes([233]))} is damaged")
+
+
 def leave() -> None:
     os.write(2, b"leaving without a word\n")
     os._exit(3)

@@ -68,7 +68,7 @@ def secrets(world: World, token: str) -> dict[str, str]:
 def _place_in_role(launch: LaunchSpec, world: World, local_rank: int) -> tuple[str, int, int]:
     """Return a worker's role, its rank in that role, and the number of the world's processes in that role."""
     if world.index >= 0:
-        return launch.role, world.index, world.instances
+        return world.instance_role, world.index, world.instances
     rank = world.first_rank + local_rank
     if not world.role:
         return launch.role, rank, world.world_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import os
 import signal
 import sys
@@ -175,6 +176,7 @@ class WorkerGroup:
                     relay=self.relay,
                     save_at_breakpoint=launch.save_at_breakpoint,
                     auto_tuning=launch.auto_tuning,
+                    embedding=launch.embedding,
                     global_batch=world.global_batch,
                 ),
             ),
@@ -492,7 +494,7 @@ def _recorded_error(path: Path) -> RecordedError:
         type=str(message.get("errorType") or name.partition("(")[0]),
         message=rest if colon and name.isidentifier() else text,
         traceback=str(extra.get("py_callstack", "")),
-        time=when,
+        time=when if math.isfinite(when) else 0.0,
         handled_signal=handled_signal,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -204,9 +205,13 @@ class ZygoteProcess:
 
 
 def make_board() -> int:
-    """Return the descriptor of a new progress board in anonymous memory."""
-    fd = os.memfd_create("dlrover-progress", os.MFD_CLOEXEC)
+    """Return the descriptor of a new progress board in anonymous memory, whose size no worker can change.
+
+    The agent maps it, and would end by SIGBUS where memory is missing.
+    """
+    fd = os.memfd_create("dlrover-progress", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, BOARD_BYTES)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     os.set_inheritable(fd, True)
     return fd
 

@@ -35,7 +35,7 @@ _libc = ctypes.CDLL(None)
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
 _is_cpu = operator.attrgetter("is_cpu")
-
+_nbytes = torch.UntypedStorage.nbytes
 
 BLOCK = 512
 """Number of tensors that a walk asks everything before it goes on, while they are in the processor's cache."""
@@ -96,6 +96,25 @@ def joined(
     for box, read in pieces:
         whole[box.target] = read()
     return whole
+
+
+def check_memory(tensor: torch.Tensor, path: layouts.Path) -> None:
+    """Refuse a tensor whose storage was made smaller: what copies it does not look.
+
+    Raises:
+        ConfigurationError: memory is missing.
+    """
+    there, size = tensor.untyped_storage().nbytes(), tensor.itemsize
+    if there >= tensor.storage_offset() * size + tensor.nbytes or not tensor.numel():
+        return
+    span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    # Less than the above, where elements share their memory.
+    needed = (tensor.storage_offset() + span + 1) * size
+    if there < needed:
+        raise ConfigurationError(
+            f"The tensor {layouts.name(path)} needs {needed} bytes, and its storage has only {there}; save or load"
+            " it while it has its memory."
+        )
 
 
 class Targets(NamedTuple):
@@ -242,6 +261,8 @@ class _Known:
         self._packed: PackedLayout | None = None
         # Detached aliases keep the memory from being reused for another tensor at the same address.
         self.sources = list(map(torch.Tensor.detach, flat.tensors))
+        self._storages = list(map(torch.Tensor.untyped_storage, self.sources))
+        self._sizes_of_storages = list(map(_nbytes, self._storages))
         self.device = device_of(flat.tensors)
         self._paths = flat.paths
         self._kinds, self._pointers = _look(flat.tensors)
@@ -250,8 +271,8 @@ class _Known:
         self._first = np.array(self._same, np.intp) == np.arange(len(self.entries))
         self._plain = are_plain(flat.tensors)
         self._plans: list[_Plan] = []
-        for index in range(len(self.sources)):
-            self._check_memory(index)
+        for source, path in zip(self.sources, self._paths, strict=True):
+            check_memory(source, path)
 
     def packed(self, skeleton: bytes) -> PackedLayout:
         """Return the layout with these plain values."""
@@ -260,29 +281,14 @@ class _Known:
             self._skeleton = skeleton
         return self._packed
 
-    def _check_memory(self, index: int) -> None:
-        """Refuse a tensor whose storage was made smaller."""
-        source = self.sources[index]
-        there, size = source.untyped_storage().nbytes(), source.itemsize
-        if there >= source.storage_offset() * size + source.nbytes or not source.numel():
-            return
-        span = sum((n - 1) * s for n, s in zip(source.shape, source.stride(), strict=True))
-        needed = (
-            source.storage_offset() + span + 1
-        ) * size  # less, where elements share their memory
-        if there < needed:
-            raise ConfigurationError(
-                f"The tensor {layouts.name(self._paths[index])} needs {needed} bytes, and its storage has only"
-                f" {there}; save it while it has its memory."
-            )
-
     def takes(self, flat: Flat) -> bool:
         """Return whether the tensors are of the same kind at the same paths; they may have moved."""
         tensors = flat.tensors
         if flat.paths != self._paths or _placing(flat) != self._placing:
             return False
         kinds, pointers = _look(tensors)
-        if kinds != self._kinds:
+        # A storage that was made smaller, and perhaps larger again, may be at its old address.
+        if kinds != self._kinds or list(map(_nbytes, self._storages)) != self._sizes_of_storages:
             return False
         return np.array_equal(pointers, self._pointers) or self._follow(tensors, pointers)
 
@@ -294,7 +300,9 @@ class _Known:
             if tensors[index].device != self.sources[index].device:
                 return False
             self.sources[index] = tensors[index].detach()
-            self._check_memory(index)
+            self._storages[index] = self.sources[index].untyped_storage()
+            self._sizes_of_storages[index] = self._storages[index].nbytes()
+            check_memory(self.sources[index], self._paths[index])
             for plan in self._plans:
                 plan.replace(index, self.sources[index])
         self._pointers[:] = pointers

@@ -17,7 +17,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from dlrover.checkpoint.engine import tree as trees
-from dlrover.checkpoint.engine.copying import Words
+from dlrover.checkpoint.engine.copying import Words, check_memory
 from dlrover.checkpoint.engine.tree import DTYPES, Shard, Spread, State
 from dlrover.checkpoint.machine.extent import Extent
 from dlrover.checkpoint.machine.layout import Path, TensorRef, TensorSpec, name, replace_refs
@@ -242,6 +242,7 @@ class Restoration:
         """Schedule a live tensor to be overwritten with the saved content, and return it."""
         target = trees.local_part(value) if isinstance(value, Spread) else value
         if target.numel():
+            check_memory(target, self._specs[index].path)
             self._pending.append((target, index))
         return value
 

@@ -314,6 +314,31 @@ def _add_job(group: OptionGroup) -> None:
         help="What restarts with a failed server: the job's world, which it belongs to, or only the "
         "server, which then is a world by itself (default: %(default)s).",
     )
+    group.add(
+        "--server-module",
+        default="",
+        metavar="MODULE",
+        help="Module that the servers run, as with -m (default: the program).",
+    )
+    group.add(
+        "--embedding-servers",
+        default="",
+        metavar="N",
+        help="Servers of embedding tables: --servers N --server-failover instance --server-module "
+        "dlrover.embedding.",
+    )
+    group.add_switch(
+        "--chief",
+        help="Run one more node, the chief, which coordinates the others. It alone is the job's world; each "
+        "worker, evaluator and server is a world by itself that restarts alone.",
+    )
+    group.add(
+        "--evaluators",
+        kind=int,
+        default=0,
+        metavar="N",
+        help="Evaluators to run beside the --chief (default: %(default)s).",
+    )
     group.add_switch(
         "--auto-scale",
         help="Find the best number of nodes within --nnodes while training; starts with "

@@ -12,7 +12,7 @@ import re
 import shutil
 import signal
 import uuid
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -20,7 +20,7 @@ from dlrover.cli.run import nodes
 from dlrover.cli.run.nproc import resolve_nproc
 from dlrover.errors import ConfigurationError
 from dlrover.spec.job import Entry, JobSpec, LaunchSpec, StdMap
-from dlrover.spec.node import SERVER, WORKER, NodeLimits
+from dlrover.spec.node import CHIEF, SERVER, WORKER, NodeLimits
 
 if TYPE_CHECKING:
     import argparse
@@ -87,10 +87,14 @@ def run_options(
         ConfigurationError: the first mistake found.
     """
     chosen = [nodes.auto_config(args, environ, probe)] if args.auto_config else []
-    min_nodes, max_nodes = nodes.bounds(args)
+    others = nodes.other_nodes(args, environ)
+    min_nodes, max_nodes = (bound + others for bound in nodes.bounds(args))
     standalone = _is_standalone(args, min_nodes, max_nodes)
     _check_node_rank(args, standalone, max_nodes)
+    if args.embedding_servers:
+        args = nodes.with_embedding_servers(args)
     min_servers, max_servers = nodes.server_bounds(args.servers, args.local_nodes)
+    server_failover: Literal["job", "instance"] = "instance" if args.chief else args.server_failover
     if args.server_failover == "instance" and standalone and not args.servers:
         raise ConfigurationError(
             "--server-failover instance: the job has no servers; give their number with --servers."
@@ -103,6 +107,10 @@ def run_options(
     endpoint = None if standalone else _endpoint(args)
     rdzv_conf = parse_rdzv_conf(args.rdzv_conf)
     launch = _launch_spec(args, environ, probe, standalone)
+    if args.chief and launch.nproc_per_node != 1:
+        raise ConfigurationError(
+            f"--nproc-per-node {launch.nproc_per_node}: with --chief, each node has 1 process."
+        )
     oversubscribed = launch.nproc_per_node > 1 and "OMP_NUM_THREADS" not in environ
     return RunOptions(
         launch=launch,
@@ -116,14 +124,16 @@ def run_options(
             else max_servers,
             min_servers=min_servers,
             max_servers=max_servers,
-            server_failover=args.server_failover,
+            server_failover=server_failover,
+            chief=args.chief,
+            other_nodes=others,
             auto_scale=args.auto_scale,
             max_restarts=launch.max_restarts,
             shutdown_timeout=launch.shutdown_timeout,
             node_check=args.network_check or args.precheck > 0,
             exclude_stragglers=args.exclude_straggler,
         ),
-        local_nodes=args.local_nodes,
+        local_nodes=args.local_nodes and args.local_nodes + others,
         node_size=nodes.node_size(args, environ, standalone),
         job_dir=args.job_dir,
         standalone=standalone,
@@ -158,8 +168,10 @@ def _launch_spec(
         entry=entry,
         target=args.training_script,
         args=tuple(args.training_script_args),
+        server_module=args.server_module,
+        embedding=args.server_module == nodes.EMBEDDING_SERVER,
         python=environ.get("PYTHON_EXEC", ""),
-        role=WORKER if args.servers else args.role,
+        role=CHIEF if args.chief else WORKER if args.servers else args.role,
         run_id=str(uuid.uuid4()) if standalone else args.rdzv_id,
         max_restarts=args.max_restarts,
         redirects=parse_std("--redirects", args.redirects),
@@ -373,8 +385,10 @@ def _notices(args: argparse.Namespace) -> tuple[str, ...]:
             f"--start-method {args.start_method} has no effect: "
             "each worker is a program of its own, not a fork of the launcher."
         )
-    if args.servers and "role" in args.given:
+    if (args.servers or args.chief) and "role" in args.given:
         notices.append(
             f"--role {args.role} has no effect with --servers: the roles are {WORKER} and {SERVER}."
+            if args.servers
+            else f"--role {args.role} has no effect with --chief: the roles are {CHIEF} and {WORKER}."
         )
     return tuple(notices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import re
@@ -14,9 +15,10 @@ from dlrover.kubernetes.resources.quantities import quantity
 from dlrover.spec.node import NodeLimits
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Mapping
 
+EMBEDDING_SERVER = "dlrover.embedding"
+"""Module that ``--embedding-servers`` runs."""
 LEAST_MEMORY = 128 << 20
 """Least memory of a node in bytes; the node's processes other than workers take most of it."""
 LEAST_CPU = 0.05
@@ -97,6 +99,27 @@ def _range(least: int, most: int) -> str:
     return str(least) if least == most else f"{least} to {most}"
 
 
+def with_embedding_servers(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the options that ``--embedding-servers`` stands for.
+
+    Raises:
+        ConfigurationError: one of them is given, too.
+    """
+    for name in ("servers", "server_module"):
+        if getattr(args, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigurationError(
+                f"--embedding-servers {args.embedding_servers}: excludes {flag} {getattr(args, name)}."
+            )
+    changed = vars(args) | {
+        "servers": args.embedding_servers,
+        "local_nodes": args.local_nodes or 1,
+        "server_failover": "instance",
+        "server_module": EMBEDDING_SERVER,
+    }
+    return argparse.Namespace(**changed)
+
+
 def server_bounds(text: str, local_nodes: int) -> tuple[int, int]:
     """Return the least and the most number of parameter servers; zeros if ``text`` is empty.
 
@@ -130,6 +153,32 @@ def server_bounds(text: str, local_nodes: int) -> tuple[int, int]:
             "Kubernetes."
         )
     return least, most
+
+
+def other_nodes(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Return the number of nodes beside workers and servers: the chief and the evaluators.
+
+    Raises:
+        ConfigurationError: the options contradict each other, or DLRover could not start these nodes.
+    """
+    if args.evaluators < 0:
+        raise ConfigurationError(f"--evaluators {args.evaluators}: must be 0 or a positive number.")
+    if not args.chief:
+        if args.evaluators:
+            raise ConfigurationError(
+                f"--evaluators {args.evaluators}: evaluators run beside a chief; give --chief too."
+            )
+        return 0
+    if args.auto_scale or args.node_unit > 1 or "nnodes" in args.given:
+        raise ConfigurationError(
+            "--chief: the chief alone is the world, so --nnodes, --node-unit and --auto-scale do not apply."
+        )
+    if not args.local_nodes and "DLROVER_MASTER_ADDR" not in environ:
+        raise ConfigurationError(
+            "--chief: DLRover must be able to start nodes; give --local-nodes N, the number of workers on this "
+            "machine, or name the chief in spec.replicaSpecs.chief of an ElasticJob on Kubernetes."
+        )
+    return 1 + int(args.evaluators)
 
 
 # Size of a local node

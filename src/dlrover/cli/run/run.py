@@ -249,7 +249,13 @@ class _Plan:
         self._write(self._job_dir.agent, content)
 
     def _write(self, path: Path, content: msgspec.Struct) -> None:
-        jobs.write(self._job_dir, path, msgspec.json.encode(content))
+        try:
+            data = msgspec.json.encode(content)
+        except UnicodeEncodeError as error:
+            raise ConfigurationError(
+                f"{error.object!r} is not UTF-8, which arguments and names of files must be."
+            ) from error
+        jobs.write(self._job_dir, path, data)
 
 
 def _check_store_port(port: int) -> None:

@@ -39,6 +39,8 @@ QUIET = 2
 """Workers report four times per timeout; if all are silent for 1 / ``QUIET`` of it, the master was down."""
 FOUND = ("begins", "limits", "shard")
 """Fields that workers find in a broker, each worker at another moment."""
+MAX_AHEAD = 1000
+"""Maximum number of epochs that one request begins; a worker reads one after the other."""
 MAX_SKIPPED = 1000
 """Maximum number of skipped spans that are listed with their error."""
 
@@ -99,7 +101,7 @@ class ShardQueue:
     #: time of the last request
     last: float = 0.0
     _next_partition: int = 0
-    _out: list[Command] = field(default_factory=list)
+    _out: list[Command] = field(default_factory=list, compare=False)
 
     @property
     def is_stream(self) -> bool:
@@ -215,6 +217,12 @@ class ShardQueue:
         if event.gap is not None and event.gap.partition not in self.partitions:
             raise ProtocolError(
                 f"The data set {event.data} has no partition {event.gap.partition}."
+            )
+        last = max(self.partitions, default=-1) + MAX_AHEAD
+        if not self.is_stream and self._is_dealt(event.epoch) and event.epoch > last:
+            raise ProtocolError(
+                f"Worker {event.worker} reads epoch {event.epoch} of the data set {event.data}; epochs up to {last}"
+                " are accepted now."
             )
         seen = Spans()
         failed = (failure.span for failure in event.failed)
@@ -336,9 +344,12 @@ class ShardQueue:
             first = self._next_partition
             self._next_partition = (first + 1) % max(1, count)
             return [(first + number) % count for number in range(count)]
-        if not self.spec.epochs or epoch < self.spec.epochs:
+        if self._is_dealt(epoch):
             self._make_epoch(epoch)
         return [n for n in self._readable(epoch) if not self.partitions[n].exhausted]
+
+    def _is_dealt(self, epoch: int) -> bool:
+        return not self.spec.epochs or epoch < self.spec.epochs
 
     def _readable(self, epoch: int) -> list[int]:
         """Return the epochs to lease from to a reader of ``epoch``: its own, and earlier ones without readers.

@@ -140,7 +140,7 @@ class Placement:
 
     def _fetched(self, request: Fetched) -> None:
         self._current(request)
-        moved = [slot for slot in request.slots if self.moves.get(slot) == request.server]
+        moved = [slot for slot in {*request.slots} if self.moves.get(slot) == request.server]
         for slot in moved:
             self.owners[slot] = request.server
             del self.moves[slot]

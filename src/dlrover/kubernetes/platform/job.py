@@ -64,7 +64,8 @@ def _job_spec(job: ElasticJob) -> JobSpec:
 
     The master takes these ``dlrover-run`` options from the workers' command: ``--nnodes`` (its minimum, if
     no role has ``minReplicas``; it excludes servers), ``--max-restarts`` (overrides ``restartCount``),
-    ``--node-unit``, ``--auto-scale``, ``--network-check``, ``--exclude-straggler`` and ``--server-failover``.
+    ``--node-unit``, ``--auto-scale``, ``--network-check``, ``--exclude-straggler``, ``--server-failover`` and
+    ``--chief``.
     """
     specs = job.spec.replica_specs
     roles = [role for role in nodes.ROLES if role in specs]
@@ -76,6 +77,11 @@ def _job_spec(job: ElasticJob) -> JobSpec:
     total = nodes.count(job) - servers
     worker = specs.get("worker", specs[roles[0]])
     flags = commands.options(worker.template)
+    chief = "chief" in flags
+    if chief and ("chief" not in specs or specs["chief"].replicas != 1):
+        raise ConfigurationError(
+            f"ElasticJob {job.name}: --chief in the workers' command needs spec.replicaSpecs.chief with 1 replica."
+        )
     return JobSpec(
         name=job.name,
         min_nodes=commands.fewest_nodes(job) - commands.fewest_servers(job),
@@ -86,7 +92,10 @@ def _job_spec(job: ElasticJob) -> JobSpec:
         servers=servers,
         min_servers=commands.fewest_servers(job),
         max_servers=servers,
-        server_failover="instance" if flags.get("server-failover") == "instance" else "job",
+        server_failover="instance"
+        if chief or flags.get("server-failover") == "instance"
+        else "job",
+        chief=chief,
         earlier_restarts=job.status.training.restarts,
         node_unit=commands.number(flags.get("node-unit", ""), 1),
         max_restarts=commands.number(flags.get("max-restarts", ""), worker.restart_count),

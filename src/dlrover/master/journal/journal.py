@@ -21,10 +21,11 @@ import msgspec
 from dlrover.errors import ConfigurationError, FencedError
 from dlrover.master.machine import inputs
 from dlrover.rpc import messages
+from dlrover.spec.cluster import ClusterRequest
 from dlrover.spec.placement import PlacementRequest
 from dlrover.spec.shards import ShardRequest
 
-Entry = inputs.Input | messages.StoreRequest | ShardRequest | PlacementRequest
+Entry = inputs.Input | messages.StoreRequest | ShardRequest | PlacementRequest | ClusterRequest
 
 JOURNALS = {
     "file": "dlrover.master.journal.file:open_file",
@@ -39,6 +40,7 @@ DEFAULT = "file:"
 _DECODERS = {
     "input": msgspec.msgpack.Decoder(inputs.Input),
     "store": msgspec.msgpack.Decoder(messages.StoreRequest),
+    "cluster": msgspec.msgpack.Decoder(ClusterRequest),
     "placement": msgspec.msgpack.Decoder(PlacementRequest),
     "shards": msgspec.msgpack.Decoder(ShardRequest),
 }
@@ -115,6 +117,8 @@ def encoded(entry: Entry) -> tuple[str, bytes]:
         kind = "shards"
     elif isinstance(entry, PlacementRequest):
         kind = "placement"
+    elif isinstance(entry, ClusterRequest):
+        kind = "cluster"
     return kind, _encoder.encode(entry)
 
 

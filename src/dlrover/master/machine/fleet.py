@@ -15,7 +15,7 @@ from dlrover.master.machine.rendezvous import UNRANKED
 from dlrover.master.machine.state import JobState, Migration, Node, given_up, released
 from dlrover.rpc.messages import Dismiss, Hello
 from dlrover.spec import events
-from dlrover.spec.node import FoundNode, LaunchNode, NodeStatus, is_server, role_of
+from dlrover.spec.node import FoundNode, LaunchNode, NodeStatus, is_server
 from dlrover.spec.outcome import Outcome
 
 _USAGE = (ExitCode.USAGE, 126, 127)
@@ -39,9 +39,9 @@ class Fleet:
     # ---- queries
 
     def role(self, node_id: int) -> str:
-        """Return a node's role as users see it; empty in a job without servers."""
-        state = self.state
-        return role_of(state.nodes[node_id].node_rank) if state.job.servers else ""
+        """Return a node's role as users see it; empty in a job whose nodes all have the same."""
+        job, node = self.state.job, self.state.nodes[node_id]
+        return job.place(node.node_rank)[0] if job.servers or job.chief else ""
 
     def coming(self) -> list[tuple[int, Migration]]:
         """Return the successors that have not joined yet, with their migrations."""

@@ -1,8 +1,8 @@
 """Instances: nodes that belong to no common world, so that each starts, fails and returns by itself.
 
-The servers of a job are instances if ``server_failover`` is ``instance``. Each is a world of one node, in rounds
-of its own, which count the starts of its index. Training goes on meanwhile, and the instances never hold up a
-round. The restart budgets are those of a job, for each index its own: an instance that lives for a minute has made
+The servers of a job are instances if ``server_failover`` is ``instance``; with a ``chief``, all other nodes are. Each
+is a world of one node, in rounds of its own, which count the starts of its index. Training goes on meanwhile, and the
+instances never hold up a round. The restart budgets are those of a job, for each index its own: an instance that lives for a minute has made
 progress.
 """
 
@@ -19,7 +19,7 @@ from dlrover.master.machine.state import JobState, Node
 from dlrover.rpc.messages import AssignWorld, CallToRound, Join
 from dlrover.spec import events
 from dlrover.spec.failure import Failure
-from dlrover.spec.node import NodeStatus, index_in_role
+from dlrover.spec.node import NodeStatus, Size, is_server
 from dlrover.spec.world import Holding, World
 
 
@@ -48,10 +48,12 @@ class Instances:
         return node is not None and self.state.is_instance(node)
 
     @property
-    def count(self) -> int:
+    def running(self) -> Size:
         """Number of instances whose processes run."""
-        nodes = self.state.nodes
-        return sum(nodes[node_id].status is NodeStatus.RUNNING for node_id in self.worlds)
+        nodes = [self.state.nodes[node_id] for node_id in self.worlds]
+        ranks = [node.node_rank for node in nodes if node.status is NodeStatus.RUNNING]
+        servers = sum(map(is_server, ranks))
+        return Size(len(ranks) - servers, servers)
 
     def next_round(self, node: Node) -> int:
         """Return the number of the round that an instance may join."""
@@ -96,7 +98,7 @@ class Instances:
             return
         if node.status is not NodeStatus.READY:
             state.move(node, NodeStatus.READY)
-        offer, index = join.offer, index_in_role(node.node_rank)
+        offer, (role, index) = join.offer, state.job.place(node.node_rank)
         world = World(
             round=join.round,
             restart_count=self._budget(node).count,
@@ -108,12 +110,13 @@ class Instances:
             store_port=offer.store_port,
             salt=offer.salt,
             index=index,
-            instances=max(state.scaling.servers, index + 1),
+            instances=max(state.scaling.of_role(role), index + 1),
+            instance_role=role,
         )
         self._run(node, world, now)
         state.send(inputs.Say(node.id, AssignWorld(world, node.id in self.fresh)))
         self.fresh.discard(node.id)
-        state.emit(events.InstanceStarted(node.id, self.fleet.role(node.id), index, join.round))
+        state.emit(events.InstanceStarted(node.id, role, index, join.round))
         migration = self.fleet.migrations.pop(node.id, None)
         if migration is not None:
             self.fleet.drain(state.nodes[migration.node], now)
@@ -133,7 +136,7 @@ class Instances:
         cause = cause_of(report.failure, report.verdict, 0, seconds)
         decision = self._budget(node).decide(cause, now)
         if isinstance(decision, Restart):
-            role, index = self.fleet.role(node.id), index_in_role(node.node_rank)
+            role, index = self.state.job.place(node.node_rank)
             count = self._budget(node).count
             self.state.emit(events.InstanceRestarts(node.id, role, index, count, decision.reason))
         return decision

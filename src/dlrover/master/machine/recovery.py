@@ -154,28 +154,32 @@ class Recovery:
 
     def _instance_failed(self, node: Node, report: events.WorkerFailed, now: float) -> None:
         """Respond to a failure in an instance."""
-        state, verdict = self.state, report.verdict
+        state = self.state
         if not self.instances.runs(node.id, report.failure.round):
             return
         state.emit(report)
         if self.rounds.is_about_to_end:
             return
-        decision = self.instances.decide(node, report, now)
-        if isinstance(decision, Stop):
-            state.end(decision.exit_code, decision.reason, now, report)
-            return
-        if decision.suspect == node.id:
-            verdict = msgspec.structs.replace(verdict, action=Action.RELAUNCH)
-        self._act(node, self._action(node, verdict, now), verdict, now)
-        if not node.status.final:
-            self.instances.restart(node, verdict.title)
+        self._decide_alone(node, report, report, now)
+        if not (state.has_ended() or node.status.final):
+            self.instances.restart(node, report.verdict.title)
 
     def _instance_lost(self, node: Node, now: float) -> None:
         """Respond to the loss of an instance's node; another one takes its place."""
         report = self.state.table.failed(loss_of(node, self.instances.starts[node.node_rank], now))
-        decision = self.instances.decide(node, report, now)
+        self._decide_alone(node, report, None, now)
+
+    def _decide_alone(
+        self, node: Node, report: events.WorkerFailed, root: events.WorkerFailed | None, now: float
+    ) -> None:
+        """Decide on a failed or lost instance, and do what goes beyond its restart."""
+        verdict, decision = report.verdict, self.instances.decide(node, report, now)
         if isinstance(decision, Stop):
-            self.state.end(decision.exit_code, decision.reason, now)
+            self.state.end(decision.exit_code, decision.reason, now, root)
+            return
+        if decision.suspect == node.id:
+            verdict = msgspec.structs.replace(verdict, action=Action.RELAUNCH)
+        self._act(node, self._action(node, verdict, now), verdict, now)
 
     def _begin(self, now: float) -> Incident:
         old, round_ = self.state.incident, self.state.rendezvous.last_round

@@ -56,8 +56,8 @@ class Rendezvous:
     most: Size = field(init=False)
 
     def __post_init__(self) -> None:
-        least, most = self.job.world_servers
-        self.least, self.most = Size(self.job.min_nodes, least), Size(self.job.max_nodes, most)
+        nodes, servers = self.job.world_nodes, self.job.world_servers
+        self.least, self.most = map(Size, nodes, servers)
 
     @property
     def joined(self) -> Size:

@@ -21,7 +21,7 @@ from dlrover.rpc.messages import Dismiss
 from dlrover.spec import events
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import JobSpec
-from dlrover.spec.node import TRANSITIONS, NodeStatus, is_server
+from dlrover.spec.node import TRANSITIONS, NodeStatus
 from dlrover.spec.outcome import Outcome
 
 
@@ -173,7 +173,7 @@ class JobState:
 
     def is_instance(self, node: Node) -> bool:
         """Return whether a node belongs to no common world: it starts, fails and returns by itself."""
-        return self.job.server_failover == "instance" and is_server(node.node_rank)
+        return self.job.is_instance(node.node_rank)
 
     @property
     def quiet(self) -> bool:

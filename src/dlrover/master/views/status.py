@@ -33,13 +33,14 @@ def status_of(
             *(steps.get(i, 0) for i in ranks if i not in machine.rendezvous.servers),
         ]
     )
-    outcome = machine.outcome
+    outcome, alone = machine.outcome, machine.instances.running
     return messages.Status(
         name=machine.job.name,
         phase=machine.state.phase.value,
         round=machine.rendezvous.round,
         world_size=machine.rounds.world_size,
-        servers=machine.rounds.world_size - machine.rounds.workers + machine.instances.count,
+        instances=alone.nodes,
+        servers=machine.rounds.world_size - machine.rounds.workers + alone.servers,
         restarts=machine.restarts.count,
         steps=current,
         total_steps=machine.progress.earlier_steps + current,

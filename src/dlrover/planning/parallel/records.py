@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from dlrover.errors import ConfigurationError
+from dlrover.planning.parallel.huggingface import shape
 
 Recompute = Literal["none", "selective", "full"]
 """What the backward pass computes again: nothing, cheap operations (attention, norms), or whole blocks."""
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+PRECISIONS = ("fp32", "bf16", "fp16")
+CONTEXTS = ("all_gather", "ulysses")
+SCHEDULES = ("", "gpipe", "1f1b", "interleaved_1f1b")
 
 
-def _positive(record: object, *names: str) -> None:
+def _whole(record: object, least: int, *names: str) -> None:
     for name in names:
         value = getattr(record, name)
-        if not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            wanted = "a positive integer" if least else "an integer of 0 or more"
+            raise ConfigurationError(f"{type(record).__name__}: {name} is {value!r}, not {wanted}.")
+
+
+def _flags(record: object, *names: str) -> None:
+    for name in names:
+        value = getattr(record, name)
+        if not isinstance(value, bool):
             raise ConfigurationError(
-                f"{type(record).__name__}: {name} is {value!r}, not a positive integer."
+                f"{type(record).__name__}: {name} is {value!r}, not True or False."
             )
+
+
+def _choice(record: object, name: str, accepted: tuple[str, ...]) -> None:
+    value = getattr(record, name)
+    if value not in accepted:
+        raise ConfigurationError(
+            f"{type(record).__name__}: {name} is {value!r}; accepted are {', '.join(map(repr, accepted))}."
+        )
 
 
 @dataclass(frozen=True)
@@ -42,13 +64,73 @@ class Transformer:
     """Experts of each layer that every token passes, in addition."""
     head_dim: int = 0
     """Width of a head; 0 for ``hidden / heads``."""
+    dense_layers: int = 0
+    """Layers of a model with experts that have none."""
+    dense_ffn: int = 0
+    """Width of the feed-forward layer in ``dense_layers``."""
+    kept: float = 0.0
+    """Bytes of a token that a layer of the program keeps for its backward pass on one rank; 0 to count them."""
 
     def __post_init__(self) -> None:
-        _positive(self, "layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
+        _whole(self, 1, "layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
+        _whole(
+            self, 0, "experts", "experts_per_token", "shared_experts", "head_dim", "dense_layers"
+        )
+        _whole(self, 0, "dense_ffn")
+        _flags(self, "tied", "gated")
+        if not self.kept >= 0:
+            raise ConfigurationError(
+                f"Transformer: kept is {self.kept!r}, not a number of 0 or more."
+            )
         if self.heads % self.kv_heads:
             raise ConfigurationError(
                 f"Transformer: heads is {self.heads}, not a multiple of kv_heads {self.kv_heads}."
             )
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise ConfigurationError(
+                f"Transformer: experts_per_token is {self.experts_per_token}, "
+                f"not between 1 and experts {self.experts}."
+            )
+        if self.dense_layers > self.layers:
+            raise ConfigurationError(
+                f"Transformer: dense_layers is {self.dense_layers}, more than layers {self.layers}."
+            )
+
+    @classmethod
+    def of(cls, config: Any) -> Transformer:
+        """Return the shape that a configuration of Hugging Face transformers describes.
+
+        Args:
+            config: The configuration, or the content of its ``config.json``.
+
+        Raises:
+            ConfigurationError: it lacks a size, or a size is wrong.
+        """
+        return cls(**shape(config))
+
+    @property
+    def width(self) -> int:
+        """Width of a head."""
+        return self.head_dim or max(1, self.hidden // self.heads)
+
+    @property
+    def attention(self) -> int:
+        """Parameters of a layer's attention."""
+        return 2 * self.hidden * self.width * (self.heads + self.kv_heads)
+
+    @property
+    def expert(self) -> int:
+        """Parameters of one expert, or of a dense model's feed-forward layer."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn
+
+    @property
+    def parameters(self) -> int:
+        """Parameters in all."""
+        each = self.attention + self.expert * max(1, self.experts + self.shared_experts)
+        each += self.hidden * self.experts
+        dense = (3 if self.gated else 2) * self.hidden * (self.dense_ffn or self.ffn)
+        swapped = self.dense_layers * (self.attention + dense - each) if self.experts else 0
+        return self.layers * each + swapped + self.vocab * self.hidden * (1 if self.tied else 2)
 
 
 @dataclass(frozen=True)
@@ -61,9 +143,11 @@ class Cluster:
     per_node: int = 8
     coefficients: tuple[float, ...] = ()
     """Coefficients of the time model; empty for the accelerator's defaults. :func:`calibrate` sets them."""
+    spread: float = 0.0
+    """Relative error of step times that 80 % of runs stay within; 0 for the default."""
 
     def __post_init__(self) -> None:
-        _positive(self, "nodes", "per_node")
+        _whole(self, 1, "nodes", "per_node")
 
     @property
     def size(self) -> int:
@@ -80,7 +164,7 @@ class Strategy:
     dp_shard: int = 1
     """Ranks over which each copy's states are sharded (ZeRO, FSDP)."""
     zero: int = 3
-    """What is sharded over dp_shard: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+    """What is sharded over dp_shard and cp: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too."""
     tp: int = 1
     """Ranks that share each matrix."""
     pp: int = 1
@@ -90,30 +174,48 @@ class Strategy:
     cp: int = 1
     """Ranks that share each sequence."""
     ep: int = 1
-    """Ranks that share the experts; divides ``dp_replicate * dp_shard * cp``."""
+    """Ranks that share the experts; divides ``dp_replicate * dp_shard * cp``, or that times tp."""
     micro_batch: int = 1
     """Sequences in one forward pass of a rank."""
     recompute: Recompute = "none"
+    recompute_layers: int = 0
+    """Layers of each pipeline rank that are recomputed, the first ones; 0 for all."""
     sequence_parallel: bool = True
     """With tp: norms and dropout split the sequence, too."""
     offload: bool = False
     """True if the optimizer's state is in host memory."""
     optimizer_bytes: int = 12
     """Bytes a parameter of optimizer state and master weight: 12 for AdamW in fp32, 6 with 8-bit moments."""
+    gradient_bytes: int = 4
+    """Bytes of a parameter's gradient: 4 if it is added up in fp32, 2 in bf16."""
     chunked_loss: bool = False
     """True if logits and loss are computed in chunks of the sequence."""
     compile: bool = False
+    precision: str = "bf16"
+    """Type of matrix products: ``fp32``, ``bf16`` or ``fp16``; parameters and the optimizer's state are in fp32."""
+    context: str = "all_gather"
+    """With cp: ``all_gather`` of keys and values, or ``ulysses``, which exchanges heads for positions."""
+    schedule: str = ""
+    """With pp: ``gpipe``, ``1f1b`` or ``interleaved_1f1b``; empty for the one that ``virtual`` needs."""
+    tensor_rules: tuple[tuple[str, str], ...] = ()
+    """With tp: patterns of module names and their styles, before those of the model and its family."""
+    blocks: tuple[str, ...] = ()
+    """Class names of the modules that are sharded and recomputed as units; empty for the repeated block."""
 
     def __post_init__(self) -> None:
-        _positive(
-            self, "dp_replicate", "dp_shard", "tp", "pp", "virtual", "cp", "ep", "micro_batch"
-        )
+        degrees = ("dp_replicate", "dp_shard", "tp", "pp", "virtual", "cp", "ep", "micro_batch")
+        _whole(self, 1, *degrees)
+        _whole(self, 0, "optimizer_bytes", "gradient_bytes", "recompute_layers")
+        _flags(self, "sequence_parallel", "offload", "chunked_loss", "compile")
         if self.zero not in (0, 1, 2, 3):
             raise ConfigurationError(f"Strategy: zero is {self.zero!r}, not 0, 1, 2 or 3.")
-        if self.recompute not in ("none", "selective", "full"):
+        if self.recompute not in RECOMPUTE:
             raise ConfigurationError(
                 f"Strategy: recompute is {self.recompute!r}, not 'none', 'selective' or 'full'."
             )
+        _choice(self, "precision", PRECISIONS)
+        _choice(self, "context", CONTEXTS)
+        _choice(self, "schedule", SCHEDULES)
 
     @property
     def dp(self) -> int:
@@ -134,10 +236,29 @@ class Prediction:
     """Reserved on the fullest rank."""
     memory_low: float
     memory_high: float
-    """80 % of the runs that the model was checked on lie between low and high."""
+    """80 % of the runs that the model was checked on lie between low and high, each set of runs counting alike."""
     step_seconds: float
     tokens_per_second: float
     """Of one accelerator."""
     fits: bool
     reason: str = ""
     """Why it does not fit: the first rule broken, with its numbers; empty if it fits."""
+    active_gib: float = 0.0
+    """Allocated on the fullest rank at its peak; the allocator reserves ``memory_gib`` for it."""
+    step_low: float = 0.0
+    step_high: float = 0.0
+    """80 % of the runs that the model was checked on take between low and high."""
+    stage: int = 0
+    """Pipeline stage of the fullest rank."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """GiB of the fullest rank by purpose; they add up to ``memory_gib``."""
+
+
+class Observation(NamedTuple):
+    """A measured step of a job."""
+
+    model: Transformer
+    strategy: Strategy
+    sequence: int
+    global_batch: int
+    step_seconds: float

@@ -1,7 +1,7 @@
 """The PyTorch hooks that report the activity of a training, without a change to the program.
 
 ========================== ==========================================================================
-optimizer step             PyTorch's hook for all optimizers
+optimizer step             PyTorch's hook for all optimizers; ``launched.stepped`` without PyTorch
 parameters and state       read from the optimizer after its first step
 waiting for the next batch wrapper of the data loader iterators' ``__next__``
 compiling                  callbacks of PyTorch's compiler
@@ -55,6 +55,8 @@ def install(tracker: Tracker, on_first_step: Callable[[], None]) -> None:
     for name, place in places.items():
         after_import(name, guarded(place))
     launched.blocked = hooks.checkpoint
+    launched.stepped = guarded(hooks.step)
+    launched.imported = guarded(on_first_step)
     launched.loaded = guarded(tracker.began_with)
     launched.saving = guarded(tracker.saves)
 
@@ -75,6 +77,11 @@ class Hooks:
         self._owned: set[int] = set()
 
     # ---- steps
+
+    def step(self) -> None:
+        """Count a step that the program reports."""
+        if self._tracker.step(time.monotonic_ns()) and self._tracker.steps == 1:
+            self._on_first_step()
 
     def watch_steps(self, module: types.ModuleType) -> None:
         """Count the steps of the first optimizer that steps; ignore others, such as a GAN's second one."""

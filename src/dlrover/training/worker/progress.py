@@ -106,6 +106,8 @@ class Board:
         if not words[_BORN]:
             return None
         since, doing = divmod(words[_NOW], _KINDS)
+        if doing >= len(Activity):
+            return None  # the program has overwritten it
         age = max(0, now - words[_BORN])
         nanoseconds = list(words[_TOTALS:_COMPUTE])
         nanoseconds[doing] = 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from dlrover.master.machine import inputs
 from dlrover.spec.job import JobSpec
-from dlrover.spec.node import FIRST_SERVER, SERVER, WORKER, Size, index_in_role, is_server, role_of
+from dlrover.spec.node import FIRST_SERVER, SERVER, WORKER, Size, index_in_role, is_server
 
 MOST_NODES = 100_000
 """Maximum number of nodes of a role that can be requested."""
@@ -87,26 +87,33 @@ class Scaling:
     @property
     def world(self) -> Size:
         """Wanted nodes of the world."""
-        return Size(self.wanted, self.servers if self.job.world_servers[1] else 0)
+        workers = 1 if self.job.chief else self.wanted
+        return Size(workers, self.servers if self.job.world_servers[1] else 0)
 
     @property
     def least(self) -> Size:
         """Minimum size of a world."""
         job, wanted = self.job, self.wanted
-        workers = min(job.min_nodes, wanted) if wanted else job.min_nodes
+        fewest = job.world_nodes[0]
+        workers = min(fewest, wanted) if wanted else fewest
         return Size(workers, min(job.world_servers[0], self.servers))
 
     @property
     def most(self) -> Size:
         """Maximum size of a world."""
         servers = max(self.job.max_servers, self.servers) if self.job.world_servers[1] else 0
-        return Size(max(self.job.max_nodes, self.wanted), servers)
+        workers = 1 if self.job.chief else max(self.job.max_nodes, self.wanted)
+        return Size(workers, servers)
 
     @property
     def ranks(self) -> Iterator[int]:
         """Wanted rank of each wanted node."""
         yield from range(self.wanted)
         yield from range(FIRST_SERVER, FIRST_SERVER + self.servers)
+
+    def of_role(self, role: str) -> int:
+        """Return the wanted number of nodes of a role; for a role that cannot be scaled, 1."""
+        return self.roles[role].nodes if role in self.roles else 1
 
     def wants(self, node_rank: int) -> bool:
         """Return whether the job wants a node with this wanted rank."""
@@ -115,7 +122,7 @@ class Scaling:
 
     def factors(self, node_rank: int) -> tuple[float, float]:
         """Return the CPU and memory multipliers, relative to the job's request, for a new node."""
-        of_role = self.roles.get(role_of(node_rank))
+        of_role = self.roles.get(self.job.place(node_rank)[0])
         return of_role.factors if of_role is not None else (1.0, 1.0)
 
     def role_name(self, role: str) -> str:

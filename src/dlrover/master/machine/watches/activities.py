@@ -9,8 +9,6 @@ from dlrover.rpc.messages import Heartbeat
 from dlrover.spec.activity import Activity
 from dlrover.spec.measurements import WorkerActivity
 
-_KINDS = len(Activity)
-
 
 class Activities:
     """Activities of the workers of the latest round, by node."""
@@ -78,16 +76,12 @@ class Activities:
             sum(column) for column in zip(*(worker.seconds for _, worker in latest), strict=True)
         ]
         for at, worker in latest:
-            if not worker.ended and 0 <= worker.doing < _KINDS:
+            if not worker.ended:
                 sums[worker.doing] += max(0.0, now - at)
         return tuple(seconds / len(latest) for seconds in sums)
 
     def _latest(self) -> Iterator[tuple[float, WorkerActivity]]:
-        """Yield the latest report of each worker with its time.
-
-        Reports of another shape, as another version of the agent may send, are left out.
-        """
+        """Yield the latest report of each worker with its time."""
         for at, workers in self._workers.values():
             for worker in workers:
-                if len(worker.seconds) == _KINDS:
-                    yield at, worker
+                yield at, worker

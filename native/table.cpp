@@ -1,0 +1,921 @@
+// The C ABI of dlrover._native: a hash table of rows, for embeddings.
+//
+// The table has 1,024 shards, the hash slots of `dlrover.spec.placement`: the shard of a key is the top 10 bits of its
+// hash. A shard has an index with open addressing, of 8 bytes for each place: 32 bits of the hash and the number of
+// a row. Rows lie in one reserved range of addresses, so that a row's number gives its address.
+//
+// A shard's version is odd while somebody changes the shard, who holds it then. Readers take nothing: they copy a row
+// and look at the version again (a sequence lock). The keys of a batch go through three stages in groups of 8: places
+// of the index are fetched, then rows, then rows are copied. Each group is one stage behind the next one, so that
+// misses of the caches overlap all the time.
+#include <errno.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <new>
+
+#include "rules.h"
+#include "xxh3.h"
+
+#define DLROVER_EXPORT extern "C" __attribute__((visibility("default")))
+#define DLROVER_INLINE __attribute__((always_inline)) inline
+
+namespace dlrover {
+namespace {
+
+constexpr size_t kShards = 1024, kGroup = 8, kBlock = 16;
+constexpr uint64_t kLog = 63;             // low bits of an index's address: the binary logarithm of its places
+constexpr uint64_t kStep = 2ull << 20;    // memory is made usable in multiples of this: a huge page
+constexpr uint64_t kMostAddresses = 1ull << 42;
+constexpr uint64_t kFewestBits = 3, kMostBits = 22;  // binary logarithms of an index's places
+constexpr uint32_t kNothing = 0;
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kPeaceful = true;  // readers hold shards, too: the tool knows no sequence locks
+#else
+constexpr bool kPeaceful = false;
+#endif
+constexpr uint16_t kChanged = 1, kBlocked = 2;
+
+enum Kind : uint32_t { kFloat32, kBfloat16, kFloat16 };
+enum Initial : uint32_t { kConstant, kUniform, kNormal };
+enum Admission : uint32_t { kAll, kCounted, kBloom, kChance };
+
+// What the twin knows as well: fields are in the order of `dlrover._native.tables.Options`.
+struct Options {
+  uint64_t dim, kind, rule, states, steps, memory_bytes, seed, initial, admission, threshold, counters;
+  float scale, chance;
+  Hyper hyper;
+};
+
+struct Header {
+  uint64_t key;
+  uint32_t last;
+  uint16_t count, flags;
+};
+
+struct Waiting {
+  uint64_t key;
+  uint32_t count, used;
+};
+
+struct alignas(64) Shard {
+  std::atomic<uint64_t> version{0};
+  std::atomic<uint64_t> index{0};  // address of the places, and in its low bits their number
+  uint32_t used = 0, free = kNothing, fresh = kBlock;
+  uint32_t block_count = 0, block_room = 0, removed_count = 0, removed_room = 0;
+  uint32_t* blocks = nullptr;
+  uint64_t* removed = nullptr;
+  // keys that wait for admission
+  Waiting* waiting = nullptr;
+  uint32_t waiting_used = 0, waiting_room = 0;
+  uint64_t draws = 0;
+};
+
+struct Table {
+  Options options;
+  size_t stride, width;  // bytes of a row with and without its header
+  char* rows = nullptr;
+  uint64_t reserved = 0, usable = 0;
+  std::atomic<uint32_t> next_row{0};
+  std::atomic<uint64_t> lock{0}, memory{0};
+  char* indices[kMostBits + 1] = {};  // indices of one size: one for each shard, all beside each other
+  uint32_t users[kMostBits + 1] = {};
+  uint8_t* counters = nullptr;  // of the Bloom filter
+  Shard shards[kShards];
+
+  DLROVER_INLINE Header* row(uint32_t number) const {
+    return reinterpret_cast<Header*>(rows + static_cast<uint64_t>(number - 1) * stride);
+  }
+};
+
+DLROVER_INLINE uint64_t mixed(uint64_t key) {  // the finalizer of MurmurHash3, which maps keys one to one
+  key = (key ^ key >> 33) * 0xff51afd7ed558ccdull;
+  key = (key ^ key >> 33) * 0xc4ceb9fe1a85ec53ull;
+  return key ^ key >> 33;
+}
+
+DLROVER_INLINE size_t shard_of(uint64_t hash) { return hash >> 54; }
+DLROVER_INLINE uint32_t mark_of(uint64_t hash) { return static_cast<uint32_t>(hash >> 22); }
+DLROVER_INLINE uint64_t place_of(uint32_t mark, uint32_t row) { return static_cast<uint64_t>(mark) << 32 | row; }
+
+DLROVER_INLINE std::atomic<uint64_t>* places_of(uint64_t index) {
+  return reinterpret_cast<std::atomic<uint64_t>*>(index & ~kLog);
+}
+DLROVER_INLINE uint64_t mask_of(uint64_t index) { return (1ull << (index & kLog)) - 1; }
+
+DLROVER_INLINE uint32_t draw(uint32_t key, uint32_t index) {  // lowbias32 of C. Wellons's hash-prospector
+  uint32_t value = key ^ index;
+  value = (value ^ value >> 16) * 0x7feb352d;
+  value = (value ^ value >> 15) * 0x846ca68b;
+  return value ^ value >> 16;
+}
+
+// ---- values of 2 or 4 bytes
+
+template <class To, class From>
+DLROVER_INLINE To as(From value) {
+  To result;
+  memcpy(&result, &value, sizeof result);
+  return result;
+}
+
+DLROVER_INLINE float from_half(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, rest = half & 0x7fff;
+  if (rest >= 0x7c00) return as<float>(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+  const float value = as<float>(rest << 13) * as<float>(0x77800000u);  // 2^112: also of subnormal numbers
+  return as<float>(as<uint32_t>(value) | sign);
+}
+
+DLROVER_INLINE uint16_t to_half(float value) {  // to the nearest, ties to even; what is too large becomes infinity
+  const uint32_t word = as<uint32_t>(value), sign = word >> 16 & 0x8000;
+  const uint32_t size = word & 0x7fffffff;
+  if (size > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
+  if (size >= 0x47800000) return static_cast<uint16_t>(sign | 0x7c00);
+  if (size < 0x38800000) {  // subnormal: the addition rounds
+    const float shifted = as<float>(size) + 0.5f;
+    return static_cast<uint16_t>(sign | (as<uint32_t>(shifted) - 0x3f000000));
+  }
+  const uint32_t odd = size >> 13 & 1;
+  return static_cast<uint16_t>(sign | (size - 0x38000000 + 0xfff + odd) >> 13);
+}
+
+DLROVER_INLINE uint16_t to_brain(float value) {
+  const uint32_t word = as<uint32_t>(value);
+  if ((word & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(word >> 16 | 0x40);
+  return static_cast<uint16_t>((word + 0x7fff + (word >> 16 & 1)) >> 16);
+}
+
+DLROVER_INLINE void load_values(const Table& table, const char* values, float* out) {
+  const size_t dim = table.options.dim;
+  const auto* halves = reinterpret_cast<const uint16_t*>(values);
+  switch (table.options.kind) {
+    case kFloat32: memcpy(out, values, 4 * dim); break;
+    case kBfloat16: for (size_t i = 0; i < dim; ++i) out[i] = as<float>(static_cast<uint32_t>(halves[i]) << 16); break;
+    default: for (size_t i = 0; i < dim; ++i) out[i] = from_half(halves[i]);
+  }
+}
+
+DLROVER_INLINE void store_values(const Table& table, char* values, const float* from) {
+  const size_t dim = table.options.dim;
+  auto* halves = reinterpret_cast<uint16_t*>(values);
+  switch (table.options.kind) {
+    case kFloat32: memcpy(values, from, 4 * dim); break;
+    case kBfloat16: for (size_t i = 0; i < dim; ++i) halves[i] = to_brain(from[i]); break;
+    default: for (size_t i = 0; i < dim; ++i) halves[i] = to_half(from[i]);
+  }
+}
+
+// ---- locks
+
+DLROVER_INLINE void fence(std::memory_order order) {
+#if !defined(__SANITIZE_THREAD__)
+  std::atomic_thread_fence(order);
+#else
+  static_cast<void>(order);
+#endif
+}
+
+DLROVER_INLINE void hold(std::atomic<uint64_t>* version) {
+  for (size_t tries = 0;; ++tries) {
+    uint64_t known = version->load(std::memory_order_relaxed);
+    if (!(known & 1) && version->compare_exchange_weak(known, known + 1, std::memory_order_acquire)) break;
+    if (tries > 64) sched_yield();
+  }
+  fence(std::memory_order_release);  // nobody sees a change before the odd version
+}
+
+DLROVER_INLINE void release(std::atomic<uint64_t>* version) {
+  version->store(version->load(std::memory_order_relaxed) + 1, std::memory_order_release);
+}
+
+// ---- memory
+
+bool charge(Table* table, uint64_t bytes) {
+  const uint64_t most = table->options.memory_bytes;
+  if (table->memory.fetch_add(bytes) + bytes <= most || !most) return true;
+  table->memory.fetch_sub(bytes);
+  return false;
+}
+
+// Number of the first of kBlock new rows; 0 if there is no memory for them.
+uint32_t new_block(Table* table) {
+  if (!charge(table, kBlock * table->stride)) return 0;
+  hold(&table->lock);
+  const uint32_t first = table->next_row.load(std::memory_order_relaxed);
+  const uint64_t end = (static_cast<uint64_t>(first) + kBlock) * table->stride;
+  bool room = end <= table->reserved && first < UINT32_MAX - 2 * kBlock;
+  if (room && end > table->usable) {
+    uint64_t more = table->usable / 8 > 64 * kStep ? table->usable / 8 / kStep * kStep : 64 * kStep;
+    if (more > table->reserved - table->usable) more = table->reserved - table->usable;
+    room = mprotect(table->rows + table->usable, more, PROT_READ | PROT_WRITE) == 0;
+    if (room) {
+      madvise(table->rows + table->usable, more, MADV_HUGEPAGE);
+      table->usable += more;
+    }
+  }
+  if (room) table->next_row.store(first + kBlock, std::memory_order_relaxed);
+  release(&table->lock);
+  if (!room) table->memory.fetch_sub(kBlock * table->stride);
+  return room ? first + 1 : 0;
+}
+
+template <class Item>
+bool grow(Item** items, uint32_t count, uint32_t* room) {
+  if (count < *room) return true;
+  const uint32_t more = *room ? 2 * *room : 8;
+  auto* larger = static_cast<Item*>(realloc(*items, more * sizeof(Item)));
+  if (!larger) return false;
+  *items = larger, *room = more;
+  return true;
+}
+
+DLROVER_INLINE uint64_t index_bytes(uint64_t bits) { return 8ull << bits; }
+
+// Memory for a shard's index of a size, empty; 0 if there is none. A size has a range of addresses of its own, which
+// stays reserved: whoever reads an index that is given up finds nothing there, and sees that the version has changed.
+uint64_t take_index(Table* table, size_t shard, uint64_t bits) {
+  if (bits > kMostBits || !charge(table, index_bytes(bits))) return 0;
+  const uint64_t all = kShards * index_bytes(bits);
+  hold(&table->lock);
+  char* memory = table->indices[bits];
+  if (!memory) {
+    void* made = mmap(nullptr, all + kStep, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (made != MAP_FAILED) {
+      const uint64_t start = (reinterpret_cast<uint64_t>(made) + kStep - 1) / kStep * kStep;
+      memory = table->indices[bits] = reinterpret_cast<char*>(start);
+      if (all >= kStep) madvise(memory, all, MADV_HUGEPAGE);
+    }
+  }
+  if (memory) ++table->users[bits];
+  release(&table->lock);
+  if (!memory) {
+    table->memory.fetch_sub(index_bytes(bits));
+    return 0;
+  }
+  char* own = memory + shard * index_bytes(bits);
+  memset(own, 0, index_bytes(bits));
+  return reinterpret_cast<uint64_t>(own) | bits;
+}
+
+void give_index(Table* table, uint64_t index) {
+  const uint64_t bits = index & kLog;
+  table->memory.fetch_sub(index_bytes(bits));
+  hold(&table->lock);
+  if (!--table->users[bits]) madvise(table->indices[bits], kShards * index_bytes(bits), MADV_DONTNEED);
+  release(&table->lock);
+}
+
+// Make room for one more key in a shard's index.
+bool reserve_index(Table* table, Shard* shard) {
+  const uint64_t old = shard->index.load(std::memory_order_relaxed);
+  const uint64_t size = old ? mask_of(old) + 1 : 0;
+  if (static_cast<uint64_t>(shard->used) * 8 < size * 7) return true;
+  const uint64_t index = take_index(table, static_cast<size_t>(shard - table->shards), old ? (old & kLog) + 1 : kFewestBits);
+  if (!index) return false;
+  const uint64_t mask = mask_of(index);
+  for (uint64_t i = 0; i < size; ++i) {
+    const uint64_t place = places_of(old)[i].load(std::memory_order_relaxed);
+    if (!place) continue;
+    uint64_t at = mixed(table->row(static_cast<uint32_t>(place))->key) & mask;
+    while (places_of(index)[at].load(std::memory_order_relaxed)) at = (at + 1) & mask;
+    places_of(index)[at].store(place, std::memory_order_relaxed);
+  }
+  shard->index.store(index, std::memory_order_release);
+  if (old) give_index(table, old);
+  return true;
+}
+
+// ---- one key, with its shard held
+
+struct Found {
+  Header* header;
+  uint64_t at;
+};
+
+Found find(const Table& table, const Shard& shard, uint64_t key, uint64_t hash) {
+  const uint64_t index = shard.index.load(std::memory_order_relaxed);
+  if (!index) return {nullptr, 0};
+  const uint64_t mask = mask_of(index);
+  for (uint64_t at = hash & mask;; at = (at + 1) & mask) {
+    const uint64_t place = places_of(index)[at].load(std::memory_order_relaxed);
+    if (!place) return {nullptr, at};
+    if (place >> 32 != mark_of(hash)) continue;
+    Header* header = table.row(static_cast<uint32_t>(place));
+    if (header->key == key) return {header, at};
+  }
+}
+
+void initialize(const Table& table, uint64_t key, float* values) {
+  const Options& o = table.options;
+  const uint64_t hash = mixed(key ^ mixed(o.seed));
+  const uint32_t low = static_cast<uint32_t>(hash), high = static_cast<uint32_t>(hash >> 32);
+  switch (o.initial) {
+    case kConstant:
+      for (size_t i = 0; i < o.dim; ++i) values[i] = o.scale;
+      break;
+    case kUniform:
+      for (size_t i = 0; i < o.dim; ++i) {
+        const uint32_t bits = draw(low ^ draw(high, static_cast<uint32_t>(i)), static_cast<uint32_t>(i)) >> 8;
+        values[i] = (static_cast<float>(static_cast<int32_t>(bits)) * 0x1p-23f - 1.0f) * o.scale;
+      }
+      break;
+    default:  // the sum of 4 uniform numbers of 16 bits each, with the variance 1
+      for (size_t i = 0; i < o.dim; ++i) {
+        const uint32_t one = draw(low ^ draw(high, static_cast<uint32_t>(i)), static_cast<uint32_t>(i));
+        const uint32_t two = draw(one, high);
+        const int32_t total = static_cast<int32_t>((one & 0xffff) + (one >> 16) + (two & 0xffff) + (two >> 16));
+        values[i] = static_cast<float>(total - 131070) * 2.6429e-5f * o.scale;
+      }
+  }
+}
+
+uint32_t take_row(Table* table, Shard* shard) {
+  if (shard->free) {
+    const uint32_t number = shard->free;
+    shard->free = static_cast<uint32_t>(table->row(number)->key);
+    return number;
+  }
+  if (shard->fresh == kBlock) {
+    if (!grow(&shard->blocks, shard->block_count, &shard->block_room)) return 0;
+    const uint32_t first = new_block(table);
+    if (!first) return 0;
+    shard->blocks[shard->block_count++] = first;
+    shard->fresh = 0;
+  }
+  return shard->blocks[shard->block_count - 1] + shard->fresh++;
+}
+
+// A new row for a key, with nothing but the header; null without memory.
+Header* insert(Table* table, Shard* shard, uint64_t key, uint64_t hash) {
+  if (!reserve_index(table, shard)) return nullptr;
+  const uint32_t number = take_row(table, shard);
+  if (!number) return nullptr;
+  Header* header = table->row(number);
+  *header = {key, 0, 0, kChanged};
+  const uint64_t index = shard->index.load(std::memory_order_relaxed), mask = mask_of(index);
+  uint64_t at = hash & mask;
+  while (places_of(index)[at].load(std::memory_order_relaxed)) at = (at + 1) & mask;
+  places_of(index)[at].store(place_of(mark_of(hash), number), std::memory_order_relaxed);
+  ++shard->used;
+  return header;
+}
+
+void erase(Table* table, Shard* shard, const Found& found, bool remember) {
+  const uint64_t index = shard->index.load(std::memory_order_relaxed), mask = mask_of(index);
+  auto* places = places_of(index);
+  const uint32_t number = static_cast<uint32_t>(places[found.at].load(std::memory_order_relaxed));
+  if (remember && grow(&shard->removed, shard->removed_count, &shard->removed_room))
+    shard->removed[shard->removed_count++] = found.header->key;
+  found.header->key = shard->free;
+  found.header->flags = 0;
+  shard->free = number;
+  --shard->used;
+  uint64_t hole = found.at;  // close the gap: move back whatever may lie there
+  for (uint64_t at = (hole + 1) & mask;; at = (at + 1) & mask) {
+    const uint64_t place = places[at].load(std::memory_order_relaxed);
+    if (!place) break;
+    const uint64_t home = mixed(table->row(static_cast<uint32_t>(place))->key) & mask;
+    if (((at - home) & mask) < ((at - hole) & mask)) continue;
+    places[hole].store(place, std::memory_order_relaxed);
+    hole = at;
+  }
+  places[hole].store(0, std::memory_order_relaxed);
+}
+
+// Whether a key that is looked up gets a row now.
+bool admitted(Table* table, Shard* shard, uint64_t key, uint64_t hash) {
+  const Options& o = table->options;
+  switch (o.admission) {
+    case kAll: return true;
+    case kChance: {
+      const uint64_t drawn = mixed(hash ^ mixed(o.seed + ++shard->draws));
+      return static_cast<float>(static_cast<int32_t>(drawn >> 40)) * 0x1p-24f < o.chance;
+    }
+    case kBloom: {
+      uint32_t least = UINT32_MAX;
+      const uint64_t each = o.counters / kShards;
+      uint8_t* own = table->counters + shard_of(hash) * each;
+      for (uint64_t i = 0, next = hash; i < 4; ++i) {
+        next = mixed(next + 0x9e3779b97f4a7c15ull);
+        uint8_t* counter = own + next % each;
+        if (*counter < 255) ++*counter;
+        if (*counter < least) least = *counter;
+      }
+      return least >= o.threshold;
+    }
+    default: break;
+  }
+  if (2 * shard->waiting_used >= shard->waiting_room) {
+    const uint32_t room = shard->waiting_room ? 2 * shard->waiting_room : 16;
+    auto* larger = static_cast<Waiting*>(calloc(room, sizeof(Waiting)));
+    if (!larger) return false;
+    for (uint32_t i = 0; i < shard->waiting_room; ++i) {
+      const Waiting& one = shard->waiting[i];
+      if (!one.used) continue;
+      uint64_t at = mixed(one.key) & (room - 1);
+      while (larger[at].used) at = (at + 1) & (room - 1);
+      larger[at] = one;
+    }
+    free(shard->waiting);
+    shard->waiting = larger, shard->waiting_room = room;
+  }
+  uint64_t at = hash & (shard->waiting_room - 1);
+  while (shard->waiting[at].used && shard->waiting[at].key != key) at = (at + 1) & (shard->waiting_room - 1);
+  Waiting* one = &shard->waiting[at];
+  if (!one->used) *one = {key, 0, 1}, ++shard->waiting_used;
+  return ++one->count >= o.threshold;
+}
+
+DLROVER_INLINE void touch(Header* header, uint32_t now, uint32_t times) {
+  header->last = now;
+  header->count = static_cast<uint16_t>(header->count + times < 65535 ? header->count + times : 65535);
+}
+
+// ---- lookups
+
+struct Lookup {
+  Table* table;
+  const uint64_t* keys;
+  float* out;
+  uint32_t now;
+  bool insert, count;
+};
+
+// One key with its shard held: what is new, and what a reader could not copy in peace. False without memory.
+bool look_held(const Lookup& ask, size_t i, uint64_t hash) {
+  Table* table = ask.table;
+  Shard* shard = &table->shards[shard_of(hash)];
+  const uint64_t key = ask.keys[i];
+  float* out = ask.out + i * table->options.dim;
+  hold(&shard->version);
+  Header* header = find(*table, *shard, key, hash).header;
+  bool made = true;
+  if (!header && ask.insert && admitted(table, shard, key, hash)) {
+    header = insert(table, shard, key, hash);
+    made = header != nullptr;
+    if (made) {
+      auto* values = reinterpret_cast<char*>(header + 1);
+      initialize(*table, key, out);
+      store_values(*table, values, out);
+      const size_t bytes = table->options.dim * (table->options.kind == kFloat32 ? 4 : 2);
+      memset(values + bytes, 0, table->width - bytes);
+    }
+  }
+  if (header) {
+    if (ask.count) touch(header, ask.now, 1);
+    load_values(*table, reinterpret_cast<char*>(header + 1), out);
+  } else {
+    memset(out, 0, 4 * table->options.dim);
+  }
+  release(&shard->version);
+  return made;
+}
+
+// What is known of a group of keys on its way through the stages.
+struct Group {
+  uint64_t hashes[kGroup], versions[kGroup], indices[kGroup];
+  Header* found[kGroup];
+};
+
+// First stage: fetch the places of the index.
+DLROVER_INLINE void locate(const Table& table, const uint64_t* keys, size_t count, Group* group) {
+  for (size_t i = 0; i < count; ++i) {
+    const uint64_t hash = group->hashes[i] = mixed(keys[i]);
+    const Shard& shard = table.shards[shard_of(hash)];
+    group->versions[i] = shard.version.load(std::memory_order_acquire);
+    const uint64_t index = group->indices[i] = shard.index.load(std::memory_order_acquire);
+    if (index) __builtin_prefetch(&places_of(index)[hash & mask_of(index)]);
+  }
+}
+
+// Second stage: fetch the first `bytes` of the rows that the index names.
+template <int kWrite>
+DLROVER_INLINE void fetch_rows(const Table& table, size_t count, size_t bytes, Group* group) {
+  for (size_t i = 0; i < count; ++i) {
+    group->found[i] = nullptr;
+    const uint64_t index = group->indices[i];
+    if (!index) continue;
+    const uint64_t mask = mask_of(index), mark = mark_of(group->hashes[i]);
+    for (uint64_t at = group->hashes[i] & mask, tries = 0; tries <= mask; at = (at + 1) & mask, ++tries) {
+      const uint64_t place = places_of(index)[at].load(std::memory_order_relaxed);
+      if (!place) break;
+      if (place >> 32 != mark) continue;
+      group->found[i] = table.row(static_cast<uint32_t>(place));
+      const char* row = reinterpret_cast<const char*>(group->found[i]);
+      for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line, kWrite);
+      break;
+    }
+  }
+}
+
+// Third stage: copy rows. Bit i of the result is set if key i has to be looked up again with its shard held.
+template <bool kWhole>
+DLROVER_INLINE uint32_t copy_rows(const Lookup& ask, size_t first, size_t count, const Group& group) {
+  const Table& table = *ask.table;
+  const size_t dim = table.options.dim;
+  uint32_t again = 0;
+  for (size_t i = 0; i < count; ++i) {
+    float* out = ask.out + (first + i) * dim;
+    const Shard& shard = table.shards[shard_of(group.hashes[i])];
+    Header* header = group.found[i];
+    if (kPeaceful) {
+      again |= 1u << i;
+      continue;
+    }
+    const bool right = header && header->key == ask.keys[first + i];
+    if (right) {
+      if (kWhole) {
+        memcpy(out, header + 1, 4 * dim);
+      } else {
+        load_values(table, reinterpret_cast<const char*>(header + 1), out);
+      }
+    } else if (!header && !ask.insert) {
+      memset(out, 0, 4 * dim);
+    } else {
+      again |= 1u << i;
+      continue;
+    }
+    fence(std::memory_order_acquire);
+    const uint64_t version = group.versions[i];
+    if ((version & 1) || shard.version.load(std::memory_order_relaxed) != version) {
+      again |= 1u << i;
+    } else if (right && ask.count) {
+      touch(header, ask.now, 1);  // another reader may do the same: then one of the two counts
+    }
+  }
+  return again;
+}
+
+DLROVER_INLINE size_t size_of(size_t group, size_t count) {
+  const size_t first = group * kGroup;
+  return first >= count ? 0 : count - first < kGroup ? count - first : kGroup;
+}
+
+template <bool kWhole>
+DLROVER_INLINE int look(const Lookup& ask, size_t count) {
+  int status = 0;
+  Group groups[3];
+  const size_t last = (count + kGroup - 1) / kGroup;
+  const size_t bytes = sizeof(Header) + ask.table->options.dim * (kWhole ? 4 : 2);
+  for (size_t turn = 0; turn < last + 2; ++turn) {
+    if (turn < last) locate(*ask.table, ask.keys + turn * kGroup, size_of(turn, count), &groups[turn % 3]);
+    if (turn >= 1) fetch_rows<0>(*ask.table, size_of(turn - 1, count), bytes, &groups[(turn - 1) % 3]);
+    if (turn < 2) continue;
+    const size_t first = (turn - 2) * kGroup;
+    uint32_t again = copy_rows<kWhole>(ask, first, size_of(turn - 2, count), groups[(turn - 2) % 3]);
+    for (; again; again &= again - 1) {
+      const size_t i = first + static_cast<size_t>(__builtin_ctz(again));
+      if (!look_held(ask, i, mixed(ask.keys[i]))) status = ENOMEM;
+    }
+  }
+  return status;
+}
+
+// ---- updates
+
+struct Update {
+  Table* table;
+  const uint64_t* keys;
+  const float* gradients;
+};
+
+template <class Rule>
+DLROVER_INLINE void update_row(Table* table, Header* header, const float* gradients) {
+  const Options& o = table->options;
+  char* values = reinterpret_cast<char*>(header + 1);
+  float wide[4096];
+  const bool whole = o.kind == kFloat32;
+  float* states = reinterpret_cast<float*>(values + o.dim * (whole ? 4 : 2) + (whole ? 0 : o.dim % 2 * 2));
+  float* own = whole ? reinterpret_cast<float*>(values) : wide;
+  float* steps = states + o.dim * Rule::kStates;
+  const float step = o.steps ? *steps + 1 : 1;
+  if (o.steps) *steps = step;
+  if (!whole) load_values(*table, values, wide);
+  const bool nothing = Rule::update(o.hyper, {own, states, gradients, o.dim, step});
+  if (!whole) store_values(*table, values, wide);
+  header->flags = static_cast<uint16_t>((header->flags | kChanged) & ~kBlocked);
+  if (nothing) header->flags |= kBlocked;
+}
+
+template <class Rule>
+DLROVER_INLINE void update_all(const Update& ask, size_t count) {
+  Table* table = ask.table;
+  const size_t dim = table->options.dim, last = (count + kGroup - 1) / kGroup;
+  Group groups[3];
+  for (size_t turn = 0; turn < last + 2; ++turn) {
+    if (turn < last) locate(*table, ask.keys + turn * kGroup, size_of(turn, count), &groups[turn % 3]);
+    if (turn >= 1) fetch_rows<1>(*table, size_of(turn - 1, count), table->stride, &groups[(turn - 1) % 3]);
+    if (turn < 2) continue;
+    const size_t first = (turn - 2) * kGroup, size = size_of(turn - 2, count);
+    for (size_t i = 0; i < size; ++i) {
+      const uint64_t hash = groups[(turn - 2) % 3].hashes[i];
+      Shard* shard = &table->shards[shard_of(hash)];
+      hold(&shard->version);
+      Header* header = find(*table, *shard, ask.keys[first + i], hash).header;
+      if (header) update_row<Rule>(table, header, ask.gradients + (first + i) * dim);
+      release(&shard->version);
+    }
+  }
+}
+
+// ---- instruction sets
+
+using Look = int (*)(const Lookup&, size_t);
+using Apply = void (*)(const Update&, size_t);
+
+int look_whole(const Lookup& ask, size_t count) { return look<true>(ask, count); }
+int look_half(const Lookup& ask, size_t count) { return look<false>(ask, count); }
+template <class Rule>
+void apply(const Update& ask, size_t count) { update_all<Rule>(ask, count); }
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) int look_whole_avx2(const Lookup& ask, size_t count) { return look<true>(ask, count); }
+__attribute__((target("avx2"))) int look_half_avx2(const Lookup& ask, size_t count) { return look<false>(ask, count); }
+template <class Rule>
+__attribute__((target("avx2"))) void apply_avx2(const Update& ask, size_t count) { update_all<Rule>(ask, count); }
+#endif
+
+bool wide() { return strcmp(variant(), "plain") != 0; }
+
+template <class Rule>
+Apply chosen() {
+#if defined(__x86_64__)
+  if (wide()) return apply_avx2<Rule>;
+#endif
+  return apply<Rule>;
+}
+
+Apply rule_of(uint64_t rule) {  // in the order of `dlrover._native.tables.RULES`
+  switch (rule) {
+    case 0: return chosen<Sgd>();
+    case 1: return chosen<Momentum>();
+    case 2: return chosen<AdagradRow>();
+    case 3: return chosen<Adadelta>();
+    case 4: return chosen<Adam>();
+    case 5: return chosen<Amsgrad>();
+    case 6: return chosen<RectifiedAdam>();
+    case 7: return chosen<Adabelief>();
+    case 8: return chosen<Lamb>();
+    case 9: return chosen<AgdRow>();
+    case 10: return chosen<Ftrl>();
+    case 11: return chosen<GroupAdam>();
+    default: return nullptr;
+  }
+}
+
+}  // namespace
+
+// ---- the interface
+
+DLROVER_EXPORT void dlrover_table_free(Table* table) {
+  for (Shard& shard : table->shards) {
+    free(shard.blocks);
+    free(shard.removed);
+    free(shard.waiting);
+  }
+  for (uint64_t bits = 0; bits <= kMostBits; ++bits)
+    if (table->indices[bits]) munmap(table->indices[bits], kShards * index_bytes(bits));
+  if (table->rows) munmap(table->rows, table->reserved);
+  free(table->counters);
+  table->~Table();
+  free(table);
+}
+
+// A new table; null without memory.
+DLROVER_EXPORT Table* dlrover_table_new(const Options* options) {
+  void* memory = nullptr;
+  if (posix_memalign(&memory, 64, sizeof(Table))) return nullptr;
+  auto* table = new (memory) Table();
+  table->options = *options;
+  const Options& o = *options;
+  const uint64_t values = o.kind == kFloat32 ? 4 * o.dim : (o.dim + o.dim % 2) * 2;
+  table->width = values + 4 * (o.dim * o.states + o.steps);
+  table->stride = (sizeof(Header) + table->width + 7) / 8 * 8;
+  uint64_t wanted = o.memory_bytes ? o.memory_bytes : kMostAddresses;
+  if (wanted > (UINT32_MAX - 1) * table->stride) wanted = (UINT32_MAX - 1) * table->stride;
+  for (wanted = (wanted + kStep) / kStep * kStep; wanted >= 64 * kStep || o.memory_bytes; wanted /= 2) {
+    void* rows = mmap(nullptr, wanted, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (rows != MAP_FAILED) {
+      table->rows = static_cast<char*>(rows), table->reserved = wanted;
+      break;
+    }
+    if (wanted < kStep) break;
+    wanted = wanted / kStep * kStep;
+  }
+  if (o.admission == kBloom) table->counters = static_cast<uint8_t*>(calloc(o.counters, 1));
+  if (!table->rows || (o.admission == kBloom && !table->counters)) {
+    dlrover_table_free(table);
+    return nullptr;
+  }
+  return table;
+}
+
+// Rows of keys, in float32. Missing ones are inserted if `insert` is set, else zeros. `count` is whether the lookup
+// counts as a use at the time `now`. Returns 0, or ENOMEM if some keys found no room; their rows are zeros.
+DLROVER_EXPORT int dlrover_table_look(Table* table, size_t count, const uint64_t* keys, float* out, uint32_t now,
+                                      uint32_t insert, uint32_t uses) {
+  const Lookup ask{table, keys, out, now, insert != 0, uses != 0};
+  const bool whole = table->options.kind == kFloat32;
+#if defined(__x86_64__)
+  if (wide()) return whole ? look_whole_avx2(ask, count) : look_half_avx2(ask, count);
+#endif
+  return whole ? look_whole(ask, count) : look_half(ask, count);
+}
+
+// One update of each key's row; keys without a row are left out.
+DLROVER_EXPORT void dlrover_table_update(Table* table, size_t count, const uint64_t* keys, const float* gradients) {
+  rule_of(table->options.rule)({table, keys, gradients}, count);
+}
+
+// Rows as they are: each header field in an array, values and states as bytes. Existing rows are overwritten. Returns
+// the number of rows that found room, from the first.
+DLROVER_EXPORT size_t dlrover_table_restore(Table* table, size_t count, const uint64_t* keys, const uint32_t* last,
+                                            const uint16_t* counts, const uint16_t* flags, const char* rows) {
+  for (size_t i = 0; i < count; ++i) {
+    const uint64_t hash = mixed(keys[i]);
+    Shard* shard = &table->shards[shard_of(hash)];
+    hold(&shard->version);
+    Header* header = find(*table, *shard, keys[i], hash).header;
+    if (!header) header = insert(table, shard, keys[i], hash);
+    if (header) {
+      *header = {keys[i], last[i], counts[i], flags[i]};
+      memcpy(header + 1, rows + i * table->width, table->width);
+    }
+    release(&shard->version);
+    if (!header) return i;
+  }
+  return count;
+}
+
+// Remove keys; `remember` adds them to what the next export of changes calls removed. Returns the number removed.
+DLROVER_EXPORT size_t dlrover_table_remove(Table* table, size_t count, const uint64_t* keys, uint32_t remember) {
+  size_t removed = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const uint64_t hash = mixed(keys[i]);
+    Shard* shard = &table->shards[shard_of(hash)];
+    hold(&shard->version);
+    const Found found = find(*table, *shard, keys[i], hash);
+    if (found.header) erase(table, shard, found, remember != 0), ++removed;
+    release(&shard->version);
+  }
+  return removed;
+}
+
+// Remember keys as removed, for the next export of changes.
+DLROVER_EXPORT void dlrover_table_note_removed(Table* table, size_t count, const uint64_t* keys) {
+  for (size_t i = 0; i < count; ++i) {
+    Shard* shard = &table->shards[shard_of(mixed(keys[i]))];
+    hold(&shard->version);
+    if (grow(&shard->removed, shard->removed_count, &shard->removed_room))
+      shard->removed[shard->removed_count++] = keys[i];
+    release(&shard->version);
+  }
+}
+
+// Remove all rows of a shard, and what it remembers.
+DLROVER_EXPORT void dlrover_table_clear(Table* table, size_t slot) {
+  Shard* shard = &table->shards[slot];
+  hold(&shard->version);
+  const uint64_t index = shard->index.load(std::memory_order_relaxed);
+  for (uint64_t at = 0; index && at <= mask_of(index); ++at) {
+    const uint64_t place = places_of(index)[at].exchange(0, std::memory_order_relaxed);
+    if (!place) continue;
+    Header* header = table->row(static_cast<uint32_t>(place));
+    header->key = shard->free;
+    header->flags = 0;
+    shard->free = static_cast<uint32_t>(place);
+  }
+  shard->index.store(0, std::memory_order_relaxed);
+  if (index) give_index(table, index);
+  shard->used = shard->removed_count = shard->waiting_used = 0;
+  if (shard->waiting) memset(shard->waiting, 0, shard->waiting_room * sizeof(Waiting));
+  release(&shard->version);
+}
+
+// Which rows `dlrover_table_evict` removes: all that any of the conditions holds for.
+struct Eviction {
+  uint32_t before;   // last use before this time; 0: none
+  float norm;        // Euclidean norm below this; 0: none
+  uint32_t blocked;  // rows that penalties have set to zero
+};
+
+DLROVER_EXPORT size_t dlrover_table_evict(Table* table, size_t slot, const Eviction* eviction) {
+  Shard* shard = &table->shards[slot];
+  size_t removed = 0;
+  float values[4096];
+  hold(&shard->version);
+  const uint64_t index = shard->index.load(std::memory_order_relaxed);
+  for (uint64_t at = 0; index && at <= mask_of(index);) {
+    const uint64_t place = places_of(index)[at].load(std::memory_order_relaxed);
+    Header* header = place ? table->row(static_cast<uint32_t>(place)) : nullptr;
+    bool out = header && header->last < eviction->before;
+    out = out || (header && eviction->blocked && (header->flags & kBlocked));
+    if (header && !out && eviction->norm > 0) {
+      float norm = 0;
+      load_values(*table, reinterpret_cast<const char*>(header + 1), values);
+      for (size_t i = 0; i < table->options.dim; ++i) norm = norm + values[i] * values[i];
+      out = std::sqrt(norm) < eviction->norm;
+    }
+    if (out) {
+      erase(table, shard, {header, at}, true);  // another row may lie at this place now
+      ++removed;
+    } else {
+      ++at;
+    }
+  }
+  release(&shard->version);
+  return removed;
+}
+
+// Copy a shard's rows: all, or with `changed` those changed since the last call with it. Rows do not count as changed
+// afterwards unless `keep` is set. `sizes` holds the rows and the removed keys that there is room for, and gets the
+// numbers there are. Returns 0, or ENOSPC: nothing was copied then.
+DLROVER_EXPORT int dlrover_table_export(Table* table, size_t slot, uint32_t changed, uint32_t keep, size_t* sizes,
+                                        uint64_t* keys, uint32_t* last, uint16_t* counts, uint16_t* flags, char* rows,
+                                        uint64_t* removed) {
+  Shard* shard = &table->shards[slot];
+  hold(&shard->version);
+  size_t count = 0;
+  const uint64_t index = shard->index.load(std::memory_order_relaxed);
+  const uint64_t places = index ? mask_of(index) + 1 : 0;
+  for (uint64_t at = 0; changed && at < places; ++at) {
+    const uint64_t place = places_of(index)[at].load(std::memory_order_relaxed);
+    count += place && (table->row(static_cast<uint32_t>(place))->flags & kChanged);
+  }
+  if (!changed) count = shard->used;
+  const bool room = count <= sizes[0] && shard->removed_count <= sizes[1];
+  sizes[0] = count, sizes[1] = shard->removed_count;
+  for (uint64_t at = 0, i = 0; room && at < places; ++at) {
+    const uint64_t place = places_of(index)[at].load(std::memory_order_relaxed);
+    if (!place) continue;
+    Header* header = table->row(static_cast<uint32_t>(place));
+    if (changed && !(header->flags & kChanged)) continue;
+    keys[i] = header->key, last[i] = header->last, counts[i] = header->count, flags[i] = header->flags;
+    memcpy(rows + i * table->width, header + 1, table->width);
+    if (!keep) header->flags &= static_cast<uint16_t>(~kChanged);
+    ++i;
+  }
+  if (room && shard->removed_count) memcpy(removed, shard->removed, 8 * shard->removed_count);
+  if (room && !keep) shard->removed_count = 0;
+  release(&shard->version);
+  return room ? 0 : ENOSPC;
+}
+
+// Rows, bytes in use, and bytes of the row's part besides the header.
+DLROVER_EXPORT void dlrover_table_stats(Table* table, uint64_t* out) {
+  out[0] = 0;
+  for (Shard& shard : table->shards) {
+    hold(&shard.version);
+    out[0] += shard.used;
+    release(&shard.version);
+  }
+  out[1] = table->memory.load() + sizeof(Table);
+  out[2] = table->width;
+  out[3] = table->stride;
+}
+
+// Sum the gradients of equal keys, in the order in which they come; keys stay in the order of their first place.
+// Returns the number of distinct keys. If it is `count`, nothing was written; if it is SIZE_MAX, there is no memory.
+DLROVER_EXPORT size_t dlrover_table_sum(size_t count, size_t dim, const uint64_t* keys, const float* gradients,
+                                        uint64_t* distinct, float* sums) {
+  size_t room = 16;
+  while (room < 2 * count) room *= 2;
+  auto* firsts = static_cast<uint32_t*>(calloc(room, sizeof(uint32_t)));  // place + 1 of each key's first
+  auto* targets = static_cast<uint32_t*>(malloc(count * sizeof(uint32_t) + 1));
+  size_t number = 0;
+  if (!firsts || !targets) number = SIZE_MAX;
+  for (size_t i = 0; i < count && number != SIZE_MAX; ++i) {
+    size_t at = mixed(keys[i]) & (room - 1);
+    while (firsts[at] && keys[firsts[at] - 1] != keys[i]) at = (at + 1) & (room - 1);
+    if (!firsts[at]) {
+      firsts[at] = static_cast<uint32_t>(i + 1);
+      targets[i] = static_cast<uint32_t>(number++);
+    } else {
+      targets[i] = targets[firsts[at] - 1];
+    }
+  }
+  if (number < count) {
+    size_t made = 0;
+    for (size_t i = 0; i < count; ++i) {
+      float* sum = sums + targets[i] * dim;
+      const float* gradient = gradients + i * dim;
+      if (targets[i] == made) {
+        distinct[made++] = keys[i];
+        memcpy(sum, gradient, 4 * dim);
+      } else {
+        for (size_t j = 0; j < dim; ++j) sum[j] = sum[j] + gradient[j];
+      }
+    }
+  }
+  free(firsts);
+  free(targets);
+  return number;
+}
+
+}  // namespace dlrover

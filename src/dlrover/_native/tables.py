@@ -1,0 +1,339 @@
+"""Tables of rows by 64-bit keys, by the compiled library or by its twin.
+
+A key belongs to one of `SLOTS` slots, the top bits of its hash. Keys are numpy arrays of uint64, rows arrays of
+float32 ``(n, dim)``. A row has values, the states of its optimizer, the time of its last use, and the number of its
+uses up to 65,535. All methods may be called from several threads; with the compiled library, reads never wait for
+writes to other slots, and no reader ever sees a row that is written at the moment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+
+from dlrover._native import library
+
+SLOTS = 1024
+MAX_DIM = 4096
+KINDS = ("float32", "bfloat16", "float16")
+INITIALS = ("constant", "uniform", "normal")
+ADMISSIONS = ("all", "count", "bloom", "chance")
+RULES = {
+    "sgd": (0, False),
+    "momentum": (1, False),
+    "adagrad": (1, False),
+    "adadelta": (2, False),
+    "adam": (2, True),
+    "amsgrad": (3, True),
+    "radam": (2, True),
+    "adabelief": (2, True),
+    "lamb": (2, True),
+    "agd": (2, True),
+    "ftrl": (2, False),
+    "group_adam": (3, True),
+}
+"""Optimizers by name: states of each value, and whether a row counts its updates. The order is that of the library."""
+
+
+class Hyper(NamedTuple):
+    """Hyperparameters of an optimizer; see `dlrover.embedding.optimizers`."""
+
+    rate: float
+    beta1: float = 0.0
+    beta2: float = 0.0
+    epsilon: float = 0.0
+    decay: float = 0.0
+    l1: float = 0.0
+    l2: float = 0.0
+    l21: float = 0.0
+
+
+class Options(NamedTuple):
+    """What a table is made of. Names are those of the lists above."""
+
+    dim: int
+    kind: str
+    rule: str
+    hyper: Hyper
+    seed: int = 0
+    initial: str = "uniform"
+    scale: float = 0.05
+    """The constant, the largest uniform value, or the standard deviation."""
+    admission: str = "all"
+    threshold: int = 0
+    """Lookups after which a key is admitted by ``count`` or ``bloom``."""
+    chance: float = 1.0
+    counters: int = 0
+    """Bytes of the Bloom filter's counters."""
+    memory_bytes: int = 0
+    """Most bytes of the table; 0: no limit."""
+
+    @property
+    def states(self) -> int:
+        """Numbers of state for each value of a row."""
+        return RULES[self.rule][0]
+
+    @property
+    def steps(self) -> bool:
+        """Whether a row counts its updates."""
+        return RULES[self.rule][1]
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a row's values, rounded up to a multiple of 4."""
+        return 4 * self.dim if self.kind == "float32" else (self.dim + 1) // 2 * 4
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row: values, then states, then the number of updates."""
+        return self.value_bytes + 4 * (self.dim * self.states + self.steps)
+
+
+class Copied(NamedTuple):
+    """Rows of one slot as they are."""
+
+    keys: Any
+    last: Any
+    """Time of the last use, uint32."""
+    counts: Any
+    """Uses, uint16."""
+    flags: Any
+    """1: changed, 2: set to zero by penalties; uint16."""
+    rows: Any
+    """Bytes, ``(n, width)``."""
+    removed: Any
+    """Keys removed since the last copy of changes, uint64."""
+
+
+class RowTable(Protocol):
+    """A table; see the module."""
+
+    def look(self, keys: Any, out: Any, now: int, *, insert: bool, count: bool) -> None:
+        """Write rows of keys to ``out``; with ``insert`` make those that are missing, else they are zeros.
+
+        Raises:
+            MemoryError: Some new keys found no room.
+        """
+
+    def update(self, keys: Any, gradients: Any) -> None:
+        """Apply gradients to the rows of keys; equal keys count as one with the sum. Others are left out."""
+
+    def restore(self, copied: Copied) -> None:
+        """Insert rows or overwrite them, then remove the removed keys that have no row.
+
+        Raises:
+            MemoryError: Some found no room.
+        """
+
+    def remove(self, keys: Any, *, remember: bool) -> int:
+        """Remove keys; return how many there were. The next copy of changes names them with ``remember``."""
+
+    def note_removed(self, keys: Any) -> None:
+        """Let the next copy of changes name keys that were removed elsewhere."""
+
+    def clear(self, slot: int) -> None:
+        """Remove everything about a slot."""
+
+    def evict(self, slot: int, before: int, norm: float, *, blocked: bool) -> int:
+        """Remove rows of a slot: used last before a time, with a smaller norm, or set to zero by penalties."""
+
+    def copy(self, slot: int, *, changed: bool, keep: bool) -> Copied:
+        """Copy rows of a slot, with ``changed`` only changed ones; without ``keep`` none counts as changed then."""
+
+    def rows(self) -> int:
+        """Return the number of rows."""
+
+    def memory(self) -> int:
+        """Return the bytes in use."""
+
+
+class _Hyper(ctypes.Structure):
+    _fields_: ClassVar[Any] = tuple((name, ctypes.c_float) for name in Hyper._fields)
+
+
+class _Options(ctypes.Structure):
+    _fields_: ClassVar[Any] = (
+        *((name, ctypes.c_uint64) for name in (
+            "dim", "kind", "rule", "states", "steps", "memory_bytes", "seed", "initial", "admission", "threshold",
+            "counters",
+        )),
+        ("scale", ctypes.c_float), ("chance", ctypes.c_float), ("hyper", _Hyper),
+    )  # fmt: skip
+
+
+class _Eviction(ctypes.Structure):
+    _fields_: ClassVar[Any] = (
+        ("before", ctypes.c_uint32),
+        ("norm", ctypes.c_float),
+        ("blocked", ctypes.c_uint32),
+    )
+
+
+class NativeTable:
+    """RowTable in the compiled library."""
+
+    def __init__(self, loaded: ctypes.CDLL, options: Options) -> None:
+        """Make a table.
+
+        Raises:
+            MemoryError: There is no memory.
+        """
+        self._library, self._options = loaded, options
+        filled = _Options(
+            options.dim, KINDS.index(options.kind), list(RULES).index(options.rule), options.states,
+            options.steps, options.memory_bytes, options.seed, INITIALS.index(options.initial),
+            ADMISSIONS.index(options.admission), options.threshold, options.counters, options.scale,
+            options.chance, _Hyper(*options.hyper),
+        )  # fmt: skip
+        self._table = _functions(loaded)("new")(ctypes.byref(filled))
+        if self._table is None:
+            raise MemoryError("There is no memory for a table.")
+
+    def __del__(self) -> None:
+        if getattr(self, "_table", None) is not None:
+            self._call("free")
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        return _functions(self._library)(name)(self._table, *arguments)
+
+    def look(self, keys: Any, out: Any, now: int, *, insert: bool, count: bool) -> None:
+        """Write rows of keys to ``out``."""
+        status = self._call("look", len(keys), _at(keys), _at(out), now, insert, count)
+        if status:
+            raise MemoryError("Some rows found no room.")
+
+    def update(self, keys: Any, gradients: Any) -> None:
+        """Apply gradients."""
+        distinct, sums = np.empty_like(keys), np.empty_like(gradients)
+        shape = (len(keys), self._options.dim)
+        sum_ = _functions(self._library)("sum")
+        number = sum_(*shape, _at(keys), _at(gradients), _at(distinct), _at(sums))
+        if number == ctypes.c_size_t(-1).value:
+            raise MemoryError("There is no memory for an update.")
+        if number < len(keys):
+            keys, gradients = distinct[:number], sums[:number]
+        self._call("update", len(keys), _at(keys), _at(gradients))
+
+    def restore(self, copied: Copied) -> None:
+        """Insert rows or overwrite them."""
+        parts = [np.ascontiguousarray(part) for part in copied[:5]]
+        done = self._call("restore", len(parts[0]), *map(_at, parts))
+        if done < len(parts[0]):
+            raise MemoryError(f"{len(parts[0]) - done} rows found no room.")
+        removed = np.setdiff1d(copied.removed, copied.keys)
+        self.remove(removed, remember=False)
+
+    def remove(self, keys: Any, *, remember: bool) -> int:
+        """Remove keys."""
+        keys = np.ascontiguousarray(keys, np.uint64)
+        return int(self._call("remove", len(keys), _at(keys), remember))
+
+    def note_removed(self, keys: Any) -> None:
+        """Let the next copy of changes name keys that were removed elsewhere."""
+        keys = np.ascontiguousarray(keys, np.uint64)
+        self._call("note_removed", len(keys), _at(keys))
+
+    def clear(self, slot: int) -> None:
+        """Remove everything about a slot."""
+        self._call("clear", slot)
+
+    def evict(self, slot: int, before: int, norm: float, *, blocked: bool) -> int:
+        """Remove rows of a slot."""
+        return int(self._call("evict", slot, ctypes.byref(_Eviction(before, norm, blocked))))
+
+    def copy(self, slot: int, *, changed: bool, keep: bool) -> Copied:
+        """Copy rows of a slot."""
+        sizes = np.zeros(2, np.uint64)
+        while True:
+            copied = empty(int(sizes[0]), int(sizes[1]), self._options.width)
+            status = self._call("export", slot, changed, keep, _at(sizes), *map(_at, copied))
+            if status != errno.ENOSPC:
+                rows, removed = map(int, sizes)
+                return Copied._make(
+                    [*(part[:rows] for part in copied[:5]), copied.removed[:removed]]
+                )
+
+    def rows(self) -> int:
+        """Return the number of rows."""
+        return int(self._stats()[0])
+
+    def memory(self) -> int:
+        """Return the bytes in use."""
+        return int(self._stats()[1])
+
+    def _stats(self) -> Any:
+        stats = np.zeros(4, np.uint64)
+        self._call("stats", _at(stats))
+        return stats
+
+
+def empty(rows: int, removed: int, width: int) -> Copied:
+    """Return arrays for so many rows and removed keys, not filled."""
+    return Copied(
+        np.empty(rows, np.uint64),
+        np.empty(rows, np.uint32),
+        np.empty(rows, np.uint16),
+        np.empty(rows, np.uint16),
+        np.empty((rows, width), np.uint8),
+        np.empty(removed, np.uint64),
+    )
+
+
+def slots_of(keys: Any) -> Any:
+    """Return the slot of each key, int64."""
+    hashed = keys.astype(np.uint64, copy=True)
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        hashed ^= hashed >> np.uint64(33)
+        hashed *= np.uint64(factor)
+    hashed ^= hashed >> np.uint64(33)
+    return (hashed >> np.uint64(54)).astype(np.int64)
+
+
+def _at(array: Any) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+_SIZE, _WORD, _PLACE, _NUMBER = ctypes.c_size_t, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int
+_FORMS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "new": (_PLACE, (_PLACE,)),
+    "free": (None, (_PLACE,)),
+    "look": (_NUMBER, (_PLACE, _SIZE, _PLACE, _PLACE, _WORD, _WORD, _WORD)),
+    "sum": (_SIZE, (_SIZE, _SIZE, _PLACE, _PLACE, _PLACE, _PLACE)),
+    "update": (None, (_PLACE, _SIZE, _PLACE, _PLACE)),
+    "restore": (_SIZE, (_PLACE, _SIZE, *(_PLACE,) * 5)),
+    "remove": (_SIZE, (_PLACE, _SIZE, _PLACE, _WORD)),
+    "note_removed": (None, (_PLACE, _SIZE, _PLACE)),
+    "clear": (None, (_PLACE, _SIZE)),
+    "evict": (_SIZE, (_PLACE, _SIZE, _PLACE)),
+    "export": (_NUMBER, (_PLACE, _SIZE, _WORD, _WORD, *(_PLACE,) * 7)),
+    "stats": (None, (_PLACE, _PLACE)),
+}
+"""Result and arguments of each function, whose name begins with ``dlrover_table_``."""
+
+
+@functools.cache
+def _functions(loaded: ctypes.CDLL) -> Any:
+    made = {}
+    for name, (result, arguments) in _FORMS.items():
+        function = loaded[f"dlrover_table_{name}"]
+        function.restype, function.argtypes = result, arguments
+        made[name] = function
+    return made.__getitem__
+
+
+def table(choice: str, options: Options) -> RowTable:
+    """Return a new table for a value of ``DLROVER_NATIVE``.
+
+    Raises:
+        ImportError: see `library.use`.
+    """
+    loaded = library.use(choice)
+    if loaded.library is not None:
+        return NativeTable(loaded.library, options)
+    from dlrover._native.twin_tables import TwinTable  # noqa: PLC0415 - needed without the library only
+
+    return TwinTable(options)

@@ -1,0 +1,129 @@
+"""``dlrover embedding``: show, export and serve the checkpoints of embedding tables."""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+import signal
+import threading
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+
+from dlrover import config
+from dlrover.cli import jobs
+from dlrover.cli.output import Form, Output, print_json, print_table, size
+from dlrover.errors import ConfigurationError
+from dlrover.spec.words import counted
+
+app = typer.Typer(
+    name="embedding",
+    help="Show, export and serve the checkpoints of embedding tables.",
+    no_args_is_help=True,
+)
+
+
+class Format(str, Enum):
+    """Format of exported values."""
+
+    NPZ = "npz"
+    SAFETENSORS = "safetensors"
+    PARQUET = "parquet"
+    TABLE = "table"
+
+
+Checkpoint = Annotated[
+    str,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="A directory of embedding checkpoints, or the URL of one; or a file of HashTable.save.",
+    ),
+]
+
+
+@app.command()
+def show(checkpoint: Checkpoint, output: Output = Form.TEXT) -> None:
+    """Show the stored checkpoints, the newest first, and the tables."""
+    found = _load("tools.listing").listing(checkpoint)
+    if output is Form.JSON:
+        print_json(found)
+        return
+    rows = [("step", "kind", "rows", "size", "parts")]
+    for item in found.checkpoints:
+        kind = "full" if item.adds_to is None else f"adds to step {item.adds_to}"
+        rows.append((str(item.step), kind, str(item.rows), size(item.nbytes), str(item.parts)))
+    print_table(rows)
+    print()
+    tables = [("table", "dim", "type", "optimizer")]
+    for name, options in found.tables.items():
+        tables.append((name, str(options.dim), options.dtype, options.optimizer.name))
+    print_table(tables)
+
+
+@app.command()
+def export(
+    checkpoint: Checkpoint,
+    destination: Annotated[str, typer.Argument(help="File to create; it must not exist.")],
+    to: Annotated[Format, typer.Option(help="Format of the file.")],
+    table: Annotated[str, typer.Option(help="Name of the only table to write.")] = "",
+    step: Annotated[int | None, typer.Option(help="Step; by default the newest.")] = None,
+    output: Output = Form.TEXT,
+) -> None:
+    """Write keys and values to a file, without the states of the optimizers."""
+    found = _load("tools.export").export(checkpoint, destination, to.value, table=table, step=step)
+    if output is Form.JSON:
+        print_json(found)
+        return
+    rows = ", ".join(f"{counted(count, 'row')} of {name}" for name, count in found.rows.items())
+    print(f"{rows}, step {found.step}: {found.destination}")
+
+
+@app.command()
+def serve(
+    checkpoint: Checkpoint,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port for HTTP; 0 for any free one.")] = 8500,
+    raw_port: Annotated[
+        int, typer.Option(help="Port for the raw protocol; 0 for any free one.")
+    ] = 8501,
+    poll: Annotated[
+        float, typer.Option(min=0.01, help="Seconds between two looks for newer checkpoints.")
+    ] = 1.0,
+) -> None:
+    """Answer lookups of the newest checkpoint, and follow newer ones.
+
+    Clients give the token DLROVER_TOKEN; without it, a new one is made and printed.
+    """
+    given = jobs.given_token(config.environ())
+    token = given or secrets.token_hex(16)
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    server = _load("serving.app").ReadOnlyServer(
+        checkpoint, token, host=host, port=port, raw_port=raw_port, poll=poll
+    )
+    server.start()
+    print(
+        f"Serves step {server.follower.served.step} of {checkpoint}: HTTP at {host}:{server.port},"
+        f" raw protocol at {host}:{server.raw_port}.",
+        flush=True,
+    )
+    if not given:
+        print(f"The token is {token}", flush=True)
+    ended.wait()
+    server.close()
+
+
+def _load(module: str) -> Any:
+    """Import a module of `dlrover.embedding`; its dependencies are an extra.
+
+    Raises:
+        ConfigurationError: the extra is not installed.
+    """
+    try:
+        return importlib.import_module(f"dlrover.embedding.{module}")
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"dlrover embedding needs the package {error.name}; install dlrover[embedding]."
+        ) from error

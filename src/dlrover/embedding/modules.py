@@ -1,0 +1,270 @@
+"""PyTorch modules whose rows are in a table that grows: `HashEmbedding`, `HashEmbeddingBag`."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dlrover.errors import ConfigurationError
+
+Mode = Literal["sum", "mean", "max"]
+Bag: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+Batch = TypeVar("Batch")
+
+
+AHEAD = 2
+"""Batches whose rows are fetched ahead at most; an older one that was not used is dropped."""
+
+
+class EmbeddingTable(Protocol):
+    """A table in this process or on servers."""
+
+    dim: int
+
+    def lookup(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return rows of keys, ``(n, dim)``; insert what is new."""
+
+    def peek(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return rows of keys, ``(n, dim)``, without inserting."""
+
+    def update(self, keys: NDArray[np.int64], gradients: NDArray[np.float32]) -> None:
+        """Apply gradients ``(n, dim)``."""
+
+
+class _Fetched(NamedTuple):
+    """Rows of the distinct keys of a batch."""
+
+    keys: Tensor
+    """Distinct keys, ``(n,)``."""
+    inverse: Tensor
+    """Place of each given key in them, in the shape of the given keys."""
+    rows: Tensor
+    """``(n, dim)``."""
+
+
+class _Rows(nn.Module):  # type: ignore[misc]
+    """Rows of a table as a leaf of the gradient's graph, whose gradient updates the table."""
+
+    def __init__(self, table: EmbeddingTable) -> None:
+        super().__init__()
+        self.table = table
+        self.gradient_scale: float | None = None
+        """Factor of the gradients; None: 1 / the number of ranks, as DistributedDataParallel has it."""
+        self.held: list[tuple[Tensor, Tensor]] | None = None
+        """Keys and gradients that wait for an `EmbeddingOptimizer`; None: each backward pass applies its own."""
+        self._ahead: dict[int, tuple[Tensor, Future[_Fetched]]] = {}
+        self._pool: ThreadPoolExecutor | None = None
+
+    def extra_repr(self) -> str:
+        """Return the dimension, for the module's representation."""
+        return f"dim={self.table.dim}"
+
+    def _distinct(self, keys: Tensor) -> _Fetched:
+        """Look rows up, or take those that were fetched ahead."""
+        ahead = self._ahead.pop(id(keys), None)
+        if ahead is not None and ahead[0] is keys:
+            found = ahead[1].result()
+        else:
+            found = self._fetch(keys, insert=self.training)
+        if self.training and torch.is_grad_enabled():
+            found.rows.requires_grad_()
+            found.rows.register_hook(lambda gradient: self._apply(found.keys, gradient))
+        return found
+
+    def _fetch(self, keys: Tensor, *, insert: bool) -> _Fetched:
+        if keys.dtype != torch.int64:
+            raise ConfigurationError(f"keys have type {keys.dtype}; int64 is accepted.")
+        distinct, inverse = torch.unique(keys, return_inverse=True)
+        read = self.table.lookup if insert else self.table.peek
+        rows = torch.from_numpy(read(distinct.cpu().numpy())).to(keys.device)
+        return _Fetched(distinct, inverse, rows)
+
+    def _apply(self, keys: Tensor, gradient: Tensor) -> None:
+        if self.held is not None:
+            self.held.append((keys, gradient.detach()))
+        else:
+            self.update(keys, gradient)
+
+    def update(self, keys: Tensor, gradient: Tensor) -> None:
+        """Apply a gradient ``(n, dim)`` of distinct keys to the table."""
+        scale = self.gradient_scale
+        if scale is None:
+            distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+            scale = 1 / torch.distributed.get_world_size() if distributed else 1.0
+        scaled = gradient.detach().to("cpu", torch.float32)
+        scaled = scaled * scale if scale != 1.0 else scaled
+        self.table.update(keys.cpu().numpy(), scaled.contiguous().numpy())
+
+    def _fetch_ahead(self, keys: Tensor) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "embedding-prefetch")
+        while len(self._ahead) >= AHEAD:
+            del self._ahead[next(iter(self._ahead))]
+        fetched = self._pool.submit(self._fetch, keys, insert=self.training)
+        self._ahead[id(keys)] = keys, fetched
+
+
+class HashEmbedding(_Rows):
+    """Embedding of any int64 keys; a key's row is made when it is first looked up in training.
+
+    The table's own optimizer updates the rows in the backward pass, so they are no parameters of the model: neither
+    the model's optimizer nor DistributedDataParallel handles them. Several ranks need a table on servers.
+
+    Args:
+        table: A `HashTable`, or a table on servers.
+    """
+
+    def forward(self, keys: Tensor) -> Tensor:
+        """Return rows of keys: ``(*keys.shape, dim)``."""
+        found = self._distinct(keys)
+        return functional.embedding(found.inverse, found.rows)
+
+    def prefetch(self, keys: Tensor) -> None:
+        """Begin to fetch rows for the next `forward`, which must get this very tensor.
+
+        They are as of now: an update that happens meanwhile is not in them.
+        """
+        self._fetch_ahead(keys)
+
+
+class HashEmbeddingBag(_Rows):
+    """Sums, means or maxima of rows for bags of keys, of several features in one request.
+
+    Equal keys of different features have different rows.
+
+    Args:
+        table: A `HashTable`, or a table on servers.
+        features: Names of the features.
+        mode: ``sum``, ``mean`` or ``max``; an empty bag gives zeros.
+    """
+
+    def __init__(
+        self, table: EmbeddingTable, features: Sequence[str] = (), *, mode: Mode = "sum"
+    ) -> None:
+        super().__init__(table)
+        if mode not in ("sum", "mean", "max"):
+            raise ConfigurationError(f"mode is {mode!r}; 'sum', 'mean' or 'max' is accepted.")
+        if len(set(features)) != len(features):
+            raise ConfigurationError(f"features has a name twice: {', '.join(features)}.")
+        self.features, self.mode = tuple(features), mode
+        self._salts = {name: _salt(name) for name in features}
+
+    def extra_repr(self) -> str:
+        """Return dimension, features and mode, for the module's representation."""
+        return f"dim={self.table.dim}, features={self.features}, mode={self.mode!r}"
+
+    def forward(
+        self, bags: Bag | Mapping[str, Bag], weights: Tensor | Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """Return one row for each bag: ``(bags, dim)``, or ``(bags, features * dim)`` with several features.
+
+        Args:
+            bags: Keys ``(bags, length)``, or a pair of keys ``(n,)`` and the offset of each bag ``(bags,)``; with
+                features, such a value for each of them.
+            weights: Weights of the keys in the shape of the keys, for mode ``sum``.
+        """
+        if not self.features:
+            if isinstance(bags, Mapping):
+                raise ConfigurationError(
+                    "bags is a mapping, and this HashEmbeddingBag has no features."
+                )
+            bags, weights = {"": bags}, None if weights is None else {"": weights}
+            return self._reduced(bags, weights)[0]
+        given = sorted(bags) if isinstance(bags, Mapping) else [type(bags).__name__]
+        if not isinstance(bags, Mapping) or given != sorted(self.features):
+            raise ConfigurationError(
+                f"bags has {', '.join(given)}; the features {', '.join(self.features)} are expected."
+            )
+        return torch.cat(self._reduced({name: bags[name] for name in self.features}, weights), 1)
+
+    def _reduced(self, bags: Mapping[str, Bag], weights: Any) -> list[Tensor]:
+        parts = {name: _flat(bag) for name, bag in bags.items()}
+        keys = torch.cat([part[0] ^ self._salts.get(name, 0) for name, part in parts.items()])
+        found = self._distinct(keys)
+        outputs, first = [], 0
+        for name, (flat, offsets) in parts.items():
+            places = found.inverse[first : first + len(flat)]
+            first += len(flat)
+            given = None if weights is None else weights[name].reshape(-1)
+            outputs.append(
+                functional.embedding_bag(
+                    places, found.rows, offsets, mode=self.mode, per_sample_weights=given
+                )
+            )
+        return outputs
+
+
+class EmbeddingOptimizer:
+    """Applies the gradients of embeddings in `step`, instead of each backward pass: for accumulated gradients.
+
+    Args:
+        module: Module with `HashEmbedding` and `HashEmbeddingBag` modules.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = [each for each in module.modules() if isinstance(each, _Rows)]
+        if not self._modules:
+            raise ConfigurationError(f"{type(module).__name__} has no HashEmbedding.")
+        for each in self._modules:
+            each.held = []
+
+    def step(self) -> None:
+        """Apply the sum of the gradients since the last step to each table, once for each key."""
+        for module in self._modules:
+            held, module.held = module.held, []
+            if held:
+                keys, inverse = torch.unique(
+                    torch.cat([keys for keys, _ in held]), return_inverse=True
+                )
+                gradients = torch.cat([gradient for _, gradient in held])
+                total = gradients.new_zeros(len(keys), gradients.shape[1])
+                module.update(keys, total.index_add_(0, inverse, gradients))
+
+    def zero_grad(self) -> None:
+        """Drop the gradients since the last step."""
+        for module in self._modules:
+            module.held = []
+
+
+def prefetched(
+    loader: Iterable[Batch], module: HashEmbedding, keys: Callable[[Batch], Tensor]
+) -> Iterator[Batch]:
+    """Yield the batches of a loader; the rows of the next one are fetched while the caller uses one.
+
+    ``keys`` returns the very tensor of a batch that the caller gives to ``module``.
+    """
+    last: list[Batch] = []
+    for batch in loader:
+        if last:
+            module.prefetch(keys(batch))
+            yield last.pop()
+        else:
+            module.prefetch(keys(batch))
+        last.append(batch)
+    yield from last
+
+
+def _salt(feature: str) -> int:
+    """Return a number by which the keys of a feature differ from those of others."""
+    data = feature.encode()
+    return (zlib.crc32(data) << 31) ^ zlib.crc32(data[::-1] + b"feature")
+
+
+def _flat(bag: Bag) -> tuple[Tensor, Tensor]:
+    """Return the keys ``(n,)`` and the offset of each bag."""
+    if isinstance(bag, tuple):
+        return bag
+    if bag.dim() != 2:
+        raise ConfigurationError(
+            f"keys of bags have {bag.dim()} dimensions; 2 are accepted, or keys and offsets."
+        )
+    count, length = bag.shape
+    return bag.reshape(-1), torch.arange(0, count * length, length, device=bag.device)

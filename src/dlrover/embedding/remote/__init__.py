@@ -1,0 +1,1 @@
+"""Embedding tables on servers: the processes that hold them, and their clients."""

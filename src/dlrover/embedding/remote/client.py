@@ -1,0 +1,283 @@
+"""Client of the embedding servers: a table whose rows lie on several of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrover._native.tables import slots_of
+from dlrover._util import backoff
+from dlrover.embedding.remote import wire
+from dlrover.embedding.remote.directory import Directory
+from dlrover.embedding.remote.holding import Keys, Rows, Slots
+from dlrover.embedding.remote.wire import Frame, Op, Status
+from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+from dlrover.spec.placement import EmbeddingServer, OpenTable, PlacementReply
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT = 600.0
+"""Seconds that a request waits for a server that starts, recovers or moves."""
+CONNECT_TIMEOUT = 5.0
+REPLY_TIMEOUT = 60.0
+"""Seconds without a byte after which a server counts as lost, and the request is repeated."""
+RETRY = 0.005, 0.2
+"""Seconds until the first look for a server that is not ready, and between later ones."""
+WARN_AFTER = 10.0
+CHUNK_KEYS = 1 << 18
+"""Keys of one request; larger batches are sent in several."""
+
+Message: TypeAlias = tuple[Frame, tuple[NDArray[np.generic], ...]]
+
+
+class ServerGroup:
+    """Connections of this process to the servers. One thread uses it at a time; others wait.
+
+    Args:
+        directory: Source of the placement.
+        timeout: Seconds that a request waits for a server at most.
+    """
+
+    def __init__(self, directory: Directory, timeout: float = TIMEOUT) -> None:
+        self._directory, self._timeout = directory, timeout
+        self._client, self._pid = secrets.randbits(63), os.getpid()
+        self._sequence = 0
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._placement = PlacementReply()
+        self._owners = np.empty(0, np.intp)
+        self._links: dict[int, _Link] = {}
+
+    def open(self, name: str, options: str) -> int:
+        """Open a table; return its number.
+
+        Raises:
+            ConfigurationError: It is open with other options.
+        """
+        with self._lock:
+            self._use(self._directory.ask(OpenTable(name, options)))
+            return list(self._placement.tables).index(name)
+
+    def rows(self, table: int, dim: int, keys: Keys, *, insert: bool) -> Rows:
+        """Return rows of keys, ``(n, dim)``."""
+        found = np.empty((len(keys), dim), np.float32)
+        op = Op.LOOKUP if insert else Op.PEEK
+
+        def message(places: Slots) -> Message:
+            return Frame(op, table=table, keys=len(places)), (keys[places],)
+
+        def take(places: Slots, reply: Frame) -> None:
+            body = np.asarray(reply.body)
+            if body.nbytes != 4 * dim * len(places):
+                raise ProtocolError(f"{len(places)} rows of {dim} values have {body.nbytes} bytes.")
+            found[places] = body.view(np.float32).reshape(len(places), dim)
+
+        with self._lock:
+            for chunk in _chunks(len(keys)):
+                self._exchange(keys, chunk, message, take)
+        return found
+
+    def push(self, table: int, keys: Keys, gradients: Rows) -> None:
+        """Apply gradients ``(n, dim)``, each once, whatever is sent again."""
+        with self._lock:
+            for chunk in _chunks(len(keys)):
+                self._sequence += 1
+                frame = Frame(Op.PUSH, table=table, client=self._client, sequence=self._sequence)
+
+                def message(places: Slots, frame: Frame = frame) -> Message:
+                    return frame._replace(keys=len(places)), (
+                        keys[places],
+                        gradients[places].reshape(-1),
+                    )
+
+                self._exchange(keys, chunk, message, lambda _places, _reply: None)
+
+    def order(self, op: Op) -> list[bytes]:
+        """Return the reply of each server to an order without keys, such as `Op.STATS`.
+
+        Raises:
+            InfrastructureError: A server does not answer.
+        """
+        with self._lock:
+            self._use(self._directory.look(-1))
+            replies = []
+            for index in sorted(set(self._placement.owners)):
+                link = self._link(index)
+                reply = link.receive() if link is not None and link.send(Frame(op), ()) else None
+                if reply is None:
+                    raise InfrastructureError(f"Embedding server {index} does not answer.")
+                replies.append(bytes(reply.body))
+            return replies
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._closed.set()
+        with self._lock:
+            for link in self._links.values():
+                link.close()
+            self._links.clear()
+
+    def _begin_anew(self) -> None:
+        """Become another client with connections of its own: this process is a fork of the first one."""
+        self._client, self._pid = secrets.randbits(63), os.getpid()
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+
+    # ---- one batch
+
+    def _exchange(
+        self,
+        keys: Keys,
+        places: Slots,
+        message: Callable[[Slots], Message],
+        take: Callable[[Slots, Frame], None],
+    ) -> None:
+        """Ask the owners of ``keys[places]``; ask again those that do not answer or own the keys no more."""
+        if self._pid != os.getpid():
+            self._begin_anew()
+        began = time.monotonic()
+        warn_at = began + WARN_AFTER
+        delays = backoff.delays(*RETRY)
+        slots = slots_of(keys[places])
+        while len(places):
+            left = (
+                self._attempt(places, slots, message, take)
+                if len(self._owners)
+                else np.ones(len(places), np.bool_)
+            )
+            places, slots = places[left], slots[left]
+            if not len(places):
+                return
+            if self._closed.is_set():
+                raise InfrastructureError("The client of the embedding servers is closed.")
+            waited = time.monotonic() - began
+            if waited > self._timeout:
+                raise InfrastructureError(
+                    f"{self._waiting(slots)}; waited {waited:.0f} s of {self._timeout:.0f} s."
+                )
+            if time.monotonic() > warn_at:
+                warn_at = float("inf")
+                logger.warning("%s: %.0f s of %.0f s", self._waiting(slots), waited, self._timeout)
+            reply = self._directory.look(self._placement.version)
+            if reply.version == self._placement.version:
+                self._closed.wait(next(delays))
+            else:
+                self._use(reply)
+
+    def _attempt(
+        self,
+        places: Slots,
+        slots: Slots,
+        message: Callable[[Slots], Message],
+        take: Callable[[Slots, Frame], None],
+    ) -> NDArray[np.bool_]:
+        """Send to each owner, then receive from each; return which places have no answer."""
+        owners = self._owners[slots]
+        order = np.argsort(owners, kind="stable")
+        bounds = np.flatnonzero(np.diff(owners[order], prepend=-1))
+        left = np.ones(len(places), np.bool_)
+        asked: list[tuple[_Link, Slots]] = []
+        for part in np.split(order, bounds[1:]):
+            link = self._link(int(owners[part[0]]))
+            if link is not None and link.send(*message(places[part])):
+                asked.append((link, part))
+        for link, part in asked:
+            reply = link.receive()
+            if reply is None or reply.status is Status.MOVED:
+                continue
+            if reply.status is Status.REFUSED:
+                raise ConfigurationError(bytes(reply.body).decode(errors="replace"))
+            take(places[part], reply)
+            left[part] = False
+        return left
+
+    def _waiting(self, slots: Slots) -> str:
+        if not len(self._owners):
+            return "Waiting for the embedding servers to start"
+        index = int(self._owners[slots[0]])
+        server = self._placement.servers[index]
+        state = "answer" if server.ready else "have its rows again"
+        return f"Waiting for embedding server {index} ({server.address}:{server.port}) to {state}"
+
+    # ---- servers
+
+    def _use(self, placement: PlacementReply) -> None:
+        self._placement = placement
+        self._owners = np.array(placement.owners, np.intp)
+        for index, link in list(self._links.items()):
+            if (
+                placement.servers.get(index) is None
+                or placement.servers[index].start != link.server.start
+            ):
+                link.close()
+                del self._links[index]
+
+    def _link(self, index: int) -> _Link | None:
+        """Return the connection to a server; None if it cannot be reached or has not its rows yet."""
+        link = self._links.get(index)
+        server = self._placement.servers[index]
+        if link is not None and link.sock is not None:
+            return link
+        if not server.ready:
+            return None
+        try:
+            sock = wire.connect(
+                server.address, server.port, self._placement.secret, CONNECT_TIMEOUT
+            )
+        except (OSError, InfrastructureError) as error:
+            logger.debug("Embedding server %d: %s", index, error)
+            return None
+        sock.settimeout(REPLY_TIMEOUT)
+        self._links[index] = link = _Link(server, sock)
+        return link
+
+
+class _Link:
+    """A connection to one server; it is closed after an error."""
+
+    def __init__(self, server: EmbeddingServer, sock: socket.socket) -> None:
+        self.server = server
+        self.sock: socket.socket | None = sock
+        self._receiver = wire.Receiver(sock)
+
+    def send(self, frame: Frame, parts: tuple[NDArray[np.generic], ...]) -> bool:
+        """Send a request; return False if that failed."""
+        try:
+            assert self.sock is not None
+            wire.send(self.sock, frame, *parts)
+        except OSError:
+            self.close()
+            return False
+        return True
+
+    def receive(self) -> Frame | None:
+        """Return the reply; None if there is none."""
+        try:
+            return self._receiver.receive()
+        except OSError:
+            self.close()
+            return None
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self.sock is not None:
+            with contextlib.suppress(OSError):
+                self.sock.close()
+            self.sock = None
+
+
+def _chunks(count: int) -> list[Slots]:
+    return [
+        np.arange(first, min(first + CHUNK_KEYS, count)) for first in range(0, count, CHUNK_KEYS)
+    ]

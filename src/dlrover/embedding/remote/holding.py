@@ -1,0 +1,249 @@
+"""What one server holds: rows of the slots that belong to it, and the last push of each client to each slot."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrover._native.tables import slots_of
+from dlrover.embedding.options import decoded
+from dlrover.embedding.remote.arrays import Arrays
+from dlrover.embedding.table import HashTable
+from dlrover.errors import ProtocolError
+from dlrover.spec.placement import SLOTS, PlacementReply
+
+Keys: TypeAlias = NDArray[np.int64]
+Rows: TypeAlias = NDArray[np.float32]
+Slots: TypeAlias = NDArray[np.intp]
+
+MAX_CLIENTS = 4096
+"""Clients whose last pushes are kept; the one that has been silent longest is forgotten first."""
+NO_SLOTS: Slots = np.empty(0, np.intp)
+
+
+class _Client:
+    """Last pushes of one client."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.applied = np.zeros(SLOTS, np.uint64)
+
+
+class Holding:
+    """The rows of one server. Calls may come from several threads."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, HashTable] = {}
+        self._numbers: list[str] = []
+        self._clients: OrderedDict[int, _Client] = OrderedDict()
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._active: set[int] = set()
+        self._begun = 0
+        self._owned = np.zeros(SLOTS, np.bool_)
+        self._given: set[int] = set()
+        self._present = np.zeros(SLOTS, np.bool_)  # slots that may have rows here
+
+    # ---- the placement
+
+    def follow(self, placement: PlacementReply, server: int) -> None:
+        """Take over a newer placement: open its tables, answer for this server's slots, drop those that left.
+
+        A slot that another server has fetched stays closed until the placement says whose it is.
+        """
+        self.open_tables(placement)
+        me = placement.servers.get(server)
+        ready = me is not None and me.ready
+        mine = np.array([owner == server for owner in placement.owners], np.bool_)
+        mine = mine if len(mine) else np.zeros(SLOTS, np.bool_)
+        with self._lock:
+            self._given = {slot for slot in self._given if mine[slot] and slot in placement.moves}
+            owned = mine & ready
+            owned[list(self._given)] = False
+            self._owned = owned
+        arriving = [slot for slot, target in placement.moves.items() if target == server]
+        gone = self._present & ~mine
+        gone[arriving] = False
+        if ready and gone.any():
+            self._wait_for_requests()
+            self._remove(np.flatnonzero(gone))
+        self._present = (self._present & ~gone) | mine
+
+    def open_tables(self, placement: PlacementReply) -> None:
+        """Make the tables that are open in a placement and unknown here."""
+        with self._lock:
+            for name, options in placement.tables.items():
+                if name not in self._tables:
+                    self._tables[name] = HashTable.of(decoded(options))
+                    self._numbers.append(name)
+
+    def give(self, slots: Iterable[int]) -> None:
+        """Answer for some slots no more; return once no request uses them."""
+        with self._lock:
+            self._given.update(slots)
+            owned = self._owned.copy()
+            owned[list(self._given)] = False
+            self._owned = owned
+        self._wait_for_requests()
+
+    def _wait_for_requests(self) -> None:
+        with self._idle:
+            last = self._begun
+            self._idle.wait_for(lambda: not any(number <= last for number in self._active))
+
+    @contextmanager
+    def _using(self) -> Iterator[NDArray[np.bool_]]:
+        """Hold the slots that are owned now until the end of a request."""
+        with self._lock:
+            self._begun += 1
+            number = self._begun
+            self._active.add(number)
+            owned = self._owned
+        try:
+            yield owned
+        finally:
+            with self._idle:
+                self._active.discard(number)
+                self._idle.notify_all()
+
+    def owned(self) -> Slots:
+        """Return the slots that this server answers for."""
+        return np.flatnonzero(self._owned)
+
+    # ---- requests
+
+    def knows(self, number: int) -> bool:
+        """Return whether a table is open here."""
+        return number < len(self._numbers)
+
+    def table(self, number: int) -> HashTable:
+        """Return a table by its number.
+
+        Raises:
+            ProtocolError: There is none.
+        """
+        if not self.knows(number):
+            raise ProtocolError(f"The embedding server knows no table {number}.")
+        return self._tables[self._numbers[number]]
+
+    def rows(self, number: int, keys: Keys, *, insert: bool) -> Rows | None:
+        """Return rows of keys; None if not all keys belong to this server."""
+        with self._using() as owned:
+            if not owned[slots_of(keys)].all():
+                return None
+            table = self.table(number)
+            return table.lookup(keys) if insert else table.peek(keys)
+
+    def push(self, number: int, client: int, sequence: int, keys: Keys, gradients: Rows) -> bool:
+        """Apply gradients, those of a repeated push only to slots that it has not reached.
+
+        Returns:
+            False if not all keys belong to this server; nothing was applied then.
+        """
+        with self._using() as owned:
+            slots = slots_of(keys)
+            if not owned[slots].all():
+                return False
+            table, last = self.table(number), self._client(client)
+            with last.lock:
+                fresh = last.applied[slots] < sequence
+                if fresh.all():
+                    table.update(keys, gradients)
+                elif fresh.any():
+                    table.update(keys[fresh], gradients[fresh])
+                last.applied[slots[fresh]] = sequence
+            return True
+
+    def _client(self, client: int) -> _Client:
+        with self._lock:
+            found = self._clients.setdefault(client, _Client())
+            self._clients.move_to_end(client)
+            while len(self._clients) > MAX_CLIENTS:
+                self._clients.popitem(last=False)
+            return found
+
+    # ---- slots as a whole
+
+    def export_changes(self, *, full: bool) -> tuple[dict[str, NDArray[np.generic]], int]:
+        """Return what changed in this server's slots since the last call, or everything; and its number of rows."""
+        with self._using() as owned:
+            found = self.export(np.flatnonzero(owned), changed=not full, keep=False)
+        return found, sum(len(array) for path, array in found.items() if path.startswith("keys/"))
+
+    def export(
+        self, slots: Slots, *, changed: bool = False, keep: bool = True
+    ) -> dict[str, NDArray[np.generic]]:
+        """Return everything about some slots as named arrays: rows of each table, and the clients' last pushes."""
+        found: dict[str, NDArray[np.generic]] = {"slots": slots.astype(np.uint16)}
+        with self._lock:
+            clients = dict(self._clients)
+        found["clients"] = np.array(list(clients), np.uint64)
+        found["applied"] = np.array(
+            [each.applied[slots] for each in clients.values()], np.uint64
+        ).reshape(len(clients), len(slots))
+        for name, table in self._tables.items():
+            for field, array in table.export_rows(slots, changed=changed, keep=keep).items():
+                found[f"{field}/{name}"] = array
+        return found
+
+    def restore(self, arrays: Arrays) -> None:
+        """Take in what another server exported, in place of what is held of these slots."""
+        slots = arrays["slots"].astype(np.intp)
+        self._remove(slots)
+        self._present[slots] = True
+        self._take_in(arrays, slots, changed=True)
+
+    def replay(self, parts: Iterable[Arrays], slots: Slots) -> None:
+        """Take in the parts of a chain of checkpoints, as far as they are about ``slots``."""
+        self._remove(slots)
+        self._present[slots] = True
+        for part in parts:
+            self._take_in(part, slots, changed=False)
+
+    def _take_in(self, arrays: Arrays, slots: Slots, *, changed: bool) -> None:
+        chosen = np.zeros(SLOTS, np.bool_)
+        chosen[slots] = True
+        tables: dict[str, dict[str, NDArray[np.generic]]] = {}
+        for path, array in arrays.items():
+            field, slash, name = path.partition("/")
+            if slash:
+                tables.setdefault(name, {})[field] = array
+        for name, rows in tables.items():
+            if name in self._tables:
+                self._tables[name].restore_rows(_only(rows, chosen), changed=changed)
+        held = arrays["slots"].astype(np.intp)
+        mine = chosen[held]
+        for client, applied in zip(arrays["clients"].tolist(), arrays["applied"], strict=True):
+            found = self._client(client)
+            with found.lock:
+                latest = np.maximum(found.applied[held[mine]], applied[mine].astype(np.uint64))
+                found.applied[held[mine]] = latest
+
+    def _remove(self, slots: Slots) -> None:
+        for table in self._tables.values():
+            table.remove_slots(slots)
+
+    def evict(self) -> int:
+        """Remove what has expired in this server's slots; return how many rows that were."""
+        with self._using():
+            return sum(table.evict() for table in list(self._tables.values()))
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return the number of slots and of rows by table."""
+        return {
+            "slots": int(self._owned.sum()),
+            "rows": {name: len(table) for name, table in self._tables.items()},
+        }
+
+
+def _only(rows: Arrays, chosen: NDArray[np.bool_]) -> Arrays:
+    """Return the rows, and the removed keys, of the chosen slots."""
+    mine = chosen[slots_of(rows["keys"])]
+    kept = {field: array[mine] for field, array in rows.items() if field != "removed"}
+    return kept | {"removed": rows["removed"][chosen[slots_of(rows["removed"])]]}

@@ -1,0 +1,203 @@
+"""Connections to an embedding server, one thread for each, and the requests that it answers on them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from dlrover.checkpoint.storage.stores import open_store
+from dlrover.embedding.remote import arrays, orders, stored, wire
+from dlrover.embedding.remote.directory import Directory
+from dlrover.embedding.remote.holding import Holding, Slots
+from dlrover.embedding.remote.wire import Frame, Op, Status
+from dlrover.errors import DLRoverError, ProtocolError
+
+logger = logging.getLogger(__name__)
+
+
+class Follower(Protocol):
+    """What follows the placement for this server."""
+
+    def check_gift(self, slots: Slots) -> None:
+        """Raise `ProtocolError` for slots that must not be given to another server."""
+
+    def catch_up(self, version: int) -> None:
+        """Return once this server answers for the slots of a placement; raise `ProtocolError` if it cannot."""
+
+
+class Answering(Protocol):
+    """The server's end of one connection."""
+
+    def answer(self) -> None:
+        """Receive one request and answer it."""
+
+
+class Listener:
+    """Listens at an address once made, and answers once started.
+
+    Args:
+        address: Address to listen on.
+        answering: Returns what answers on a connection.
+        port: Port to listen on; 0 for any free one.
+    """
+
+    def __init__(
+        self, address: str, answering: Callable[[socket.socket], Answering], port: int = 0
+    ) -> None:
+        self._answering = answering
+        self._secret = b""
+        self._ended = threading.Event()
+        self._open: set[socket.socket] = set()
+        self._sock = socket.create_server((address, port), backlog=1024)
+        self.port: int = self._sock.getsockname()[1]
+
+    def start(self, secret: bytes) -> None:
+        """Answer whoever knows the secret."""
+        self._secret = secret
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._ended.set()
+        for sock in (self._sock, *self._open):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _accept(self) -> None:
+        while not self._ended.is_set():
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:
+                return
+            self._open.add(sock)
+            threading.Thread(target=self._serve, args=(sock,), name="serve", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            wire.accept(sock, self._secret)
+            connection = self._answering(sock)
+            while not self._ended.is_set():
+                connection.answer()
+        except ProtocolError as error:
+            logger.warning("Closed a connection: %s", error)
+        except OSError as error:
+            logger.debug("A connection has ended: %s", error)
+        finally:
+            self._open.discard(sock)
+            sock.close()
+
+
+class Connection:
+    """A connection to a server of a job."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        holding: Holding,
+        directory: Directory,
+        follower: Follower,
+    ) -> None:
+        self._sock, self._holding = sock, holding
+        self._directory, self._follower = directory, follower
+        self._receiver = wire.Receiver(sock)
+        self._copied: arrays.Arrays | None = None
+        self._rows = 0
+        self._answers: dict[Op, Callable[[Frame], None]] = {
+            Op.LOOKUP: self._rows_of,
+            Op.PEEK: self._rows_of,
+            Op.PUSH: self._push,
+            Op.FETCH: self._fetch,
+            Op.EXPORT: self._export,
+            Op.WRITE: self._write,
+            Op.LOAD: self._load,
+            Op.STATS: self._stats,
+            Op.EVICT: self._evict,
+        }
+
+    def answer(self) -> None:
+        """Receive one request and answer it."""
+        request = self._receiver.receive()
+        try:
+            if not self._holding.knows(request.table):
+                self._holding.open_tables(self._directory.look(-1))
+            self._answers[request.op](request)
+        except DLRoverError as error:
+            wire.send(self._sock, Frame(request.op, Status.REFUSED), str(error).encode())
+
+    def _reply(self, request: Frame, body: bytes = b"") -> None:
+        wire.send(self._sock, Frame(request.op), body)
+
+    # ---- keys
+
+    def _rows_of(self, request: Frame) -> None:
+        body = np.asarray(request.body)
+        if body.nbytes != 8 * request.keys:
+            raise ProtocolError(f"A lookup of {request.keys} keys has {body.nbytes} bytes.")
+        insert = request.op is Op.LOOKUP
+        rows = self._holding.rows(request.table, body.view(np.int64), insert=insert)
+        if rows is None:
+            wire.send(self._sock, Frame(request.op, Status.MOVED))
+        else:
+            wire.send(self._sock, Frame(request.op, keys=request.keys), rows.reshape(-1))
+
+    def _push(self, request: Frame) -> None:
+        count, dim = request.keys, self._holding.table(request.table).dim
+        body = np.asarray(request.body)
+        if body.nbytes != count * (8 + 4 * dim):
+            raise ProtocolError(
+                f"A push of {count} keys with {dim} values each has {body.nbytes} bytes."
+            )
+        keys = body[: 8 * count].view(np.int64)
+        gradients = body[8 * count :].view(np.float32).reshape(count, dim)
+        applied = self._holding.push(
+            request.table, request.client, request.sequence, keys, gradients
+        )
+        wire.send(self._sock, Frame(request.op, Status.OK if applied else Status.MOVED))
+
+    # ---- slots as a whole
+
+    def _fetch(self, request: Frame) -> None:
+        slots = np.asarray(request.body).view(np.uint16).astype(np.intp)
+        self._follower.check_gift(slots)
+        self._holding.give(slots.tolist())
+        wire.send(self._sock, Frame(request.op), *arrays.packed(self._holding.export(slots)))
+
+    def _export(self, request: Frame) -> None:
+        order = orders.decoded(bytes(request.body), orders.Export)
+        self._follower.catch_up(order.version)
+        self._copied, self._rows = self._holding.export_changes(full=order.full)
+        slots = tuple(int(slot) for slot in self._copied["slots"])
+        self._reply(request, msgspec.json.encode(orders.Exported(slots, self._rows)))
+
+    def _write(self, request: Frame) -> None:
+        order = orders.decoded(bytes(request.body), orders.Write)
+        if self._copied is None:
+            raise ProtocolError("An embedding server has no copy to write.")
+        store = open_store(order.place)
+        part = stored.write_part(store, order.id, order.server, self._copied, self._rows)
+        self._copied = None
+        self._reply(request, msgspec.json.encode(part))
+
+    def _load(self, request: Frame) -> None:
+        order = orders.decoded(bytes(request.body), orders.Load)
+        self._follower.catch_up(order.version)
+        store = open_store(order.place)
+        manifest = stored.read_manifest(store, order.id)
+        parts = (found for _, found in stored.parts(store, manifest))
+        self._holding.replay(parts, self._holding.owned())
+        self._reply(request)
+
+    def _stats(self, request: Frame) -> None:
+        self._reply(request, msgspec.json.encode(self._holding.stats()))
+
+    def _evict(self, request: Frame) -> None:
+        self._reply(request, msgspec.json.encode(self._holding.evict()))

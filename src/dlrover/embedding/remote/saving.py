@@ -1,0 +1,247 @@
+"""Checkpoints of tables on servers, which one process of the job orders."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import msgspec
+
+from dlrover._util import backoff
+from dlrover.checkpoint.storage.stores import open_store
+from dlrover.embedding.machine.chain import Manifest, Part
+from dlrover.embedding.remote import orders, stored, wire
+from dlrover.embedding.remote.directory import Directory
+from dlrover.embedding.remote.wire import Frame, Op, Status
+from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.spec.placement import SLOTS, EmbeddingServer, PlacementReply, Stored
+
+logger = logging.getLogger(__name__)
+
+REPLY_TIMEOUT = 600.0
+"""Seconds that a server may take to copy, to write or to read its rows."""
+SETTLE = 0.05, 1.0
+"""Seconds between looks for servers that start or slots that move."""
+CHAIN = 20
+"""Checkpoints in a chain; the next one is full again."""
+T = TypeVar("T")
+
+
+class TableCheckpoints:
+    """Checkpoints of all tables of a job in one directory. One thread of one process uses it.
+
+    A save returns when the servers have copied what changed in memory. They write it meanwhile; the checkpoint is
+    there once all parts are. The first save of each object is full, as is the one after a failure.
+
+    Args:
+        directory: Source of the placement.
+        place: Directory or URL, which all servers reach.
+        keep: Checkpoints to keep; older ones are deleted, unless a kept one adds to them.
+        timeout: Seconds to wait for servers that start or slots that move.
+    """
+
+    def __init__(
+        self, directory: Directory, place: str, *, keep: int = 3, timeout: float = 600.0
+    ) -> None:
+        if keep < 1:
+            raise ConfigurationError(f"keep is {keep}; it must be 1 or more.")
+        self._directory, self._place, self._keep, self._timeout = directory, place, keep, timeout
+        self._store = open_store(place)
+        self._last: Manifest | None = None
+        self._writing: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def save(self, step: int, *, full: bool = False) -> None:
+        """Copy all tables as they are now, and begin to write them.
+
+        Raises:
+            InfrastructureError: The last save has failed, or servers do not answer.
+        """
+        self.wait()
+        parent = None if full or (self._last and self._last.number + 1 >= CHAIN) else self._last
+        self._last = None  # until this save is complete, the next one is full
+        placement = self._settled()
+        links = self._connect(placement)
+        try:
+            order = msgspec.json.encode(orders.Export(parent is None, placement.version))
+            replies = _on_all(links, Op.EXPORT, dict.fromkeys(links, order))
+            id_ = stored.begin(self._store)
+            before = parent or next(iter(stored.manifests(self._store)), None)
+            exported = {i: orders.decoded(body, orders.Exported) for i, body in replies.items()}
+            _check_slots(exported)
+        except BaseException:
+            _close(links)
+            raise
+        manifest = Manifest(
+            id=id_,
+            parent=parent.id if parent else "",
+            number=parent.number + 1 if parent else 0,
+            step=step,
+            time=_after(before),
+            tables=placement.tables,
+            parts=(),
+        )
+        self._writing = threading.Thread(
+            target=self._write, args=(manifest, links), name="embedding-save", daemon=True
+        )
+        self._writing.start()
+
+    def wait(self) -> None:
+        """Wait until the last save is complete.
+
+        Raises:
+            InfrastructureError: It has failed.
+        """
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise InfrastructureError(
+                f"The last save of the embedding tables has failed: {error}"
+            ) from error
+
+    def load(self, step: int | None = None) -> int | None:
+        """Restore all tables from the latest checkpoint, or the latest one of a step; return its step.
+
+        Returns:
+            None if there is no checkpoint; nothing has changed then.
+
+        Raises:
+            ConfigurationError: There is no checkpoint of that step.
+            InfrastructureError: It is damaged, or servers do not answer.
+        """
+        self.wait()
+        found = [each for each in stored.manifests(self._store) if step in (None, each.step)]
+        if not found:
+            if step is not None:
+                raise ConfigurationError(
+                    f"{self._store.location} has no embedding checkpoint of step {step}."
+                )
+            return None
+        newest = found[0]
+        placement = self._settled()
+        links = self._connect(placement)
+        try:
+            order = msgspec.json.encode(orders.Load(self._place, newest.id, placement.version))
+            _on_all(links, Op.LOAD, dict.fromkeys(links, order))
+        finally:
+            _close(links)
+        self._directory.ask(Stored(newest.step, newest.id, self._place))
+        self._last = newest
+        return newest.step
+
+    # ---- the thread
+
+    def _write(self, manifest: Manifest, links: Mapping[int, _Link]) -> None:
+        try:
+            bodies = {
+                index: msgspec.json.encode(orders.Write(self._place, manifest.id, index))
+                for index in links
+            }
+            replies = _on_all(links, Op.WRITE, bodies)
+            parts = tuple(orders.decoded(body, Part) for body in replies.values())
+            manifest = msgspec.structs.replace(manifest, parts=parts)
+            stored.publish(self._store, manifest)
+            self._directory.ask(Stored(manifest.step, manifest.id, self._place))
+            self._last = manifest
+            stored.prune(self._store, self._keep)
+        except Exception as error:  # noqa: BLE001 - the next call raises it
+            self._error = error
+        finally:
+            _close(links)
+
+    # ---- servers
+
+    def _settled(self) -> PlacementReply:
+        """Return the placement once all servers are ready and no slot moves."""
+        began = time.monotonic()
+        for delay in backoff.delays(*SETTLE):
+            placement = self._directory.look(-1)
+            waiting = [str(i) for i, server in placement.servers.items() if not server.ready]
+            if placement.owners and not waiting and not placement.moves:
+                return placement
+            if time.monotonic() - began > self._timeout:
+                what = (
+                    f"embedding server {waiting[0]}"
+                    if waiting
+                    else f"{len(placement.moves)} slots that move"
+                )
+                raise InfrastructureError(f"Waited {self._timeout:.0f} s for {what}.")
+            threading.Event().wait(delay)
+        raise AssertionError("delays end")
+
+    def _connect(self, placement: PlacementReply) -> dict[int, _Link]:
+        owners = set(placement.owners)
+        servers = {i: server for i, server in placement.servers.items() if i in owners}
+        links: dict[int, _Link] = {}
+        try:
+            for index, server in servers.items():
+                links[index] = _Link(index, server, placement.secret)
+        except BaseException:
+            _close(links)
+            raise
+        return links
+
+
+class _Link:
+    """A connection to one server for orders."""
+
+    def __init__(self, index: int, server: EmbeddingServer, secret: bytes) -> None:
+        self.index = index
+        try:
+            self._sock = wire.connect(server.address, server.port, secret, REPLY_TIMEOUT)
+        except OSError as error:
+            raise InfrastructureError(
+                f"Embedding server {index} does not answer: {error}."
+            ) from error
+        self._receiver = wire.Receiver(self._sock)
+
+    def order(self, op: Op, body: bytes) -> bytes:
+        """Return the reply to an order."""
+        try:
+            wire.send(self._sock, Frame(op), body)
+            reply = self._receiver.receive()
+        except OSError as error:
+            raise InfrastructureError(
+                f"Embedding server {self.index} does not answer: {error}."
+            ) from error
+        text = bytes(reply.body)
+        if reply.status is not Status.OK:
+            raise InfrastructureError(
+                f"Embedding server {self.index}: {text.decode(errors='replace')}"
+            )
+        return text
+
+    def close(self) -> None:
+        """Close the connection."""
+        with contextlib.suppress(OSError):
+            self._sock.close()
+
+
+def _after(before: Manifest | None) -> float:
+    """Return the time, and never one before the last checkpoint's, though a clock may have been set back."""
+    return max(time.time(), before.time + 1e-3 if before is not None else 0.0)
+
+
+def _check_slots(exported: Mapping[int, orders.Exported]) -> None:
+    held = sorted(slot for each in exported.values() for slot in each.slots)
+    if held != list(range(SLOTS)):
+        raise InfrastructureError("Slots moved while the embedding tables were saved; save again.")
+
+
+def _on_all(links: Mapping[int, _Link], op: Op, bodies: Mapping[int, bytes]) -> dict[int, bytes]:
+    """Send an order to all servers at once; return their replies."""
+    with ThreadPoolExecutor(max(1, len(links))) as pool:
+        begun = {i: pool.submit(link.order, op, bodies[i]) for i, link in links.items()}
+        return {index: future.result() for index, future in begun.items()}
+
+
+def _close(links: Mapping[int, _Link]) -> None:
+    for link in links.values():
+        link.close()

@@ -1,0 +1,196 @@
+"""An embedding server: answers for the keys of its slots, and fetches slots that move to it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from dlrover.embedding.remote import arrays, wire
+from dlrover.embedding.remote.directory import Directory
+from dlrover.embedding.remote.holding import Holding, Slots
+from dlrover.embedding.remote.listener import Connection, Listener
+from dlrover.embedding.remote.wire import Frame, Op, Status
+from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+from dlrover.spec.placement import Announce, Fetched, Leave, PlacementReply, Recovered
+
+logger = logging.getLogger(__name__)
+
+POLL = 0.2
+"""Seconds between two looks at the placement."""
+FETCH_SLOTS = 16
+"""Slots that move at once: no key waits longer than its share of the copy takes."""
+FETCH_TIMEOUT = 30.0
+"""Seconds that another server may take to send slots."""
+
+
+class EmbeddingServer:
+    """One server process.
+
+    Args:
+        index: Its number among the job's servers.
+        start: Number of this start of it.
+        servers: Servers that the job wants now.
+        directory: Source of the placement.
+        holding: What it holds.
+        recover: Restores slots from a checkpoint, which may be None; called when no server has their rows.
+        address: Address to listen on, and for others to connect to.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        start: int,
+        servers: int,
+        directory: Directory,
+        holding: Holding,
+        recover: Callable[[PlacementReply, Slots], None],
+        address: str = "127.0.0.1",
+    ) -> None:
+        self.index, self.start = index, start
+        self._directory, self._holding, self._recover = directory, holding, recover
+        self._ended = threading.Event()
+        self._nudged = threading.Event()
+        self._followed = threading.Condition()
+        self._version = -1
+        self._listener = Listener(address, lambda sock: Connection(sock, holding, directory, self))
+        self.port = self._listener.port
+        self._placement = directory.ask(Announce(index, start, address, self.port, servers))
+        self._secret = self._placement.secret
+        self._listener.start(self._secret)
+
+    # ---- life
+
+    def run(self) -> None:
+        """Serve until `leave` was called and the slots have gone, or another start has taken this one's place."""
+        while not self._ended.is_set():
+            placement = self._placement
+            me = placement.servers.get(self.index)
+            replaced = me is not None and me.start != self.start
+            if me is None or (replaced and me.ready):
+                logger.info("Embedding server %d ends: its slots belong to others", self.index)
+                break
+            if replaced:  # the later start is about to fetch the rows
+                self._look(placement.version)
+                continue
+            self._follow(placement)
+            if placement.owners and not me.ready:
+                self._come_back(placement)
+            elif self._fetch_moves(placement):
+                self._look(placement.version)
+        self.close()
+
+    def _follow(self, placement: PlacementReply) -> None:
+        self._placement = placement
+        self._holding.follow(placement, self.index)
+        with self._followed:
+            self._version = placement.version
+            self._followed.notify_all()
+
+    def _look(self, known: int) -> None:
+        """Wait for a newer placement, one interval at most."""
+        self._nudged.wait(POLL)
+        self._nudged.clear()
+        if not self._ended.is_set():
+            reply = self._directory.look(known)
+            if reply.version != known:
+                self._placement = reply
+
+    def catch_up(self, version: int) -> None:
+        """Return once this server answers for the slots of a placement.
+
+        Raises:
+            ProtocolError: It does not in time.
+        """
+        self._nudged.set()
+        with self._followed:
+            if not self._followed.wait_for(lambda: self._version >= version, FETCH_TIMEOUT):
+                raise ProtocolError(
+                    f"Embedding server {self.index} knows placement {self._version}, not {version}."
+                )
+
+    def leave(self, directory: Directory) -> None:
+        """Give all slots to other servers, then end; end at once if there are none.
+
+        Raises:
+            InfrastructureError: ``directory`` has no master.
+        """
+        try:
+            directory.ask(Leave(self.index, self.start))
+        except ConfigurationError as error:
+            logger.info("%s", error)
+            self._ended.set()
+        self._nudged.set()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._ended.set()
+        self._nudged.set()
+        self._listener.close()
+
+    # ---- slots of others
+
+    def _come_back(self, placement: PlacementReply) -> None:
+        """Get the rows of this server's slots: from the start before this one, else from a checkpoint."""
+        slots = np.flatnonzero(np.array(placement.owners) == self.index)
+        previous = placement.servers[self.index].previous
+        if not (len(slots) and previous is not None and self._fetch(*previous, slots)):
+            self._recover(placement, slots)
+        self._placement = self._directory.ask(Recovered(self.index, self.start))
+
+    def _fetch_moves(self, placement: PlacementReply) -> bool:
+        """Fetch slots that move to this server, a few at a time; return whether there are no more for now."""
+        by_owner: dict[int, list[int]] = {}
+        for slot, target in placement.moves.items():
+            if target == self.index:
+                by_owner.setdefault(placement.owners[slot], []).append(slot)
+        for owner, slots in by_owner.items():
+            server = placement.servers[owner]
+            if not server.ready:
+                continue
+            some = slots[:FETCH_SLOTS]
+            if self._fetch(server.address, server.port, np.array(some, np.intp)):
+                self._placement = self._directory.ask(Fetched(self.index, self.start, tuple(some)))
+                return False
+            self._ended.wait(POLL)  # the next placement may say more, else this is repeated
+            self._placement = self._directory.look(-1)
+        return True
+
+    def _fetch(self, address: str, port: int, slots: Slots) -> bool:
+        """Take the rows of slots from another server; return False if it does not answer or refuses."""
+        try:
+            with contextlib.closing(
+                wire.connect(address, port, self._secret, FETCH_TIMEOUT)
+            ) as sock:
+                wire.send(sock, Frame(Op.FETCH, keys=len(slots)), slots.astype(np.uint16))
+                reply = wire.Receiver(sock).receive()
+                if reply.status is Status.OK:
+                    self._holding.restore(arrays.unpacked(np.asarray(reply.body)))
+                    return True
+                logger.warning(
+                    "%s:%d gives no slots: %s",
+                    address,
+                    port,
+                    bytes(reply.body).decode(errors="replace"),
+                )
+        except (OSError, InfrastructureError, ProtocolError) as error:
+            logger.info("No slots from %s:%d: %s", address, port, error)
+        return False
+
+    def check_gift(self, slots: Slots) -> None:
+        """Refuse to give slots that do not move from here, and that no later start of this server asks for.
+
+        Raises:
+            ProtocolError: One of them stays.
+        """
+        placement = self._directory.look(-1)
+        me = placement.servers.get(self.index)
+        replaced = me is None or me.start != self.start
+        staying = [] if replaced else [s for s in slots.tolist() if s not in placement.moves]
+        if staying:
+            raise ProtocolError(
+                f"Slot {staying[0]} does not move from embedding server {self.index}."
+            )

@@ -1,0 +1,152 @@
+"""Embedding checkpoints in a directory, or in any store that Flash Checkpoint writes to.
+
+::
+
+    <directory>/
+    └── embedding-<id>/
+        ├── begun                 empty; written first
+        ├── part-<server>.rows    rows of one server's slots, as `arrays.packed` writes them
+        └── manifest.json         a `Manifest`; written last
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from dlrover.checkpoint.storage.storage import identity
+from dlrover.checkpoint.storage.stores import MANIFEST, Store, explained, join
+from dlrover.embedding.machine import chain
+from dlrover.embedding.machine.chain import FORMAT, Manifest, Part
+from dlrover.embedding.remote import arrays
+from dlrover.errors import FormatError, InfrastructureError
+
+_FOLDER = "embedding-"
+_BEGUN = "begun"
+
+
+def begin(store: Store) -> str:
+    """Make the folder of a new checkpoint; return the checkpoint's id.
+
+    Raises:
+        InfrastructureError: The store cannot be written.
+    """
+    identity(store)
+    id_ = secrets.token_hex(8)
+    with explained(f"{store.location} cannot be written"):
+        store.write(join(_FOLDER + id_, _BEGUN), b"")
+    return id_
+
+
+def write_part(store: Store, id_: str, server: int, found: arrays.Arrays, rows: int) -> Part:
+    """Write what a server holds of its slots; it is complete when this returns.
+
+    Raises:
+        InfrastructureError: The store cannot be written.
+    """
+    file = join(_FOLDER + id_, f"part-{server}.rows")
+    digest, nbytes = xxhash.xxh3_64(), 0
+    with explained(f"The embedding checkpoint {store.where(file)} cannot be written"):
+        with store.create(file) as writer:
+            for piece in arrays.packed(found):
+                data = memoryview(piece).cast("B") if len(piece) else memoryview(b"")
+                digest.update(data)
+                nbytes += data.nbytes
+                writer.write(data)
+        store.sync(_FOLDER + id_)
+    slots = tuple(int(slot) for slot in found["slots"])
+    return Part(file, slots, rows, nbytes, digest.hexdigest())
+
+
+def read_part(store: Store, part: Part) -> dict[str, NDArray[Any]]:
+    """Return what a server had written.
+
+    Raises:
+        InfrastructureError: The file is missing or damaged.
+    """
+    with explained(f"The embedding checkpoint {store.where(part.file)} cannot be read"):
+        data = store.read(part.file)
+    if len(data) != part.nbytes or xxhash.xxh3_64_hexdigest(data) != part.checksum:
+        raise InfrastructureError(
+            f"{store.where(part.file)} is damaged: its checksum is not the manifest's."
+        )
+    return arrays.unpacked(np.frombuffer(bytearray(data), np.uint8))
+
+
+def publish(store: Store, manifest: Manifest) -> None:
+    """Write the manifest, which makes a checkpoint of the parts.
+
+    Raises:
+        InfrastructureError: The parts are not complete, or the store cannot be written.
+    """
+    chain.check(manifest)
+    file = join(_FOLDER + manifest.id, MANIFEST)
+    with explained(f"The embedding checkpoint {store.where(file)} cannot be written"):
+        store.write(file, msgspec.json.encode(manifest))
+
+
+def read_manifest(store: Store, id_: str) -> Manifest:
+    """Return a checkpoint's manifest.
+
+    Raises:
+        InfrastructureError: It is missing or damaged.
+        FormatError: Another version of DLRover wrote it.
+    """
+    file = join(_FOLDER + id_, MANIFEST)
+    with explained(f"The embedding checkpoint {store.where(file)} cannot be read"):
+        data = store.read(file)
+    try:
+        if msgspec.json.decode(data)["format"] != FORMAT:
+            raise FormatError(
+                f"{store.where(file)} has another format than {FORMAT}: another version wrote it."
+            )
+        return msgspec.json.decode(data, type=Manifest)
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        raise InfrastructureError(f"{store.where(file)} is damaged: {error}.") from error
+
+
+def complete(store: Store) -> list[str]:
+    """Return the ids of all complete checkpoints, in any order."""
+    with explained(f"{store.location} cannot be read"):
+        ids = [name.removeprefix(_FOLDER) for name in store.names() if name.startswith(_FOLDER)]
+        return [id_ for id_ in ids if store.exists(join(_FOLDER + id_, MANIFEST))]
+
+
+def manifests(store: Store) -> list[Manifest]:
+    """Return all complete checkpoints, the last one first."""
+    return sorted((read_manifest(store, id_) for id_ in complete(store)), key=order, reverse=True)
+
+
+def order(manifest: Manifest) -> tuple[float, int, int]:
+    """Return what orders checkpoints: a later one has a larger value, whatever step was gone back to before."""
+    return manifest.time, manifest.step, manifest.number
+
+
+def parts(store: Store, newest: Manifest) -> Iterator[tuple[Part, dict[str, NDArray[Any]]]]:
+    """Yield the parts to restore one after the other.
+
+    Raises:
+        InfrastructureError: One is missing or damaged.
+    """
+    for manifest in chain.chain(newest, lambda id_: read_manifest(store, id_)):
+        for part in manifest.parts:
+            yield part, read_part(store, part)
+
+
+def prune(store: Store, keep: int) -> None:
+    """Delete all checkpoints but the ``keep`` latest and those that they add to."""
+    found = manifests(store)
+    needed: set[str] = set()
+    for newest in found[:keep]:
+        needed |= {each.id for each in chain.chain(newest, lambda id_: read_manifest(store, id_))}
+    for manifest in found:
+        if manifest.id not in needed:
+            with explained(f"The embedding checkpoint {manifest.id} cannot be deleted"):
+                store.delete(join(_FOLDER + manifest.id, MANIFEST))
+                store.remove(_FOLDER + manifest.id)

@@ -1,0 +1,189 @@
+"""Frames between embedding servers and their clients, on a plain TCP connection.
+
+A frame is a header of 48 bytes and a body: arrays in the machine's byte order, which both ends check at the
+start. Each end proves that it knows the job's secret before the other reads anything else from it.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import secrets
+import socket
+import struct
+import sys
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrover.errors import InfrastructureError, ProtocolError
+
+Bytes: TypeAlias = NDArray[np.uint8]
+
+_HEADER = struct.Struct("<4sBBHIIQQQII")
+_MAGIC = b"DLE\x01" if sys.byteorder == "little" else b"DLE\x02"
+MAX_BODY = 1 << 30
+"""Maximum bytes of a frame's body."""
+MAX_KEYS = 1 << 22
+"""Maximum keys of a frame."""
+_NONCE = 32
+HANDSHAKE_TIMEOUT = 10.0
+"""Seconds that a peer has to prove that it knows the secret."""
+
+
+class Op(enum.IntEnum):
+    """What a request asks for."""
+
+    LOOKUP = 1
+    PEEK = 2
+    PUSH = 3
+    FETCH = 4
+    EXPORT = 5
+    """Copy what changed, to be written by the next WRITE on this connection."""
+    WRITE = 6
+    LOAD = 7
+    STATS = 8
+    EVICT = 9
+
+
+class Status(enum.IntEnum):
+    """Outcome of a request; zero in requests."""
+
+    OK = 0
+    MOVED = 1
+    """Some keys do not belong to this server now: look at the placement and ask again."""
+    REFUSED = 2
+    """Asking again would not help; the body says why."""
+
+
+class Frame(NamedTuple):
+    """A request or a reply."""
+
+    op: Op
+    status: Status = Status.OK
+    table: int = 0
+    """Number of the table: its place in the placement."""
+    keys: int = 0
+    """Number of keys in the body."""
+    client: int = 0
+    sequence: int = 0
+    """Number of a push of its client; a repeated push has the number of the first."""
+    body: Bytes | bytes = b""
+
+
+def send(sock: socket.socket, frame: Frame, *parts: NDArray[np.generic] | bytes) -> None:
+    """Send a frame whose body is ``parts``, without copying them."""
+    views = [memoryview(part).cast("B") for part in parts if len(part)]
+    size = sum(view.nbytes for view in views)
+    header = _HEADER.pack(
+        _MAGIC, frame.op, frame.status, 0, frame.table, frame.keys, frame.client, frame.sequence, size, 0, 0
+    )  # fmt: skip
+    waiting = [memoryview(header), *views]
+    while waiting:
+        sent = sock.sendmsg(waiting[:64])
+        while waiting and sent >= waiting[0].nbytes:
+            sent -= waiting.pop(0).nbytes
+        if sent:
+            waiting[0] = waiting[0][sent:]
+
+
+class Receiver:
+    """Receives frames of a connection; the body of a frame is valid until the next one is received."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._header = bytearray(_HEADER.size)
+        self._body: Bytes = np.empty(1 << 16, np.uint8)
+
+    def receive(self) -> Frame:
+        """Return the next frame.
+
+        Raises:
+            ConnectionError: The peer has closed the connection.
+            ProtocolError: The bytes are no frame.
+        """
+        self._fill(memoryview(self._header))
+        magic, op, status, _, table, count, client, sequence, size, _, _ = _HEADER.unpack(
+            self._header
+        )
+        if magic != _MAGIC:
+            raise ProtocolError(f"An embedding frame begins with {magic!r}, not {_MAGIC!r}.")
+        if size > MAX_BODY or count > MAX_KEYS:
+            raise ProtocolError(
+                f"An embedding frame has {size} bytes and {count} keys; {MAX_BODY} and {MAX_KEYS} are accepted."
+            )
+        try:
+            named = Op(op), Status(status)
+        except ValueError as error:
+            raise ProtocolError(
+                f"An embedding frame has operation {op} and status {status}."
+            ) from error
+        if size > self._body.nbytes:
+            self._body = np.empty(size, np.uint8)
+        body = self._body[:size]
+        self._fill(memoryview(body))
+        return Frame(*named, table, count, client, sequence, body)
+
+    def _fill(self, view: memoryview) -> None:
+        while view:
+            got = self._sock.recv_into(view)
+            if not got:
+                raise ConnectionResetError("the peer has closed the connection")
+            view = view[got:]
+
+
+def accept(sock: socket.socket, secret: bytes) -> None:
+    """Check that the client knows the secret, and prove the same to it.
+
+    Raises:
+        ProtocolError: The client does not.
+    """
+    sock.settimeout(HANDSHAKE_TIMEOUT)
+    nonce = secrets.token_bytes(_NONCE)
+    sock.sendall(nonce)
+    answer = _exactly(sock, 2 * _NONCE)
+    proof, challenge = answer[:_NONCE], answer[_NONCE:]
+    if not hmac.compare_digest(proof, _proof(secret, b"client", nonce, challenge)):
+        raise ProtocolError("A client of the embedding server does not know the job's secret.")
+    sock.sendall(_proof(secret, b"server", nonce, challenge))
+    sock.settimeout(None)
+
+
+def connect(address: str, port: int, secret: bytes, timeout: float) -> socket.socket:
+    """Return a connection to a server that knows the secret.
+
+    Raises:
+        OSError: There is no connection within ``timeout`` seconds.
+        InfrastructureError: Another program answers at the address.
+    """
+    sock = socket.create_connection((address, port), timeout)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        nonce = _exactly(sock, _NONCE)
+        challenge = secrets.token_bytes(_NONCE)
+        sock.sendall(_proof(secret, b"client", nonce, challenge) + challenge)
+        known = hmac.compare_digest(
+            _exactly(sock, _NONCE), _proof(secret, b"server", nonce, challenge)
+        )
+    except BaseException:
+        sock.close()
+        raise
+    if not known:
+        sock.close()
+        raise InfrastructureError(f"{address}:{port} is no embedding server of this job.")
+    return sock
+
+
+def _proof(secret: bytes, side: bytes, nonce: bytes, challenge: bytes) -> bytes:
+    return hmac.digest(secret, side + nonce + challenge, "sha256")
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = sock.recv(count - len(data))
+        if not more:
+            raise ConnectionResetError("the peer has closed the connection")
+        data += more
+    return data

@@ -1,0 +1,328 @@
+"""`HashTable`: rows of numbers by any key, in the memory of this process."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from dlrover import config
+from dlrover._native import tables
+from dlrover._native.tables import SLOTS, Copied
+from dlrover.embedding import options as table_options
+from dlrover.embedding.options import (
+    Admission,
+    CountAdmission,
+    Dtype,
+    Expiry,
+    Initializer,
+    InitializerKind,
+    Optimizer,
+    TableOptions,
+)
+from dlrover.embedding.remote import arrays
+from dlrover.errors import ConfigurationError, InfrastructureError
+
+_CHANGED = 1
+_MAGIC = b"dlrover embedding table 1\n"
+ALL_SLOTS = range(SLOTS)
+
+
+class TableStats(NamedTuple):
+    """Size of a table."""
+
+    rows: int
+    nbytes: int
+    """Bytes in use: rows, index, and what waits for admission in a Bloom filter."""
+
+
+class HashTable:
+    """Rows of ``dim`` numbers by 64-bit keys, with the states of their optimizer; it grows as keys come.
+
+    Keys are arrays or tensors of int64 or uint64 ``(n,)``, or sequences of texts, which are hashed to 64 bits. Results
+    are of the keys' kind: arrays, or tensors. Several threads may use a table.
+
+    Args:
+        dim: Numbers of a row, 1 to 4096.
+        optimizer: Name of an optimizer with its defaults, or an `Optimizer`.
+        learning_rate: Of an optimizer given by name.
+        seed: Seed of first values and of admission by chance.
+        admission: Which keys get a row: all (None), from the n-th lookup (a number), or an admission.
+        expiry: Which rows `evict` removes.
+        memory_bytes: Most bytes of the table.
+        spill: Not available; rows stay in memory.
+        initializer: First values of a row.
+        dtype: ``float32``, ``bfloat16`` or ``float16``, in which values are stored.
+
+    Raises:
+        ConfigurationError: A value is not accepted; it is named.
+    """
+
+    def __init__(  # noqa: PLR0913 - each is documented
+        self,
+        dim: int,
+        *,
+        optimizer: str | Optimizer = "adagrad",
+        learning_rate: float = 0.05,
+        seed: int = 0,
+        admission: Admission | int | None = None,
+        expiry: Expiry | None = None,
+        memory_bytes: int | None = None,
+        spill: None = None,
+        initializer: InitializerKind | Initializer = "uniform",
+        dtype: Dtype = "float32",
+    ) -> None:
+        if spill is not None:
+            raise ConfigurationError(f"spill is {spill!r}; None is accepted: rows stay in memory.")
+        made = TableOptions(
+            dim=dim,
+            optimizer=Optimizer(name=optimizer, learning_rate=learning_rate)
+            if isinstance(optimizer, str)
+            else optimizer,
+            seed=seed,
+            admission=CountAdmission(admission) if isinstance(admission, int) else admission,
+            expiry=expiry,
+            initializer=Initializer(initializer) if isinstance(initializer, str) else initializer,
+            dtype=dtype,
+            memory_bytes=memory_bytes or 0,
+        )
+        self._begin(table_options.decoded(made))
+
+    def _begin(self, made: TableOptions) -> None:
+        self.options = made
+        self.dim = made.dim
+        self.step = 0
+        """Updates so far; expiry by steps counts them."""
+        self._native = made.native()
+        self._table = tables.table(config.native(config.environ()), self._native)
+
+    @classmethod
+    def of(cls, made: TableOptions) -> HashTable:
+        """Return an empty table with these options."""
+        table = cls.__new__(cls)
+        table._begin(made)  # noqa: SLF001 - of this class
+        return table
+
+    def __len__(self) -> int:
+        return self._table.rows()
+
+    # ---- rows
+
+    def lookup(self, keys: Any) -> Any:
+        """Return rows of keys, ``(n, dim)`` float32; a key that is admitted now gets a row, others read zeros.
+
+        Raises:
+            InfrastructureError: New rows exceed ``memory_bytes``.
+        """
+        return self._read(keys, insert=True, count=True)
+
+    def peek(self, keys: Any) -> Any:
+        """Return rows of keys, ``(n, dim)`` float32; missing ones read zeros. This is no use of a row."""
+        return self._read(keys, insert=False, count=False)
+
+    def _read(self, keys: Any, *, insert: bool, count: bool) -> Any:
+        words = as_words(keys)
+        out = np.empty((len(words), self.dim), np.float32)
+        try:
+            self._table.look(words, out, self._now(), insert=insert, count=count)
+        except MemoryError as error:
+            raise InfrastructureError(
+                f"An embedding table of {len(self)} rows has no room for more: memory_bytes is"
+                f" {self.options.memory_bytes}."
+            ) from error
+        return like(out, keys)
+
+    def update(self, keys: Any, gradients: Any) -> None:
+        """Apply gradients ``(n, dim)`` to the rows of keys; equal keys count once, with the sum of theirs.
+
+        Keys without a row are left out.
+        """
+        words = as_words(keys)
+        given = np.ascontiguousarray(as_array(gradients), np.float32)
+        if given.shape != (len(words), self.dim):
+            raise ConfigurationError(
+                f"gradients have shape {given.shape}; {(len(words), self.dim)} is accepted."
+            )
+        self.step += 1
+        self._table.update(words, given)
+
+    def remove(self, keys: Any) -> int:
+        """Remove rows of keys; return how many there were."""
+        return self._table.remove(as_words(keys), remember=True)
+
+    def evict(self) -> int:
+        """Remove what has expired; return how many rows that were."""
+        expiry = self.options.expiry
+        if expiry is None:
+            return 0
+        age = expiry.seconds or expiry.steps
+        before = max(0, self._now() - age + 1) if age else 0
+        return sum(
+            self._table.evict(slot, before, expiry.norm, blocked=expiry.zeroed)
+            for slot in ALL_SLOTS
+        )
+
+    def _now(self) -> int:
+        expiry = self.options.expiry
+        return self.step if expiry is not None and expiry.steps else int(time.time())
+
+    def stats(self) -> TableStats:
+        """Return the table's size."""
+        return TableStats(len(self), self._table.memory())
+
+    def keys(self) -> NDArray[np.int64]:
+        """Return all keys, int64, in no order."""
+        return self.export_rows(ALL_SLOTS)["keys"]
+
+    # ---- rows of slots, for servers and checkpoints
+
+    def export_rows(
+        self, slots: Sequence[int] | NDArray[Any], *, changed: bool = False, keep: bool = True
+    ) -> dict[str, NDArray[Any]]:
+        """Return rows of slots as they are, with their states.
+
+        Args:
+            slots: Slots as `dlrover._native.tables.slots_of` returns them.
+            changed: Only rows changed since the last call without ``keep``.
+            keep: Whether these rows count as changed afterwards, too.
+        """
+        copies = [self._table.copy(int(slot), changed=changed, keep=keep) for slot in slots]
+        if not copies:
+            copies = [tables.empty(0, 0, self._native.width)]
+        joined = Copied._make(np.concatenate(parts) for parts in zip(*copies, strict=True))
+        found = joined._asdict()
+        found["keys"], found["removed"] = joined.keys.view(np.int64), joined.removed.view(np.int64)
+        return found
+
+    def restore_rows(self, rows: Mapping[str, NDArray[Any]], *, changed: bool = False) -> None:
+        """Insert what `export_rows` returned, and remove what it says was removed.
+
+        Args:
+            rows: Rows of a table with the same options.
+            changed: Whether they count as changed since the last save.
+
+        Raises:
+            InfrastructureError: The rows are of another table, or exceed ``memory_bytes``.
+        """
+        copied = Copied._make(rows[name] for name in Copied._fields)
+        keys, removed = copied.keys.view(np.uint64), copied.removed.view(np.uint64)
+        if copied.rows.shape != (len(keys), self._native.width):
+            raise InfrastructureError(
+                f"Rows of an embedding table have {copied.rows.shape[-1]} bytes, not {self._native.width}: they are"
+                " of a table with other options."
+            )
+        flags = copied.flags | _CHANGED if changed else copied.flags & ~np.uint16(_CHANGED)
+        try:
+            self._table.restore(copied._replace(keys=keys, removed=removed, flags=flags))
+        except MemoryError as error:
+            raise InfrastructureError(f"An embedding table cannot be restored: {error}") from error
+        if changed:
+            self._table.note_removed(removed)
+
+    def remove_slots(self, slots: Sequence[int] | NDArray[Any]) -> None:
+        """Remove all rows of slots, and what is remembered of removed ones."""
+        for slot in slots:
+            self._table.clear(int(slot))
+
+    # ---- files
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the whole table to a file, which gets its name when it is complete.
+
+        Raises:
+            InfrastructureError: The file cannot be written.
+        """
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        found = self.export_rows(ALL_SLOTS)
+        head = msgspec.json.encode({"options": self.options, "step": self.step})
+        found["head"] = np.frombuffer(head, np.uint8)
+        digest = xxhash.xxh3_64()
+        try:
+            with temporary.open("wb", buffering=0) as file:
+                for piece in (_MAGIC, *arrays.packed(found)):
+                    data = memoryview(piece).cast("B") if len(piece) else memoryview(b"")
+                    digest.update(data)
+                    while data:
+                        data = data[file.write(data) :]
+                file.write(digest.digest())
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise InfrastructureError(f"{target} cannot be written: {error.strerror}.") from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> HashTable:
+        """Return the table in a file.
+
+        Raises:
+            InfrastructureError: The file cannot be read, or is damaged.
+        """
+        try:
+            data = np.fromfile(path, np.uint8)
+        except OSError as error:
+            raise InfrastructureError(f"{path} cannot be read: {error.strerror}.") from error
+        body = data[: -xxhash.xxh3_64().digest_size]
+        start = len(_MAGIC)
+        if (
+            data[:start].tobytes() != _MAGIC
+            or xxhash.xxh3_64(body).digest() != data[len(body) :].tobytes()
+        ):
+            raise InfrastructureError(f"{path} is damaged, or no embedding table.")
+        found = arrays.unpacked(body[start:])
+        head = msgspec.json.decode(found["head"].tobytes())
+        table = cls.of(table_options.decoded(msgspec.json.encode(head["options"]).decode()))
+        table.step = head["step"]
+        table.restore_rows(found)
+        return table
+
+
+def as_words(keys: Any) -> NDArray[np.uint64]:
+    """Return keys as uint64 ``(n,)``.
+
+    Raises:
+        ConfigurationError: They are neither 64-bit integers nor texts, or not in one dimension.
+    """
+    if isinstance(keys, list | tuple) and keys and isinstance(keys[0], str | bytes):
+        return np.array([xxhash.xxh3_64_intdigest(_encoded(key)) for key in keys], np.uint64)
+    array = as_array(keys)
+    if array.dtype.kind in "US":
+        return as_words(array.tolist())
+    if array.ndim != 1 or (len(array) and array.dtype not in (np.int64, np.uint64)):
+        raise ConfigurationError(
+            f"keys are of type {array.dtype} in {array.ndim} dimensions; int64, uint64 or text in one dimension is"
+            " accepted."
+        )
+    whole = np.ascontiguousarray(array)
+    return whole if whole.dtype == np.uint64 else whole.astype(np.int64, copy=False).view(np.uint64)
+
+
+def as_array(values: Any) -> NDArray[Any]:
+    """Return an array, or the array of a tensor."""
+    if _is_tensor(values):
+        return values.detach().cpu().numpy()
+    return np.asarray(values)
+
+
+def _is_tensor(values: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(values, torch.Tensor)
+
+
+def like(rows: NDArray[np.float32], keys: Any) -> Any:
+    """Return rows as a tensor if the keys are one."""
+    return sys.modules["torch"].from_numpy(rows).to(keys.device) if _is_tensor(keys) else rows
+
+
+def _encoded(key: str | bytes) -> bytes:
+    return key.encode() if isinstance(key, str) else key

@@ -1,0 +1,1 @@
+"""Offline tools for the checkpoints of embedding tables: list, export."""

@@ -1,0 +1,80 @@
+"""The table of accelerators: what the data sheets say, and the default coefficients of the time model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from dlrover.errors import ConfigurationError
+
+TERMS = (
+    "matmul",
+    "attention",
+    "memory",
+    "tensor",
+    "tensor_between",
+    "launch",
+    "collective",
+    "collective_between",
+    "stagger",
+    "pipeline",
+    "data",
+    "data_between",
+    "scatter_between",
+    "optimizer",
+    "step",
+)
+"""Terms of the time model: a step takes the sum of each term's ideal time times its coefficient."""
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One kind of accelerator, and the network that its nodes usually have."""
+
+    flops: float
+    """Dense bf16 operations per second, by the data sheet."""
+    memory_gib: float
+    """Device memory that a program sees."""
+    bandwidth: float
+    """Bytes per second of the device memory."""
+    intra: float
+    """Bytes per second and direction between accelerators of a node."""
+    inter: float
+    """Bytes per second and direction of an accelerator's share of the network between nodes."""
+    host: float
+    """Bytes per second between device and host memory."""
+    coefficients: tuple[float, ...]
+    """One per term of ``TERMS``."""
+    spread: float
+    """Relative error that 80 % of the predicted step times stay within."""
+
+
+_A = (1.32, 3.2, 2.2, 2.5, 1.0, 2.0, 0.1, 0.13, 0.3, 1.8, 0.35, 0.92, 1.0, 2.5, 0.3)
+_H = (1.52, 1.7, 1.7, 0.9, 0.73, 2.2, 0.18, 0.43, 2.1, 0.5, 0.87, 1.2, 2.2, 1.4, 1.2)
+
+_TABLE = {
+    "a100-40": Accelerator(312e12, 39.4, 1.55e12, 300e9, 25e9, 25e9, _A, 0.25),
+    "a100-80": Accelerator(312e12, 79.1, 2.04e12, 300e9, 25e9, 25e9, _A, 0.25),
+    "h100-80": Accelerator(989e12, 79.1, 3.35e12, 450e9, 50e9, 55e9, _H, 0.35),
+    "h100-96": Accelerator(800e12, 95.0, 2.40e12, 450e9, 50e9, 55e9, _H, 0.35),
+    "h200": Accelerator(989e12, 139.8, 4.80e12, 450e9, 50e9, 55e9, _H, 0.35),
+    "b200": Accelerator(2250e12, 178.3, 8.00e12, 900e9, 50e9, 55e9, _H, 0.35),
+    "910b": Accelerator(376e12, 60.9, 1.60e12, 196e9, 25e9, 25e9, _A, 0.40),
+}
+ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(_TABLE)
+"""Accelerators by name."""
+
+
+def accelerator(name: str) -> Accelerator:
+    """Return an accelerator of the table.
+
+    Raises:
+        ConfigurationError: the table has no such name.
+    """
+    found = ACCELERATORS.get(str(name).lower())
+    if found is None:
+        raise ConfigurationError(
+            f"Cluster: accelerator is {name!r}: accepted are {', '.join(ACCELERATORS)}."
+        )
+    return found

@@ -1,0 +1,101 @@
+"""The time model's coefficients from measured steps. Needs numpy and scipy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
+
+from dlrover.errors import ConfigurationError
+from dlrover.planning.parallel.accelerators import accelerator
+from dlrover.planning.parallel.columns import Columns
+from dlrover.planning.parallel.records import Cluster, Observation
+from dlrover.planning.parallel.rules import Job
+from dlrover.planning.parallel.timing import timed
+
+PRIOR = 0.01
+"""Weight of the present coefficients: as much as an observation weighs whose error is this small."""
+ROUNDS = 10
+"""Fits, each with the terms that count at the last one's coefficients."""
+NOISE = 0.05
+"""Relative error from which an observation counts less, as noise or a fault of its run."""
+LEAST_SPREAD = 0.05
+"""Relative error that the fit never promises to stay below."""
+
+
+def calibrate(cluster: Cluster, observations: Iterable[Any]) -> Cluster:
+    """Return the cluster with coefficients fitted to measured steps.
+
+    The fit is one of non-negative least squares of relative errors. Coefficients that the observations say nothing
+    about stay as they are.
+
+    Args:
+        cluster: The accelerators that were measured.
+        observations: Each an :class:`Observation`, or a tuple or mapping of its five fields.
+
+    Raises:
+        ConfigurationError: there are none, or one is not complete.
+    """
+    seen = [_observation(each) for each in observations]
+    if not seen:
+        raise ConfigurationError("calibrate: there are no observations: at least one is needed.")
+    start = np.asarray(cluster.coefficients or accelerator(cluster.accelerator).coefficients)
+    measured = np.array([each.step_seconds for each in seen], dtype=float)
+    weights, design = start, _design(cluster, seen, start)
+    for _ in range(ROUNDS):
+        fitted = _fit(design, measured, weights, start)
+        # halfway, in ratios: the terms that count depend on the coefficients
+        weights = np.sqrt(np.maximum(fitted, 1e-4 * start) * np.maximum(weights, 1e-4 * start))
+        design = _design(cluster, seen, weights)
+    weights = _fit(design, measured, weights, start)
+    errors = np.abs(_design(cluster, seen, weights) @ weights / measured - 1)
+    # few observations say little about the errors of others
+    spread = np.quantile(errors, 0.85) * (1 + len(start) / (2 * len(seen)))
+    return replace(
+        cluster,
+        coefficients=tuple(float(weight) for weight in weights),
+        spread=float(max(spread, LEAST_SPREAD)),
+    )
+
+
+def _observation(each: Any) -> Observation:
+    try:
+        seen = Observation(**each) if isinstance(each, Mapping) else Observation(*each)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"calibrate: an observation has not the fields {', '.join(Observation._fields)}."
+        ) from error
+    if not seen.step_seconds > 0:
+        raise ConfigurationError(
+            f"calibrate: step_seconds is {seen.step_seconds!r}, not a positive number."
+        )
+    return seen
+
+
+def _design(cluster: Cluster, seen: Sequence[Observation], weights: Any) -> Any:
+    """Ideal seconds of each term, one row per observation."""
+    jobs: dict[Job, list[int]] = {}
+    for index, each in enumerate(seen):
+        nodes = max(1, each.strategy.size // cluster.per_node)
+        job = Job(each.model, replace(cluster, nodes=nodes), each.sequence, each.global_batch)
+        jobs.setdefault(job, []).append(index)
+    rows = np.zeros((len(seen), len(weights)))
+    for job, places in jobs.items():
+        of = Columns.of([seen[at].strategy for at in places])
+        rows[places] = timed(
+            job.model, of, job.cluster, job.sequence, job.global_batch, weights
+        ).design
+    return rows
+
+
+def _fit(design: Any, measured: Any, weights: Any, start: Any) -> Any:
+    """Coefficients of least relative errors; large errors count less, as in a fit of absolute errors."""
+    off = np.abs(np.log(np.maximum(design @ weights, 1e-12) / measured))
+    scale = 1 / (measured * np.sqrt(np.maximum(off, NOISE) * len(measured)))
+    prior = PRIOR / np.maximum(start, 1e-6)
+    rows = np.vstack([design * scale[:, None], np.diag(prior)])
+    fitted, _ = nnls(rows, np.concatenate([measured * scale, prior * start]))
+    return fitted

@@ -1,0 +1,142 @@
+"""What a strategy must obey, apart from memory: each rule with its sentence. Needs numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dlrover.errors import ConfigurationError
+from dlrover.planning.parallel.columns import Columns
+from dlrover.planning.parallel.records import Cluster, Strategy, Transformer
+from dlrover.planning.parallel.stages import stages
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, the cluster that trains it, and the batch of a step."""
+
+    model: Transformer
+    cluster: Cluster
+    sequence: int
+    global_batch: int
+
+    def __post_init__(self) -> None:
+        for name in ("sequence", "global_batch"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"{name} is {value!r}, not a positive integer.")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule: which strategies break it, and what to say about one that does."""
+
+    broken: Callable[[Job, Columns], Any]
+    sentence: Callable[[Job, Strategy], str]
+
+
+IMBALANCE = 2.0
+"""Multiple of the average stage's time that the slowest one takes at most."""
+
+
+def _divides(part: Any, whole: int) -> Any:
+    return whole % part == 0
+
+
+def _imbalance(job: Job, of: Columns) -> Any:
+    pairs, index = np.unique(np.stack([of.pp, of.virtual]), axis=1, return_inverse=True)
+    found = [stages(job.model, int(pp), int(virtual)).imbalance for pp, virtual in pairs.T]
+    return np.array(found)[index.reshape(-1)] > IMBALANCE
+
+
+def _experts(job: Job, of: Columns) -> Any:
+    ranks = of.dp * of.cp
+    spread = (ranks % of.ep == 0) | ((ranks * of.tp) % of.ep == 0)
+    return (of.ep > 1) & ~(spread & (max(job.model.experts, 1) % of.ep == 0))
+
+
+RULES = (
+    Rule(
+        lambda job, of: of.size != job.cluster.size,
+        lambda job, one: (
+            f"dp_replicate x dp_shard x tp x pp x cp is {one.size} ranks: "
+            f"the cluster has {job.cluster.size} accelerators."
+        ),
+    ),
+    Rule(
+        lambda job, of: ~_divides(of.tp, job.model.heads),
+        lambda job, one: f"tp is {one.tp}: it must divide the {job.model.heads} heads.",
+    ),
+    Rule(
+        lambda job, of: ~_divides(of.tp, job.model.kv_heads),
+        lambda job, one: (
+            f"tp is {one.tp}: it must divide the {job.model.kv_heads} heads of keys and values."
+        ),
+    ),
+    Rule(
+        lambda job, of: ~_divides(of.tp, job.model.ffn),
+        lambda job, one: f"tp is {one.tp}: it must divide the ffn of {job.model.ffn}.",
+    ),
+    Rule(
+        lambda job, of: of.pp * of.virtual > job.model.layers,
+        lambda job, one: (
+            f"pp x virtual is {one.pp * one.virtual} parts: the model has {job.model.layers} layers."
+        ),
+    ),
+    Rule(
+        _imbalance,
+        lambda job, one: (
+            f"pp is {one.pp}: the slowest stage takes "
+            f"{stages(job.model, one.pp, one.virtual).imbalance:.1f} times the average one, with the output layer."
+        ),
+    ),
+    Rule(
+        lambda job, of: (of.virtual > 1) & (of.pp == 1),
+        lambda job, one: f"virtual is {one.virtual}: that needs pp of 2 or more.",
+    ),
+    Rule(
+        lambda job, of: ~_divides(of.cp, job.sequence),
+        lambda job, one: f"cp is {one.cp}: it must divide the sequence of {job.sequence}.",
+    ),
+    Rule(
+        _experts,
+        lambda job, one: (
+            f"ep is {one.ep}: it must divide the {job.model.experts} experts, "
+            f"and dp x cp ({one.dp * one.cp}) or dp x cp x tp ({one.dp * one.cp * one.tp})."
+        ),
+    ),
+    Rule(
+        lambda job, of: ~_divides(of.dp * of.micro_batch, job.global_batch),
+        lambda job, one: (
+            f"dp x micro_batch is {one.dp * one.micro_batch}: "
+            f"it must divide the global batch of {job.global_batch}."
+        ),
+    ),
+    Rule(
+        lambda job, of: (of.virtual > 1) & (of.rounds(job.global_batch) % of.pp != 0),
+        lambda job, one: (
+            f"A rank has {job.global_batch // (one.dp * one.micro_batch)} micro-batches: "
+            f"with virtual above 1, pp ({one.pp}) must divide them."
+        ),
+    ),
+)
+
+
+def obeys(job: Job, of: Columns) -> Any:
+    """Return which strategies break no rule."""
+    good = np.ones(len(of), dtype=bool)
+    for rule in RULES:
+        good &= ~np.asarray(rule.broken(job, of))
+    return good
+
+
+def first_broken(job: Job, strategy: Strategy) -> str:
+    """Return the sentence of the first rule that a strategy breaks, or nothing."""
+    one = Columns.of([strategy])
+    for rule in RULES:
+        if np.asarray(rule.broken(job, one))[0]:
+            return rule.sentence(job, strategy)
+    return ""

@@ -1,0 +1,202 @@
+"""What a guarded training function gets: the present cluster, and its progress with checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import tensorflow as tf
+
+from dlrover import launched
+from dlrover.data.records import Records
+from dlrover.errors import ConfigurationError
+from dlrover.tensorflow.machine.options import Options
+from dlrover.tensorflow.watch import ClusterChangedError, Watch
+
+logger = logging.getLogger(__name__)
+
+
+class Present:
+    """The tasks that a call of the training function works with."""
+
+    def __init__(
+        self,
+        role: str,
+        spec: Mapping[str, list[str]],
+        options: Options,
+        attempt: int = 0,
+        reached: int = 0,
+    ) -> None:
+        self.role = role
+        """``chief``, or ``evaluator``."""
+        self.spec = spec
+        """Addresses by role, as for ``tf.train.ClusterSpec``."""
+        self.attempt = attempt
+        """Number of the call in this process, from 0."""
+        self.reached = reached
+        """The furthest step of the calls before."""
+        self.directory = options.checkpoint
+        """Directory of the checkpoints."""
+        self.watch: Watch | None = None
+        self.progress: Progress | None = None
+        self._options = options
+
+    def strategy(self, **options: Any) -> tf.distribute.ParameterServerStrategy:
+        """Return a strategy for these tasks.
+
+        Args:
+            options: those of ``tf.distribute.ParameterServerStrategy``, as ``variable_partitioner``.
+        """
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(self.spec), task_type=self.role, task_id=0, rpc_layer="grpc"
+        )
+        return tf.distribute.ParameterServerStrategy(resolver, **options)
+
+    def resume(
+        self,
+        coordinator: Any,
+        *,
+        records: Records[Any] | None = None,
+        **objects: Any,
+    ) -> Progress:
+        """Restore the latest checkpoint, if there is one, and return the progress that saves the next ones.
+
+        Args:
+            coordinator: the ``ClusterCoordinator``, or the strategy.
+            records: samples that the chief reads: they continue where the checkpoint was saved.
+            objects: what the checkpoint holds, as for ``tf.train.Checkpoint``: ``model=model``.
+
+        Raises:
+            ConfigurationError: `resilient` was given no directory.
+        """
+        if not self.directory:
+            raise ConfigurationError(
+                'checkpoint is ""; resume needs a directory, as in @resilient(checkpoint="out/ckpt").'
+            )
+        if isinstance(coordinator, tf.distribute.Strategy):
+            coordinator = tf.distribute.coordinator.ClusterCoordinator(coordinator)
+        self.progress = Progress(self, coordinator, self._options, records, objects)
+        return self.progress
+
+    @property
+    def step(self) -> int:
+        """Number of the last step; -1 if the program does not report it."""
+        return self.progress.step if self.progress is not None else -1
+
+    def close(self) -> None:
+        """End the attempt: samples that were read ahead go back."""
+        if self.progress is not None and self.progress.records is not None:
+            self.progress.records.close()
+
+
+class _State(tf.train.experimental.PythonState):  # type: ignore[misc]
+    """The step and the samples, as a checkpoint holds them."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.found: dict[str, Any] = {}
+
+    def serialize(self) -> bytes:
+        """Return the state for a checkpoint."""
+        records = self._progress.records
+        data = records.state_dict() if records is not None else None
+        return msgspec.msgpack.encode({"step": self._progress.step, "records": data})
+
+    def deserialize(self, data: bytes) -> None:
+        """Take the state from a checkpoint."""
+        self.found = msgspec.msgpack.decode(data)
+
+
+class Progress:
+    """Steps of a training, and its checkpoints."""
+
+    def __init__(
+        self,
+        cluster: Present,
+        coordinator: Any,
+        options: Options,
+        records: Records[Any] | None,
+        objects: Mapping[str, Any],
+    ) -> None:
+        self.step = 0
+        """Steps that were scheduled, from the start of the training."""
+        self.records = records
+        self.coordinator = coordinator
+        self._cluster, self._options = cluster, options
+        self._state = _State(self)
+        self._manager = tf.train.CheckpointManager(
+            tf.train.Checkpoint(dlrover=self._state, **objects), options.checkpoint, options.keep
+        )
+        self._restore()
+        launched.loaded(self.step)
+        self._saved_at, self._saved_step = time.monotonic(), self.step
+
+    def _restore(self) -> None:
+        path = self._manager.latest_checkpoint
+        if path is not None:
+            # Keras makes variables when they are first used; they get their values then.
+            self._manager.checkpoint.restore(path).assert_existing_objects_matched()
+            self.step = self._state.found["step"]
+            logger.info("Restored step %d from %s", self.step, path)
+        if self.records is None:
+            return
+        state = self._state.found.get("records")
+        if path is not None and state is None:
+            raise ConfigurationError(
+                f"{path} has no position of records; it was saved without records."
+            )
+        if path is not None or self._cluster.attempt:
+            self.records.load_state_dict(state or self.records.state_dict())
+
+    def schedule(self, function: Any, args: Any = None, kwargs: Any = None) -> Any:
+        """Schedule a step as ``ClusterCoordinator.schedule`` does, and call `advance`."""
+        result = self.coordinator.schedule(function, args=args, kwargs=kwargs)
+        self.advance()
+        return result
+
+    def advance(self, steps: int = 1) -> None:
+        """Count steps that were scheduled; save if that is due.
+
+        Raises:
+            ClusterChangedError: the cluster is to be built again; everything so far is saved.
+        """
+        new = (
+            self.step + steps - max(self.step, self._cluster.reached)
+        )  # without those that are repeated
+        self.step += steps
+        for _ in range(new):
+            launched.stepped()
+        watch = self._cluster.watch
+        change = watch.change if watch is not None else None
+        if change is not None and change.reason:
+            if (
+                not change.lost
+            ):  # else only the tasks of the last checkpoint's state are known to be whole
+                self.save()
+            raise ClusterChangedError(f"{change.reason}.")
+        late = time.monotonic() - self._saved_at >= self._options.every_seconds
+        many = (
+            self._options.every_steps and self.step - self._saved_step >= self._options.every_steps
+        )
+        if late or many:
+            self.save()
+
+    def join(self) -> None:
+        """Wait for all steps, and save."""
+        self.save()
+
+    def save(self) -> None:
+        """Wait for all scheduled steps and save, unless this step is saved."""
+        self.coordinator.join()
+        if self.step != self._saved_step or self._manager.latest_checkpoint is None:
+            self._manager.save(checkpoint_number=self.step)
+        self._saved_at, self._saved_step = time.monotonic(), self.step
+
+    def callback(self) -> Any:
+        """Return a callback for ``fit`` of a Keras model with the same strategy: it counts and saves."""
+        from dlrover.tensorflow.callback import ProgressCallback  # noqa: PLC0415 - it imports Keras
+
+        return ProgressCallback(self)

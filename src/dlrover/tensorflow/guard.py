@@ -1,0 +1,221 @@
+"""The guard round a training function: it builds TensorFlow's cluster again when a task is lost or the plan changes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeVar
+
+import tensorflow as tf
+
+from dlrover import config, launched
+from dlrover._util import backoff
+from dlrover.errors import InfrastructureError
+from dlrover.spec.cluster import ClusterTask, UseCluster
+from dlrover.spec.node import CHIEF
+from dlrover.tensorflow import serving
+from dlrover.tensorflow.cluster import Present
+from dlrover.tensorflow.machine.choice import Choice, Place, choose, named, place, tf_config
+from dlrover.tensorflow.machine.options import Options
+from dlrover.tensorflow.registry import JobRegistry, Registry, answers, free_port, joined, look
+from dlrover.tensorflow.watch import ClusterChangedError, Watch, forget, keep_stuck, strategies
+
+logger = logging.getLogger(__name__)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+LOOK = 0.05
+"""Seconds between two looks for the tasks that are awaited."""
+RETRY = 0.1, 5.0
+"""Seconds before the first repetition of a failed attempt, and before later ones."""
+SETTLED = 60.0
+"""Seconds after which an attempt counts as one that worked, if it reports no steps."""
+FAULTS = (tf.errors.UnavailableError, tf.errors.AbortedError)
+"""Errors of connections."""
+FORGOTTEN = ("unknown device", "Unable to find the relevant tensor remote_handle")
+"""Texts of an `InvalidArgumentError` that mean that a server has started again."""
+
+
+def resilient(  # noqa: PLR0913 - options, by name
+    function: Function | None = None,
+    *,
+    checkpoint: str | os.PathLike[str] = "",
+    every_seconds: float = 60.0,
+    every_steps: int = 0,
+    keep: int = 3,
+    spares: int = 0,
+    timeout: float = 600.0,
+    max_failures: int = 10,
+) -> Any:
+    """Guard a training function of a job with ``dlrover-run --chief``.
+
+    In the chief, the function is called again, in the same process, whenever a task is lost or the job's tasks
+    change. It then makes a strategy for the present tasks. Workers and parameter servers do not call it: they
+    serve until the job ends, and their process ends here. Evaluators call it once.
+
+    The function may take one argument more than it is called with, a `Present` cluster. Before each call,
+    ``TF_CONFIG`` describes the same cluster. A program that runs alone gets a worker and a parameter server within
+    its own process.
+
+    Args:
+        function: the training function.
+        checkpoint: directory of the checkpoints of `Present.resume`, which all tasks can reach.
+        every_seconds: time between two of them.
+        every_steps: also save after this many steps; 0: by time only.
+        keep: number of checkpoints to keep.
+        spares: parameter servers to keep idle; one takes the place of a lost server at once.
+        timeout: seconds to wait for the tasks.
+        max_failures: consecutive attempts without a new step after which the last error is raised.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+    """
+    options = Options(
+        os.fspath(checkpoint), every_seconds, every_steps, keep, spares, timeout, max_failures
+    )
+
+    def guarded(function: Function) -> Function:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            here = place(config.environ())
+            if here is not None and here.serves:
+                _serve(here)
+            guard = Guard(here, options)
+            asks = len(inspect.signature(function).parameters) > len(args) + len(kwargs)
+            return guard.run(lambda cluster: function(*(cluster,) * asks, *args, **kwargs))
+
+        return run  # type: ignore[return-value]
+
+    return guarded if function is None else guarded(function)
+
+
+def _serve(here: Place) -> NoReturn:
+    serving.serve(here)
+    sys.exit(0)  # as after tf.distribute.Server.join(), nothing of the program follows
+
+
+class Guard:
+    """Attempts of one training function, in the chief or an evaluator."""
+
+    def __init__(self, place: Place | None, options: Options) -> None:
+        self._place, self._options = place, options
+        self._used: Choice | None = None
+        self._lost: set[ClusterTask] = set()
+        self._alive: list[Any] = []  # servers within this process
+        self._attempts = 0
+        self._failures = 0
+        self._reached = -1
+        self._delays = backoff.delays(*RETRY)
+
+    def run(self, call: Callable[[Present], Any]) -> Any:
+        """Call the function until it returns, or fails for another reason than its cluster."""
+        here = self._place
+        if here is not None and here.role != CHIEF:
+            _export(tf_config({}, here.role, here.index))
+            return call(Present(here.role, {}, self._options))
+        registry = self._registry()
+        while True:
+            choice = self._await(registry)
+            cluster = self._present(choice)
+            began = time.monotonic()
+            try:
+                result = self._attempt(call, cluster, choice, registry)
+            except Exception as error:
+                worked = time.monotonic() - began > SETTLED or cluster.step > self._reached
+                why = self._why(error, choice)
+                if not why or not self._may_repeat(worked=worked):
+                    raise
+                logger.warning("The cluster is built again at step %d: %s", cluster.step, why)
+            else:
+                registry.ask(UseCluster(()), self._options.timeout)
+                return result
+            finally:
+                cluster.close()
+            self._reached = max(self._reached, cluster.step)
+            del cluster
+            forget()
+
+    def _attempt(
+        self,
+        call: Callable[[Present], Any],
+        cluster: Present,
+        choice: Choice,
+        registry: Registry,
+    ) -> Any:
+        with strategies() as made:
+            watch = Watch(registry.another(), self._options.spares, choice, made)
+            try:
+                with watch:
+                    cluster.watch = watch
+                    return call(cluster)
+            finally:
+                keep_stuck(made)
+
+    def _may_repeat(self, *, worked: bool) -> bool:
+        """Wait and return True, unless too many attempts have failed without a new step."""
+        if worked:
+            self._failures, self._delays = 0, backoff.delays(*RETRY)
+        self._failures += 1
+        if self._failures > 1:
+            threading.Event().wait(next(self._delays))
+        return self._failures <= self._options.max_failures
+
+    def _registry(self) -> Registry:
+        if self._place is not None and launched.given.relay:
+            return JobRegistry()
+        registry, self._alive = serving.alone()
+        return registry
+
+    def _await(self, registry: Registry) -> Choice:
+        """Return the tasks of the next cluster once they are there; all others may end from now on."""
+        options, missing = self._options, "the master's list of tasks"
+        for reply in look(registry, LOOK, options.timeout):
+            self._lost &= set(reply.tasks)
+            choice, missing = choose(reply, options.spares, self._used, self._lost)
+            if choice is None:
+                continue
+            silent = {task for task in choice.tasks if not answers(task)}
+            self._lost |= silent
+            if not silent:
+                registry.ask(UseCluster(choice.tasks), options.timeout)
+                self._used = choice
+                return choice
+        raise InfrastructureError(f"timeout is {options.timeout:g} s, and {missing} did not come.")
+
+    def _present(self, choice: Choice) -> Present:
+        host = self._place.host if self._place is not None else "127.0.0.1"
+        # A new port: TensorFlow does not start a second server on that of the former cluster.
+        spec = choice.spec(joined(host, free_port()))
+        _export(tf_config(spec, CHIEF, 0))
+        self._attempts += 1
+        return Present(CHIEF, spec, self._options, self._attempts - 1, max(0, self._reached))
+
+    def _why(self, error: Exception, used: Choice) -> str:
+        """Return why another attempt may help; empty if the error has nothing to do with the cluster."""
+        if isinstance(error, ClusterChangedError):
+            return str(error)
+        gone = [task for task in used.tasks if not answers(task)]
+        self._lost.update(gone)
+        if gone:
+            return f"no connection to {named(gone)}."
+        for cause in _chain(error):
+            text = str(cause)
+            told = isinstance(cause, FAULTS) or any(part in text for part in FORGOTTEN)
+            if isinstance(cause, tf.errors.OpError) and told and "/job:" in text:
+                return text.partition("\n")[0]
+        return ""
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = getattr(error, "original_exception", None) or error.__cause__ or error.__context__
+
+
+def _export(value: str) -> None:
+    os.environ["TF_CONFIG"] = value  # noqa: TID251 - TensorFlow reads it

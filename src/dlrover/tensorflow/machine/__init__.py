@@ -1,0 +1,1 @@
+"""Pure decisions about a TensorFlow cluster."""

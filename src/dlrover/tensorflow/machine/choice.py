@@ -1,0 +1,136 @@
+"""Which tasks of the job a TensorFlow cluster is built of, and when another one is due."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Set as AbstractSet
+from dataclasses import dataclass
+
+from dlrover.spec.cluster import ClusterReply, ClusterTask
+from dlrover.spec.node import CHIEF, EVALUATOR, SERVER, WORKER
+from dlrover.spec.words import counted
+
+OWN_ROLES = (CHIEF, EVALUATOR, WORKER, SERVER)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a process is in its job."""
+
+    role: str
+    index: int
+    host: str
+    """Address at which the other processes reach it."""
+
+    @property
+    def serves(self) -> bool:
+        """True if the process executes what the chief sends it."""
+        return self.role in (WORKER, SERVER)
+
+
+def place(env: Mapping[str, str]) -> Place | None:
+    """Return the place that ``dlrover-run --chief`` gave a process; None if another launcher started it."""
+    role = env.get("ROLE_NAME", "")
+    if role not in OWN_ROLES or "ROLE_RANK" not in env:
+        return None
+    return Place(role, int(env["ROLE_RANK"]), env.get("MASTER_ADDR", "127.0.0.1"))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Tasks of one TensorFlow cluster; their order gives their numbers in it."""
+
+    workers: tuple[ClusterTask, ...] = ()
+    servers: tuple[ClusterTask, ...] = ()
+
+    @property
+    def tasks(self) -> tuple[ClusterTask, ...]:
+        """All tasks."""
+        return self.workers + self.servers
+
+    @property
+    def addresses(self) -> frozenset[tuple[str, str]]:
+        """The role and address of each task: a cluster with the same ones is the same to TensorFlow."""
+        return frozenset((task.role, task.address) for task in self.tasks)
+
+    def spec(self, chief: str) -> dict[str, list[str]]:
+        """Return the content of a ``tf.train.ClusterSpec``; ``chief`` is the chief's address."""
+        return {
+            CHIEF: [chief],
+            WORKER: [task.address for task in self.workers],
+            SERVER: [task.address for task in self.servers],
+        }
+
+    def in_words(self) -> str:
+        """Return ``2 workers and 1 parameter server``."""
+        workers, servers = len(self.workers), len(self.servers)
+        return f"{counted(workers, 'worker')} and {counted(servers, 'parameter server')}"
+
+
+def tf_config(spec: Mapping[str, list[str]], role: str, index: int) -> str:
+    """Return the value of ``TF_CONFIG`` for a task."""
+    return json.dumps({"cluster": spec, "task": {"type": role, "index": index}})
+
+
+def choose(
+    reply: ClusterReply,
+    spares: int,
+    used: Choice | None = None,
+    lost: AbstractSet[ClusterTask] = frozenset(),
+) -> tuple[Choice | None, str]:
+    """Choose the tasks of the next cluster; without enough of them, return None and what is awaited.
+
+    The first cluster awaits all workers. A later one does with those that are there: the others come back with a
+    change of its own. Variables need every wanted server, less the spares. Tasks in use are preferred.
+
+    Args:
+        reply: the job's tasks.
+        spares: parameter servers to keep idle.
+        used: the present or the last cluster.
+        lost: tasks that do not answer.
+    """
+    there = [task for task in reply.tasks if task not in lost and task not in reply.leaving]
+    workers = tuple(task for task in there if task.role == WORKER)
+    servers = [task for task in there if task.role == SERVER]
+    wanted = max(1, reply.wanted.get(SERVER, 1) - spares)
+    known = used.addresses if used is not None else frozenset()
+    servers = sorted(servers, key=lambda task: (SERVER, task.address) not in known)[:wanted]
+    fewest = 1 if used is not None else max(1, reply.wanted.get(WORKER, 1))
+    missing = [
+        f"{need - have} of {counted(need, what)}"
+        for what, need, have in (
+            ("worker", fewest, len(workers)),
+            ("parameter server", wanted, len(servers)),
+        )
+        if have < need
+    ]
+    if missing:
+        return None, " and ".join(missing)
+    return Choice(workers, tuple(sorted(servers))), ""
+
+
+def named(tasks: Iterable[ClusterTask]) -> str:
+    """Return tasks in words."""
+    return ", ".join(f"{task.role} {task.index} ({task.address})" for task in tasks)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Why a cluster is to be built again."""
+
+    reason: str = ""
+    """Empty: it stays."""
+    lost: bool = False
+    """True if a task is gone; TensorFlow may wait for it forever."""
+
+
+def change(reply: ClusterReply, spares: int, used: Choice) -> Change:
+    """Return why the cluster in use is to be built again."""
+    listed = {(task.role, task.address) for task in reply.tasks}
+    gone = [task for task in used.tasks if (task.role, task.address) not in listed]
+    if gone:
+        return Change(f"{named(gone)} {'is' if len(gone) == 1 else 'are'} gone", lost=True)
+    best, _ = choose(reply, spares, used)
+    if best is None or best.addresses == used.addresses:
+        return Change()
+    return Change(f"the job now has {best.in_words()} instead of {used.in_words()}")

@@ -1,0 +1,131 @@
+"""Servers of embedding tables in threads, over real sockets, as the job's processes run them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from msgspec.structs import replace
+
+from dlrover.checkpoint.storage.stores import open_store
+from dlrover.embedding.machine.placement import Placement
+from dlrover.embedding.options import Expiry, Initializer, Optimizer, TableOptions
+from dlrover.embedding.remote import stored
+from dlrover.embedding.remote.client import ServerGroup
+from dlrover.embedding.remote.holding import Holding
+from dlrover.embedding.remote.server import EmbeddingServer
+from dlrover.errors import ConfigurationError, ProtocolError
+from dlrover.spec.placement import LookPlacement, PlacementReply, PlacementRequest
+
+DIM = 4
+OPTIONS = TableOptions(
+    dim=DIM,
+    optimizer=Optimizer(name="sgd", learning_rate=1.0),
+    initializer=Initializer("constant", 3.0),
+    expiry=Expiry(norm=0.5),
+).json()
+"""New rows are 3, gradients are subtracted, and rows of zeros expire."""
+
+
+def first(_key: int) -> np.ndarray:
+    """A new key's row."""
+    return np.full(DIM, 3, np.float32)
+
+
+class LocalDirectory:
+    """The machine itself, as the master has it."""
+
+    def __init__(self) -> None:
+        self.placement = Placement()
+        self._lock = threading.Lock()
+
+    def ask(self, request: PlacementRequest) -> PlacementReply:
+        with self._lock:
+            try:
+                reply = self.placement.handle(request)
+            except ProtocolError as error:
+                raise ConfigurationError(str(error)) from error
+            self.placement.validate()
+            return replace(reply, secret=b"secret")
+
+    def look(self, known: int) -> PlacementReply:
+        return self.ask(LookPlacement(known))
+
+
+@dataclass
+class Cluster:
+    """Servers in threads."""
+
+    directory: LocalDirectory = field(default_factory=LocalDirectory)
+    servers: dict[int, EmbeddingServer] = field(default_factory=dict)
+    threads: list[threading.Thread] = field(default_factory=list)
+    recovered: list[int] = field(default_factory=list)
+
+    def start(self, index: int, start: int = 1, servers: int = 2) -> EmbeddingServer:
+        holding = Holding()
+
+        def recover(placement: PlacementReply, slots) -> None:
+            self.recovered.append(len(slots))
+            if (last := placement.stored) is not None:
+                store = open_store(last.place)
+                parts = stored.parts(store, stored.read_manifest(store, last.id))
+                holding.replay((found for _, found in parts), slots)
+
+        server = EmbeddingServer(index, start, servers, self.directory, holding, recover)
+        self.servers[index] = server
+        self.threads.append(threading.Thread(target=server.run))
+        self.threads[-1].start()
+        return server
+
+    def kill(self, index: int) -> None:
+        """End a server as SIGKILL does: its connections break, and it tells nobody."""
+        self.servers.pop(index).close()
+
+    def settle(self, done: Callable[[Placement], bool]) -> None:
+        for _ in range(2000):
+            if done(self.directory.placement):
+                return
+            threading.Event().wait(0.01)
+        raise AssertionError(self.directory.placement)
+
+    def close(self) -> None:
+        for server in self.servers.values():
+            server.close()
+        for thread in self.threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+@contextmanager
+def cluster(count: int) -> Iterator[tuple[Cluster, ServerGroup]]:
+    made = Cluster()
+    group = ServerGroup(made.directory, timeout=30.0)
+    try:
+        for index in range(count):
+            made.start(index, servers=count)
+        yield made, group
+    finally:
+        group.close()
+        made.close()
+
+
+Model = dict[int, np.ndarray]
+
+
+def train(group: ServerGroup, model: Model, steps: int, seed: int = 0) -> None:
+    """Steps on random keys, each checked against a dict."""
+    table = group.open("users", OPTIONS)
+    chance = np.random.default_rng(seed)
+    for _ in range(steps):
+        keys = chance.choice(5000, 300, replace=False).astype(np.int64)
+        rows = group.rows(table, DIM, keys, insert=True)
+        for key, row in zip(keys.tolist(), rows, strict=True):
+            expected = model.setdefault(key, first(key))
+            assert (row == expected).all(), key
+        gradients = chance.integers(-8, 8, (len(keys), DIM)).astype(np.float32)
+        group.push(table, keys, gradients)
+        for key, gradient in zip(keys.tolist(), gradients, strict=True):
+            model[key] = model[key] - gradient

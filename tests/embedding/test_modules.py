@@ -1,0 +1,145 @@
+"""The PyTorch modules give the outputs and gradients of torch's own, on rows of a table."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dlrover.embedding.options import decoded
+from dlrover.embedding.table import HashTable
+from dlrover.errors import ConfigurationError
+from tests.embedding.servers import DIM, OPTIONS
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+modules = pytest.importorskip("dlrover.embedding.modules")
+EmbeddingOptimizer, prefetched = modules.EmbeddingOptimizer, modules.prefetched
+HashEmbedding, HashEmbeddingBag = modules.HashEmbedding, modules.HashEmbeddingBag
+pytestmark = pytest.mark.torch
+
+
+def plain() -> HashTable:
+    return HashTable.of(decoded(OPTIONS))
+
+
+def filled(count: int = 50) -> tuple[HashTable, nn.Embedding]:
+    """A table and a module of torch with equal rows."""
+    table, module = plain(), nn.Embedding(count, DIM)
+    keys = np.arange(count)
+    table.lookup(keys)
+    with torch.no_grad():
+        table.update(keys, table.peek(keys) - module.weight.numpy())
+    return table, module
+
+
+def rows(table: HashTable, count: int = 50) -> torch.Tensor:
+    return torch.from_numpy(table.peek(np.arange(count)))
+
+
+def sgd(module: nn.Embedding | nn.EmbeddingBag) -> None:
+    with torch.no_grad():
+        module.weight -= module.weight.grad
+        module.weight.grad = None
+
+
+def test_an_embedding_is_torchs_with_rows_that_a_table_updates() -> None:
+    table, module = filled()
+    ours = HashEmbedding(table)
+    assert not list(ours.parameters())
+    for seed in range(3):
+        keys = torch.randint(0, 50, (4, 7), generator=torch.Generator().manual_seed(seed))
+        found, expected = ours(keys), module(keys)
+        torch.testing.assert_close(found, expected)
+        (found**2).sum().backward()
+        (expected**2).sum().backward()
+        sgd(module)
+        torch.testing.assert_close(rows(table), module.weight.detach())
+
+
+def test_evaluation_inserts_nothing_and_has_no_gradient() -> None:
+    table = plain()
+    ours = HashEmbedding(table).eval()
+    assert (ours(torch.tensor([5, 6])) == 0).all()
+    assert len(table) == 0
+    ours.train()
+    with torch.no_grad():
+        assert not ours(torch.tensor([5])).requires_grad
+    assert len(table) == 1
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_a_bag_is_torchs(mode: str) -> None:
+    table, module = filled()
+    ours = HashEmbeddingBag(table, mode=mode)
+    theirs = nn.EmbeddingBag(50, DIM, mode=mode, _weight=module.weight)
+    keys, offsets = torch.tensor([3, 4, 3, 9, 1]), torch.tensor([0, 2, 2, 4])
+    found, expected = ours((keys, offsets)), theirs(keys, offsets)
+    torch.testing.assert_close(found, expected)
+    (found**2).sum().backward()
+    (expected**2).sum().backward()
+    sgd(theirs)
+    torch.testing.assert_close(rows(table), theirs.weight.detach())
+    table_of_keys = torch.tensor([[1, 2], [2, 2]])
+    torch.testing.assert_close(ours(table_of_keys), theirs(table_of_keys))
+
+
+def test_features_have_rows_of_their_own_and_one_request() -> None:
+    table = plain()
+    ours = HashEmbeddingBag(table, ["user", "item"])
+    keys = torch.tensor([[1], [2]])
+    asked = []
+    lookup = table.lookup
+    table.lookup = lambda given: (asked.append(given), lookup(given))[1]
+    out = ours({"item": keys, "user": keys}, {"user": torch.ones(2, 1), "item": torch.zeros(2, 1)})
+    assert out.shape == (2, 2 * DIM)
+    assert len(asked) == 1
+    assert len(table) == 4
+    assert (out[:, DIM:] == 0).all(), "the item's weights are 0"
+    with pytest.raises(
+        ConfigurationError, match="bags has user; the features user, item are expected"
+    ):
+        ours({"user": keys})
+    with pytest.raises(ConfigurationError, match="features has a name twice: a, a"):
+        HashEmbeddingBag(table, ["a", "a"])
+
+
+def test_held_gradients_are_applied_once_in_step() -> None:
+    table, module = filled()
+    ours = HashEmbedding(table)
+    optimizer = EmbeddingOptimizer(nn.Sequential(ours))
+    before = rows(table)
+    for keys in (torch.tensor([1, 2]), torch.tensor([2, 3])):
+        (ours(keys) ** 2).sum().backward()
+        (module(keys) ** 2).sum().backward()
+    torch.testing.assert_close(rows(table), before)
+    optimizer.step()
+    sgd(module)
+    torch.testing.assert_close(rows(table), module.weight.detach())
+    ours(torch.tensor([1])).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    torch.testing.assert_close(rows(table), module.weight.detach())
+    with pytest.raises(ConfigurationError, match="Linear has no HashEmbedding"):
+        EmbeddingOptimizer(nn.Linear(1, 1))
+
+
+def test_rows_that_were_fetched_ahead_are_used() -> None:
+    table = plain()
+    ours = HashEmbedding(table)
+    asked: list[int] = []
+    lookup = table.lookup
+    table.lookup = lambda given: (asked.append(len(given)), lookup(given))[1]
+    batches = [torch.tensor([step, step + 1]) for step in range(5)]
+    seen = []
+    for batch in prefetched(batches, ours, lambda batch: batch):
+        seen.append(batch)
+        assert ours(batch).shape == (2, DIM)
+    assert seen == batches
+    assert len(asked) == 5, "each batch is fetched once"
+
+
+def test_keys_are_integers() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"keys have type torch.float32; int64 is accepted"
+    ):
+        HashEmbedding(plain())(torch.ones(2))

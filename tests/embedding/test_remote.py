@@ -1,0 +1,148 @@
+"""Rows on servers are those of one dict, whatever moves or dies."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from dlrover._native.tables import slots_of
+from dlrover.embedding.remote import client, wire
+from dlrover.embedding.remote.client import ServerGroup
+from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.spec.placement import SLOTS
+from tests.embedding.servers import DIM, OPTIONS, LocalDirectory, Model, cluster, train
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_rows_on_servers_are_those_of_one_table(count: int) -> None:
+    with cluster(count) as (_, group):
+        model: Model = {}
+        train(group, model, 5)
+        unknown = group.rows(0, DIM, np.array([10**9], np.int64), insert=False)
+        assert (unknown == 0).all()
+        assert group.rows(0, DIM, np.empty(0, np.int64), insert=True).shape == (0, DIM)
+
+
+def test_servers_come_and_go_while_training() -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        train(group, model, 3)
+        made.start(2, servers=3)
+        trained = threading.Thread(target=train, args=(group, model, 30, 1))
+        trained.start()
+        made.settle(lambda placement: placement.owners.count(2) == SLOTS // 3)
+        made.servers[0].leave(made.directory)
+        made.settle(lambda placement: placement.servers.keys() == {1, 2})
+        made.servers[1].leave(made.directory)
+        made.settle(lambda placement: placement.servers.keys() == {2})
+        trained.join(30)
+        assert not trained.is_alive()
+        train(group, model, 3, seed=2)
+        assert not made.recovered
+
+
+def test_a_lost_server_loses_its_slots_alone() -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        train(group, model, 3)
+        made.kill(1)
+        made.start(1, start=2)
+        for key in [key for key in model if slots_of(np.array([key]))[0] >= SLOTS // 2]:
+            del model[key]
+        train(group, model, 3, seed=1)
+        assert made.recovered == [SLOTS // 2]
+
+
+def test_a_server_that_is_replaced_gives_its_rows_to_the_next() -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        train(group, model, 3)
+        made.start(1, start=2)
+        train(group, model, 3, seed=1)
+        assert not made.recovered
+
+
+def test_a_push_whose_reply_is_lost_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = client._Link.receive
+    lost: list[int] = []
+
+    def lose(link: client._Link) -> wire.Frame | None:
+        reply = receive(link)
+        if reply is not None and reply.op is wire.Op.PUSH and len(lost) < 5:
+            lost.append(1)
+            link.close()
+            return None
+        return reply
+
+    monkeypatch.setattr(client._Link, "receive", lose)
+    with cluster(2) as (_, group):
+        train(group, {}, 4)
+        assert len(lost) == 5
+
+
+def test_a_push_that_was_half_done_when_its_slots_moved_counts_once() -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        train(group, model, 2)
+        keys = np.array([*model], np.int64)
+        some = keys[: len(keys) // 2]
+        group.push(0, some, np.ones((len(some), DIM), np.float32))
+        made.start(2, servers=3)
+        made.settle(lambda placement: placement.owners.count(2) == SLOTS // 3)
+        group._sequence -= 1  # the same push again, now with all keys
+        group.push(0, keys, np.ones((len(keys), DIM), np.float32))
+        done = set(slots_of(some).tolist())
+        for key, row in zip(keys.tolist(), group.rows(0, DIM, keys, insert=False), strict=True):
+            applied = key in some or slots_of(np.array([key]))[0] not in done
+            assert (row == model[key] - applied).all(), key
+
+
+def test_only_who_knows_the_secret_is_served() -> None:
+    with cluster(1) as (made, group):
+        server = made.servers[0]
+        with pytest.raises((ConnectionError, InfrastructureError)):
+            wire.connect("127.0.0.1", server.port, b"guess", 5.0)
+        for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(200)):
+            with (
+                suppress(ConnectionError),
+                socket.create_connection(("127.0.0.1", server.port), 5.0) as sock,
+            ):
+                sock.sendall(garbage)
+        train(group, {}, 1)
+
+
+def test_a_fork_has_connections_of_its_own() -> None:
+    with cluster(1) as (_, group):
+        train(group, {}, 1)
+        before = group._client, set(group._links.values())
+        group._pid -= 1  # as in a fork: another process has the connections, too
+        group.rows(0, DIM, np.array([10**6], np.int64), insert=True)
+        assert group._client != before[0]
+        assert not before[1] & set(group._links.values())
+
+
+def test_a_request_that_is_wrong_is_refused_in_a_sentence() -> None:
+    with cluster(1) as (_, group):
+        table = group.open("users", OPTIONS)
+        with pytest.raises(
+            ConfigurationError, match="A push of 1 keys with 4 values each has 20 bytes"
+        ):
+            group.push(table, np.array([1], np.int64), np.ones((1, 3), np.float32))
+        with pytest.raises(ConfigurationError, match="knows no table 7"):
+            group.rows(7, DIM, np.array([1], np.int64), insert=True)
+        with pytest.raises(ConfigurationError, match="is open with the options"):
+            group.open("users", '{"dim": 5}')
+
+
+def test_a_wait_for_servers_is_bounded_and_explained() -> None:
+    group = ServerGroup(LocalDirectory(), timeout=0.05)
+    with pytest.raises(
+        InfrastructureError, match="Waiting for the embedding servers to start; waited"
+    ):
+        group.rows(0, DIM, np.array([1], np.int64), insert=True)

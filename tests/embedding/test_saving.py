@@ -1,0 +1,238 @@
+"""Checkpoints of tables on servers: full ones and increments, restored on any number of servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from dlrover._native.tables import slots_of
+from dlrover.checkpoint.storage.stores import open_store
+from dlrover.embedding.machine.chain import Manifest, Part, chain
+from dlrover.embedding.remote import saving, stored
+from dlrover.embedding.remote.client import ServerGroup
+from dlrover.embedding.remote.saving import TableCheckpoints
+from dlrover.embedding.remote.wire import Op
+from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.spec.placement import SLOTS
+from tests.embedding.servers import DIM, OPTIONS, Model, cluster, train
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def copy(model: Model) -> Model:
+    return {key: row.copy() for key, row in model.items()}
+
+
+def forget(group: ServerGroup, model: Model, count: int) -> None:
+    """Let the first rows expire: rows of zeros do."""
+    keys = [*model][:count]
+    group.push(0, np.array(keys, np.int64), np.array([model[key] for key in keys]))
+    assert sum(map(int, group.order(Op.EVICT))) >= count
+    for key in keys:
+        del model[key]
+
+
+def check(group: ServerGroup, model: Model, others: Model | None = None) -> None:
+    keys = np.array([*model, *(others or {})], np.int64)
+    for key, row in zip(keys.tolist(), group.rows(0, DIM, keys, insert=False), strict=True):
+        assert (row == model.get(key, np.zeros(DIM))).all(), key
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_chain_is_restored_on_any_number_of_servers(tmp_path: Path, count: int) -> None:
+    model: Model = {}
+    with cluster(2) as (made, group):
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        train(group, model, 3)
+        checkpoints.save(3)
+        for step in (4, 5):
+            train(group, model, 1, seed=step)
+            forget(group, model, 20)
+            checkpoints.save(step)
+        checkpoints.wait()
+        saved = copy(model)
+        train(group, model, 2, seed=9)
+        numbers = [each.number for each in stored.manifests(open_store(str(tmp_path)))]
+        assert numbers == [2, 1, 0]
+    with cluster(count) as (made, group):
+        group.open("users", OPTIONS)
+        assert TableCheckpoints(made.directory, str(tmp_path)).load() == 5
+        check(group, saved, model)
+        train(group, saved, 2, seed=10)
+
+
+def test_an_increment_holds_what_changed(tmp_path: Path) -> None:
+    with cluster(2) as (made, group):
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        model: Model = {}
+        train(group, model, 5)
+        checkpoints.save(5)
+        group.push(0, np.array([*model][:7], np.int64), np.ones((7, DIM), np.float32))
+        checkpoints.save(6)
+        checkpoints.wait()
+        increment, full = stored.manifests(open_store(str(tmp_path)))
+        assert sum(part.rows for part in full.parts) == len(model)
+        assert sum(part.rows for part in increment.parts) == 7
+
+
+def test_a_lost_server_has_the_rows_of_the_last_save_and_the_others_newer_ones(
+    tmp_path: Path,
+) -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        train(group, model, 3)
+        checkpoints.save(3)
+        checkpoints.wait()
+        saved = copy(model)
+        train(group, model, 2, seed=1)
+        made.kill(1)
+        made.start(1, start=2)
+        lost = {key for key in model if slots_of(np.array([key]))[0] >= SLOTS // 2}
+        assert 0 < len(lost) < len(model)
+        expected = {key: row for key, row in model.items() if key not in lost}
+        expected |= {key: saved[key] for key in lost if key in saved}
+        check(group, expected, model)
+        train(group, expected, 2, seed=2)
+        assert made.recovered == [SLOTS // 2]
+
+
+def test_after_a_failed_save_the_next_one_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: object) -> None:
+        raise InfrastructureError("The disk is full.")
+
+    with cluster(2) as (made, group):
+        model: Model = {}
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        train(group, model, 2)
+        checkpoints.save(2)
+        train(group, model, 2, seed=1)
+        checkpoints.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(saving.stored, "publish", full)
+            checkpoints.save(4)
+            with pytest.raises(InfrastructureError, match="has failed: The disk is full"):
+                checkpoints.wait()
+        checkpoints.save(5)
+        checkpoints.wait()
+        newest = stored.manifests(open_store(str(tmp_path)))[0]
+        assert (newest.step, newest.number) == (5, 0)
+        saved = copy(model)
+        train(group, model, 2, seed=3)
+        assert checkpoints.load(5) == 5
+        check(group, saved, model)
+
+
+def test_a_clock_that_is_set_back_changes_no_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(1) as (made, group):
+        train(group, {}, 1)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        for step, now in enumerate((1000.0, 10.0, 5.0)):
+            monkeypatch.setattr(saving.time, "time", lambda now=now: now)
+            checkpoints.save(step, full=step == 2)
+            checkpoints.wait()
+        steps = [each.step for each in stored.manifests(open_store(str(tmp_path)))]
+        assert steps == [2, 1, 0]
+
+
+def test_old_checkpoints_are_deleted_unless_a_kept_one_adds_to_them(tmp_path: Path) -> None:
+    with cluster(1) as (made, group):
+        train(group, {}, 1)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path), keep=2)
+        for step in range(4):
+            checkpoints.save(step)
+        checkpoints.wait()
+        steps = [each.step for each in stored.manifests(open_store(str(tmp_path)))]
+        assert steps == [3, 2, 1, 0], "the last one adds to all before it"
+        for step in (4, 5):
+            checkpoints.save(step, full=True)
+        checkpoints.wait()
+        steps = [each.step for each in stored.manifests(open_store(str(tmp_path)))]
+        assert steps == [5, 4]
+        with pytest.raises(ConfigurationError, match="has no embedding checkpoint of step 1"):
+            checkpoints.load(1)
+
+
+def test_after_going_back_to_an_earlier_step_what_is_saved_then_counts(tmp_path: Path) -> None:
+    with cluster(2) as (made, group):
+        checkpoints, model = TableCheckpoints(made.directory, str(tmp_path), keep=1), Model()
+        held: dict[int, Model] = {}
+        for step in (1, 2, 3):
+            train(group, model, 1, seed=step)
+            checkpoints.save(step)
+            held[step] = dict(model)
+        assert checkpoints.load(1) == 1
+        model = dict(held[1])
+        train(group, model, 1, seed=7)
+        checkpoints.save(2)
+        checkpoints.wait()
+        train(group, {**model}, 1, seed=8)
+        assert TableCheckpoints(made.directory, str(tmp_path)).load() == 2
+        train(group, model, 1, seed=9)
+        steps = [each.step for each in stored.manifests(open_store(str(tmp_path)))]
+        assert steps == [2, 1], "what was abandoned is deleted, although its steps were later"
+
+
+def test_damage_is_noticed(tmp_path: Path) -> None:
+    with cluster(1) as (made, group):
+        train(group, {}, 1)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        assert checkpoints.load() is None
+        checkpoints.save(1)
+        checkpoints.wait()
+        (part,) = tmp_path.glob("embedding-*/part-0.rows")
+        data = bytearray(part.read_bytes())
+        data[len(data) // 2] ^= 1
+        part.write_bytes(data)
+        with pytest.raises(
+            InfrastructureError, match="is damaged: its checksum is not the manifest's"
+        ):
+            checkpoints.load()
+        part.unlink()
+        with pytest.raises(InfrastructureError, match="cannot be read"):
+            checkpoints.load()
+
+
+def manifest(
+    id_: str, number: int, parent: str = "", slots: tuple[int, ...] = tuple(range(SLOTS))
+) -> Manifest:
+    half = len(slots) // 2
+    parts = tuple(
+        Part(f"{id_}/{i}", some, 1, 1, "00") for i, some in enumerate((slots[:half], slots[half:]))
+    )
+    return Manifest(id=id_, parent=parent, number=number, step=number, tables={}, parts=parts)
+
+
+def test_a_chain_has_no_gap_no_double_and_no_disorder() -> None:
+    known = {
+        each.id: each for each in (manifest("a", 0), manifest("b", 1, "a"), manifest("c", 2, "b"))
+    }
+    assert [each.id for each in chain(known["c"], known.__getitem__)] == ["a", "b", "c"]
+    cases = {
+        "b has number 1 of its chain and no parent": [manifest("b", 1)],
+        "c has number 2 of its chain, and its parent a has number 0": [
+            manifest("a", 0),
+            manifest("c", 2, "a"),
+        ],
+        "b holds another one, a": [
+            msgspec.structs.replace(manifest("a", 0), id="a"),
+            manifest("c", 1, "b"),
+        ],
+        "lacks 24 of 1024 slots, the first of them 1000": [
+            manifest("a", 0, slots=tuple(range(1000)))
+        ],
+        "has slot 0 in a/0 and a/1": [manifest("a", 0, slots=(*range(SLOTS), 0))],
+    }
+    for message, given in cases.items():
+        found = {each.id: each for each in given} | (
+            {"b": given[0]} if "another" in message else {}
+        )
+        with pytest.raises(InfrastructureError, match=message):
+            chain(given[-1], found.__getitem__)

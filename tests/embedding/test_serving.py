@@ -1,0 +1,238 @@
+"""Read-only servers: they follow a training's checkpoints and answer HTTP and the raw protocol."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlrover.embedding.remote import wire
+from dlrover.embedding.remote.saving import TableCheckpoints
+from dlrover.embedding.remote.wire import Frame, Op, Status
+from dlrover.embedding.serving import raw
+from dlrover.embedding.serving.app import ReadOnlyServer
+from dlrover.embedding.serving.follower import Follower
+from dlrover.embedding.serving.raw import ServedTables
+from dlrover.embedding.table import HashTable
+from dlrover.errors import ConfigurationError, InfrastructureError
+from tests.embedding.servers import DIM, OPTIONS, Model, cluster, train
+from tests.embedding.test_tools import remove
+
+HOUR = 3600.0
+"""Seconds between looks in tests, which look themselves."""
+
+
+@contextmanager
+def serving(place: Path) -> Iterator[ReadOnlyServer]:
+    with closing(ReadOnlyServer(str(place), "token", poll=HOUR)) as server:
+        server.start()
+        yield server
+
+
+def asked(
+    server: ReadOnlyServer, method: str, path: str, body: object = None, token: str = "token"
+):
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)) as connection:
+        data = body if isinstance(body, bytes) else json.dumps(body)
+        connection.request(method, path, data, {"Authorization": f"Bearer {token}"})
+        reply = connection.getresponse()
+        return reply.status, json.loads(reply.read())
+
+
+def serves(follower: Follower, model: Model) -> bool:
+    keys = np.array(sorted(model), np.int64)
+    rows = follower.served.tables["users"].peek(keys)
+    return len(follower.served.tables["users"]) == len(model) and all(
+        (row == model[key]).all() for key, row in zip(keys.tolist(), rows, strict=True)
+    )
+
+
+def test_what_a_training_saves_is_followed_with_what_it_removes(tmp_path: Path) -> None:
+    with cluster(2) as (made, group):
+        checkpoints, model = TableCheckpoints(made.directory, str(tmp_path)), Model()
+        train(group, model, 2)
+        checkpoints.save(1)
+        checkpoints.wait()
+        follower = Follower(str(tmp_path))
+        assert serves(follower, model)
+        tables = follower.served.tables
+        for step in (2, 3):  # one look for each, then one for two
+            train(group, model, 1, seed=step)
+            remove(group, model)
+            checkpoints.save(step)
+            checkpoints.wait()
+            if step == 2:
+                follower.look()
+                assert serves(follower, model)
+        train(group, model, 1, seed=9)
+        checkpoints.save(4)
+        checkpoints.wait()
+        follower.look()
+        assert serves(follower, model)
+        assert follower.served.tables is tables, "increments are applied in place"
+        lag = follower.lag()
+        assert (lag.step, lag.newest_step, lag.behind, lag.error) == (4, 4, 0, "")
+        remove(group, model)
+        checkpoints.save(5, full=True)
+        checkpoints.wait()
+        follower.look()
+        assert serves(follower, model)
+        assert follower.served.tables is not tables
+
+
+def test_damage_is_reported_and_what_was_served_still_is(tmp_path: Path) -> None:
+    with cluster(1) as (made, group):
+        checkpoints, model = TableCheckpoints(made.directory, str(tmp_path)), Model()
+        train(group, model, 1)
+        checkpoints.save(1)
+        checkpoints.wait()
+        follower, before = Follower(str(tmp_path)), dict(model)
+        train(group, model, 1, seed=1)
+        checkpoints.save(2)
+        checkpoints.wait()
+    (part,) = [
+        path for path in tmp_path.glob("*/part-0.rows") if follower.served.id not in str(path)
+    ]
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    follower.look()
+    lag = follower.lag()
+    assert (lag.step, lag.newest_step, lag.behind) == (1, 2, 1)
+    assert "is damaged" in lag.error
+    assert serves(follower, before)
+    part.write_bytes(whole)
+    follower.look()
+    assert follower.lag().error == ""
+    assert serves(follower, model)
+
+
+def test_a_file_is_served_and_its_successor_after_it(tmp_path: Path) -> None:
+    table, keys = HashTable(DIM, optimizer="adam"), np.arange(10)
+    table.lookup(keys)
+    table.save(tmp_path / "items")
+    follower = Follower(str(tmp_path / "items"))
+    served = follower.served
+    follower.look()
+    assert follower.served is served
+    table.update(keys, np.ones((10, DIM)))
+    table.save(tmp_path / "items")
+    follower.look()
+    assert (follower.served.tables["items"].peek(keys) == table.peek(keys)).all()
+    assert follower.lag().step == 1
+    (tmp_path / "items").unlink()
+    follower.look()
+    assert "items cannot be read: No such file or directory" in follower.lag().error
+    with pytest.raises(ConfigurationError, match="has no embedding checkpoint"):
+        Follower(str(tmp_path))
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> HashTable:
+    made = HashTable(DIM)
+    made.lookup(np.arange(5))
+    made.lookup(["anna"])
+    made.save(tmp_path / "users")
+    return made
+
+
+def test_http_gives_rows_and_the_lag(tmp_path: Path, table: HashTable) -> None:
+    with serving(tmp_path / "users") as server:
+        status, found = asked(server, "POST", "/lookup", {"keys": [3, 77, -(2**63)]})
+        assert (status, found["table"], found["step"]) == (200, "users", 0)
+        rows = np.array(found["rows"], np.float32)
+        assert (rows == table.peek(np.array([3, 77, -(2**63)]))).all()
+        _, found = asked(server, "POST", "/lookup", {"keys": ["anna"], "table": "users"})
+        assert (np.array(found["rows"], np.float32) == table.peek(["anna"])).all()
+        assert asked(server, "POST", "/lookup", {"keys": []})[1]["rows"] == []
+        status, found = asked(server, "GET", "/status")
+        assert status == 200
+        assert found["tables"] == {"users": {"dim": DIM, "rows": 6}}
+        assert found["lag"]["behind"] == 0
+
+
+def test_http_refuses_what_is_wrong(tmp_path: Path, table: HashTable) -> None:
+    cases = [
+        (("POST", "/lookup", {"keys": [1]}, "other"), 401, "Authorization is not Bearer"),
+        (("GET", "/lookup"), 404, "There is no GET /lookup."),
+        (("POST", "/lookup", b"{"), 400, "The body is wrong"),
+        (("POST", "/lookup", {"keys": [2**63]}), 400, "keys are wrong"),
+        (("POST", "/lookup", {"keys": [1, "a"]}), 400, "keys are wrong"),
+        (("POST", "/lookup", {"keys": [1.5]}), 400, "The body is wrong"),
+        (("POST", "/lookup", {"keys": [1], "table": "items"}), 404, "accepted are users"),
+        (("POST", "/lookup", {"keys": [0] * ((1 << 20) + 1)}), 400, "at most 1048576"),
+    ]
+    with serving(tmp_path / "users") as server:
+        for request, status, message in cases:
+            found = asked(server, *request)
+            assert found[0] == status, request[:2]
+            assert message in found[1]["error"]
+        for length in ("33554433", "x", "-1"):
+            with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)) as sent:
+                headers = {"Authorization": "Bearer token", "Content-Length": length}
+                sent.request("POST", "/lookup", None, headers)
+                assert sent.getresponse().status == 413
+
+
+def test_the_raw_protocol_gives_rows_and_changes_nothing(tmp_path: Path, table: HashTable) -> None:
+    with serving(tmp_path / "users") as server:
+        address = f"127.0.0.1:{server.raw_port}"
+        with closing(ServedTables(address, "token")) as client:
+            keys = np.arange(-3, 9)
+            assert (client.peek("users", keys) == table.peek(keys)).all()
+            assert client.report().tables["users"].rows == 6
+            with pytest.raises(ConfigurationError, match="table is 'items'; accepted are users"):
+                client.peek("items", keys)
+        with pytest.raises(InfrastructureError, match="does not answer, or has another token"):
+            ServedTables(address, "other")
+        secret = raw.secret_of("token")
+        with closing(wire.connect("127.0.0.1", server.raw_port, secret, 10)) as sock:
+            receiver = wire.Receiver(sock)
+            for frame in (
+                Frame(Op.PUSH, keys=1), Frame(Op.PEEK, table=1), Frame(Op.PEEK, keys=2), Frame(Op.EVICT),
+            ):  # fmt: skip
+                wire.send(sock, frame)
+                assert receiver.receive().status is Status.REFUSED
+        with pytest.raises(ConfigurationError, match="address is 'here'; HOST:PORT is accepted"):
+            ServedTables("here", "token")
+    with pytest.raises(InfrastructureError, match="does not answer"):
+        ServedTables(address, "token")
+
+
+def test_rows_are_never_torn_while_an_increment_is_applied(tmp_path: Path) -> None:
+    """Each increment sets all numbers of a row to one value; readers see one value in each row."""
+    keys, torn, reads, ended = np.arange(2000), [], [], threading.Event()
+    with cluster(1) as (made, group):
+        checkpoints, users = (
+            TableCheckpoints(made.directory, str(tmp_path)),
+            group.open("users", OPTIONS),
+        )
+        group.rows(users, DIM, keys, insert=True)
+        checkpoints.save(0)
+        checkpoints.wait()
+        with serving(tmp_path) as server:
+
+            def read() -> None:
+                with closing(ServedTables(f"127.0.0.1:{server.raw_port}", "token")) as client:
+                    while not ended.is_set():
+                        rows = client.peek("users", keys)
+                        reads.append(1)
+                        torn.extend(np.flatnonzero((rows != rows[:, :1]).any(1)).tolist())
+
+            reader = threading.Thread(target=read)
+            reader.start()
+            for step in range(1, 11):
+                group.push(users, keys, np.full((2000, DIM), -1, np.float32))
+                checkpoints.save(step)
+                checkpoints.wait()
+                server.follower.look()
+            ended.set()
+            reader.join()
+            assert (server.follower.served.tables["users"].peek(keys) == 13).all()
+    assert reads
+    assert not torn

@@ -1,0 +1,214 @@
+"""Tables of rows: the compiled library and its twin hold the same bytes after the same operations."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from dlrover._native import library
+from dlrover._native.tables import (
+    ADMISSIONS,
+    INITIALS,
+    KINDS,
+    RULES,
+    SLOTS,
+    Hyper,
+    NativeTable,
+    Options,
+    slots_of,
+)
+from dlrover._native.twin_tables import TwinTable
+
+HYPER = Hyper(0.05, 0.9, 0.99, 1e-6, 0.01, 0.001, 0.01, 0.002)
+loaded = library.load("auto").library
+needs_library = pytest.mark.skipif(loaded is None, reason="the compiled library is not there")
+
+
+def both(**changes):
+    options = Options(
+        **({"dim": 5, "kind": "float32", "rule": "adagrad", "hyper": HYPER} | changes)
+    )
+    return NativeTable(loaded, options), TwinTable(options)
+
+
+def rows(table, keys, dim, *, insert=True, now=1, count=True):
+    out = np.full((len(keys), dim), np.nan, np.float32)
+    table.look(keys, out, now, insert=insert, count=count)
+    return out
+
+
+def contents(table, *, changed=False, keep=True, slots=range(SLOTS)):
+    parts = [table.copy(slot, changed=changed, keep=keep) for slot in slots]
+    joined = [np.concatenate(part) for part in zip(*parts, strict=True)]
+    order = np.argsort(joined[0])
+    return [part[order] for part in joined[:5]] + [np.sort(joined[5])]
+
+
+def same(one, other) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+@needs_library
+@pytest.mark.parametrize("rule", RULES)
+def test_every_optimizer_gives_the_same_bits(rule: str) -> None:
+    chance = np.random.default_rng(1)
+    native, twin = both(rule=rule, dim=7)
+    for step in range(12):
+        keys = chance.integers(0, 60, 40).astype(np.uint64)
+        same([rows(native, keys, 7, now=step)], [rows(twin, keys, 7, now=step)])
+        gradients = chance.normal(size=(40, 7)).astype(np.float32) / (1 + step)
+        native.update(keys, gradients)
+        twin.update(keys, gradients)
+    same(contents(native), contents(twin))
+
+
+@needs_library
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("initial", INITIALS)
+def test_every_type_and_initializer_gives_the_same_bits(kind: str, initial: str) -> None:
+    chance = np.random.default_rng(2)
+    native, twin = both(kind=kind, initial=initial, scale=0.3, rule="sgd")
+    keys = chance.integers(0, 2**64, 300, dtype=np.uint64)
+    same([rows(native, keys, 5)], [rows(twin, keys, 5)])
+    gradients = chance.choice([0, 1e-8, 1e-5, 1, 1e3, 1e6, np.inf, np.nan], (300, 5)).astype(
+        np.float32
+    )
+    native.update(keys, gradients)
+    twin.update(keys, gradients)
+    same([rows(native, keys, 5)], [rows(twin, keys, 5)])
+
+
+@needs_library
+@pytest.mark.parametrize("admission", ADMISSIONS)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_operations_give_the_same_bits(admission: str, seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    native, twin = both(
+        admission=admission, threshold=3, chance=0.4, counters=SLOTS * 8, seed=seed, rule="ftrl",
+        kind=KINDS[seed % 3],
+    )  # fmt: skip
+    slots = np.unique(slots_of(np.arange(100, dtype=np.uint64))).tolist()
+    for now in range(60):
+        keys = chance.integers(0, 100, chance.integers(0, 50)).astype(np.uint64)
+        match chance.integers(0, 9):
+            case 0 | 1 | 2:
+                same([rows(native, keys, 5, now=now)], [rows(twin, keys, 5, now=now)])
+            case 3:
+                found = [
+                    rows(table, keys, 5, insert=False, count=False) for table in (native, twin)
+                ]
+                same(found[:1], found[1:])
+            case 4 | 5:
+                gradients = chance.normal(size=(len(keys), 5)).astype(np.float32)
+                native.update(keys, gradients)
+                twin.update(keys, gradients)
+            case 6:
+                remember = bool(now % 2)
+                assert native.remove(keys, remember=remember) == twin.remove(
+                    keys, remember=remember
+                )
+            case 7:
+                for slot in slots:
+                    gone = [
+                        t.evict(slot, now - 20 if now > 20 else 0, 0.01, blocked=True)
+                        for t in (native, twin)
+                    ]
+                    assert gone[0] == gone[1]
+            case _:
+                for slot in slots_of(keys)[:3].tolist():
+                    native.clear(slot)
+                    twin.clear(slot)
+        if chance.random() < 0.2:
+            taken = [contents(t, changed=True, keep=False, slots=slots) for t in (native, twin)]
+            same(*taken)
+        same(contents(native, slots=slots), contents(twin, slots=slots))
+        assert native.rows() == twin.rows()
+
+
+@pytest.mark.parametrize("kind", [pytest.param("native", marks=needs_library), "twin"])
+def test_a_table_restored_from_copies_is_the_same(kind: str) -> None:
+    made = both() if loaded is not None else (None, None)
+    table = made[0] if kind == "native" else TwinTable(Options(5, "float32", "adagrad", HYPER))
+    other = both()[0] if kind == "native" else TwinTable(Options(5, "float32", "adagrad", HYPER))
+    keys = np.arange(3000, dtype=np.uint64)
+    rows(table, keys, 5)
+    table.update(keys, np.ones((3000, 5), np.float32))
+    table.remove(keys[:100], remember=True)
+    rows(other, keys[:50], 5)
+    for slot in range(SLOTS):
+        other.restore(table.copy(slot, changed=False, keep=True))
+    same(contents(table)[:5], contents(other)[:5])
+    assert len(contents(table, changed=True, keep=False)[0]) == 2900
+    assert [len(part) for part in contents(table, changed=True)] == [0] * 6
+    table.update(keys[100:110], np.ones((10, 5), np.float32))
+    assert len(contents(table, changed=True)[0]) == 10
+
+
+@pytest.mark.parametrize("kind", [pytest.param("native", marks=needs_library), "twin"])
+def test_a_limit_of_memory_is_kept(kind: str) -> None:
+    options = Options(64, "float32", "sgd", HYPER, memory_bytes=4 << 20)
+    table = NativeTable(loaded, options) if kind == "native" else TwinTable(options)
+    keys = np.arange(50_000, dtype=np.uint64)
+    with pytest.raises(MemoryError, match="Some rows found no room"):
+        rows(table, keys, 64)
+    assert 1000 < table.rows() < (4 << 20) / 256
+    some = next(iter(np.split(keys, 50)))
+    table.remove(keys, remember=False)
+    rows(table, some[:100], 64)
+    assert table.rows() == 100
+
+
+@needs_library
+def test_no_reader_sees_half_an_update() -> None:
+    """Each update makes all values of a row equal; readers on two threads look for rows that are not."""
+    native = both(dim=64, rule="sgd", initial="constant", hyper=Hyper(1.0))[0]
+    keys = np.arange(500, dtype=np.uint64)
+    rows(native, keys, 64)
+    ended, torn, reads = threading.Event(), [], []
+
+    def read() -> None:
+        while not ended.is_set():
+            found = rows(native, keys, 64, insert=False)
+            torn.append(int((found != found[:, :1]).any(1).sum()))
+            reads.append(1)
+
+    def grow() -> None:
+        for first in range(1000, 60_000, 1000):
+            rows(native, np.arange(first, first + 1000, dtype=np.uint64), 64)
+        native.remove(np.arange(1000, 60_000, dtype=np.uint64), remember=False)
+
+    threads = [threading.Thread(target=read) for _ in range(2)] + [threading.Thread(target=grow)]
+    for thread in threads:
+        thread.start()
+    gradients = np.ones((500, 64), np.float32)
+    for step in range(400):
+        native.update(keys, gradients * (1 + step % 7))
+    threads[2].join()
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert len(reads) > 10
+    assert sum(torn) == 0
+    assert native.rows() == 500
+
+
+@needs_library
+def test_updates_of_several_threads_all_count() -> None:
+    native = both(dim=8, rule="sgd", initial="constant", scale=0.0, hyper=Hyper(1.0))[0]
+    keys = np.arange(300, dtype=np.uint64)
+
+    def push() -> None:
+        for _ in range(200):
+            rows(native, keys, 8)
+            native.update(keys, np.full((300, 8), -1, np.float32))
+
+    threads = [threading.Thread(target=push) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (rows(native, keys, 8, insert=False) == 600).all()

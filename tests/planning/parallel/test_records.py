@@ -1,0 +1,74 @@
+"""The records of the planner, and shapes read from configurations of transformers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from dlrover.accelerate import Cluster, Strategy, Transformer
+from dlrover.errors import ConfigurationError
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+
+
+def test_parameters_are_those_of_the_published_models():
+    assert Transformer.of(LLAMA).parameters == pytest.approx(8.03e9, rel=0.001)
+    gpt2 = {"model_type": "gpt2", "n_layer": 48, "n_embd": 1600, "n_head": 25, "vocab_size": 50257}
+    assert Transformer.of(gpt2).parameters == pytest.approx(1.558e9, rel=0.01)
+    mixtral = LLAMA | {"num_local_experts": 8, "vocab_size": 32000}
+    assert Transformer.of(mixtral).parameters == pytest.approx(46.7e9, rel=0.001)
+
+
+def test_a_configuration_is_a_mapping_or_an_object_and_may_lie_inside_another():
+    shape = Transformer.of(LLAMA)
+    assert Transformer.of(SimpleNamespace(**LLAMA)) == shape
+    assert Transformer.of({"text_config": LLAMA}) == shape
+
+
+def test_experts_have_their_own_width_and_dense_layers_before_them():
+    config = LLAMA | {
+        "n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
+        "n_shared_experts": 2, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    shape = Transformer.of(config)
+    assert (shape.ffn, shape.dense_ffn, shape.dense_layers) == (1408, 14336, 1)
+    assert (shape.experts, shape.experts_per_token, shape.shared_experts) == (64, 6, 2)
+
+
+def test_two_matrices_and_ties_follow_from_the_type():
+    shape = Transformer.of(
+        {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 100}
+    )
+    assert (shape.gated, shape.tied, shape.ffn, shape.kv_heads) == (False, True, 256, 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Transformer.of({}), "no num_hidden_layers"),
+        (lambda: Transformer.of(LLAMA | {"hidden_size": "big"}), "hidden_size is 'big'"),
+        (lambda: Transformer(1, 8, 8, 3, 2, 10), "heads is 3, not a multiple of kv_heads 2"),
+        (lambda: Transformer(1, 8, 8, 2, 2, 10, experts=4, experts_per_token=5), "between 1 and"),
+        (lambda: Transformer(1, 8, 8, 2, 2, 10, dense_layers=2), "more than layers 1"),
+        (lambda: Transformer(0, 8, 8, 2, 2, 10), "layers is 0, not a positive integer"),
+        (lambda: Strategy(tp=True), "tp is True"),
+        (lambda: Strategy(zero=4), "zero is 4, not 0, 1, 2 or 3"),
+        (lambda: Strategy(recompute="some"), "recompute is 'some'"),
+        (lambda: Strategy(offload=1), "offload is 1, not True or False"),
+        (lambda: Strategy(optimizer_bytes=-1), "not an integer of 0 or more"),
+        (lambda: Cluster(nodes=0), "Cluster: nodes is 0"),
+    ],
+)
+def test_a_wrong_value_is_named_in_one_sentence(make, sentence):
+    with pytest.raises(ConfigurationError, match=sentence):
+        make()

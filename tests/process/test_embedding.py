@@ -1,0 +1,55 @@
+"""``dlrover-run --embedding-servers``: a killed server has the saved rows again; others come and go."""
+
+import os
+import signal
+
+import pytest
+
+from dlrover.spec import events
+
+FIRST_SERVER = 1 << 20
+"""Wanted rank of server 0, an argument of its agent."""
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+def test_servers_are_killed_and_added_and_no_saved_row_is_lost(run) -> None:
+    out = run.directory / "out"
+    out.mkdir()
+    launch = run("--embedding-servers=2", run.scripts / "embedding.py", out)
+    launch.until((out / "saved").exists, 60, "a saved step")
+
+    def server(index: int) -> list[int]:
+        """Return the pid of a server's process, if it runs."""
+        agents = [
+            p for p in launch.of_kind("agent") if p.cmdline()[-1] == str(FIRST_SERVER + index)
+        ]
+        workers = {p.pid for p in launch.of_kind("worker")}
+        return [p.pid for agent in agents for p in agent.children(True) if p.pid in workers]
+
+    os.kill(server(1)[0], signal.SIGKILL)
+    launch.until(lambda: launch.events_of(events.InstanceRestarts), 30, "a server's restart")
+    (master,) = launch.of_kind("master")
+    master.kill()
+    run.dlrover("scale", "--job-dir", launch.job_dir, "--role", "ps", "--nodes", 3)
+    launch.until(lambda: server(2), 30, "a third server")
+    (out / "go").touch()
+    launch.succeed()
+    rows, expected = map(int, (out / "rows").read_text().split())
+    assert rows == expected > 4000
+    assert len(launch.events_of(events.RoundOpened)) == 1, "the worker was never restarted"
+
+
+def test_embedding_servers_exclude_servers(run) -> None:
+    launch = run(
+        "--embedding-servers=2", "--servers=1", run.scripts / "embedding.py", run.directory
+    )
+    _, error = launch.end_with(2)
+    assert "--embedding-servers 2: excludes --servers 1." in error
+
+
+def test_servers_end_with_the_launcher(run) -> None:
+    out = run.directory / "out"
+    out.mkdir()
+    launch = run("--embedding-servers=2", run.scripts / "embedding.py", out)
+    launch.until((out / "saved").exists, 60, "a saved step")
+    launch.process.kill()  # the end of the test checks that nothing stays behind

@@ -1,0 +1,95 @@
+"""Trainings with TensorFlow's parameter servers go on when tasks are killed, added, moved or removed."""
+
+import signal
+
+import pytest
+
+pytest.importorskip("tensorflow")
+
+from dlrover.spec import events
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
+SAMPLES, EPOCHS = 4000, 2
+COUNTED = {"steps": SAMPLES * EPOCHS // 10, "wrong": {}}
+"""Each sample counts once an epoch, whatever happens."""
+
+
+@pytest.mark.parametrize(("servers", "spares"), [(2, 0), (3, 1)])
+def test_samples_count_once_while_servers_are_killed(job, servers: int, spares: int) -> None:
+    training = job("counted.py", SAMPLES, EPOCHS, spares, servers=servers, local_nodes=2)
+    pids = set()
+    for _ in range(3):
+        training.train(40)
+        pids |= training.launch.pids("worker")
+        before = training.cluster
+        training.kill("ps")
+        training.begun(lambda cluster, before=before: cluster != before, "another cluster")
+    assert training.end() == COUNTED
+    assert len(training.notes("begin")) == 4
+    assert not training.launch.events_of(events.RestartDecided), "the chief is the same process"
+
+
+def test_a_keras_model_learns_the_same_while_servers_are_killed(job, run) -> None:
+    training = job("fitted.py", 4, 150)
+    for _ in range(3):
+        training.train(40)
+        before = training.cluster
+        training.kill("ps")
+        training.begun(lambda cluster, before=before: cluster != before, "another cluster")
+    end = training.end()
+    assert (end["steps"], end["iterations"]) == (600, 600)
+    assert end["loss"] == pytest.approx(end["undisturbed"], rel=0.5, abs=0.02)
+
+
+def test_servers_and_workers_come_and_go(job) -> None:
+    training = job("counted.py", SAMPLES, EPOCHS)
+    training.train(20)
+    training.scale("ps", 3)
+    training.begun(lambda cluster: len(cluster["ps"]) == 3, "three servers")
+    training.scale("worker", 2)
+    training.begun(lambda cluster: len(cluster["worker"]) == 2, "two workers")
+    training.scale("ps", 1)
+    training.begun(lambda cluster: len(cluster["ps"]) == 1, "one server")
+    steps = [note[2] for note in training.notes("step")]
+    assert steps == sorted(set(steps)), "a planned change repeats nothing"
+    assert training.end() == COUNTED
+
+
+def test_the_chief_restarts_alone(job) -> None:
+    training = job("counted.py", SAMPLES, EPOCHS)
+    training.train(20)
+    servers = training.cluster["ps"]
+    training.kill("chief")
+    training.begun(lambda _: len(training.notes("begin")) > 1, "another chief")
+    assert training.cluster["ps"] == servers, "the servers went on"
+    assert training.end() == COUNTED
+
+
+def test_a_worker_restarts_alone_and_the_others_go_on(job) -> None:
+    training = job("counted.py", SAMPLES, EPOCHS, local_nodes=2)
+    training.train(20)
+    training.kill("worker")
+    training.train(40)
+    training.launch.until(
+        lambda: any(
+            e.body.role == "worker" for e in training.launch.events_of(events.InstanceStarted)[4:]
+        ),
+        60,
+        "the worker's return",
+    )
+    end = training.end()
+    assert end["steps"] == COUNTED["steps"]
+    assert sum(end["wrong"].values()) <= 10 * (EPOCHS + 1), (
+        "TensorFlow repeats the step of a lost worker"
+    )
+
+
+def test_a_server_that_hangs_is_replaced_once_its_node_is_lost(job) -> None:
+    training = job("counted.py", SAMPLES, EPOCHS)
+    training.train(20)
+    before = training.cluster
+    training.kill("ps", number=signal.SIGSTOP)
+    (agent,) = [p for p in training.launch.of_kind("agent") if p.cmdline()[-1] == "1048577"]
+    agent.kill()
+    training.begun(lambda cluster: cluster != before, "another cluster")
+    assert training.end() == COUNTED
