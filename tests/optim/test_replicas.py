@@ -126,6 +126,14 @@ def test_sharded_replicas_are_what_whole_ones_are(found, inner) -> None:
         assert len(weights) == 6
 
 
+@pytest.mark.parametrize("kind", ["WSAM", "adaptive", "GroupAdam"])
+def test_norms_are_those_over_all_shards(found, kind) -> None:
+    for each in case(found, "sharded_parameters"):
+        whole, rows, columns = each[kind]
+        assert rows == pytest.approx(whole, rel=1e-9, abs=1e-12)
+        assert columns == pytest.approx(whole, rel=1e-9, abs=1e-12)
+
+
 def test_a_sharded_training_continues_from_its_state_dict(found) -> None:
     for each in case(found, "states_of_sharded_replicas"):
         assert each["dcp"] == each["end"]

@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dlrover._native.updates import adamw_scalars
-from dlrover.errors import ConfigurationError
-from dlrover.optim.moments import Lists, MomentOptimizer, check_rates
+from dlrover.optim.dense import check_betas, check_ranges
+from dlrover.optim.moments import MomentOptimizer
 
 
 class AdamW(MomentOptimizer):
@@ -39,9 +40,8 @@ class AdamW(MomentOptimizer):
         *,
         state_bits: int = 32,
     ) -> None:
-        check_rates(lr, betas, weight_decay)
-        if not eps >= 0:
-            raise ConfigurationError(f"eps is {eps}; it must be 0 or more.")
+        check_ranges(lr=lr, eps=eps, weight_decay=weight_decay)
+        check_betas(betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, state_bits)
 
@@ -49,17 +49,20 @@ class AdamW(MomentOptimizer):
         options = group["betas"], group["eps"], group["weight_decay"]
         return adamw_scalars(step, float(group["lr"]), *options)
 
-    def _plain(self, step: int, group: dict[str, Any], lists: Lists) -> None:
+    def _plain(
+        self, step: int, group: dict[str, Any], lists: list[list[Tensor]], largest: list[Tensor]
+    ) -> None:
+        parameters, gradients, means, squares = lists
         beta1, beta2 = group["betas"]
         lr = float(group["lr"])
-        torch._foreach_lerp_(lists.means, lists.gradients, 1 - beta1)
-        torch._foreach_mul_(lists.squares, beta2)
-        torch._foreach_addcmul_(lists.squares, lists.gradients, lists.gradients, 1 - beta2)
-        divisor = torch._foreach_sqrt(lists.squares)  # noqa: SLF001
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        divisor = torch._foreach_sqrt(squares)  # noqa: SLF001
         torch._foreach_mul_(divisor, 1 / math.sqrt(1 - beta2**step))
         torch._foreach_add_(divisor, group["eps"])
-        torch._foreach_mul_(lists.parameters, 1 - lr * group["weight_decay"])
-        torch._foreach_addcdiv_(lists.parameters, lists.means, divisor, -lr / (1 - beta1**step))
+        torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        torch._foreach_addcdiv_(parameters, means, divisor, -lr / (1 - beta1**step))
 
 
 class AdamW8bit(AdamW):

@@ -6,10 +6,12 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dlrover._native.updates import agd_scalars
 from dlrover.errors import ConfigurationError
-from dlrover.optim.moments import Lists, MomentOptimizer, check_rates
+from dlrover.optim.dense import check_betas, check_ranges
+from dlrover.optim.moments import MomentOptimizer
 
 
 class AGD(MomentOptimizer):
@@ -54,7 +56,8 @@ class AGD(MomentOptimizer):
         clip: float | None = None,
         state_bits: int = 32,
     ) -> None:
-        check_rates(lr, betas, weight_decay)
+        check_ranges(lr=lr, weight_decay=weight_decay)
+        check_betas(betas)
         if not delta > 0:
             raise ConfigurationError(f"delta is {delta}; it must be more than 0.")
         if clip is not None and not clip > 0:
@@ -71,30 +74,32 @@ class AGD(MomentOptimizer):
             step, float(group["lr"]), group["betas"], group["delta"], group["weight_decay"], clip
         )
 
-    def _plain(self, step: int, group: dict[str, Any], lists: Lists) -> None:
+    def _plain(
+        self, step: int, group: dict[str, Any], lists: list[list[Tensor]], largest: list[Tensor]
+    ) -> None:
+        parameters, gradients, means, squares = lists
         beta1, beta2 = group["betas"]
         first, second = 1 - beta1**step, 1 - beta2**step
         lr = float(group["lr"])
         before = 1 / (1 - beta1 ** (step - 1)) if step > 1 else 0.0
-        last = torch._foreach_mul(lists.means, before)  # noqa: SLF001
-        torch._foreach_lerp_(lists.means, lists.gradients, 1 - beta1)
-        change = torch._foreach_mul(lists.means, 1 / first)  # noqa: SLF001
+        last = torch._foreach_mul(means, before)  # noqa: SLF001
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        change = torch._foreach_mul(means, 1 / first)  # noqa: SLF001
         torch._foreach_sub_(change, last)
-        torch._foreach_mul_(lists.squares, beta2)
-        torch._foreach_addcmul_(lists.squares, change, change, 1 - beta2)
-        squares = lists.squares
-        if lists.largest:
-            torch._foreach_maximum_(lists.largest, squares)
-            squares = lists.largest
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, change, change, 1 - beta2)
+        if largest:
+            torch._foreach_maximum_(largest, squares)
+            squares = largest
         quotient = torch._foreach_sqrt(squares)  # noqa: SLF001
         torch._foreach_clamp_min_(quotient, group["delta"] * math.sqrt(second))
         torch._foreach_reciprocal_(quotient)
-        torch._foreach_mul_(quotient, lists.means)
+        torch._foreach_mul_(quotient, means)
         if group["clip"] is not None:
             torch._foreach_clamp_max_(quotient, group["clip"])
             torch._foreach_clamp_min_(quotient, -group["clip"])
-        torch._foreach_mul_(lists.parameters, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(lists.parameters, quotient, alpha=-lr * math.sqrt(second) / first)
+        torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(parameters, quotient, alpha=-lr * math.sqrt(second) / first)
 
 
 class AGD8bit(AGD):

@@ -13,80 +13,61 @@ Without regularization that is the optimizer itself. A row whose gradients are s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dlrover.errors import ConfigurationError
-from dlrover.optim.moments import check_gradient, check_rates
+from dlrover.optim.dense import DenseOptimizer, by_rows, check_betas, check_ranges
+from dlrover.optim.tensors import local, spread_by_rows
 
 
-class GroupLasso(torch.optim.Optimizer):  # type: ignore[misc]
+class GroupLasso(DenseOptimizer):
     """Base of `GroupAdam` and `GroupAdagrad`.
 
     A group is a row of the first dimension, such as that of an embedding or an output of a linear layer; of a vector
     it is an element. Parameters may be spread over ranks in any way (``DTensor``).
     """
 
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        for name in ("l1", "l2", "l21", "eps"):
-            if not defaults[name] >= 0:
-                raise ConfigurationError(f"{name} is {defaults[name]}; it must be 0 or more.")
-        super().__init__(params, defaults)
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have gradients.
-
-        Args:
-            closure: function that computes the gradients again and returns the loss.
-
-        Returns:
-            What ``closure`` returned.
-
-        Raises:
-            ConfigurationError: a gradient is sparse or complex.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    check_gradient(self, parameter.grad)
-                    self._update(parameter, group)
-        return loss
-
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
+    def _begin(self, parameter: Tensor, group: dict[str, Any]) -> None:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["linear"] = torch.zeros_like(parameter, dtype=dtype)
-            self._begin(state, group)
-        state["step"] += 1
-        value, gradient = parameter.to(dtype), parameter.grad.to(dtype)
-        before = self._divisor(int(state["step"]) - 1, state, group)
-        change = self._advance(int(state["step"]), gradient, state, group)
-        divisor = self._divisor(int(state["step"]), state, group)
-        state["linear"].add_(change).sub_((divisor - before) * value)
-        parameter.copy_(_solution(state["linear"], divisor, group))
+        state = self.state[parameter]
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["linear"] = torch.zeros_like(parameter, dtype=dtype).detach()
+        for key, value in self._own_state(group).items():
+            state[key] = torch.full_like(state["linear"], value)
 
-    def _begin(self, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-        """Make the optimizer's own state; ``linear`` has the shape and the type."""
+    def _update(self, step: int, members: dict[int, Tensor], group: dict[str, Any]) -> None:
+        for parameter in members.values():
+            state = self.state[parameter]
+            keys = list(self._own_state(group))
+            whole = [parameter.detach(), parameter.grad, state["linear"], *(state[k] for k in keys)]
+            if spread_by_rows(parameter):
+                parts = by_rows([local(each) for each in whole])
+            else:  # the norm of a row is a sum over ranks, which DTensor takes
+                parts = iter([tuple(whole)])
+            for value, gradient, linear, *own in parts:
+                old, given = value.to(linear.dtype), gradient.to(linear.dtype)
+                states = dict(zip(keys, own, strict=True))
+                before = self._divisor(step - 1, states, group) if step > 1 else 0.0
+                change = self._advance(step, given, states, group)
+                divisor = self._divisor(step, states, group)
+                linear.add_(change).sub_((divisor - before) * old)
+                value.copy_(_solution(linear, divisor, group))
+
+    def _own_state(self, group: dict[str, Any]) -> dict[str, float]:
+        """Return the names of the optimizer's own states, with the number that each begins with."""
         raise NotImplementedError
 
     def _advance(
-        self, step: int, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+        self, step: int, gradient: Tensor, states: dict[str, Tensor], group: dict[str, Any]
     ) -> Tensor:
-        """Update that state; return u."""
+        """Update these states; return u."""
         raise NotImplementedError
 
-    def _divisor(self, step: int, state: dict[str, Tensor], group: dict[str, Any]) -> Any:
-        """Return Q after a step; 0 before the first."""
+    def _divisor(self, step: int, states: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
+        """Return Q after a step."""
         raise NotImplementedError
 
 
@@ -117,27 +98,25 @@ class GroupAdam(GroupLasso):
         l2: float = 0.0,
         l21: float = 0.0,
     ) -> None:
-        check_rates(lr, betas, 0.0)
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "l1": l1, "l2": l2, "l21": l21}
-        )
+        check_ranges(lr=lr, eps=eps, l1=l1, l2=l2, l21=l21)
+        check_betas(betas)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "l1": l1, "l2": l2, "l21": l21}
+        super().__init__(params, defaults)
 
-    def _begin(self, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-        state["exp_avg"] = torch.zeros_like(state["linear"])
-        state["exp_avg_sq"] = torch.zeros_like(state["linear"])
+    def _own_state(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
     def _advance(
-        self, step: int, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+        self, step: int, gradient: Tensor, states: dict[str, Tensor], group: dict[str, Any]
     ) -> Tensor:
         beta1, beta2 = group["betas"]
-        mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        mean = states["exp_avg"].lerp_(gradient, 1 - beta1)
+        states["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         return mean * (float(group["lr"]) * math.sqrt(1 - beta2**step) / (1 - beta1**step))
 
-    def _divisor(self, step: int, state: dict[str, Tensor], group: dict[str, Any]) -> Any:
-        if step == 0:
-            return 0.0
-        return state["exp_avg_sq"].sqrt() + group["eps"] * math.sqrt(1 - group["betas"][1] ** step)
+    def _divisor(self, step: int, states: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
+        eps = group["eps"] * math.sqrt(1 - group["betas"][1] ** step)
+        return states["exp_avg_sq"].sqrt().add_(eps)
 
 
 class GroupAdagrad(GroupLasso):
@@ -148,9 +127,9 @@ class GroupAdagrad(GroupLasso):
         lr: learning rate.
         initial_accumulator_value: sum of squares before the first step.
         eps: term of the denominator.
-        l1: weight of the magnitudes of elements.
-        l2: weight of their squares.
-        l21: weight of the norms of rows, times the root of their length.
+        l1: see `GroupAdam`.
+        l2: likewise.
+        l21: likewise.
 
     Raises:
         ConfigurationError: an argument is out of its range.
@@ -167,7 +146,7 @@ class GroupAdagrad(GroupLasso):
         l2: float = 0.0,
         l21: float = 0.0,
     ) -> None:
-        check_rates(lr, (0.0, 0.0), 0.0)
+        check_ranges(lr=lr, eps=eps, l1=l1, l2=l2, l21=l21)
         if not initial_accumulator_value > 0:
             raise ConfigurationError(
                 f"initial_accumulator_value is {initial_accumulator_value}; it must be more than 0."
@@ -175,29 +154,27 @@ class GroupAdagrad(GroupLasso):
         defaults = {"lr": lr, "initial_accumulator_value": initial_accumulator_value, "eps": eps}
         super().__init__(params, {**defaults, "l1": l1, "l2": l2, "l21": l21})
 
-    def _begin(self, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-        state["sum"] = torch.full_like(state["linear"], group["initial_accumulator_value"])
+    def _own_state(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"sum": group["initial_accumulator_value"]}
 
     def _advance(
-        self, step: int, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+        self, step: int, gradient: Tensor, states: dict[str, Tensor], group: dict[str, Any]
     ) -> Tensor:
-        state["sum"].addcmul_(gradient, gradient)
+        states["sum"].addcmul_(gradient, gradient)
         return gradient * float(group["lr"])
 
-    def _divisor(self, step: int, state: dict[str, Tensor], group: dict[str, Any]) -> Any:
-        return state["sum"].sqrt() + group["eps"] if step else 0.0
+    def _divisor(self, step: int, states: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
+        return states["sum"].sqrt().add_(group["eps"])
 
 
 def _solution(linear: Tensor, divisor: Tensor, group: dict[str, Any]) -> Tensor:
     """Return the parameters that z and Q determine."""
     lr = float(group["lr"])
-    shrunk = linear.sign() * (linear.abs() - lr * group["l1"]).clamp_min(0)
+    shrunk = linear.sign().mul_((linear.abs() - lr * group["l1"]).clamp_min_(0))
     if group["l21"]:
         rest = tuple(range(1, linear.dim()))
-        size = math.prod(linear.shape[1:])
         norm = torch.linalg.vector_norm(shrunk, dim=rest, keepdim=True) if rest else shrunk.abs()
-        limit = math.sqrt(size) * lr * group["l21"]
-        shrunk = shrunk * (
-            (norm - limit).clamp_min(0) / norm.clamp_min(torch.finfo(norm.dtype).tiny)
-        )
-    return -shrunk / (divisor + 2 * lr * group["l2"])
+        limit = math.sqrt(math.prod(linear.shape[1:])) * lr * group["l21"]
+        smallest = torch.finfo(norm.dtype).tiny
+        shrunk.mul_((norm - limit).clamp_min_(0) / norm.clamp_min(smallest))
+    return shrunk.neg_().div_(divisor.add_(2 * lr * group["l2"]))

@@ -13,6 +13,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def spread_by_rows(tensor: torch.Tensor) -> bool:
+    """Return whether each row of the first dimension is on one rank, or on several as a whole."""
+    return all(
+        placement.is_replicate() or (type(placement).__name__ == "Shard" and placement.dim == 0)
+        for placement in getattr(tensor, "placements", ())
+    )
+
+
 def like(
     parameter: torch.Tensor, part: torch.Tensor, shape: torch.Size | None = None
 ) -> torch.Tensor:

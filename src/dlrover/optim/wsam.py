@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dlrover.errors import ConfigurationError
-from dlrover.optim.tensors import parameters
+from dlrover.optim.tensors import local, parameters
 from dlrover.optim.wrapped import WrappedOptimizer
 
 
@@ -75,6 +75,8 @@ class WSAM(WrappedOptimizer):
         self._rho, self._weight = rho, gamma / (1 - gamma)
         self._adaptive, self._decouple = adaptive, decouple
         self._max_norm, self._eps = max_norm, eps
+        self._before: list[Tensor] = []
+        self._gradients: list[Tensor] = []
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -100,29 +102,32 @@ class WSAM(WrappedOptimizer):
             self.base.step()
             return loss
         moved = [each for each in parameters(self.param_groups) if each.grad is not None]
-        before = [each.clone() for each in moved]
-        distances = self._distances(moved)
+        before = self._keep(self._before, moved)
+        factor = self._factor(moved)
+        for each in moved:
+            away = each.grad * each.square() if self._adaptive else each.grad
+            each.add_(away * factor.to(each.dtype))
         self._clip()
-        gradients = [each.grad.clone() for each in moved]
-        for each, distance in zip(moved, distances, strict=True):
-            each.add_(distance)
-        del distances
+        gradients = self._keep(self._gradients, [each.grad for each in moved])
         with _frozen_statistics(self._model):
             compute()
-        for each, value in zip(moved, before, strict=True):
-            each.copy_(value)
-        del before
+        _copy(moved, before)
         self._clip()
         self._finish(moved, gradients)
         return loss
 
-    def _distances(self, moved: list[Tensor]) -> list[Tensor]:
-        """Return e for each parameter."""
-        scaled = [each.grad * each.abs() if self._adaptive else each.grad for each in moved]
-        factor = self._rho / (_norm(scaled) + self._eps)
+    def _keep(self, kept: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+        """Copy tensors to memory that is kept from step to step: making it new takes longer than the copy."""
+        if [(each.shape, each.dtype) for each in kept] != [(t.shape, t.dtype) for t in tensors]:
+            kept[:] = [torch.empty_like(each) for each in tensors]
+        _copy(kept, tensors)
+        return kept
+
+    def _factor(self, moved: list[Tensor]) -> Tensor:
+        """Return the factor of the gradient, or with ``adaptive`` of w² g, in e."""
         if self._adaptive:
-            scaled = [value * each.abs() for value, each in zip(scaled, moved, strict=True)]
-        return [value * factor.to(value.dtype) for value in scaled]
+            return self._rho / (_norm([each.grad * each for each in moved]) + self._eps)
+        return self._rho / (_norm([each.grad for each in moved]) + self._eps)
 
     def _finish(self, moved: list[Tensor], gradients: list[Tensor]) -> None:
         """Step with the gradients at both places; ``grad`` holds those of the second."""
@@ -133,19 +138,27 @@ class WSAM(WrappedOptimizer):
                     each.grad.mul_(weight).add_(gradient, alpha=1 - weight)
             self.base.step()
             return
-        sharpness = {}
+        there = [each.grad for each in moved]
         for each, gradient in zip(moved, gradients, strict=True):
-            sharpness[each] = each.grad.sub(gradient)
-            each.grad.copy_(gradient)
+            each.grad = gradient
         self.base.step()
-        for group in self.param_groups:
-            for each in group["params"]:
-                if each in sharpness:
-                    each.sub_(sharpness[each], alpha=float(group["lr"]) * weight)
+        rates = {each: group["lr"] for group in self.param_groups for each in group["params"]}
+        for each, gradient, other in zip(moved, gradients, there, strict=True):
+            rate = float(rates[each]) * weight
+            each.sub_(other, alpha=rate).add_(gradient, alpha=rate)
+            each.grad = other
 
     def _clip(self) -> None:
-        if self._max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters(self.param_groups), self._max_norm)
+        """Limit the norm of the gradients; PyTorch's function does not take plain tensors beside spread ones."""
+        found = [each.grad for each in parameters(self.param_groups) if each.grad is not None]
+        if self._max_norm is not None and found:
+            factor = (self._max_norm / (_norm(found) + 1e-6)).clamp_max(1)
+            for each in found:
+                each.mul_(factor.to(each.dtype))
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    torch._foreach_copy_([local(each) for each in targets], [local(each) for each in sources])
 
 
 def _norm(tensors: list[Tensor]) -> Tensor:

@@ -20,10 +20,12 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from dlrover.checkpoint import Checkpointer
 from dlrover.errors import InfrastructureError
-from dlrover.optim import AGD, AEDiT, AGD8bit, DiLoCo, EDiT, Penalty
+from dlrover.optim import AGD, WSAM, AEDiT, AGD8bit, DiLoCo, EDiT, GroupAdam, Penalty
 
 RANKS = 4
 
@@ -280,6 +282,40 @@ def two_sharded_replicas(rank: int) -> Any:
     return found
 
 
+def sharded_parameters(rank: int) -> Any:
+    """Optimizers that need norms over shards: by rows, and by columns."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))["shards"]
+    found: dict[str, Any] = {}
+    makes: dict[str, Callable[[nn.Module], Any]] = {
+        "WSAM": lambda model: WSAM(model, torch.optim.SGD(model.parameters(), lr=0.1), max_norm=1.0),
+        "adaptive": lambda model: WSAM(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), adaptive=True, decouple=False
+        ),
+        "GroupAdam": lambda model: GroupAdam(model.parameters(), lr=0.01, l1=0.01, l21=0.01),
+    }  # fmt: skip
+    for name, make in makes.items():
+        for spread in ("no", "rows", "columns"):
+            model = network()
+            if spread == "rows":
+                for layer in (model[0], model[2], model):
+                    fully_shard(layer, mesh=mesh)
+            elif spread == "columns":
+                parallelize_module(model, mesh, {"0": RowwiseParallel(input_layouts=Replicate())})
+            optimizer = make(model)
+            for step in range(4):
+
+                def closure(model=model, optimizer=optimizer, step=step):
+                    return backward(model, optimizer, batch(step, 0))
+
+                if name == "GroupAdam":
+                    closure()
+                    optimizer.step()
+                else:
+                    optimizer.step(closure)
+            found.setdefault(name, []).append(numbers(model))
+    return found
+
+
 def states_of_sharded_replicas(rank: int, out: Path) -> Any:
     """A training is continued from DCP's form of the state dict, and from Flash Checkpoint.
 
@@ -359,7 +395,7 @@ def main(out: Path) -> None:
         every_step_is_synchronous_training, a_warm_up_is_synchronous_training,
         several_replicas_are_simulated, eight_bits, one_replica_goes_wrong,
         all_replicas_go_wrong, replicas_come_and_go, a_slow_replica_and_its_own_clock,
-        two_sharded_replicas,
+        two_sharded_replicas, sharded_parameters,
     ]  # fmt: skip
     found = {case.__name__: case(rank) for case in cases}
     for last in (states_of_sharded_replicas, a_replica_dies):

@@ -1,0 +1,98 @@
+"""What the optimizers for dense gradients have in common: the step, states with types of their own, work row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlrover.errors import ConfigurationError
+from dlrover.optim.tensors import local, parameters, saved_states
+
+CACHED, TEMPORARY = 1 << 16, 1 << 24
+"""Elements that are updated at once on the CPU, few enough for its cache, and elsewhere, which bounds the memory."""
+
+
+class DenseOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
+    """Base of optimizers whose state is at least float32 and has a ``step`` for each parameter."""
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have gradients.
+
+        Args:
+            closure: function that computes the gradients again and returns the loss.
+
+        Returns:
+            What ``closure`` returned.
+
+        Raises:
+            ConfigurationError: a gradient is sparse or complex.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        numbers = {each: number for number, each in enumerate(parameters(self.param_groups))}
+        for group in self.param_groups:
+            by_step: dict[int, dict[int, Tensor]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                self._check(parameter.grad)
+                state = self.state[parameter]
+                if not state:
+                    self._begin(parameter, group)
+                state["step"] += 1
+                by_step.setdefault(int(state["step"]), {})[numbers[parameter]] = parameter
+            for step, members in by_step.items():
+                self._update(step, members, group)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, with its own types: PyTorch would convert it to those of the parameters."""
+        super().load_state_dict(state_dict)
+        for parameter, saved in saved_states(self.param_groups, state_dict):
+            for key, value in saved.items():
+                if key != "step" and isinstance(value, Tensor):
+                    self.state[parameter][key] = value.detach().to(local(parameter).device)
+
+    def _begin(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Make the state of a parameter."""
+        raise NotImplementedError
+
+    def _update(self, step: int, members: dict[int, Tensor], group: dict[str, Any]) -> None:
+        """Update parameters, by their numbers in the optimizer, in the step of this number."""
+        raise NotImplementedError
+
+    def _check(self, gradient: Tensor) -> None:
+        if gradient.is_sparse or gradient.is_complex():
+            kind = "sparse" if gradient.is_sparse else "complex"
+            name = type(self).__name__
+            raise ConfigurationError(f"{name} got a {kind} gradient; it accepts dense real ones.")
+
+
+def check_ranges(**values: float) -> None:
+    """Raise `ConfigurationError` for a value below 0."""
+    for name, value in values.items():
+        if not value >= 0:
+            raise ConfigurationError(f"{name} is {value}; it must be 0 or more.")
+
+
+def check_betas(betas: tuple[float, float]) -> None:
+    """Raise `ConfigurationError` unless these can be decay rates."""
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ConfigurationError(f"betas is {betas}; they must be from 0 to below 1.")
+
+
+def by_rows(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield views of some rows of tensors with the same number of rows; a number is one row."""
+    first = tensors[0]
+    if not first.dim():
+        yield tuple(tensors)
+        return
+    elements = CACHED if first.device.type == "cpu" else TEMPORARY
+    rows = max(elements * len(first) // max(first.numel(), 1), 1)
+    yield from zip(*(each.split(rows) for each in tensors), strict=True)
