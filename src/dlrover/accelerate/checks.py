@@ -48,6 +48,11 @@ def _pipeline(one: Strategy, anatomy: Anatomy) -> Iterator[str]:
             f"pp x virtual is {one.pp} x {one.virtual}; it must be at most {layers},"
             " the number of the model's equal blocks"
         )
+    if one.pp > 1 and anatomy.loose:
+        yield (
+            f"pp is {one.pp}; accepted is 1, because of {anatomy.loose[0]!r}: outside of the blocks, a pipeline takes"
+            " embeddings, Linear layers and norms only"
+        )
     if one.pp == 1 and one.virtual > 1:
         yield f"virtual is {one.virtual}; accepted is 1 without pp"
     interleaved = one.schedule == "interleaved_1f1b"

@@ -90,7 +90,7 @@ class Materialiser:
     def _initialise(self, module: nn.Module, method: Callable[[], Any]) -> None:
         devices = [] if self._device.type == "cpu" else [self._device.index]
         with torch.random.fork_rng(devices), torch.no_grad():
-            torch.manual_seed(self._seed ^ zlib.crc32(self._names[id(module)].encode()))
+            torch.manual_seed(self._seed ^ zlib.crc32(self._names.get(id(module), "").encode()))
             method()
 
 
