@@ -23,6 +23,8 @@ class Anatomy:
     """Name of the list of blocks; empty if there is none."""
     blocks: tuple[str, ...]
     """Names of the blocks, in order."""
+    classes: frozenset[str] = frozenset()
+    """Names of the classes of its modules."""
     before: tuple[str, ...] = ()
     """Names of the modules that run before the blocks: those registered before them."""
     after: tuple[str, ...] = ()
@@ -72,6 +74,7 @@ def analyse(model: nn.Module, list_name: str | None = None) -> Anatomy:
     return Anatomy(
         list_name=list_name,
         blocks=blocks,
+        classes=frozenset(type(module).__name__ for module in modules.values()),
         before=before,
         after=after,
         loose=_loose(model, list_name, before) if list_name else (),

@@ -50,6 +50,8 @@ def apply(
     one = grid.strategy
     materialiser = Materialiser(model, grid.device)
     materialiser.equalise()
+    if one.tp > 1:  # ranks with the same activations must drop the same ones
+        torch.manual_seed(materialiser.seed + grid.data_rank)
     _prepare_hugging_face(model, attention=one.cp > 1)
     applied = _Application(model, anatomy, rules, grid, materialiser)
     if one.pp > 1:

@@ -27,6 +27,9 @@ def _problems(one: Strategy, anatomy: Anatomy, world_size: int) -> Iterator[str]
         )
     if one.chunked_loss:
         yield "chunked_loss is True; accepted is False, because the program computes the loss"
+    for name in one.blocks:
+        if name not in anatomy.classes:
+            yield f"blocks has {name!r}; accepted are classes of modules that the model has"
     yield from _tensor(one, anatomy)
     yield from _pipeline(one, anatomy)
     yield from _context(one, anatomy)

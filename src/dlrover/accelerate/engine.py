@@ -124,6 +124,8 @@ def auto_accelerate(  # noqa: PLR0913 - the original's signature
     strategy = _strategy(anatomy, load_strategy, batch, dataset, excluded, included, finetune_strategy, kargs)  # fmt: skip
     checks.check(strategy, anatomy, world.size())
     rules = Rules(model, strategy.tensor_rules)
+    if strategy.tp > 1:
+        rules.check(model, anatomy.blocks, strategy.tp)
     device = world.device()
     Materialiser(model, device).check()
     world.join(device)

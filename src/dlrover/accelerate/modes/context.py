@@ -41,6 +41,7 @@ class Context:
         self.method = method
         self.length = 0
         self.parts: Parts | None = None
+        self._attended = False
         self.runs: list[_Run] = []
         """This rank's queries, for causal attention."""
 
@@ -54,11 +55,20 @@ class Context:
             self.length = whole.shape[SEQUENCE]
             self.parts = self._parts(whole.device)
             self.runs = _Run.of(self.parts.mine)
+        self._attended = False
         gather, ranks = self.parts.gather, self.ranks
         return collectives.through(whole, self.parts.take, lambda gradient: gather(gradient) / ranks)  # fmt: skip
 
     def end(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the whole of what leaves the last block."""
+        """Return the whole of what leaves the last block.
+
+        Raises:
+            ConfigurationError: no block has called the attention that is shared.
+        """
+        if not self._attended:
+            raise ConfigurationError(
+                f"Strategy: cp is {self.ranks}; accepted is 1, because no block called scaled_dot_product_attention."
+            )
         parts, ranks = self.known, self.ranks
         return collectives.through(part, parts.gather, lambda gradient: parts.take(gradient) * ranks)  # fmt: skip
 
@@ -109,6 +119,7 @@ class Context:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """Attend with this rank's queries to the keys of all ranks; shapes ``[batch, heads, positions, width]``."""
+        self._attended = True
         if key.shape[POSITIONS] != query.shape[POSITIONS]:
             raise ConfigurationError(
                 f"Strategy: cp is {self.ranks}, and attention has {query.shape[POSITIONS]} queries and"
@@ -142,6 +153,10 @@ class Context:
         is_causal: bool,
         options: dict[str, Any],
     ) -> torch.Tensor:
+        if query.shape[1] % self.ranks:
+            raise ConfigurationError(
+                f"Strategy: context is 'ulysses' with cp {self.ranks}; cp must then divide the {query.shape[1]} heads."
+            )
         if key.shape[1] % self.ranks:
             each = query.shape[1] // key.shape[1]
             key, value = (item.repeat_interleave(each, 1) for item in (key, value))

@@ -114,6 +114,22 @@ class Rules:
         }
         return Regions(tuple(chosen), tuple(_outside(block, chosen)), tuple(sorted(routers)))
 
+    def check(self, model: nn.Module, blocks: Iterable[str], ranks: int) -> None:
+        """Check that some matrix can be divided.
+
+        Raises:
+            ConfigurationError: none can.
+        """
+        found = [(name, model.get_submodule(name)) for name in blocks]
+        for name, block in found:
+            regions = self.regions(name, block, ranks)
+            if regions.regions or regions.routers:
+                return
+        raise ConfigurationError(
+            f"Strategy: tp is {ranks}; accepted is 1 without tensor_rules, because no rule knows a pair of matrices"
+            f" that {ranks} ranks divide in the blocks of the {type(model).__name__}."
+        )
+
     def ends(self, model: nn.Module, names: Iterable[str], ranks: int) -> dict[str, str]:
         """Return the styles of the embedding and the output layer among the named modules and those in them."""
         found = {}
@@ -147,7 +163,7 @@ def _divides(module: Any, style: str, ranks: int) -> bool:
         return False
     outputs, inputs = weight.shape if type(module).__name__ != "Conv1D" else weight.T.shape
     parts = int(style.partition(":")[2] or 1)
-    return (inputs if style == "rowwise" else outputs) % (parts * ranks) == 0
+    return bool((inputs if style == "rowwise" else outputs) % (parts * ranks) == 0)
 
 
 def _outside(block: nn.Module, regions: list[Region]) -> list[str]:
