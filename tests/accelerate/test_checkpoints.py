@@ -30,7 +30,6 @@ def test_shards_and_tensors_load_as_a_pipeline_and_whole(run):
         4,
         ("save", "plain", {"dp_shard": 2, "tp": 2}),
         ("load", "plain", {"pp": 2, "tp": 2, "micro_batch": 2}),
-        ("load", "plain", {"dp_replicate": 4}),
         ("load", "plain", {"pp": 2, "virtual": 2, "dp_shard": 2, "zero": 2, "micro_batch": 1}),
     )
     run(2, ("load", "plain", {"pp": 2, "micro_batch": 2}))

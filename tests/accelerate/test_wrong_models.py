@@ -1,4 +1,4 @@
-"""What only shows when a model runs: attention that cannot be shared, steps with fp16 and a scheduler."""
+"""What only shows when a model runs: attention that cannot be shared, fp16 and a scheduler, states."""
 
 import pytest
 import torch
@@ -77,3 +77,23 @@ def test_an_overflow_leaves_out_the_step():
     result.optim.step()
     assert torch.equal(before, model.head.weight)
     assert result.args["scaler"].get_scale() == scale / 2
+
+
+def test_a_state_does_not_say_how_the_optimizer_steps():
+    model = Plain()
+    _, result, _ = auto_accelerate(model, "sgd", optim_args={"momentum": 0.9}, load_strategy=[])
+    assert result.optim.param_groups[0]["fused"]
+    (group,) = result.args["state"].state_dict()["groups"]
+    assert group["momentum"] == 0.9
+    assert not {"fused", "foreach", "params"} & group.keys()
+    assert not result.optim.state, "asking changes nothing"
+
+
+def test_a_state_of_another_shape_is_refused():
+    result = auto_accelerate(Plain(), load_strategy=[])[1]
+    state = result.args["state"].state_dict()
+    state["model"]["norm.weight"] = torch.ones(3)
+    with pytest.raises(
+        ConfigurationError, match=r"'norm.weight' with the shape \[3\] .* accepted is \[32\]"
+    ):
+        result.args["state"].load_state_dict(state)

@@ -18,11 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from dlrover.accelerate.anatomy import Anatomy
 from dlrover.accelerate.microbatch import Accumulated
 from dlrover.accelerate.modes.pipeline import Pipeline
+from dlrover.accelerate.optimizers import STEPS
 from dlrover.accelerate.world import Grid
 from dlrover.checkpoint.engine import tree
 from dlrover.checkpoint.engine.tree import Shard
 from dlrover.errors import ConfigurationError
 
+HOW = {"params", *STEPS}
+"""Options of parameter groups that depend on the strategy."""
 OF_ALL_TENSORS = {"tp", "ep", "expert_shard"}
 """Names of mesh dimensions, one of which is in each mesh that covers the ranks of tensor parallelism."""
 
@@ -43,10 +46,13 @@ class TrainingState:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's parts of all tensors, by the names in the unchanged model."""
         return {
-            "model": {name: self._part(name, self._tensors.get(name)) for name in self._anatomy.shapes},
+            "model": {
+                name: self._part(name, self._tensors[name]) if name in self._tensors else _nothing(*known)
+                for name, known in self._anatomy.shapes.items()
+            },
             "optimizer": self._moments(),
             "groups": [
-                {key: value for key, value in group.items() if key != "params"}
+                {key: value for key, value in group.items() if key not in HOW}
                 for group in ([] if self._optimizer is None else self._optimizer.param_groups)
             ],
         }  # fmt: skip
@@ -55,7 +61,7 @@ class TrainingState:
         """Take the parts that a checkpoint has for this rank."""
         with torch.no_grad():
             for name, tensor in self._tensors.items():
-                _local(tensor).copy_(_whole(state["model"][name], _local(tensor)))
+                _take(name, tensor, state["model"][name])
         if self._optimizer is None:
             return
         _fill(self._optimizer)
@@ -63,7 +69,7 @@ class TrainingState:
             live, saved = self._optimizer.state[parameter], state["optimizer"].get(name, {})
             for key, value in saved.items():
                 if isinstance(live.get(key), torch.Tensor):
-                    _local(live[key]).copy_(_whole(value, _local(live[key])))
+                    _take(f"{name} {key}", live[key], value)
                 else:
                     live[key] = value
         for group, values in zip(self._optimizer.param_groups, state["groups"], strict=False):
@@ -83,42 +89,50 @@ class TrainingState:
         if new:
             _fill(self._optimizer)
         here = {name: self._optimizer.state[parameter] for name, parameter in self._trained()}
-        sample = next(((name, state) for name, state in here.items() if state), None)
-        found = {}
-        if sample is not None:
-            usual = self._tensors[sample[0]].shape
-            for name in self._anatomy.trained:
-                found[name] = {
-                    key: self._moment(name, key, here.get(name, {}).get(key, value), like=value, usual=usual, present=name in here)
-                    for key, value in (here.get(name) or sample[1]).items()
-                }  # fmt: skip
+        found: dict[str, Any] = {}
+        samples = [name for name, state in here.items() if state]
+        for name in self._anatomy.trained if samples else ():
+            if name in here:
+                found[name] = {key: self._moment(name, key, value) for key, value in here[name].items()}  # fmt: skip
+            else:
+                found[name] = self._elsewhere(
+                    name, here[samples[0]], self._tensors[samples[0]].shape
+                )
         if new:
             self._optimizer.state.clear()
         return found
 
-    def _moment(
-        self, name: str, key: str, value: Any, *, like: Any, usual: Any, present: bool
-    ) -> Any:
+    def _moment(self, name: str, key: str, value: Any) -> Any:
+        """Return this rank's part of one value of a parameter's state."""
         if not isinstance(value, torch.Tensor) or not value.dim():
             return value
-        wanted = self._tensors[name].shape if present else usual
-        if like.shape != wanted:
+        if isinstance(self._tensors[name], DTensor) and not isinstance(value, DTensor):
             raise ConfigurationError(
-                f"The optimizer's state {key!r} of {name!r} has the shape {list(like.shape)}; accepted are that of its"
-                f" parameter, {list(wanted)}, and numbers."
+                f"The optimizer's state {key!r} of {name!r} is a plain tensor; accepted are numbers, and tensors that are"
+                " spread over ranks as their parameter is."
             )
-        return self._part(name, value if present else None)
+        return self._part(name, value)
+
+    def _elsewhere(self, name: str, state: Mapping[str, Any], shape: Any) -> dict[str, Any]:
+        """Return the empty parts of a state that other ranks have, which is like that of a parameter with ``shape``."""
+        whole = self._anatomy.shapes[name][0]
+        found = dict(state)
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                if value.shape != shape:
+                    raise ConfigurationError(
+                        f"The optimizer's state {key!r} has the shape {list(value.shape)}; accepted with pp is that of its"
+                        f" parameter, {list(shape)}."
+                    )
+                found[key] = _nothing(whole, value.dtype)
+        return found
 
     def _part(self, name: str, tensor: Any) -> Any:
-        """Return this rank's part of a tensor, or the empty part of one that other ranks have."""
-        whole, dtype = self._anatomy.shapes[name]
-        if not whole:
-            return tensor if tensor is not None else torch.zeros((), dtype=dtype)
-        if tensor is None:
-            empty = torch.empty(0, *whole[1:], dtype=dtype)
-            return Shard(empty, whole, (whole[0], *[0] * (len(whole) - 1)))
+        """Return this rank's part of a tensor."""
+        if not tensor.dim():
+            return tensor
         box = tree.extent(tensor.detach(), (name,))
-        return Shard(_local(tensor), whole, box.at, self._owner(name, tensor))
+        return Shard(_local(tensor), tuple(tensor.shape), box.at, self._owner(name, tensor))
 
     def _owner(self, name: str, tensor: Any) -> int:
         """Return the lowest rank that has the same part."""
@@ -152,14 +166,26 @@ def _models(model: nn.Module) -> Iterator[nn.Module]:
         yield model
 
 
+def _nothing(whole: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Return the empty part of a tensor."""
+    if not whole:
+        return torch.zeros((), dtype=dtype)
+    return Shard(torch.empty(0, *whole[1:], dtype=dtype), whole, (whole[0], *[0] * len(whole[1:])))
+
+
 def _local(tensor: Any) -> torch.Tensor:
     inner = tensor.detach()
     return inner.to_local() if isinstance(inner, DTensor) else inner
 
 
-def _whole(value: Any, like: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = value.tensor if isinstance(value, Shard) else value
-    return found.to(like.device)
+def _take(name: str, live: Any, saved: Any) -> None:
+    """Overwrite a tensor with the saved part of it."""
+    target, found = _local(live), saved.tensor if isinstance(saved, Shard) else saved
+    if target.shape != found.shape:
+        raise ConfigurationError(
+            f"The checkpoint has {name!r} with the shape {list(found.shape)} for this rank; accepted is {list(target.shape)}."
+        )
+    target.copy_(found)
 
 
 def _fill(optimizer: Any) -> None:
