@@ -104,6 +104,8 @@ def test_what_is_no_strategy(given, sentence):
         ({"pp": 2, "schedule": "interleaved_1f1b"}, "schedule is 'interleaved_1f1b'; accepted with virtual 1"),
         ({"virtual": 2}, "virtual is 2; accepted is 1 without pp"),
         ({"ep": 2}, "ep is 2; accepted is 1, because the model has no experts"),
+        ({"blocks": ("Layer",)}, "blocks has 'Layer'; accepted are classes of modules that the model has"),
+        ({"tp": 5}, "tp is 5; accepted is 1 without tensor_rules, because no rule knows a pair of matrices"),
         ({"chunked_loss": True}, "chunked_loss is True; accepted is False"),
     ],
 )  # fmt: skip

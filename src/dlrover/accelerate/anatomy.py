@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from dlrover.errors import ConfigurationError
@@ -21,10 +23,14 @@ class Anatomy:
     """Name of the list of blocks; empty if there is none."""
     blocks: tuple[str, ...]
     """Names of the blocks, in order."""
+    classes: frozenset[str] = frozenset()
+    """Names of the classes of its modules."""
     before: tuple[str, ...] = ()
     """Names of the modules that run before the blocks: those registered before them."""
     after: tuple[str, ...] = ()
     """Names of the modules that run after the blocks: those registered after them."""
+    loose: tuple[str, ...] = ()
+    """Parameters of the modules that the blocks are in, and modules before the blocks for which nothing can stand in."""
     tied: tuple[tuple[str, ...], ...] = ()
     """Groups of names of one parameter."""
     experts: tuple[str, ...] = ()
@@ -33,6 +39,12 @@ class Anatomy:
     """Attention heads; 0 if the model does not say."""
     kv_heads: int = 0
     expert_count: int = 0
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(
+        default_factory=dict, compare=False
+    )
+    """Sizes and types of the parameters and the persistent buffers, each by the first of its names."""
+    trained: tuple[str, ...] = field(default=(), compare=False)
+    """Names of the parameters that need gradients."""
     transformer: Transformer | None = field(default=None, compare=False)
     """Its shape, if its configuration describes one."""
 
@@ -62,13 +74,17 @@ def analyse(model: nn.Module, list_name: str | None = None) -> Anatomy:
     return Anatomy(
         list_name=list_name,
         blocks=blocks,
+        classes=frozenset(type(module).__name__ for module in modules.values()),
         before=before,
         after=after,
+        loose=_loose(model, list_name, before) if list_name else (),
         tied=_tied(model),
         experts=experts,
         heads=_size(config, NAMES["heads"]),
         kv_heads=_size(config, KV_HEADS) or _size(config, NAMES["heads"]),
         expert_count=_size(config, EXPERTS) or _expert_count(modules, experts),
+        shapes=_shapes(model),
+        trained=tuple(name for name, item in model.named_parameters() if item.requires_grad),
         transformer=_shape(config),
     )
 
@@ -119,6 +135,30 @@ def _around(model: nn.Module, list_name: str) -> tuple[tuple[str, ...], tuple[st
                 (after if seen else before).append(f"{prefix}.{name}" if prefix else name)
         module = module.get_submodule(step)
     return tuple(before), tuple(after)
+
+
+def _loose(model: nn.Module, list_name: str, before: tuple[str, ...]) -> tuple[str, ...]:
+    found = []
+    path = list_name.split(".")[:-1]
+    for depth in range(len(path) + 1):
+        prefix = ".".join(path[:depth])
+        for name, _ in model.get_submodule(prefix).named_parameters(prefix, recurse=False):
+            found.append(name)
+    for outer in before:
+        for name, module in model.get_submodule(outer).named_modules(prefix=outer):
+            known = isinstance(module, nn.Embedding | nn.Linear) or "Norm" in type(module).__name__
+            if not known and any(True for _ in module.parameters(recurse=False)):
+                found.append(name)
+    return tuple(found)
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    first: dict[int, str] = {}
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and first.setdefault(id(tensor), name) == name:
+            found[name] = (tuple(tensor.shape), tensor.dtype)
+    return found
 
 
 def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:

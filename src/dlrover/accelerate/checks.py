@@ -27,6 +27,9 @@ def _problems(one: Strategy, anatomy: Anatomy, world_size: int) -> Iterator[str]
         )
     if one.chunked_loss:
         yield "chunked_loss is True; accepted is False, because the program computes the loss"
+    for name in one.blocks:
+        if name not in anatomy.classes:
+            yield f"blocks has {name!r}; accepted are classes of modules that the model has"
     yield from _tensor(one, anatomy)
     yield from _pipeline(one, anatomy)
     yield from _context(one, anatomy)
@@ -47,6 +50,11 @@ def _pipeline(one: Strategy, anatomy: Anatomy) -> Iterator[str]:
         yield (
             f"pp x virtual is {one.pp} x {one.virtual}; it must be at most {layers},"
             " the number of the model's equal blocks"
+        )
+    if one.pp > 1 and anatomy.loose:
+        yield (
+            f"pp is {one.pp}; accepted is 1, because of {anatomy.loose[0]!r}: outside of the blocks, a pipeline takes"
+            " embeddings, Linear layers and norms only"
         )
     if one.pp == 1 and one.virtual > 1:
         yield f"virtual is {one.virtual}; accepted is 1 without pp"

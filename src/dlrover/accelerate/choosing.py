@@ -46,7 +46,8 @@ def choose(
 ) -> Strategy:
     """Return the planner's fastest strategy that can be applied to a model.
 
-    A model without a known shape is sharded over all ranks. With ``within``, only strategies of its degrees count.
+    A model without a known shape is sharded over all ranks. With ``within``, the degrees of tp, pp, cp and ep are its
+    own, and so is what the planner does not choose.
 
     Raises:
         ConfigurationError: a method is unknown, or nothing fits.
@@ -70,7 +71,7 @@ def choose(
         ):
             continue
         if _applies(one, anatomy, cluster.size):
-            return one
+            return one if within is None else replace(one, **_own(within))
     raise ConfigurationError(
         f"No strategy fits {cluster.size} x {cluster.accelerator} with a global batch of {global_batch} sequences"
         f" of {sequence} tokens without {', '.join(sorted(unwanted)) or 'any exclusion'}; dlrover strategy tells why."
@@ -96,7 +97,21 @@ def _applies(one: Strategy, anatomy: Anatomy, world_size: int) -> bool:
 
 
 def _degrees(one: Strategy) -> tuple[int, ...]:
-    return one.dp_replicate, one.dp_shard, one.tp, one.pp, one.cp, one.ep
+    return one.tp, one.pp, one.cp, one.ep
+
+
+def _own(one: Strategy) -> dict[str, Any]:
+    """Return what the planner does not choose."""
+    names = (
+        "precision",
+        "context",
+        "schedule",
+        "tensor_rules",
+        "blocks",
+        "sequence_parallel",
+        "compile",
+    )
+    return {name: getattr(one, name) for name in names}
 
 
 def cluster_of(accelerator: str, world_size: int, per_node: int) -> Cluster:

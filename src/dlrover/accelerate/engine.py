@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -15,8 +16,11 @@ from torch.utils.data import default_collate
 from dlrover.accelerate import checks, choosing, loading, optimizers, strategies, world
 from dlrover.accelerate.anatomy import Anatomy, analyse
 from dlrover.accelerate.applying import Options, apply
+from dlrover.accelerate.materialise import Materialiser
 from dlrover.accelerate.microbatch import FORMATS, StepOutput, Weighting, loss_of_output, scaled
 from dlrover.accelerate.modes.precision import WorldScaler, scaler_of
+from dlrover.accelerate.modes.tensor_rules import Rules
+from dlrover.accelerate.state import TrainingState
 from dlrover.accelerate.world import Grid
 from dlrover.errors import ConfigurationError
 from dlrover.planning.parallel.records import Strategy
@@ -43,7 +47,7 @@ class AutoAccelerateResult(NamedTuple):
     """Returns ``(data, device)``'s data on the device."""
     lr_scheduler: Any
     args: dict[str, Any]
-    """``device``; ``scaler``, the ``GradScaler`` of fp16 or None; ``data_parallel``, the rank and the number of
+    """``device``; ``state``, the model's and the optimizer's for a `dlrover.checkpoint.Checkpointer`; ``scaler``, the ``GradScaler`` of fp16 or None; ``data_parallel``, the rank and the number of
     ranks with different data; ``use_optim_backward`` and ``requires_set_gradient_accumulation_boundary``, False."""
 
 
@@ -99,7 +103,8 @@ def auto_accelerate(  # noqa: PLR0913 - the original's signature
         load_strategy: a path, JSON, a `Strategy`, or a list of methods in the original's form.
         lr_scheduler_cls: learning-rate scheduler, made from the optimizer and ``lr_scheduler_args``.
         lr_scheduler_args: keyword arguments of ``lr_scheduler_cls``.
-        finetune_strategy: let the planner choose ``micro_batch``, recomputation and offload of the given strategy.
+        finetune_strategy: let the planner choose sharding, ``micro_batch``, recomputation and offload for the degrees
+            tp, pp, cp and ep of the given strategy.
         save_strategy_to_file: path to which rank 0 writes the strategy as JSON.
         **kargs: ``blocks``, the name of the model's list of blocks; ``accelerator``, the one to plan for;
             ``sample_batch`` and ``batch_size`` (global), where there is no dataset; ``sampler_seed``;
@@ -118,7 +123,11 @@ def auto_accelerate(  # noqa: PLR0913 - the original's signature
     batch = _global_batch(dataloader_args, dataset, kargs)
     strategy = _strategy(anatomy, load_strategy, batch, dataset, excluded, included, finetune_strategy, kargs)  # fmt: skip
     checks.check(strategy, anatomy, world.size())
+    rules = Rules(model, strategy.tensor_rules)
+    if strategy.tp > 1:
+        rules.check(model, anatomy.blocks, strategy.tp)
     device = world.device()
+    Materialiser(model, device).check()
     world.join(device)
     if save_strategy_to_file is not None and (world.size() == 1 or torch.distributed.get_rank() == 0):  # fmt: skip
         strategies.save(strategy, save_strategy_to_file)
@@ -134,13 +143,14 @@ def auto_accelerate(  # noqa: PLR0913 - the original's signature
     weighting = Weighting(
         1.0 if loader is None else loader.batch_sampler.weight,
         (lambda: 1.0) if scaler is None else scaler.get_scale,
+        math.gcd(batch // strategy.dp or 1, -(-batch // strategy.dp)),
     )
     options = Options(
         form=model_input_format, loss_function=inner_loss,
         weighting=weighting,
         batch=-(-batch // strategy.dp), find_unused=kargs.get("find_unused_parameters", False),
     )  # fmt: skip
-    model = apply(model, anatomy, grid, options)
+    model = apply(model, anatomy, rules, grid, options)
     optimizer = None
     if optim_func is not None:
         optimizer = optimizers.build(optim_func, model, strategy, optim_args, optim_param_func)
@@ -151,7 +161,7 @@ def auto_accelerate(  # noqa: PLR0913 - the original's signature
         scheduler = lr_scheduler_cls(optimizer, **(lr_scheduler_args or {}))
     result = AutoAccelerateResult(
         model, optimizer, loader, _loss(inner_loss, weighting), prepare_input or _to,
-        scheduler, _arguments(grid, scaler),
+        scheduler, _arguments(grid, scaler, TrainingState(model, optimizer, anatomy, grid)),
     )  # fmt: skip
     _log.info("The strategy is %s.", strategy)
     return True, result, strategy
@@ -238,8 +248,9 @@ def _to(data: Any, device: Any) -> Any:
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, data)
 
 
-def _arguments(grid: Grid, scaler: WorldScaler | None) -> dict[str, Any]:
+def _arguments(grid: Grid, scaler: WorldScaler | None, state: TrainingState) -> dict[str, Any]:
     return {
+        "state": state,
         "device": grid.device,
         "scaler": scaler,
         "data_parallel": (grid.data_rank, grid.strategy.dp),

@@ -25,7 +25,8 @@ class Materialiser:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._meta = any(_on_meta(module) for module in model.modules())
         self._ready: dict[int, object] = {}
-        self._seed = 0
+        self.seed = 0
+        """Equal on all ranks after `equalise`."""
 
     def check(self) -> None:
         """Check that what is on the meta device can be initialised.
@@ -52,7 +53,7 @@ class Materialiser:
                         here = tensor.to(self._device).contiguous()
                         dist.broadcast(here, src=0)
                         tensor.copy_(here)
-        self._seed = int(seed)
+        self.seed = int(seed)
 
     def bring(self, part: nn.Module) -> None:
         """Bring a part of the model to the device, but for what was brought before."""
@@ -90,7 +91,7 @@ class Materialiser:
     def _initialise(self, module: nn.Module, method: Callable[[], Any]) -> None:
         devices = [] if self._device.type == "cpu" else [self._device.index]
         with torch.random.fork_rng(devices), torch.no_grad():
-            torch.manual_seed(self._seed ^ zlib.crc32(self._names[id(module)].encode()))
+            torch.manual_seed(self.seed ^ zlib.crc32(self._names.get(id(module), "").encode()))
             method()
 
 

@@ -28,6 +28,8 @@ class Weighting:
     """So that gradients averaged over the ranks are those of the global batch's mean."""
     scale: Callable[[], float]
     """The scale of fp16, which the optimizer divides by."""
+    common: int = 0
+    """A number of passes must divide it, so that those of all ranks are equal; 0 if all ranks have as many samples."""
 
     @property
     def factor(self) -> float:

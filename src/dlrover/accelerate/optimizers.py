@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -90,7 +91,7 @@ def scale_steps(optimizer: Any, scaler: WorldScaler) -> None:
     inner = optimizer.step
     stepping = False
 
-    def step(closure: Any = None) -> Any:
+    def step(_self: Any, closure: Any = None) -> Any:
         nonlocal stepping
         if stepping:
             return inner()
@@ -104,7 +105,7 @@ def scale_steps(optimizer: Any, scaler: WorldScaler) -> None:
         scaler.update()
         return result
 
-    optimizer.step = step
+    optimizer.step = types.MethodType(step, optimizer)
 
 
 def clip_grad_norm_(

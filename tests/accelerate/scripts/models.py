@@ -50,7 +50,8 @@ class Experts(nn.Module):
         for expert in range(self.num_experts):
             token, choice = torch.where(index == expert)
             y = F.silu(x[token] @ self.up[expert]) @ self.down[expert]
-            result = result.index_add(0, token, y * weight[token, choice, None])
+            y = y * weight[token, choice, None]
+            result = result.index_add(0, token, y.to(result.dtype))
         return result
 
 

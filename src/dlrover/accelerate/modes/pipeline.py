@@ -1,0 +1,335 @@
+"""Pipeline parallelism: parts of the blocks on different ranks, run by PyTorch's schedules.
+
+Every rank runs the model's own ``forward``, on the same data, with stand-ins for what other ranks have: blocks that
+do nothing, one that returns what came from the rank before, and one that ends the pass. So positions, masks and
+whatever else the model derives from its input are computed on each rank, and names stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten
+
+from dlrover.accelerate.anatomy import Anatomy
+from dlrover.accelerate.microbatch import (
+    LossFunction,
+    StepOutput,
+    Weighting,
+    call,
+    collected,
+    data_of,
+    samples,
+    split,
+)
+from dlrover.accelerate.world import Grid
+from dlrover.planning.parallel.records import Strategy
+from dlrover.planning.parallel.stages import stages
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Types of activations, by the number that stands for them."""
+
+
+class _LeftError(Exception):
+    """Ends a pass through a part of the model, with what the next one gets."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class _Skip(nn.Module):  # type: ignore[misc]
+    """In place of a block of another part."""
+
+    def forward(self, hidden: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        return hidden
+
+
+class _Enter(nn.Module):  # type: ignore[misc]
+    """In place of the last block of the part before: returns what it sent."""
+
+    hidden: torch.Tensor | None = None
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> torch.Tensor | None:
+        hidden, self.hidden = self.hidden, None
+        return hidden
+
+
+class _Leave(nn.Module):  # type: ignore[misc]
+    """In place of the first block of the part after."""
+
+    def forward(self, hidden: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        raise _LeftError(hidden)
+
+
+class _Zeros(nn.Module):  # type: ignore[misc]
+    """In place of an embedding whose result is not used."""
+
+    def __init__(self, width: int, *, per_index: bool) -> None:
+        super().__init__()
+        self._width, self._per_index = width, per_index
+
+    def forward(self, item: torch.Tensor) -> torch.Tensor:
+        shape = item.shape if self._per_index else item.shape[:-1]
+        return torch.zeros((), device=item.device).expand(*shape, self._width)
+
+
+class Part(nn.Module):  # type: ignore[misc]
+    """One part of a model: from the activations of the part before, and the data, to its own or the loss."""
+
+    def __init__(self, model: nn.Module, enter: _Enter | None, form: str | None, loss: LossFunction | None) -> None:  # fmt: skip
+        super().__init__()
+        self.model = model
+        self._form, self._loss = form, loss
+        self.__dict__["_enter"] = enter  # it is in the model
+
+    def forward(self, *hidden: torch.Tensor, data: Any) -> torch.Tensor:
+        """Return the activations ``[samples, ...]`` for the next part, or the loss ``[1]``."""
+        if self._enter is not None:
+            (self._enter.hidden,) = hidden
+        try:
+            output = call(self.model, data, self._form)
+        except _LeftError as left:
+            return left.hidden.contiguous()
+        assert self._loss is not None
+        return torch.stack([self._loss(data, output).float()])
+
+
+def divide(anatomy: Anatomy, strategy: Strategy) -> list[range]:
+    """Return the blocks of each part."""
+    parts, layers = strategy.pp * strategy.virtual, len(anatomy.blocks)
+    shape = anatomy.transformer
+    if shape is not None and shape.layers == layers:
+        sizes: Sequence[int] = stages(shape, strategy.pp, strategy.virtual).chunks
+    else:
+        sizes = [len(index) for index in torch.arange(layers).tensor_split(parts)]
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def cut(model: nn.Module, anatomy: Anatomy, grid: Grid, form: str | None, loss: LossFunction) -> list[Part]:  # fmt: skip
+    """Return this rank's parts of a model, which gives them its modules."""
+    runs = divide(anatomy, grid.strategy)
+    mine = runs[grid.stage :: grid.strategy.pp]
+    found = []
+    for run in mine:
+        first, last = run is runs[0], run is runs[-1]
+        shell = model if len(mine) == 1 else _shell(model, anatomy)
+        enter = _trim(shell, anatomy, run, first=first, last=last)
+        found.append(Part(shell, enter, form, loss if last else None))
+    return found
+
+
+def _shell(model: nn.Module, anatomy: Anatomy) -> nn.Module:
+    """Return a copy of a model's frame, with the same blocks and other modules in it."""
+    shared = [*anatomy.blocks, *anatomy.before, *anatomy.after]
+    memo: dict[int, Any] = {id(item): item for item in map(model.get_submodule, shared)}
+    return copy.deepcopy(model, memo)
+
+
+def _trim(model: nn.Module, anatomy: Anatomy, run: range, *, first: bool, last: bool) -> _Enter | None:  # fmt: skip
+    blocks = model.get_submodule(anatomy.list_name)
+    enter = None if first else _Enter()
+    for index in range(len(anatomy.blocks)):
+        if index == run.start - 1 and enter is not None:
+            blocks[index] = enter
+        elif index == run.stop:
+            blocks[index] = _Leave()
+        elif index not in run:
+            blocks[index] = _Skip()
+    if not first:
+        for name in anatomy.before:
+            _stand_in(model, name)
+    if not last:
+        for name in anatomy.after:
+            if any(True for _ in model.get_submodule(name).parameters()):
+                model.set_submodule(name, nn.Identity())
+    return enter
+
+
+def _stand_in(model: nn.Module, outer: str) -> None:
+    for name, module in list(model.get_submodule(outer).named_modules(prefix=outer)):
+        if isinstance(module, nn.Embedding):
+            model.set_submodule(name, _Zeros(module.embedding_dim, per_index=True))
+        elif isinstance(module, nn.Linear):
+            model.set_submodule(name, _Zeros(module.out_features, per_index=False))
+        elif any(True for _ in module.parameters(recurse=False)):
+            model.set_submodule(name, nn.Identity())
+
+
+class Pipeline(nn.Module):  # type: ignore[misc]
+    """This rank's parts of a model; a call with the data of a step returns a `StepOutput`, on all ranks."""
+
+    def __init__(
+        self, parts: Sequence[Part], anatomy: Anatomy, grid: Grid, form: str | None, weighting: Weighting
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.pipeline_stages = grid.strategy.pp
+        self._grid, self._form, self._weighting = grid, form, weighting
+        self._group = grid.pipeline
+        self._shapes: dict[Any, torch.Tensor] = {}
+        self._schedules: dict[Any, Any] = {}
+        self._tied = self._find_tied(anatomy)
+        on_first = grid.stage == 0
+        self.repeated_parameters = frozenset(() if on_first else self._tied)
+        """Parameters that an earlier part has, too."""
+        with torch.no_grad():
+            for parameter in self._tied:
+                self._swap(parameter, send=on_first, receive=not on_first)
+
+    def forward(self, *args: Any, **kwargs: Any) -> StepOutput:
+        """Run a step; ``backward`` of its loss adds the gradients."""
+        data = data_of(args, kwargs, self._form)
+        if not torch.is_grad_enabled():
+            return StepOutput(self._loss_only(data))
+        scale = self._weighting.scale()
+        return StepOutput(collected(self.parameters(), lambda: self._run(data), scale))
+
+    def _run(self, data: Any) -> torch.Tensor:
+        count = self._count(samples(data))
+        schedule = self._schedule(data, count)
+        with torch.enable_grad():
+            losses = schedule.step(target=torch.zeros(count), data=data)
+        for parameter in self._tied:
+            if parameter.grad is not None:
+                self._swap(parameter.grad, send=True, receive=True)
+        return self._of_last(losses)
+
+    def _of_last(self, losses: torch.Tensor | None) -> torch.Tensor:
+        """Return the mean of the losses that the rank of the last part has."""
+        mean = torch.zeros((), device=self._grid.device) if losses is None else losses.detach().mean()  # fmt: skip
+        dist.broadcast(mean, src=self._rank(self.pipeline_stages - 1), group=self._group)
+        return mean
+
+    def _rank(self, stage: int) -> int:
+        return int(dist.get_global_rank(self._group, stage % self.pipeline_stages))
+
+    # ---- the schedule
+
+    def _count(self, size: int) -> int:
+        """Return the number of micro-batches: equal ones, that have at most the strategy's samples if possible."""
+        one = self._grid.strategy
+        common = math.gcd(size, self._weighting.common or size)
+        wanted = -(-size // one.micro_batch)
+        divisors = [number for number in range(1, common + 1) if common % number == 0]
+        return next((number for number in divisors if number >= wanted), common)
+
+    def _schedule(self, data: Any, count: int) -> Any:
+        first = split(data, count)[0][0]
+        key = _key(first)
+        if (key, count) not in self._schedules:
+            shape = self._shape(key, first)
+            pipe, total = self.pipeline_stages, self.pipeline_stages * len(self.parts)
+            built = []
+            for number, part in enumerate(self.parts):
+                index = self._grid.stage + number * pipe
+                hidden = torch.empty(
+                    shape[1:].tolist(), dtype=DTYPES[shape[0]], device="meta", requires_grad=True
+                )
+                loss = torch.empty(1, device="meta", requires_grad=True)
+                built.append(
+                    PipelineStage(
+                        part, index, total, self._grid.device, group=self._group,
+                        input_args=() if index == 0 else (hidden,),
+                        output_args=(loss if index == total - 1 else hidden,),
+                    )
+                )  # fmt: skip
+            self._schedules[key, count] = self._make(built, count)
+        return self._schedules[key, count]
+
+    def _make(self, built: list[PipelineStage], count: int) -> Any:
+        pipe, wanted = self.pipeline_stages, self._grid.strategy.schedule
+        options = {"n_microbatches": count, "loss_fn": self._loss}
+        if len(built) > 1:
+            whole = count % max(1, count // pipe) == 0
+            return (ScheduleInterleaved1F1B if whole else ScheduleLoopedBFS)(built, **options)
+        fills = count >= pipe and wanted != "gpipe"
+        return (Schedule1F1B if fills else ScheduleGPipe)(built[0], **options)
+
+    def _loss(self, output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
+        return output.sum() * self._weighting.factor
+
+    # ---- shapes
+
+    def _shape(self, key: Any, data: Any) -> torch.Tensor:
+        """Return the type and the sizes of activations between parts; the first part computes them once. Collective."""
+        if key not in self._shapes:
+            found = torch.zeros(16, dtype=torch.int64, device=self._grid.device)
+            if self._grid.stage == 0:
+                devices = [] if self._grid.device.type == "cpu" else [self._grid.device.index]
+                with torch.random.fork_rng(devices), torch.no_grad():
+                    hidden = self.parts[0](data=data)
+                known = [hidden.dim(), DTYPES.index(hidden.dtype), *hidden.shape]
+                found[: len(known)] = torch.tensor(known)
+            dist.broadcast(found, src=self._rank(0), group=self._group)
+            self._shapes[key] = found.cpu()[1 : 2 + int(found[0])]
+        return self._shapes[key]
+
+    # ---- without gradients
+
+    def _loss_only(self, data: Any) -> torch.Tensor:
+        shape = self._shape(_key(data), data)
+        pipe, total = self.pipeline_stages, self.pipeline_stages * len(self.parts)
+        result = None
+        for index in range(total):
+            if index % pipe != self._grid.stage:
+                continue
+            received = []
+            if index:
+                hidden = torch.empty(
+                    shape[1:].tolist(), dtype=DTYPES[shape[0]], device=self._grid.device
+                )
+                dist.recv(hidden, self._rank(index - 1), group=self._group)
+                received.append(hidden)
+            result = self.parts[index // pipe](*received, data=data)
+            if index < total - 1:
+                dist.send(result, self._rank(index + 1), group=self._group)
+                result = None
+        return self._of_last(result)
+
+    # ---- tied parameters
+
+    def _find_tied(self, anatomy: Anatomy) -> list[nn.Parameter]:
+        """Return this rank's parameters that both the first and the last part have, in an order common to both."""
+        last = self.pipeline_stages - 1
+        if self._grid.stage not in (0, last):
+            return []
+        part = self.parts[0 if self._grid.stage == 0 else -1].model
+        here: Mapping[str, nn.Parameter] = dict(part.named_parameters(remove_duplicate=False))
+        groups = [[name for name in group if name in here] for group in anatomy.tied]
+        return [here[names[0]] for names in groups if names]
+
+    def _swap(self, tensor: torch.Tensor, *, send: bool, receive: bool) -> None:
+        """Exchange a tensor between the first and the last rank; add what comes, or take it."""
+        mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        peer = self._rank(self.pipeline_stages - 1 if self._grid.stage == 0 else 0)
+        other, sent = torch.empty_like(mine), mine.detach().clone()
+        operations = [dist.P2POp(dist.isend, sent, peer, self._group)] if send else []
+        operations += [dist.P2POp(dist.irecv, other, peer, self._group)] if receive else []
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        if receive and send:
+            mine.add_(other)
+        elif receive:
+            mine.copy_(other)
+
+
+def _key(data: Any) -> Any:
+    """Return what the shapes of activations depend on."""
+    leaves = tree_flatten(data)[0]
+    return tuple(leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor))

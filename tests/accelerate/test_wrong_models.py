@@ -1,0 +1,99 @@
+"""What only shows when a model runs: attention that cannot be shared, fp16 and a scheduler, states."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dlrover.accelerate import Strategy, auto_accelerate
+from dlrover.accelerate.modes.context import Context
+from dlrover.errors import ConfigurationError
+from tests.accelerate.scripts.models import Plain, next_token_loss
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_attention_of_its_own_is_refused(alone):
+    context = Context(alone, "all_gather")
+    part = context.begin(torch.ones(1, 4, 2))
+    with pytest.raises(ConfigurationError, match="no block called scaled_dot_product_attention"):
+        context.end(part)
+
+
+def test_attention_to_another_sequence_is_refused(alone):
+    context = Context(alone, "all_gather")
+    context.begin(torch.ones(1, 4, 2))
+    query, key = torch.ones(1, 2, 4, 3), torch.ones(1, 2, 6, 3)
+    with pytest.raises(ConfigurationError, match="has 4 queries and 6 keys"):
+        context.attend(query, key, key)
+
+
+@pytest.mark.parametrize("mask", [None, torch.rand(1, 1, 5, 5) > 0.3])
+@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+def test_attention_of_one_rank_is_pytorchs(alone, method, mask):
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 5, 8)
+    context = Context(alone, method)
+    context.begin(torch.ones(2, 5, 1))
+    options = {"attn_mask": mask, "is_causal": mask is None}
+    wanted = nn.functional.scaled_dot_product_attention(query, key, value, **options)
+    assert torch.allclose(context.attend(query, key, value, **options), wanted, atol=1e-6)
+
+
+def test_a_scheduler_beside_the_scale_of_fp16():
+    model = Plain()
+    _, result, _ = auto_accelerate(
+        model, "adamw", [torch.arange(16)] * 4, next_token_loss, dataloader_args={"batch_size": 2},
+        load_strategy=Strategy(precision="fp16"), lr_scheduler_cls=torch.optim.lr_scheduler.StepLR,
+        lr_scheduler_args={"step_size": 1},
+    )  # fmt: skip
+    before = model.head.weight.detach().clone()
+    for data in result.dataloader:
+        result.loss_func(data, result.model(data)).backward()
+        result.optim.step()
+        result.lr_scheduler.step()
+    assert not torch.equal(before, model.head.weight)
+    assert result.lr_scheduler.get_last_lr() == pytest.approx([1e-5])
+    with pytest.raises(ConfigurationError, match="accepted with fp16 is none"):
+        result.optim.step(lambda: None)
+
+
+def test_an_overflow_leaves_out_the_step():
+    model = Plain()
+    _, result, _ = auto_accelerate(
+        model, "sgd", loss_func=next_token_loss, optim_args={"lr": 1.0}, load_strategy=Strategy(precision="fp16")
+    )  # fmt: skip
+    data = torch.arange(16)[None]
+    before, scale = model.head.weight.detach().clone(), result.args["scaler"].get_scale()
+    (result.loss_func(data, result.model(data)) * 1e30).backward()
+    result.optim.step()
+    assert torch.equal(before, model.head.weight)
+    assert result.args["scaler"].get_scale() == scale / 2
+
+
+def test_a_state_does_not_say_how_the_optimizer_steps():
+    model = Plain()
+    _, result, _ = auto_accelerate(model, "sgd", optim_args={"momentum": 0.9}, load_strategy=[])
+    assert result.optim.param_groups[0]["fused"]
+    (group,) = result.args["state"].state_dict()["groups"]
+    assert group["momentum"] == 0.9
+    assert not {"fused", "foreach", "params"} & group.keys()
+    assert not result.optim.state, "asking changes nothing"
+
+
+def test_a_state_of_another_shape_is_refused():
+    result = auto_accelerate(Plain(), load_strategy=[])[1]
+    state = result.args["state"].state_dict()
+    state["model"]["norm.weight"] = torch.ones(3)
+    with pytest.raises(
+        ConfigurationError, match=r"'norm.weight' with the shape \[3\] .* accepted is \[32\]"
+    ):
+        result.args["state"].load_state_dict(state)
