@@ -18,6 +18,12 @@ settings.register_profile("project", deadline=None, derandomize=True)
 settings.load_profile("project")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests come first: at the end, no test process waits long for the last test of another one."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One cache for all test processes: a program's modules are imported once for all workers of a job."""

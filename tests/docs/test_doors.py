@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 DOORS = {
     "dlrover.accelerate": {
         "Cluster", "Explanation", "Observation", "Prediction", "Strategy", "Transformer", "calibrate",
-        "predict", "search", "traced", "why_not",
+        "predict", "search", "traced", "why_not", "AutoAccelerateResult", "auto_accelerate", "clip_grad_norm_",
     },
     "dlrover.accelerators": {
         "CPU", "RESOURCES", "VENDORS", "DeviceHealth", "DeviceUse", "Vendor", "pci_addresses", "present",
@@ -49,7 +49,7 @@ NEEDS = {
     "ElasticDataset": "torch", "ElasticDataLoader": "torch", "ElasticTrainer": "torch",
     "ElasticDistributedSampler": "torch", "Checkpointer": "torch", "LoadRecord": "torch", "Shard": "torch",
     "EmbeddingOptimizer": "torch", "HashEmbedding": "torch", "HashEmbeddingBag": "torch", "prefetched": "torch",
-    "dataset": "tensorflow", "resilient": "tensorflow", "traced": "torch", "Optimizer": "sqlalchemy",
+    "dataset": "tensorflow", "resilient": "tensorflow", "traced": "torch", "auto_accelerate": "torch", "AutoAccelerateResult": "torch", "clip_grad_norm_": "torch", "Optimizer": "sqlalchemy",
     **dict.fromkeys(("AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT"), "torch"),
     **dict.fromkeys(("GroupAdagrad", "GroupAdam", "WSAM"), "torch"),
 }  # fmt: skip

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
-from dlrover.embedding.modules import (
-    EmbeddingOptimizer,
-    HashEmbedding,
-    HashEmbeddingBag,
-    prefetched,
-)
 from dlrover.embedding.options import decoded
 from dlrover.embedding.table import HashTable
 from dlrover.errors import ConfigurationError
 from tests.embedding.servers import DIM, OPTIONS
 
+torch = pytest.importorskip("torch")
+nn = torch.nn
+modules = pytest.importorskip("dlrover.embedding.modules")
+EmbeddingOptimizer, prefetched = modules.EmbeddingOptimizer, modules.prefetched
+HashEmbedding, HashEmbeddingBag = modules.HashEmbedding, modules.HashEmbeddingBag
 pytestmark = pytest.mark.torch
 
 

@@ -128,6 +128,20 @@ def test_after_a_failed_save_the_next_one_is_full(
         check(group, saved, model)
 
 
+def test_a_clock_that_is_set_back_changes_no_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(1) as (made, group):
+        train(group, {}, 1)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        for step, now in enumerate((1000.0, 10.0, 5.0)):
+            monkeypatch.setattr(saving.time, "time", lambda now=now: now)
+            checkpoints.save(step, full=step == 2)
+            checkpoints.wait()
+        steps = [each.step for each in stored.manifests(open_store(str(tmp_path)))]
+        assert steps == [2, 1, 0]
+
+
 def test_old_checkpoints_are_deleted_unless_a_kept_one_adds_to_them(tmp_path: Path) -> None:
     with cluster(1) as (made, group):
         train(group, {}, 1)

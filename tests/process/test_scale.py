@@ -43,7 +43,7 @@ def test_a_lost_node_costs_two_rounds_and_few_seconds(run, train) -> None:
     run.until(lambda: launch.events_of(events.Recovered), 20, "a step")
     assert launch.events_of(events.Recovered)[0].time - began < FIRST_STEP_WITHIN
     wait_for_rounds(launch, [4, 3, 4])
-    run.until(lambda: training.losses[-1][2] == 4, 20, "a step of four workers")
+    run.until(lambda: training.losses[-1][2] == 4, 60, "a step of four workers")
     assert rounds(launch) == [4, 3, 4]
     assert len(training.starts) == 4 + 3 + 4
     assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
@@ -81,12 +81,14 @@ def test_nodes_come_and_go(run, tmp_path) -> None:
     host = cluster.add("host", *program)
     host.until(lambda: host.events_of(events.NodeConnected), 10, "the host's node")
     second = cluster.add("second", *program)
-    wait_for_rounds(host, [2])
+    run.until(lambda: rounds(host)[-1:] == [2], 20, "a world of two")
+    before = rounds(host)
+    assert before in ([2], [1, 2])  # the second one may be late
     second.process.kill()
-    wait_for_rounds(host, [2, 1])
+    wait_for_rounds(host, [*before, 1])
     newcomers = [cluster.add(name, *program) for name in ("third", "fourth")]
     run.until(lambda: rounds(host)[-1] == 3, 20, "a world of three")
-    assert rounds(host) in ([2, 1, 3], [2, 1, 2, 3])  # they may come one by one
+    assert rounds(host)[len(before) :] in ([1, 3], [1, 2, 3])  # they may come one by one
     (tmp_path / "go").touch()
     for launch in (host, *newcomers):
         launch.succeed()

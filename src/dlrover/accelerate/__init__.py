@@ -6,6 +6,8 @@ from dlrover._util.doors import lazy
 
 if TYPE_CHECKING:
     from dlrover.accelerate.card import traced
+    from dlrover.accelerate.engine import AutoAccelerateResult, auto_accelerate
+    from dlrover.accelerate.optimizers import clip_grad_norm_
     from dlrover.planning.parallel.calibration import calibrate
     from dlrover.planning.parallel.explain import Explanation, why_not
     from dlrover.planning.parallel.predict import predict
@@ -19,13 +21,16 @@ if TYPE_CHECKING:
     from dlrover.planning.parallel.search import search
 
 __all__ = [
+    "AutoAccelerateResult",
     "Cluster",
     "Explanation",
     "Observation",
     "Prediction",
     "Strategy",
     "Transformer",
+    "auto_accelerate",
     "calibrate",
+    "clip_grad_norm_",
     "predict",
     "search",
     "traced",
@@ -37,6 +42,9 @@ _RECORDS = "dlrover.planning.parallel.records"
 __getattr__ = lazy(
     __name__,
     {
+        "AutoAccelerateResult": "dlrover.accelerate.engine",
+        "auto_accelerate": "dlrover.accelerate.engine",
+        "clip_grad_norm_": "dlrover.accelerate.optimizers",
         "Cluster": _RECORDS,
         "Explanation": "dlrover.planning.parallel.explain",
         "Observation": _RECORDS,

@@ -35,6 +35,7 @@ PROGRESS_REPORT = 1.0
 """Seconds between two progress reports of the node with node rank 0; other nodes report with heartbeats."""
 RECONNECT = 0.05, 1.0
 """Seconds until the first retry after the master could not be reached, and between later ones."""
+_SIGNALS = signal.valid_signals()
 
 
 class NodeControls(NamedTuple):
@@ -321,7 +322,7 @@ class Agent:
         outcome = self._machine.outcome
         number = signal.SIGTERM
         requested = 0 if outcome is None else outcome.exit_code - ExitCode.SIGNAL_BASE
-        if requested in signal.valid_signals():
+        if requested in _SIGNALS:
             number = signal.Signals(requested)
         await self._workers.stop(number, self._launch.shutdown_timeout)
         self._handle(agent_machine.WorkersStopped())

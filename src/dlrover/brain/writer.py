@@ -82,15 +82,19 @@ class Batch:
         self._rows.setdefault(table, []).extend(rows)
 
     def flush(self) -> None:
-        """Write the deferred rows and changes."""
-        for table, rows in self._rows.items():
-            self.connection.execute(table.insert(), rows)
+        """Write the deferred changes and rows.
+
+        The changes come first: they lock their jobs for other servers, whose rows refer to the same jobs. In the
+        other order, each of two servers would wait for the other.
+        """
         jobs = tables.jobs
-        for job, values in self._changes.items():
+        for job, values in sorted(self._changes.items()):
             if "done" in values:
                 done = values["done"]
                 values["done"] = sa.case((jobs.c.done > done, jobs.c.done), else_=done)
             self.connection.execute(jobs.update().where(jobs.c.id == job).values(values))
+        for table, rows in self._rows.items():
+            self.connection.execute(table.insert(), rows)
         self._rows, self._changes = {}, {}
 
 
@@ -119,7 +123,8 @@ class Writer:
 
         ``write`` may be called again in a new transaction if the first one fails: another server has
         written the same, or the connection was lost. An error that it raises does not undo the other writes of
-        its commit, so it must raise before it writes. ``request`` and ``job`` are the ids that it looks up.
+        its commit, so it must raise before it writes. ``request`` and ``job`` are the ids that it looks up. A write
+        whose result is cancelled before its turn is dropped.
 
         Raises:
             InfrastructureError: too many writes wait. The result raises it if the database fails.
@@ -152,6 +157,7 @@ class Writer:
                 return
 
     def _write(self, batch: list[_Item]) -> None:
+        batch = [item for item in batch if item.done.set_running_or_notify_cancel()]
         try:
             self._commit(batch)
         except DBAPIError as error:

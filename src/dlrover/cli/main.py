@@ -54,7 +54,7 @@ def status(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None
     from dlrover.cli.inspect import queries  # noqa: PLC0415 - loads grpc
 
     report = queries.status(jobs.find(config.environ(), job, job_dir))
-    show(report, output, queries.render_status)
+    show(report, output, queries.render_status, queries.named_status)
 
 
 @app.command()
@@ -63,7 +63,7 @@ def nodes(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
     from dlrover.cli.inspect import queries  # noqa: PLC0415 - loads grpc
 
     report = queries.status(jobs.find(config.environ(), job, job_dir))
-    show(report.status.nodes, output, queries.render_nodes)
+    show(report.status.nodes, output, queries.render_nodes, queries.named_nodes)
 
 
 @app.command()

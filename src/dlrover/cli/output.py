@@ -29,10 +29,15 @@ def print_json(value: Any) -> None:
     print(msgspec.json.format(msgspec.json.encode(value)).decode())
 
 
-def show(value: T, output: Form, render: Callable[[T, Console], object]) -> None:
-    """Print ``value`` as JSON, or as text by ``render``."""
+def show(
+    value: T,
+    output: Form,
+    render: Callable[[T, Console], object],
+    named: Callable[[T], object] = lambda value: value,
+) -> None:
+    """Print ``value`` as JSON, or as text by ``render``; ``named`` gives names to what has none on the wire."""
     if output is Form.JSON:
-        print_json(value)
+        print_json(named(value))
     else:
         render(value, Console())
 

@@ -129,8 +129,11 @@ MasterMessage: TypeAlias = (
 # ---- requests
 
 
-class NodeState(msgspec.Struct, frozen=True, gc=False):
-    """One node in a `Status`. It holds no container: thousands must not trigger garbage collection."""
+class NodeState(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One node in a `Status`, without names on the wire: a status has thousands.
+
+    It holds no container, so that they do not trigger garbage collection.
+    """
 
     id: int
     node_rank: int

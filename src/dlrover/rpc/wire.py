@@ -30,8 +30,9 @@ MAX_QUOTE = 200
 _decoder = functools.cache(msgspec.msgpack.Decoder)
 MAX_NUMBER = 1e150
 """Maximum magnitude of a number with a fraction: its square is finite."""
-_MAY_BE_LARGE = re.compile(rb"\xcb[\x5f-\x7f\xdf-\xff]|\xca[\x7f\xff][\x80-\xff]")
-"""First bytes of larger numbers and NaN in MessagePack; texts and bytes may contain them, too."""
+_LARGE = (re.compile(rb"\xcb[\x5f-\x7f\xdf-\xff]"), re.compile(rb"\xca[\x7f\xff][\x80-\xff]"))
+"""First bytes of larger numbers and NaN in MessagePack, with 64 and 32 bits; texts and bytes may contain them, too.
+One expression for both would take five times as long."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -47,7 +48,7 @@ def decode(data: bytes, kind: Any) -> Any:
     """
     try:
         message = _decoder(kind).decode(data)
-        suspect = _MAY_BE_LARGE.search(data) is not None
+        suspect = any(large.search(data) for large in _LARGE)
         usual = not suspect or _is_usual(msgspec.msgpack.decode(data))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # The error may quote the sender at any length.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -74,6 +74,18 @@ def _from_journal(job_dir: JobDir) -> messages.Status:
     # The journal's end may be missing if the disk was full.
     machine.state.outcome = machine.outcome or read_outcome(job_dir.outcome)
     return status_of(machine, last, {})
+
+
+def named_nodes(nodes: Sequence[messages.NodeState]) -> list[dict[str, Any]]:
+    """Return nodes with the names of their fields."""
+    return list(map(msgspec.structs.asdict, nodes))
+
+
+def named_status(report: StatusReport) -> dict[str, Any]:
+    """Return a status with the names of all fields."""
+    plain: dict[str, Any] = msgspec.to_builtins(report)
+    plain["status"]["nodes"] = named_nodes(report.status.nodes)
+    return plain
 
 
 def render_status(report: StatusReport, console: Console) -> None:

@@ -71,6 +71,7 @@ class TableCheckpoints:
             order = msgspec.json.encode(orders.Export(parent is None, placement.version))
             replies = _on_all(links, Op.EXPORT, dict.fromkeys(links, order))
             id_ = stored.begin(self._store)
+            before = parent or next(iter(stored.manifests(self._store)), None)
             exported = {i: orders.decoded(body, orders.Exported) for i, body in replies.items()}
             _check_slots(exported)
         except BaseException:
@@ -81,7 +82,7 @@ class TableCheckpoints:
             parent=parent.id if parent else "",
             number=parent.number + 1 if parent else 0,
             step=step,
-            time=time.time(),
+            time=_after(before),
             tables=placement.tables,
             parts=(),
         )
@@ -221,6 +222,11 @@ class _Link:
         """Close the connection."""
         with contextlib.suppress(OSError):
             self._sock.close()
+
+
+def _after(before: Manifest | None) -> float:
+    """Return the time, and never one before the last checkpoint's, though a clock may have been set back."""
+    return max(time.time(), before.time + 1e-3 if before is not None else 0.0)
 
 
 def _check_slots(exported: Mapping[int, orders.Exported]) -> None:

@@ -12,6 +12,9 @@ from dlrover.planning.parallel.huggingface import shape
 Recompute = Literal["none", "selective", "full"]
 """What the backward pass computes again: nothing, cheap operations (attention, norms), or whole blocks."""
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+PRECISIONS = ("fp32", "bf16", "fp16")
+CONTEXTS = ("all_gather", "ulysses")
+SCHEDULES = ("", "gpipe", "1f1b", "interleaved_1f1b")
 
 
 def _whole(record: object, least: int, *names: str) -> None:
@@ -29,6 +32,14 @@ def _flags(record: object, *names: str) -> None:
             raise ConfigurationError(
                 f"{type(record).__name__}: {name} is {value!r}, not True or False."
             )
+
+
+def _choice(record: object, name: str, accepted: tuple[str, ...]) -> None:
+    value = getattr(record, name)
+    if value not in accepted:
+        raise ConfigurationError(
+            f"{type(record).__name__}: {name} is {value!r}; accepted are {', '.join(map(repr, accepted))}."
+        )
 
 
 @dataclass(frozen=True)
@@ -180,6 +191,16 @@ class Strategy:
     chunked_loss: bool = False
     """True if logits and loss are computed in chunks of the sequence."""
     compile: bool = False
+    precision: str = "bf16"
+    """Type of matrix products: ``fp32``, ``bf16`` or ``fp16``; parameters and the optimizer's state are in fp32."""
+    context: str = "all_gather"
+    """With cp: ``all_gather`` of keys and values, or ``ulysses``, which exchanges heads for positions."""
+    schedule: str = ""
+    """With pp: ``gpipe``, ``1f1b`` or ``interleaved_1f1b``; empty for the one that ``virtual`` needs."""
+    tensor_rules: tuple[tuple[str, str], ...] = ()
+    """With tp: patterns of module names and their styles, before those of the model and its family."""
+    blocks: tuple[str, ...] = ()
+    """Class names of the modules that are sharded and recomputed as units; empty for the repeated block."""
 
     def __post_init__(self) -> None:
         degrees = ("dp_replicate", "dp_shard", "tp", "pp", "virtual", "cp", "ep", "micro_batch")
@@ -192,6 +213,9 @@ class Strategy:
             raise ConfigurationError(
                 f"Strategy: recompute is {self.recompute!r}, not 'none', 'selective' or 'full'."
             )
+        _choice(self, "precision", PRECISIONS)
+        _choice(self, "context", CONTEXTS)
+        _choice(self, "schedule", SCHEDULES)
 
     @property
     def dp(self) -> int:

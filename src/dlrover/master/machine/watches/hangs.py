@@ -17,6 +17,7 @@ ranks are forgotten with their round, and only completed activities are learned 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -199,9 +200,9 @@ class HangDetector:
         workers = self.workers.values()
         ended = sum(worker.ended for worker in workers)
         least = self.limit(Activity.EVAL) if ended else 0.0
-        limits = {kind: max(self.limit(kind), least) * self.patience for kind in Activity}
+        limit = functools.cache(lambda kind: max(self.limit(kind), least) * self.patience)
         return ended < len(workers) and all(
-            worker.ended or worker.since > limits[Activity(worker.doing)] for worker in workers
+            worker.ended or worker.since > limit(worker.doing) for worker in workers
         )
 
     def waiting_for(self, now: float) -> str:

@@ -1,0 +1,145 @@
+"""What a model consists of: its repeated blocks, what comes before and after them, and what it shares."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from dlrover.errors import ConfigurationError
+from dlrover.planning.parallel.huggingface import EXPERTS, KV_HEADS, NAMES
+from dlrover.planning.parallel.records import Transformer
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of a model."""
+
+    list_name: str
+    """Name of the list of blocks; empty if there is none."""
+    blocks: tuple[str, ...]
+    """Names of the blocks, in order."""
+    before: tuple[str, ...] = ()
+    """Names of the modules that run before the blocks: those registered before them."""
+    after: tuple[str, ...] = ()
+    """Names of the modules that run after the blocks: those registered after them."""
+    tied: tuple[tuple[str, ...], ...] = ()
+    """Groups of names of one parameter."""
+    experts: tuple[str, ...] = ()
+    """Names of the modules with experts: each parameter has one row of matrices for each expert."""
+    heads: int = 0
+    """Attention heads; 0 if the model does not say."""
+    kv_heads: int = 0
+    expert_count: int = 0
+    transformer: Transformer | None = field(default=None, compare=False)
+    """Its shape, if its configuration describes one."""
+
+
+def analyse(model: nn.Module, list_name: str | None = None) -> Anatomy:
+    """Return the parts of a model.
+
+    Args:
+        model: any module; with a Hugging Face ``config`` more is known about it.
+        list_name: name of the list of blocks; by default the list of equal modules with most parameters.
+
+    Raises:
+        ConfigurationError: there is no list of that name.
+    """
+    modules = dict(model.named_modules())
+    if list_name is None:
+        list_name = _largest_list(modules)
+    elif not isinstance(modules.get(list_name), nn.ModuleList | nn.Sequential):
+        lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList)]
+        raise ConfigurationError(
+            f"blocks is {list_name!r}; accepted are the model's lists: {', '.join(lists) or 'none'}."
+        )
+    config = getattr(model, "config", None)
+    blocks = tuple(f"{list_name}.{name}" for name, _ in modules[list_name].named_children()) if list_name else ()  # fmt: skip
+    before, after = _around(model, list_name) if list_name else ((), ())
+    experts = tuple(name for name, module in modules.items() if is_experts(module))
+    return Anatomy(
+        list_name=list_name,
+        blocks=blocks,
+        before=before,
+        after=after,
+        tied=_tied(model),
+        experts=experts,
+        heads=_size(config, NAMES["heads"]),
+        kv_heads=_size(config, KV_HEADS) or _size(config, NAMES["heads"]),
+        expert_count=_size(config, EXPERTS) or _expert_count(modules, experts),
+        transformer=_shape(config),
+    )
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module is a set of experts, called as ``(hidden, expert of each token, weight)``."""
+    own = list(module.parameters(recurse=False))
+    rows = {parameter.shape[0] for parameter in own}
+    return (
+        len(own) > 1
+        and len(rows) == 1
+        and any(parameter.dim() == 3 for parameter in own)
+        and all(parameter.dim() >= 2 for parameter in own)
+        and hasattr(module, "num_experts")
+    )
+
+
+def _expert_count(modules: dict[str, nn.Module], experts: tuple[str, ...]) -> int:
+    return int(modules[experts[0]].num_experts) if experts else 0
+
+
+def _largest_list(modules: dict[str, nn.Module]) -> str:
+    """Return the name of the list of at least two modules of one class that has most parameters."""
+    sizes: dict[str, int] = {}
+    for name, module in modules.items():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1:
+            kinds = {type(item) for item in module}
+            size = sum(parameter.numel() for parameter in module.parameters())
+            if len(kinds) == 1 and size:
+                sizes[name] = size
+    # Of a list and a list in its items, the outer one has at least as many.
+    return max(sizes, key=lambda name: (sizes[name], -name.count(".")), default="")
+
+
+def _around(model: nn.Module, list_name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the modules that were registered before and after the blocks."""
+    before: list[str] = []
+    after: list[str] = []
+    path = list_name.split(".")
+    module = model
+    for depth, step in enumerate(path):
+        prefix = ".".join(path[:depth])
+        seen = False
+        for name, _ in module.named_children():
+            if name == step:
+                seen = True
+            else:
+                (after if seen else before).append(f"{prefix}.{name}" if prefix else name)
+        module = module.get_submodule(step)
+    return tuple(before), tuple(after)
+
+
+def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def _size(config: Any, names: tuple[str, ...]) -> int:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    return 0
+
+
+def _shape(config: Any) -> Transformer | None:
+    if config is None:
+        return None
+    try:
+        return Transformer.of(config)
+    except ConfigurationError:  # the configuration of something else
+        return None

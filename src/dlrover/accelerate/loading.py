@@ -1,0 +1,106 @@
+"""A dataloader that gives each rank its part of a global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from dlrover.errors import ConfigurationError
+
+
+class GlobalBatches(Sampler[list[int]]):  # type: ignore[misc]
+    """The indices of one rank's samples in each global batch: every ``ranks``-th one, from the rank's number.
+
+    All global batches have the same size. The last one of an epoch is filled up with the epoch's first samples, or
+    left out with ``drop_last``. A rank without a sample gets one that has no weight.
+    """
+
+    def __init__(
+        self,
+        order: Sampler[int],
+        *,
+        batch_size: int,
+        rank: int,
+        ranks: int,
+        drop_last: bool,
+        seed: int,
+    ) -> None:
+        self._order, self._size, self._drop_last = order, batch_size, drop_last
+        self._mine = range(rank, batch_size, ranks)
+        self.weight = len(self._mine) * ranks / batch_size
+        """Factor of this rank's mean loss; with it, averaged gradients are those of the global batch's mean."""
+        self._generator = getattr(order, "generator", None)
+        self._seed, self._epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, and with it the order, of the next iteration."""
+        self._epoch = epoch
+        if hasattr(self._order, "set_epoch"):
+            self._order.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        count = len(self._order)
+        return count // self._size if self._drop_last else -(-count // self._size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._generator is not None:
+            self._generator.manual_seed(self._seed + self._epoch)
+        order = list(self._order)
+        for start in range(0, len(self) * self._size, self._size):
+            batch = order[start : start + self._size]
+            while len(batch) < self._size:
+                batch += order[: self._size - len(batch)]
+            yield [batch[position] for position in self._mine or range(1)]
+        self.set_epoch(self._epoch + 1)
+
+
+def dataloader(
+    dataset: Dataset[Any],
+    arguments: Mapping[str, Any] | None,
+    *,
+    rank: int,
+    ranks: int,
+    seed: int = 0,
+    sampler_cls: type | None = None,
+) -> DataLoader[Any]:
+    """Return a dataloader of one rank's parts of the global batches.
+
+    Args:
+        dataset: a dataset with a length.
+        arguments: arguments of ``DataLoader``; ``batch_size`` is that of the global batch, by default 1 for each rank.
+        rank: the rank among those with different data.
+        ranks: their number.
+        seed: seed of the epochs' orders.
+        sampler_cls: class of a sampler of the whole dataset, made from the dataset alone.
+
+    Raises:
+        ConfigurationError: the dataset has no length, or an argument conflicts with the global batch.
+    """
+    options = dict(arguments or {})
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ConfigurationError(
+            f"dataset is a {type(dataset).__name__} without a length; accepted are datasets with __len__ and __getitem__."
+        )
+    for name in ("sampler", "batch_sampler"):
+        if name in options:
+            raise ConfigurationError(
+                f"dataloader_args has {name!r}; accepted is distributed_sampler_cls instead."
+            )
+    size = options.pop("batch_size", ranks)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ConfigurationError(
+            f"dataloader_args['batch_size'] is {size!r}; accepted is a positive integer, the global batch."
+        )
+    shuffle, drop_last = options.pop("shuffle", False), options.pop("drop_last", False)
+    order: Sampler[int]
+    if sampler_cls is not None:
+        order = sampler_cls(dataset)
+    elif shuffle:
+        order = torch.utils.data.RandomSampler(dataset, generator=torch.Generator())
+    else:
+        order = torch.utils.data.SequentialSampler(dataset)
+    batches = GlobalBatches(order, batch_size=size, rank=rank, ranks=ranks, drop_last=drop_last, seed=seed)  # fmt: skip
+    return DataLoader(dataset, batch_sampler=batches, **options)

@@ -1,0 +1,1 @@
+"""How a strategy is applied to a model: one file for each mode."""
