@@ -53,6 +53,8 @@ SHORTER = {
     "examples/02_char_gpt/train.py": "examples/02_char_gpt/train.py --layers 1 --width 32 --heads 2 "
     "--context 32 --corpus-mb 1 --global-batch-size 12 --steps 60 --eval-every 20 --sample 20",
     "examples/05_parameter_server/train.py": "examples/05_parameter_server/train.py --clicks 10000",
+    "examples/08_growing_embeddings/train.py": "examples/08_growing_embeddings/train.py --data clicks "
+    "--clicks 5000",
 }
 """What is replaced in commands and programs so that they take seconds."""
 
@@ -70,7 +72,7 @@ time.sleep(60 if os.environ["WORLD_SIZE"] == "3" else 2)
 TORCH = {
     "getting-started.md", "goodput.md", "hangs.md", "chaos.md", "checkpoint-tools.md", "elastic-batch.md",
     "data.md", "parameter-servers.md", "optim.md",
-    "01_digits_ddp", "02_char_gpt",
+    "01_digits_ddp", "02_char_gpt", "08_growing_embeddings",
 }  # fmt: skip
 """Pages whose programs need PyTorch, by the last part of their names that tells them apart."""
 

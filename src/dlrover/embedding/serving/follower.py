@@ -81,10 +81,11 @@ class Follower:
         """Take over what is new; if that fails, keep what is served, and say why in `lag`."""
         try:
             self.served = self._source.look(self.served) or self.served
-        except DLRoverError as error:
-            if str(error) != self._error:
-                logger.warning("Step %d is served still: %s", self.served.step, error)
-            self._error = str(error)
+        except (DLRoverError, MemoryError) as error:
+            reason = str(error) or "There is no memory for it."
+            if reason != self._error:
+                logger.warning("Step %d is served still: %s", self.served.step, reason)
+            self._error = reason
         else:
             self._looked, self._error = time.monotonic(), ""
 
