@@ -17,6 +17,7 @@ from dlrover.embedding.remote import stored
 from dlrover.embedding.remote.client import ServerGroup
 from dlrover.embedding.remote.holding import Holding
 from dlrover.embedding.remote.server import EmbeddingServer
+from dlrover.embedding.remote.wire import Op
 from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.spec.placement import LookPlacement, PlacementReply, PlacementRequest
 
@@ -129,3 +130,14 @@ def train(group: ServerGroup, model: Model, steps: int, seed: int = 0) -> None:
         group.push(table, keys, gradients)
         for key, gradient in zip(keys.tolist(), gradients, strict=True):
             model[key] = model[key] - gradient
+
+
+def expire(group: ServerGroup, model: Model, count: int) -> None:
+    """Set the first rows to zero, and evict them."""
+    keys = [*model][:count]
+    group.push(
+        group.open("users", OPTIONS),
+        np.array(keys, np.int64),
+        np.array([model.pop(key) for key in keys]),
+    )
+    assert sum(map(int, group.order(Op.EVICT))) >= count

@@ -14,25 +14,15 @@ from dlrover.embedding.machine.chain import Manifest, Part, chain
 from dlrover.embedding.remote import saving, stored
 from dlrover.embedding.remote.client import ServerGroup
 from dlrover.embedding.remote.saving import TableCheckpoints
-from dlrover.embedding.remote.wire import Op
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.placement import SLOTS
-from tests.embedding.servers import DIM, OPTIONS, Model, cluster, train
+from tests.embedding.servers import DIM, OPTIONS, Model, cluster, expire, train
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def copy(model: Model) -> Model:
     return {key: row.copy() for key, row in model.items()}
-
-
-def forget(group: ServerGroup, model: Model, count: int) -> None:
-    """Let the first rows expire: rows of zeros do."""
-    keys = [*model][:count]
-    group.push(0, np.array(keys, np.int64), np.array([model[key] for key in keys]))
-    assert sum(map(int, group.order(Op.EVICT))) >= count
-    for key in keys:
-        del model[key]
 
 
 def check(group: ServerGroup, model: Model, others: Model | None = None) -> None:
@@ -50,7 +40,7 @@ def test_a_chain_is_restored_on_any_number_of_servers(tmp_path: Path, count: int
         checkpoints.save(3)
         for step in (4, 5):
             train(group, model, 1, seed=step)
-            forget(group, model, 20)
+            expire(group, model, 20)
             checkpoints.save(step)
         checkpoints.wait()
         saved = copy(model)

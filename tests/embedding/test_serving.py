@@ -21,8 +21,7 @@ from dlrover.embedding.serving.follower import Follower
 from dlrover.embedding.serving.raw import ServedTables
 from dlrover.embedding.table import HashTable
 from dlrover.errors import ConfigurationError, InfrastructureError
-from tests.embedding.servers import DIM, OPTIONS, Model, cluster, train
-from tests.embedding.test_tools import remove
+from tests.embedding.servers import DIM, OPTIONS, Model, cluster, expire, train
 
 HOUR = 3600.0
 """Seconds between looks in tests, which look themselves."""
@@ -64,7 +63,7 @@ def test_what_a_training_saves_is_followed_with_what_it_removes(tmp_path: Path) 
         tables = follower.served.tables
         for step in (2, 3):  # one look for each, then one for two
             train(group, model, 1, seed=step)
-            remove(group, model)
+            expire(group, model, 50)
             checkpoints.save(step)
             checkpoints.wait()
             if step == 2:
@@ -78,7 +77,7 @@ def test_what_a_training_saves_is_followed_with_what_it_removes(tmp_path: Path) 
         assert follower.served.tables is tables, "increments are applied in place"
         lag = follower.lag()
         assert (lag.step, lag.newest_step, lag.behind, lag.error) == (4, 4, 0, "")
-        remove(group, model)
+        expire(group, model, 50)
         checkpoints.save(5, full=True)
         checkpoints.wait()
         follower.look()

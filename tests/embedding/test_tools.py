@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet
 import pytest
-from safetensors import safe_open
 
 from dlrover.embedding.remote.saving import TableCheckpoints
-from dlrover.embedding.remote.wire import Op
 from dlrover.embedding.table import HashTable
 from dlrover.embedding.tools import export, listing
 from dlrover.errors import ConfigurationError, InfrastructureError
-from tests.embedding.servers import DIM, OPTIONS, Model, cluster, train
+from tests.embedding.servers import DIM, OPTIONS, Model, cluster, expire, train
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +25,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Mod
         for step in (10, 20, 30):
             train(group, model, 2, seed=step)
             if step == 30:
-                remove(group, model)
+                expire(group, model, 50)
             checkpoints.save(step)
             held[step] = dict(model)
         checkpoints.wait()
     return place, held
-
-
-def remove(group, model: Model) -> None:
-    """Set some rows to zero, and evict them."""
-    keys = np.array(sorted(model)[:50], np.int64)
-    table = group.open("users", OPTIONS)
-    group.push(table, keys, np.array([model.pop(key) for key in keys.tolist()], np.float32))
-    assert sum(map(json.loads, group.order(Op.EVICT))) == 50
 
 
 def same(keys: np.ndarray, values: np.ndarray, model: Model) -> bool:
@@ -80,12 +68,14 @@ def test_all_formats_hold_the_newest_values(
     saved: tuple[Path, dict[int, Model]], tmp_path: Path
 ) -> None:
     place, held = saved
+    parquet = pytest.importorskip("pyarrow.parquet")
+    safetensors = pytest.importorskip("safetensors")
     export.export(str(place), str(tmp_path / "a.safetensors"), "safetensors", table="users")
-    with safe_open(tmp_path / "a.safetensors", "np") as file:
+    with safetensors.safe_open(tmp_path / "a.safetensors", "np") as file:
         assert file.metadata() == {"step": "30"}
         assert same(file.get_tensor("users.keys"), file.get_tensor("users.values"), held[30])
     export.export(str(place), str(tmp_path / "a.parquet"), "parquet")
-    columns = pyarrow.parquet.read_table(tmp_path / "a.parquet")
+    columns = parquet.read_table(tmp_path / "a.parquet")
     values = np.array(columns["values"].to_pylist(), np.float32)
     assert same(columns["key"].to_numpy(), values, held[30])
     assert columns.schema.metadata == {b"table": b"users", b"step": b"30"}

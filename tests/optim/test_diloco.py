@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -9,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from dlrover.errors import ConfigurationError  # noqa: E402
-from dlrover.optim import DiLoCo  # noqa: E402
+from dlrover.optim import AEDiT, DiLoCo  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -98,3 +100,72 @@ def test_an_option_out_of_its_range_is_named(options, message) -> None:
     layers = [nn.Parameter(torch.ones(1)) for _ in range(2)]
     with pytest.raises(ConfigurationError, match="^" + message.replace(".", r"\.") + "$"):
         DiLoCo(torch.optim.SGD(layers, lr=1.0), **options)
+
+
+def trained(optimizer, layers, steps):
+    for step in steps:
+        for number, layer in enumerate(layers):
+            layer.grad = torch.full_like(layer, 0.1 * (step % 7) - 0.2 * number)
+        optimizer.step()
+
+
+def test_a_training_continues_from_its_state() -> None:
+    def make(layers):
+        return DiLoCo(torch.optim.AdamW(layers, lr=0.1), interval=4, fragments=2, bits=8)
+
+    layers = [nn.Parameter(torch.ones(3, 2)) for _ in range(3)]
+    optimizer = make(layers)
+    trained(optimizer, layers, range(11))
+    others = [nn.Parameter(layer.detach().clone()) for layer in layers]
+    resumed = make(others)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    trained(optimizer, layers, range(11, 30))
+    trained(resumed, others, range(11, 30))
+    assert all(map(torch.equal, layers, others))
+    assert optimizer.syncs == resumed.syncs == 15
+
+
+def test_a_state_of_the_inner_optimizer_can_be_continued() -> None:
+    layer = nn.Parameter(torch.ones(3))
+    inner = torch.optim.AdamW([layer], lr=0.1)
+    trained(inner, [layer], range(5))
+    optimizer = DiLoCo(torch.optim.AdamW([layer], lr=0.1), interval=3)
+    optimizer.load_state_dict(copy.deepcopy(inner.state_dict()))
+    trained(optimizer, [layer], range(3))
+    assert optimizer.syncs == 1
+    assert optimizer.state[layer]["step"] == 8
+
+
+def test_a_state_of_another_outer_optimizer_is_refused() -> None:
+    layer = nn.Parameter(torch.ones(3))
+    plain = DiLoCo(torch.optim.SGD([layer], lr=0.1), outer=outer)
+    trained(plain, [layer], range(2))
+    with pytest.raises(ConfigurationError) as caught:
+        DiLoCo(torch.optim.SGD([layer], lr=0.1)).load_state_dict(plain.state_dict())
+    assert str(caught.value) == (
+        "The state dict has no local_sgd.outer.momentum_buffer for a parameter of shape (3,); it must be of the"
+        " same parameters and the same kind of outer optimizer."
+    )
+
+
+def test_parameters_that_are_loaded_before_the_first_step_are_the_shared_ones() -> None:
+    layer = nn.Parameter(torch.zeros(3))
+    optimizer = DiLoCo(torch.optim.SGD([layer], lr=0.1), interval=1, outer=outer)
+    with torch.no_grad():
+        layer.fill_(5.0)
+    trained(optimizer, [layer], [1])  # one step of 0.01, twice
+    assert layer.tolist() == pytest.approx([4.98] * 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seconds": 0.0}, "seconds is 0.0; it must be more than 0."),
+        ({"interval": 5}, "AEDiT takes no interval; give seconds instead."),
+        ({"delay": 1}, "AEDiT takes no delay; give seconds instead."),
+    ],
+)
+def test_an_option_that_does_not_go_with_time_is_refused(options, message) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        AEDiT(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), **options)
+    assert str(caught.value) == message

@@ -126,6 +126,17 @@ def test_sharded_replicas_are_what_whole_ones_are(found, inner) -> None:
         assert len(weights) == 6
 
 
+def test_the_ranks_of_a_replica_decide_and_begin_anew_together(found) -> None:
+    ranks = case(found, "clocks_of_one_replica_differ")
+    assert all(each["syncs"] == ranks[0]["syncs"] for each in ranks)
+    steps = [step for step, _ in ranks[0]["syncs"]]
+    assert steps == [*range(4, 40, 4)], "every 4 steps, by the fast clock, from the first step on"
+    assert [weights for step, weights in ranks[0]["syncs"] if 20 <= step < 24] == [[1, 0]]
+    assert all(map(math.isfinite, ranks[0]["end"]))
+    assert ranks[2]["own steps"] == ranks[3]["own steps"]
+    assert min(ranks[2]["own steps"]) < 40 == min(ranks[0]["own steps"])
+
+
 @pytest.mark.parametrize("kind", ["WSAM", "adaptive", "GroupAdam"])
 def test_norms_are_those_over_all_shards(found, kind) -> None:
     for each in case(found, "sharded_parameters"):

@@ -247,6 +247,31 @@ def a_slow_replica_and_its_own_clock(rank: int) -> Any:
 # ---- sharded replicas
 
 
+def clocks_of_one_replica_differ(rank: int) -> Any:
+    """The clock of one rank of each replica is fast; the ranks of a replica must stop in the same step."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = network()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh["shards"])
+    now = 0.0
+    optimizer = AEDiT(
+        torch.optim.AdamW(model.parameters(), lr=0.01), mesh["replicas"].get_group(),
+        seconds=10.0, fragments=2, clock=lambda: now,
+    )  # fmt: skip
+    found = []
+    for step in range(40):
+        backward(model, optimizer, batch(step, rank // 2))
+        now += 1.5 if rank % 2 else 1.0
+        before = optimizer.syncs
+        if rank == 2 and step == 20:  # one shard of one replica
+            model[0].weight.grad.to_local().fill_(math.nan)
+        optimizer.step()
+        if optimizer.syncs > before:
+            found.append([step, optimizer.latest.weights])
+    own = [optimizer.state[each]["step"].item() for each in model.parameters()]
+    return {"syncs": found, "end": numbers(model), "own steps": own}
+
+
 def two_sharded_replicas(rank: int) -> Any:
     """Replicas of two ranks with FSDP2, against replicas of one rank with the same data."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
@@ -395,7 +420,7 @@ def main(out: Path) -> None:
         every_step_is_synchronous_training, a_warm_up_is_synchronous_training,
         several_replicas_are_simulated, eight_bits, one_replica_goes_wrong,
         all_replicas_go_wrong, replicas_come_and_go, a_slow_replica_and_its_own_clock,
-        two_sharded_replicas, sharded_parameters,
+        clocks_of_one_replica_differ, two_sharded_replicas, sharded_parameters,
     ]  # fmt: skip
     found = {case.__name__: case(rank) for case in cases}
     for last in (states_of_sharded_replicas, a_replica_dies):

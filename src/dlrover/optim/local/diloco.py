@@ -215,10 +215,17 @@ class DiLoCo(WrappedOptimizer):
 
     def _restore(self, fragment: Fragment, own: dict[torch.Tensor, dict[str, Any]]) -> None:
         for parameter, shared in zip(fragment.parameters, fragment.shared, strict=True):
-            entries = own[parameter]
-            shared.copy_(local(entries[f"{PREFIX}shared"]))
-            for key, value in fragment.outer_state(shared):
-                value.copy_(local(entries[f"{PREFIX}outer.{key}"]))
+            state = dict(fragment.outer_state(shared))
+            targets = {"shared": shared, **{f"outer.{key}": value for key, value in state.items()}}
+            entries = own.get(parameter, {})
+            for key in (*targets, "progress"):
+                if f"{PREFIX}{key}" not in entries:
+                    raise ConfigurationError(
+                        f"The state dict has no {PREFIX}{key} for a parameter of shape {tuple(parameter.shape)}; it"
+                        " must be of the same parameters and the same kind of outer optimizer."
+                    )
+            for key, value in targets.items():
+                value.copy_(local(entries[f"{PREFIX}{key}"]))
             *counts, a, b, c, d = entries[f"{PREFIX}progress"].tolist()
             self._steps, self._since, self.syncs, self.total_steps = map(int, counts)
             fragment.statistics = Statistics.of((a, b, c, d))
@@ -287,12 +294,13 @@ class DiLoCo(WrappedOptimizer):
                 if self._clip is not None:
                     (squares,) = self._over_replica(fragment.squares(mean, self._replica_size))
                     mean.mul_(min(1.0, self._clip / (math.sqrt(squares) + 1e-6)))
+            counted = pending.decision.weights[pending.rank] > 0
+            broken = [] if counted else self._broken_states(fragment)
         if mean is not None:
             fragment.step(mean)
-        counted = pending.decision.weights[pending.rank] > 0
         fragment.take(self._alpha if counted else 0.0)
-        if not counted:
-            self._drop_broken_state(fragment)
+        for parameter in broken:  # begins anew: else it would spoil the next steps too
+            del self.state[parameter]
         fragment.statistics = pending.decision.statistics
         self.latest = pending.decision
         self.total_steps += pending.steps
@@ -317,16 +325,16 @@ class DiLoCo(WrappedOptimizer):
             fragment.residuals = Residuals()
             fragment.take(0.0)
 
-    def _drop_broken_state(self, fragment: Fragment) -> None:
-        """Let the inner optimizer begin anew where its state is not finite: else it would spoil the next steps too."""
+    def _broken_states(self, fragment: Fragment) -> list[torch.Tensor]:
+        """Return the parameters whose inner state is not finite on a rank of this replica."""
+        counts = []
         for parameter in fragment.parameters:
-            values = [
-                local(each)
-                for each in self.state.get(parameter, {}).values()
-                if isinstance(each, torch.Tensor)
-            ]
-            if not all(each.isfinite().all() for each in values if each.is_floating_point()):
-                del self.state[parameter]
+            state = self.state.get(parameter, {}).values()
+            values = [local(each) for each in state if isinstance(each, torch.Tensor)]
+            numbers = [each for each in values if each.is_floating_point()]
+            counts.append(float(not all(each.isfinite().all() for each in numbers)))
+        sums = self._over_replica(*counts)
+        return [each for each, count in zip(fragment.parameters, sums, strict=True) if count]
 
     def _warm_step(self, closure: Callable[[], Any] | None) -> Any:
         """Step with the mean gradient of all replicas."""
