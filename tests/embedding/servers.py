@@ -71,9 +71,11 @@ class Cluster:
         def recover(placement: PlacementReply, slots) -> None:
             self.recovered.append(len(slots))
             if (last := placement.stored) is not None:
-                store = open_store(last.place)
-                parts = stored.parts(store, stored.read_manifest(store, last.id))
-                holding.replay((found for _, found in parts), slots)
+                stored.restore(
+                    open_store(last.place),
+                    last.id,
+                    lambda id_, parts: holding.replay(id_, parts, slots),
+                )
 
         server = EmbeddingServer(index, start, servers, self.directory, holding, recover)
         self.servers[index] = server

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from dlrover._native import tables
 from dlrover.embedding.machine.placement import Placement
 from dlrover.errors import ProtocolError
 from dlrover.spec.placement import (
@@ -43,6 +44,10 @@ def fetch_all(placement: Placement) -> None:
 
 def counts(placement: Placement) -> Counter[int]:
     return Counter(placement.owners)
+
+
+def test_a_placement_has_the_slots_of_a_table() -> None:
+    assert tables.SLOTS == SLOTS
 
 
 def test_slots_are_divided_once_all_servers_have_started() -> None:

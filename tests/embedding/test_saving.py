@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import msgspec
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from dlrover._native.tables import slots_of
-from dlrover.checkpoint.storage.stores import open_store
+from dlrover.checkpoint.storage import local
+from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
 from dlrover.embedding.machine.chain import Manifest, Part, chain
 from dlrover.embedding.remote import saving, stored
 from dlrover.embedding.remote.client import ServerGroup
@@ -168,6 +170,99 @@ def test_after_going_back_to_an_earlier_step_what_is_saved_then_counts(tmp_path:
         train(group, model, 1, seed=9)
         steps = [each.step for each in stored.manifests(open_store(str(tmp_path)))]
         assert steps == [2, 1], "what was abandoned is deleted, although its steps were later"
+
+
+def test_two_directories_of_one_job_each_have_every_change(tmp_path: Path) -> None:
+    """Changes are marked once: an increment after the other directory's save would lack some."""
+    with cluster(2) as (made, group):
+        model: Model = {}
+        one, other = (TableCheckpoints(made.directory, str(tmp_path / name)) for name in "ab")
+        for step, checkpoints in enumerate((one, other, one, one, other)):
+            train(group, model, 1, seed=step)
+            checkpoints.save(step)
+            checkpoints.wait()
+            held = copy(model)
+        numbers = [each.number for each in stored.manifests(open_store(str(tmp_path / "a")))]
+        assert numbers == [1, 0, 0], "full again after the other's save"
+        train(group, model, 1, seed=9)
+        assert other.load() == 4
+        check(group, held, model)
+
+
+def test_a_server_that_is_new_makes_the_next_checkpoint_full(tmp_path: Path) -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        train(group, model, 2)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        checkpoints.save(1)
+        checkpoints.wait()
+        made.start(2, servers=3)
+        made.settle(lambda placement: placement.owners.count(2) == SLOTS // 3)
+        train(group, model, 2, seed=1)
+        checkpoints.save(2)
+        checkpoints.wait()
+        assert stored.manifests(open_store(str(tmp_path)))[0].number == 0
+        checkpoints.load()
+        check(group, model)
+
+
+def test_a_damaged_checkpoint_is_replaced_by_the_one_before_it(tmp_path: Path) -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        held: dict[int, Model] = {}
+        for step in (1, 2, 3):
+            train(group, model, 1, seed=step)
+            checkpoints.save(step)
+            checkpoints.wait()
+            held[step] = copy(model)
+        store = open_store(str(tmp_path))
+        newest, second, _ = stored.manifests(store)
+        (tmp_path / f"embedding-{newest.id}" / "manifest.json").write_bytes(b"{")
+        (tmp_path / second.parts[0].file).write_bytes(b"damaged")
+        made.kill(1)
+        made.start(1, start=2)
+        assert checkpoints.load() == 1
+        check(group, held[1], model)
+        made.kill(0)
+        made.start(0, start=2)
+        check(group, held[1], model)
+
+
+def test_what_a_killed_save_has_left_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(1) as (made, group):
+        train(group, {}, 1)
+        left = tmp_path / "embedding-0123"
+        left.mkdir()
+        (left / "begun").touch()
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        checkpoints.save(1)
+        checkpoints.wait()
+        assert left.exists(), "another process may be writing there"
+        monkeypatch.setattr(stored, "ABANDONED", -1.0)
+        checkpoints.save(2)
+        checkpoints.wait()
+        assert not left.exists()
+        assert len(stored.manifests(open_store(str(tmp_path)))) == 2
+
+
+def test_a_store_that_is_away_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_args: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with cluster(1) as (made, group):
+        train(group, {}, 1)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        for step in (1, 2):
+            checkpoints.save(step)
+        checkpoints.wait()
+        monkeypatch.setattr(local._LocalStore, "read", away)
+        with pytest.raises(StorageAwayError, match="Input/output error"):
+            checkpoints.load()
+        with pytest.raises(StorageAwayError, match="Input/output error"):
+            stored.restore(open_store(str(tmp_path)), "any", lambda *_args: None)
 
 
 def test_damage_is_noticed(tmp_path: Path) -> None:

@@ -243,11 +243,9 @@ def prefetched(
     """
     last: list[Batch] = []
     for batch in loader:
+        module.prefetch(keys(batch))
         if last:
-            module.prefetch(keys(batch))
             yield last.pop()
-        else:
-            module.prefetch(keys(batch))
         last.append(batch)
     yield from last
 

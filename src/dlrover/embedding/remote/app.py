@@ -41,10 +41,10 @@ def main() -> int:
                 "The rows of %d slots are lost: there is no checkpoint of them", len(slots)
             )
             return
-        store = open_store(last.place)
-        parts = stored.parts(store, stored.read_manifest(store, last.id))
-        holding.replay((found for _, found in parts), slots)
-        logger.info("The rows of %d slots are those of step %d", len(slots), last.step)
+        step = stored.restore(
+            open_store(last.place), last.id, lambda id_, parts: holding.replay(id_, parts, slots)
+        )
+        logger.info("The rows of %d slots are those of step %d", len(slots), step)
 
     server = EmbeddingServer(
         index, launched.given.round, servers, directory, holding, recover, env["MASTER_ADDR"]

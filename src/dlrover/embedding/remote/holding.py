@@ -48,6 +48,8 @@ class Holding:
         self._begun = 0
         self._owned = np.zeros(SLOTS, np.bool_)
         self._given: set[int] = set()
+        self._copying = threading.Lock()
+        self._copied_for = ""  # the checkpoint since which changes are marked
         self._present = np.zeros(SLOTS, np.bool_)  # slots that may have rows here
 
     # ---- the placement
@@ -170,10 +172,22 @@ class Holding:
 
     # ---- slots as a whole
 
-    def export_changes(self, *, full: bool) -> tuple[dict[str, NDArray[np.generic]], int]:
-        """Return what changed in this server's slots since the last call, or everything; and its number of rows."""
-        with self._using() as owned:
-            found = self.export(np.flatnonzero(owned), changed=not full, keep=False)
+    def export_changes(self, id_: str, parent: str) -> tuple[dict[str, NDArray[np.generic]], int]:
+        """Return what changed in this server's slots since the copy for ``parent``, and its number of rows.
+
+        Everything, if ``parent`` is empty. Marks of changes are one for all checkpoints, so an increment must add to
+        the last one that rows were copied for, or that they were restored from.
+
+        Raises:
+            ProtocolError: It would not; nothing was copied.
+        """
+        with self._copying, self._using() as owned:
+            if parent and parent != self._copied_for:
+                raise ProtocolError(
+                    f"The rows changed since checkpoint {self._copied_for or '(none)'}, not {parent}, are known."
+                )
+            self._copied_for = id_
+            found = self.export(np.flatnonzero(owned), changed=bool(parent), keep=False)
         return found, sum(len(array) for path, array in found.items() if path.startswith("keys/"))
 
     def export(
@@ -199,12 +213,15 @@ class Holding:
         self._present[slots] = True
         self._take_in(arrays, slots, changed=True)
 
-    def replay(self, parts: Iterable[Arrays], slots: Slots) -> None:
-        """Take in the parts of a chain of checkpoints, as far as they are about ``slots``."""
-        self._remove(slots)
-        self._present[slots] = True
-        for part in parts:
-            self._take_in(part, slots, changed=False)
+    def replay(self, id_: str, parts: Iterable[Arrays], slots: Slots) -> None:
+        """Take in the parts of the chain of a checkpoint, as far as they are about ``slots``."""
+        with self._copying:
+            self._copied_for = ""
+            self._remove(slots)
+            self._present[slots] = True
+            for part in parts:
+                self._take_in(part, slots, changed=False)
+            self._copied_for = id_
 
     def _take_in(self, arrays: Arrays, slots: Slots, *, changed: bool) -> None:
         chosen = np.zeros(SLOTS, np.bool_)

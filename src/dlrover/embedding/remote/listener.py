@@ -12,12 +12,13 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from dlrover.checkpoint.storage.stores import open_store
+from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
 from dlrover.embedding.remote import arrays, orders, stored, wire
 from dlrover.embedding.remote.directory import Directory
 from dlrover.embedding.remote.holding import Holding, Slots
 from dlrover.embedding.remote.wire import Frame, Op, Status
 from dlrover.errors import DLRoverError, ProtocolError
+from dlrover.spec.placement import SLOTS
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,9 @@ class Connection:
                 self._holding.open_tables(self._directory.look(-1))
             self._answers[request.op](request)
         except DLRoverError as error:
-            wire.send(self._sock, Frame(request.op, Status.REFUSED), str(error).encode())
+            away = isinstance(error, StorageAwayError)
+            status = Status.AWAY if away else Status.REFUSED
+            wire.send(self._sock, Frame(request.op, status), str(error).encode())
 
     def _reply(self, request: Frame, body: bytes = b"") -> None:
         wire.send(self._sock, Frame(request.op), body)
@@ -166,7 +169,12 @@ class Connection:
     # ---- slots as a whole
 
     def _fetch(self, request: Frame) -> None:
-        slots = np.asarray(request.body).view(np.uint16).astype(np.intp)
+        body = np.asarray(request.body)
+        if body.nbytes != 2 * request.keys:
+            raise ProtocolError(f"A request for {request.keys} slots has {body.nbytes} bytes.")
+        slots = body.view(np.uint16).astype(np.intp)
+        if len(slots) and slots.max() >= SLOTS:
+            raise ProtocolError(f"Slot {slots.max()} was asked for; there are {SLOTS}.")
         self._follower.check_gift(slots)
         self._holding.give(slots.tolist())
         wire.send(self._sock, Frame(request.op), *arrays.packed(self._holding.export(slots)))
@@ -174,7 +182,11 @@ class Connection:
     def _export(self, request: Frame) -> None:
         order = orders.decoded(bytes(request.body), orders.Export)
         self._follower.catch_up(order.version)
-        self._copied, self._rows = self._holding.export_changes(full=order.full)
+        try:
+            self._copied, self._rows = self._holding.export_changes(order.id, order.parent)
+        except ProtocolError as error:
+            self._reply(request, msgspec.json.encode(orders.Exported(refused=str(error))))
+            return
         slots = tuple(int(slot) for slot in self._copied["slots"])
         self._reply(request, msgspec.json.encode(orders.Exported(slots, self._rows)))
 
@@ -193,7 +205,7 @@ class Connection:
         store = open_store(order.place)
         manifest = stored.read_manifest(store, order.id)
         parts = (found for _, found in stored.parts(store, manifest))
-        self._holding.replay(parts, self._holding.owned())
+        self._holding.replay(order.id, parts, self._holding.owned())
         self._reply(request)
 
     def _stats(self, request: Frame) -> None:

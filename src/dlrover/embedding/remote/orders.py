@@ -10,9 +10,12 @@ from dlrover.errors import ProtocolError
 
 
 class Export(msgspec.Struct, frozen=True):
-    """Copy the rows of the server's slots: all, or those changed since the last copy."""
+    """Copy the rows of the server's slots: all, or those changed since the copy for ``parent``."""
 
-    full: bool
+    id: str
+    """Checkpoint that the copy is for."""
+    parent: str
+    """Checkpoint that it adds to; empty: copy all rows."""
     version: int
     """Placement that the server must know."""
 
@@ -20,8 +23,10 @@ class Export(msgspec.Struct, frozen=True):
 class Exported(msgspec.Struct, frozen=True):
     """What was copied."""
 
-    slots: tuple[int, ...]
-    rows: int
+    slots: tuple[int, ...] = ()
+    rows: int = 0
+    refused: str = ""
+    """Why nothing was copied: the last copy, or what was restored since, is not ``parent``."""
 
 
 class Write(msgspec.Struct, frozen=True):

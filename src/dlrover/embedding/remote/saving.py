@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from dlrover._util import backoff
-from dlrover.checkpoint.storage.stores import open_store
+from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
 from dlrover.embedding.machine.chain import Manifest, Part
 from dlrover.embedding.remote import orders, stored, wire
 from dlrover.embedding.remote.directory import Directory
@@ -66,14 +66,14 @@ class TableCheckpoints:
         parent = None if full or (self._last and self._last.number + 1 >= CHAIN) else self._last
         self._last = None  # until this save is complete, the next one is full
         placement = self._settled()
+        id_ = stored.begin(self._store)
+        before = parent or next(iter(stored.manifests(self._store)), None)
         links = self._connect(placement)
         try:
-            order = msgspec.json.encode(orders.Export(parent is None, placement.version))
-            replies = _on_all(links, Op.EXPORT, dict.fromkeys(links, order))
-            id_ = stored.begin(self._store)
-            before = parent or next(iter(stored.manifests(self._store)), None)
-            exported = {i: orders.decoded(body, orders.Exported) for i, body in replies.items()}
-            _check_slots(exported)
+            if parent is not None and not _copy(links, id_, parent.id, placement.version):
+                parent = None  # what changed since then is not known to all servers
+            if parent is None:
+                _copy(links, id_, "", placement.version)
         except BaseException:
             _close(links)
             raise
@@ -109,12 +109,14 @@ class TableCheckpoints:
     def load(self, step: int | None = None) -> int | None:
         """Restore all tables from the latest checkpoint, or the latest one of a step; return its step.
 
+        A damaged checkpoint is replaced by the one before it, which is logged.
+
         Returns:
             None if there is no checkpoint; nothing has changed then.
 
         Raises:
             ConfigurationError: There is no checkpoint of that step.
-            InfrastructureError: It is damaged, or servers do not answer.
+            InfrastructureError: All are damaged, or servers do not answer.
         """
         self.wait()
         found = [each for each in stored.manifests(self._store) if step in (None, each.step)]
@@ -124,17 +126,30 @@ class TableCheckpoints:
                     f"{self._store.location} has no embedding checkpoint of step {step}."
                 )
             return None
-        newest = found[0]
+        taken = next((each for each in found[:-1] if self._loaded(each)), None)
+        if taken is None:
+            taken = found[-1]
+            self._load(taken)
+        return taken.step
+
+    def _loaded(self, manifest: Manifest) -> bool:
+        try:
+            self._load(manifest)
+        except _RefusedError as error:
+            logger.warning("The checkpoint before it is loaded: %s", error)
+            return False
+        return True
+
+    def _load(self, manifest: Manifest) -> None:
         placement = self._settled()
         links = self._connect(placement)
         try:
-            order = msgspec.json.encode(orders.Load(self._place, newest.id, placement.version))
+            order = msgspec.json.encode(orders.Load(self._place, manifest.id, placement.version))
             _on_all(links, Op.LOAD, dict.fromkeys(links, order))
         finally:
             _close(links)
-        self._directory.ask(Stored(newest.step, newest.id, self._place))
-        self._last = newest
-        return newest.step
+        self._directory.ask(Stored(manifest.step, manifest.id, self._place))
+        self._last = manifest
 
     # ---- the thread
 
@@ -213,9 +228,8 @@ class _Link:
             ) from error
         text = bytes(reply.body)
         if reply.status is not Status.OK:
-            raise InfrastructureError(
-                f"Embedding server {self.index}: {text.decode(errors='replace')}"
-            )
+            kind = StorageAwayError if reply.status is Status.AWAY else _RefusedError
+            raise kind(f"Embedding server {self.index}: {text.decode(errors='replace')}")
         return text
 
     def close(self) -> None:
@@ -229,10 +243,25 @@ def _after(before: Manifest | None) -> float:
     return max(time.time(), before.time + 1e-3 if before is not None else 0.0)
 
 
-def _check_slots(exported: Mapping[int, orders.Exported]) -> None:
-    held = sorted(slot for each in exported.values() for slot in each.slots)
+class _RefusedError(InfrastructureError):
+    """Raised when a server cannot do what it was ordered, for example since a checkpoint is damaged."""
+
+
+def _copy(links: Mapping[int, _Link], id_: str, parent: str, version: int) -> bool:
+    """Let all servers copy what changed since ``parent``; return False if one of them does not know that.
+
+    Raises:
+        InfrastructureError: A slot moved meanwhile.
+    """
+    order = msgspec.json.encode(orders.Export(id_, parent, version))
+    replies = _on_all(links, Op.EXPORT, dict.fromkeys(links, order))
+    exported = [orders.decoded(body, orders.Exported) for body in replies.values()]
+    if any(each.refused for each in exported):
+        return False
+    held = sorted(slot for each in exported for slot in each.slots)
     if held != list(range(SLOTS)):
         raise InfrastructureError("Slots moved while the embedding tables were saved; save again.")
+    return True
 
 
 def _on_all(links: Mapping[int, _Link], op: Op, bodies: Mapping[int, bytes]) -> dict[int, bytes]:

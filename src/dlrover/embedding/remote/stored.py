@@ -11,9 +11,11 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,12 +23,18 @@ import xxhash
 from numpy.typing import NDArray
 
 from dlrover.checkpoint.storage.storage import identity
-from dlrover.checkpoint.storage.stores import MANIFEST, Store, explained, join
+from dlrover.checkpoint.storage.stores import MANIFEST, StorageAwayError, Store, explained, join
 from dlrover.embedding.machine import chain
 from dlrover.embedding.machine.chain import FORMAT, Manifest, Part
 from dlrover.embedding.remote import arrays
 from dlrover.errors import FormatError, InfrastructureError
 
+logger = logging.getLogger(__name__)
+
+ABANDONED = 3600.0
+"""Seconds without a change after which a checkpoint without a manifest is deleted."""
+Rows: TypeAlias = Iterator[dict[str, NDArray[Any]]]
+Take: TypeAlias = Callable[[str, Rows], None]
 _FOLDER = "embedding-"
 _BEGUN = "begun"
 
@@ -76,7 +84,7 @@ def read_part(store: Store, part: Part) -> dict[str, NDArray[Any]]:
         raise InfrastructureError(
             f"{store.where(part.file)} is damaged: its checksum is not the manifest's."
         )
-    return arrays.unpacked(np.frombuffer(bytearray(data), np.uint8))
+    return arrays.unpacked(np.frombuffer(data, np.uint8))
 
 
 def publish(store: Store, manifest: Manifest) -> None:
@@ -119,8 +127,24 @@ def complete(store: Store) -> list[str]:
 
 
 def manifests(store: Store) -> list[Manifest]:
-    """Return all complete checkpoints, the last one first."""
-    return sorted((read_manifest(store, id_) for id_ in complete(store)), key=order, reverse=True)
+    """Return all complete checkpoints, the last one first; damaged ones are left out.
+
+    Raises:
+        StorageAwayError: They cannot be read now.
+        FormatError: Another version of DLRover wrote one.
+    """
+    found = (_undamaged(store, id_) for id_ in complete(store))
+    return sorted((each for each in found if each is not None), key=order, reverse=True)
+
+
+def _undamaged(store: Store, id_: str) -> Manifest | None:
+    try:
+        return read_manifest(store, id_)
+    except (StorageAwayError, FormatError):
+        raise
+    except InfrastructureError as error:
+        logger.warning("An embedding checkpoint is left out: %s", error)
+        return None
 
 
 def order(manifest: Manifest) -> tuple[float, int, int]:
@@ -139,6 +163,45 @@ def parts(store: Store, newest: Manifest) -> Iterator[tuple[Part, dict[str, NDAr
             yield part, read_part(store, part)
 
 
+def restore(store: Store, id_: str, take: Take) -> int:
+    """Restore a checkpoint, or if it is damaged the last one before it that is not; return its step.
+
+    Args:
+        store: Where the checkpoints are.
+        id_: The checkpoint wanted.
+        take: Takes a checkpoint's id and the parts of its chain, in place of all that it took before.
+
+    Raises:
+        StorageAwayError: The checkpoints cannot be read now.
+        InfrastructureError: All are damaged.
+    """
+    found = manifests(store)
+    places = [place for place, each in enumerate(found) if each.id == id_]
+    candidates = found[places[0] if places else 0 :]
+    if not candidates:
+        raise InfrastructureError(f"{store.location} has no readable embedding checkpoint.")
+    for manifest in candidates[:-1]:
+        if _restored(store, manifest, take):
+            return manifest.step
+    take(candidates[-1].id, _rows(store, candidates[-1]))
+    return candidates[-1].step
+
+
+def _restored(store: Store, manifest: Manifest, take: Take) -> bool:
+    try:
+        take(manifest.id, _rows(store, manifest))
+    except StorageAwayError:
+        raise
+    except InfrastructureError as error:
+        logger.warning("The checkpoint before it is taken: %s", error)
+        return False
+    return True
+
+
+def _rows(store: Store, manifest: Manifest) -> Rows:
+    return (rows for _, rows in parts(store, manifest))
+
+
 def prune(store: Store, keep: int) -> None:
     """Delete all checkpoints but the ``keep`` latest and those that they add to."""
     found = manifests(store)
@@ -150,3 +213,16 @@ def prune(store: Store, keep: int) -> None:
             with explained(f"The embedding checkpoint {manifest.id} cannot be deleted"):
                 store.delete(join(_FOLDER + manifest.id, MANIFEST))
                 store.remove(_FOLDER + manifest.id)
+    _remove_unfinished(store)
+
+
+def _remove_unfinished(store: Store) -> None:
+    """Delete what saves have left that failed or were killed, once nobody can be writing there any more."""
+    finished = {_FOLDER + id_ for id_ in complete(store)}
+    with explained(f"{store.location} cannot be read"):
+        names = [
+            name for name in store.names() if name.startswith(_FOLDER) and name not in finished
+        ]
+        for name in names:
+            if time.time() - store.modified(name) > ABANDONED:
+                store.remove(name)

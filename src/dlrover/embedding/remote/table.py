@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from dlrover import launched
-from dlrover.embedding.remote.client import ServerGroup
+from dlrover.embedding.remote.client import TIMEOUT, ServerGroup
 from dlrover.embedding.remote.directory import JobDirectory
 from dlrover.embedding.remote.saving import TableCheckpoints
 from dlrover.embedding.remote.wire import Op
@@ -69,7 +69,7 @@ class RemoteTable:
 
 @functools.cache
 def _group() -> ServerGroup:
-    return ServerGroup(JobDirectory(launched.given.relay))
+    return ServerGroup(JobDirectory(launched.given.relay, TIMEOUT))
 
 
 def open_table(name: str, dim: int, **options: Any) -> HashTable | RemoteTable:

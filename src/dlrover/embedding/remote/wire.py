@@ -55,6 +55,8 @@ class Status(enum.IntEnum):
     """Some keys do not belong to this server now: look at the placement and ask again."""
     REFUSED = 2
     """Asking again would not help; the body says why."""
+    AWAY = 3
+    """A store cannot be read or written now; the body says why."""
 
 
 class Frame(NamedTuple):
@@ -148,6 +150,9 @@ def accept(sock: socket.socket, secret: bytes) -> None:
         raise ProtocolError("A client of the embedding server does not know the job's secret.")
     sock.sendall(_proof(secret, b"server", nonce, challenge))
     sock.settimeout(None)
+    sock.setsockopt(
+        socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
+    )  # a machine that loses power closes nothing
 
 
 def connect(address: str, port: int, secret: bytes, timeout: float) -> socket.socket:
