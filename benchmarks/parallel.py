@@ -27,7 +27,7 @@ from dlrover.planning.parallel import memory as model
 from dlrover.planning.parallel.accelerators import ACCELERATORS
 from dlrover.planning.parallel.columns import Columns
 from dlrover.planning.parallel.predict import Predicted, predict_all
-from dlrover.planning.parallel.rules import Job, obeys
+from dlrover.planning.parallel.rules import PlannedJob, obeys
 
 FOLDS = 5
 CONSTANTS = {
@@ -57,11 +57,11 @@ def share(value: float) -> str:
 # ---- memory
 
 
-def jobs(runs: Sequence[Run]) -> dict[Job, list[int]]:
+def jobs(runs: Sequence[Run]) -> dict[PlannedJob, list[int]]:
     """The runs by job: those of one job are predicted at once."""
-    found: dict[Job, list[int]] = defaultdict(list)
+    found: dict[PlannedJob, list[int]] = defaultdict(list)
     for index, run in enumerate(runs):
-        found[Job(run.shape, run.cluster, run.sequence, run.global_batch)].append(index)
+        found[PlannedJob(run.shape, run.cluster, run.sequence, run.global_batch)].append(index)
     return found
 
 

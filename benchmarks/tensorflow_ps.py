@@ -83,7 +83,7 @@ def plain(out: Path) -> None:
     import tensorflow as tf  # noqa: PLC0415
 
     from dlrover.tensorflow.cluster import Present  # noqa: PLC0415 - the same steps and checkpoints
-    from dlrover.tensorflow.machine.options import Options  # noqa: PLC0415
+    from dlrover.tensorflow.machine.options import GuardOptions  # noqa: PLC0415
 
     config = json.loads(os.environ["TF_CONFIG"])
     spec, role = config["cluster"], config["task"]["type"]
@@ -91,7 +91,7 @@ def plain(out: Path) -> None:
         cluster = tf.train.ClusterSpec(spec)
         index = config["task"]["index"]
         tf.distribute.Server(cluster, job_name=role, task_index=index, protocol="grpc").join()
-    train(Present("chief", spec, Options(str(out / "ckpt"), EVERY, 0, 3, 0, LIMIT, 1)), out)
+    train(Present("chief", spec, GuardOptions(str(out / "ckpt"), EVERY, 0, 3, 0, LIMIT, 1)), out)
 
 
 # ---- the measurement

@@ -30,7 +30,7 @@ DOORS = {
     },
     "dlrover.embedding": {
         "BloomAdmission", "ChanceAdmission", "CountAdmission", "EmbeddingOptimizer", "Expiry", "HashEmbedding",
-        "HashEmbeddingBag", "HashTable", "Initializer", "Optimizer", "RemoteTable", "ServedTables", "checkpoints",
+        "HashEmbeddingBag", "HashTable", "Initializer", "RemoteTable", "RowOptimizer", "ServedTables", "checkpoints",
         "open_table", "prefetched",
     },
     "dlrover.optim": {

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from dlrover.checkpoint.storage.stores import open_store
 from dlrover.embedding.machine.placement import Placement
-from dlrover.embedding.options import Expiry, Initializer, Optimizer, TableOptions
+from dlrover.embedding.options import Expiry, Initializer, RowOptimizer, TableOptions
 from dlrover.embedding.remote import stored
 from dlrover.embedding.remote.client import ServerGroup
-from dlrover.embedding.remote.holding import Holding
+from dlrover.embedding.remote.holding import HeldSlots
 from dlrover.embedding.remote.server import EmbeddingServer
 from dlrover.embedding.remote.wire import Op
 from dlrover.errors import ConfigurationError, ProtocolError
@@ -24,7 +24,7 @@ from dlrover.spec.placement import LookPlacement, PlacementReply, PlacementReque
 DIM = 4
 OPTIONS = TableOptions(
     dim=DIM,
-    optimizer=Optimizer(name="sgd", learning_rate=1.0),
+    optimizer=RowOptimizer(name="sgd", learning_rate=1.0),
     initializer=Initializer("constant", 3.0),
     expiry=Expiry(norm=0.5),
 ).json()
@@ -66,7 +66,7 @@ class Cluster:
     recovered: list[int] = field(default_factory=list)
 
     def start(self, index: int, start: int = 1, servers: int = 2) -> EmbeddingServer:
-        holding = Holding()
+        holding = HeldSlots()
 
         def recover(placement: PlacementReply, slots) -> None:
             self.recovered.append(len(slots))

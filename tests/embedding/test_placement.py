@@ -13,13 +13,13 @@ from dlrover.errors import ProtocolError
 from dlrover.spec.placement import (
     SLOTS,
     Announce,
-    Fetched,
     Leave,
     LookPlacement,
     OpenTable,
     PlacementRequest,
-    Recovered,
-    Stored,
+    SlotsFetched,
+    SlotsRecovered,
+    TablesStored,
 )
 
 
@@ -38,7 +38,7 @@ def started(count: int) -> Placement:
 def fetch_all(placement: Placement) -> None:
     for index in sorted(set(placement.moves.values())):
         slots = tuple(slot for slot, target in placement.moves.items() if target == index)
-        placement.handle(Fetched(index, placement.servers[index].start, slots))
+        placement.handle(SlotsFetched(index, placement.servers[index].start, slots))
         placement.validate()
 
 
@@ -95,10 +95,10 @@ def test_a_server_that_comes_back_is_not_ready_before_it_has_its_rows() -> None:
         "the second start has never held rows"
     )
     with pytest.raises(ProtocolError, match="Start 2 of embedding server 1 is over"):
-        placement.handle(Recovered(1, 2))
+        placement.handle(SlotsRecovered(1, 2))
     with pytest.raises(ProtocolError, match="has start 3; start 2 is over"):
         placement.handle(announce(1, start=2))
-    reply = placement.handle(Recovered(1, 3))
+    reply = placement.handle(SlotsRecovered(1, 3))
     assert reply.servers[1].ready
     assert reply.servers[1].previous is None
 
@@ -106,13 +106,13 @@ def test_a_server_that_comes_back_is_not_ready_before_it_has_its_rows() -> None:
 def test_repeated_requests_change_nothing() -> None:
     placement = started(2)
     placement.handle(OpenTable("users", '{"dim": 8}'))
-    placement.handle(Stored(7, "a", "/out"))
+    placement.handle(TablesStored(7, "a", "/out"))
     version = placement.version
     for request in (
         announce(0),
-        Recovered(0, 1),
+        SlotsRecovered(0, 1),
         OpenTable("users", '{"dim": 8}'),
-        Stored(7, "a", "/out"),
+        TablesStored(7, "a", "/out"),
     ):
         assert placement.handle(request).version == version
     with pytest.raises(
@@ -129,16 +129,16 @@ def test_slots_of_a_move_that_is_over_stay() -> None:
     placement.validate()
     assert placement.moves == {}
     with pytest.raises(ProtocolError, match="is over"):
-        placement.handle(Fetched(2, 1, slots))
+        placement.handle(SlotsFetched(2, 1, slots))
     assert counts(placement) == {0: 512, 1: 512}
 
 
 requests = st.one_of(
     st.builds(announce, st.integers(0, 4), st.integers(1, 4), st.integers(1, 3)),
-    st.builds(Recovered, st.integers(0, 4), st.integers(1, 4)),
+    st.builds(SlotsRecovered, st.integers(0, 4), st.integers(1, 4)),
     st.builds(Leave, st.integers(0, 4), st.integers(1, 4)),
     st.builds(
-        Fetched, st.integers(0, 4), st.integers(1, 4),
+        SlotsFetched, st.integers(0, 4), st.integers(1, 4),
         st.lists(st.integers(0, SLOTS - 1), max_size=400).map(tuple),
     ),
 )  # fmt: skip

@@ -72,7 +72,7 @@ def test_a_push_whose_reply_is_lost_counts_once(monkeypatch: pytest.MonkeyPatch)
     receive = client._Link.receive
     lost: list[int] = []
 
-    def lose(link: client._Link) -> wire.Frame | None:
+    def lose(link: client._Link) -> wire.RowFrame | None:
         reply = receive(link)
         if reply is not None and reply.op is wire.Op.PUSH and len(lost) < 5:
             lost.append(1)

@@ -12,7 +12,7 @@ import pytest
 from dlrover._native.tables import slots_of
 from dlrover.checkpoint.storage import local
 from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
-from dlrover.embedding.machine.chain import Manifest, Part, chain
+from dlrover.embedding.machine.chain import TableManifest, TablePart, chain
 from dlrover.embedding.remote import saving, stored
 from dlrover.embedding.remote.client import ServerGroup
 from dlrover.embedding.remote.saving import TableCheckpoints
@@ -287,12 +287,13 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
 
 def manifest(
     id_: str, number: int, parent: str = "", slots: tuple[int, ...] = tuple(range(SLOTS))
-) -> Manifest:
+) -> TableManifest:
     half = len(slots) // 2
     parts = tuple(
-        Part(f"{id_}/{i}", some, 1, 1, "00") for i, some in enumerate((slots[:half], slots[half:]))
+        TablePart(f"{id_}/{i}", some, 1, 1, "00")
+        for i, some in enumerate((slots[:half], slots[half:]))
     )
-    return Manifest(id=id_, parent=parent, number=number, step=number, tables={}, parts=parts)
+    return TableManifest(id=id_, parent=parent, number=number, step=number, tables={}, parts=parts)
 
 
 def test_a_chain_has_no_gap_no_double_and_no_disorder() -> None:

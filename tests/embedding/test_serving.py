@@ -14,10 +14,10 @@ import pytest
 
 from dlrover.embedding.remote import wire
 from dlrover.embedding.remote.saving import TableCheckpoints
-from dlrover.embedding.remote.wire import Frame, Op, Status
+from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.embedding.serving import raw
 from dlrover.embedding.serving.app import ReadOnlyServer
-from dlrover.embedding.serving.follower import Follower
+from dlrover.embedding.serving.follower import CheckpointFollower
 from dlrover.embedding.serving.raw import ServedTables
 from dlrover.embedding.table import HashTable
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -44,7 +44,7 @@ def asked(
         return reply.status, json.loads(reply.read())
 
 
-def serves(follower: Follower, model: Model) -> bool:
+def serves(follower: CheckpointFollower, model: Model) -> bool:
     keys = np.array(sorted(model), np.int64)
     rows = follower.served.tables["users"].peek(keys)
     return len(follower.served.tables["users"]) == len(model) and all(
@@ -58,7 +58,7 @@ def test_what_a_training_saves_is_followed_with_what_it_removes(tmp_path: Path) 
         train(group, model, 2)
         checkpoints.save(1)
         checkpoints.wait()
-        follower = Follower(str(tmp_path))
+        follower = CheckpointFollower(str(tmp_path))
         assert serves(follower, model)
         tables = follower.served.tables
         for step in (2, 3):  # one look for each, then one for two
@@ -91,7 +91,7 @@ def test_damage_is_reported_and_what_was_served_still_is(tmp_path: Path) -> None
         train(group, model, 1)
         checkpoints.save(1)
         checkpoints.wait()
-        follower, before = Follower(str(tmp_path)), dict(model)
+        follower, before = CheckpointFollower(str(tmp_path)), dict(model)
         train(group, model, 1, seed=1)
         checkpoints.save(2)
         checkpoints.wait()
@@ -115,7 +115,7 @@ def test_a_file_is_served_and_its_successor_after_it(tmp_path: Path) -> None:
     table, keys = HashTable(DIM, optimizer="adam"), np.arange(10)
     table.lookup(keys)
     table.save(tmp_path / "items")
-    follower = Follower(str(tmp_path / "items"))
+    follower = CheckpointFollower(str(tmp_path / "items"))
     served = follower.served
     follower.look()
     assert follower.served is served
@@ -128,7 +128,7 @@ def test_a_file_is_served_and_its_successor_after_it(tmp_path: Path) -> None:
     follower.look()
     assert "items cannot be read: No such file or directory" in follower.lag().error
     with pytest.raises(ConfigurationError, match="has no embedding checkpoint"):
-        Follower(str(tmp_path))
+        CheckpointFollower(str(tmp_path))
 
 
 @pytest.fixture
@@ -191,12 +191,12 @@ def test_the_raw_protocol_gives_rows_and_changes_nothing(tmp_path: Path, table: 
             ServedTables(address, "other")
         secret = raw.secret_of("token")
         with closing(wire.connect("127.0.0.1", server.raw_port, secret, 10)) as sock:
-            receiver = wire.Receiver(sock)
+            receiver = wire.FrameReceiver(sock)
             for frame in (
-                Frame(Op.PUSH, keys=1), Frame(Op.PEEK, table=1), Frame(Op.PEEK, keys=2), Frame(Op.EVICT),
+                RowFrame(Op.PUSH, keys=1), RowFrame(Op.PEEK, table=1), RowFrame(Op.PEEK, keys=2), RowFrame(Op.EVICT),
             ):  # fmt: skip
                 wire.send(sock, frame)
-                assert receiver.receive().status is Status.REFUSED
+                assert receiver.receive().status is ReplyStatus.REFUSED
         with pytest.raises(ConfigurationError, match="address is 'here'; HOST:PORT is accepted"):
             ServedTables("here", "token")
     with pytest.raises(InfrastructureError, match="does not answer"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlrover.embedding import BloomAdmission, ChanceAdmission, Expiry, HashTable, Optimizer
+from dlrover.embedding import BloomAdmission, ChanceAdmission, Expiry, HashTable, RowOptimizer
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 
@@ -80,7 +80,7 @@ def test_rows_expire_by_steps_norm_and_penalty() -> None:
     table.lookup(np.arange(2000))
     small = (np.linalg.norm(table.peek(np.arange(2000)), axis=1) < 0.01).sum()
     assert table.evict() == small > 0
-    lasso = Optimizer(name="ftrl", learning_rate=0.1, l21=0.5)
+    lasso = RowOptimizer(name="ftrl", learning_rate=0.1, l21=0.5)
     table = HashTable(2, optimizer=lasso, expiry=Expiry())
     keys = np.arange(2)
     table.lookup(keys)

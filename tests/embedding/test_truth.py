@@ -15,7 +15,7 @@ from dlrover.embedding.options import (
     CountAdmission,
     Expiry,
     Initializer,
-    Optimizer,
+    RowOptimizer,
     TableOptions,
 )
 from dlrover.embedding.remote.client import ServerGroup
@@ -35,7 +35,7 @@ from tests.embedding.truth import (
 RATE = 0.005
 FACTORS = TableOptions(
     dim=5,
-    optimizer=Optimizer(name="sgd", learning_rate=0.03),
+    optimizer=RowOptimizer(name="sgd", learning_rate=0.03),
     initializer=Initializer("normal", 0.1),
 )
 
@@ -190,7 +190,7 @@ def folds(ratings: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 
 FILMS = TableOptions(
     dim=101,
-    optimizer=Optimizer(name="sgd", learning_rate=RATE),
+    optimizer=RowOptimizer(name="sgd", learning_rate=RATE),
     initializer=Initializer("normal", 0.1),
 )
 

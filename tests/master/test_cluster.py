@@ -11,7 +11,7 @@ from dlrover.errors import ProtocolError
 from dlrover.master.journal import takeover
 from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import open_journal
-from dlrover.master.machine.cluster import Cluster
+from dlrover.master.machine.cluster import TaskCluster
 from dlrover.master.service import Master
 from dlrover.spec.cluster import (
     ClusterReply,
@@ -29,8 +29,8 @@ PS = [ClusterTask("ps", i, 1, f"host:{i}") for i in range(3)]
 AGAIN = ClusterTask("ps", 0, 2, "host:9")
 
 
-def given(*requests: ClusterRequest) -> tuple[Cluster, ClusterReply]:
-    cluster, reply = Cluster(), ClusterReply()
+def given(*requests: ClusterRequest) -> tuple[TaskCluster, ClusterReply]:
+    cluster, reply = TaskCluster(), ClusterReply()
     for request in requests:
         reply = cluster.handle(request)
         cluster.validate()

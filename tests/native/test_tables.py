@@ -16,7 +16,7 @@ from dlrover._native.tables import (
     SLOTS,
     Hyper,
     NativeTable,
-    Options,
+    RowOptions,
     slots_of,
 )
 from dlrover._native.twin_tables import TwinTable
@@ -27,7 +27,7 @@ needs_library = pytest.mark.skipif(loaded is None, reason="the compiled library 
 
 
 def both(**changes):
-    options = Options(
+    options = RowOptions(
         **({"dim": 5, "kind": "float32", "rule": "adagrad", "hyper": HYPER} | changes)
     )
     return NativeTable(loaded, options), TwinTable(options)
@@ -132,8 +132,8 @@ def test_random_operations_give_the_same_bits(admission: str, seed: int) -> None
 @pytest.mark.parametrize("kind", [pytest.param("native", marks=needs_library), "twin"])
 def test_a_table_restored_from_copies_is_the_same(kind: str) -> None:
     made = both() if loaded is not None else (None, None)
-    table = made[0] if kind == "native" else TwinTable(Options(5, "float32", "adagrad", HYPER))
-    other = both()[0] if kind == "native" else TwinTable(Options(5, "float32", "adagrad", HYPER))
+    table = made[0] if kind == "native" else TwinTable(RowOptions(5, "float32", "adagrad", HYPER))
+    other = both()[0] if kind == "native" else TwinTable(RowOptions(5, "float32", "adagrad", HYPER))
     keys = np.arange(3000, dtype=np.uint64)
     rows(table, keys, 5)
     table.update(keys, np.ones((3000, 5), np.float32))
@@ -150,7 +150,7 @@ def test_a_table_restored_from_copies_is_the_same(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [pytest.param("native", marks=needs_library), "twin"])
 def test_a_limit_of_memory_is_kept(kind: str) -> None:
-    options = Options(64, "float32", "sgd", HYPER, memory_bytes=4 << 20)
+    options = RowOptions(64, "float32", "sgd", HYPER, memory_bytes=4 << 20)
     table = NativeTable(loaded, options) if kind == "native" else TwinTable(options)
     keys = np.arange(50_000, dtype=np.uint64)
     with pytest.raises(MemoryError, match="Some rows found no room"):

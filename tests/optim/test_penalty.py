@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dlrover.errors import ConfigurationError
-from dlrover.optim.machine.penalty import Decision, Penalty, Report, Statistics, judge
+from dlrover.optim.machine.penalty import Penalty, PenaltyDecision, ReplicaReport, Statistics, judge
 
 ALONE = Penalty(threshold=3.0, warmup=120, temperature=math.inf)
 
 
-def at(*norms: float, steps: int = 1) -> list[Report | None]:
-    return [Report(norm, steps) for norm in norms]
+def at(*norms: float, steps: int = 1) -> list[ReplicaReport | None]:
+    return [ReplicaReport(norm, steps) for norm in norms]
 
 
-def left_out(decision: Decision) -> list[int]:
+def left_out(decision: PenaltyDecision) -> list[int]:
     return [rank for rank, reason in enumerate(decision.reasons) if reason]
 
 
@@ -102,7 +102,11 @@ def test_during_the_warmup_norms_are_compared_with_each_other() -> None:
 
 
 def test_a_replica_that_made_more_steps_may_have_a_larger_norm() -> None:
-    reports: list[Report | None] = [Report(1.0, 1), Report(20.0, 25), Report(1.1, 1)]
+    reports: list[ReplicaReport | None] = [
+        ReplicaReport(1.0, 1),
+        ReplicaReport(20.0, 25),
+        ReplicaReport(1.1, 1),
+    ]
     assert left_out(judge(reports, Statistics(), Penalty())) == []
 
 
@@ -119,7 +123,7 @@ def test_if_none_counts_all_weights_are_zero_until_the_level_is_a_new_one() -> N
 
 
 def test_a_replica_that_joins_counts_nothing_and_is_no_anomaly() -> None:
-    decision = judge([None, Report(2.0, 5)], Statistics(), Penalty())
+    decision = judge([None, ReplicaReport(2.0, 5)], Statistics(), Penalty())
     assert decision.weights == (0, 1)
     assert decision.statistics.mean == pytest.approx(2.0 / math.sqrt(5))
 

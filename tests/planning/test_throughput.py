@@ -4,7 +4,7 @@ import pytest
 
 from dlrover.errors import ConfigurationError
 from dlrover.planning.allreduce import RingShape
-from dlrover.planning.throughput import Prediction, TrustRegion
+from dlrover.planning.throughput import SpeedPrediction, TrustRegion
 from dlrover.spec.plan import PlanOutcome
 
 
@@ -37,7 +37,7 @@ def test_a_region_without_bounds_is_refused(factor, least):
 
 
 def test_the_outcome_of_a_plan():
-    effect = Prediction(100.0, 80.0, 125.0, 0.9, 0.1).effect(before=90.0, cost=3.0)
+    effect = SpeedPrediction(100.0, 80.0, 125.0, 0.9, 0.1).effect(before=90.0, cost=3.0)
     good, bad = (PlanOutcome(effect=effect, throughput=t) for t in (110.0, 70.0))
     assert good.error == pytest.approx(0.1)
     assert good.within

@@ -6,8 +6,8 @@ import pytest
 
 from dlrover.errors import ConfigurationError
 from dlrover.spec.cluster import ClusterReply, ClusterTask
-from dlrover.tensorflow.machine.choice import Choice, change, choose, place, tf_config
-from dlrover.tensorflow.machine.options import Options
+from dlrover.tensorflow.machine.choice import ClusterChoice, change, choose, place, tf_config
+from dlrover.tensorflow.machine.options import GuardOptions
 
 
 def task(role: str, index: int, start: int = 1) -> ClusterTask:
@@ -28,8 +28,8 @@ ALL = reply(*SERVERS, *WORKERS)
 
 
 def test_the_first_cluster_awaits_all_and_leaves_the_spares() -> None:
-    assert choose(ALL, 0) == (Choice(WORKERS, SERVERS), "")
-    assert choose(ALL, 1) == (Choice(WORKERS, SERVERS[:2]), "")
+    assert choose(ALL, 0) == (ClusterChoice(WORKERS, SERVERS), "")
+    assert choose(ALL, 1) == (ClusterChoice(WORKERS, SERVERS[:2]), "")
     assert choose(reply(WORKERS[0], SERVERS[1]), 0) == (
         None, "1 of 2 workers and 2 of 3 parameter servers",
     )  # fmt: skip
@@ -37,39 +37,39 @@ def test_the_first_cluster_awaits_all_and_leaves_the_spares() -> None:
 
 
 def test_a_spare_takes_the_place_of_a_lost_server_and_nobody_else_moves() -> None:
-    used = Choice(WORKERS, (SERVERS[0], SERVERS[2]))
+    used = ClusterChoice(WORKERS, (SERVERS[0], SERVERS[2]))
     chosen, _ = choose(ALL, 1, used)
     assert chosen == used
     chosen, _ = choose(ALL, 1, used, {SERVERS[2]})
-    assert chosen == Choice(WORKERS, (SERVERS[0], SERVERS[1]))
-    chosen, missing = choose(ALL, 0, Choice(WORKERS, SERVERS), {SERVERS[2]})
+    assert chosen == ClusterChoice(WORKERS, (SERVERS[0], SERVERS[1]))
+    chosen, missing = choose(ALL, 0, ClusterChoice(WORKERS, SERVERS), {SERVERS[2]})
     assert (chosen, missing) == (None, "1 of 3 parameter servers")
 
 
 def test_tasks_keep_their_numbers_and_newcomers_fill_the_holes() -> None:
-    used = Choice(WORKERS, SERVERS)
+    used = ClusterChoice(WORKERS, SERVERS)
     again = task("ps", 1, 2)
     chosen, _ = choose(reply(*WORKERS, SERVERS[0], again, SERVERS[2]), 0, used)
-    assert chosen == Choice(WORKERS, (SERVERS[0], again, SERVERS[2]))
+    assert chosen == ClusterChoice(WORKERS, (SERVERS[0], again, SERVERS[2]))
     assert chosen.extends(used)
     more, _ = choose(reply(*ALL.tasks, task("ps", 3), servers=4), 0, used)
-    assert more == Choice(WORKERS, (*SERVERS, task("ps", 3)))
+    assert more == ClusterChoice(WORKERS, (*SERVERS, task("ps", 3)))
     assert more.extends(used)
     fewer, _ = choose(reply(*WORKERS, *SERVERS[1:], servers=2), 0, used)
-    assert fewer == Choice(WORKERS, SERVERS[1:])
+    assert fewer == ClusterChoice(WORKERS, SERVERS[1:])
     assert not fewer.extends(used), "the first two have other numbers"
-    assert Choice(WORKERS, SERVERS[:2]).extends(used)
-    assert not Choice(WORKERS[::-1], SERVERS).extends(used)
+    assert ClusterChoice(WORKERS, SERVERS[:2]).extends(used)
+    assert not ClusterChoice(WORKERS[::-1], SERVERS).extends(used)
 
 
 def test_a_later_cluster_does_with_the_workers_that_are_there() -> None:
-    used = Choice(WORKERS, SERVERS)
+    used = ClusterChoice(WORKERS, SERVERS)
     chosen, _ = choose(reply(WORKERS[1], *SERVERS), 0, used)
-    assert chosen == Choice((WORKERS[1],), SERVERS)
+    assert chosen == ClusterChoice((WORKERS[1],), SERVERS)
 
 
 def test_changes() -> None:
-    used = Choice(WORKERS, SERVERS)
+    used = ClusterChoice(WORKERS, SERVERS)
     assert not change(ALL, 0, used).reason
     moved = task("ps", 1, 2)
     found = change(reply(*WORKERS, SERVERS[0], moved, SERVERS[2]), 0, used)
@@ -80,7 +80,7 @@ def test_changes() -> None:
         "the job now has 2 workers and 2 parameter servers instead of 2 workers and 3 parameter servers"
     )
     assert not found.lost
-    fewer = Choice(WORKERS, SERVERS[:2])
+    fewer = ClusterChoice(WORKERS, SERVERS[:2])
     assert not change(reply(*WORKERS, *SERVERS[:2]), 0, fewer).reason, "the third has not come"
     assert change(ALL, 0, fewer).reason
     assert not change(ALL, 1, fewer).reason, "the third is a spare"
@@ -88,17 +88,17 @@ def test_changes() -> None:
 
 def test_a_server_that_leaves_is_not_chosen() -> None:
     found = reply(*ALL.tasks, servers=2, leaving=(SERVERS[0],))
-    chosen, _ = choose(found, 0, Choice(WORKERS, SERVERS))
-    assert chosen == Choice(WORKERS, SERVERS[1:])
+    chosen, _ = choose(found, 0, ClusterChoice(WORKERS, SERVERS))
+    assert chosen == ClusterChoice(WORKERS, SERVERS[1:])
 
 
 def test_a_worker_that_returns_to_its_address_changes_nothing() -> None:
     again = ClusterTask("worker", 1, 2, WORKERS[1].address)
-    assert not change(reply(WORKERS[0], again, *SERVERS), 0, Choice(WORKERS, SERVERS)).reason
+    assert not change(reply(WORKERS[0], again, *SERVERS), 0, ClusterChoice(WORKERS, SERVERS)).reason
 
 
 def test_what_tensorflow_gets() -> None:
-    spec = Choice(WORKERS[:1], SERVERS[:1]).spec("here:1")
+    spec = ClusterChoice(WORKERS[:1], SERVERS[:1]).spec("here:1")
     assert spec == {"chief": ["here:1"], "worker": ["worker0:1"], "ps": ["ps0:1"]}
     assert json.loads(tf_config(spec, "chief", 0)) == {
         "cluster": spec,
@@ -116,7 +116,7 @@ def test_places() -> None:
 
 @pytest.mark.parametrize(("name", "value", "least"), [("keep", 0, 1), ("spares", -1, 0)])
 def test_options_out_of_range(name: str, value: int, least: int) -> None:
-    given = dict.fromkeys(Options.__dataclass_fields__, 1) | {"checkpoint": "", name: value}
+    given = dict.fromkeys(GuardOptions.__dataclass_fields__, 1) | {"checkpoint": "", name: value}
     with pytest.raises(ConfigurationError) as caught:
-        Options(**given)
+        GuardOptions(**given)
     assert str(caught.value) == f"{name} is {value}; it must be at least {least}."

@@ -52,7 +52,7 @@ class Hyper(NamedTuple):
     l21: float = 0.0
 
 
-class Options(NamedTuple):
+class RowOptions(NamedTuple):
     """What a table is made of. Names are those of the lists above."""
 
     dim: int
@@ -176,7 +176,7 @@ class _Eviction(ctypes.Structure):
 class NativeTable:
     """RowTable in the compiled library."""
 
-    def __init__(self, loaded: ctypes.CDLL, options: Options) -> None:
+    def __init__(self, loaded: ctypes.CDLL, options: RowOptions) -> None:
         """Make a table.
 
         Raises:
@@ -325,7 +325,7 @@ def _functions(loaded: ctypes.CDLL) -> Any:
     return made.__getitem__
 
 
-def table(choice: str, options: Options) -> RowTable:
+def table(choice: str, options: RowOptions) -> RowTable:
     """Return a new table for a value of ``DLROVER_NATIVE``.
 
     Raises:

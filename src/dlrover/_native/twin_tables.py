@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrover._native.tables import SLOTS, Copied, Options, slots_of
+from dlrover._native.tables import SLOTS, Copied, RowOptions, slots_of
 from dlrover._native.twin_rules import RULES
 
 CHANGED, BLOCKED = 1, 2
@@ -19,7 +19,7 @@ U64 = np.uint64
 class TwinTable:
     """RowTable in numpy."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: RowOptions) -> None:
         self._options = options
         self._lock = threading.Lock()
         self._places: list[dict[int, int]] = [{} for _ in range(SLOTS)]

@@ -31,7 +31,7 @@ from dlrover.accelerate.world import Grid
 
 
 @dataclass(frozen=True)
-class Options:
+class ApplyOptions:
     """What the application of a strategy needs to know of the program."""
 
     form: str | None
@@ -44,7 +44,7 @@ class Options:
 
 
 def apply(
-    model: nn.Module, anatomy: Anatomy, rules: Rules, grid: Grid, options: Options
+    model: nn.Module, anatomy: Anatomy, rules: Rules, grid: Grid, options: ApplyOptions
 ) -> nn.Module:
     """Return the model as the strategy wants it. Collective."""
     one = grid.strategy

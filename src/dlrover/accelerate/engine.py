@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from dlrover.accelerate import checks, choosing, loading, optimizers, strategies, world
 from dlrover.accelerate.anatomy import Anatomy, analyse
-from dlrover.accelerate.applying import Options, apply
+from dlrover.accelerate.applying import ApplyOptions, apply
 from dlrover.accelerate.materialise import Materialiser
 from dlrover.accelerate.microbatch import FORMATS, StepOutput, Weighting, loss_of_output, scaled
 from dlrover.accelerate.modes.precision import WorldScaler, scaler_of
@@ -145,7 +145,7 @@ def auto_accelerate(  # noqa: PLR0913 - the original's signature
         (lambda: 1.0) if scaler is None else scaler.get_scale,
         math.gcd(batch // strategy.dp or 1, -(-batch // strategy.dp)),
     )
-    options = Options(
+    options = ApplyOptions(
         form=model_input_format, loss_function=inner_loss,
         weighting=weighting,
         batch=-(-batch // strategy.dp), find_unused=kargs.get("find_unused_parameters", False),

@@ -16,7 +16,7 @@ from dlrover.errors import ConfigurationError, ExitCode
 
 if TYPE_CHECKING:
     from dlrover.planning.parallel.records import Prediction, Strategy, Transformer
-    from dlrover.planning.parallel.rules import Job
+    from dlrover.planning.parallel.rules import PlannedJob
 
 BAR = 20
 """Characters of a memory bar."""
@@ -64,13 +64,13 @@ def strategy(  # noqa: PLR0913 - each is an option of the command
 
 def _job(
     model: str, accelerator: str, nodes: int, per_node: int, sequence: int, global_batch: int
-) -> Job:
+) -> PlannedJob:
     try:
         from dlrover.planning.parallel.accelerators import (  # noqa: PLC0415 - needs the extra
             accelerator as known,
         )
         from dlrover.planning.parallel.records import Cluster  # noqa: PLC0415
-        from dlrover.planning.parallel.rules import Job as Planned  # noqa: PLC0415
+        from dlrover.planning.parallel.rules import PlannedJob as Planned  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"dlrover strategy needs the package {error.name}: pip install 'dlrover[planning]'."
@@ -122,7 +122,7 @@ def _called(name: str) -> Any:
     return getattr(made, "config", made)
 
 
-def _content(job: Job, found: list[tuple[Strategy, Prediction]]) -> Any:
+def _content(job: PlannedJob, found: list[tuple[Strategy, Prediction]]) -> Any:
     return {
         "model": job.model,
         "cluster": {"accelerator": job.cluster.accelerator, "accelerators": job.cluster.size},
@@ -132,7 +132,7 @@ def _content(job: Job, found: list[tuple[Strategy, Prediction]]) -> Any:
     }
 
 
-def _show(job: Job, found: list[tuple[Strategy, Prediction]], limit: int) -> None:
+def _show(job: PlannedJob, found: list[tuple[Strategy, Prediction]], limit: int) -> None:
     from dlrover.planning.parallel.accelerators import accelerator  # noqa: PLC0415
 
     model, cluster = job.model, job.cluster

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dlrover.planning.parallel.records import Prediction, Strategy
-    from dlrover.planning.parallel.rules import Job
+    from dlrover.planning.parallel.rules import PlannedJob
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 460, 70, 50
 _TICKS = 5
@@ -39,7 +39,7 @@ def pareto(found: list[tuple[Strategy, Prediction]]) -> list[int]:
     return kept
 
 
-def render(job: Job, found: list[tuple[Strategy, Prediction]]) -> str:
+def render(job: PlannedJob, found: list[tuple[Strategy, Prediction]]) -> str:
     """Return the page, which refers to nothing outside itself."""
     cluster = job.cluster
     title = (

@@ -10,7 +10,7 @@ from dlrover import config, launched
 from dlrover.data.machine.datasets import Shards
 from dlrover.data.machine.queue import Answer
 from dlrover.errors import ConfigurationError, ProtocolError
-from dlrover.rpc.relayed import Relay
+from dlrover.rpc.relayed import RelayedMaster
 from dlrover.spec.node import SERVER
 from dlrover.spec.requests import Unanswered
 from dlrover.spec.shards import ShardReply, ShardRequest
@@ -57,7 +57,7 @@ class RelayService:
     """ShardService that forwards requests to the job's master through the agent."""
 
     def __init__(self, address: str) -> None:
-        self._relay = Relay(address)
+        self._relay = RelayedMaster(address)
 
     def ask(self, request: ShardRequest) -> ShardReply:
         """Return the answer."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         CountAdmission,
         Expiry,
         Initializer,
-        Optimizer,
+        RowOptimizer,
     )
     from dlrover.embedding.remote.table import RemoteTable, checkpoints, open_table
     from dlrover.embedding.serving.raw import ServedTables
@@ -33,8 +33,8 @@ __all__ = [
     "HashEmbeddingBag",
     "HashTable",
     "Initializer",
-    "Optimizer",
     "RemoteTable",
+    "RowOptimizer",
     "ServedTables",
     "checkpoints",
     "open_table",
@@ -53,7 +53,7 @@ __getattr__ = lazy(
         "HashEmbeddingBag": "dlrover.embedding.modules",
         "HashTable": "dlrover.embedding.table",
         "Initializer": "dlrover.embedding.options",
-        "Optimizer": "dlrover.embedding.options",
+        "RowOptimizer": "dlrover.embedding.options",
         "RemoteTable": "dlrover.embedding.remote.table",
         "ServedTables": "dlrover.embedding.serving.raw",
         "checkpoints": "dlrover.embedding.remote.table",

@@ -19,8 +19,8 @@ BLOOM_BYTES = 1 << 24
 """Default size of the Bloom filter's counters: one byte each, four of them for a key."""
 
 
-class Optimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Optimizer of a table's rows. Each row counts its own updates, so that any number of servers gives equal rows."""
+class RowOptimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """RowOptimizer of a table's rows. Each row counts its own updates, so that any number of servers gives equal rows."""
 
     name: str
     """One of ``sgd``, ``momentum``, ``adagrad``, ``adadelta``, ``adam``, ``amsgrad``, ``radam``, ``adabelief``,
@@ -92,7 +92,7 @@ class TableOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """All options of a table."""
 
     dim: Annotated[int, msgspec.Meta(ge=1, le=tables.MAX_DIM)]
-    optimizer: Optimizer
+    optimizer: RowOptimizer
     seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
     admission: Admission | None = None
     expiry: Expiry | None = None
@@ -106,12 +106,12 @@ class TableOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Return the options as text, equal for equal options."""
         return msgspec.json.encode(self).decode()
 
-    def native(self) -> tables.Options:
+    def native(self) -> tables.RowOptions:
         """Return what the table itself takes."""
         o, a = self.optimizer, self.admission
         epsilon = o.epsilon
         hyper = Hyper(o.learning_rate, o.beta1, o.beta2, epsilon, o.weight_decay, o.l1, o.l2, o.l21)
-        return tables.Options(
+        return tables.RowOptions(
             dim=self.dim,
             kind=self.dtype,
             rule=o.name,

@@ -26,7 +26,7 @@ from dlrover.embedding.options import (
     Expiry,
     Initializer,
     InitializerKind,
-    Optimizer,
+    RowOptimizer,
     TableOptions,
 )
 from dlrover.embedding.remote import arrays
@@ -53,7 +53,7 @@ class HashTable:
 
     Args:
         dim: Numbers of a row, 1 to 4096.
-        optimizer: Name of an optimizer with its defaults, or an `Optimizer`.
+        optimizer: Name of an optimizer with its defaults, or an `RowOptimizer`.
         learning_rate: Of an optimizer given by name.
         seed: Seed of first values and of admission by chance.
         admission: Which keys get a row: all (None), from the n-th lookup (a number), or an admission.
@@ -71,7 +71,7 @@ class HashTable:
         self,
         dim: int,
         *,
-        optimizer: str | Optimizer = "adagrad",
+        optimizer: str | RowOptimizer = "adagrad",
         learning_rate: float = 0.05,
         seed: int = 0,
         admission: Admission | int | None = None,
@@ -85,7 +85,7 @@ class HashTable:
             raise ConfigurationError(f"spill is {spill!r}; None is accepted: rows stay in memory.")
         made = TableOptions(
             dim=dim,
-            optimizer=Optimizer(name=optimizer, learning_rate=learning_rate)
+            optimizer=RowOptimizer(name=optimizer, learning_rate=learning_rate)
             if isinstance(optimizer, str)
             else optimizer,
             seed=seed,

@@ -19,7 +19,7 @@ from dlrover.master.journal.commits import Commits
 from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import Entry, Journal, fenced
 from dlrover.master.machine import inputs
-from dlrover.master.machine.cluster import Cluster
+from dlrover.master.machine.cluster import TaskCluster
 from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Node
@@ -92,7 +92,7 @@ class Master:
         self.store = StoreService()
         self.shards = ShardsService(history.add)
         self.placement = PlacementService()
-        self.cluster = Cluster()
+        self.cluster = TaskCluster()
         self.ended = asyncio.Event()
         self._begun = asyncio.Event()
         self.fenced = asyncio.Event()

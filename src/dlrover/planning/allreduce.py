@@ -30,7 +30,7 @@ from scipy.optimize import least_squares
 from scipy.special import stdtrit
 
 from dlrover.errors import ConfigurationError
-from dlrover.planning.throughput import NOISE, OUTLIER, WORST, Prediction, interval
+from dlrover.planning.throughput import NOISE, OUTLIER, WORST, SpeedPrediction, interval
 
 Form = Literal["ring", "pollux"]
 
@@ -111,7 +111,7 @@ class RingModel:
         """Return samples per second, for numbers or arrays of matching shape."""
         return replicas * batch * passes / self.step_time(nodes, replicas, batch, passes)
 
-    def predict(self, shape: RingShape, confidence: float = 0.9) -> Prediction:
+    def predict(self, shape: RingShape, confidence: float = 0.9) -> SpeedPrediction:
         """Predict a shape's throughput, with an interval that holds ``confidence`` of the measurements."""
         where = (shape.nodes, shape.replicas, shape.batch, shape.passes)
         spread = math.sqrt(self._variance(where) + self._beyond(shape) ** 2)

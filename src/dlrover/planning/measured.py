@@ -17,7 +17,7 @@ from statistics import mean
 from typing import NamedTuple
 
 from dlrover.planning.search import Preferences, worth
-from dlrover.planning.throughput import Prediction
+from dlrover.planning.throughput import SpeedPrediction
 from dlrover.spec.node import Size
 from dlrover.spec.plan import Effect
 
@@ -77,7 +77,7 @@ class Measured:
         self,
         workers: Collection[int],
         servers: Collection[int],
-        predict: Callable[[Size], Prediction],
+        predict: Callable[[Size], SpeedPrediction],
         *,
         alone: float | None = None,
         fits: Callable[[Size], bool] = lambda _: True,

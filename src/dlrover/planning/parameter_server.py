@@ -30,7 +30,7 @@ from scipy.optimize import nnls
 from scipy.special import stdtrit
 
 from dlrover.errors import ConfigurationError
-from dlrover.planning.throughput import NOISE, OUTLIER, WORST, Prediction, interval
+from dlrover.planning.throughput import NOISE, OUTLIER, WORST, SpeedPrediction, interval
 
 Form = Literal["dlrover-rm", "optimus-async", "optimus-sync", "queue"]
 
@@ -117,7 +117,7 @@ class ServerModel:
         variance = np.sum((rows @ self.covariance) * rows, axis=-1)
         return np.sqrt(np.maximum(variance, 0.0)) / self._times(rows)
 
-    def predict(self, shape: ServerShape, confidence: float = 0.9) -> Prediction:
+    def predict(self, shape: ServerShape, confidence: float = 0.9) -> SpeedPrediction:
         """Predict a shape's throughput, with an interval that holds ``confidence`` of the measurements."""
         where = (*shape.axes(), shape.batch)
         spread = float(self.spread_of(*where))

@@ -15,7 +15,7 @@ import numpy as np
 from dlrover.planning.allreduce import RingModel, RingShape
 from dlrover.planning.parameter_server import ServerModel, ServerShape
 from dlrover.planning.search import Preferences, Prices, best, candidates, worth
-from dlrover.planning.throughput import CandidateShape, Prediction, TrustRegion
+from dlrover.planning.throughput import CandidateShape, SpeedPrediction, TrustRegion
 from dlrover.spec.node import SERVER, WORKER
 from dlrover.spec.plan import Group, Plan
 
@@ -221,7 +221,7 @@ class _Rated(NamedTuple):
     cost: Any
     other: Any
     """True for sizes that differ from the present one."""
-    here: Prediction
+    here: SpeedPrediction
     present: float
     """Cost of the present size."""
 
@@ -248,7 +248,7 @@ def _chosen(rated: _Rated, terms: Terms, *, learn: bool) -> int | None:
 def _plan(
     rated: _Rated,
     found: int,
-    after: Prediction,
+    after: SpeedPrediction,
     change: str,
     groups: dict[str, Group],
     *,

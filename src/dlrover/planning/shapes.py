@@ -9,7 +9,7 @@ import msgspec
 
 from dlrover.planning.allreduce import RingModel, RingSample, RingShape, fit_ring
 from dlrover.planning.parameter_server import ServerModel, ServerSample, ServerShape, fit_servers
-from dlrover.planning.throughput import Prediction
+from dlrover.planning.throughput import SpeedPrediction
 from dlrover.spec import brain
 from dlrover.spec.node import SERVER, WORKER, Size
 from dlrover.spec.plan import Group
@@ -62,7 +62,7 @@ def server_shape(shape: brain.Shape) -> ServerShape:
     )
 
 
-def predict(model: Model, shape: brain.Shape) -> Prediction:
+def predict(model: Model, shape: brain.Shape) -> SpeedPrediction:
     """Return the predicted throughput of a shape."""
     if isinstance(model, RingModel):
         return model.predict(ring_shape(shape))

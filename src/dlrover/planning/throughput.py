@@ -22,7 +22,7 @@ WORST = 3.0
 
 
 @dataclass(frozen=True)
-class Prediction:
+class SpeedPrediction:
     """A throughput with its interval, in samples per second."""
 
     throughput: float
@@ -97,7 +97,7 @@ class TrustRegion:
 
 def interval(
     throughput: float, *, spread: float, deviation: float, quantile: float, confidence: float
-) -> Prediction:
+) -> SpeedPrediction:
     """Return a prediction whose logarithm has a symmetric interval.
 
     Args:
@@ -108,4 +108,4 @@ def interval(
         confidence: Share of measurements that should lie in it.
     """
     reach = math.exp(min(quantile * deviation, 50.0))
-    return Prediction(throughput, throughput / reach, throughput * reach, confidence, spread)
+    return SpeedPrediction(throughput, throughput / reach, throughput * reach, confidence, spread)

@@ -23,7 +23,7 @@ CALL_TIMEOUT = 30.0
 _reply = msgspec.msgpack.Decoder(WorkerReply)
 
 
-class Relay:
+class RelayedMaster:
     """A connection to the relay at an address in the abstract namespace. One thread uses it at a time."""
 
     def __init__(self, address: str) -> None:

@@ -40,14 +40,14 @@ class Announce(msgspec.Struct, frozen=True, array_like=True, tag="announce"):
     """Servers that the job wants at this start."""
 
 
-class Recovered(msgspec.Struct, frozen=True, array_like=True, tag="recovered"):
+class SlotsRecovered(msgspec.Struct, frozen=True, array_like=True, tag="recovered"):
     """The server holds the rows of the slots that belong to it."""
 
     server: _Index
     start: _Number
 
 
-class Fetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
+class SlotsFetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
     """The server holds slots that moved to it; the former owner answers for them no more."""
 
     server: _Index
@@ -70,7 +70,7 @@ class OpenTable(msgspec.Struct, frozen=True, array_like=True, tag="table"):
     """JSON object."""
 
 
-class Stored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
+class TablesStored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
     """A complete checkpoint of all tables, from which a lost server recovers."""
 
     step: _Number
@@ -86,11 +86,11 @@ class LookPlacement(msgspec.Struct, frozen=True, array_like=True, tag="placement
 
 
 PlacementRequest: TypeAlias = (
-    Announce | Recovered | Fetched | Leave | OpenTable | Stored | LookPlacement
+    Announce | SlotsRecovered | SlotsFetched | Leave | OpenTable | TablesStored | LookPlacement
 )
 
 
-class EmbeddingServer(msgspec.Struct, frozen=True, array_like=True):
+class PlacedServer(msgspec.Struct, frozen=True, array_like=True):
     """One server of the placement."""
 
     start: int
@@ -108,13 +108,13 @@ class PlacementReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
 
     version: int = 0
     """Number of the placement; the other fields are empty if it is the known one."""
-    servers: dict[int, EmbeddingServer] = {}
+    servers: dict[int, PlacedServer] = {}
     owners: tuple[int, ...] = ()
     """The server of each slot; empty until all wanted servers have started."""
     moves: dict[int, int] = {}
     """The server that each moving slot goes to."""
     tables: dict[str, str] = {}
     """Options of each table, by name."""
-    stored: Stored | None = None
+    stored: TablesStored | None = None
     secret: bytes = b""
     """Secret of the job's servers and their clients."""

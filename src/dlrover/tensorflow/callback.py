@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 if TYPE_CHECKING:
-    from dlrover.tensorflow.cluster import Progress
+    from dlrover.tensorflow.cluster import TrainingProgress
 
 
 class ProgressCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Counts the steps of ``fit`` in a `Progress`."""
+    """Counts the steps of ``fit`` in a `TrainingProgress`."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: TrainingProgress) -> None:
         super().__init__()
         self._progress = progress
         self._supports_tf_logs = True  # without it, Keras would wait for each step's result

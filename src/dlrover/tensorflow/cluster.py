@@ -13,7 +13,7 @@ import tensorflow as tf
 from dlrover import launched
 from dlrover.data.records import Records
 from dlrover.errors import ConfigurationError
-from dlrover.tensorflow.machine.options import Options
+from dlrover.tensorflow.machine.options import GuardOptions
 from dlrover.tensorflow.watch import ClusterChangedError, Watch
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Present:
         self,
         role: str,
         spec: Mapping[str, list[str]],
-        options: Options,
+        options: GuardOptions,
         attempt: int = 0,
         reached: int = 0,
     ) -> None:
@@ -41,7 +41,7 @@ class Present:
         self.directory = options.checkpoint
         """Directory of the checkpoints."""
         self.watch: Watch | None = None
-        self.progress: Progress | None = None
+        self.progress: TrainingProgress | None = None
         self._options = options
 
     def strategy(self, **options: Any) -> tf.distribute.ParameterServerStrategy:
@@ -61,7 +61,7 @@ class Present:
         *,
         records: Records[Any] | None = None,
         **objects: Any,
-    ) -> Progress:
+    ) -> TrainingProgress:
         """Restore the latest checkpoint, if there is one, and return the progress that saves the next ones.
 
         Args:
@@ -78,7 +78,7 @@ class Present:
             )
         if isinstance(coordinator, tf.distribute.Strategy):
             coordinator = tf.distribute.coordinator.ClusterCoordinator(coordinator)
-        self.progress = Progress(self, coordinator, self._options, records, objects)
+        self.progress = TrainingProgress(self, coordinator, self._options, records, objects)
         return self.progress
 
     @property
@@ -95,7 +95,7 @@ class Present:
 class _State(tf.train.experimental.PythonState):  # type: ignore[misc]
     """The step and the samples, as a checkpoint holds them."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: TrainingProgress) -> None:
         self._progress = progress
         self.found: dict[str, Any] = {}
 
@@ -110,14 +110,14 @@ class _State(tf.train.experimental.PythonState):  # type: ignore[misc]
         self.found = msgspec.msgpack.decode(data)
 
 
-class Progress:
+class TrainingProgress:
     """Steps of a training, and its checkpoints."""
 
     def __init__(
         self,
         cluster: Present,
         coordinator: Any,
-        options: Options,
+        options: GuardOptions,
         records: Records[Any] | None,
         objects: Mapping[str, Any],
     ) -> None:

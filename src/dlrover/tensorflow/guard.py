@@ -22,8 +22,15 @@ from dlrover.spec.cluster import ClusterTask, UseCluster
 from dlrover.spec.node import CHIEF
 from dlrover.tensorflow import serving
 from dlrover.tensorflow.cluster import Present
-from dlrover.tensorflow.machine.choice import Choice, Place, choose, named, place, tf_config
-from dlrover.tensorflow.machine.options import Options
+from dlrover.tensorflow.machine.choice import (
+    ClusterChoice,
+    TaskPlace,
+    choose,
+    named,
+    place,
+    tf_config,
+)
+from dlrover.tensorflow.machine.options import GuardOptions
 from dlrover.tensorflow.registry import JobRegistry, Registry, answers, free_port, joined, look
 from dlrover.tensorflow.watch import (
     ClusterChangedError,
@@ -84,7 +91,7 @@ def resilient(  # noqa: PLR0913 - options, by name
     Raises:
         ConfigurationError: an argument is wrong.
     """
-    options = Options(
+    options = GuardOptions(
         os.fspath(checkpoint), every_seconds, every_steps, keep, spares, timeout, max_failures
     )
 
@@ -94,7 +101,7 @@ def resilient(  # noqa: PLR0913 - options, by name
             here = place(config.environ())
             if here is not None and here.serves:
                 _serve(here)
-            guard = Guard(here, options)
+            guard = TrainingGuard(here, options)
             asks = len(inspect.signature(function).parameters) > len(args) + len(kwargs)
             return guard.run(lambda cluster: function(*(cluster,) * asks, *args, **kwargs))
 
@@ -103,20 +110,20 @@ def resilient(  # noqa: PLR0913 - options, by name
     return guarded if function is None else guarded(function)
 
 
-def _serve(here: Place) -> NoReturn:
+def _serve(here: TaskPlace) -> NoReturn:
     serving.serve(here)
     sys.exit(0)  # as after tf.distribute.Server.join(), nothing of the program follows
 
 
-class Guard:
+class TrainingGuard:
     """Attempts of one training function, in the chief or an evaluator."""
 
-    def __init__(self, place: Place | None, options: Options) -> None:
+    def __init__(self, place: TaskPlace | None, options: GuardOptions) -> None:
         self._place, self._options = place, options
-        self._used: Choice | None = None
+        self._used: ClusterChoice | None = None
         self._lost: set[ClusterTask] = set()
         self._alive: list[Any] = []  # servers within this process
-        self._connected: Choice | None = None
+        self._connected: ClusterChoice | None = None
         self._address = ""
         self._goes_on = False
         """True if the next strategy can go on with the context's server."""
@@ -159,7 +166,7 @@ class Guard:
         self,
         call: Callable[[Present], Any],
         cluster: Present,
-        choice: Choice,
+        choice: ClusterChoice,
         registry: Registry,
     ) -> Any:
         with strategies() as made:
@@ -188,7 +195,7 @@ class Guard:
         registry, self._alive = serving.alone()
         return registry
 
-    def _await(self, registry: Registry) -> Choice:
+    def _await(self, registry: Registry) -> ClusterChoice:
         """Return the tasks of the next cluster once they are there; all others may end from now on."""
         options, missing = self._options, "the master's list of tasks"
         for reply in look(registry, LOOK, options.timeout):
@@ -205,7 +212,7 @@ class Guard:
                 return choice
         raise InfrastructureError(f"timeout is {options.timeout:g} s, and {missing} did not come.")
 
-    def _present(self, choice: Choice) -> Present:
+    def _present(self, choice: ClusterChoice) -> Present:
         before, self._connected = self._connected, choice
         self._goes_on = (
             before is not None and choice.extends(before) and not (self._failures > 1 or is_stuck())
@@ -219,7 +226,7 @@ class Guard:
         self._attempts += 1
         return Present(CHIEF, spec, self._options, self._attempts - 1, max(0, self._reached))
 
-    def _why(self, error: Exception, used: Choice) -> str:
+    def _why(self, error: Exception, used: ClusterChoice) -> str:
         """Return why another attempt may help; empty if the error has nothing to do with the cluster."""
         if isinstance(error, ClusterChangedError):
             return str(error)

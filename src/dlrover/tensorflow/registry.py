@@ -12,7 +12,7 @@ from typing import Protocol
 from dlrover import launched
 from dlrover._util import backoff
 from dlrover.errors import InfrastructureError
-from dlrover.rpc.relayed import Relay
+from dlrover.rpc.relayed import RelayedMaster
 from dlrover.spec.cluster import (
     ClusterReply,
     ClusterRequest,
@@ -45,7 +45,7 @@ class JobRegistry:
     """Registry that the job's master keeps."""
 
     def __init__(self) -> None:
-        self._relay = Relay(launched.given.relay)
+        self._relay = RelayedMaster(launched.given.relay)
 
     def ask(self, request: ClusterRequest, wait: float = 0.0) -> ClusterReply:
         """Send a request to the master, by way of the agent."""

@@ -14,7 +14,7 @@ from dlrover import launched
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.cluster import ClusterTask, EnterCluster, LeaveCluster, LookCluster
 from dlrover.spec.node import CHIEF, SERVER, WORKER
-from dlrover.tensorflow.machine.choice import Place
+from dlrover.tensorflow.machine.choice import TaskPlace
 from dlrover.tensorflow.registry import FixedRegistry, JobRegistry, Registry, free_port, joined
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def start(task: ClusterTask) -> Any:
     return tf.distribute.Server(spec, job_name=task.role, task_index=0, protocol="grpc", start=True)
 
 
-def serve(place: Place) -> None:
+def serve(place: TaskPlace) -> None:
     """Serve until SIGTERM, and then until the chief does without this task.
 
     Raises:
@@ -61,7 +61,7 @@ def serve(place: Place) -> None:
     _leave(registry, task)
 
 
-def _last_port(registry: Registry, place: Place) -> int:
+def _last_port(registry: Registry, place: TaskPlace) -> int:
     """Return the port of a worker's last start on this host; 0 if there was none.
 
     TensorFlow's coordinator finds a lost worker again at the same address. A parameter server must have another

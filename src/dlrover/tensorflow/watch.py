@@ -18,7 +18,7 @@ from tensorflow.python.eager import context
 
 from dlrover.errors import InfrastructureError
 from dlrover.spec.cluster import LookCluster
-from dlrover.tensorflow.machine.choice import Change, Choice, change
+from dlrover.tensorflow.machine.choice import ClusterChange, ClusterChoice, change
 from dlrover.tensorflow.registry import Registry
 
 if TYPE_CHECKING:
@@ -115,11 +115,13 @@ def forget() -> None:
 class Watch:
     """Watches the tasks while used as a context manager."""
 
-    def __init__(self, registry: Registry, spares: int, used: Choice, made: Strategies) -> None:
+    def __init__(
+        self, registry: Registry, spares: int, used: ClusterChoice, made: Strategies
+    ) -> None:
         self._registry, self._spares, self._used, self._made = registry, spares, used, made
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dlrover-tasks", daemon=True)
-        self.change = Change()
+        self.change = ClusterChange()
         """The change that is due."""
 
     def __enter__(self) -> Self:

@@ -12,7 +12,7 @@ from dlrover.spec.placement import SLOTS
 FORMAT = 1
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TablePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one server wrote of its slots."""
 
     file: str
@@ -24,7 +24,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """XXH3-64 of the file, hexadecimal."""
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TableManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One checkpoint of all tables; it is written last, so that what it names is complete."""
 
     format: int = FORMAT
@@ -38,10 +38,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """When the servers copied the rows, in seconds since the epoch."""
     tables: dict[str, str]
     """Options of each table, by name."""
-    parts: tuple[Part, ...]
+    parts: tuple[TablePart, ...]
 
 
-def check(manifest: Manifest) -> None:
+def check(manifest: TableManifest) -> None:
     """Refuse a checkpoint whose parts do not hold every slot once.
 
     Raises:
@@ -63,7 +63,7 @@ def check(manifest: Manifest) -> None:
         )
 
 
-def chain(newest: Manifest, read: Callable[[str], Manifest]) -> list[Manifest]:
+def chain(newest: TableManifest, read: Callable[[str], TableManifest]) -> list[TableManifest]:
     """Return the checkpoints to restore for ``newest``, the full one first.
 
     Args:

@@ -12,15 +12,15 @@ from dlrover.spec.placement import (
     MAX_TABLES,
     SLOTS,
     Announce,
-    EmbeddingServer,
-    Fetched,
     Leave,
     LookPlacement,
     OpenTable,
+    PlacedServer,
     PlacementReply,
     PlacementRequest,
-    Recovered,
-    Stored,
+    SlotsFetched,
+    SlotsRecovered,
+    TablesStored,
 )
 
 
@@ -29,13 +29,13 @@ class Placement:
     """Placement of one job's tables. Only `handle` changes it."""
 
     version: int = 0
-    servers: dict[int, EmbeddingServer] = field(default_factory=dict)
+    servers: dict[int, PlacedServer] = field(default_factory=dict)
     owners: list[int] = field(default_factory=list)
     """The server of each slot; empty until all wanted servers have started."""
     moves: dict[int, int] = field(default_factory=dict)
     """The server that each moving slot goes to."""
     tables: dict[str, str] = field(default_factory=dict)
-    stored: Stored | None = None
+    stored: TablesStored | None = None
 
     def handle(self, request: PlacementRequest) -> PlacementReply:
         """Handle a request and return the placement.
@@ -49,15 +49,15 @@ class Placement:
                 known = request.known
             case Announce():
                 self._announce(request)
-            case Recovered():
+            case SlotsRecovered():
                 self._change(request.server, self._current(request), ready=True, previous=None)
-            case Fetched():
+            case SlotsFetched():
                 self._fetched(request)
             case Leave():
                 self._leave(request)
             case OpenTable():
                 self._open(request)
-            case Stored():
+            case TablesStored():
                 self._store(request)
         if known == self.version:
             return PlacementReply(version=self.version)
@@ -70,7 +70,7 @@ class Placement:
             stored=self.stored,
         )
 
-    def _current(self, request: Recovered | Fetched | Leave) -> EmbeddingServer:
+    def _current(self, request: SlotsRecovered | SlotsFetched | Leave) -> PlacedServer:
         server = self.servers.get(request.server)
         if server is None or server.start != request.start:
             raise ProtocolError(
@@ -78,7 +78,7 @@ class Placement:
             )
         return server
 
-    def _change(self, index: int, server: EmbeddingServer, **changes: object) -> None:
+    def _change(self, index: int, server: PlacedServer, **changes: object) -> None:
         changed = replace(server, **changes)
         if self.servers.get(index) != changed:
             self.servers[index] = changed
@@ -96,7 +96,7 @@ class Placement:
         if known is not None and previous is None:
             previous = known.previous
         owns = request.server in self.owners
-        server = EmbeddingServer(
+        server = PlacedServer(
             request.start, request.address, request.port, not owns, False, previous
         )
         self.servers[request.server] = server
@@ -138,7 +138,7 @@ class Placement:
                     del self.moves[slot]
         self.version += 1
 
-    def _fetched(self, request: Fetched) -> None:
+    def _fetched(self, request: SlotsFetched) -> None:
         self._current(request)
         moved = [slot for slot in {*request.slots} if self.moves.get(slot) == request.server]
         for slot in moved:
@@ -180,7 +180,7 @@ class Placement:
                 f"The embedding table {request.name} is open with the options {options}, and {request.options} are given."
             )
 
-    def _store(self, request: Stored) -> None:
+    def _store(self, request: TablesStored) -> None:
         if self.stored != request:
             self.stored = request
             self.version += 1

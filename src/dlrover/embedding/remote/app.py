@@ -10,7 +10,7 @@ from dlrover import config, launched
 from dlrover.checkpoint.storage.stores import open_store
 from dlrover.embedding.remote import stored
 from dlrover.embedding.remote.directory import JobDirectory
-from dlrover.embedding.remote.holding import Holding, Slots
+from dlrover.embedding.remote.holding import HeldSlots, Slots
 from dlrover.embedding.remote.server import EmbeddingServer
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.node import SERVER
@@ -32,7 +32,7 @@ def main() -> int:
         )
     index, servers = int(env["ROLE_RANK"]), int(env["ROLE_WORLD_SIZE"])
     directory = JobDirectory(launched.given.relay)
-    holding = Holding()
+    holding = HeldSlots()
 
     def recover(placement: PlacementReply, slots: Slots) -> None:
         last = placement.stored

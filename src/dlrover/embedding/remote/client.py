@@ -20,9 +20,9 @@ from dlrover._util import backoff
 from dlrover.embedding.remote import wire
 from dlrover.embedding.remote.directory import Directory
 from dlrover.embedding.remote.holding import Keys, Rows, Slots
-from dlrover.embedding.remote.wire import Frame, Op, Status
+from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
-from dlrover.spec.placement import EmbeddingServer, OpenTable, PlacementReply
+from dlrover.spec.placement import OpenTable, PlacedServer, PlacementReply
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ WARN_AFTER = 10.0
 CHUNK_KEYS = 1 << 18
 """Keys of one request; larger batches are sent in several."""
 
-Message: TypeAlias = tuple[Frame, tuple[NDArray[np.generic], ...]]
+Message: TypeAlias = tuple[RowFrame, tuple[NDArray[np.generic], ...]]
 
 
 class ServerGroup:
@@ -74,9 +74,9 @@ class ServerGroup:
         op = Op.LOOKUP if insert else Op.PEEK
 
         def message(places: Slots) -> Message:
-            return Frame(op, table=table, keys=len(places)), (keys[places],)
+            return RowFrame(op, table=table, keys=len(places)), (keys[places],)
 
-        def take(places: Slots, reply: Frame) -> None:
+        def take(places: Slots, reply: RowFrame) -> None:
             body = np.asarray(reply.body)
             if body.nbytes != 4 * dim * len(places):
                 raise ProtocolError(f"{len(places)} rows of {dim} values have {body.nbytes} bytes.")
@@ -92,9 +92,9 @@ class ServerGroup:
         with self._lock:
             for chunk in _chunks(len(keys)):
                 self._sequence += 1
-                frame = Frame(Op.PUSH, table=table, client=self._client, sequence=self._sequence)
+                frame = RowFrame(Op.PUSH, table=table, client=self._client, sequence=self._sequence)
 
-                def message(places: Slots, frame: Frame = frame) -> Message:
+                def message(places: Slots, frame: RowFrame = frame) -> Message:
                     return frame._replace(keys=len(places)), (
                         keys[places],
                         gradients[places].reshape(-1),
@@ -113,7 +113,7 @@ class ServerGroup:
             replies = []
             for index in sorted(set(self._placement.owners)):
                 link = self._link(index)
-                reply = link.receive() if link is not None and link.send(Frame(op), ()) else None
+                reply = link.receive() if link is not None and link.send(RowFrame(op), ()) else None
                 if reply is None:
                     raise InfrastructureError(f"Embedding server {index} does not answer.")
                 replies.append(bytes(reply.body))
@@ -141,7 +141,7 @@ class ServerGroup:
         keys: Keys,
         places: Slots,
         message: Callable[[Slots], Message],
-        take: Callable[[Slots, Frame], None],
+        take: Callable[[Slots, RowFrame], None],
     ) -> None:
         """Ask the owners of ``keys[places]``; ask again those that do not answer or own the keys no more."""
         if self._pid != os.getpid():
@@ -180,7 +180,7 @@ class ServerGroup:
         places: Slots,
         slots: Slots,
         message: Callable[[Slots], Message],
-        take: Callable[[Slots, Frame], None],
+        take: Callable[[Slots, RowFrame], None],
     ) -> NDArray[np.bool_]:
         """Send to each owner, then receive from each; return which places have no answer."""
         owners = self._owners[slots]
@@ -194,9 +194,9 @@ class ServerGroup:
                 asked.append((link, part))
         for link, part in asked:
             reply = link.receive()
-            if reply is None or reply.status is Status.MOVED:
+            if reply is None or reply.status is ReplyStatus.MOVED:
                 continue
-            if reply.status is Status.REFUSED:
+            if reply.status is ReplyStatus.REFUSED:
                 raise ConfigurationError(bytes(reply.body).decode(errors="replace"))
             take(places[part], reply)
             left[part] = False
@@ -246,12 +246,12 @@ class ServerGroup:
 class _Link:
     """A connection to one server; it is closed after an error."""
 
-    def __init__(self, server: EmbeddingServer, sock: socket.socket) -> None:
+    def __init__(self, server: PlacedServer, sock: socket.socket) -> None:
         self.server = server
         self.sock: socket.socket | None = sock
-        self._receiver = wire.Receiver(sock)
+        self._receiver = wire.FrameReceiver(sock)
 
-    def send(self, frame: Frame, parts: tuple[NDArray[np.generic], ...]) -> bool:
+    def send(self, frame: RowFrame, parts: tuple[NDArray[np.generic], ...]) -> bool:
         """Send a request; return False if that failed."""
         try:
             assert self.sock is not None
@@ -261,7 +261,7 @@ class _Link:
             return False
         return True
 
-    def receive(self) -> Frame | None:
+    def receive(self) -> RowFrame | None:
         """Return the reply; None if there is none."""
         try:
             return self._receiver.receive()

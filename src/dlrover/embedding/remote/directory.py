@@ -10,7 +10,7 @@ from typing import Protocol
 
 from dlrover._util import backoff
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.rpc.relayed import Relay
+from dlrover.rpc.relayed import RelayedMaster
 from dlrover.spec.placement import LookPlacement, PlacementReply, PlacementRequest
 from dlrover.spec.requests import Unanswered
 
@@ -45,7 +45,7 @@ class JobDirectory:
     """
 
     def __init__(self, address: str, timeout: float = math.inf) -> None:
-        self._relay, self._timeout = Relay(address), timeout
+        self._relay, self._timeout = RelayedMaster(address), timeout
         self._lock = threading.Lock()
         self._closed = threading.Event()
 

@@ -35,7 +35,7 @@ class _Client:
         self.applied = np.zeros(SLOTS, np.uint64)
 
 
-class Holding:
+class HeldSlots:
     """The rows of one server. Calls may come from several threads."""
 
     def __init__(self) -> None:

@@ -15,15 +15,15 @@ import numpy as np
 from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
 from dlrover.embedding.remote import arrays, orders, stored, wire
 from dlrover.embedding.remote.directory import Directory
-from dlrover.embedding.remote.holding import Holding, Slots
-from dlrover.embedding.remote.wire import Frame, Op, Status
+from dlrover.embedding.remote.holding import HeldSlots, Slots
+from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import DLRoverError, ProtocolError
 from dlrover.spec.placement import SLOTS
 
 logger = logging.getLogger(__name__)
 
 
-class Follower(Protocol):
+class PlacementFollower(Protocol):
     """What follows the placement for this server."""
 
     def check_gift(self, slots: Slots) -> None:
@@ -40,7 +40,7 @@ class Answering(Protocol):
         """Receive one request and answer it."""
 
 
-class Listener:
+class RowListener:
     """Listens at an address once made, and answers once started.
 
     Args:
@@ -97,22 +97,22 @@ class Listener:
             sock.close()
 
 
-class Connection:
+class ServerConnection:
     """A connection to a server of a job."""
 
     def __init__(
         self,
         sock: socket.socket,
-        holding: Holding,
+        holding: HeldSlots,
         directory: Directory,
-        follower: Follower,
+        follower: PlacementFollower,
     ) -> None:
         self._sock, self._holding = sock, holding
         self._directory, self._follower = directory, follower
-        self._receiver = wire.Receiver(sock)
+        self._receiver = wire.FrameReceiver(sock)
         self._copied: arrays.Arrays | None = None
         self._rows = 0
-        self._answers: dict[Op, Callable[[Frame], None]] = {
+        self._answers: dict[Op, Callable[[RowFrame], None]] = {
             Op.LOOKUP: self._rows_of,
             Op.PEEK: self._rows_of,
             Op.PUSH: self._push,
@@ -133,26 +133,26 @@ class Connection:
             self._answers[request.op](request)
         except DLRoverError as error:
             away = isinstance(error, StorageAwayError)
-            status = Status.AWAY if away else Status.REFUSED
-            wire.send(self._sock, Frame(request.op, status), str(error).encode())
+            status = ReplyStatus.AWAY if away else ReplyStatus.REFUSED
+            wire.send(self._sock, RowFrame(request.op, status), str(error).encode())
 
-    def _reply(self, request: Frame, body: bytes = b"") -> None:
-        wire.send(self._sock, Frame(request.op), body)
+    def _reply(self, request: RowFrame, body: bytes = b"") -> None:
+        wire.send(self._sock, RowFrame(request.op), body)
 
     # ---- keys
 
-    def _rows_of(self, request: Frame) -> None:
+    def _rows_of(self, request: RowFrame) -> None:
         body = np.asarray(request.body)
         if body.nbytes != 8 * request.keys:
             raise ProtocolError(f"A lookup of {request.keys} keys has {body.nbytes} bytes.")
         insert = request.op is Op.LOOKUP
         rows = self._holding.rows(request.table, body.view(np.int64), insert=insert)
         if rows is None:
-            wire.send(self._sock, Frame(request.op, Status.MOVED))
+            wire.send(self._sock, RowFrame(request.op, ReplyStatus.MOVED))
         else:
-            wire.send(self._sock, Frame(request.op, keys=request.keys), rows.reshape(-1))
+            wire.send(self._sock, RowFrame(request.op, keys=request.keys), rows.reshape(-1))
 
-    def _push(self, request: Frame) -> None:
+    def _push(self, request: RowFrame) -> None:
         count, dim = request.keys, self._holding.table(request.table).dim
         body = np.asarray(request.body)
         if body.nbytes != count * (8 + 4 * dim):
@@ -164,11 +164,13 @@ class Connection:
         applied = self._holding.push(
             request.table, request.client, request.sequence, keys, gradients
         )
-        wire.send(self._sock, Frame(request.op, Status.OK if applied else Status.MOVED))
+        wire.send(
+            self._sock, RowFrame(request.op, ReplyStatus.OK if applied else ReplyStatus.MOVED)
+        )
 
     # ---- slots as a whole
 
-    def _fetch(self, request: Frame) -> None:
+    def _fetch(self, request: RowFrame) -> None:
         body = np.asarray(request.body)
         if body.nbytes != 2 * request.keys:
             raise ProtocolError(f"A request for {request.keys} slots has {body.nbytes} bytes.")
@@ -177,9 +179,9 @@ class Connection:
             raise ProtocolError(f"Slot {slots.max()} was asked for; there are {SLOTS}.")
         self._follower.check_gift(slots)
         self._holding.give(slots.tolist())
-        wire.send(self._sock, Frame(request.op), *arrays.packed(self._holding.export(slots)))
+        wire.send(self._sock, RowFrame(request.op), *arrays.packed(self._holding.export(slots)))
 
-    def _export(self, request: Frame) -> None:
+    def _export(self, request: RowFrame) -> None:
         order = orders.decoded(bytes(request.body), orders.Export)
         self._follower.catch_up(order.version)
         try:
@@ -190,7 +192,7 @@ class Connection:
         slots = tuple(int(slot) for slot in self._copied["slots"])
         self._reply(request, msgspec.json.encode(orders.Exported(slots, self._rows)))
 
-    def _write(self, request: Frame) -> None:
+    def _write(self, request: RowFrame) -> None:
         order = orders.decoded(bytes(request.body), orders.Write)
         if self._copied is None:
             raise ProtocolError("An embedding server has no copy to write.")
@@ -199,7 +201,7 @@ class Connection:
         self._copied = None
         self._reply(request, msgspec.json.encode(part))
 
-    def _load(self, request: Frame) -> None:
+    def _load(self, request: RowFrame) -> None:
         order = orders.decoded(bytes(request.body), orders.Load)
         self._follower.catch_up(order.version)
         store = open_store(order.place)
@@ -208,8 +210,8 @@ class Connection:
         self._holding.replay(order.id, parts, self._holding.owned())
         self._reply(request)
 
-    def _stats(self, request: Frame) -> None:
+    def _stats(self, request: RowFrame) -> None:
         self._reply(request, msgspec.json.encode(self._holding.stats()))
 
-    def _evict(self, request: Frame) -> None:
+    def _evict(self, request: RowFrame) -> None:
         self._reply(request, msgspec.json.encode(self._holding.evict()))

@@ -14,12 +14,12 @@ import msgspec
 
 from dlrover._util import backoff
 from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
-from dlrover.embedding.machine.chain import Manifest, Part
+from dlrover.embedding.machine.chain import TableManifest, TablePart
 from dlrover.embedding.remote import orders, stored, wire
 from dlrover.embedding.remote.directory import Directory
-from dlrover.embedding.remote.wire import Frame, Op, Status
+from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.spec.placement import SLOTS, EmbeddingServer, PlacementReply, Stored
+from dlrover.spec.placement import SLOTS, PlacedServer, PlacementReply, TablesStored
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class TableCheckpoints:
             raise ConfigurationError(f"keep is {keep}; it must be 1 or more.")
         self._directory, self._place, self._keep, self._timeout = directory, place, keep, timeout
         self._store = open_store(place)
-        self._last: Manifest | None = None
+        self._last: TableManifest | None = None
         self._writing: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -77,7 +77,7 @@ class TableCheckpoints:
         except BaseException:
             _close(links)
             raise
-        manifest = Manifest(
+        manifest = TableManifest(
             id=id_,
             parent=parent.id if parent else "",
             number=parent.number + 1 if parent else 0,
@@ -132,7 +132,7 @@ class TableCheckpoints:
             self._load(taken)
         return taken.step
 
-    def _loaded(self, manifest: Manifest) -> bool:
+    def _loaded(self, manifest: TableManifest) -> bool:
         try:
             self._load(manifest)
         except _RefusedError as error:
@@ -140,7 +140,7 @@ class TableCheckpoints:
             return False
         return True
 
-    def _load(self, manifest: Manifest) -> None:
+    def _load(self, manifest: TableManifest) -> None:
         placement = self._settled()
         links = self._connect(placement)
         try:
@@ -148,22 +148,22 @@ class TableCheckpoints:
             _on_all(links, Op.LOAD, dict.fromkeys(links, order))
         finally:
             _close(links)
-        self._directory.ask(Stored(manifest.step, manifest.id, self._place))
+        self._directory.ask(TablesStored(manifest.step, manifest.id, self._place))
         self._last = manifest
 
     # ---- the thread
 
-    def _write(self, manifest: Manifest, links: Mapping[int, _Link]) -> None:
+    def _write(self, manifest: TableManifest, links: Mapping[int, _Link]) -> None:
         try:
             bodies = {
                 index: msgspec.json.encode(orders.Write(self._place, manifest.id, index))
                 for index in links
             }
             replies = _on_all(links, Op.WRITE, bodies)
-            parts = tuple(orders.decoded(body, Part) for body in replies.values())
+            parts = tuple(orders.decoded(body, TablePart) for body in replies.values())
             manifest = msgspec.structs.replace(manifest, parts=parts)
             stored.publish(self._store, manifest)
-            self._directory.ask(Stored(manifest.step, manifest.id, self._place))
+            self._directory.ask(TablesStored(manifest.step, manifest.id, self._place))
             self._last = manifest
             stored.prune(self._store, self._keep)
         except Exception as error:  # noqa: BLE001 - the next call raises it
@@ -207,7 +207,7 @@ class TableCheckpoints:
 class _Link:
     """A connection to one server for orders."""
 
-    def __init__(self, index: int, server: EmbeddingServer, secret: bytes) -> None:
+    def __init__(self, index: int, server: PlacedServer, secret: bytes) -> None:
         self.index = index
         try:
             self._sock = wire.connect(server.address, server.port, secret, REPLY_TIMEOUT)
@@ -215,20 +215,20 @@ class _Link:
             raise InfrastructureError(
                 f"Embedding server {index} does not answer: {error}."
             ) from error
-        self._receiver = wire.Receiver(self._sock)
+        self._receiver = wire.FrameReceiver(self._sock)
 
     def order(self, op: Op, body: bytes) -> bytes:
         """Return the reply to an order."""
         try:
-            wire.send(self._sock, Frame(op), body)
+            wire.send(self._sock, RowFrame(op), body)
             reply = self._receiver.receive()
         except OSError as error:
             raise InfrastructureError(
                 f"Embedding server {self.index} does not answer: {error}."
             ) from error
         text = bytes(reply.body)
-        if reply.status is not Status.OK:
-            kind = StorageAwayError if reply.status is Status.AWAY else _RefusedError
+        if reply.status is not ReplyStatus.OK:
+            kind = StorageAwayError if reply.status is ReplyStatus.AWAY else _RefusedError
             raise kind(f"Embedding server {self.index}: {text.decode(errors='replace')}")
         return text
 
@@ -238,7 +238,7 @@ class _Link:
             self._sock.close()
 
 
-def _after(before: Manifest | None) -> float:
+def _after(before: TableManifest | None) -> float:
     """Return the time, and never one before the last checkpoint's, though a clock may have been set back."""
     return max(time.time(), before.time + 1e-3 if before is not None else 0.0)
 

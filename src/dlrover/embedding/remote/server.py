@@ -11,11 +11,11 @@ import numpy as np
 
 from dlrover.embedding.remote import arrays, wire
 from dlrover.embedding.remote.directory import Directory
-from dlrover.embedding.remote.holding import Holding, Slots
-from dlrover.embedding.remote.listener import Connection, Listener
-from dlrover.embedding.remote.wire import Frame, Op, Status
+from dlrover.embedding.remote.holding import HeldSlots, Slots
+from dlrover.embedding.remote.listener import RowListener, ServerConnection
+from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
-from dlrover.spec.placement import Announce, Fetched, Leave, PlacementReply, Recovered
+from dlrover.spec.placement import Announce, Leave, PlacementReply, SlotsFetched, SlotsRecovered
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class EmbeddingServer:
         start: int,
         servers: int,
         directory: Directory,
-        holding: Holding,
+        holding: HeldSlots,
         recover: Callable[[PlacementReply, Slots], None],
         address: str = "127.0.0.1",
     ) -> None:
@@ -56,7 +56,9 @@ class EmbeddingServer:
         self._nudged = threading.Event()
         self._followed = threading.Condition()
         self._version = -1
-        self._listener = Listener(address, lambda sock: Connection(sock, holding, directory, self))
+        self._listener = RowListener(
+            address, lambda sock: ServerConnection(sock, holding, directory, self)
+        )
         self.port = self._listener.port
         self._placement = directory.ask(Announce(index, start, address, self.port, servers))
         self._secret = self._placement.secret
@@ -139,7 +141,7 @@ class EmbeddingServer:
         previous = placement.servers[self.index].previous
         if not (len(slots) and previous is not None and self._fetch(*previous, slots)):
             self._recover(placement, slots)
-        self._placement = self._directory.ask(Recovered(self.index, self.start))
+        self._placement = self._directory.ask(SlotsRecovered(self.index, self.start))
 
     def _fetch_moves(self, placement: PlacementReply) -> bool:
         """Fetch slots that move to this server, a few at a time; return whether there are no more for now."""
@@ -153,7 +155,9 @@ class EmbeddingServer:
                 continue
             some = slots[:FETCH_SLOTS]
             if self._fetch(server.address, server.port, np.array(some, np.intp)):
-                self._placement = self._directory.ask(Fetched(self.index, self.start, tuple(some)))
+                self._placement = self._directory.ask(
+                    SlotsFetched(self.index, self.start, tuple(some))
+                )
                 return False
             self._ended.wait(POLL)  # the next placement may say more, else this is repeated
             self._placement = self._directory.look(-1)
@@ -165,9 +169,9 @@ class EmbeddingServer:
             with contextlib.closing(
                 wire.connect(address, port, self._secret, FETCH_TIMEOUT)
             ) as sock:
-                wire.send(sock, Frame(Op.FETCH, keys=len(slots)), slots.astype(np.uint16))
-                reply = wire.Receiver(sock).receive()
-                if reply.status is Status.OK:
+                wire.send(sock, RowFrame(Op.FETCH, keys=len(slots)), slots.astype(np.uint16))
+                reply = wire.FrameReceiver(sock).receive()
+                if reply.status is ReplyStatus.OK:
                     self._holding.restore(arrays.unpacked(np.asarray(reply.body)))
                     return True
                 logger.warning(

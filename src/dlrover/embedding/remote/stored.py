@@ -6,7 +6,7 @@
     └── embedding-<id>/
         ├── begun                 empty; written first
         ├── part-<server>.rows    rows of one server's slots, as `arrays.packed` writes them
-        └── manifest.json         a `Manifest`; written last
+        └── manifest.json         a `TableManifest`; written last
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from dlrover.checkpoint.storage.storage import identity
 from dlrover.checkpoint.storage.stores import MANIFEST, StorageAwayError, Store, explained, join
 from dlrover.embedding.machine import chain
-from dlrover.embedding.machine.chain import FORMAT, Manifest, Part
+from dlrover.embedding.machine.chain import FORMAT, TableManifest, TablePart
 from dlrover.embedding.remote import arrays
 from dlrover.errors import FormatError, InfrastructureError
 
@@ -52,7 +52,7 @@ def begin(store: Store) -> str:
     return id_
 
 
-def write_part(store: Store, id_: str, server: int, found: arrays.Arrays, rows: int) -> Part:
+def write_part(store: Store, id_: str, server: int, found: arrays.Arrays, rows: int) -> TablePart:
     """Write what a server holds of its slots; it is complete when this returns.
 
     Raises:
@@ -69,10 +69,10 @@ def write_part(store: Store, id_: str, server: int, found: arrays.Arrays, rows: 
                 writer.write(data)
         store.sync(_FOLDER + id_)
     slots = tuple(int(slot) for slot in found["slots"])
-    return Part(file, slots, rows, nbytes, digest.hexdigest())
+    return TablePart(file, slots, rows, nbytes, digest.hexdigest())
 
 
-def read_part(store: Store, part: Part) -> dict[str, NDArray[Any]]:
+def read_part(store: Store, part: TablePart) -> dict[str, NDArray[Any]]:
     """Return what a server had written.
 
     Raises:
@@ -87,7 +87,7 @@ def read_part(store: Store, part: Part) -> dict[str, NDArray[Any]]:
     return arrays.unpacked(np.frombuffer(data, np.uint8))
 
 
-def publish(store: Store, manifest: Manifest) -> None:
+def publish(store: Store, manifest: TableManifest) -> None:
     """Write the manifest, which makes a checkpoint of the parts.
 
     Raises:
@@ -99,7 +99,7 @@ def publish(store: Store, manifest: Manifest) -> None:
         store.write(file, msgspec.json.encode(manifest))
 
 
-def read_manifest(store: Store, id_: str) -> Manifest:
+def read_manifest(store: Store, id_: str) -> TableManifest:
     """Return a checkpoint's manifest.
 
     Raises:
@@ -114,7 +114,7 @@ def read_manifest(store: Store, id_: str) -> Manifest:
             raise FormatError(
                 f"{store.where(file)} has another format than {FORMAT}: another version wrote it."
             )
-        return msgspec.json.decode(data, type=Manifest)
+        return msgspec.json.decode(data, type=TableManifest)
     except (msgspec.DecodeError, KeyError, TypeError) as error:
         raise InfrastructureError(f"{store.where(file)} is damaged: {error}.") from error
 
@@ -126,7 +126,7 @@ def complete(store: Store) -> list[str]:
         return [id_ for id_ in ids if store.exists(join(_FOLDER + id_, MANIFEST))]
 
 
-def manifests(store: Store) -> list[Manifest]:
+def manifests(store: Store) -> list[TableManifest]:
     """Return all complete checkpoints, the last one first; damaged ones are left out.
 
     Raises:
@@ -137,7 +137,7 @@ def manifests(store: Store) -> list[Manifest]:
     return sorted((each for each in found if each is not None), key=order, reverse=True)
 
 
-def _undamaged(store: Store, id_: str) -> Manifest | None:
+def _undamaged(store: Store, id_: str) -> TableManifest | None:
     try:
         return read_manifest(store, id_)
     except (StorageAwayError, FormatError):
@@ -147,12 +147,14 @@ def _undamaged(store: Store, id_: str) -> Manifest | None:
         return None
 
 
-def order(manifest: Manifest) -> tuple[float, int, int]:
+def order(manifest: TableManifest) -> tuple[float, int, int]:
     """Return what orders checkpoints: a later one has a larger value, whatever step was gone back to before."""
     return manifest.time, manifest.step, manifest.number
 
 
-def parts(store: Store, newest: Manifest) -> Iterator[tuple[Part, dict[str, NDArray[Any]]]]:
+def parts(
+    store: Store, newest: TableManifest
+) -> Iterator[tuple[TablePart, dict[str, NDArray[Any]]]]:
     """Yield the parts to restore one after the other.
 
     Raises:
@@ -187,7 +189,7 @@ def restore(store: Store, id_: str, take: Take) -> int:
     return candidates[-1].step
 
 
-def _restored(store: Store, manifest: Manifest, take: Take) -> bool:
+def _restored(store: Store, manifest: TableManifest, take: Take) -> bool:
     try:
         take(manifest.id, _rows(store, manifest))
     except StorageAwayError:
@@ -198,7 +200,7 @@ def _restored(store: Store, manifest: Manifest, take: Take) -> bool:
     return True
 
 
-def _rows(store: Store, manifest: Manifest) -> Rows:
+def _rows(store: Store, manifest: TableManifest) -> Rows:
     return (rows for _, rows in parts(store, manifest))
 
 

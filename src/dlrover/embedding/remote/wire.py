@@ -47,7 +47,7 @@ class Op(enum.IntEnum):
     EVICT = 9
 
 
-class Status(enum.IntEnum):
+class ReplyStatus(enum.IntEnum):
     """Outcome of a request; zero in requests."""
 
     OK = 0
@@ -59,11 +59,11 @@ class Status(enum.IntEnum):
     """A store cannot be read or written now; the body says why."""
 
 
-class Frame(NamedTuple):
+class RowFrame(NamedTuple):
     """A request or a reply."""
 
     op: Op
-    status: Status = Status.OK
+    status: ReplyStatus = ReplyStatus.OK
     table: int = 0
     """Number of the table: its place in the placement."""
     keys: int = 0
@@ -74,7 +74,7 @@ class Frame(NamedTuple):
     body: Bytes | bytes = b""
 
 
-def send(sock: socket.socket, frame: Frame, *parts: NDArray[np.generic] | bytes) -> None:
+def send(sock: socket.socket, frame: RowFrame, *parts: NDArray[np.generic] | bytes) -> None:
     """Send a frame whose body is ``parts``, without copying them."""
     views = [memoryview(part).cast("B") for part in parts if len(part)]
     size = sum(view.nbytes for view in views)
@@ -90,7 +90,7 @@ def send(sock: socket.socket, frame: Frame, *parts: NDArray[np.generic] | bytes)
             waiting[0] = waiting[0][sent:]
 
 
-class Receiver:
+class FrameReceiver:
     """Receives frames of a connection; the body of a frame is valid until the next one is received."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -98,7 +98,7 @@ class Receiver:
         self._header = bytearray(_HEADER.size)
         self._body: Bytes = np.empty(1 << 16, np.uint8)
 
-    def receive(self) -> Frame:
+    def receive(self) -> RowFrame:
         """Return the next frame.
 
         Raises:
@@ -116,7 +116,7 @@ class Receiver:
                 f"An embedding frame has {size} bytes and {count} keys; {MAX_BODY} and {MAX_KEYS} are accepted."
             )
         try:
-            named = Op(op), Status(status)
+            named = Op(op), ReplyStatus(status)
         except ValueError as error:
             raise ProtocolError(
                 f"An embedding frame has operation {op} and status {status}."
@@ -125,7 +125,7 @@ class Receiver:
             self._body = np.empty(size, np.uint8)
         body = self._body[:size]
         self._fill(memoryview(body))
-        return Frame(*named, table, count, client, sequence, body)
+        return RowFrame(*named, table, count, client, sequence, body)
 
     def _fill(self, view: memoryview) -> None:
         while view:

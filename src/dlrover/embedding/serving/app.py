@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from dlrover.embedding.remote.listener import Listener
+from dlrover.embedding.remote.listener import RowListener
 from dlrover.embedding.serving import raw
-from dlrover.embedding.serving.follower import Follower
+from dlrover.embedding.serving.follower import CheckpointFollower
 from dlrover.embedding.serving.http import HttpServer
 from dlrover.errors import ConfigurationError
 
@@ -40,14 +40,14 @@ class ReadOnlyServer:
         raw_port: int = 0,
         poll: float = 1.0,
     ) -> None:
-        self.follower = Follower(place, poll)
+        self.follower = CheckpointFollower(place, poll)
         try:
             self._http = HttpServer((host, port), self.follower, token)
         except OSError as error:
             raise ConfigurationError(f"{host}:{port} cannot be listened on: {error}.") from error
         try:
-            self._raw = Listener(
-                host, lambda sock: raw.Connection(sock, self.follower), port=raw_port
+            self._raw = RowListener(
+                host, lambda sock: raw.ReaderConnection(sock, self.follower), port=raw_port
             )
         except OSError as error:
             self._http.server_close()

@@ -12,7 +12,7 @@ import msgspec
 
 from dlrover.checkpoint.storage.stores import open_store
 from dlrover.embedding.machine import chain
-from dlrover.embedding.machine.chain import Manifest
+from dlrover.embedding.machine.chain import TableManifest
 from dlrover.embedding.remote import stored
 from dlrover.embedding.tools import values
 from dlrover.embedding.tools.values import Tables
@@ -47,7 +47,7 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True):
     """Why a newer checkpoint is not served; empty if nothing is wrong."""
 
 
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """Where checkpoints come from."""
 
     newest_step: int
@@ -57,7 +57,7 @@ class Source(Protocol):
         """Return what to serve from now on: ``served`` itself if there is nothing newer."""
 
 
-class Follower:
+class CheckpointFollower:
     """Looks for newer checkpoints. `served` may be read by any thread.
 
     Args:
@@ -67,7 +67,7 @@ class Follower:
 
     def __init__(self, place: str, poll: float = 1.0) -> None:
         file = values.file_of(place)
-        self._source: Source = _File(file) if file is not None else _Checkpoints(place)
+        self._source: CheckpointSource = _File(file) if file is not None else _Checkpoints(place)
         self._poll = poll
         self._ended = threading.Event()
         self._looked = time.monotonic()
@@ -117,7 +117,7 @@ class _Checkpoints:
 
     def __init__(self, place: str) -> None:
         self._store = open_store(place)
-        self._known: dict[str, Manifest] = {}
+        self._known: dict[str, TableManifest] = {}
         self.newest_step, self.behind = -1, 0
 
     def look(self, served: Served | None) -> Served | None:
@@ -147,7 +147,7 @@ class _Checkpoints:
         self.behind = 0
         return Served(newest.step, newest.id, newest.time, tables)
 
-    def _read(self, id_: str) -> Manifest:
+    def _read(self, id_: str) -> TableManifest:
         return self._known.get(id_) or stored.read_manifest(self._store, id_)
 
 

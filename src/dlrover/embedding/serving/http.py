@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from dlrover.embedding.serving import raw
-from dlrover.embedding.serving.follower import Follower
+from dlrover.embedding.serving.follower import CheckpointFollower
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class HttpServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], follower: Follower, token: str) -> None:
+    def __init__(self, address: tuple[str, int], follower: CheckpointFollower, token: str) -> None:
         self.follower, self.token = follower, token
         super().__init__(address, _Handler)
 

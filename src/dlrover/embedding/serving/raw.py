@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrover.embedding.remote import wire
-from dlrover.embedding.remote.wire import Frame, Op, Status
-from dlrover.embedding.serving.follower import Follower, Lag
+from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
+from dlrover.embedding.serving.follower import CheckpointFollower, Lag
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 
 CONNECT_TIMEOUT = 10.0
@@ -37,7 +37,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """By name. The raw protocol numbers them in this order, from 0."""
 
 
-def report(follower: Follower) -> Report:
+def report(follower: CheckpointFollower) -> Report:
     """Return the state of a server."""
     tables = follower.served.tables
     return Report(
@@ -51,12 +51,12 @@ def secret_of(token: str) -> bytes:
     return hmac.digest(token.encode(), b"embedding", "sha256")
 
 
-class Connection:
+class ReaderConnection:
     """One client's connection to a read-only server."""
 
-    def __init__(self, sock: socket.socket, follower: Follower) -> None:
+    def __init__(self, sock: socket.socket, follower: CheckpointFollower) -> None:
         self._sock, self._follower = sock, follower
-        self._receiver = wire.Receiver(sock)
+        self._receiver = wire.FrameReceiver(sock)
 
     def answer(self) -> None:
         """Receive one request and answer it."""
@@ -66,11 +66,11 @@ class Connection:
                 self._rows(request)
             case Op.STATS:
                 body = msgspec.json.encode(report(self._follower))
-                wire.send(self._sock, Frame(request.op), body)
+                wire.send(self._sock, RowFrame(request.op), body)
             case _:
                 self._refuse(request, "This embedding server is read-only.")
 
-    def _rows(self, request: Frame) -> None:
+    def _rows(self, request: RowFrame) -> None:
         body, tables = np.asarray(request.body), list(self._follower.served.tables.values())
         if body.nbytes != 8 * request.keys:
             self._refuse(request, f"A lookup of {request.keys} keys has {body.nbytes} bytes.")
@@ -78,10 +78,10 @@ class Connection:
             self._refuse(request, f"The embedding server knows no table {request.table}.")
         else:
             rows = tables[request.table].peek(body.view(np.int64))
-            wire.send(self._sock, Frame(request.op, keys=request.keys), rows.reshape(-1))
+            wire.send(self._sock, RowFrame(request.op, keys=request.keys), rows.reshape(-1))
 
-    def _refuse(self, request: Frame, reason: str) -> None:
-        wire.send(self._sock, Frame(request.op, Status.REFUSED), reason.encode())
+    def _refuse(self, request: RowFrame, reason: str) -> None:
+        wire.send(self._sock, RowFrame(request.op, ReplyStatus.REFUSED), reason.encode())
 
 
 class ServedTables:
@@ -108,7 +108,7 @@ class ServedTables:
                 f"{address} does not answer, or has another token: {error}."
             ) from error
         self._sock.settimeout(REPLY_TIMEOUT)
-        self._receiver = wire.Receiver(self._sock)
+        self._receiver = wire.FrameReceiver(self._sock)
         self._tables: dict[str, tuple[int, int]] = {}
 
     def report(self) -> Report:
@@ -134,7 +134,7 @@ class ServedTables:
             out = np.empty((len(keys), dim), np.float32)
             for first in range(0, len(keys), CHUNK_KEYS):
                 some = np.ascontiguousarray(keys[first : first + CHUNK_KEYS], np.int64)
-                reply = self._ask(Frame(Op.PEEK, table=number, keys=len(some)), some)
+                reply = self._ask(RowFrame(Op.PEEK, table=number, keys=len(some)), some)
                 rows = np.asarray(reply.body).view(np.float32).reshape(len(some), dim)
                 out[first : first + len(some)] = rows
             return out
@@ -144,19 +144,19 @@ class ServedTables:
         self._sock.close()
 
     def _report(self) -> Report:
-        reply = self._ask(Frame(Op.STATS))
+        reply = self._ask(RowFrame(Op.STATS))
         found = msgspec.json.decode(bytes(reply.body), type=Report)
         self._tables = {
             name: (number, info.dim) for number, (name, info) in enumerate(found.tables.items())
         }
         return found
 
-    def _ask(self, frame: Frame, *parts: NDArray[Any]) -> Frame:
+    def _ask(self, frame: RowFrame, *parts: NDArray[Any]) -> RowFrame:
         try:
             wire.send(self._sock, frame, *parts)
             reply = self._receiver.receive()
         except OSError as error:
             raise InfrastructureError(f"{self._address} does not answer: {error}.") from error
-        if reply.status is not Status.OK:
+        if reply.status is not ReplyStatus.OK:
             raise ProtocolError(bytes(reply.body).decode(errors="replace"))
         return reply

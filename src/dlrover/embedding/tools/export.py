@@ -20,7 +20,7 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 Format = Literal["npz", "safetensors", "parquet", "table"]
 
 
-class Exported(msgspec.Struct, frozen=True, kw_only=True):
+class ExportedFile(msgspec.Struct, frozen=True, kw_only=True):
     """The result of an export."""
 
     destination: str
@@ -32,7 +32,7 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
 
 def export(
     place: str, destination: str, to: Format, *, table: str = "", step: int | None = None
-) -> Exported:
+) -> ExportedFile:
     """Write the values of a checkpoint's tables to a file, which appears when it is complete.
 
     ``npz`` and ``safetensors`` get two arrays for each table, ``NAME.keys`` ``(n,)`` int64 in ascending order and
@@ -63,7 +63,7 @@ def export(
     with _published(target) as temporary:
         write(temporary, tables, loaded.step)
     rows = {name: len(each) for name, each in tables.items()}
-    return Exported(destination=destination, format=to, step=loaded.step, rows=rows)
+    return ExportedFile(destination=destination, format=to, step=loaded.step, rows=rows)
 
 
 def _chosen(tables: values.Tables, name: str) -> values.Tables:

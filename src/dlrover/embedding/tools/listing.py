@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from dlrover.checkpoint.storage.stores import open_store
-from dlrover.embedding.machine.chain import Manifest
+from dlrover.embedding.machine.chain import TableManifest
 from dlrover.embedding.options import TableOptions, decoded
 from dlrover.embedding.remote import stored
 from dlrover.embedding.table import HashTable
@@ -65,7 +65,7 @@ def listing(place: str) -> Listing:
     )
 
 
-def _described(manifest: Manifest, steps: dict[str, int]) -> StoredTables:
+def _described(manifest: TableManifest, steps: dict[str, int]) -> StoredTables:
     return StoredTables(
         step=manifest.step,
         id=manifest.id,

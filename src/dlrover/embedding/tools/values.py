@@ -12,8 +12,8 @@ import numpy as np
 
 from dlrover._native.tables import Copied
 from dlrover.checkpoint.storage.stores import Store, is_url, open_store
-from dlrover.embedding.machine.chain import Manifest
-from dlrover.embedding.options import Optimizer, TableOptions, decoded
+from dlrover.embedding.machine.chain import TableManifest
+from dlrover.embedding.options import RowOptimizer, TableOptions, decoded
 from dlrover.embedding.remote import stored
 from dlrover.embedding.remote.arrays import Arrays
 from dlrover.embedding.table import ALL_SLOTS, HashTable
@@ -22,7 +22,7 @@ from dlrover.errors import ConfigurationError
 Tables: TypeAlias = dict[str, HashTable]
 
 
-class Loaded(NamedTuple):
+class LoadedTables(NamedTuple):
     """Values of one checkpoint."""
 
     step: int
@@ -34,7 +34,7 @@ def file_of(place: str) -> Path | None:
     return Path(place) if not is_url(place) and Path(place).is_file() else None
 
 
-def find(store: Store, step: int | None = None) -> Manifest:
+def find(store: Store, step: int | None = None) -> TableManifest:
     """Return the latest checkpoint in a directory, or the latest one of a step.
 
     Raises:
@@ -48,7 +48,7 @@ def find(store: Store, step: int | None = None) -> Manifest:
     return found[0]
 
 
-def load(place: str | os.PathLike[str], step: int | None = None) -> Loaded:
+def load(place: str | os.PathLike[str], step: int | None = None) -> LoadedTables:
     """Return the values of a file of `HashTable.save`, or of a checkpoint in a directory or at a URL.
 
     The table of a file is named as the file without its suffix.
@@ -62,13 +62,13 @@ def load(place: str | os.PathLike[str], step: int | None = None) -> Loaded:
         if step is not None:
             raise ConfigurationError(f"--step is {step}; {file} is a file with one table.")
         whole = HashTable.load(file)
-        return Loaded(whole.step, {file.stem: frozen(whole)})
+        return LoadedTables(whole.step, {file.stem: frozen(whole)})
     store = open_store(place)
     newest = find(store, step)
     tables = empty(newest.tables)
     for _, part in stored.parts(store, newest):
         add(tables, part)
-    return Loaded(newest.step, tables)
+    return LoadedTables(newest.step, tables)
 
 
 def empty(options: Mapping[str, str]) -> Tables:
@@ -92,7 +92,7 @@ def add(tables: Tables, part: Arrays) -> None:
 
 def _values_only(options: TableOptions) -> TableOptions:
     return msgspec.structs.replace(
-        options, optimizer=Optimizer(name="sgd"), admission=None, expiry=None, memory_bytes=0
+        options, optimizer=RowOptimizer(name="sgd"), admission=None, expiry=None, memory_bytes=0
     )
 
 

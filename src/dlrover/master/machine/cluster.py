@@ -18,7 +18,7 @@ from dlrover.spec.cluster import (
 
 
 @dataclass
-class Cluster:
+class TaskCluster:
     """The tasks of one job. Only `handle` changes them."""
 
     #: the latest start of each task, by role and index

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.optim.local.exchange import CodedSum, Peers, Residuals, Sum
 from dlrover.optim.local.fragments import Fragment, Outer, divided
-from dlrover.optim.machine.penalty import Decision, Penalty, Report, Statistics, judge
+from dlrover.optim.machine.penalty import Penalty, PenaltyDecision, ReplicaReport, Statistics, judge
 from dlrover.optim.tensors import like, local, parameters, saved_states
 from dlrover.optim.wrapped import WrappedOptimizer
 
@@ -35,7 +35,7 @@ class Pending:
     """A sync between its two halves."""
 
     fragment: Fragment
-    decision: Decision
+    decision: PenaltyDecision
     rank: int
     """This replica's position in the decision."""
     sum: Sum | CodedSum | None
@@ -133,7 +133,7 @@ class DiLoCo(WrappedOptimizer):
         """Syncs so far, each of one fragment; the same in all replicas."""
         self.total_steps = 0
         """Steps of all replicas together up to the last sync; the same in all replicas."""
-        self.latest: Decision | None = None
+        self.latest: PenaltyDecision | None = None
         """What the replicas counted at the last sync."""
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -265,7 +265,7 @@ class DiLoCo(WrappedOptimizer):
                     fragment = self._fragments[self.syncs % len(self._fragments)]
                     change = fragment.difference()
             reports = [
-                None if joining else Report(row[0], max(int(row[1]), 1))
+                None if joining else ReplicaReport(row[0], max(int(row[1]), 1))
                 for row, joining in zip(rows, joins, strict=True)
             ]
             decision = judge(reports, fragment.statistics, self._penalty)
@@ -376,7 +376,7 @@ class DiLoCo(WrappedOptimizer):
                 f"Sync {self.syncs} failed, and the parameters are those before it: {error}"
             ) from error
 
-    def _log(self, decision: Decision) -> None:
+    def _log(self, decision: PenaltyDecision) -> None:
         for rank, reason in enumerate(decision.reasons):
             if reason:
                 logger.warning("Sync %d: replica %d is left out: %s.", self.syncs, rank, reason)

@@ -56,7 +56,7 @@ class Penalty:
 
 
 @dataclass(frozen=True)
-class Report:
+class ReplicaReport:
     """What a replica says of itself at a sync."""
 
     norm: float
@@ -100,7 +100,7 @@ class Statistics:
 
 
 @dataclass(frozen=True)
-class Decision:
+class PenaltyDecision:
     """What the replicas of a sync count."""
 
     weights: tuple[float, ...]
@@ -111,8 +111,8 @@ class Decision:
 
 
 def judge(
-    reports: Sequence[Report | None], statistics: Statistics, penalty: Penalty | None
-) -> Decision:
+    reports: Sequence[ReplicaReport | None], statistics: Statistics, penalty: Penalty | None
+) -> PenaltyDecision:
     """Decide what each replica counts.
 
     Args:
@@ -122,7 +122,7 @@ def judge(
     """
     reasons = [_unfit(report) for report in reports]
     if penalty is None:
-        return Decision(_weights(reports, reasons, math.inf), tuple(reasons), statistics)
+        return PenaltyDecision(_weights(reports, reasons, math.inf), tuple(reasons), statistics)
     finite = [not reason for reason in reasons]
     norms = [
         report.norm / math.sqrt(report.steps) if report is not None and fits else 0.0
@@ -137,10 +137,12 @@ def judge(
     counted = [norm for norm, reason in zip(norms, judged, strict=True) if not reason]
     if counted:
         statistics = statistics.with_norms(counted, penalty.smoothing)
-    return Decision(_weights(reports, judged, penalty.temperature), tuple(judged), statistics)
+    return PenaltyDecision(
+        _weights(reports, judged, penalty.temperature), tuple(judged), statistics
+    )
 
 
-def _unfit(report: Report | None) -> str:
+def _unfit(report: ReplicaReport | None) -> str:
     if report is None:
         return "it joins at this sync"
     return "" if math.isfinite(report.norm) else f"the norm of its change is {report.norm}"
@@ -165,7 +167,7 @@ def _reasons(
 
 
 def _weights(
-    reports: Sequence[Report | None], reasons: Sequence[str], temperature: float
+    reports: Sequence[ReplicaReport | None], reasons: Sequence[str], temperature: float
 ) -> tuple[float, ...]:
     """Return softmax(-norm / temperature) over the replicas that count; 0 for others."""
     norms = [

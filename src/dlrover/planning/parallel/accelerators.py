@@ -29,7 +29,7 @@ TERMS = (
 
 
 @dataclass(frozen=True)
-class Accelerator:
+class AcceleratorModel:
     """One kind of accelerator, and the network that its nodes usually have."""
 
     flops: float
@@ -54,19 +54,19 @@ _A = (1.32, 3.2, 2.2, 2.5, 1.0, 2.0, 0.1, 0.13, 0.3, 1.8, 0.35, 0.92, 1.0, 2.5, 
 _H = (1.52, 1.7, 1.7, 0.9, 0.73, 2.2, 0.18, 0.43, 2.1, 0.5, 0.87, 1.2, 2.2, 1.4, 1.2)
 
 _TABLE = {
-    "a100-40": Accelerator(312e12, 39.4, 1.55e12, 300e9, 25e9, 25e9, _A, 0.25),
-    "a100-80": Accelerator(312e12, 79.1, 2.04e12, 300e9, 25e9, 25e9, _A, 0.25),
-    "h100-80": Accelerator(989e12, 79.1, 3.35e12, 450e9, 50e9, 55e9, _H, 0.35),
-    "h100-96": Accelerator(800e12, 95.0, 2.40e12, 450e9, 50e9, 55e9, _H, 0.35),
-    "h200": Accelerator(989e12, 139.8, 4.80e12, 450e9, 50e9, 55e9, _H, 0.35),
-    "b200": Accelerator(2250e12, 178.3, 8.00e12, 900e9, 50e9, 55e9, _H, 0.35),
-    "910b": Accelerator(376e12, 60.9, 1.60e12, 196e9, 25e9, 25e9, _A, 0.40),
+    "a100-40": AcceleratorModel(312e12, 39.4, 1.55e12, 300e9, 25e9, 25e9, _A, 0.25),
+    "a100-80": AcceleratorModel(312e12, 79.1, 2.04e12, 300e9, 25e9, 25e9, _A, 0.25),
+    "h100-80": AcceleratorModel(989e12, 79.1, 3.35e12, 450e9, 50e9, 55e9, _H, 0.35),
+    "h100-96": AcceleratorModel(800e12, 95.0, 2.40e12, 450e9, 50e9, 55e9, _H, 0.35),
+    "h200": AcceleratorModel(989e12, 139.8, 4.80e12, 450e9, 50e9, 55e9, _H, 0.35),
+    "b200": AcceleratorModel(2250e12, 178.3, 8.00e12, 900e9, 50e9, 55e9, _H, 0.35),
+    "910b": AcceleratorModel(376e12, 60.9, 1.60e12, 196e9, 25e9, 25e9, _A, 0.40),
 }
-ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(_TABLE)
+ACCELERATORS: Mapping[str, AcceleratorModel] = MappingProxyType(_TABLE)
 """Accelerators by name."""
 
 
-def accelerator(name: str) -> Accelerator:
+def accelerator(name: str) -> AcceleratorModel:
     """Return an accelerator of the table.
 
     Raises:

@@ -13,7 +13,7 @@ from dlrover.errors import ConfigurationError
 from dlrover.planning.parallel.accelerators import accelerator
 from dlrover.planning.parallel.columns import Columns
 from dlrover.planning.parallel.records import Cluster, Observation
-from dlrover.planning.parallel.rules import Job
+from dlrover.planning.parallel.rules import PlannedJob
 from dlrover.planning.parallel.timing import timed
 
 PRIOR = 0.01
@@ -77,10 +77,12 @@ def _observation(each: Any) -> Observation:
 
 def _design(cluster: Cluster, seen: Sequence[Observation], weights: Any) -> Any:
     """Ideal seconds of each term, one row per observation."""
-    jobs: dict[Job, list[int]] = {}
+    jobs: dict[PlannedJob, list[int]] = {}
     for index, each in enumerate(seen):
         nodes = max(1, each.strategy.size // cluster.per_node)
-        job = Job(each.model, replace(cluster, nodes=nodes), each.sequence, each.global_batch)
+        job = PlannedJob(
+            each.model, replace(cluster, nodes=nodes), each.sequence, each.global_batch
+        )
         jobs.setdefault(job, []).append(index)
     rows = np.zeros((len(seen), len(weights)))
     for job, places in jobs.items():

@@ -94,7 +94,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """Where the ranks of a collective are. Ranks of tp are nearest, then those of cp, dp and pp."""
 
     size: Any
@@ -104,7 +104,7 @@ class Group:
     """Ranks of the group in one node."""
 
     @classmethod
-    def of(cls, size: Any, stride: Any, cluster: Cluster) -> Group:
+    def of(cls, size: Any, stride: Any, cluster: Cluster) -> RankGroup:
         """Return the group of ``size`` ranks that are ``stride`` apart."""
         near = np.clip(cluster.per_node // np.maximum(stride, 1), 1, size)
         return cls(size, size * stride > cluster.per_node, near)

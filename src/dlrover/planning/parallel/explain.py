@@ -18,7 +18,7 @@ from dlrover.planning.parallel.records import (
     Strategy,
     Transformer,
 )
-from dlrover.planning.parallel.rules import Job, obeys
+from dlrover.planning.parallel.rules import PlannedJob, obeys
 from dlrover.planning.parallel.search import fitting
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
@@ -58,7 +58,7 @@ def why_not(
     Raises:
         ConfigurationError: the accelerator is unknown, or a number is not positive.
     """
-    job = Job(model, cluster, sequence, global_batch)
+    job = PlannedJob(model, cluster, sequence, global_batch)
     now = predict(model, strategy, cluster, sequence=sequence, global_batch=global_batch)
     if now.fits:
         return _slower(job, strategy, now)
@@ -81,7 +81,7 @@ def described(strategy: Strategy) -> str:
     return ", ".join(fields) or "the default"
 
 
-def _slower(job: Job, strategy: Strategy, now: Prediction) -> Explanation:
+def _slower(job: PlannedJob, strategy: Strategy, now: Prediction) -> Explanation:
     """What is faster than a strategy that fits."""
     found = fitting(job)
     if not found or found[0][1].step_seconds >= now.step_seconds:
@@ -92,7 +92,7 @@ def _slower(job: Job, strategy: Strategy, now: Prediction) -> Explanation:
     return Explanation(reason, "", best, now)
 
 
-def _fastest(job: Job, strategies: Iterable[Strategy]) -> Strategy | None:
+def _fastest(job: PlannedJob, strategies: Iterable[Strategy]) -> Strategy | None:
     """The fastest of some strategies that obeys the rules and fits."""
     unique = list(dict.fromkeys(strategies))
     if not unique:
@@ -107,7 +107,7 @@ def _fastest(job: Job, strategies: Iterable[Strategy]) -> Strategy | None:
     return unique[int(good[order[0]])]
 
 
-def _mend(job: Job, strategy: Strategy, mended: Strategy, now: Prediction) -> str:
+def _mend(job: PlannedJob, strategy: Strategy, mended: Strategy, now: Prediction) -> str:
     then = predict(
         job.model, mended, job.cluster, sequence=job.sequence, global_batch=job.global_batch
     )

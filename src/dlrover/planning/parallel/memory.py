@@ -42,7 +42,7 @@ LOW_GATHERED, HIGH_GATHERED = 0.93, 1.08
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Bytes on the fullest rank, by purpose; one element per strategy."""
 
     states: Any
@@ -68,7 +68,7 @@ class Memory:
         return self.active + self.reserve
 
 
-def memory(model: Transformer, of: Columns, sequence: int, global_batch: int) -> Memory:
+def memory(model: Transformer, of: Columns, sequence: int, global_batch: int) -> MemoryUse:
     """Return the memory of the fullest rank of each strategy.
 
     That is a rank of the first stage, which has most micro-batches in flight, or of the last one, which has the loss.
@@ -77,11 +77,11 @@ def memory(model: Transformer, of: Columns, sequence: int, global_batch: int) ->
     first = rank(blocks, global_batch, first=True)
     last = rank(blocks, global_batch, first=False)
     fuller = first.total >= last.total
-    names = (*Memory.PARTS, "stage")
-    return Memory(**{n: np.where(fuller, getattr(first, n), getattr(last, n)) for n in names})
+    names = (*MemoryUse.PARTS, "stage")
+    return MemoryUse(**{n: np.where(fuller, getattr(first, n), getattr(last, n)) for n in names})
 
 
-def interval(of_rank: Memory, of: Columns) -> tuple[Any, Any]:
+def interval(of_rank: MemoryUse, of: Columns) -> tuple[Any, Any]:
     """Return the bytes that 80 % of the runs with such a prediction lie between."""
     sharded, total = of.stage == 3, of_rank.total
     return np.where(sharded, LOW_GATHERED, LOW) * total, np.where(
@@ -195,7 +195,7 @@ class Blocks:
         return gathered + gradients + np.where(of.recompute > 0, again, 0)
 
 
-def rank(blocks: Blocks, global_batch: int, *, first: bool) -> Memory:
+def rank(blocks: Blocks, global_batch: int, *, first: bool) -> MemoryUse:
     """Memory of a rank of the first or the last stage."""
     model, of = blocks.model, blocks.of
     layers, dense = _layers(model, of, first=first)
@@ -227,7 +227,7 @@ def rank(blocks: Blocks, global_batch: int, *, first: bool) -> Memory:
     gaps = np.where(of.stage == 3, np.where(of.compile, GAPS_COMPILED, GAPS_GATHERED), plain)
     reserve = WORKSPACE + other + gaps * (gathered + activations + transient + loss)
     where = np.zeros_like(of.pp) if first else of.pp - 1
-    return Memory(states, gathered, activations, transient, loss, reserve, where)
+    return MemoryUse(states, gathered, activations, transient, loss, reserve, where)
 
 
 def _layers(model: Transformer, of: Columns, *, first: bool) -> tuple[Any, Any]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from dlrover.planning.parallel.accelerators import accelerator
 from dlrover.planning.parallel.columns import Columns
-from dlrover.planning.parallel.memory import GIB, Memory, interval, memory
+from dlrover.planning.parallel.memory import GIB, MemoryUse, interval, memory
 from dlrover.planning.parallel.records import Cluster, Prediction, Strategy, Transformer
-from dlrover.planning.parallel.rules import Job, first_broken
+from dlrover.planning.parallel.rules import PlannedJob, first_broken
 from dlrover.planning.parallel.timing import timed
 
 CONTEXT = 1.2
@@ -20,9 +20,9 @@ CONTEXT = 1.2
 class Predicted:
     """Predictions of many strategies."""
 
-    job: Job
+    job: PlannedJob
     of: Columns
-    memory: Memory
+    memory: MemoryUse
     seconds: Any
 
     @property
@@ -38,7 +38,7 @@ class Predicted:
     def one(self, index: int, broken: str = "") -> Prediction:
         """Return one prediction; ``broken`` is the rule that its strategy breaks."""
         low, high = (float(bound[index]) / GIB for bound in interval(self.memory, self.of))
-        parts = {name: float(getattr(self.memory, name)[index]) / GIB for name in Memory.PARTS}
+        parts = {name: float(getattr(self.memory, name)[index]) / GIB for name in MemoryUse.PARTS}
         stage, seconds = int(self.memory.stage[index]), float(self.seconds[index])
         total = sum(parts.values())
         reason = broken or ("" if high <= self.usable else self._excess(stage, total, high, parts))
@@ -67,7 +67,7 @@ class Predicted:
         )
 
 
-def predict_all(job: Job, of: Columns) -> Predicted:
+def predict_all(job: PlannedJob, of: Columns) -> Predicted:
     """Return the predictions of many strategies, whether they obey the rules or not."""
     model, cluster = job.model, job.cluster
     needed = memory(model, of, job.sequence, job.global_batch)
@@ -90,5 +90,5 @@ def predict(
     Raises:
         ConfigurationError: the accelerator is unknown, or a number is not positive.
     """
-    job = Job(model, cluster, sequence, global_batch)
+    job = PlannedJob(model, cluster, sequence, global_batch)
     return predict_all(job, Columns.of([strategy])).one(0, first_broken(job, strategy))

@@ -19,7 +19,7 @@ from dlrover.planning.parallel.records import (
     Strategy,
     Transformer,
 )
-from dlrover.planning.parallel.rules import Job, obeys
+from dlrover.planning.parallel.rules import PlannedJob, obeys
 from dlrover.planning.parallel.stages import stages
 
 BLOCK = 100_000
@@ -61,10 +61,10 @@ def search(
     """
     if limit < 1:
         raise ConfigurationError(f"limit is {limit}, not a positive integer.")
-    return fitting(Job(model, cluster, sequence, global_batch))[:limit]
+    return fitting(PlannedJob(model, cluster, sequence, global_batch))[:limit]
 
 
-def fitting(job: Job) -> list[tuple[Strategy, Prediction]]:
+def fitting(job: PlannedJob) -> list[tuple[Strategy, Prediction]]:
     """Return the best strategy of each choice of degrees that fits, the fastest first."""
     best: dict[tuple[int, ...], tuple[float, Strategy, Prediction]] = {}
     for block in _blocks(job):
@@ -124,7 +124,7 @@ def _variants(of: Columns) -> Iterator[Columns]:
             )
 
 
-def _blocks(job: Job) -> Iterator[Columns]:
+def _blocks(job: PlannedJob) -> Iterator[Columns]:
     """All strategies of a job, in blocks; some break a rule."""
     rows = _degrees(job)
     while block := list(itertools.islice(rows, BLOCK // len(RECOMPUTE))):
@@ -149,7 +149,7 @@ def _columns(rows: Any) -> Columns:
     )
 
 
-def _degrees(job: Job) -> Iterator[tuple[int, ...]]:
+def _degrees(job: PlannedJob) -> Iterator[tuple[int, ...]]:
     """Rows of ``FIELDS``: all ways to write the cluster's size as a product of degrees."""
     model, size = job.model, job.cluster.size
     for tp in _divisors(size, model.heads, model.kv_heads, model.ffn):
@@ -166,7 +166,7 @@ def _degrees(job: Job) -> Iterator[tuple[int, ...]]:
                     yield from _rest(job, tp, pp, cp, dp)
 
 
-def _rest(job: Job, tp: int, pp: int, cp: int, dp: int) -> Iterator[tuple[int, ...]]:
+def _rest(job: PlannedJob, tp: int, pp: int, cp: int, dp: int) -> Iterator[tuple[int, ...]]:
     """Rows for given degrees."""
     here = job.global_batch // dp
     for micro in (1 << power for power in range(MICRO_BATCHES.bit_length())):

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from dlrover.planning.parallel.accelerators import TERMS, Accelerator, accelerator
-from dlrover.planning.parallel.columns import Columns, Group
+from dlrover.planning.parallel.accelerators import TERMS, AcceleratorModel, accelerator
+from dlrover.planning.parallel.columns import Columns, RankGroup
 from dlrover.planning.parallel.memory import Blocks
 from dlrover.planning.parallel.records import RECOMPUTE, Cluster, Transformer
 from dlrover.planning.parallel.stages import stages
@@ -95,7 +95,7 @@ class Work:
 
     blocks: Blocks
     cluster: Cluster
-    device: Accelerator
+    device: AcceleratorModel
 
     def zeros(self) -> Any:
         """A row of no time for each strategy."""
@@ -124,22 +124,22 @@ class Work:
         kept = blocks.kept(experts=bool(model.experts))
         again = np.where(of.recompute > 0, 4.0, 3.0)
         row[:, _INDEX["memory"]] = again * tokens * kept / device.bandwidth
-        tensor = Group.of(of.tp, np.ones_like(of.tp), self.cluster)
+        tensor = RankGroup.of(of.tp, np.ones_like(of.tp), self.cluster)
         # gathered and scattered around attention and the feed-forward layer, forward and backward
         moved = _calls(of) * 2 * model.hidden * tokens
         self._collective(row, tensor, moved, near="tensor", far="tensor_between")
-        ring = Group.of(of.cp, of.tp, self.cluster)
+        ring = RankGroup.of(of.cp, of.tp, self.cluster)
         _, keys = blocks.heads
         # every other rank's keys and values, and their gradients
         self._collective(row, ring, of.cp * tokens * keys * 12, near="tensor", far="tensor_between")
         if model.experts:
             copies = model.experts_per_token * tokens * model.hidden / of.tp
-            spread = Group.of(of.ep, of.expert_tensor(), self.cluster)
+            spread = RankGroup.of(of.ep, of.expert_tensor(), self.cluster)
             self._collective(row, spread, 8 * copies, near="tensor", far="tensor_between")
         return row
 
     def _collective(
-        self, row: Any, group: Group, moved: Any, *, near: str, far: str, calls: Any = 1
+        self, row: Any, group: RankGroup, moved: Any, *, near: str, far: str, calls: Any = 1
     ) -> None:
         """Add the time in which each rank of a group receives ``moved`` bytes less its own part."""
         part = moved * (group.size - 1) / group.size
@@ -154,7 +154,7 @@ class Work:
         of, row = self.blocks.of, self.zeros()
         row[:, _INDEX["launch"]] = self.passes / 3 * LAUNCH
         calls = _calls(of)
-        tensor = Group.of(of.tp, np.ones_like(of.tp), self.cluster)
+        tensor = RankGroup.of(of.tp, np.ones_like(of.tp), self.cluster)
         waited = np.where(of.tp > 1, calls * of.tp * LATENCY, 0.0)
         row[:, _INDEX["collective"]] = np.where(tensor.between, 0.0, waited)
         row[:, _INDEX["collective_between"]] = np.where(tensor.between, waited, 0.0)
@@ -166,7 +166,7 @@ class Work:
         """Communication of a layer for one micro-batch: gradients from ZeRO's stage 2 on, parameters in stage 3."""
         blocks, of, row = self.blocks, self.blocks.of, self.zeros()
         layer = blocks.attention + (blocks.experts if blocks.model.experts else blocks.dense)
-        group = Group.of(of.shards, of.tp, self.cluster)
+        group = RankGroup.of(of.shards, of.tp, self.cluster)
         each = np.select(
             [of.stage == 3, of.stage == 2], [4.0 + of.gradient_bytes, of.gradient_bytes]
         )
@@ -204,12 +204,12 @@ class Work:
         stage, shards = of.stage, of.shards
         each = [2 * of.gradient_bytes, of.gradient_bytes + 2, np.full(len(of), 2)]
         moved = here * np.select([stage == 0, stage == 1, stage == 2], each)
-        group = Group.of(of.dp * of.cp, of.tp, self.cluster)
+        group = RankGroup.of(of.dp * of.cp, of.tp, self.cluster)
         self._collective(row, group, moved, near="data", far="data_between")
         scattered = np.where((stage == 1) | (stage == 2), row[:, _INDEX["data_between"]], 0.0)
         row[:, _INDEX["scatter_between"]] = scattered
         row[:, _INDEX["data_between"]] -= scattered
-        copies = Group.of(of.dp_replicate, of.dp_shard * of.cp * of.tp, self.cluster)
+        copies = RankGroup.of(of.dp_replicate, of.dp_shard * of.cp * of.tp, self.cluster)
         between = np.where(stage == 3, 2 * here * of.gradient_bytes / shards, 0.0)
         self._collective(row, copies, between, near="data", far="data_between")
         state = 2 * of.optimizer_bytes + of.gradient_bytes + 2

@@ -14,7 +14,7 @@ OWN_ROLES = (CHIEF, EVALUATOR, WORKER, SERVER)
 
 
 @dataclass(frozen=True)
-class Place:
+class TaskPlace:
     """What a process is in its job."""
 
     role: str
@@ -28,16 +28,16 @@ class Place:
         return self.role in (WORKER, SERVER)
 
 
-def place(env: Mapping[str, str]) -> Place | None:
+def place(env: Mapping[str, str]) -> TaskPlace | None:
     """Return the place that ``dlrover-run --chief`` gave a process; None if another launcher started it."""
     role = env.get("ROLE_NAME", "")
     if role not in OWN_ROLES or "ROLE_RANK" not in env:
         return None
-    return Place(role, int(env["ROLE_RANK"]), env.get("MASTER_ADDR", "127.0.0.1"))
+    return TaskPlace(role, int(env["ROLE_RANK"]), env.get("MASTER_ADDR", "127.0.0.1"))
 
 
 @dataclass(frozen=True)
-class Choice:
+class ClusterChoice:
     """Tasks of one TensorFlow cluster; their order gives their numbers in it."""
 
     workers: tuple[ClusterTask, ...] = ()
@@ -61,7 +61,7 @@ class Choice:
             SERVER: [task.address for task in self.servers],
         }
 
-    def extends(self, earlier: Choice) -> bool:
+    def extends(self, earlier: ClusterChoice) -> bool:
         """Return whether each task of both clusters has the same number in both."""
         return all(
             _place_of(task, before) in (-1, number)
@@ -99,9 +99,9 @@ def tf_config(spec: Mapping[str, list[str]], role: str, index: int) -> str:
 def choose(
     reply: ClusterReply,
     spares: int,
-    used: Choice | None = None,
+    used: ClusterChoice | None = None,
     lost: AbstractSet[ClusterTask] = frozenset(),
-) -> tuple[Choice | None, str]:
+) -> tuple[ClusterChoice | None, str]:
     """Choose the tasks of the next cluster; without enough of them, return None and what is awaited.
 
     The first cluster awaits all workers. A later one does with those that are there: the others come back with a
@@ -130,8 +130,8 @@ def choose(
     ]
     if missing:
         return None, " and ".join(missing)
-    before = used or Choice()
-    return Choice(
+    before = used or ClusterChoice()
+    return ClusterChoice(
         _in_place(workers, before.workers), _in_place(sorted(servers), before.servers)
     ), ""
 
@@ -142,7 +142,7 @@ def named(tasks: Iterable[ClusterTask]) -> str:
 
 
 @dataclass(frozen=True)
-class Change:
+class ClusterChange:
     """Why a cluster is to be built again."""
 
     reason: str = ""
@@ -151,13 +151,13 @@ class Change:
     """True if a task is gone; TensorFlow may wait for it forever."""
 
 
-def change(reply: ClusterReply, spares: int, used: Choice) -> Change:
+def change(reply: ClusterReply, spares: int, used: ClusterChoice) -> ClusterChange:
     """Return why the cluster in use is to be built again."""
     listed = {(task.role, task.address) for task in reply.tasks}
     gone = [task for task in used.tasks if (task.role, task.address) not in listed]
     if gone:
-        return Change(f"{named(gone)} {'is' if len(gone) == 1 else 'are'} gone", lost=True)
+        return ClusterChange(f"{named(gone)} {'is' if len(gone) == 1 else 'are'} gone", lost=True)
     best, _ = choose(reply, spares, used)
     if best is None or best.addresses == used.addresses:
-        return Change()
-    return Change(f"the job now has {best.in_words()} instead of {used.in_words()}")
+        return ClusterChange()
+    return ClusterChange(f"the job now has {best.in_words()} instead of {used.in_words()}")

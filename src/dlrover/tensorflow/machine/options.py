@@ -17,7 +17,7 @@ _LEAST = {
 
 
 @dataclass(frozen=True)
-class Options:
+class GuardOptions:
     """Options of `dlrover.tensorflow.resilient`.
 
     Raises:

@@ -34,7 +34,7 @@ from dlrover.planning.plans import (
 )
 from dlrover.planning.search import Preferences, Prices
 from dlrover.planning.shapes import latest_of_each, ring_shape
-from dlrover.planning.throughput import Prediction
+from dlrover.planning.throughput import SpeedPrediction
 from dlrover.spec import brain
 from dlrover.spec.measurements import SpeedSample
 from dlrover.spec.node import SERVER, WORKER, Size
@@ -149,7 +149,7 @@ def _decide_nodes(question: Question, similar: brain.Similar | None) -> ScaleDec
     if current.compute_seconds:
         alone = current.throughput * current.step_seconds / current.compute_seconds / current.nodes
 
-    def predict(size: Size) -> Prediction:
+    def predict(size: Size) -> SpeedPrediction:
         return model.predict(resized(current, size.workers))
 
     return _to_measure(measured.neighbour(question.sizes, (), predict, alone=alone))
@@ -290,7 +290,7 @@ def _decide_servers(question: Question) -> ScaleDecision | None:
         trial = None if plan is None else _in_nodes(plan, current)
         return trial if trial is not None and _may_pay(trial, current, measured) else None
 
-    def predict(size: Size) -> Prediction:
+    def predict(size: Size) -> SpeedPrediction:
         shape = replace(here, workers=size.workers * each, servers=size.servers)
         return models[0].predict(shape)
 
