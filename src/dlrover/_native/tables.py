@@ -272,7 +272,7 @@ class NativeTable:
 
 
 def empty(rows: int, removed: int, width: int) -> Copied:
-    """Return arrays for so many rows and removed keys, not filled."""
+    """Return arrays with room for rows and removed keys, not filled."""
     return Copied(
         np.empty(rows, np.uint64),
         np.empty(rows, np.uint32),

@@ -219,7 +219,7 @@ def prune(store: Store, keep: int) -> None:
 
 
 def _remove_unfinished(store: Store) -> None:
-    """Delete what saves have left that failed or were killed, once nobody can be writing there any more."""
+    """Delete folders of saves that failed or were killed, `ABANDONED` seconds after the last change."""
     finished = {_FOLDER + id_ for id_ in complete(store)}
     with explained(f"{store.location} cannot be read"):
         names = [

@@ -64,7 +64,7 @@ class TaskCluster:
             self.tasks[place] = task
 
     def _let_go(self) -> None:
-        """Remove the tasks that are to end and that nobody uses."""
+        """Remove the tasks that are to end and are out of use."""
         for task in self.leaving - self.used:
             self.leaving.discard(task)
             del self.tasks[task.role, task.index]
@@ -74,4 +74,4 @@ class TaskCluster:
         for (role, index), task in self.tasks.items():
             assert (task.role, task.index) == (role, index)
         assert self.leaving <= set(self.tasks.values()), "a task leaves that is not there"
-        assert self.leaving <= self.used, "a task leaves that nobody uses"
+        assert self.leaving <= self.used, "a task that is out of use leaves"

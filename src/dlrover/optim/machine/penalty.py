@@ -37,7 +37,7 @@ class Penalty:
     peers: float = 10.0
     """Multiple of the (lower) median of the replicas' norms that is accepted during this time."""
     patience: int = 3
-    """Syncs in a row of which none counts, before the statistics begin anew: the norms have a new level."""
+    """Consecutive syncs without a counted replica after which the statistics begin anew: the norms have a new level."""
 
     def __post_init__(self) -> None:
         for name in ("threshold", "temperature", "peers"):
@@ -95,7 +95,7 @@ class Statistics:
         )
 
     def limit(self, threshold: float) -> float:
-        """Return the largest norm within so many standard deviations of the mean."""
+        """Return the largest norm that counts: the mean plus a multiple of the standard deviation."""
         return self.mean + threshold * max(math.sqrt(self.variance), FLOOR * self.mean)
 
 
