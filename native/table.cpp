@@ -247,8 +247,10 @@ uint64_t take_index(Table* table, size_t shard, uint64_t bits) {
   if (!memory) {
     void* made = mmap(nullptr, all + kStep, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (made != MAP_FAILED) {
-      const uint64_t start = (reinterpret_cast<uint64_t>(made) + kStep - 1) / kStep * kStep;
+      const uint64_t first = reinterpret_cast<uint64_t>(made), start = (first + kStep - 1) / kStep * kStep;
       memory = table->indices[bits] = reinterpret_cast<char*>(start);
+      if (start > first) munmap(made, start - first);
+      munmap(memory + all, first + kStep - start);
       if (all >= kStep) madvise(memory, all, MADV_HUGEPAGE);
     }
   }
@@ -867,18 +869,18 @@ DLROVER_EXPORT int dlrover_table_export(Table* table, size_t slot, uint32_t chan
   return room ? 0 : ENOSPC;
 }
 
-// Rows, bytes in use, and bytes of the row's part besides the header.
-DLROVER_EXPORT void dlrover_table_stats(Table* table, uint64_t* out) {
-  out[0] = 0;
-  for (Shard& shard : table->shards) {
-    hold(&shard.version);
-    out[0] += shard.used;
-    release(&shard.version);
+// The number of rows of each shard.
+DLROVER_EXPORT void dlrover_table_used(Table* table, uint64_t* out) {
+  for (size_t slot = 0; slot < kShards; ++slot) {
+    Shard* shard = &table->shards[slot];
+    hold(&shard->version);
+    out[slot] = shard->used;
+    release(&shard->version);
   }
-  out[1] = table->memory.load() + sizeof(Table);
-  out[2] = table->width;
-  out[3] = table->stride;
 }
+
+// Bytes in use.
+DLROVER_EXPORT uint64_t dlrover_table_memory(Table* table) { return table->memory.load() + sizeof(Table); }
 
 // Sum the gradients of equal keys, in the order in which they come; keys stay in the order of their first place.
 // Returns the number of distinct keys. If it is `count`, nothing was written; if it is SIZE_MAX, there is no memory.

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover import launched
-from dlrover.data import feed, services
+from dlrover.data import feed, records, services
 from dlrover.data.records import Records, acknowledged
 from dlrover.data.services import LocalService
 from dlrover.data.sources.stream import Message, Stream
@@ -413,6 +413,7 @@ class Job:
 
     def be(self, number: int) -> None:
         self.patch.setattr(services, "world", lambda: (number, len(self.workers)))
+        self.patch.setattr(records, "_LOADS", Counter())  # each worker is a process
 
     def learn(self, number: int, count: int) -> bool:
         number %= len(self.workers)

@@ -47,6 +47,36 @@ def test_servers_come_and_go_while_training() -> None:
         assert not made.recovered
 
 
+def test_each_row_is_counted_once_while_slots_move() -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        train(group, model, 5)
+        before = made.directory.placement.version
+        counts, versions = [], set[int]()
+        for index in (2, 3):
+            made.start(index, servers=index + 1)
+        while made.directory.placement.moves or made.directory.placement.version < before + 10:
+            counts.append(group.count_rows("users"))
+            versions.add(made.directory.placement.version)
+        assert set(counts) == {len(model)}
+        assert len(versions) > 3, "some were counted between two moves"
+
+
+def test_an_order_waits_for_a_server_that_comes_back() -> None:
+    with cluster(2) as (made, group):
+        train(group, {}, 3)
+        rows = group.count_rows("users")
+        made.kill(1)
+        later = threading.Timer(0.3, made.start, (1, 2))
+        later.start()
+        assert 0 < group.count_rows("users") < rows
+        made.kill(1)
+        later = threading.Timer(0.3, made.start, (1, 3))
+        later.start()
+        assert group.evict() == 0
+        later.join()
+
+
 def test_a_lost_server_loses_its_slots_alone() -> None:
     with cluster(2) as (made, group):
         model: Model = {}

@@ -42,7 +42,8 @@ size_t dlrover_table_remove(Table* table, size_t count, const uint64_t* keys, ui
 void dlrover_table_clear(Table* table, size_t slot);
 int dlrover_table_export(Table* table, size_t slot, uint32_t changed, uint32_t keep, size_t* sizes, uint64_t* keys,
                          uint32_t* last, uint16_t* counts, uint16_t* flags, char* rows, uint64_t* removed);
-void dlrover_table_stats(Table* table, uint64_t* out);
+void dlrover_table_used(Table* table, uint64_t* out);
+uint64_t dlrover_table_memory(Table* table);
 }
 
 namespace {
@@ -174,9 +175,8 @@ void check_table(uint64_t rule, uint64_t states, uint64_t kind, uint64_t admissi
     Words keys(300), copied(2000), removed(2000);
     std::vector<uint32_t> last(2000);
     std::vector<uint16_t> counts(2000), flags(2000);
-    uint64_t stats[4];
-    dlrover_table_stats(table, stats);
-    std::vector<char> bytes(2000 * stats[2]);
+    std::vector<uint64_t> used(1024);
+    std::vector<char> bytes(2000 * (4 * dim * (1 + states) + 4));
     for (uint64_t turn = 0; turn < 30; ++turn) {
       for (size_t i = 0; i < keys.size(); ++i) keys[i] = i % 2 ? thread << 32 | (turn * 97 + i) : i;
       for (uint32_t insert : {1, 1, 0}) {
@@ -185,6 +185,8 @@ void check_table(uint64_t rule, uint64_t states, uint64_t kind, uint64_t admissi
       dlrover_table_update(table, keys.size(), keys.data(), gradients.data());
       if (turn % 3 == 0) dlrover_table_remove(table, 50, keys.data(), 1);
       if (turn % 10 == 9) dlrover_table_clear(table, turn);
+      dlrover_table_used(table, used.data());
+      require(dlrover_table_memory(table) > 0, "no memory in use", dim);
       for (size_t slot = 0; slot < 1024; slot += 5) {
         size_t sizes[2] = {copied.size(), removed.size()};
         dlrover_table_export(table, slot, turn % 2, 0, sizes, copied.data(), last.data(), counts.data(), flags.data(),

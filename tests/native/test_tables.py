@@ -126,7 +126,7 @@ def test_random_operations_give_the_same_bits(admission: str, seed: int) -> None
             taken = [contents(t, changed=True, keep=False, slots=slots) for t in (native, twin)]
             same(*taken)
         same(contents(native, slots=slots), contents(twin, slots=slots))
-        assert native.rows() == twin.rows()
+        assert np.array_equal(native.rows(), twin.rows())
 
 
 @pytest.mark.parametrize("kind", [pytest.param("native", marks=needs_library), "twin"])
@@ -155,11 +155,11 @@ def test_a_limit_of_memory_is_kept(kind: str) -> None:
     keys = np.arange(50_000, dtype=np.uint64)
     with pytest.raises(MemoryError, match="Some rows found no room"):
         rows(table, keys, 64)
-    assert 1000 < table.rows() < (4 << 20) / 256
+    assert 1000 < table.rows().sum() < (4 << 20) / 256
     some = next(iter(np.split(keys, 50)))
     table.remove(keys, remember=False)
     rows(table, some[:100], 64)
-    assert table.rows() == 100
+    assert table.rows().sum() == 100
 
 
 @needs_library
@@ -193,7 +193,7 @@ def test_no_reader_sees_half_an_update() -> None:
         thread.join()
     assert len(reads) > 10
     assert sum(torn) == 0
-    assert native.rows() == 500
+    assert native.rows().sum() == 500
 
 
 @needs_library

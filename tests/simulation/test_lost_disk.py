@@ -181,6 +181,7 @@ def test_a_world_of_thousands_of_nodes_is_adopted():
     cluster = Cluster(spec, nodes=count, nproc=1, steps=60, seed=1, validate_every=2_000)
     cluster.run_until(lambda: cluster.training)
     cluster.lose_disk()
+    cluster.run_until(lambda: cluster.machine.adoption.pending, 20.0)
     cluster.run_until(lambda: not cluster.machine.adoption.pending, 20.0)
     assert told(cluster, events.MasterAdopted)
     assert cluster.finish().exit_code == ExitCode.SUCCESS

@@ -144,8 +144,8 @@ class RowTable(Protocol):
     def copy(self, slot: int, *, changed: bool, keep: bool) -> Copied:
         """Copy rows of a slot, with ``changed`` only changed ones; without ``keep`` none counts as changed then."""
 
-    def rows(self) -> int:
-        """Return the number of rows."""
+    def rows(self) -> Any:
+        """Return the number of rows of each slot, uint64."""
 
     def memory(self) -> int:
         """Return the bytes in use."""
@@ -257,18 +257,15 @@ class NativeTable:
                     [*(part[:rows] for part in copied[:5]), copied.removed[:removed]]
                 )
 
-    def rows(self) -> int:
-        """Return the number of rows."""
-        return int(self._stats()[0])
+    def rows(self) -> Any:
+        """Return the number of rows of each slot, uint64."""
+        rows = np.empty(SLOTS, np.uint64)
+        self._call("used", _at(rows))
+        return rows
 
     def memory(self) -> int:
         """Return the bytes in use."""
-        return int(self._stats()[1])
-
-    def _stats(self) -> Any:
-        stats = np.zeros(4, np.uint64)
-        self._call("stats", _at(stats))
-        return stats
+        return int(self._call("memory"))
 
 
 def empty(rows: int, removed: int, width: int) -> Copied:
@@ -310,7 +307,8 @@ _FORMS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "clear": (None, (_PLACE, _SIZE)),
     "evict": (_SIZE, (_PLACE, _SIZE, _PLACE)),
     "export": (_NUMBER, (_PLACE, _SIZE, _WORD, _WORD, *(_PLACE,) * 7)),
-    "stats": (None, (_PLACE, _PLACE)),
+    "used": (None, (_PLACE, _PLACE)),
+    "memory": (ctypes.c_uint64, (_PLACE,)),
 }
 """Result and arguments of each function, whose name begins with ``dlrover_table_``."""
 

@@ -96,7 +96,7 @@ class TwinTable:
 
     def _insert(self, slot: int, key: int) -> int | None:
         o = self._options
-        if o.memory_bytes and (self.rows() + 1) * (o.width + HEADER) > o.memory_bytes:
+        if o.memory_bytes and (int(self.rows().sum()) + 1) * (o.width + HEADER) > o.memory_bytes:
             return None
         place = self._free.pop() if self._free else self._count
         self._count = max(self._count, place + 1)
@@ -261,9 +261,9 @@ class TwinTable:
                 self._removed[slot] = []
             return copied
 
-    def rows(self) -> int:
-        """Return the number of rows."""
-        return sum(map(len, self._places))
+    def rows(self) -> Any:
+        """Return the number of rows of each slot, uint64."""
+        return np.array([len(places) for places in self._places], np.uint64)
 
     def memory(self) -> int:
         """Return the bytes in use."""

@@ -113,7 +113,7 @@ class HashTable:
         return table
 
     def __len__(self) -> int:
-        return self._table.rows()
+        return int(self._table.rows().sum())
 
     # ---- rows
 
@@ -184,6 +184,10 @@ class HashTable:
         return self.export_rows(ALL_SLOTS)["keys"]
 
     # ---- rows of slots, for servers and checkpoints
+
+    def rows(self, slots: NDArray[np.intp]) -> int:
+        """Return the number of rows of some slots."""
+        return int(self._table.rows()[slots].sum())
 
     def export_rows(
         self, slots: Sequence[int] | NDArray[Any], *, changed: bool = False, keep: bool = True

@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import numpy as np
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from dlrover._native.tables import slots_of
 from dlrover._util import backoff
-from dlrover.embedding.remote import wire
+from dlrover.embedding.remote import orders, wire
 from dlrover.embedding.remote.directory import Directory
 from dlrover.embedding.remote.holding import Keys, Rows, Slots
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
-from dlrover.spec.placement import OpenTable, PlacedServer, PlacementReply
+from dlrover.spec.placement import SLOTS, OpenTable, PlacedServer, PlacementReply
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ REPLY_TIMEOUT = 60.0
 RETRY = 0.005, 0.2
 """Seconds until the first look for a server that is not ready, and between later ones."""
 WARN_AFTER = 10.0
+ALL_SLOTS = [*range(SLOTS)]
 CHUNK_KEYS = 1 << 18
 """Keys of one request; larger batches are sent in several."""
 
@@ -102,22 +103,46 @@ class ServerGroup:
 
                 self._exchange(keys, chunk, message, lambda _places, _reply: None)
 
-    def order(self, op: Op) -> list[bytes]:
-        """Return the reply of each server to an order without keys, such as `Op.STATS`.
+    def count_rows(self, name: str) -> int:
+        """Return the number of rows of a table, each counted at the server that answers for it."""
+        with self._lock:
+            for _ in self._attempts(lambda: "Waiting for each row to be at one embedding server"):
+                replies = [self._order(index, Op.STATS) for index in self._servers()]
+                held = [
+                    orders.decoded(reply, orders.RowsHeld) for reply in replies if reply is not None
+                ]
+                if sorted(slot for each in held for slot in each.slots) == ALL_SLOTS:
+                    return sum(each.rows.get(name, 0) for each in held)
+        raise AssertionError
 
-        Raises:
-            InfrastructureError: A server does not answer.
-        """
+    def evict(self) -> int:
+        """Remove what has expired; return how many rows servers report, without those of a lost reply."""
+        removed: dict[int, int] = {}
         with self._lock:
             self._use(self._directory.look(-1))
-            replies = []
-            for index in sorted(set(self._placement.owners)):
-                link = self._link(index)
-                reply = link.receive() if link is not None and link.send(RowFrame(op), ()) else None
-                if reply is None:
-                    raise InfrastructureError(f"Embedding server {index} does not answer.")
-                replies.append(bytes(reply.body))
-            return replies
+            for _ in self._attempts(lambda: "Waiting for an embedding server to remove rows"):
+                for index in [index for index in self._servers() if index not in removed]:
+                    reply = self._order(index, Op.EVICT)
+                    if reply is not None:
+                        removed[index] = orders.decoded(reply, int)
+                if self._owners.size and removed.keys() >= set(self._servers()):
+                    return sum(removed.values())
+        raise AssertionError
+
+    def _servers(self) -> list[int]:
+        return sorted(set(self._placement.owners))
+
+    def _order(self, index: int, op: Op) -> bytes | None:
+        """Return a server's reply to an order without keys; None if there is none."""
+        link = self._link(index)
+        if link is None or not link.send(RowFrame(op), ()):
+            return None
+        reply = link.receive()
+        if reply is None or reply.status is ReplyStatus.MOVED:
+            return None
+        if reply.status is not ReplyStatus.OK:
+            raise ConfigurationError(bytes(reply.body).decode(errors="replace"))
+        return bytes(reply.body)
 
     def close(self) -> None:
         """Close all connections."""
@@ -144,31 +169,37 @@ class ServerGroup:
         take: Callable[[Slots, RowFrame], None],
     ) -> None:
         """Ask the owners of ``keys[places]``; ask again those that do not answer or own the keys no more."""
+        slots = slots_of(keys[places])
+        for _ in self._attempts(lambda: self._waiting(slots)):  # noqa: B023 - those that are left then
+            if len(self._owners):
+                left = self._attempt(places, slots, message, take)
+                places, slots = places[left], slots[left]
+            if not len(places):
+                return
+
+    def _attempts(self, waiting: Callable[[], str]) -> Iterator[None]:
+        """Yield until the caller is content, each time with the placement that is known then.
+
+        Raises:
+            InfrastructureError: This has taken too long; ``waiting`` says what for.
+        """
         if self._pid != os.getpid():
             self._begin_anew()
         began = time.monotonic()
         warn_at = began + WARN_AFTER
         delays = backoff.delays(*RETRY)
-        slots = slots_of(keys[places])
-        while len(places):
-            left = (
-                self._attempt(places, slots, message, take)
-                if len(self._owners)
-                else np.ones(len(places), np.bool_)
-            )
-            places, slots = places[left], slots[left]
-            if not len(places):
-                return
+        while True:
+            yield
             if self._closed.is_set():
                 raise InfrastructureError("The client of the embedding servers is closed.")
             waited = time.monotonic() - began
             if waited > self._timeout:
                 raise InfrastructureError(
-                    f"{self._waiting(slots)}; waited {waited:.0f} s of {self._timeout:.0f} s."
+                    f"{waiting()}; waited {waited:.0f} s of {self._timeout:.0f} s."
                 )
             if time.monotonic() > warn_at:
                 warn_at = float("inf")
-                logger.warning("%s: %.0f s of %.0f s", self._waiting(slots), waited, self._timeout)
+                logger.warning("%s: %.0f s of %.0f s", waiting(), waited, self._timeout)
             reply = self._directory.look(self._placement.version)
             if reply.version == self._placement.version:
                 self._closed.wait(next(delays))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from dlrover._native.tables import slots_of
 from dlrover.embedding.options import decoded
 from dlrover.embedding.remote.arrays import Arrays
+from dlrover.embedding.remote.orders import RowsHeld
 from dlrover.embedding.table import HashTable
 from dlrover.errors import ProtocolError
 from dlrover.spec.placement import SLOTS, PlacementReply
@@ -251,12 +252,12 @@ class HeldSlots:
         with self._using():
             return sum(table.evict() for table in list(self._tables.values()))
 
-    def stats(self) -> Mapping[str, Any]:
-        """Return the number of slots and of rows by table."""
-        return {
-            "slots": int(self._owned.sum()),
-            "rows": {name: len(table) for name, table in self._tables.items()},
-        }
+    def rows_held(self) -> RowsHeld:
+        """Return the slots that this server answers for, and the number of their rows by table."""
+        with self._using() as owned:
+            slots = np.flatnonzero(owned)
+            rows = {name: table.rows(slots) for name, table in list(self._tables.items())}
+        return RowsHeld(tuple(slots.tolist()), rows)
 
 
 def _only(rows: Arrays, chosen: NDArray[np.bool_]) -> Arrays:

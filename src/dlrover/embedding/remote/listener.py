@@ -211,7 +211,7 @@ class ServerConnection:
         self._reply(request)
 
     def _stats(self, request: RowFrame) -> None:
-        self._reply(request, msgspec.json.encode(self._holding.stats()))
+        self._reply(request, msgspec.json.encode(self._holding.rows_held()))
 
     def _evict(self, request: RowFrame) -> None:
         self._reply(request, msgspec.json.encode(self._holding.evict()))

@@ -46,6 +46,14 @@ class Load(msgspec.Struct, frozen=True):
     """Placement that the server must know."""
 
 
+class RowsHeld(msgspec.Struct, frozen=True):
+    """What a server answers for."""
+
+    slots: tuple[int, ...]
+    rows: dict[str, int]
+    """Rows by table."""
+
+
 Order = TypeVar("Order")
 
 

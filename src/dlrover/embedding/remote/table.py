@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from dlrover import launched
 from dlrover.embedding.remote.client import TIMEOUT, ServerGroup
 from dlrover.embedding.remote.directory import JobDirectory
 from dlrover.embedding.remote.saving import TableCheckpoints
-from dlrover.embedding.remote.wire import Op
 from dlrover.embedding.table import HashTable, as_array, as_words, like
 from dlrover.errors import ConfigurationError
 
@@ -60,11 +58,10 @@ class RemoteTable:
 
     def evict(self) -> int:
         """Remove what has expired in all tables of the servers; return how many rows that were."""
-        return sum(msgspec.json.decode(reply, type=int) for reply in self._group.order(Op.EVICT))
+        return self._group.evict()
 
     def __len__(self) -> int:
-        replies = [msgspec.json.decode(reply) for reply in self._group.order(Op.STATS)]
-        return sum(reply["rows"].get(self.name, 0) for reply in replies)
+        return self._group.count_rows(self.name)
 
 
 @functools.cache
