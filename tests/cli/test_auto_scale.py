@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from dlrover.cli.inspect import plans
+from dlrover.dashboard.inspect import plans
 from dlrover.cli.run.arguments import parse
 from dlrover.errors import ConfigurationError
 from dlrover.master.journal.history import History

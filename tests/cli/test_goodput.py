@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from dlrover.cli.inspect import goodput, page, timeline
-from dlrover.cli.inspect.goodput import GoodputReport
-from dlrover.cli.inspect.plans import interval
-from dlrover.cli.inspect.timeline import Timeline
+from dlrover.dashboard.inspect import goodput, page, timeline
+from dlrover.dashboard.inspect.goodput import GoodputReport
+from dlrover.dashboard.inspect.plans import interval
+from dlrover.dashboard.inspect.timeline import Timeline
 from dlrover.cli.main import app
 from dlrover.errors import ConfigurationError
 from dlrover.master.journal.file import FileJournal

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dlrover import __version__, config
 from dlrover._util import procs
-from dlrover.cli import chaos, ckpt, embedding, jobs, strategy
+from dlrover.cli import chaos, ckpt, dashboard, embedding, jobs, strategy
 from dlrover.cli.cluster import brain, operator, submit
 from dlrover.cli.output import Form, Output, print_json, show
 from dlrover.cli.run.launchspec import parse_rdzv_conf
@@ -37,6 +37,7 @@ app.add_typer(brain.app)
 app.add_typer(ckpt.app)
 app.add_typer(embedding.app)
 app.command(context_settings={"allow_interspersed_args": False})(chaos.chaos)
+app.command()(dashboard.dashboard)
 app.command()(operator.operator)
 app.command()(strategy.strategy)
 app.command()(submit.submit)
@@ -51,7 +52,7 @@ Dir = Annotated[str, typer.Option("--job-dir", help="Job directory, instead of t
 @app.command()
 def status(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
     """Show a job's phase, nodes and steps, and what it waits for."""
-    from dlrover.cli.inspect import queries  # noqa: PLC0415 - loads grpc
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415 - loads grpc
 
     report = queries.status(jobs.find(config.environ(), job, job_dir))
     show(report, output, queries.render_status, queries.named_status)
@@ -60,7 +61,7 @@ def status(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None
 @app.command()
 def nodes(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
     """Show the memory, cores and accelerators that each node of a job uses and has."""
-    from dlrover.cli.inspect import queries  # noqa: PLC0415 - loads grpc
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415 - loads grpc
 
     report = queries.status(jobs.find(config.environ(), job, job_dir))
     show(report.status.nodes, output, queries.render_nodes, queries.named_nodes)
@@ -76,7 +77,7 @@ def events(
     output: Output = Form.TEXT,
 ) -> None:
     """Show a job's events, one per line (with JSON: one object per line)."""
-    from dlrover.cli.inspect import queries  # noqa: PLC0415
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415
 
     found = jobs.find(config.environ(), job, job_dir)
 
@@ -104,7 +105,7 @@ def goodput(
     output: Output = Form.TEXT,
 ) -> None:
     """Show where the time of a job's nodes went, and what each incident cost."""
-    from dlrover.cli.inspect import goodput as ledger, page  # noqa: PLC0415
+    from dlrover.dashboard.inspect import goodput as ledger, page  # noqa: PLC0415
 
     found = ledger.report(jobs.find(config.environ(), job, job_dir))
     if html:
@@ -117,7 +118,7 @@ def goodput(
 @app.command()
 def plan(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
     """Show the auto-scaler's plans for a job: reasons, predictions, measurements and outcomes."""
-    from dlrover.cli.inspect import plans  # noqa: PLC0415
+    from dlrover.dashboard.inspect import plans  # noqa: PLC0415
 
     found = plans.plans(jobs.find(config.environ(), job, job_dir))
     show(found, output, lambda plans_, _: print(plans.render(plans_)))
@@ -126,7 +127,7 @@ def plan(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
 @app.command()
 def stacks(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
     """Show where every rank is now: ranks grouped by place, with the stacks of one rank per group."""
-    from dlrover.cli.inspect import queries  # noqa: PLC0415
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415
 
     found = queries.stacks(jobs.find(config.environ(), job, job_dir))
     show(found, output, lambda stacks, _: print(stacks.report or "No workers run."))
@@ -146,7 +147,7 @@ def scale(
     output: Output = Form.TEXT,
 ) -> None:
     """Change the number of nodes of a running job."""
-    from dlrover.cli.inspect import queries  # noqa: PLC0415
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415
     from dlrover.master.app import read_outcome  # noqa: PLC0415
 
     found = jobs.find(config.environ(), job, job_dir)
@@ -171,7 +172,7 @@ def stop(
     output: Output = Form.TEXT,
 ) -> None:
     """Stop a job: its workers get SIGTERM and time to exit."""
-    from dlrover.cli.inspect import queries  # noqa: PLC0415
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415
     from dlrover.master.app import read_outcome  # noqa: PLC0415
 
     found = jobs.find(config.environ(), job, job_dir)
@@ -204,7 +205,7 @@ def diagnose(
     output: Output = Form.TEXT,
 ) -> None:
     """Explain from a log why a program failed, or why a job's workers did, and what to do."""
-    from dlrover.cli.inspect import diagnose as diagnosing  # noqa: PLC0415
+    from dlrover.cli import diagnose as diagnosing  # noqa: PLC0415
 
     env = config.environ()
     own = load_own(rules or config.settings(env).diagnosis_rules, {})

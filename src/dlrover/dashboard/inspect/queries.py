@@ -221,16 +221,16 @@ def stop(job_dir: JobDir, reason: str) -> None:
 
 
 def _answer(job_dir: JobDir, question: Callable[[MasterClient], Awaitable[Reply]]) -> Reply:
+    return asyncio.run(answer(job_dir, question))
+
+
+async def answer(job_dir: JobDir, question: Callable[[MasterClient], Awaitable[Reply]]) -> Reply:
     """Return the answer of a running job's master; wait for a master that is being restarted.
 
     Raises:
         ConfigurationError: the job has ended.
         InfrastructureError: its master does not answer.
     """
-    return asyncio.run(_insist(job_dir, question))
-
-
-async def _insist(job_dir: JobDir, question: Callable[[MasterClient], Awaitable[Reply]]) -> Reply:
     late = time.monotonic() + RESTART_TIME
     while True:
         try:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from dlrover.cli.inspect.goodput import (
+from dlrover.dashboard.inspect.goodput import (
     Amounts,
     GoodputReport,
     notes,
@@ -19,7 +19,7 @@ from dlrover.cli.inspect.goodput import (
     steps_lost,
     summary,
 )
-from dlrover.cli.inspect.plans import PlanHistory, interval
+from dlrover.dashboard.inspect.plans import PlanHistory, interval
 from dlrover.cli.run.report import duration
 from dlrover.master.machine.goodput.roundtime import MICRO
 from dlrover.spec.outcome import Cause, IncidentCost, IncidentKind
