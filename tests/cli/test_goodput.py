@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from dlrover.cli.main import app
 from dlrover.dashboard.inspect import goodput, page, timeline
 from dlrover.dashboard.inspect.goodput import GoodputReport
 from dlrover.dashboard.inspect.plans import interval
 from dlrover.dashboard.inspect.timeline import Timeline
-from dlrover.cli.main import app
 from dlrover.errors import ConfigurationError
 from dlrover.master.journal.file import FileJournal
 from dlrover.master.machine.goodput.roundtime import nothing

@@ -46,7 +46,10 @@ class Browser:
     def until(self, script: str, what: str = "", timeout: float = 30.0) -> Any:
         """Wait until an expression is true in the page."""
         return until(
-            lambda: self.run(f"return {script}"), timeout, what or script, lambda: f":\n{self.text()}"
+            lambda: self.run(f"return {script}"),
+            timeout,
+            what or script,
+            lambda: f":\n{self.text()}",
         )
 
     def text(self) -> str:
@@ -90,11 +93,15 @@ def chromium(*flags: str) -> Iterator[Browser]:
     program, driver = services.program("chromium"), services.program("chromedriver")
     profile = tempfile.mkdtemp(prefix="chromium-")
     command = [driver, "--port=0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             port = next(
-                found[1] for line in process.stdout if (found := re.search(r"successfully on port (\d+)", line))
+                found[1]
+                for line in process.stdout
+                if (found := re.search(r"successfully on port (\d+)", line))
             )
             address = f"http://127.0.0.1:{port}"
             options = {"binary": program, "args": [*FLAGS, f"--user-data-dir={profile}", *flags]}
@@ -113,10 +120,10 @@ def chromium(*flags: str) -> Iterator[Browser]:
 
 def _ask(url: str, body: dict[str, Any] | None = None, method: str = "") -> Any:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})  # noqa: S310
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     request.method = method or ("GET" if body is None else "POST")
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)["value"]
     except urllib.error.HTTPError as error:
         raise AssertionError(f"{url}: {error.read().decode()[:600]}") from error

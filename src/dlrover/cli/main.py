@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dlrover import __version__, config
 from dlrover._util import procs
-from dlrover.cli import chaos, ckpt, dashboard, embedding, jobs, strategy
+from dlrover.cli import chaos, ckpt, completion, dashboard, embedding, jobs, strategy
 from dlrover.cli.cluster import brain, operator, submit
 from dlrover.cli.output import Form, Output, print_json, show
 from dlrover.cli.run.launchspec import parse_rdzv_conf
@@ -30,13 +30,13 @@ app = typer.Typer(
     name="dlrover",
     help="Inspect, scale and stop DLRover jobs, check this machine, or run a job's master.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(brain.app)
 app.add_typer(ckpt.app)
 app.add_typer(embedding.app)
 app.command(context_settings={"allow_interspersed_args": False})(chaos.chaos)
+app.command()(completion.completion)
 app.command()(dashboard.dashboard)
 app.command()(operator.operator)
 app.command()(strategy.strategy)
@@ -44,7 +44,12 @@ app.command()(submit.submit)
 
 
 Job = Annotated[
-    str, typer.Argument(metavar="[JOB]", help="Name of the job; by default the last one.")
+    str,
+    typer.Argument(
+        metavar="[JOB]",
+        help="Name of the job; by default the last one.",
+        autocompletion=completion.jobs,
+    ),
 ]
 Dir = Annotated[str, typer.Option("--job-dir", help="Job directory, instead of the name.")]
 
@@ -65,6 +70,34 @@ def nodes(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
 
     report = queries.status(jobs.find(config.environ(), job, job_dir))
     show(report.status.nodes, output, queries.render_nodes, queries.named_nodes)
+
+
+@app.command()
+def top(job: Job = "", job_dir: Dir = "") -> None:
+    """Show a job's nodes and ranks live on the terminal: q quits, arrows move, r changes to ranks."""
+    from dlrover.cli import top as live  # noqa: PLC0415 - loads grpc
+
+    live.top(jobs.find(config.environ(), job, job_dir), Console())
+
+
+@app.command()
+def drain(
+    node: Annotated[int, typer.Argument(help="Id of the node, as dlrover nodes shows it.")],
+    job: Job = "",
+    job_dir: Dir = "",
+    reason: Annotated[
+        str, typer.Option(help="Reason, recorded in the job's events.")
+    ] = "dlrover drain",
+    output: Output = Form.TEXT,
+) -> None:
+    """Put another node in the place of one, which trains on until then."""
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415
+
+    sentence = queries.drain(jobs.find(config.environ(), job, job_dir), node, reason)
+    if output is Form.JSON:
+        print(msgspec.json.encode({"node": node, "message": sentence}).decode())
+    else:
+        print(sentence)
 
 
 @app.command()
@@ -97,7 +130,7 @@ def goodput(
     job: Job = "",
     job_dir: Dir = "",
     html: Annotated[
-        str, typer.Option(metavar="FILE", help="Write an HTML page with a timeline of each node.")
+        str, typer.Option(metavar="FILE", help="Write the job's page, frozen as one file.")
     ] = "",
     trace: Annotated[
         str, typer.Option(metavar="FILE", help="Write a trace for chrome://tracing or Perfetto.")
@@ -105,13 +138,15 @@ def goodput(
     output: Output = Form.TEXT,
 ) -> None:
     """Show where the time of a job's nodes went, and what each incident cost."""
-    from dlrover.dashboard.inspect import goodput as ledger, page  # noqa: PLC0415
+    from dlrover.dashboard import frozen  # noqa: PLC0415
+    from dlrover.dashboard.inspect import goodput as ledger, trace as tracing  # noqa: PLC0415
 
-    found = ledger.report(jobs.find(config.environ(), job, job_dir))
+    place = jobs.find(config.environ(), job, job_dir)
+    found = ledger.report(place)
     if html:
-        ledger.write("--html", html, page.render(found))
+        ledger.write("--html", html, frozen.render(place, found))
     if trace:
-        ledger.write("--trace", trace, page.trace(found))
+        ledger.write("--trace", trace, tracing.trace(found))
     show(found.content(), output, lambda _, console: ledger.render(found, console))
 
 

@@ -16,7 +16,9 @@ from dlrover.spec.node import WORKER
 REASON = "asked for on the dashboard"
 
 
-class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="scale", tag_field="action"):
+class Scale(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="scale", tag_field="action"
+):
     """Another number of nodes of a role."""
 
     nodes: int
@@ -27,11 +29,15 @@ class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="stop", 
     """The end of the job."""
 
 
-class Stacks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="stacks", tag_field="action"):
+class Stacks(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="stacks", tag_field="action"
+):
     """Where every rank is now."""
 
 
-class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="drain", tag_field="action"):
+class Drain(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="drain", tag_field="action"
+):
     """Another node in place of one, which trains until then."""
 
     node: int

@@ -169,7 +169,7 @@ def _incident(
     incident: IncidentCost, failed: Iterable[WorkerFailed], hang: events.HangFound | None
 ) -> dict[str, Any]:
     """Return an incident with the root cause of its round, its evidence and the advice."""
-    shown = msgspec.to_builtins(incident) | {"lost": incident.lost}
+    shown: dict[str, Any] = {**msgspec.to_builtins(incident), "lost": incident.lost}
     reports = list(failed)
     if hang is not None:
         shown["hang"] = {"text": hang.sentence(), "groups": hang.groups, "file": hang.evidence}

@@ -84,7 +84,9 @@ class Feed:
             await work
         except Exception:
             logger.exception("The page of %s is no longer renewed", self._job_dir.path)
-            self._publish("problem", {"text": "This page is no longer renewed; see the server's log."})
+            self._publish(
+                "problem", {"text": "This page is no longer renewed; see the server's log."}
+            )
 
     def _publish(self, name: str, value: Any) -> None:
         text = msgspec.json.encode(value).decode()
@@ -181,13 +183,16 @@ def _events(job_dir: JobDir) -> list[Event]:
 
 
 def _sizes(job_dir: JobDir) -> list[tuple[int, int]]:
+    """Return size and time of the last change of the files that a report is made of."""
     wal = Path(f"{job_dir.journal}-wal")
-    found = []
-    for path in (job_dir.job, job_dir.journal, wal, job_dir.events, job_dir.outcome):
-        try:
-            status = path.stat()
-        except OSError:
-            found.append((0, 0))
-        else:
-            found.append((status.st_size, status.st_mtime_ns))
-    return found
+    return [
+        _size(path) for path in (job_dir.job, job_dir.journal, wal, job_dir.events, job_dir.outcome)
+    ]
+
+
+def _size(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_size, status.st_mtime_ns

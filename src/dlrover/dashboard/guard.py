@@ -75,16 +75,20 @@ class Guard:
             return _error(421, "This server does not answer for that host: see --allow-host.")
         if request.scope["method"] not in ("GET", "HEAD") and not self._from_here(request.headers):
             return _error(403, "Only the page itself may send this request.")
-        if request.url.path.startswith("/assets/"):
-            return None
         given = request.query_params.get("token", "")
         if given and request.url.path == "/":
             return self._opened(request) if _same(given.encode(), self._token) else _locked()
+        return None if request.url.path.startswith("/assets/") else self._locked_out(request)
+
+    def _locked_out(self, request: HTTPConnection) -> Response | None:
+        """Return the answer to a request without the cookie; None for one with it."""
         if _same(request.cookies.get(cookie_name(request), "").encode(), self._cookie.encode()):
             return None
         if request.url.path == "/":
             return _locked()
-        return _error(401, "The page's cookie is missing: open the link that dlrover dashboard printed.")
+        return _error(
+            401, "The page's cookie is missing: open the link that dlrover dashboard printed."
+        )
 
     def _from_here(self, headers: Headers) -> bool:
         """Return whether a request that changes something comes from this server's own page."""

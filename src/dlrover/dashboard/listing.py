@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from dlrover.spec.jobdir import JobDir, MasterConfig
+from dlrover.errors import DLRoverError
+from dlrover.rpc.client import connect
+from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig
 from dlrover.spec.outcome import Outcome
 
 JOBS = 200
 """Most jobs in the list: the latest ones."""
+ANSWER_TIME = 1.5
+"""Seconds that a master has to tell the status of its job for the list."""
 
 
 class Listing:
@@ -58,6 +64,29 @@ class Listing:
         if known is None or known[0] != seen:
             known = self._read[path] = (seen, _content(job_dir))
         return {"id": name, "dir": str(path), "began": _began(path), **known[1]}
+
+
+async def ask_masters(rows: list[dict[str, Any]]) -> None:
+    """Add to the rows of jobs without an outcome what their masters say."""
+    await asyncio.gather(*(_ask(row) for row in rows if not row["phase"]))
+
+
+async def _ask(row: dict[str, Any]) -> None:
+    job_dir = JobDir(Path(row["dir"]))
+    row["phase"] = "interrupted"  # without a master and an outcome
+    with contextlib.suppress(DLRoverError, OSError, msgspec.DecodeError):
+        address = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress)
+        os.kill(address.pid, 0)
+        async with connect(job_dir, ANSWER_TIME) as master:
+            status = await master.status()
+        row |= {
+            "phase": status.phase,
+            "reason": status.waiting_for,
+            "seconds": status.seconds,
+            "steps": status.total_steps,
+            "nodes": sum(node.node_rank >= 0 for node in status.nodes),
+            "restarts": status.restarts,
+        }
 
 
 def _content(job_dir: JobDir) -> dict[str, Any]:

@@ -28,12 +28,12 @@ _OF_WORKERS = "**/std*.log"
 
 def names(job_dir: JobDir) -> list[dict[str, Any]]:
     """Return the name, the size and the time of the last change of each log file, the latest first."""
-    found = []
+    found: list[dict[str, Any]] = []
     for name, path in _files(job_dir):
         with contextlib.suppress(OSError):
             status = path.stat()
             found.append({"name": name, "size": status.st_size, "at": round(status.st_mtime)})
-    return sorted(found, key=lambda file: (-int(file["at"]), str(file["name"])))[:FILES]
+    return sorted(found, key=lambda file: (-file["at"], file["name"]))[:FILES]
 
 
 def find(job_dir: JobDir, name: str) -> Path | None:
@@ -71,7 +71,7 @@ def _read(path: Path, identity: int | None, place: int) -> tuple[int | None, int
             file.seek(place)
             data = file.read(PIECE)
             # A character may be cut at the end of what is written so far; the next look has the rest.
-            cut = next((n for n in (1, 2, 3) if data[-n:-n + 1 or None] >= b"\xc0"), 0)
+            cut = next((n for n in (1, 2, 3) if data[-n : -n + 1 or None] >= b"\xc0"), 0)
             whole = data[:-cut] if cut and len(data) > cut and not _complete(data[-cut:]) else data
             return status.st_ino, place, whole
     except OSError:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import mimetypes
 import socket
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +17,19 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 
+from dlrover._util import procs
 from dlrover.dashboard import actions, content, guard, logs
 from dlrover.dashboard.cluster import Cluster
 from dlrover.dashboard.feed import Feed
-from dlrover.dashboard.listing import Listing
+from dlrover.dashboard.listing import Listing, ask_masters
 from dlrover.dashboard.page import ASSETS, STYLE, document, style
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 from dlrover.spec.jobdir import JobDir
@@ -42,6 +51,8 @@ class Dashboard:
         self._listing = listing
         self._cluster = cluster
         self._feeds: dict[Path, Feed] = {}
+        self._list: tuple[float, str] = (0.0, "")
+        self._listing_now = asyncio.Lock()
 
     def routes(self) -> list[Route]:
         """Return the addresses that are answered."""
@@ -62,13 +73,14 @@ class Dashboard:
     async def asset(self, request: Request) -> Response:
         """Return one of the page's files."""
         name = request.path_params["name"]
-        if name == STYLE:
-            return Response(style(), media_type="text/css")
-        return FileResponse(ASSETS[name]) if name in ASSETS else _refused(404, "There is no such file.")
+        if name not in ASSETS:
+            return _refused(404, "There is no such file.")
+        text = style() if name == STYLE else ASSETS[name].read_text(encoding="utf-8")
+        return Response(text, media_type=mimetypes.guess_type(name)[0])
 
     async def jobs(self, _request: Request) -> Response:
         """Return the list of jobs."""
-        return _json(await self._rows())
+        return Response(await self._rows(), media_type="application/json")
 
     async def jobs_live(self, _request: Request) -> Response:
         """Stream the list of jobs, again whenever it changes."""
@@ -76,7 +88,7 @@ class Dashboard:
         async def stream() -> AsyncIterator[str]:
             last, silent = "", 0.0
             while True:
-                text = msgspec.json.encode(await self._rows()).decode()
+                text = await self._rows()
                 if text != last:
                     yield f"event: jobs\ndata: {text}\n\n"
                     last, silent = text, 0.0
@@ -88,9 +100,16 @@ class Dashboard:
 
         return _stream(stream())
 
-    async def _rows(self) -> dict[str, Any]:
-        rows = await asyncio.to_thread(self._listing.jobs)
-        return {**content.FIXED, "jobs": rows, "cluster": await self._cluster.rows()}
+    async def _rows(self) -> str:
+        """Return the list as JSON; all who look at about the same time get the same one."""
+        async with self._listing_now:
+            now = time.monotonic()
+            if not self._list[1] or now - self._list[0] >= LIST_PAUSE:
+                rows = await asyncio.to_thread(self._listing.jobs)
+                await ask_masters(rows)
+                found = {**content.FIXED, "jobs": rows, "cluster": await self._cluster.rows()}
+                self._list = now, msgspec.json.encode(found).decode()
+            return self._list[1]
 
     async def live(self, request: Request) -> Response:
         """Stream a job's content."""
@@ -159,8 +178,8 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-async def serve(app: Starlette, sock: socket.socket) -> None:
-    """Serve the application until SIGINT or SIGTERM."""
+async def serve(app: Starlette, sock: socket.socket, lifeline_fd: int = -1) -> None:
+    """Serve the application until SIGINT or SIGTERM, or until the holder of the lifeline dies."""
     config = uvicorn.Config(
         app,
         loop="asyncio",
@@ -171,6 +190,8 @@ async def serve(app: Starlette, sock: socket.socket) -> None:
         timeout_graceful_shutdown=END_WAIT,
     )
     server = uvicorn.Server(config)
+    if lifeline_fd >= 0:
+        procs.Lifeline.watch(lifeline_fd, functools.partial(setattr, server, "should_exit", True))
     with contextlib.suppress(asyncio.CancelledError):
         await server.serve(sockets=[sock])
 

@@ -32,9 +32,7 @@ class ShardsService:
     A replay for people to read is ``quiet``: it logs nothing.
     """
 
-    def __init__(
-        self, record: Callable[[EventBody, float], Event], *, quiet: bool = False
-    ) -> None:
+    def __init__(self, record: Callable[[EventBody, float], Event], *, quiet: bool = False) -> None:
         self.shards = Shards()
         self._record = record
         self._level = logging.NOTSET if quiet else logging.WARNING

@@ -12,6 +12,8 @@ import functools
 import sys
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dlrover import __version__, accelerators
 from dlrover.cli.run.launchspec import RunOptions, run_options
 from dlrover.cli.run.nproc import probe_devices
@@ -55,10 +57,13 @@ def parse(
     if probe is None:
         python = environ.get("PYTHON_EXEC") or sys.executable
         probe = functools.partial(probe_devices, python=python, environ=environ)
-    return run_options(build_parser(environ).parse_args(argv), environ, probe)
+    parser = build_parser(environ)
+    options = run_options(parser.parse_args(argv), environ, probe)
+    notices = (*options.notices, *parser.misspelt(environ))
+    return msgspec.structs.replace(options, notices=notices)
 
 
-def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+def build_parser(environ: Mapping[str, str]) -> LaunchParser:
     """Return a parser whose namespaces hold all of torchrun's values, with defaults from ``environ``.
 
     Its namespaces also hold ``given``: the names of the options set on the command line or in
@@ -351,6 +356,14 @@ def _add_job(group: OptionGroup) -> None:
         help="Journal, logs and state of the job (default: DLROVER_JOB_DIR).",
     )
     group.add("--config", default="", metavar="FILE", help="Configuration file.")
+    group.add(
+        "--dashboard",
+        kind=int,
+        default=-1,
+        metavar="PORT",
+        help="Show the job in a browser while it runs, at this port of this machine; 0 for any free one. The "
+        "link is printed.",
+    )
     group.add(
         "--output",
         default="text",

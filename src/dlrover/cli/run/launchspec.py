@@ -7,6 +7,8 @@ a run id.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import os
 import re
 import shutil
@@ -69,6 +71,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``OMP_NUM_THREADS`` to set for the workers; empty: leave the environment as it is."""
     config_file: str
     """Empty: not given."""
+    dashboard: int
+    """Port of the dashboard; 0: any free one; -1: none."""
     output: str
     """``text`` or ``json``."""
     accelerator: str
@@ -148,8 +152,15 @@ def run_options(
         config_file=args.config,
         output=args.output,
         accelerator=args.accelerator,
+        dashboard=_dashboard(args.dashboard),
         notices=(*chosen, *_notices(args)),
     )
+
+
+def _dashboard(port: int) -> int:
+    if not -1 <= port <= 65_535:
+        raise ConfigurationError(f"--dashboard {port}: must be a port, or 0 for any free one.")
+    return port
 
 
 def _launch_spec(
@@ -358,10 +369,20 @@ def _check_program(entry: Entry, target: str, environ: Mapping[str, str]) -> Non
             )
     elif not os.path.exists(target):
         raise ConfigurationError(
-            f"training script {target} does not exist (looked in {os.getcwd()})."
+            f"training script {target} does not exist (looked in {os.getcwd()}){_nearest(target) or '.'}"
         )
     elif os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
         raise ConfigurationError(f"training script {target} is a directory without __main__.py.")
+
+
+def _nearest(target: str) -> str:
+    """Return a question for a program beside the missing one with nearly its name; empty if there is none."""
+    directory, name = os.path.split(target)
+    names = []
+    with contextlib.suppress(OSError):
+        names = [found for found in os.listdir(directory or ".") if found.endswith(".py")]
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {os.path.join(directory, near[0])}?" if near else ""
 
 
 # Options without effect

@@ -71,6 +71,8 @@ def run(options: RunOptions, env: Mapping[str, str]) -> Outcome:
     _check_machine(options.launch)
     if options.job.auto_scale:
         extra.require("--auto-scale")
+    if options.dashboard >= 0:
+        extra.require("--dashboard", ("starlette", "uvicorn"), "dashboard")
     for notice in options.notices:
         print(f"dlrover-run: {notice}", file=sys.stderr)
     name = jobs.job_name(
@@ -197,6 +199,8 @@ class _Plan:
             node_id, node_rank = config.node_place(env)
             given = self._options.node_rank_given
             supervisor.add_agent(self._options.node_rank if given else node_rank, node_id)
+        if self._options.dashboard >= 0:
+            supervisor.add_dashboard(self._options.dashboard)
         launch = self._options.launch
         signals = [signal.Signals[name] for name in launch.signals_to_handle.split(",")]
         outcome = asyncio.run(supervisor.run(signals, launch.shutdown_timeout))

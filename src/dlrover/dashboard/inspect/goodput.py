@@ -13,10 +13,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from dlrover.data.machine.queue import ShardQueue
 from dlrover.dashboard.inspect.plans import PlanHistory, records
 from dlrover.dashboard.inspect.queries import ask
 from dlrover.dashboard.inspect.timeline import Timeline
+from dlrover.data.machine.queue import ShardQueue
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.master.app import load_config
 from dlrover.master.journal.journal import open_journal

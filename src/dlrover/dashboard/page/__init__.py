@@ -14,14 +14,15 @@ _FOLDER = Path(__file__).parent
 SCRIPTS = ("base.js", "timeline.js", "job.js", "app.js")
 """Scripts in the order in which they run."""
 STYLE = "page.css"
-ASSETS = {name: _FOLDER / name for name in (*SCRIPTS, STYLE)}
+ICON = "icon.svg"
+ASSETS = {name: _FOLDER / name for name in (*SCRIPTS, STYLE, ICON)}
 """Files that the server gives out, by name."""
 _DARK = re.compile(r':root\[data-theme="dark"\] (\{\n.*?\n\})', re.DOTALL)
 
 
 def document() -> str:
     """Return the page that loads its files from its server."""
-    head = f'<link rel="stylesheet" href="/assets/{STYLE}">'
+    head = f'<link rel="stylesheet" href="/assets/{STYLE}"><link rel="icon" href="/assets/{ICON}">'
     scripts = "".join(f'<script src="/assets/{name}" defer></script>' for name in SCRIPTS)
     return _filled(head, scripts)
 

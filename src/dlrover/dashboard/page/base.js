@@ -84,6 +84,11 @@ D.duration = (seconds) => {
   return `${whole} s`;
 };
 
+D.of = (used, limit) => {
+  const [mine, unit] = D.bytes(used).split(" "), [all, whole] = D.bytes(limit).split(" ");
+  return unit === whole ? `${mine} of ${all} ${whole}` : `${mine} ${unit} of ${all} ${whole}`;
+};
+
 D.bytes = (amount) => {
   for (const unit of ["B", "KiB", "MiB", "GiB"]) {
     if (amount < 1024) return `${unit === "B" || amount >= 100 ? amount.toFixed(0) : amount.toFixed(1)} ${unit}`;
@@ -108,7 +113,7 @@ D.plain = (text) => text.replace(ESCAPES, "").split("\n").map((line) => line.rep
 
 // ---- small parts
 
-D.empty = (title, ...hint) => h("div", { class: "empty" }, h("p", { class: "empty-title" }, title), h("p", {}, ...hint));
+D.empty = (title, ...hint) => h("p", { class: "empty" }, h("span", { class: "strong" }, title), " ", ...hint);
 D.code = (text) => h("code", {}, text);
 D.badge = (text, kind = "") => h("span", { class: `badge ${kind}` }, text);
 D.meter = (label, share, kind = "") => h("span", { class: `meter ${kind}`, role: "meter", "aria-label": label, "aria-valuemin": "0", "aria-valuemax": "100", "aria-valuenow": String(Math.round(100 * share)) },
@@ -117,5 +122,5 @@ D.table = (name, heads, rows) => h("div", { class: "scroll" }, h("table", {},
   h("caption", { class: "unseen" }, name),
   h("thead", {}, h("tr", {}, heads.map(([text, kind]) => h("th", { scope: "col", class: kind || "" }, text)))),
   h("tbody", {}, rows)));
-D.phases = { running: "good", succeeded: "good", failed: "bad", stopped: "bad", rendezvous: "busy", waiting: "busy", pending: "busy" };
+D.phases = { running: "good", succeeded: "good", failed: "bad", stopped: "" };
 D.phase = (phase) => D.badge(phase || "unknown", D.phases[phase] || (phase ? "busy" : ""));

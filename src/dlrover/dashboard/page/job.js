@@ -36,7 +36,7 @@ D.overview = (job) => {
     h("div", { class: "overview" },
       h("div", { class: "goodput" },
         h("p", { class: "eyebrow" }, "Goodput"),
-        goodput && goodput.ratio !== null ? [h("p", { class: "big" }, goodput.words), h("p", { class: "soft" }, goodput.summary)]
+        goodput && goodput.ratio !== null ? [h("p", { class: "big" }, goodput.words), h("p", { class: "soft" }, goodput.summary.replace(/^Goodput [^:]*: o/, "O"))]
           : h("p", { class: "soft" }, goodput ? goodput.summary : report.absent || "Reading the journal …")),
       h("dl", { class: "tiles" }, tiles)),
     goodput && causes(job, goodput));
@@ -86,14 +86,14 @@ D.nodes = (job, actions) => {
   const drains = actions && !status.outcome;
   return card("nodes", "Nodes and ranks", D.count(all.length, "node"),
     status.slow.map((sentence) => h("p", { class: "warning" }, sentence)),
-    shown.length ? D.table("Nodes", [["node", "num"], ["rank", "num"], ...(roles ? [["role"]] : []), ["status"], ["doing", "opt"], ["steps", "num"], ["memory"], ["cores", "num opt"], ["accelerators", "opt"], ["host", "opt"], ...(drains ? [["", "act"]] : [])],
+    shown.length ? D.table("Nodes", [["node", "num"], ["rank", "num opt"], ...(roles ? [["role"]] : []), ["status"], ["doing", "opt"], ["steps", "num"], ["memory"], ["cores", "num opt"], ["accelerators", "opt"], ["host", "opt"], ...(drains ? [["", "act"]] : [])],
       shown.map((node) => h("tr", { key: node.id },
-        h("td", { class: "num" }, node.id), h("td", { class: "num" }, node.node_rank >= 0 ? node.node_rank : "–"),
+        h("td", { class: "num" }, node.id), h("td", { class: "num opt" }, node.node_rank >= 0 ? node.node_rank : "–"),
         roles && h("td", {}, node.role), h("td", {}, D.badge(node.status, node.connected ? D.phases[node.status] || "" : gone(node) ? "" : "busy")),
         h("td", { class: "opt" }, node.doing || "–"), h("td", { class: "num" }, D.whole(node.steps)),
-        h("td", {}, node.memory_limit ? [D.meter(`memory of node ${node.id}`, node.memory / node.memory_limit, node.memory / node.memory_limit > 0.9 ? "bad" : ""), h("span", { class: "small soft" }, `${D.bytes(node.memory)} of ${D.bytes(node.memory_limit)}`)] : "–"),
+        h("td", {}, node.memory_limit ? [h("span", {}, D.of(node.memory, node.memory_limit)), D.meter(`memory of node ${node.id}`, node.memory / node.memory_limit, node.memory / node.memory_limit > 0.9 ? "bad" : "")] : "–"),
         h("td", { class: "num opt" }, node.cores ? `${node.cpu.toFixed(2)} of ${D.figure(node.cores)}` : "–"),
-        h("td", { class: "opt" }, node.busy >= 0 ? [D.meter(`accelerators of node ${node.id}`, node.busy), h("span", { class: "small soft" }, `${D.percent(node.busy, 0)} busy`)] : "–"),
+        h("td", { class: "opt" }, node.busy >= 0 ? [h("span", {}, `${D.percent(node.busy, 0)} busy`), D.meter(`accelerators of node ${node.id}`, node.busy)] : "–"),
         h("td", { class: "opt host" }, node.hostname || "–"),
         drains && h("td", { class: "act" }, node.status === "running" ? h("button", { class: "quiet", "aria-label": `Drain node ${node.id}`, on: { click: () => actions.drain(node) } }, "Drain") : null))))
       : D.empty("No node is connected.", status.waiting_for || "The job waits for its first node."),
@@ -114,7 +114,7 @@ const ranks = (job) => {
       paced.slice(0, MOST_ROWS).map((rank) => h("tr", { key: rank.rank },
         h("td", { class: "num" }, rank.rank), h("td", { class: "num" }, rank.node),
         h("td", {}, rank.ended ? "ended" : `${job.activities[rank.doing]} ${D.duration(rank.since)}`), h("td", { class: "num" }, D.whole(rank.steps)),
-        h("td", {}, rank.pace ? [D.meter(`own step time of rank ${rank.rank} beside the slowest`, rank.pace / most, median && rank.pace > 1.2 * median ? "bad" : ""), h("span", { class: "small soft" }, rank.pace < 1 ? `${(1000 * rank.pace).toFixed(rank.pace < 0.1 ? 1 : 0)} ms` : D.duration(rank.pace))] : "–"),
+        h("td", {}, rank.pace ? [h("span", {}, rank.pace < 1 ? `${(1000 * rank.pace).toFixed(rank.pace < 0.1 ? 1 : 0)} ms` : D.duration(rank.pace)), D.meter(`own step time of rank ${rank.rank} beside the slowest`, rank.pace / most, median && rank.steps > 9 && rank.pace > 1.2 * median ? "bad" : "")] : "–"),
         h("td", { class: "num opt" }, D.percent(spent(rank, 2))), h("td", { class: "num opt" }, rank.state_bytes ? D.bytes(rank.state_bytes) : "–")))));
 };
 

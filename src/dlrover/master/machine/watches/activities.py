@@ -10,7 +10,6 @@ from dlrover.rpc.messages import Heartbeat
 from dlrover.spec.activity import Activity
 from dlrover.spec.measurements import WorkerActivity
 
-
 RATE_WINDOW = 60.0
 """Seconds over which the rate of steps is measured."""
 
