@@ -50,7 +50,9 @@ def test_a_traceback_is_shown_once(size: int) -> None:
 def test_a_peers_end_is_one_line_with_all_that_follows_from_it(size: int) -> None:
     (found,) = shown((2, ECHO + b"goodbye\n"), size=size)
     line, rest = found.split(b"\n", 1)
-    assert line.startswith(b"dlrover: rank 2 lost a peer: RuntimeError: [pair.cc:553] Connection closed")
+    assert line.startswith(
+        b"dlrover: rank 2 lost a peer: RuntimeError: [pair.cc:553] Connection closed"
+    )
     assert line.endswith(b"(whole in /logs/2/stderr.log)")
     assert rest == b"goodbye\n"
 

@@ -22,10 +22,14 @@ class Client:
     """Requests to the application, as a browser would send them."""
 
     def __init__(self, state: Path) -> None:
-        self._app = server.application(Listing([state]), Cluster({}), TOKEN, guard.hosts("127.0.0.1", 8650))
+        self._app = server.application(
+            Listing([state]), Cluster({}), TOKEN, guard.hosts("127.0.0.1", 8650)
+        )
         self.cookie = ""
 
-    def ask(self, path: str, method: str = "GET", body: bytes = b"", **headers: str) -> tuple[int, dict[str, str], str]:
+    def ask(
+        self, path: str, method: str = "GET", body: bytes = b"", **headers: str
+    ) -> tuple[int, dict[str, str], str]:
         sent = {"host": HOST} | ({"cookie": self.cookie} if self.cookie else {})
         sent |= {name.replace("_", "-"): value for name, value in headers.items()}
         where, _, query = path.partition("?")
@@ -118,8 +122,12 @@ def test_only_the_pages_own_files_are_given_out(client: Client) -> None:
 
 def test_the_page_writes_no_markup_and_loads_nothing_from_elsewhere() -> None:
     code = "".join(page.ASSETS[name].read_text() for name in page.SCRIPTS)
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", code)
-    text = page.document() + page.style() + code.replace(page_svg := "http://www.w3.org/2000/svg", "")
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", code
+    )
+    text = (
+        page.document() + page.style() + code.replace(page_svg := "http://www.w3.org/2000/svg", "")
+    )
     assert not re.search(r"https?://|@import|url\(", text), page_svg
 
 

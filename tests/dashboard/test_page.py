@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,16 +13,20 @@ import pytest
 
 from dlrover.dashboard import frozen
 from dlrover.dashboard.inspect import goodput
+from dlrover.errors import ExitCode
 from dlrover.master.journal.history import History
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir
 from tests.simulation.cluster import Cluster
 from tests.support.accessibility import CHECK
 from tests.support.browser import Browser, chromium
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=document.title='owned'>"
+HOSTILE = (
+    "</script><script>document.title='owned'</script><img src=x onerror=document.title='owned'>"
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +66,9 @@ def check(browser: Browser) -> None:
     for scheme in ("light", "dark"):
         for width in (1280, 360):
             browser.look(width, 800, scheme)
-            browser.until(f"innerWidth === {width} && document.querySelector('main').clientWidth <= {width}")
+            browser.until(
+                f"innerWidth === {width} && document.querySelector('main').clientWidth <= {width}"
+            )
             found = browser.run(CHECK)
             assert not found["problems"], f"{scheme}, {width}: " + "\n".join(found["problems"])
             assert browser.run("return document.documentElement.scrollWidth") <= width
@@ -70,14 +79,19 @@ def test_the_frozen_page_needs_nothing_and_shows_everything(browser: Browser, pa
     browser.look(1280, 800)
     browser.open(page.as_uri())
     browser.until("document.querySelectorAll('dlrover-timeline .row').length === 4")
-    assert not re.search(r"""(src|href)=["']?(?!#)[a-z/]""", page.read_text().split("<script>")[0].replace("src=x", ""))
+    assert not re.search(
+        r"""(src|href)=["']?(?!#)[a-z/]""",
+        page.read_text().split("<script>")[0].replace("src=x", ""),
+    )
     text = browser.text()
     for words in (
         "succeeded", "Goodput", "productive", "recomputed steps", "rank 4 was killed by SIGKILL", "6 steps again",
         "The job ended with exit code 0", "Round 1 is complete",
     ):  # fmt: skip
         assert words in text, f"{words!r} is not in\n{text}"
-    assert not browser.run("return document.querySelectorAll('button.danger, select').length"), "it cannot act"
+    assert not browser.run("return document.querySelectorAll('button.danger, select').length"), (
+        "it cannot act"
+    )
     browser.run("document.querySelector('.mark').dispatchEvent(new MouseEvent('click'))")
     browser.until("document.querySelector('#incident-0').open")
     assert "Root cause" in browser.text()
@@ -103,7 +117,9 @@ def test_keys_reach_everything(browser: Browser, page: Path) -> None:
     browser.press("/")
     browser.until("document.activeElement.type === 'search'")
     browser.press("killed\ue00c")
-    browser.until("[...document.querySelectorAll('.events li')].every(e => e.textContent.includes('killed'))")
+    browser.until(
+        "[...document.querySelectorAll('.events li')].every(e => e.textContent.includes('killed'))"
+    )
     before = browser.run("return getComputedStyle(document.body).backgroundColor")
     browser.press("t")
     browser.until(f"getComputedStyle(document.body).backgroundColor !== '{before}'")
@@ -111,3 +127,53 @@ def test_keys_reach_everything(browser: Browser, page: Path) -> None:
     browser.until("document.querySelector('dialog[open] kbd')")
     browser.press("\ue00c")
     browser.until("!document.querySelector('dialog[open]')")
+
+
+PROGRAM = """
+import sys, time
+print("<b>bold</b> \\x1b[31mred\\x1b[0m", flush=True)
+time.sleep(120)
+"""
+
+
+def test_a_running_job_is_live_and_its_buttons_act(browser: Browser, tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, "-m", "dlrover.cli.run.run", "--local-nodes", "2", "--nnodes", "1:2",
+               "--job-dir", str(tmp_path / "job"), "--dashboard", "0", str(program)]  # fmt: skip
+    env = os.environ | {"DLROVER_STATE_DIR": str(tmp_path / "state")}
+    log = tmp_path / "out"
+    with log.open("wb") as out, subprocess.Popen(command, stderr=out, stdout=out, env=env) as job:
+        try:
+            link = until(lambda: re.search(r"http://\S+token=\S+", log.read_text()), 60)[0]
+            browser.open(link)
+            browser.until("document.querySelector('.main-cell a')")
+            assert "token" not in browser.run("return location.href")
+            browser.until("document.body.innerText.includes('running')", timeout=60)
+            check(browser)
+            browser.click("train")
+            browser.until("document.querySelectorAll('#nodes tbody tr').length >= 2", timeout=60)
+            browser.until("document.getElementById('link').innerText.includes('live')")
+            browser.run(
+                "const s = document.querySelector('#logs select');"
+                "s.value = [...s.options].find(o => o.value.endsWith('stdout.log')).value; s.onchange({target: s})"
+            )
+            browser.until("document.querySelector('.tail')?.innerText.includes('<b>bold</b> red')")
+            browser.click("Drain node 0")
+            browser.click("Drain the node")
+            browser.until("document.getElementById('say').innerText.includes('Node 0')")
+            browser.click("Scale …")
+            browser.run("document.getElementById('wanted').value = '1'")
+            browser.click("Scale")
+            browser.until(
+                "document.querySelector('#events')?.innerText.includes('asked for on the dashboard')"
+            )
+            check(browser)
+            browser.click("Stop …")
+            browser.click("Stop the job")
+            browser.until("document.body.innerText.includes('stopped on the dashboard')")
+            assert job.wait(60) == ExitCode.STOPPED
+            assert [c for c in browser.complaints() if "ERR_" not in c] == []
+        finally:
+            job.terminate()

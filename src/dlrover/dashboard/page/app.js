@@ -151,7 +151,7 @@ const actions = (job) => ({
   stop: () => ask("Stop the job?", [`The workers of ${job.status.name} get SIGTERM and time to end. A program that saves on SIGTERM, or a Checkpointer with save at breakpoint, loses no step.`], "Stop the job", true).then((yes) => yes && send(job, { action: "stop" })),
   scale: () => {
     const now = job.status.nodes.filter((node) => node.node_rank >= 0 && node.role !== "ps").length;
-    const field = h("label", { class: "field" }, "Nodes", h("input", { id: "nodes", type: "number", min: "1", max: "100000", initially: { value: String(now || 1) } }));
+    const field = h("label", { class: "field" }, "Nodes", h("input", { id: "wanted", type: "number", min: "1", max: "100000", initially: { value: String(now || 1) } }));
     ask("Another number of nodes", [`The job has ${D.count(now, "node")} of its world now.${job.status.size ? ` ${job.status.size}.` : ""} Training goes on with the new number after a new round.`, field], "Scale", false)
       .then((yes) => yes && send(job, { action: "scale", nodes: Number(yes.nodes) }));
   },
@@ -183,7 +183,7 @@ const post = async (job, body) => {
 const ask = (title, lines, yes, danger) => new Promise((resolve) => {
   const dialog = document.getElementById("ask");
   const end = (value) => { dialog.close(); resolve(value); };
-  const accept = () => { const nodes = dialog.querySelector("#nodes"); end({ nodes: nodes ? nodes.value : "" }); };
+  const accept = () => { const nodes = dialog.querySelector("#wanted"); end({ nodes: nodes ? nodes.value : "" }); };
   dialog.replaceChildren();
   D.render(dialog, h("h2", { id: "ask-title" }, title), lines.map((line) => (typeof line === "string" ? h("p", {}, line) : line)),
     h("div", { class: "buttons" }, yes ? h("button", { class: danger ? "danger" : "primary", on: { click: accept } }, yes) : null, h("button", { on: { click: () => end(null) } }, yes ? "Cancel" : "Close")));

@@ -60,8 +60,7 @@ class Activities:
         if len(self._paces) < 2:
             return 0.0
         (since, first), (until, last) = self._paces[0], self._paces[-1]
-        usual = 2 * (until - since) / (len(self._paces) - 1)  # reports may come a little late
-        return (last - first) / max(until - since, now - since - usual)
+        return (last - first) / max(until - since, now - since - RATE_WINDOW / 2)
 
     def seconds_left(self) -> float | None:
         """Return how long the training will take at the pace of this round; None while unknown.
