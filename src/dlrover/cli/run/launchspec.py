@@ -380,9 +380,9 @@ def _nearest(target: str) -> str:
     directory, name = os.path.split(target)
     names = []
     with contextlib.suppress(OSError):
-        names = [found for found in os.listdir(directory or ".") if found.endswith(".py")]
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {os.path.join(directory, near[0])}?" if near else ""
+        names = [found[:-3] for found in os.listdir(directory or ".") if found.endswith(".py")]
+    near = difflib.get_close_matches(name.removesuffix(".py"), names, n=1)
+    return f"; did you mean {os.path.join(directory, near[0])}.py?" if near else ""
 
 
 # Options without effect
