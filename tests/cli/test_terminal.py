@@ -36,9 +36,13 @@ RANKS = messages.Ranks(1, tuple(messages.RankState(rank, rank // 2, WORKER) for 
 
 def test_the_line_has_the_rate_and_the_time_left_and_ones_are_singular() -> None:
     line = progress.status_line(STATUS).plain
-    assert line == "running · 4 nodes, 4 workers · 1 step · 6.79 steps/s · 3 min 20 s left · 1 restart"
+    assert (
+        line == "running · 4 nodes, 4 workers · 1 step · 6.79 steps/s · 3 min 20 s left · 1 restart"
+    )
     unknown = msgspec.structs.replace(STATUS, rate=0.0, seconds_left=-1.0, restarts=0)
-    assert progress.status_line(unknown).plain == "running · 4 nodes, 4 workers · 1 step · 0 restarts"
+    assert (
+        progress.status_line(unknown).plain == "running · 4 nodes, 4 workers · 1 step · 0 restarts"
+    )
 
 
 def test_the_rate_is_that_of_the_last_minute_and_falls_in_silence() -> None:
@@ -135,7 +139,9 @@ def test_completion_has_both_commands(shell: str) -> None:
 def test_bash_completes_options_commands_and_jobs(tmp_path: Path) -> None:
     (tmp_path / "state" / "jobs" / "train-1").mkdir(parents=True)
     script = CliRunner().invoke(app, ["completion", "bash"]).stdout
-    (tmp_path / "dlrover").write_text(f"#!{sys.executable}\nfrom dlrover.cli import command\ncommand()\n")
+    (tmp_path / "dlrover").write_text(
+        f"#!{sys.executable}\nfrom dlrover.cli import command\ncommand()\n"
+    )
     (tmp_path / "dlrover").chmod(0o755)
     ask = (
         f"{script}\nCOMP_WORDS=(dlrover-run --nproc-per-n); COMP_CWORD=1; _dlrover_run; echo ${{COMPREPLY[@]}}\n"
@@ -146,14 +152,18 @@ def test_bash_completes_options_commands_and_jobs(tmp_path: Path) -> None:
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "DLROVER_STATE_DIR": str(tmp_path / "state"),
     }
-    shown = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, env=env, check=False)
+    shown = subprocess.run(
+        ["bash", "-c", ask], capture_output=True, text=True, env=env, check=False
+    )
     assert shown.stdout.split() == ["--nproc-per-node", "train-1", "dashboard"], shown.stderr
 
 
-def test_a_script_that_is_nearly_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_is_nearly_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    with pytest.raises(ConfigurationError, match=r"did you mean train\.py\?$"):
+    with pytest.raises(ConfigurationError, match=r"Did you mean train\.py\?$"):
         parse(["trian.py"], {})
     with pytest.raises(ConfigurationError, match=r"\(looked in .*\)\.$"):
         parse(["other.py"], {})

@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -43,15 +43,14 @@ def find(job_dir: JobDir, name: str) -> Path | None:
 
 async def tail(path: Path) -> AsyncIterator[str]:
     """Yield the end of a file and what is added to it as server-sent events; begin anew if it is replaced."""
-    identity, place, idle = None, 0, 0.0
+    identity, place, idle = 0, 0, 0.0
     while True:
-        now, begin, data = await asyncio.to_thread(_read, path, identity, place)
-        if data or now != identity:
-            fresh = now != identity
-            text = data.decode(errors="replace")
-            value = {"text": text, "fresh": fresh, "cut": begin > 0 and fresh}
+        piece = await asyncio.to_thread(_read, path, identity, place)
+        if piece is not None and (piece.data or piece.fresh):
+            text = piece.data.decode(errors="replace")
+            value = {"text": text, "fresh": piece.fresh, "cut": piece.fresh and piece.begin > 0}
             yield f"data: {msgspec.json.encode(value).decode()}\n\n"
-            identity, place, idle = now, begin + len(data), 0.0
+            identity, place, idle = piece.identity, piece.begin + len(piece.data), 0.0
             continue
         await asyncio.sleep(PAUSE)
         idle += PAUSE
@@ -60,22 +59,29 @@ async def tail(path: Path) -> AsyncIterator[str]:
             yield ": still here\n\n"
 
 
-def _read(path: Path, identity: int | None, place: int) -> tuple[int | None, int, bytes]:
-    """Return the file's identity, the position of the next bytes, and these bytes."""
+class _Piece(NamedTuple):
+    identity: int
+    begin: int
+    data: bytes
+    fresh: bool
+    """True if this is the file's first piece: it was not read before, was replaced or cut."""
+
+
+def _read(path: Path, identity: int, place: int) -> _Piece | None:
+    """Return the next bytes of a file; None while it cannot be read."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            if status.st_ino != identity or status.st_size < place:
-                place = max(0, status.st_size - TAIL)
-                identity = None
-            file.seek(place)
+            fresh = status.st_ino != identity or status.st_size < place
+            begin = max(0, status.st_size - TAIL) if fresh else place
+            file.seek(begin)
             data = file.read(PIECE)
-            # A character may be cut at the end of what is written so far; the next look has the rest.
-            cut = next((n for n in (1, 2, 3) if data[-n : -n + 1 or None] >= b"\xc0"), 0)
-            whole = data[:-cut] if cut and len(data) > cut and not _complete(data[-cut:]) else data
-            return status.st_ino, place, whole
     except OSError:
-        return identity, place, b""
+        return None
+    # A character may be cut at the end of what is written so far; the next look has the rest.
+    cut = next((n for n in (1, 2, 3) if data[-n : len(data) - n + 1] >= b"\xc0"), 0)
+    whole = data[:-cut] if 0 < cut < len(data) and not _complete(data[-cut:]) else data
+    return _Piece(status.st_ino, begin, whole, fresh)
 
 
 def _complete(end: bytes) -> bool:

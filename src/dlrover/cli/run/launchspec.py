@@ -369,7 +369,7 @@ def _check_program(entry: Entry, target: str, environ: Mapping[str, str]) -> Non
             )
     elif not os.path.exists(target):
         raise ConfigurationError(
-            f"training script {target} does not exist (looked in {os.getcwd()}){_nearest(target) or '.'}"
+            f"training script {target} does not exist (looked in {os.getcwd()}).{_nearest(target)}"
         )
     elif os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
         raise ConfigurationError(f"training script {target} is a directory without __main__.py.")
@@ -382,7 +382,7 @@ def _nearest(target: str) -> str:
     with contextlib.suppress(OSError):
         names = [found[:-3] for found in os.listdir(directory or ".") if found.endswith(".py")]
     near = difflib.get_close_matches(name.removesuffix(".py"), names, n=1)
-    return f"; did you mean {os.path.join(directory, near[0])}.py?" if near else ""
+    return f" Did you mean {os.path.join(directory, near[0])}.py?" if near else ""
 
 
 # Options without effect
