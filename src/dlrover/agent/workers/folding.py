@@ -25,7 +25,7 @@ CHAINS = (
 _DETAIL = re.compile(rb"frame #\d+: |Exception raised from |C\+\+ CapturedTraceback|[ \t]")
 """Lines that may follow an exception's line and belong to it."""
 _NUMBERS = re.compile(rb"\d+")
-SHOWN = 300
+SHOWN = 160
 """Most bytes of an exception's line in the line that takes its traceback's place."""
 
 
@@ -37,10 +37,10 @@ class Tracebacks:
 
     def meaning(self, rank: int, text: bytes, exception: bytes) -> str:
         """Return why a rank's traceback need not be shown; empty if it is to be shown."""
+        if ECHO.search(exception):
+            return "lost a peer"
         first = self._first.setdefault(_NUMBERS.sub(b"", text), rank)
-        if first != rank:
-            return f"has the same traceback as rank {first}"
-        return "lost a peer" if ECHO.search(exception) else ""
+        return f"has the same traceback as rank {first}" if first != rank else ""
 
 
 class FoldingFormatter:

@@ -61,7 +61,8 @@ const draw = () => {
 
 const frame = () => {
   const link = document.getElementById("link");
-  if (frozen) return link.remove();
+  if (!link) return;
+  if (frozen) { link.remove(); return; }
   const words = { live: "live", waiting: "reconnecting …", closed: "not connected" }[state.link] || "connecting …";
   D.render(link, h("span", { class: `light ${state.link}`, "aria-hidden": "true" }), words);
 };
