@@ -30,7 +30,7 @@ DOORS = {
     },
     "dlrover.embedding": {
         "BloomAdmission", "ChanceAdmission", "CountAdmission", "EmbeddingOptimizer", "Expiry", "HashEmbedding",
-        "HashEmbeddingBag", "HashTable", "Initializer", "RemoteTable", "RowOptimizer", "ServedTables", "checkpoints",
+        "HashEmbeddingBag", "HashTable", "Initializer", "RemoteTable", "RowOptimizer", "ServedTables", "Spill", "checkpoints",
         "open_table", "prefetched",
     },
     "dlrover.optim": {

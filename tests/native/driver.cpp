@@ -29,7 +29,7 @@ void dlrover_adagrad(size_t count, const uint64_t* parameters, const uint64_t* g
                      const uint64_t* sizes, const float* scalars, uint64_t seed, uint32_t half, size_t threads);
 
 struct Options {  // as in native/table.cpp
-  uint64_t dim, kind, rule, states, steps, memory_bytes, seed, initial, admission, threshold, counters;
+  uint64_t dim, kind, rule, states, steps, memory_bytes, row_bytes, seed, initial, admission, threshold, counters;
   float scale, chance, hyper[8];
 };
 struct Table;
@@ -166,7 +166,7 @@ void check_updates(const Words& sizes, size_t threads) {
 
 // Look up, update, remove and copy from several threads; each thread has keys of its own and some of all.
 void check_table(uint64_t rule, uint64_t states, uint64_t kind, uint64_t admission, size_t dim) {
-  const Options options{dim, kind, rule, states, 1, 0, 7, 1, admission, 2, 1 << 14, 0.1f, 0.5f,
+  const Options options{dim, kind, rule, states, 1, 0, 0, 7, 1, admission, 2, 1 << 14, 0.1f, 0.5f,
                         {0.1f, 0.9f, 0.99f, 1e-6f, 0, 0.01f, 0.01f, 0.01f}};
   Table* table = dlrover_table_new(&options);
   require(table != nullptr, "no memory for a table", dim);

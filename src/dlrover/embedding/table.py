@@ -27,9 +27,11 @@ from dlrover.embedding.options import (
     Initializer,
     InitializerKind,
     RowOptimizer,
+    Spill,
     TableOptions,
 )
 from dlrover.embedding.remote import arrays
+from dlrover.embedding.tiers.table import TieredTable
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 _CHANGED = 1
@@ -43,6 +45,10 @@ class TableStats(NamedTuple):
     rows: int
     nbytes: int
     """Bytes in use: rows, index, and what waits for admission in a Bloom filter."""
+    spilled_rows: int = 0
+    """Rows that lie on disk."""
+    spilled_bytes: int = 0
+    """Bytes of the files on disk."""
 
 
 class HashTable:
@@ -59,7 +65,7 @@ class HashTable:
         admission: Which keys get a row: all (None), from the n-th lookup (a number), or an admission.
         expiry: Which rows `evict` removes.
         memory_bytes: Most bytes of the table.
-        spill: Not available; rows stay in memory.
+        spill: Where rows lie that have no room in memory; None: they stay in memory.
         initializer: First values of a row.
         dtype: ``float32``, ``bfloat16`` or ``float16``, in which values are stored.
 
@@ -77,12 +83,12 @@ class HashTable:
         admission: Admission | int | None = None,
         expiry: Expiry | None = None,
         memory_bytes: int | None = None,
-        spill: None = None,
+        spill: Spill | None = None,
         initializer: InitializerKind | Initializer = "uniform",
         dtype: Dtype = "float32",
     ) -> None:
-        if spill is not None:
-            raise ConfigurationError(f"spill is {spill!r}; None is accepted: rows stay in memory.")
+        if spill is not None and not isinstance(spill, Spill):
+            raise ConfigurationError(f"spill is {spill!r}; a Spill or None is accepted.")
         made = TableOptions(
             dim=dim,
             optimizer=RowOptimizer(name=optimizer, learning_rate=learning_rate)
@@ -94,6 +100,7 @@ class HashTable:
             initializer=Initializer(initializer) if isinstance(initializer, str) else initializer,
             dtype=dtype,
             memory_bytes=memory_bytes or 0,
+            spill=spill,
         )
         self._begin(table_options.decoded(made))
 
@@ -103,7 +110,12 @@ class HashTable:
         self.step = 0
         """Updates so far; expiry by steps counts them."""
         self._native = made.native()
-        self._table = tables.table(config.native(config.environ()), self._native)
+        choice = config.native(config.environ())
+        self._table: tables.RowTable = (
+            tables.table(choice, self._native)
+            if made.spill is None
+            else TieredTable(choice, self._native, made.spill)
+        )
 
     @classmethod
     def of(cls, made: TableOptions) -> HashTable:
@@ -177,7 +189,8 @@ class HashTable:
 
     def stats(self) -> TableStats:
         """Return the table's size."""
-        return TableStats(len(self), self._table.memory())
+        spilled = self._table.spilled() if isinstance(self._table, TieredTable) else (0, 0)
+        return TableStats(len(self), self._table.memory(), *spilled)
 
     def keys(self) -> NDArray[np.int64]:
         """Return all keys, int64, in no order."""

@@ -92,7 +92,7 @@ def add(tables: Tables, part: Arrays) -> None:
 
 def _values_only(options: TableOptions) -> TableOptions:
     return msgspec.structs.replace(
-        options, optimizer=RowOptimizer(name="sgd"), admission=None, expiry=None, memory_bytes=0
+        options, optimizer=RowOptimizer(name="sgd"), admission=None, expiry=None, memory_bytes=0, spill=None
     )
 
 
