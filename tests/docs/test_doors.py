@@ -55,7 +55,7 @@ NEEDS = {
 }  # fmt: skip
 MODULES = {
     f"dlrover.integrations.{name}"
-    for name in ("accelerate", "dcp", "deepspeed", "lightning", "megatron", "transformers")
+    for name in ("accelerate", "dcp", "deepspeed", "keras", "lightning", "megatron", "transformers")
 }
 """Doors of their own, because each needs its library."""
 

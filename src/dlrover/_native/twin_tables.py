@@ -176,9 +176,7 @@ class TwinTable:
             places = np.array(chosen, np.int64)
             parts = (self._keys, self._last, self._counts, self._flags, self._rows)
             copied = Copied._make([*(part[places] for part in parts), np.empty(0, U64)])
-            for key, slot in zip(
-                copied.keys.tolist(), slots_of(copied.keys).tolist(), strict=True
-            ):
+            for key, slot in zip(copied.keys.tolist(), slots_of(copied.keys).tolist(), strict=True):
                 self._remove(slot, key, remember=False)
             return copied
 

@@ -97,7 +97,7 @@ class Spill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     directory: Annotated[str, msgspec.Meta(min_length=1)]
     """Each table makes a directory of its own in it."""
-    nbytes: Annotated[int, msgspec.Meta(ge=1 << 16)]
+    nbytes: Annotated[int, msgspec.Meta(ge=1 << 18)]
     """Most bytes of a table's files. Seven eighths hold rows; the rest is room to write them together anew."""
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -18,7 +15,7 @@ from numpy.typing import NDArray
 from dlrover import config
 from dlrover._native import tables
 from dlrover._native.tables import SLOTS, Copied
-from dlrover.embedding import options as table_options
+from dlrover.embedding import files, options as table_options
 from dlrover.embedding.options import (
     Admission,
     CountAdmission,
@@ -30,12 +27,11 @@ from dlrover.embedding.options import (
     Spill,
     TableOptions,
 )
-from dlrover.embedding.remote import arrays
 from dlrover.embedding.tiers.table import TieredTable
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 _CHANGED = 1
-_MAGIC = b"dlrover embedding table 1\n"
+PART = 8 << 20
 ALL_SLOTS = range(SLOTS)
 
 
@@ -258,25 +254,14 @@ class HashTable:
         Raises:
             InfrastructureError: The file cannot be written.
         """
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-        found = self.export_rows(ALL_SLOTS)
-        head = msgspec.json.encode({"options": self.options, "step": self.step})
-        found["head"] = np.frombuffer(head, np.uint8)
-        digest = xxhash.xxh3_64()
-        try:
-            with temporary.open("wb", buffering=0) as file:
-                for piece in (_MAGIC, *arrays.packed(found)):
-                    data = memoryview(piece).cast("B") if len(piece) else memoryview(b"")
-                    digest.update(data)
-                    while data:
-                        data = data[file.write(data) :]
-                file.write(digest.digest())
-                os.fsync(file.fileno())
-            temporary.replace(target)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise InfrastructureError(f"{target} cannot be written: {error.strerror}.") from error
+        files.write(path, self.options, self.step, self._parts())
+
+    def _parts(self) -> Iterator[dict[str, NDArray[Any]]]:
+        """Return all rows in parts of slots, each of about `PART` bytes."""
+        sizes = np.cumsum(self._table.rows()) * np.uint64(self._native.width)
+        parts = (sizes // np.uint64(PART)).astype(np.int64)
+        for number in np.unique(parts):
+            yield self.export_rows(np.flatnonzero(parts == number))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> HashTable:
@@ -285,22 +270,11 @@ class HashTable:
         Raises:
             InfrastructureError: The file cannot be read, or is damaged.
         """
-        try:
-            data = np.fromfile(path, np.uint8)
-        except OSError as error:
-            raise InfrastructureError(f"{path} cannot be read: {error.strerror}.") from error
-        body = data[: -xxhash.xxh3_64().digest_size]
-        start = len(_MAGIC)
-        if (
-            data[:start].tobytes() != _MAGIC
-            or xxhash.xxh3_64(body).digest() != data[len(body) :].tobytes()
-        ):
-            raise InfrastructureError(f"{path} is damaged, or no embedding table.")
-        found = arrays.unpacked(body[start:])
-        head = msgspec.json.decode(found["head"].tobytes())
-        table = cls.of(table_options.decoded(msgspec.json.encode(head["options"]).decode()))
-        table.step = head["step"]
-        table.restore_rows(found)
+        found = files.read(path)
+        table = cls.of(found.options)
+        table.step = found.step
+        for part in found.parts:
+            table.restore_rows(part)
         return table
 
 

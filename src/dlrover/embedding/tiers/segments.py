@@ -26,6 +26,8 @@ from dlrover.embedding.options import Spill
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 SEGMENTS = 64
+BLOCK = 4096
+"""Bytes that file systems take from a disk at a time."""
 FULL = SEGMENTS * 7 // 8
 """Segments that live rows may fill: the others are room for what is dead and not yet deleted."""
 _KEY, _ROW = 8, 16
@@ -39,6 +41,8 @@ class SegmentLayout(NamedTuple):
     """Bytes of a record."""
     each: int
     """Records of a segment."""
+    nbytes: int
+    """Bytes of a segment, with what is left of its last block."""
 
     @property
     def most(self) -> int:
@@ -53,12 +57,14 @@ def layout(nbytes: int, width: int) -> SegmentLayout:
         ConfigurationError: The limit is too low.
     """
     record = _ROW + (width + 7) // 8 * 8
-    each = min(nbytes // SEGMENTS // record, (cold.NOWHERE - 1) // SEGMENTS)
+    segment = nbytes // SEGMENTS // BLOCK * BLOCK
+    each = min(segment // record, (cold.NOWHERE - 1) // SEGMENTS)
     if each < 1:
+        least = SEGMENTS * ((record + BLOCK - 1) // BLOCK * BLOCK)
         raise ConfigurationError(
-            f"spill.nbytes is {nbytes}; with rows of {width} bytes, {SEGMENTS * record} or more is accepted."
+            f"spill.nbytes is {nbytes}; with rows of {width} bytes, {least} or more is accepted."
         )
-    return SegmentLayout(record, each)
+    return SegmentLayout(record, each, (each * record + BLOCK - 1) // BLOCK * BLOCK)
 
 
 class Segments:
@@ -80,7 +86,9 @@ class Segments:
     def room(self) -> int:
         """Return the number of records that can be written without deleting a segment."""
         free = int((self._files < 0).sum()) * self._sizes.each
-        return free + (self._sizes.each - int(self._filled[self._active]) if self._active >= 0 else 0)
+        return free + (
+            self._sizes.each - int(self._filled[self._active]) if self._active >= 0 else 0
+        )
 
     def free(self) -> int:
         """Return the number of segments that are not there."""
@@ -88,7 +96,7 @@ class Segments:
 
     def nbytes(self) -> int:
         """Return the bytes of all files."""
-        return (SEGMENTS - self.free()) * self._sizes.each * self._sizes.record
+        return (SEGMENTS - self.free()) * self._sizes.nbytes
 
     def victim(self, busy: set[int]) -> int | None:
         """Return the complete segment with the fewest live records; None if none has dead ones."""
@@ -116,7 +124,9 @@ class Segments:
             segment, at = self._active, int(self._filled[self._active])
             some = min(len(keys) - done, self._sizes.each - at)
             try:
-                _write(int(self._files[segment]), records[done : done + some], at * self._sizes.record)
+                _write(
+                    int(self._files[segment]), records[done : done + some], at * self._sizes.record
+                )
             except OSError as error:
                 raise self._failure(segment, "written", error) from error
             self._filled[segment] += some
@@ -205,9 +215,11 @@ class Segments:
         try:
             if self._directory is None:
                 self._directory = _own_directory(self, self._spill.directory)
-            file = os.open(self._file(segment), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            file = os.open(
+                self._file(segment), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
+            )
             try:
-                os.posix_fallocate(file, 0, self._sizes.each * self._sizes.record)
+                os.posix_fallocate(file, 0, self._sizes.nbytes)
             except OSError:
                 os.close(file)
                 self._file(segment).unlink()

@@ -29,6 +29,8 @@ _COPIES = 8
 """Shares of memory, each of a batch of rows on their way between the tiers; there are fewer copies at a time."""
 _SHARE = 64
 """Part of the memory for rows that a batch has at most."""
+_PART = 8
+"""Part of a slot's rows that goes to the disk at once: choosing them costs a look at all."""
 _CLOCK = 64
 """Slots that give rows at a time where another slot's own are not enough."""
 
@@ -75,7 +77,7 @@ class TieredTable:
             return
         short = slots[failed]
         held = self._hot.rows()[short]
-        self._demote(short, np.minimum(held, np.maximum(needs[short], held // 32)))
+        self._demote(short, np.minimum(held, np.maximum(needs[short], held // _PART)))
         short = short[self._hot.prepare(short, needs[short])]
         for _ in range(2 * SLOTS // _CLOCK):
             if not len(short):
@@ -83,7 +85,7 @@ class TieredTable:
             others = np.arange(self._hand, self._hand + _CLOCK, dtype=np.uint64) % SLOTS
             self._hand = (self._hand + _CLOCK) % SLOTS
             held = self._hot.rows()[others]
-            self._demote(others, np.minimum(held, np.maximum(_BLOCK, held // 8)))
+            self._demote(others, np.minimum(held, np.maximum(_BLOCK, held // _PART)))
             for slot in others.tolist():
                 self._hot.pack(slot)
             short = short[self._hot.prepare(short, needs[short])]
@@ -224,7 +226,9 @@ class TieredTable:
             in_memory = self._hot.copy(slot, changed=changed, keep=keep)
             if not keep:
                 self._cold.unflag(slot, CHANGED)
-            return Copied._make(np.concatenate(part) for part in zip(in_memory, on_disk, strict=True))
+            return Copied._make(
+                np.concatenate(part) for part in zip(in_memory, on_disk, strict=True)
+            )
 
     # ---- size
 
