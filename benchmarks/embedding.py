@@ -48,6 +48,7 @@ class Keys:
         self._random = np.random.default_rng(2)
 
     def batch(self) -> np.ndarray:
+        """Return the next keys, ``(BATCH,)``."""
         drawn = np.searchsorted(self._sums, self._random.random(BATCH))
         return self._names[drawn.clip(max=len(self._names) - 1)]
 
@@ -185,8 +186,8 @@ def killed(count: int, place: str) -> dict[str, float]:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=2_000_000)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--place", default=tempfile.gettempdir(), help="directory on the disk")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()

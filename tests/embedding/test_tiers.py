@@ -300,6 +300,33 @@ def test_readers_and_updates_go_on_while_rows_move(tmp_path: Path) -> None:
     assert (out == 120).all()
 
 
+def test_a_key_that_comes_and_goes_meanwhile_keeps_its_row(tmp_path: Path) -> None:
+    """Another thread brings keys after this one has missed them; making room sends them to the disk again."""
+    table, out = tiered("off", tmp_path, rule="sgd"), np.empty((400, DIM), np.float32)
+    table.look(KEYS, out, 1, insert=True, count=True)
+    table.update(KEYS, np.ones((400, DIM), np.float32))
+    demote(table, np.random.default_rng(0), 1.0)
+    before = contents(table)
+    look, make_room = table._hot.look, table._make_room
+
+    def missed(*args, **options):
+        found = look(*args, **options)
+        table._hot.look = look
+        with table._lock:
+            table._promote(KEYS)
+        table._make_room = full
+        return found
+
+    def full(keys: np.ndarray) -> None:
+        table._make_room = make_room
+        demote(table, np.random.default_rng(0), 1.0)
+
+    table._hot.look, table._make_room = missed, make_room
+    table.look(KEYS, out, 1, insert=True, count=True)
+    assert table.rows().sum() == 400
+    same(contents(table)[4:], before[4:])
+
+
 # ---- processes that are killed
 
 

@@ -33,6 +33,7 @@ class ColdRows:
         self._index = cold.cold_index(choice, sizes.most)
         self._segments = Segments(spill, sizes, width, choice)
         self._busy: set[int] = set()
+        self._damaged: set[int] = set()
         self._compacting: threading.Thread | None = None
 
     # ---- size
@@ -118,7 +119,7 @@ class ColdRows:
     def _make_room(self, records: int) -> None:
         """Compact until there is room for records, and for the compaction of one more segment."""
         while self._segments.room() < records + self._sizes.each:
-            victim = self._segments.victim(self._busy)
+            victim = self._segments.victim(self._busy | self._damaged)
             if victim is None or not self._compact(victim):
                 break
         if self._segments.room() < records:
@@ -137,7 +138,7 @@ class ColdRows:
         try:
             while True:
                 with self._lock:
-                    victim = self._segments.victim(self._busy)
+                    victim = self._segments.victim(self._busy | self._damaged)
                     if victim is None or self._segments.free() >= LOW:
                         return
                 if not self._compact(victim):
@@ -162,6 +163,7 @@ class ColdRows:
                         break
                     live = self._index.find(keys) == places
                     if (live & damaged).any():
+                        self._damaged.add(victim)
                         logger.error("Segment %d of a spill is damaged and stays as it is", victim)
                         return False
                     if live.any():

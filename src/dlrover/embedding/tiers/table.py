@@ -148,10 +148,11 @@ class TieredTable:
     def _fetch(self, keys: Any, *, insert: bool) -> None:
         """Bring rows of keys to memory, and make room for the others if they may be inserted."""
         distinct = np.unique(keys)
-        there = self._cold.there(distinct)
-        if insert or there.any():
-            self._make_room(distinct if insert else distinct[there])
-            self._promote(distinct[there])
+        if insert or self._cold.there(distinct).any():
+            self._make_room(
+                distinct
+            )  # may send one of them to the disk that another thread has just brought
+            self._promote(distinct[self._cold.there(distinct)])
 
     def _peek(self, keys: Any, out: Any) -> Any:
         missing = self._hot.look(keys, out, 0, insert=False, count=False)
