@@ -44,6 +44,9 @@ PARAMETERS = {
 """By class or method: its parameters, in order."""
 
 
+LIBRARIES = {"hf_trainer": "transformers", "deepspeed": "deepspeed"}
+
+
 def resolve(module: str, name: str) -> object:
     found: object = importlib.import_module(module)
     for part in name.split("."):
@@ -54,14 +57,8 @@ def resolve(module: str, name: str) -> object:
 @pytest.mark.torch
 @pytest.mark.parametrize(("module", "name"), NAMES)
 def test_names_are_where_they_were(module: str, name: str) -> None:
-    for library in ("deepspeed", "transformers"):
-        if library[:2] in module.rpartition(".")[2] or (library, "hf_trainer") == (
-            "transformers",
-            module.rpartition(".")[2],
-        ):
-            pytest.importorskip(
-                library, reason=f"{module} needs {library}; scripts/test-engines has it"
-            )
+    library = LIBRARIES.get(module.rpartition(".")[2], "torch")
+    pytest.importorskip(library, reason=f"{module} needs {library}; scripts/test-engines has it")
     assert resolve(module, name) is not None
 
 
