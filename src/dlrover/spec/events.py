@@ -87,6 +87,49 @@ class NodeLaunched(msgspec.Struct, frozen=True, tag="node_launched"):
         return f"{_node(self.node, self.role)} is being started{replaced}{size}."
 
 
+class SparesDecided(msgspec.Struct, frozen=True, tag="spares_decided"):
+    """The number of spares changes, since the failure rate or the time to replace a node has (``--spares auto``)."""
+
+    before: int
+    spares: int
+    nodes: int
+    """Nodes of the job."""
+    rate: float
+    """Failures per node and day."""
+    seconds: float
+    """Seconds from the order of a node to its readiness."""
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        return (
+            f"The job is to have {counted(self.spares, 'spare')}, not {self.before}: {self.rate:.2g} failures per "
+            f"node and day, and {self.seconds:.0f} s to replace one of {counted(self.nodes, 'node')}."
+        )
+
+
+class SpareReady(msgspec.Struct, frozen=True, tag="spare_ready"):
+    """A node is ready to take the place of a lost one."""
+
+    node: int
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        return f"Node {self.node} is a spare: it is ready to take the place of a lost node."
+
+
+class SpareTakesPlace(msgspec.Struct, frozen=True, tag="spare_takes_place"):
+    """A spare becomes a node of the world in place of a lost one."""
+
+    node: int
+    lost: int
+    """The lost node; -1 if the world did not have all its nodes before."""
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        place = f"the place of node {self.lost}" if self.lost >= 0 else "a free place"
+        return f"Spare node {self.node} takes {place}."
+
+
 class NodeWaits(msgspec.Struct, frozen=True, tag="node_waits"):
     """A node cannot be started yet; without a reason, as the platform reports it: nothing hinders it any more."""
 
@@ -641,6 +684,9 @@ EventBody: TypeAlias = (
     | MasterRecovered
     | MasterAdopted
     | NodeLaunched
+    | SparesDecided
+    | SpareReady
+    | SpareTakesPlace
     | NodeWaits
     | NodeConnected
     | NodeLost

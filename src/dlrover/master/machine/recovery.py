@@ -140,6 +140,7 @@ class Recovery:
             self._node_lost(node, now)
         if not state.has_ended():
             self.fleet.replace(node, now)
+            self.rounds.grow_soon(now)
 
     def _node_lost(self, node: Node, now: float) -> None:
         """Respond to the loss of a node of the world."""

@@ -302,7 +302,7 @@ class Ledger:
             self.round = RoundTime(
                 rdzv.round, now, self._furthest, reports_steps=reports_steps, trained=trained
             )
-        here = len(self.accounts) - self._pending
+        here = len(self.accounts) - self._pending - len(machine.spares.offers)
         serving = sum(i in self.accounts and not self.accounts[i].pending for i in rdzv.servers)
         short = rdzv.collecting and not rdzv.usable(Size(here - serving, serving)).nodes
         checking = machine.checks.count if machine.checks.run is not None else 0
@@ -318,15 +318,15 @@ class Ledger:
 
     def _cause(self, node: Node, machine: JobMachine, short: bool) -> int:
         """Return the cause of a node's time from now on."""
-        if machine.outcome is not None:
-            return SHUTDOWN
-        if node.id in machine.scaling.leaving:
+        if machine.outcome is not None or node.id in machine.scaling.leaving:
             return SHUTDOWN
         if node.status is NodeStatus.PENDING:
             return _WAITING
         run = machine.checks.run
         if run is not None and node.id in run.offers:
             return _NODE_CHECK
+        if node.id in machine.spares.offers:
+            return _IDLE
         if machine.rendezvous.collecting or machine.adoption.pending:
             return _WAITING if short else _RENDEZVOUS
         after = {NodeStatus.RUNNING: _WORLD, NodeStatus.SUCCEEDED: SHUTDOWN}
