@@ -144,7 +144,8 @@ def test_nodes_that_come_by_themselves_beyond_the_maximum_are_spares() -> None:
 
 def test_the_number_is_chosen_from_the_rate_and_the_time_to_replace_a_node() -> None:
     """A day to replace one of 16 nodes makes one spare worth it; seconds make none."""
-    spec = job(16, 16, managed=True, auto_spares=True)
+    patient = Limits(join_timeout=100_000.0)
+    spec = job(16, 16, managed=True, auto_spares=True, limits=patient)
     for seconds, wanted in ((90.0, 0), (90_000.0, 1)):
         machine, said = JobMachine(), []
         machine.handle(inputs.Submitted(spec), 0.0)
