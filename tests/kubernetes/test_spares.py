@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,9 +77,7 @@ def test_a_spare_pod_takes_the_place_of_a_lost_worker(
             (waiting,) = set(job.workers()) - first
             victim = min(first)
             job.delete(victim)
-            began = time.monotonic()
             await job.until(lambda: len(job.starts()) == 4)
-            print(f"next start after {time.monotonic() - began:.2f} s")
             assert {start["pod"] for start in job.starts()[2:]} == (first - {victim}) | {waiting}
             await job.until(lambda: len(job.workers()) == 3)  # another spare
             training = await job.succeeds()

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from dlrover.spec.failure import Action, Failure, Verdict
+from dlrover.spec.failure import Action, Failure, Rung, Verdict
 from dlrover.spec.node import SERVER, Size
 from dlrover.spec.plan import Effect, ScaleKind
 from dlrover.spec.words import counted
@@ -338,6 +338,10 @@ class RestartDecided(msgspec.Struct, frozen=True, tag="restart_decided"):
     cause: str = ""
     action: Action = Action.RESTART
     node: int = -1
+    rung: Rung = Rung.PROCESS
+    """Rung of the ladder of responses."""
+    successor: int = -1
+    """Node that takes the place of ``node`` at once; -1 if none does."""
 
     def sentence(self) -> str:
         """Return the event as one sentence."""
@@ -346,7 +350,13 @@ class RestartDecided(msgspec.Struct, frozen=True, tag="restart_decided"):
             Action.RELAUNCH: f"; the job goes on without node {self.node}",
             Action.MORE_MEMORY: f"; node {self.node} needs more memory",
         }
-        return f"Restart {self.restart}: {self.reason}{done.get(self.action, '')}."
+        then = {
+            Rung.IN_PROCESS: "; the others go on in their processes",
+            Rung.SPARE: f"; spare node {self.successor} takes the place of node {self.node}",
+            Rung.ELSEWHERE: f"; another node is to take the place of node {self.node}",
+            Rung.SMALLER: "; the job has fewer nodes from now on",
+        }
+        return f"Restart {self.restart}: {self.reason}{done.get(self.action, '')}{then.get(self.rung, '')}."
 
 
 class HostExcluded(msgspec.Struct, frozen=True, tag="host_excluded"):

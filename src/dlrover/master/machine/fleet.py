@@ -225,14 +225,22 @@ class Fleet:
 
     # ---- spares
 
+    def spare_for(self, lost: Node) -> int:
+        """Return the spare that takes the place of a node of the world if it is lost; -1 if there is none."""
+        state = self.state
+        if state.is_outside(lost) or is_server(lost.node_rank):
+            return -1
+        if not lost.launched:
+            return min(state.spares.standing - {lost.id}, default=-1)
+        best = state.spares.best(state.nodes, lost, state.checks.passed)
+        return -1 if best is None else best.id
+
     def take_spare(self, lost: Node, now: float) -> bool:
         """Let a spare take the place of a lost node, and launch another spare; return False if there is none."""
-        state = self.state
-        if state.is_outside(lost) or is_server(lost.node_rank) or state.has_ended():
+        state, found = self.state, self.spare_for(lost)
+        if found < 0 or found in state.spares.standing or state.has_ended():
             return False
-        spare = state.spares.best(state.nodes, lost, state.checks.passed)
-        if spare is None:
-            return False
+        spare = state.nodes[found]
         offer = state.spares.take(spare.id)
         spare.node_rank, freed = lost.node_rank, spare.node_rank
         state.checks.recheck(spare.id)
