@@ -83,7 +83,7 @@ def test_a_lost_node_is_replaced_by_a_spare_in_one_line() -> None:
 
 
 def test_a_lost_node_that_came_by_itself_makes_the_world_smaller_or_is_awaited() -> None:
-    job = JobDriver.running(1, 2, 2)
+    job = JobDriver.running(2, 1, 2)
     job.give(inputs.NodeSilent(1, 60.0))
     assert decided(job).rung is Rung.SMALLER
     job = JobDriver.running(2, 2, 2)

@@ -179,7 +179,7 @@ def test_a_spare_is_idle_and_does_not_make_a_job_degraded() -> None:
     job.connect(2, claims=2)
     job.join(2, at=20.0)
     job.now = 50.0
-    assert job.spent()["idle"] == 30.0
+    assert job.spent()["idle"] == 40.0, "since it connected"
     assert "degraded" not in job.spent()
     assert job.ledger.goodput(job.now).degraded_seconds == 0.0
 
