@@ -85,6 +85,7 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.SamplesSkipped(
         "clicks", 0, 4711, 4712, "offset 4711 of partition 0: ValueError: not JSON"
     ),
+    events.StrategyChosen(2, 6, "dp 3 x tp 2", 0.41, "a step is 18% faster than with dp 6"),
     events.Recovered(2, 5.31),
     events.StepsUndone(2, 412, 400),
     events.NodeSucceeded(0),

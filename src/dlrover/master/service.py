@@ -23,6 +23,7 @@ from dlrover.master.machine.cluster import TaskCluster
 from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Node
+from dlrover.master.machine.strategies import Strategies
 from dlrover.master.machine.watches.activities import Activities
 from dlrover.master.placement import PlacementService
 from dlrover.master.relayed import Begun, answers
@@ -40,6 +41,7 @@ from dlrover.spec.node import CHIEF, SERVER, WORKER, LaunchNode
 from dlrover.spec.placement import LookPlacement, PlacementRequest
 from dlrover.spec.requests import Unanswered, WorkerReply, WorkerRequest
 from dlrover.spec.shards import LookShards, ShardRequest
+from dlrover.spec.strategies import ChooseStrategy, StrategyRequest
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ class Master:
         self.shards = ShardsService(history.add)
         self.placement = PlacementService()
         self.cluster = TaskCluster()
+        self.strategies = Strategies()
         self.ended = asyncio.Event()
         self._begun = asyncio.Event()
         self.fenced = asyncio.Event()
@@ -140,7 +143,7 @@ class Master:
                 self.shards.handle(entry, last)
             elif isinstance(entry, PlacementRequest):
                 self.placement.handle(entry)
-            elif isinstance(entry, ClusterRequest):
+            elif isinstance(entry, ClusterRequest | StrategyRequest):
                 self._answer(entry, last)
             else:
                 with contextlib.suppress(ProtocolError):  # it was refused the first time, too
@@ -634,6 +637,11 @@ class Master:
             return Unanswered(refused="The job has ended.")
         if isinstance(request, LookShards | LookPlacement | LookCluster):
             return self._answer(request, self.clock())
+        if isinstance(request, ChooseStrategy):
+            if self.strategies.has_chosen(request):
+                return self._answer(request, self.clock())
+            left = self._activities.seconds_left()
+            request = msgspec.structs.replace(request, seconds_left=left)
         return self._commits.begin(request, lambda now: self._answer(request, now))
 
     def _answer(self, request: WorkerRequest, now: float) -> WorkerReply:
@@ -641,7 +649,18 @@ class Master:
             return self.placement.handle(request)
         if isinstance(request, ClusterRequest):
             return self._clustered(request)
+        if isinstance(request, StrategyRequest):
+            return self._strategy(request, now)
         return self.shards.handle(request, now)
+
+    def _strategy(self, request: StrategyRequest, now: float) -> WorkerReply:
+        try:
+            reply, event = self.strategies.handle(request)
+        except ProtocolError as error:
+            return Unanswered(refused=str(error))
+        if event is not None:
+            self._history.add(event, now)
+        return reply
 
     def _clustered(self, request: ClusterRequest) -> WorkerReply:
         try:

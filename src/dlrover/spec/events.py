@@ -442,6 +442,23 @@ class SamplesSkipped(msgspec.Struct, frozen=True, tag="samples_skipped"):
         return f"{what} of the data set {self.data} {is_or_are} skipped: {self.error}."
 
 
+class StrategyChosen(msgspec.Struct, frozen=True, tag="strategy_chosen"):
+    """The parallel strategy of a round, chosen for its number of ranks."""
+
+    round: int
+    ranks: int
+    strategy: str
+    """The strategy in words."""
+    step_seconds: float
+    """Predicted duration of a step."""
+    reason: str
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        ranks = counted(self.ranks, "rank")
+        return f"Round {self.round} trains with {self.strategy} on {ranks}: {self.reason}."
+
+
 class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
     """The first new step after a fault: the incident is over."""
 
@@ -716,6 +733,7 @@ EventBody: TypeAlias = (
     | SlowRank
     | SlowRankRecovered
     | SamplesSkipped
+    | StrategyChosen
     | Recovered
     | StepsUndone
     | NodeSucceeded
