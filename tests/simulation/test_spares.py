@@ -17,6 +17,8 @@ from tests.simulation.cluster import Cluster
 from tests.simulation.nodes import Delays, SimulatedNode
 from tests.simulation.test_job_machine import job, rounds, started
 
+pytestmark = pytest.mark.slow
+
 SLOW = Delays(launch=(300.0, 400.0), step=(0.5, 0.6))
 """A node takes minutes to start."""
 
@@ -40,7 +42,7 @@ def told(cluster: Cluster, kind: type) -> list[events.EventBody]:
     return [event.body for event in cluster.events if isinstance(event.body, kind)]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_spare_takes_the_place_of_a_lost_node_at_once(seed: int) -> None:
     cluster = with_spares(seed=seed)
     spare, victim = spares(cluster)[0], cluster.nodes[seed]
@@ -202,7 +204,16 @@ def churn(seed: int) -> None:
     assert not final
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(2))
 def test_faults_at_random(part: int) -> None:
     for seed in range(part * 5, part * 5 + 5):
+        churn(seed)
+
+
+@pytest.mark.heavy
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("block", range(20))
+def test_faults_at_random_in_1000_jobs(block: int) -> None:
+    for seed in range(1000 + 50 * block, 1050 + 50 * block):
         churn(seed)

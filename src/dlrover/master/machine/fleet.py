@@ -225,19 +225,25 @@ class Fleet:
 
     # ---- spares
 
-    def spare_for(self, lost: Node) -> int:
-        """Return the spare that takes the place of a node of the world if it is lost; -1 if there is none."""
+    def spare_for(self, lost: Node, now: float, *, on_its_host: bool = True) -> int:
+        """Return the spare that takes the place of a node of the world if it is lost; -1 if there is none.
+
+        Without ``on_its_host``, the spare must run on another host.
+        """
         state = self.state
         if state.is_outside(lost) or is_server(lost.node_rank):
             return -1
         if not lost.launched:
             return min(state.spares.standing - {lost.id}, default=-1)
-        best = state.spares.best(state.nodes, lost, state.checks.passed)
+        avoid = set(state.faults.excluded(now))
+        if not (on_its_host or state.job.one_host):
+            avoid.add(lost.hostname)
+        best = state.spares.best(state.nodes, lost, state.checks.passed, avoid)
         return -1 if best is None else best.id
 
     def take_spare(self, lost: Node, now: float) -> bool:
         """Let a spare take the place of a lost node, and launch another spare; return False if there is none."""
-        state, found = self.state, self.spare_for(lost)
+        state, found = self.state, self.spare_for(lost, now)
         if found < 0 or found in state.spares.standing or state.has_ended():
             return False
         spare = state.nodes[found]

@@ -319,6 +319,7 @@ class JobMachine:
         """Keep the offer of a launched spare until it takes a place."""
         if not node.connected:
             return
+        self.fleet.failed_starts.pop(node.node_rank, None)
         if self.spares.stand_by(node.id, join.offer):
             self.state.emit(events.SpareReady(node.id))
         self.state.send(inputs.Say(node.id, StandBy()))

@@ -226,7 +226,7 @@ class Recovery:
         if node is not None and decision.suspect == node.id:
             verdict = msgspec.structs.replace(verdict, action=Action.RELAUNCH)
         action = Action.RESTART if node is None else self._action(node, verdict, now)
-        rung, successor = self._rung(node, action)
+        rung, successor = self._rung(node, action, now)
         self._emit_restart(decision.reason, verdict.cause, action, failure.node_id, rung, successor)
         if node is not None:
             self._act(node, action, verdict, now)
@@ -270,13 +270,16 @@ class Recovery:
         self._emit_restart(reason, verdict.cause, Action.RESTART, root.failure.node_id)
         return True
 
-    def _rung(self, node: Node | None, action: Action) -> tuple[Rung, int]:
+    def _rung(self, node: Node | None, action: Action, now: float) -> tuple[Rung, int]:
         """Return the rung of the ladder for a node's failure or loss, and the spare that takes its place or -1."""
         if node is None:
             return Rung.PROCESS, -1
         grows = action is Action.MORE_MEMORY and node.launched and self.state.job.grows_memory
         leaves = node.status.final or action is Action.RELAUNCH or grows
-        spare = self.fleet.spare_for(node) if leaves and not grows else -1
+        spare = -1
+        if leaves and not grows:
+            gives_up = action is Action.RELAUNCH
+            spare = self.fleet.spare_for(node, now, on_its_host=not gives_up)
         rung = ladder.choose(
             ladder.Facts(
                 action=action,

@@ -9,7 +9,7 @@ rounds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -65,16 +65,20 @@ class Spares:
         """Return whether a node is a spare that can take another one's place now."""
         return node_id in self.offers or node_id in self.standing
 
-    def best(self, nodes: Mapping[int, Node], lost: Node, passed: set[int]) -> Node | None:
+    def best(
+        self, nodes: Mapping[int, Node], lost: Node, passed: AbstractSet[int], avoid: AbstractSet[str]
+    ) -> Node | None:
         """Return the spare to take a lost node's place: one that passed its check, else the oldest.
 
-        It must have at least the cores and the memory that the lost node's successor would get.
+        It must have at least the cores and the memory that the lost node's successor would get, and run on none
+        of the hosts in ``avoid``.
         """
         fit = [
             nodes[i]
             for i in self.offers
             if nodes[i].cpu_factor >= lost.cpu_factor
             and nodes[i].memory_factor >= lost.memory_factor
+            and nodes[i].hostname not in avoid
         ]
         return min(fit, key=lambda node: (node.id not in passed, node.id), default=None)
 
