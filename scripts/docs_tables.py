@@ -50,6 +50,9 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.MasterRecovered(42),
     events.MasterAdopted(5, 4),
     events.NodeLaunched(4, replaces=1),
+    events.SparesDecided(1, 2, 128, 0.0031, 900.0),
+    events.SpareReady(5),
+    events.SpareTakesPlace(5, 2),
     events.NodeWaits(
         4, "Pod train-edljob-worker-4 waits: 0/9 nodes are available: 9 Insufficient nvidia.com/gpu"
     ),

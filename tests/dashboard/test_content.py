@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from dlrover.dashboard import actions, checkpoints, content, listing, logs
+from dlrover.dashboard import actions, checkpoints, content, listing, logs, page
 from dlrover.data.machine.queue import ShardQueue
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir, MasterConfig
-from dlrover.spec.outcome import Outcome
+from dlrover.spec.outcome import Cause, Outcome
 from dlrover.spec.shards import DataSpec, Incarnation, OpenShards, Span, TakeShards
 
 
@@ -50,6 +51,17 @@ def test_the_list_has_every_job_once_and_roles_below_theirs(tmp_path: Path) -> N
     every = found.jobs()
     asyncio.run(listing.ask_masters(every))
     assert {row["phase"] for row in every} == {"failed", "interrupted"}
+
+
+def test_each_cause_has_a_colour_of_its_own() -> None:
+    sheet = page.style()
+    names = [
+        re.search(rf"\.c-{cause.value} {{{{ background: var\((--\w+)\)", sheet) for cause in Cause
+    ]
+    colours = [re.findall(rf"{found[1]}: (#\w+)", sheet) for found in names if found is not None]
+    assert len(colours) == len(Cause)
+    assert all(len(of) >= 2 for of in colours), "light and dark"
+    assert len({of[0] for of in colours}) == len(Cause)
 
 
 def test_only_log_files_of_the_job_are_shown(tmp_path: Path) -> None:

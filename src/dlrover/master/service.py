@@ -109,6 +109,7 @@ class Master:
         self._last_seen: dict[int, float] = {}
         self._steps: dict[int, int] = {}
         self._dismissed: set[int] = set()
+        self._modules = b""  # what the program loads, for spares; each master hears it again
         self._activities = Activities()
         self.hangs = HangWatch(self.machine, self._say, self._submit_finding)
         self.scaler = AutoScaler(self.machine, self._submit_finding, self.hangs.held_up)
@@ -415,6 +416,8 @@ class Master:
             self._steps[node_id] = 0
         elif isinstance(message, messages.Dismiss):
             self._dismissed.add(node_id)
+        elif isinstance(message, messages.StandBy):
+            message = messages.StandBy(self._modules)
         queue = self._queues.get(node_id)
         if queue is not None:
             queue.put_nowait(message)
@@ -473,6 +476,10 @@ class Master:
                 self.submit(inputs.Reported(node_id, message))
             case messages.Evidence():
                 self.hangs.answered(node_id, message)
+            case messages.ModulesListed(modules) if modules != self._modules:
+                self._modules = modules
+                for spare in (*self.machine.spares.offers, *self.machine.spares.standing):
+                    self._say(spare, messages.StandBy())
 
     def _take_heartbeat(self, node_id: int, message: messages.Heartbeat) -> None:
         """Record a node's steps; journal the first ones of a round at once, the others now and then."""
