@@ -302,6 +302,13 @@ def _add_job(group: OptionGroup) -> None:
         help="Train with a multiple of N nodes only (default: %(default)s).",
     )
     group.add(
+        "--spares",
+        default="",
+        metavar="N|auto",
+        help="Spare nodes beside --nnodes, warm and without ranks: each takes the place of a lost node at once. "
+        "auto chooses their number from the measured failures (default: 0).",
+    )
+    group.add(
         "--servers",
         default="",
         metavar="[MIN:]MAX",

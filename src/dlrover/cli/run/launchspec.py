@@ -91,7 +91,8 @@ def run_options(
     others = nodes.other_nodes(args, environ)
     min_nodes, max_nodes = (bound + others for bound in nodes.bounds(args))
     standalone = _is_standalone(args, min_nodes, max_nodes)
-    _check_node_rank(args, standalone, max_nodes)
+    spares, auto_spares = nodes.spares(args, environ, max_nodes, standalone=standalone)
+    _check_node_rank(args, standalone, max_nodes + spares)
     if args.embedding_servers:
         args = nodes.with_embedding_servers(args)
     min_servers, max_servers = nodes.server_bounds(args.servers, args.local_nodes)
@@ -127,6 +128,8 @@ def run_options(
             max_servers=max_servers,
             server_failover=server_failover,
             chief=args.chief,
+            spares=spares,
+            auto_spares=auto_spares,
             other_nodes=others,
             auto_scale=args.auto_scale,
             max_restarts=launch.max_restarts,
