@@ -160,6 +160,7 @@ def _own_variables(job: ElasticJob, launch: LaunchNode, role: str, master: str) 
         "NODE_ID": str(launch.node_id),
         "NODE_NUM": str(count(job)),
         "NODE_RANK": str(index_in_role(launch.node_rank)),
+        "WORKER_NUM": str(count(job)),
     }
     fields = {
         "DLROVER_NODE_NAME": "spec.nodeName",
