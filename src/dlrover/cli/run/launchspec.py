@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from dlrover.cli.run import nodes
+from dlrover.cli.run import nodes, onray
 from dlrover.cli.run.nproc import resolve_nproc
 from dlrover.errors import ConfigurationError
 from dlrover.spec.job import Entry, JobSpec, LaunchSpec, StdMap
@@ -72,6 +72,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     output: str
     """``text`` or ``json``."""
     accelerator: str
+    ray: onray.RayOptions | None
+    """Where the nodes run if it is a Ray cluster."""
     notices: tuple[str, ...]
     """A line for each given option without effect, and for each automatic choice."""
 
@@ -148,6 +150,7 @@ def run_options(
         config_file=args.config,
         output=args.output,
         accelerator=args.accelerator,
+        ray=onray.ray_options(args, environ, launch.nproc_per_node),
         notices=(*chosen, *_notices(args)),
     )
 

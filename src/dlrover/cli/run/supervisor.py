@@ -127,9 +127,9 @@ class Supervisor:
         self._screen: progress.Screen | None = None
         procs.become_subreaper()
 
-    def add_master(self) -> None:
-        """Run the job's master here."""
-        self.master = self._child("master", "dlrover.master", self._job_dir.outcome, [])
+    def add_master(self, module: str = "dlrover.master") -> None:
+        """Run the job's master here, or with ``module`` the process that stands for it."""
+        self.master = self._child("master", module, self._job_dir.outcome, [])
 
     def add_agent(self, node_rank: int, node_id: int = -1) -> None:
         """Run one node here, of a job whose master is here or elsewhere.
