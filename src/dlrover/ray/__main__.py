@@ -60,7 +60,7 @@ def _guard(fd: int, name: str) -> None:
     actor = cluster.actor(name)
     if actor is not None:
         with contextlib.suppress(DLRoverError):
-            cluster.answer(actor.abandon.remote(), ABANDON_TIMEOUT)
+            cluster.answer(actor.abandon.remote, ABANDON_TIMEOUT)
     os._exit(ExitCode.INFRASTRUCTURE)
 
 

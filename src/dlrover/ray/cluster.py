@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -17,6 +19,10 @@ logger = logging.getLogger(__name__)
 
 MOST_RECORD = 16 << 20
 """Bytes of an ended job's record beyond which its journal is left out of it."""
+CONNECT_TIMEOUT = 10.0
+"""Seconds for a connection to the cluster's port."""
+RETRY_DELAY = 0.2
+"""Seconds between two calls to an actor that Ray restarts."""
 _EXTRA = "The module {} is missing: --platform ray needs pip install 'dlrover[ray]'."
 _RECORD = "dlrover:ended:"
 
@@ -45,12 +51,25 @@ def connect(address: str, working_dir: str = "") -> None:
 
     if ray.is_initialized():
         return
+    _check_port(address)
     options: dict[str, Any] = {"runtime_env": {"working_dir": working_dir}} if working_dir else {}
     if not address.startswith("ray://"):
         options |= {"log_to_driver": False, "configure_logging": False}
     try:
         ray.init(address or "auto", namespace=NAMESPACE, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise ConfigurationError(jobs.why_refused(address, str(error))) from error
+
+
+def _check_port(address: str) -> None:
+    """Refuse an address where nothing listens; Ray itself would try again and again."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon:
+        return
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT):
+            pass
+    except (OSError, ValueError) as error:
         raise ConfigurationError(jobs.why_refused(address, str(error))) from error
 
 
@@ -97,6 +116,14 @@ def remove_groups(prefix: str) -> None:
         if group["name"].startswith(prefix) and group["state"] != "REMOVED":
             identity = ray.PlacementGroupID(bytes.fromhex(key))
             ray.util.remove_placement_group(PlacementGroup(identity))
+
+
+def has_room(name: str) -> bool:
+    """Return whether the placement group of this name has its resources."""
+    import ray  # noqa: PLC0415
+
+    groups = ray.util.placement_group_table().values()
+    return any(group["name"] == name and group["state"] == "CREATED" for group in groups)
 
 
 def machines() -> dict[str, Resources]:
@@ -162,15 +189,20 @@ def forget_record(job: str) -> None:
     internal_kv._internal_kv_del(_RECORD + job)  # noqa: SLF001
 
 
-def answer(reference: Any, timeout: float | None = None) -> Any:
-    """Return the result of a call to an actor.
+def answer(call: Callable[[], Any], timeout: float) -> Any:
+    """Return the result of a call to an actor; call again while Ray restarts the actor.
 
     Raises:
-        InfrastructureError: the actor cannot be reached, is dead, or takes longer than ``timeout`` seconds.
+        InfrastructureError: the actor is dead, or does not answer within ``timeout`` seconds.
     """
     import ray  # noqa: PLC0415
 
-    try:
-        return ray.get(reference, timeout=timeout)
-    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-        raise InfrastructureError(f"Ray: {jobs.why_died(str(error))}.") from error
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            return ray.get(call(), timeout=max(0.0, until - time.monotonic()))
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            away = isinstance(error, ray.exceptions.ActorUnavailableError)
+            if not away or time.monotonic() > until:
+                raise InfrastructureError(f"Ray: {jobs.why_died(str(error))}.") from error
+            time.sleep(RETRY_DELAY)  # noqa: TID251 - Ray restarts the actor meanwhile

@@ -61,13 +61,13 @@ class MasterActor:
 
     async def moved(self, known: str) -> str:
         """Return the master's address as soon as it is another one than ``known``."""
-        while (address := self._address()) in ("", known):
+        while (address := self._address()) in ("", known):  # noqa: ASYNC110 - another thread
             await asyncio.sleep(POLL)
         return address
 
     async def show(self, chunks: list[tuple[int, bytes]]) -> None:
         """Take output of a node; wait while the command takes none."""
-        while self._size > MOST_OUTPUT and not self._taken:
+        while self._size > MOST_OUTPUT and not self._taken:  # noqa: ASYNC110 - rare
             await asyncio.sleep(POLL)
         self._output.extend(chunks)
         self._size += sum(len(data) for _, data in chunks)

@@ -65,7 +65,8 @@ class RayPlatform:
 
     def adopt(self, node_id: int, handle: str) -> None:
         """Watch an actor that an earlier master requested; report its end if it is gone."""
-        self._do(self._watch(node_id, handle), self._watches)
+        bundle = jobs.bundle_of(self._job, handle)
+        self._do(self._watch(node_id, handle, bundle), self._watches)
 
     def find(self) -> list[FoundNode]:
         """Return the job's nodes that ran or waited when this master began."""
@@ -90,7 +91,7 @@ class RayPlatform:
     # ---- a node's life
 
     async def _make(self, name: str, node: LaunchNode) -> None:
-        bundle = jobs.bundle(self._job.role(node.node_rank).resources, node)
+        bundle = jobs.bundle_of(self._job, name)
         while name not in self._unwanted:
             try:
                 await asyncio.to_thread(_create, name, bundle, node, self._data)
@@ -103,19 +104,19 @@ class RayPlatform:
             await asyncio.to_thread(_remove, name)
         await self._watch(node.node_id, name, bundle)
 
-    async def _watch(self, node_id: int, name: str, bundle: jobs.Resources | None = None) -> None:
+    async def _watch(self, node_id: int, name: str, bundle: jobs.Resources) -> None:
         """Report what a node waits for, and its end."""
         actor = await asyncio.to_thread(cluster.actor, name)
         if actor is None:
             reason = "it was no longer wanted" if name in self._unwanted else "its actor is gone"
         else:
-            starting = asyncio.create_task(self._explain(node_id, actor, bundle))
+            starting = asyncio.create_task(self._explain(node_id, name, actor, bundle))
             reason = await _end(actor)
             starting.cancel()
         await asyncio.to_thread(_remove, name)
         self._master.on_node_exit(node_id, reason)
 
-    async def _explain(self, node_id: int, actor: Any, bundle: jobs.Resources | None) -> None:
+    async def _explain(self, node_id: int, name: str, actor: Any, bundle: jobs.Resources) -> None:
         """Say what a node waits for, as long as it does not run."""
         started = asyncio.wrap_future(actor.host.remote().future())
         said, pause = "", FIRST_WAIT
@@ -124,9 +125,7 @@ class RayPlatform:
                 await asyncio.wait_for(asyncio.shield(started), pause)
                 break
             pause = WAIT_INTERVAL
-            free = await asyncio.to_thread(ray.available_resources)
-            total = await asyncio.to_thread(ray.cluster_resources)
-            reason = jobs.waits(bundle or {}, free, total)
+            reason = await asyncio.to_thread(_obstacle, name, bundle)
             if reason != said:
                 self._master.on_node_wait(node_id, reason)
                 said = reason
@@ -167,6 +166,13 @@ def _create(name: str, bundle: jobs.Resources, node: LaunchNode, data: bytes) ->
         resources=own,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
     ).remote(data, node.node_id, node.node_rank)
+
+
+def _obstacle(name: str, bundle: jobs.Resources) -> str:
+    """Return why a node does not run; empty if it has its resources and is only starting."""
+    if cluster.has_room(name):
+        return ""
+    return jobs.waits(bundle, ray.available_resources(), ray.cluster_resources())
 
 
 def _remove(name: str) -> None:

@@ -30,7 +30,7 @@ def start(job: jobs.RayJob) -> Any:
     name = jobs.master_name(job.name)
     running = cluster.actor(name)
     if running is not None:
-        if cluster.answer(running.token.remote(), ANSWER_TIMEOUT) == job.token:
+        if cluster.answer(running.token.remote, ANSWER_TIMEOUT) == job.token:
             return running
         raise ConfigurationError(
             f"The Ray cluster already runs a job named {job.name}; --rdzv-id (metadata.name of a manifest) "
@@ -46,7 +46,7 @@ def start(job: jobs.RayJob) -> Any:
         max_concurrency=CALLS,
         num_cpus=0,
     ).remote(jobs.encode(job))
-    cluster.answer(made.token.remote(), ANSWER_TIMEOUT)
+    cluster.answer(made.token.remote, ANSWER_TIMEOUT)
     return made
 
 
@@ -73,8 +73,8 @@ def copy(env: Mapping[str, str], job: str, address: str) -> JobDir:
         return found
     from dlrover.ray.tunnel import Tunnel  # noqa: PLC0415
 
-    write(found, cluster.answer(actor.files.remote(), ANSWER_TIMEOUT))
-    token = cluster.answer(actor.token.remote(), ANSWER_TIMEOUT)
+    write(found, cluster.answer(actor.files.remote, ANSWER_TIMEOUT))
+    token = cluster.answer(actor.token.remote, ANSWER_TIMEOUT)
     files.write_atomically(found.token, token.encode(), mode=0o600)
     known = MasterAddress(Tunnel(jobs.master_name(name)).address, 0)
     files.write_atomically(found.master, msgspec.json.encode(known))

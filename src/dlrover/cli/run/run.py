@@ -155,7 +155,7 @@ class _Plan:
         """
         options = self._options
         given = options.launch.run_id not in ("", "none") and not options.standalone
-        name = self._name if given else self._job_dir.path.name
+        self._name = name = self._name if given else self._job_dir.path.name
         size = NodeLimits(
             memory=int(ray.resources.get("memory", 0)), cpu=ray.resources.get("CPU", 0.0)
         )

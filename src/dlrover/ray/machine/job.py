@@ -148,15 +148,18 @@ def parse_resources(flag: str, text: str) -> dict[str, float]:
     return amounts
 
 
-def bundle(resources: Resources, node: LaunchNode) -> dict[str, float]:
-    """Return the placement group bundle of a node: the role's resources, multiplied by the node's factors."""
+def bundle_of(job: RayJob, name: str) -> dict[str, float]:
+    """Return the bundle of the node with this name: its role's resources, multiplied by its factors."""
+    [node] = found_nodes(job.name, [name])
     factors = {"CPU": node.cpu_factor, "memory": node.memory_factor}
-    scaled = {name: amount * factors.get(name, 1.0) for name, amount in resources.items()}
-    return {
-        name: float(int(amount)) if name == "memory" else amount
-        for name, amount in scaled.items()
+    scaled = {
+        kind: amount * factors.get(kind, 1.0)
+        for kind, amount in job.role(node.node_rank).resources.items()
         if amount
     }
+    if "memory" in scaled:
+        scaled["memory"] = float(int(scaled["memory"]))
+    return scaled
 
 
 def in_words(amounts: Resources) -> str:
@@ -172,7 +175,7 @@ def waits(wanted: Resources, free: Resources, total: Resources) -> str:
     """Return why a placement group is pending."""
     short = [name for name, amount in wanted.items() if free.get(name, 0.0) < amount]
     if not short:
-        return f"placement group pending: needs {in_words(wanted)} on one node, and no node has that free"
+        return f"placement group pending: needs {in_words(wanted)}, and no node of the cluster has all of it free"
     having = " and ".join(
         f"{in_words({name: free.get(name, 0.0)})} free of {in_words({name: total.get(name, 0.0)})[len(name) + 1 :]}"
         for name in short
