@@ -35,7 +35,9 @@ class Cluster:
     """A head without CPUs, on which masters run, and nodes with one CPU each."""
 
     def __init__(self, nodes: int) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # sockets need short paths
+        self.directory = Path(
+            tempfile.mkdtemp(prefix="ray", dir="/tmp")
+        )  # sockets need short paths
         self.env = {
             **{k: v for k, v in os.environ.items() if not k.startswith("DLROVER_")},
             "HOME": str(self.directory),
@@ -106,9 +108,8 @@ class Cluster:
         found = []
         for node in self._nodes:
             with contextlib.suppress(psutil.Error):
-                for process in psutil.Process(node.pid).children(recursive=True):
-                    if process.name().startswith("ray::MasterA"):
-                        found.append(process)
+                below = psutil.Process(node.pid).children(recursive=True)
+                found += [one for one in below if one.name().startswith("ray::MasterA")]
         return found
 
     def left(self) -> list[object]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-import signal
 
+import psutil
 import pytest
 
 from dlrover.spec import events
 from tests.process.conftest import Training
 
-pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("default"),  # Ray's own
+]  # fmt: skip
 
 WAIT = 120.0
 """Seconds for a node to be replaced, and for the steps after it."""
@@ -54,22 +57,22 @@ def test_a_job_survives_every_kill_and_computes_what_a_local_one_does(
     )  # fmt: skip
     assert json.loads(shown.stdout)["status"]["phase"] == "running", shown.stderr
 
-    def survive(kill) -> None:
+    def survive(victim: psutil.Process) -> None:
         before = len(launch.events_of(events.RoundCompleted))
-        kill()
+        victim.kill()
         launch.until(
             lambda: len(launch.events_of(events.RoundCompleted)) > before, WAIT, "a new round"
         )
         done = len(training.losses)
         launch.until(lambda: len(training.losses) > done, WAIT, "a step")
 
-    survive(lambda: ray_cluster.workers()[0].kill())
-    survive(lambda: ray_cluster.agents()[0].kill())
-    survive(lambda: ray_cluster.agents()[0].parent().kill())
+    survive(ray_cluster.workers()[0])
+    survive(ray_cluster.agents()[0])
+    survive(ray_cluster.agents()[0].parent())
     [master] = ray_cluster.masters()
     master.kill()
     launch.until(lambda: launch.events_of(events.MasterRecovered), WAIT, "the master")
-    survive(lambda: ray_cluster.agents()[0].parent().parent().kill())  # a raylet
+    survive(ray_cluster.agents()[0].parent().parent())  # a raylet
     ray_cluster.add_node()
     launch.succeed(WAIT)
     assert losses(training) == local

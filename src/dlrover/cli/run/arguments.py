@@ -62,6 +62,14 @@ def parse(
     return run_options(args, environ, probe)
 
 
+def parse_elsewhere(
+    argv: Sequence[str], environ: Mapping[str, str], probe: Callable[[str], int]
+) -> RunOptions:
+    """Return the options of a command for another machine, which has the program; otherwise as `parse`."""
+    args = build_parser(environ).parse_args(argv)
+    return run_options(args, environ, probe, elsewhere=True)
+
+
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     """Return a parser whose namespaces hold all of torchrun's values, with defaults from ``environ``.
 

@@ -79,11 +79,16 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_options(
-    args: argparse.Namespace, environ: Mapping[str, str], probe: Callable[[str], int]
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    probe: Callable[[str], int],
+    *,
+    elsewhere: bool = False,
 ) -> RunOptions:
     """Return the meaning of ``args``, a namespace of `dlrover.cli.run.arguments.build_parser`.
 
     ``probe`` counts the devices for a word as ``--nproc-per-node`` (`dlrover.cli.run.nproc.resolve_nproc`).
+    ``elsewhere``: the program is not on this machine, so that it cannot be looked for.
 
     Raises:
         ConfigurationError: the first mistake found.
@@ -108,7 +113,7 @@ def run_options(
     _check_master_port(args.master_port)
     endpoint = None if standalone else _endpoint(args)
     rdzv_conf = parse_rdzv_conf(args.rdzv_conf)
-    launch = _launch_spec(args, environ, probe, standalone)
+    launch = _launch_spec(args, environ, probe, standalone, elsewhere=elsewhere)
     if args.chief and launch.nproc_per_node != 1:
         raise ConfigurationError(
             f"--nproc-per-node {launch.nproc_per_node}: with --chief, each node has 1 process."
@@ -160,13 +165,16 @@ def _launch_spec(
     environ: Mapping[str, str],
     probe: Callable[[str], int],
     standalone: bool,
+    *,
+    elsewhere: bool,
 ) -> LaunchSpec:
     if args.max_restarts < 0:
         raise ConfigurationError(
             f"--max-restarts {args.max_restarts}: must be 0 or a positive whole number."
         )
     entry = _entry(args)
-    _check_program(entry, args.training_script, environ)
+    if not elsewhere:
+        _check_program(entry, args.training_script, environ)
     return LaunchSpec(
         entry=entry,
         target=args.training_script,
