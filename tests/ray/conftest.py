@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ STARTS = 3
 START = 45.0
 END = 60.0
 """Seconds for what a job leaves in the cluster to go away."""
-HEAD = ("--include-dashboard=false", "--ray-client-server-port={}", "--num-cpus=0")
+HEAD = ("--head", "--include-dashboard=false", "--ray-client-server-port={}", "--num-cpus=0")
 
 
 class Cluster:
@@ -48,39 +47,42 @@ class Cluster:
         self._nodes: list[subprocess.Popen[bytes]] = []
         self.address = f"{_own_address()}:{free_port()}"
         port, client = self.address.rpartition(":")[2], str(free_port_below())
-        self._start("--head", f"--port={port}", *(word.format(client) for word in HEAD))
+        head = [f"--port={port}", f"--temp-dir={self.directory / 't'}"]
+        self._start([*head, *(word.format(client) for word in HEAD)])
         self.client_address = f"ray://{self.address.rpartition(':')[0]}:{client}"
-        threads = [threading.Thread(target=self.add_node) for _ in range(nodes)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(self._nodes) == 1 + nodes, "not all Ray nodes could be started"
+        self.add_nodes(nodes)
 
-    def add_node(self) -> None:
-        """Start one more node, with one CPU."""
-        self._start(f"--address={self.address}", "--num-cpus=1")
+    def add_nodes(self, count: int) -> None:
+        """Start more nodes, with one CPU each."""
+        self._start([f"--address={self.address}", "--num-cpus=1"], count)
 
-    def _start(self, *options: str) -> None:
+    def _start(self, options: list[str], count: int = 1) -> None:
+        missing = count
+        for _ in range(STARTS):
+            for _ in range(missing):  # one after the other: the time of each start is limited
+                node, log = self._begin(options)
+                end = time.monotonic() + START
+                while not _decided(node, log) and time.monotonic() < end:
+                    time.sleep(POLL)
+                if node.poll() is None and "Ray runtime started" in log.read_text():
+                    self._nodes.append(node)
+                    missing -= 1
+                else:
+                    _end(node)
+            if not missing:
+                return
+        pytest.fail(f"not all Ray nodes could be started:\n{log.read_text()}")
+
+    def _begin(self, options: list[str]) -> tuple[subprocess.Popen[bytes], Path]:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options]
         command += ["--object-store-memory=80000000"]
-        if "--head" in options:
-            command += [f"--temp-dir={self.directory / 't'}"]
-        for _ in range(STARTS):
-            log = self.directory / f"start-{secrets.token_hex(2)}"
-            with log.open("wb") as out:
-                node = subprocess.Popen(
-                    ["setpriv", "--pdeathsig", "TERM", *command],
-                    env=self.env, stdout=out, stderr=out, cwd=self.directory, start_new_session=True,
-                )  # fmt: skip
-            end = time.monotonic() + START
-            while not _decided(node, log) and time.monotonic() < end:
-                time.sleep(POLL)
-            if node.poll() is None and "Ray runtime started" in log.read_text():
-                self._nodes.append(node)
-                return
-            _end(node)
-        pytest.fail(f"no Ray node could be started:\n{log.read_text()}")
+        log = self.directory / f"start-{secrets.token_hex(2)}"
+        with log.open("wb") as out:
+            node = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "TERM", *command],
+                env=self.env, stdout=out, stderr=out, cwd=self.directory, start_new_session=True,
+            )  # fmt: skip
+        return node, log
 
     def options(self, nodes: int, **options: object) -> list[str]:
         """Options of ``dlrover-run`` for this cluster."""

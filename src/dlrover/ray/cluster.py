@@ -51,7 +51,7 @@ def connect(address: str, working_dir: str = "") -> None:
 
     if ray.is_initialized():
         return
-    _check_port(address)
+    check_port(address)
     options: dict[str, Any] = {"runtime_env": {"working_dir": working_dir}} if working_dir else {}
     if not address.startswith("ray://"):
         options |= {"log_to_driver": False, "configure_logging": False}
@@ -61,7 +61,7 @@ def connect(address: str, working_dir: str = "") -> None:
         raise ConfigurationError(jobs.why_refused(address, str(error))) from error
 
 
-def _check_port(address: str) -> None:
+def check_port(address: str) -> None:
     """Refuse an address where nothing listens; Ray itself would try again and again."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon:

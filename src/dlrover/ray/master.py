@@ -131,7 +131,7 @@ class MasterActor:
     def _prepare(self) -> JobDir:
         env = config.environ()
         for state in config.state_dirs(env):
-            made = JobDir(state / "jobs" / self._job.name)
+            made = JobDir(state / "jobs" / self._job.place)
             with contextlib.suppress(OSError):
                 made.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 host = ray.util.get_node_ip_address()

@@ -122,7 +122,7 @@ class NodeActor:
 
     def _prepare(self) -> JobDir:
         """Make the job's directory on this machine; all nodes here share it, as a replacement finds its saver by it."""
-        place = Path("jobs") / f"{self._job.name}-nodes"
+        place = Path("jobs") / f"{self._job.place}-nodes"
         for state in config.state_dirs(config.environ()):
             with contextlib.suppress(OSError):
                 made = JobDir(state / place)

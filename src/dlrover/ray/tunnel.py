@@ -42,7 +42,7 @@ class Tunnel:
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, ray.exceptions.RayError), contextlib.closing(writer):
-            actor = await asyncio.to_thread(cluster.actor, self._master)
+            actor = cluster.actor(self._master)
             if actor is None:
                 return
             number = await _call(actor.open.remote())

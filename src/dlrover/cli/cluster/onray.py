@@ -75,7 +75,7 @@ def _role(
         raise ConfigurationError(
             f"spec.replicaSpecs.{role}.template: its command must be dlrover-run with its options and program."
         )
-    asked = requests_of({"containers": [{}], **(template.get("spec") or {})})
+    asked = requests_of(template)
     resources = {_NAMES[name]: amount for name, amount in asked.items()}
     count = int(resources.get("GPU", 0))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -51,6 +52,11 @@ class RayJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Directory that Ray copies to each node; empty: none."""
     foreground: bool = False
     """True if the job ends with the command that started it."""
+
+    @property
+    def place(self) -> str:
+        """Name of the job's directories on the machines of the cluster; that of no other job."""
+        return f"{self.name}-{hashlib.sha256(self.token.encode()).hexdigest()[:8]}"
 
     def role(self, node_rank: int) -> RayRole:
         """Return what a node with this wanted rank starts."""
@@ -202,9 +208,10 @@ def impossible(
     asked = {name: amount * count for name, amount in wanted.items() if amount}
     for name, amount in asked.items():
         if total.get(name, 0.0) < amount:
+            many = "1 node needs" if count == 1 else f"{count} nodes need"
             each = f", {in_words({name: wanted[name]})} each" if count > 1 else ""
             return (
-                f"{count} node{'' if count == 1 else 's'} need {in_words({name: amount})}{each}, and the cluster "
+                f"{many} {in_words({name: amount})}{each}, and the cluster "
                 f"can have {in_words({name: total.get(name, 0.0)})}"
             )
     if most is None and not any(_fits(wanted, machine) for machine in machines):
