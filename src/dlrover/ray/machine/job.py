@@ -230,7 +230,7 @@ def why_died(message: str) -> str:
     """Return the reason in Ray's message about a dead actor, on one line and without its list of ids."""
     lines = [line.strip() for line in message.splitlines()]
     kept = [line for line in lines if line and not _is_field(line)]
-    said = " ".join(kept).rstrip(".")
+    said = " ".join(kept).partition(" Some common causes include")[0].rstrip(".")
     for opening in (
         "The actor died unexpectedly before finishing this task.",
         "The actor is dead because",
