@@ -13,9 +13,9 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lifeline-fd", type=int, default=-1, help="End the job when it closes.")
     args = parser.parse_args(argv)
     job_dir = JobDir(args.job_dir)
-    logs.log_to(job_dir.path / "ray.log")
+    log = job_dir.path / "ray.log"
+    logs.log_to(log)
+    shown = _keep_streams(log)
     try:
         job = jobs.decode((job_dir.path / jobs.FILE).read_bytes())
         cluster.connect(job.address, job.working_dir)
@@ -51,7 +53,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = jobs.master_name(job.name)
     if args.lifeline_fd >= 0:
         threading.Thread(target=_guard, args=(args.lifeline_fd, name), daemon=True).start()
-    return _follow(job_dir, name)
+    return _follow(job_dir, name, shown)
+
+
+def _keep_streams(log: Path) -> dict[int, BinaryIO]:
+    """Return standard output and error for the workers' output; what Ray prints itself goes to the log."""
+    shown: dict[int, BinaryIO] = {fd: os.fdopen(os.dup(fd), "wb") for fd in (1, 2)}
+    with log.open("ab") as file:
+        for fd in shown:
+            os.dup2(file.fileno(), fd)
+    return shown
 
 
 def _guard(fd: int, name: str) -> None:
@@ -64,7 +75,7 @@ def _guard(fd: int, name: str) -> None:
     os._exit(ExitCode.INFRASTRUCTURE)
 
 
-def _follow(job_dir: JobDir, name: str) -> int:
+def _follow(job_dir: JobDir, name: str, shown: Mapping[int, BinaryIO]) -> int:
     """Show the job until it ends; return its exit code."""
     import ray  # noqa: PLC0415 - after the check that it is installed
 
@@ -74,7 +85,7 @@ def _follow(job_dir: JobDir, name: str) -> int:
     files.write_atomically(job_dir.master, msgspec.json.encode(known))
     while (actor := cluster.actor(name)) is not None:
         try:
-            if _is_over(job_dir, actor):
+            if _is_over(job_dir, actor, shown):
                 remote.write(job_dir, ray.get(actor.files.remote()))
                 ray.get(actor.dismiss.remote())
                 break
@@ -90,16 +101,15 @@ def _follow(job_dir: JobDir, name: str) -> int:
     return outcome.exit_code
 
 
-def _is_over(job_dir: JobDir, actor: Any) -> bool:
+def _is_over(job_dir: JobDir, actor: Any, shown: Mapping[int, BinaryIO]) -> bool:
     """Show what is new; return whether the job has ended and all of its output is shown."""
     import ray  # noqa: PLC0415
 
     position = job_dir.events.stat().st_size if job_dir.events.exists() else 0
     chunks, happened, over = ray.get(actor.news.remote(position))
     for stream, data in chunks:
-        shown = sys.stdout.buffer if stream == 1 else sys.stderr.buffer
-        shown.write(data)
-        shown.flush()
+        shown[stream].write(data)
+        shown[stream].flush()
     if happened:
         with job_dir.events.open("ab") as file:
             file.write(happened)

@@ -75,7 +75,7 @@ def _role(
         raise ConfigurationError(
             f"spec.replicaSpecs.{role}.template: its command must be dlrover-run with its options and program."
         )
-    asked = requests_of(template)
+    asked = requests_of(dict(template))
     resources = {_NAMES[name]: amount for name, amount in asked.items()}
     count = int(resources.get("GPU", 0))
 
