@@ -252,13 +252,16 @@ class _Plan:
         self, host: str, port: int, managed_nodes: int, platform: str, size: NodeLimits
     ) -> MasterConfig:
         options = self._options
-        here = platform == "local"
         request = Request(
             job=msgspec.structs.replace(
                 options.job,
                 name=self._name,
                 managed_nodes=managed_nodes,
                 auto_scale=options.job.auto_scale and managed_nodes > 0,
+                spares=options.job.spares
+                if managed_nodes
+                else 0,  # others are those that come beyond --nnodes
+                auto_spares=options.job.auto_spares and managed_nodes > 0,
             ),
             platform=platform,
             brain=BrainSide(
@@ -266,7 +269,9 @@ class _Plan:
                 node=Group(count=1, cpu=size.cpu, memory=size.memory),
             ),
             node_size=size,
-            most_memory_factor=nodes.most_memory_factor(size, managed_nodes) if here else 0.0,
+            most_memory_factor=nodes.most_memory_factor(size, managed_nodes + options.job.spares)
+            if platform == "local"
+            else 0.0,
         )
         return master_config(request, self._settings, host, port)
 
