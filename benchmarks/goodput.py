@@ -420,6 +420,8 @@ def main() -> None:
     spared = [with_and_without(scenario, args.days, args.seeds) for scenario in WITH_SPARES]
     print("\n" + "\n".join(table_of_spares(spared)))
     if args.spares:
+        known = json.loads(args.output.read_text()) | {"spares": spared}
+        args.output.write_text(json.dumps(known, indent=1) + "\n")
         return
     measured, modelled = real(nodes=16, days=3.0, interruptions=100, seed=1)
     print(

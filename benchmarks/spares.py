@@ -27,8 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 WORKER = Path(__file__).with_name("recovery_worker.py")
-STEPS_BEFORE_KILL = 20
-LIMIT = 180.0
+STEPS_BEFORE_KILL = 6
+LIMIT = 300.0
 """Seconds allowed for each wait."""
 NODES = 2
 RUN = [sys.executable, "-m", "dlrover.cli.run.run", f"--local-nodes={NODES}"]

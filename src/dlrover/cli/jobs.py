@@ -279,6 +279,25 @@ def find(env: Mapping[str, str], job: str, path: str) -> JobDir:
     return found
 
 
+def find_on(platform: str, ray_address: str, env: Mapping[str, str], job: str, path: str) -> JobDir:
+    """Return the directory of a job: of this machine, as `find` does, or with copies of a Ray cluster's.
+
+    Raises:
+        ConfigurationError: there is no such job, platform or cluster.
+    """
+    if platform not in ("", "ray"):
+        raise ConfigurationError(f"--platform {platform}: must be ray, or empty for this machine.")
+    if not platform:
+        if ray_address:
+            raise ConfigurationError(f"--ray-address {ray_address}: needs --platform ray.")
+        return find(env, job, path)
+    if path:
+        raise ConfigurationError(f"--job-dir {path}: excludes --platform ray; name the job.")
+    from dlrover.ray import remote  # noqa: PLC0415 - an extra
+
+    return remote.copy(env, job, ray_address or env.get("RAY_ADDRESS", ""))
+
+
 def _used(state: Path) -> float:
     """Return when a state directory was last used for a job; 0.0 if never."""
     try:

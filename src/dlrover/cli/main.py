@@ -52,23 +52,41 @@ Job = Annotated[
     ),
 ]
 Dir = Annotated[str, typer.Option("--job-dir", help="Job directory, instead of the name.")]
+Platform = Annotated[
+    str, typer.Option(help="ray: the job is one of a Ray cluster; by default it is this machine's.")
+]
+RayAddress = Annotated[
+    str, typer.Option(help="The Ray cluster, as for dlrover-run; by default RAY_ADDRESS.")
+]
 
 
 @app.command()
-def status(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
+def status(
+    job: Job = "",
+    job_dir: Dir = "",
+    platform: Platform = "",
+    ray_address: RayAddress = "",
+    output: Output = Form.TEXT,
+) -> None:
     """Show a job's phase, nodes and steps, and what it waits for."""
     from dlrover.dashboard.inspect import queries  # noqa: PLC0415 - loads grpc
 
-    report = queries.status(jobs.find(config.environ(), job, job_dir))
+    report = queries.status(jobs.find_on(platform, ray_address, config.environ(), job, job_dir))
     show(report, output, queries.render_status, queries.named_status)
 
 
 @app.command()
-def nodes(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
+def nodes(
+    job: Job = "",
+    job_dir: Dir = "",
+    platform: Platform = "",
+    ray_address: RayAddress = "",
+    output: Output = Form.TEXT,
+) -> None:
     """Show the memory, cores and accelerators that each node of a job uses and has."""
     from dlrover.dashboard.inspect import queries  # noqa: PLC0415 - loads grpc
 
-    report = queries.status(jobs.find(config.environ(), job, job_dir))
+    report = queries.status(jobs.find_on(platform, ray_address, config.environ(), job, job_dir))
     show(report.status.nodes, output, queries.render_nodes, queries.named_nodes)
 
 
@@ -104,6 +122,8 @@ def drain(
 def events(
     job: Job = "",
     job_dir: Dir = "",
+    platform: Platform = "",
+    ray_address: RayAddress = "",
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Follow the job until it ends.")
     ] = False,
@@ -112,7 +132,7 @@ def events(
     """Show a job's events, one per line (with JSON: one object per line)."""
     from dlrover.dashboard.inspect import queries  # noqa: PLC0415
 
-    found = jobs.find(config.environ(), job, job_dir)
+    found = jobs.find_on(platform, ray_address, config.environ(), job, job_dir)
 
     def show(event: Event) -> None:
         text = msgspec.json.encode(event).decode() if output is Form.JSON else queries.line(event)
@@ -129,6 +149,8 @@ def events(
 def goodput(
     job: Job = "",
     job_dir: Dir = "",
+    platform: Platform = "",
+    ray_address: RayAddress = "",
     html: Annotated[
         str, typer.Option(metavar="FILE", help="Write the job's page, frozen as one file.")
     ] = "",
@@ -141,7 +163,7 @@ def goodput(
     from dlrover.dashboard import frozen  # noqa: PLC0415
     from dlrover.dashboard.inspect import goodput as ledger, trace as tracing  # noqa: PLC0415
 
-    place = jobs.find(config.environ(), job, job_dir)
+    place = jobs.find_on(platform, ray_address, config.environ(), job, job_dir)
     found = ledger.report(place)
     if html:
         ledger.write("--html", html, frozen.render(place, found))
@@ -151,31 +173,45 @@ def goodput(
 
 
 @app.command()
-def plan(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
+def plan(
+    job: Job = "",
+    job_dir: Dir = "",
+    platform: Platform = "",
+    ray_address: RayAddress = "",
+    output: Output = Form.TEXT,
+) -> None:
     """Show the auto-scaler's plans for a job: reasons, predictions, measurements and outcomes."""
     from dlrover.dashboard.inspect import plans  # noqa: PLC0415
 
-    found = plans.plans(jobs.find(config.environ(), job, job_dir))
+    found = plans.plans(jobs.find_on(platform, ray_address, config.environ(), job, job_dir))
     show(found, output, lambda plans_, _: print(plans.render(plans_)))
 
 
 @app.command()
-def stacks(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
+def stacks(
+    job: Job = "",
+    job_dir: Dir = "",
+    platform: Platform = "",
+    ray_address: RayAddress = "",
+    output: Output = Form.TEXT,
+) -> None:
     """Show where every rank is now: ranks grouped by place, with the stacks of one rank per group."""
     from dlrover.dashboard.inspect import queries  # noqa: PLC0415
 
-    found = queries.stacks(jobs.find(config.environ(), job, job_dir))
+    found = queries.stacks(jobs.find_on(platform, ray_address, config.environ(), job, job_dir))
     show(found, output, lambda stacks, _: print(stacks.report or "No workers run."))
 
 
 @app.command()
-def scale(
+def scale(  # noqa: PLR0913 - each is an option of the command
     nodes: Annotated[int, typer.Option(help="Wanted number of nodes of the role.")],
     role: Annotated[
         str, typer.Option(help="worker, or ps for the servers of a job with --servers.")
     ] = WORKER,
     job: Job = "",
     job_dir: Dir = "",
+    platform: Platform = "",
+    ray_address: RayAddress = "",
     reason: Annotated[
         str, typer.Option(help="Reason, recorded in the job's events.")
     ] = "dlrover scale",
@@ -185,7 +221,7 @@ def scale(
     from dlrover.dashboard.inspect import queries  # noqa: PLC0415
     from dlrover.master.app import read_outcome  # noqa: PLC0415
 
-    found = jobs.find(config.environ(), job, job_dir)
+    found = jobs.find_on(platform, ray_address, config.environ(), job, job_dir)
     outcome = read_outcome(found.outcome)
     if outcome is not None:
         raise ConfigurationError(f"The job in {found.path} has ended: {outcome.reason}")
@@ -201,6 +237,8 @@ def scale(
 def stop(
     job: Job = "",
     job_dir: Dir = "",
+    platform: Platform = "",
+    ray_address: RayAddress = "",
     reason: Annotated[
         str, typer.Option(help="Reason, recorded in the job's events.")
     ] = "The job was stopped by dlrover stop.",
@@ -210,7 +248,7 @@ def stop(
     from dlrover.dashboard.inspect import queries  # noqa: PLC0415
     from dlrover.master.app import read_outcome  # noqa: PLC0415
 
-    found = jobs.find(config.environ(), job, job_dir)
+    found = jobs.find_on(platform, ray_address, config.environ(), job, job_dir)
     outcome = read_outcome(found.outcome)
     if outcome is not None:
         print(f"The job in {found.path} has ended already: {outcome.reason}")

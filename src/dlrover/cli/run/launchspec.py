@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 
 from dlrover import accelerators
-from dlrover.cli.run import nodes
+from dlrover.cli.run import nodes, onray
 from dlrover.cli.run.nproc import resolve_nproc
 from dlrover.errors import ConfigurationError
 from dlrover.spec.job import Entry, JobSpec, LaunchSpec, StdMap
@@ -77,16 +77,23 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     output: str
     """``text`` or ``json``."""
     accelerator: str
+    ray: onray.RayOptions | None
+    """Where the nodes run if it is a Ray cluster."""
     notices: tuple[str, ...]
     """A line for each given option without effect, and for each automatic choice."""
 
 
 def run_options(
-    args: argparse.Namespace, environ: Mapping[str, str], probe: Callable[[str], int]
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    probe: Callable[[str], int],
+    *,
+    elsewhere: bool = False,
 ) -> RunOptions:
     """Return the meaning of ``args``, a namespace of `dlrover.cli.run.arguments.build_parser`.
 
     ``probe`` counts the devices for a word as ``--nproc-per-node`` (`dlrover.cli.run.nproc.resolve_nproc`).
+    ``elsewhere``: the program is not on this machine, so that it cannot be looked for.
 
     Raises:
         ConfigurationError: the first mistake found.
@@ -112,7 +119,7 @@ def run_options(
     _check_master_port(args.master_port)
     endpoint = None if standalone else _endpoint(args)
     rdzv_conf = parse_rdzv_conf(args.rdzv_conf)
-    launch = _launch_spec(args, environ, probe, standalone)
+    launch = _launch_spec(args, environ, probe, standalone, elsewhere=elsewhere)
     if args.chief and launch.nproc_per_node != 1:
         raise ConfigurationError(
             f"--nproc-per-node {launch.nproc_per_node}: with --chief, each node has 1 process."
@@ -157,6 +164,7 @@ def run_options(
         output=args.output,
         accelerator=args.accelerator,
         dashboard=_dashboard(args.dashboard),
+        ray=onray.ray_options(args, environ, launch.nproc_per_node),
         notices=(*chosen, *_notices(args)),
     )
 
@@ -172,13 +180,16 @@ def _launch_spec(
     environ: Mapping[str, str],
     probe: Callable[[str], int],
     standalone: bool,
+    *,
+    elsewhere: bool,
 ) -> LaunchSpec:
     if args.max_restarts < 0:
         raise ConfigurationError(
             f"--max-restarts {args.max_restarts}: must be 0 or a positive whole number."
         )
     entry = _entry(args)
-    _check_program(entry, args.training_script, environ)
+    if not elsewhere:
+        _check_program(entry, args.training_script, environ)
     return LaunchSpec(
         entry=entry,
         target=args.training_script,

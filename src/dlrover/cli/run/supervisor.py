@@ -129,9 +129,9 @@ class Supervisor:
         self._screen: progress.Screen | None = None
         procs.become_subreaper()
 
-    def add_master(self) -> None:
-        """Run the job's master here."""
-        self.master = self._child("master", "dlrover.master", self._job_dir.outcome, [])
+    def add_master(self, module: str = "dlrover.master") -> None:
+        """Run the job's master here, or with ``module`` the process that stands for it."""
+        self.master = self._child("master", module, self._job_dir.outcome, [])
 
     def add_dashboard(self, port: int) -> None:
         """Show the job in a browser at a port of this machine; the job does not depend on it."""
