@@ -72,20 +72,19 @@ def train_with_fsdp(args: argparse.Namespace, model: GPT, texts: Texts) -> None:
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
-    progress = {"step": 0}
-    state = {"model": model, "optimizer": optimizer, "progress": progress}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
     checkpointer = Checkpointer(args.out)
     record = checkpointer.load(state)
     if record is not None and dist.get_rank() == 0:
         print(f"resumed from step {record.step}, from {record.source}", flush=True)
-    for step in range(progress["step"] + 1, args.steps + 1):
+    for step in range(state["step"] + 1, args.steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps, args.lr)
         loss = mean_loss(model, texts.of(step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        progress["step"] = step
+        state["step"] = step
         checkpointer.save(step, state, to="memory" if step % args.store_every else "storage")
         ended_step(args, step, loss.item())
     checkpointer.wait()

@@ -26,7 +26,7 @@ def pushing(url: str, stream: str, run: str) -> Callable[[int, Iterable[Any]], I
 
 
 def main() -> None:
-    from pyspark.sql import SparkSession  # noqa: PLC0415 - `pushing` is used without it
+    from pyspark.sql import SparkSession
 
     url, stream, run = sys.argv[1:4]
     spark = SparkSession.builder.appName("to-dlrover").getOrCreate()

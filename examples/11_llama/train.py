@@ -125,18 +125,17 @@ def train_with_fsdp(args: argparse.Namespace) -> None:
     trainer = ElasticTrainer(
         model, optimizer, sampler, global_batch_size=args.batch_size * dist.get_world_size()
     )
-    progress = {"step": 0}
-    state = {"model": model, "optimizer": optimizer, "sampler": sampler, "progress": progress}
+    state = {"model": model, "optimizer": optimizer, "sampler": sampler, "step": 0}
     checkpointer = Checkpointer(args.out / "flash")
     record = checkpointer.load(state)
     loader = torch.utils.data.DataLoader(data, batch_sampler=trainer.batches)
-    while progress["step"] < args.steps:
+    while state["step"] < args.steps:
         for batch in loader:
             trainer.backward(model(**batch).loss)
             if not trainer.step():
                 continue
-            progress["step"] += 1
-            step = progress["step"]
+            state["step"] += 1
+            step = state["step"]
             checkpointer.save(step, state, to="memory" if step % 10 else "storage")
             perhaps_die(args, step)
             if step == args.steps:
@@ -146,7 +145,7 @@ def train_with_fsdp(args: argparse.Namespace) -> None:
     loss = trainer.loss()
     if dist.get_rank() == 0:
         how = f"resumed from {record.source}" if record else "trained"
-        print(f"{how}: loss {loss:.3f} after {progress['step']} steps", flush=True)
+        print(f"{how}: loss {loss:.3f} after {state['step']} steps", flush=True)
     checkpointer.wait()
     checkpointer.close()
     dist.destroy_process_group()

@@ -26,7 +26,7 @@ def parse_args() -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder of the checkpoints")
     add("--epochs", type=int, default=20)
     add("--batch-size", type=int, default=10, help="flowers of each worker per step")
-    add("--die-at", type=int, default=0, help="step at which the last worker ends, to try it")
+    add("--die-at", type=int, default=0, help="epoch after which the last worker ends, to try it")
     return parser.parse_args()
 
 
@@ -52,12 +52,11 @@ def main() -> None:
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     data = ElasticDataset(training, name="iris", epochs=args.epochs, shuffle=True, shard=5)
-    progress = {"step": 0}
-    state = {"model": model, "optimizer": optimizer, "data": data, "progress": progress}
+    state = {"model": model, "optimizer": optimizer, "data": data, "epochs": 0}
     checkpointer = Checkpointer(args.out)
     record = checkpointer.load(state)
     if record is not None and rank == 0:
-        print(f"resumed from step {record.step}, from {record.source}", flush=True)
+        print(f"resumed after epoch {record.step}, from {record.source}", flush=True)
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     for _ in data.until_end():
         # Workers get as many flowers as they ask for, so some run out before the others.
@@ -67,11 +66,10 @@ def main() -> None:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-        progress["step"] += 1
-        checkpointer.save(
-            progress["step"], state, to="memory" if progress["step"] % 5 else "storage"
-        )
-        if progress["step"] == args.die_at and rank == size - 1 and not restarted:
+        state["epochs"] += 1
+        done = state["epochs"]
+        checkpointer.save(done, state, to="memory" if done % 5 else "storage")
+        if done == args.die_at and rank == size - 1 and not restarted:
             os._exit(1)
     features, species = test.tensors
     right = (model(features).argmax(1) == species).float().mean().item()

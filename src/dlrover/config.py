@@ -34,7 +34,7 @@ ALIASES = {"lastcall_timeout": "last_call_timeout"}
 """Names of settings in the original DLRover, and today's names."""
 OTHER_VARIABLES = frozenset(
     {"MASTER_ADDR", "JOB_DIR", "CONFIG", "TOKEN", "STATE_DIR", "CACHE_DIR", "KUBERNETES_JOB", "KUBERNETES_JOB_UID", "NODE_ID",
-     "NODE_NAME", "NODE_RANK", "NODE_COMMAND", "STEPS_FILE", "BRAIN_TOKEN", "BRAIN_DATABASE", "REPLICA_SECRET", "NATIVE"}
+     "NODE_NAME", "NODE_RANK", "NODE_COMMAND", "STEPS_FILE", "BRAIN_TOKEN", "BRAIN_DATABASE", "DASHBOARD_TOKEN", "REPLICA_SECRET", "NATIVE"}
 )  # fmt: skip
 """``DLROVER_...`` variables that are not settings of the configuration file."""
 REPLICA_SECRET = f"{ENV_PREFIX}REPLICA_SECRET"

@@ -35,6 +35,8 @@ class Given:
     """True if the job has embedding servers (`dlrover.embedding`)."""
     global_batch: int = 0
     """Global batch chosen for the job, in samples; 0: the program's own."""
+    checkpoints: str = ""
+    """File that lists the directories of the program's checkpoints, for people; empty: none."""
 
 
 given = Given()

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from dlrover.cli.inspect import plans
 from dlrover.cli.run.arguments import parse
+from dlrover.dashboard.inspect import plans
 from dlrover.errors import ConfigurationError
 from dlrover.master.journal.history import History
 from dlrover.planning import extra

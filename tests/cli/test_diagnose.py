@@ -6,8 +6,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from dlrover.cli import main
-from dlrover.cli.inspect import diagnose
+from dlrover.cli import diagnose, main
 from dlrover.errors import ConfigurationError
 from dlrover.spec.events import Event, JobEnded, WorkerFailed
 from dlrover.spec.failure import Failure, FailureKind, Origin, Rule, Verdict

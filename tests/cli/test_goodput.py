@@ -5,20 +5,18 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import re
 from collections import Counter
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from dlrover.cli.inspect import goodput, page, timeline
-from dlrover.cli.inspect.goodput import GoodputReport
-from dlrover.cli.inspect.plans import interval
-from dlrover.cli.inspect.timeline import Timeline
 from dlrover.cli.main import app
+from dlrover.dashboard import content
+from dlrover.dashboard.inspect import goodput, timeline, trace as tracing
+from dlrover.dashboard.inspect.goodput import GoodputReport
+from dlrover.dashboard.inspect.timeline import Timeline
 from dlrover.errors import ConfigurationError
 from dlrover.master.journal.file import FileJournal
 from dlrover.master.machine.goodput.roundtime import nothing
@@ -130,10 +128,10 @@ def test_a_job_without_any_time_can_be_shown(tmp_path: Path) -> None:
     text = io.StringIO()
     goodput.render(report, Console(file=text))
     assert "Goodput is not measured: the program has reported no training step." in text.getvalue()
-    drawn = page.render(report)
-    assert "<svg" in drawn
-    assert "Goodput is not measured" in drawn
-    json.loads(page.trace(report))
+    shown = content.of_report(report, [])
+    assert shown["timeline"]["nodes"] == []
+    assert shown["goodput"]["ratio"] is None
+    json.loads(tracing.trace(report))
 
 
 def test_a_job_whose_master_is_gone_is_told_to_the_end_of_its_journal(tmp_path: Path) -> None:
@@ -204,76 +202,27 @@ def test_the_memory_for_a_timeline_is_bounded() -> None:
 # ---- the page
 
 
-class Reader(HTMLParser):
-    """Checks that tags are closed, and keeps what matters."""
-
-    VOID = frozenset({"meta", "br", "line"})
-    OPTIONAL = frozenset({"tr", "td", "th"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: Counter[str] = Counter()
-        self.attributes: list[tuple[str, str]] = []
-        self.titles: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        self.attributes += [(name, value or "") for name, value in attrs]
-        if tag not in self.VOID | self.OPTIONAL:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        self.attributes += [(name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "title":
-            self.titles.append(data)
-
-
-def read(text: str) -> Reader:
-    reader = Reader()
-    reader.feed(text)
-    reader.close()
-    assert reader.open == []
-    return reader
-
-
-def test_the_page_needs_nothing_from_outside(found: GoodputReport) -> None:
-    text = page.render(found)
-    reader = read(text)
-    assert not {"script", "link", "img", "iframe", "object", "use", "image"} & reader.tags.keys()
-    assert not {name for name, _ in reader.attributes} & {"src", "href", "xlink:href", "data"}
-    assert "url(" not in text
-    assert "@import" not in text
-    assert "prefers-color-scheme:dark" in text
-
-
 def test_the_page_shows_each_node_cause_and_incident(found: GoodputReport) -> None:
-    reader = read(page.render(found))
-    classes = Counter(value for name, value in reader.attributes if name == "class")
-    assert classes["row"] == 4
-    assert classes["incident"] == len(found.goodput.incidents) == 2
-    hover = [title for title in reader.titles if title[:2] in ("1.", "2.")]
-    assert hover[0].startswith("1. rank 4 was killed by SIGKILL")
-    assert hover[0].endswith("s until the next new step, 6 steps made again.")
-    strokes = {value for name, value in reader.attributes if name == "stroke"}
-    assert strokes == {page.COLOURS[cause] for cause, _ in goodput.spent(found.goodput)}
-    assert page.COLOURS.keys() == set(Cause)
-    assert len(set(page.COLOURS.values())) == len(Cause)
+    shown = content.of_report(found, [])
+    assert [node["id"] for node in shown["timeline"]["nodes"]] == [0, 1, 2, 3]
+    drawn = {c for node in shown["timeline"]["nodes"] for c in node["spans"][2::3]}
+    assert drawn == {CAUSES.index(cause) for cause, _ in goodput.spent(found.goodput)}
+    first, second = shown["incidents"]
+    assert first["title"].startswith("rank 4 was killed by SIGKILL")
+    assert first["root"]["rank"] == 4
+    assert first["root"]["origin"] == "infrastructure"
+    assert first["root"]["advice"]
+    assert (first["steps_lost"], second["steps_lost"]) == (6, 7)
 
 
-def test_strokes_lie_on_the_axis_in_order(found: GoodputReport) -> None:
-    reader = read(page.render(found))
-    for data in (value for name, value in reader.attributes if name == "d"):
-        strokes = [(float(x), float(end)) for x, end in re.findall(r"M([\d.]+) 0H([\d.]+)", data)]
-        for x, end in strokes:
-            assert 110.0 <= x <= end <= 1110.01
-        assert all(a[1] <= b[0] for a, b in itertools.pairwise(strokes))
+def test_spans_lie_on_the_axis_in_order(found: GoodputReport) -> None:
+    shown = content.of_report(found, [])["timeline"]
+    for node in shown["nodes"]:
+        spans = list(zip(node["spans"][::3], node["spans"][1::3], strict=True))
+        assert all(
+            since >= 0 and since + length <= 1000 * shown["seconds"] + 1 for since, length in spans
+        )
+        assert all(a[0] + a[1] <= b[0] + 1 for a, b in itertools.pairwise(spans))
 
 
 @pytest.fixture(scope="module")
@@ -295,66 +244,31 @@ def test_the_page_shows_the_number_of_nodes_and_each_plan(scaled: GoodputReport)
     sizes = [nodes for _, nodes in scaled.sizes]
     assert (sizes[0], sizes[-1]) == (1, scaled.plans[-1].nodes)
     assert {plan.nodes for plan in scaled.plans} <= set(sizes)
-    reader = read(text := page.render(scaled))
-    classes = Counter(value for name, value in reader.attributes if name == "class")
-    assert (classes["plan"], classes["size"]) == (len(scaled.plans), 1)
-    for plan in scaled.plans:
-        assert (
-            f"plan {plan.number}, {plan.kind.value}: {plan.reason}; {plan.outcome}" in reader.titles
-        )
-        assert plan.predicted is not None
-        assert f"<td>{interval(plan.predicted)} worker steps/s" in text
-        assert f"<td>{plan.measured:.3g} ({plan.error:+.0%})" in text
-    line = re.findall(r'<path class=size d="([^"]+)"', text)[0]
-    changes = len(scaled.sizes) - 1
-    assert re.fullmatch(rf"M[\d.]+ [\d.]+(H[\d.]+V[\d.]+){{{changes}}}H1110", line)
-    places = [float(x) for x in re.findall(r"[MH]([\d.]+)", line)]
-    assert places == sorted(places)
-    assert 110.0 <= places[0] < places[-1] == 1110.0
-
-
-def test_a_job_whose_size_never_changes_has_no_line_of_it(tmp_path: Path) -> None:
-    cluster = Cluster(JobSpec(name="fixed", min_nodes=2, max_nodes=2), nodes=2, steps=10)
-    cluster.finish()
-    assert "<h2>Nodes</h2>" not in page.render(goodput.report(journal_of(cluster, tmp_path)))
-
-
-def test_texts_of_a_job_cannot_become_markup(tmp_path: Path) -> None:
-    cluster = troubled("<script>alert(1)</script>")
-    cluster.finish()
-    text = page.render(goodput.report(journal_of(cluster, tmp_path)))
-    assert "<script" not in text
-    assert "&lt;script&gt;" in text
+    shown = content.of_report(scaled, [])
+    assert [plan["number"] for plan in shown["plans"]] == [plan.number for plan in scaled.plans]
+    assert all(plan["predicted"]["low"] <= plan["predicted"]["high"] for plan in shown["plans"])
+    assert [round_["nodes"] for round_ in shown["rounds"]] == sizes
 
 
 def test_of_many_nodes_those_with_incidents_are_drawn(tmp_path: Path) -> None:
-    count = page.ROWS + 20
+    count = content.ROWS + 20
     job = JobSpec(name="wide", min_nodes=count, max_nodes=count)
     cluster = Cluster(job, nodes=count, nproc=1, steps=4, seed=1)
     cluster.run_until(lambda: cluster.program.steps_done == 2)
     struck = next(n for n in cluster.nodes if n.machine.node_id == count - 1)
     cluster.kill_worker(struck)
     cluster.finish()
-    text = page.render(goodput.report(journal_of(cluster, tmp_path)))
-    assert text.count("class=row") == page.ROWS
-    assert f">node {count - 1}</text>" in text
-    assert "20 more nodes are not drawn." in text
-
-
-@pytest.mark.parametrize("seconds", [0.5, 59.0, 3_000.0, 90_000.0, 86_400.0 * 54])
-def test_the_axis_has_a_few_ticks(seconds: float) -> None:
-    ticks = page._Axis(1000.0, seconds).ticks()
-    assert 1 <= len(ticks) <= 11
-    assert ticks[0] == (110.0, "0 s")
-    assert len({name for _, name in ticks}) == len(ticks)
-    assert not any(name.endswith((" 0 s", " 0 min", " 0 h")) for _, name in ticks)
+    shown = content.of_report(goodput.report(journal_of(cluster, tmp_path)), [])["timeline"]
+    assert len(shown["nodes"]) == content.ROWS
+    assert shown["nodes"][-1]["id"] == count - 1
+    assert shown["left_out"] == 20
 
 
 # ---- the trace
 
 
 def test_the_trace_follows_the_format_of_trace_events(found: GoodputReport) -> None:
-    trace = json.loads(page.trace(found))
+    trace = json.loads(tracing.trace(found))
     assert trace["displayTimeUnit"] in ("ms", "ns")
     for event in trace["traceEvents"]:
         assert event["ph"] in ("M", "X", "i", "C")
@@ -379,7 +293,7 @@ def test_the_trace_follows_the_format_of_trace_events(found: GoodputReport) -> N
 
 
 def test_the_trace_has_a_track_for_each_node_and_each_incident(found: GoodputReport) -> None:
-    events = json.loads(page.trace(found))["traceEvents"]
+    events = json.loads(tracing.trace(found))["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {n: f"node {n} (machine of agent {n})" for n in range(4)}
     for node in range(4):
@@ -393,7 +307,7 @@ def test_the_trace_has_a_track_for_each_node_and_each_incident(found: GoodputRep
 
 
 def test_the_trace_has_each_plan_and_the_number_of_nodes(scaled: GoodputReport) -> None:
-    events = json.loads(page.trace(scaled))["traceEvents"]
+    events = json.loads(tracing.trace(scaled))["traceEvents"]
     plans = [e for e in events if e.get("cat") == "plan"]
     assert [e["name"] for e in plans] == [
         f"plan {plan.number}: {plan.before} -> {plan.nodes} nodes" for plan in scaled.plans

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from dlrover.cli import jobs
-from dlrover.cli.inspect import queries
+from dlrover.dashboard.inspect import queries
 from dlrover.errors import ConfigurationError, ExitCode, FormatError, InfrastructureError
 from dlrover.master.app import load_config, read_outcome
 from dlrover.spec.job import JobSpec

@@ -31,7 +31,7 @@ until = time.monotonic() + 20
 while not said.exists() and time.monotonic() < until:
     time.sleep(0.02)
 job = Supervisor.__new__(Supervisor)
-job.master = job.agent = None
+job.master = job.agent = job._showing = None
 job._end()
 assert not procs.children()
 """

@@ -40,6 +40,7 @@ PAGES = [
 
 NOT_RUN = {
     r"scripts/(quickstart|test)": "they install; CI runs them",
+    r"dlrover dashboard": "it serves until it is stopped; tests/dashboard starts it",
     r"pip install .*": "it installs; CI does the same in an environment of its own",
 }
 """Commands that are not run, and why."""

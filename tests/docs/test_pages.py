@@ -291,7 +291,12 @@ def test_architecture_names_the_layers_and_the_states_of_a_node() -> None:
     drawn = next(block for block in blocks(page, "text") if "spec" in block)
     layers = [re.split(r"\s{2,}", line)[0] for line in drawn.splitlines()]
     contracts: Any = msgspec.toml.decode((ROOT / "pyproject.toml").read_bytes())
-    assert layers == contracts["tool"]["importlinter"]["contracts"][0]["layers"]
+    agreed = contracts["tool"]["importlinter"]["contracts"][0]["layers"]
+    # A layer in brackets is one that may be absent.
+    present = (
+        " | ".join(p for p in layer.split(" | ") if not p.startswith("(")) for layer in agreed
+    )
+    assert layers == [layer for layer in present if layer]
     states = page[page.index("A node is *pending*") :].partition("\n\n")[0]
     assert set(re.findall(r"\*(\w+)\*", states)) == {status.value for status in NodeStatus}
 

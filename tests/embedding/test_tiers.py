@@ -40,6 +40,8 @@ needs_library = pytest.mark.skipif(
 CHOICES = ["off", pytest.param("require", marks=needs_library)]
 KEYS = np.arange(400, dtype=np.uint64)
 USED = np.unique(slots_of(KEYS))
+FEW = KEYS[:120]
+FEW_USED = np.unique(slots_of(FEW))
 
 
 def tiered(choice: str, directory: Path, nbytes: int = DISK, **changes) -> TieredTable:
@@ -58,8 +60,8 @@ def demote(table: TieredTable, chance: np.random.Generator, share: float) -> Non
         table._demote(slots, numbers)
 
 
-def contents(table, *, changed=False, keep=True):
-    parts = [table.copy(slot, changed=changed, keep=keep) for slot in USED.tolist()]
+def contents(table, *, changed=False, keep=True, slots=USED):
+    parts = [table.copy(slot, changed=changed, keep=keep) for slot in slots.tolist()]
     joined = [np.concatenate(part) for part in zip(*parts, strict=True)]
     order = np.argsort(joined[0])
     return [part[order] for part in joined[:5]] + [np.sort(joined[5])]
@@ -94,7 +96,7 @@ class Pair(NamedTuple):
         assert gone[0] == gone[1]
 
     def evict(self, before: int, norm: float) -> None:
-        for slot in USED.tolist():
+        for slot in FEW_USED.tolist():
             gone = [each.evict(slot, before, norm, blocked=True) for each in self]
             assert gone[0] == gone[1]
 
@@ -110,7 +112,7 @@ class Pair(NamedTuple):
                 each.restore(copied)
 
     def any(self, chance: np.random.Generator, now: int) -> None:
-        keys = chance.choice(KEYS, chance.integers(0, 150))
+        keys = chance.choice(FEW, chance.integers(0, 80))
         match chance.integers(0, 11):
             case 0 | 1 | 2 | 3:
                 self.look(keys, now, insert=True)
@@ -125,10 +127,10 @@ class Pair(NamedTuple):
             case 9:
                 self.clear(slots_of(keys)[:3])
             case _:
-                self.restore(USED[::3])
+                self.restore(FEW_USED[::3])
 
 
-def operations(choice: str, directory: Path, seed: int, steps: int = 60) -> None:
+def operations(choice: str, directory: Path, seed: int, steps: int = 40) -> None:
     """Random operations on a table in two tiers, and on a dict of rows: all results and contents are equal."""
     chance = np.random.default_rng(seed)
     kind, rule = KINDS[seed % 3], list(RULES)[seed % len(RULES)]
@@ -142,15 +144,16 @@ def operations(choice: str, directory: Path, seed: int, steps: int = 60) -> None
         if chance.random() < 0.5:
             demote(table, chance, chance.choice([0.3, 1.0]))
         if chance.random() < 0.2:
-            same(*(contents(each, changed=True, keep=False) for each in both))
+            same(*(contents(t, changed=True, keep=False, slots=FEW_USED) for t in both))
         if chance.random() < 0.5:
-            same(*map(contents, both))
+            same(*(contents(each, slots=FEW_USED) for each in both))
         assert np.array_equal(table.rows(), both.model.rows())
         assert table.spilled()[1] <= DISK
         assert table.memory() <= MEMORY
     same(*map(contents, both))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_are_those_of_a_dict(choice: str, seed: int, tmp_path: Path) -> None:
@@ -166,6 +169,7 @@ def test_rows_are_those_of_a_dict_in_many_sequences(choice: str, tmp_path: Path)
     assert not [*tmp_path.iterdir()], "tables that are gone leave nothing"
 
 
+@pytest.mark.slow
 @needs_library
 def test_limits_are_never_passed(tmp_path: Path) -> None:
     """Far more rows than memory holds; the disk's limit is one sentence, and nothing is lost by it."""
@@ -205,6 +209,7 @@ def test_limits_are_never_passed(tmp_path: Path) -> None:
     assert (table.peek(keys[60_000:]) == model.peek(keys[60_000:])).all()
 
 
+@pytest.mark.slow
 @needs_library
 def test_rows_that_are_used_most_stay_in_memory(tmp_path: Path) -> None:
     table = HashTable(
@@ -244,6 +249,7 @@ def broken(table: TieredTable) -> int:
     return int(np.flatnonzero(table._cold._index.find(KEYS) == 0)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES)
 def test_damage_is_named_and_other_rows_are_read(choice: str, tmp_path: Path) -> None:
     table = tiered(choice, tmp_path)
@@ -263,6 +269,7 @@ def test_damage_is_named_and_other_rows_are_read(choice: str, tmp_path: Path) ->
         table.look(KEYS, out, 1, insert=False, count=False)
 
 
+@pytest.mark.slow
 @needs_library
 def test_readers_and_updates_go_on_while_rows_move(tmp_path: Path) -> None:
     """Threads add 1 to rows that lie here and there; each addition counts once, and no row is ever missing."""

@@ -33,6 +33,7 @@ def run(script, out, *args):
 def test_char_gpt(engine, tmp_path):
     pytest.importorskip(engine)
     printed = run("02_char_gpt/engines.py", tmp_path, "--engine", engine, *TINY, "--die-at", "25")
+    assert printed.count("step 20: ") == 1
     assert float(printed.split("step 40: loss ")[1][:5]) < 4.5
 
 

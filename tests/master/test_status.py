@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from dlrover.cli.inspect import queries
+from dlrover.dashboard.inspect import queries
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.views.status import status_of

@@ -162,13 +162,14 @@ def test_a_limit_of_memory_is_kept(kind: str) -> None:
     assert table.rows().sum() == 100
 
 
+@pytest.mark.slow
 @needs_library
 def test_the_coldest_rows_are_taken_and_memory_is_given_to_other_slots() -> None:
     chance = np.random.default_rng(3)
     native, twin = both()
-    keys = np.arange(20_000, dtype=np.uint64)
-    for now in range(1, 2000, 400):
-        some = chance.choice(keys, 8000)
+    keys = np.arange(12_000, dtype=np.uint64)
+    for now in range(1, 2000, 700):
+        some = chance.choice(keys, 6000)
         same([rows(native, some, 5, now=now)], [rows(twin, some, 5, now=now)])
     slots = np.arange(0, SLOTS, 3, dtype=np.uint64)
     numbers = chance.integers(0, 20, len(slots)).astype(np.uint64)

@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import pytest
 
-from dlrover.cli.inspect.timeline import Timeline
+from dlrover.dashboard.inspect.timeline import Timeline
 from dlrover.master.machine import inputs
 from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine

@@ -70,8 +70,9 @@ class ColdIndex(Protocol):
 class Reader(Protocol):
     """Reads records from files."""
 
-    ring: bool
-    """Whether it uses io_uring."""
+    @property
+    def ring(self) -> bool:
+        """Whether it uses io_uring."""
 
     def read(self, files: Any, offsets: Any, out: Any) -> None:
         """Fill each row of ``out``, uint8 ``(n, size)``, from a file, int32, at an offset, uint64.
@@ -230,7 +231,10 @@ class TwinIndex:
 class TwinReader:
     """Reader with one call for each record."""
 
-    ring = False
+    @property
+    def ring(self) -> bool:
+        """Whether it uses io_uring."""
+        return False
 
     def read(self, files: Any, offsets: Any, out: Any) -> None:
         """Fill each row of ``out``."""

@@ -86,6 +86,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
     )
     # Not the node's id: a replacement of a dead agent must find its saver, as on the same machine.
     workers.place = f"{args.node_rank} of {job_dir.path}"
+    workers.checkpoints = str(job_dir.checkpoints.absolute())
     checker = Checker(job_dir.path, settings.accelerator, env)
     workers.others = lambda: checker.pids
     tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca, settings.tls.server_name)

@@ -164,7 +164,7 @@ def _archive(job_dir: JobDir) -> None:
     # The job's file last: if a move fails, the next attempt finds the journal by it.
     state = [
         *_journal_files(job_dir), job_dir.agent, job_dir.token, job_dir.master, job_dir.events,
-        job_dir.outcome, job_dir.left, *job_dir.path.glob("*.log"), job_dir.job,
+        job_dir.checkpoints, job_dir.outcome, job_dir.left, *job_dir.path.glob("*.log"), job_dir.job,
     ]  # fmt: skip
     present = [path for path in state if path.exists()]
     if not present:
@@ -277,6 +277,25 @@ def find(env: Mapping[str, str], job: str, path: str) -> JobDir:
         raise ConfigurationError(f"--job-dir {chosen}: there is no job in this directory.")
     _check_format(found)
     return found
+
+
+def find_on(platform: str, ray_address: str, env: Mapping[str, str], job: str, path: str) -> JobDir:
+    """Return the directory of a job: of this machine, as `find` does, or with copies of a Ray cluster's.
+
+    Raises:
+        ConfigurationError: there is no such job, platform or cluster.
+    """
+    if platform not in ("", "ray"):
+        raise ConfigurationError(f"--platform {platform}: must be ray, or empty for this machine.")
+    if not platform:
+        if ray_address:
+            raise ConfigurationError(f"--ray-address {ray_address}: needs --platform ray.")
+        return find(env, job, path)
+    if path:
+        raise ConfigurationError(f"--job-dir {path}: excludes --platform ray; name the job.")
+    from dlrover.ray import remote  # noqa: PLC0415 - an extra
+
+    return remote.copy(env, job, ray_address or env.get("RAY_ADDRESS", ""))
 
 
 def _used(state: Path) -> float:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dlrover import __version__, config
 from dlrover._util import procs
-from dlrover.cli import chaos, ckpt, embedding, jobs, strategy
+from dlrover.cli import chaos, ckpt, completion, dashboard, embedding, jobs, strategy
 from dlrover.cli.cluster import brain, operator, submit
 from dlrover.cli.output import Form, Output, print_json, show
 from dlrover.cli.run.launchspec import parse_rdzv_conf
@@ -30,55 +30,109 @@ app = typer.Typer(
     name="dlrover",
     help="Inspect, scale and stop DLRover jobs, check this machine, or run a job's master.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(brain.app)
 app.add_typer(ckpt.app)
 app.add_typer(embedding.app)
 app.command(context_settings={"allow_interspersed_args": False})(chaos.chaos)
+app.command()(completion.completion)
+app.command()(dashboard.dashboard)
 app.command()(operator.operator)
 app.command()(strategy.strategy)
 app.command()(submit.submit)
 
 
 Job = Annotated[
-    str, typer.Argument(metavar="[JOB]", help="Name of the job; by default the last one.")
+    str,
+    typer.Argument(
+        metavar="[JOB]",
+        help="Name of the job; by default the last one.",
+        autocompletion=completion.jobs,
+    ),
 ]
 Dir = Annotated[str, typer.Option("--job-dir", help="Job directory, instead of the name.")]
+Platform = Annotated[
+    str, typer.Option(help="ray: the job is one of a Ray cluster; by default it is this machine's.")
+]
+RayAddress = Annotated[
+    str, typer.Option(help="The Ray cluster, as for dlrover-run; by default RAY_ADDRESS.")
+]
 
 
 @app.command()
-def status(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
+def status(
+    job: Job = "",
+    job_dir: Dir = "",
+    platform: Platform = "",
+    ray_address: RayAddress = "",
+    output: Output = Form.TEXT,
+) -> None:
     """Show a job's phase, nodes and steps, and what it waits for."""
-    from dlrover.cli.inspect import queries  # noqa: PLC0415 - loads grpc
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415 - loads grpc
 
-    report = queries.status(jobs.find(config.environ(), job, job_dir))
+    report = queries.status(jobs.find_on(platform, ray_address, config.environ(), job, job_dir))
     show(report, output, queries.render_status, queries.named_status)
 
 
 @app.command()
-def nodes(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
+def nodes(
+    job: Job = "",
+    job_dir: Dir = "",
+    platform: Platform = "",
+    ray_address: RayAddress = "",
+    output: Output = Form.TEXT,
+) -> None:
     """Show the memory, cores and accelerators that each node of a job uses and has."""
-    from dlrover.cli.inspect import queries  # noqa: PLC0415 - loads grpc
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415 - loads grpc
 
-    report = queries.status(jobs.find(config.environ(), job, job_dir))
+    report = queries.status(jobs.find_on(platform, ray_address, config.environ(), job, job_dir))
     show(report.status.nodes, output, queries.render_nodes, queries.named_nodes)
+
+
+@app.command()
+def top(job: Job = "", job_dir: Dir = "") -> None:
+    """Show a job's nodes and ranks live on the terminal: q quits, arrows move, r changes to ranks."""
+    from dlrover.cli import top as live  # noqa: PLC0415 - loads grpc
+
+    live.top(jobs.find(config.environ(), job, job_dir), Console())
+
+
+@app.command()
+def drain(
+    node: Annotated[int, typer.Argument(help="Id of the node, as dlrover nodes shows it.")],
+    job: Job = "",
+    job_dir: Dir = "",
+    reason: Annotated[
+        str, typer.Option(help="Reason, recorded in the job's events.")
+    ] = "dlrover drain",
+    output: Output = Form.TEXT,
+) -> None:
+    """Put another node in the place of one, which trains on until then."""
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415
+
+    sentence = queries.drain(jobs.find(config.environ(), job, job_dir), node, reason)
+    if output is Form.JSON:
+        print(msgspec.json.encode({"node": node, "message": sentence}).decode())
+    else:
+        print(sentence)
 
 
 @app.command()
 def events(
     job: Job = "",
     job_dir: Dir = "",
+    platform: Platform = "",
+    ray_address: RayAddress = "",
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Follow the job until it ends.")
     ] = False,
     output: Output = Form.TEXT,
 ) -> None:
     """Show a job's events, one per line (with JSON: one object per line)."""
-    from dlrover.cli.inspect import queries  # noqa: PLC0415
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415
 
-    found = jobs.find(config.environ(), job, job_dir)
+    found = jobs.find_on(platform, ray_address, config.environ(), job, job_dir)
 
     def show(event: Event) -> None:
         text = msgspec.json.encode(event).decode() if output is Form.JSON else queries.line(event)
@@ -95,8 +149,10 @@ def events(
 def goodput(
     job: Job = "",
     job_dir: Dir = "",
+    platform: Platform = "",
+    ray_address: RayAddress = "",
     html: Annotated[
-        str, typer.Option(metavar="FILE", help="Write an HTML page with a timeline of each node.")
+        str, typer.Option(metavar="FILE", help="Write the job's page, frozen as one file.")
     ] = "",
     trace: Annotated[
         str, typer.Option(metavar="FILE", help="Write a trace for chrome://tracing or Perfetto.")
@@ -104,52 +160,68 @@ def goodput(
     output: Output = Form.TEXT,
 ) -> None:
     """Show where the time of a job's nodes went, and what each incident cost."""
-    from dlrover.cli.inspect import goodput as ledger, page  # noqa: PLC0415
+    from dlrover.dashboard import frozen  # noqa: PLC0415
+    from dlrover.dashboard.inspect import goodput as ledger, trace as tracing  # noqa: PLC0415
 
-    found = ledger.report(jobs.find(config.environ(), job, job_dir))
+    place = jobs.find_on(platform, ray_address, config.environ(), job, job_dir)
+    found = ledger.report(place)
     if html:
-        ledger.write("--html", html, page.render(found))
+        ledger.write("--html", html, frozen.render(place, found))
     if trace:
-        ledger.write("--trace", trace, page.trace(found))
+        ledger.write("--trace", trace, tracing.trace(found))
     show(found.content(), output, lambda _, console: ledger.render(found, console))
 
 
 @app.command()
-def plan(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
+def plan(
+    job: Job = "",
+    job_dir: Dir = "",
+    platform: Platform = "",
+    ray_address: RayAddress = "",
+    output: Output = Form.TEXT,
+) -> None:
     """Show the auto-scaler's plans for a job: reasons, predictions, measurements and outcomes."""
-    from dlrover.cli.inspect import plans  # noqa: PLC0415
+    from dlrover.dashboard.inspect import plans  # noqa: PLC0415
 
-    found = plans.plans(jobs.find(config.environ(), job, job_dir))
+    found = plans.plans(jobs.find_on(platform, ray_address, config.environ(), job, job_dir))
     show(found, output, lambda plans_, _: print(plans.render(plans_)))
 
 
 @app.command()
-def stacks(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
+def stacks(
+    job: Job = "",
+    job_dir: Dir = "",
+    platform: Platform = "",
+    ray_address: RayAddress = "",
+    output: Output = Form.TEXT,
+) -> None:
     """Show where every rank is now: ranks grouped by place, with the stacks of one rank per group."""
-    from dlrover.cli.inspect import queries  # noqa: PLC0415
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415
 
-    found = queries.stacks(jobs.find(config.environ(), job, job_dir))
+    found = queries.stacks(jobs.find_on(platform, ray_address, config.environ(), job, job_dir))
     show(found, output, lambda stacks, _: print(stacks.report or "No workers run."))
 
 
 @app.command()
-def scale(
+def scale(  # noqa: PLR0913 - each is an option of the command
     nodes: Annotated[int, typer.Option(help="Wanted number of nodes of the role.")],
     role: Annotated[
         str, typer.Option(help="worker, or ps for the servers of a job with --servers.")
     ] = WORKER,
     job: Job = "",
     job_dir: Dir = "",
+    platform: Platform = "",
+    ray_address: RayAddress = "",
     reason: Annotated[
         str, typer.Option(help="Reason, recorded in the job's events.")
     ] = "dlrover scale",
     output: Output = Form.TEXT,
 ) -> None:
     """Change the number of nodes of a running job."""
-    from dlrover.cli.inspect import queries  # noqa: PLC0415
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415
     from dlrover.master.app import read_outcome  # noqa: PLC0415
 
-    found = jobs.find(config.environ(), job, job_dir)
+    found = jobs.find_on(platform, ray_address, config.environ(), job, job_dir)
     outcome = read_outcome(found.outcome)
     if outcome is not None:
         raise ConfigurationError(f"The job in {found.path} has ended: {outcome.reason}")
@@ -165,16 +237,18 @@ def scale(
 def stop(
     job: Job = "",
     job_dir: Dir = "",
+    platform: Platform = "",
+    ray_address: RayAddress = "",
     reason: Annotated[
         str, typer.Option(help="Reason, recorded in the job's events.")
     ] = "The job was stopped by dlrover stop.",
     output: Output = Form.TEXT,
 ) -> None:
     """Stop a job: its workers get SIGTERM and time to exit."""
-    from dlrover.cli.inspect import queries  # noqa: PLC0415
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415
     from dlrover.master.app import read_outcome  # noqa: PLC0415
 
-    found = jobs.find(config.environ(), job, job_dir)
+    found = jobs.find_on(platform, ray_address, config.environ(), job, job_dir)
     outcome = read_outcome(found.outcome)
     if outcome is not None:
         print(f"The job in {found.path} has ended already: {outcome.reason}")
@@ -204,7 +278,7 @@ def diagnose(
     output: Output = Form.TEXT,
 ) -> None:
     """Explain from a log why a program failed, or why a job's workers did, and what to do."""
-    from dlrover.cli.inspect import diagnose as diagnosing  # noqa: PLC0415
+    from dlrover.cli import diagnose as diagnosing  # noqa: PLC0415
 
     env = config.environ()
     own = load_own(rules or config.settings(env).diagnosis_rules, {})

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from dlrover.cli.inspect.goodput import write
 from dlrover.cli.output import Form, Output, print_json, print_table
+from dlrover.dashboard.inspect.goodput import write
 from dlrover.errors import ConfigurationError, ExitCode
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dlrover.embedding.table import HashTable
 from dlrover.errors import ConfigurationError
 
 
-class HashEmbedding(keras.layers.Layer):  # type: ignore[misc]
+class HashEmbedding(keras.layers.Layer):
     """Embedding of any int64 keys; a key's row is made when it is first looked up in training.
 
     The table's own optimizer updates the rows in the backward pass, so they are no weights of the model. The layer's
@@ -130,7 +130,7 @@ def _jax() -> Callable[..., Any]:
 def _torch() -> Callable[..., Any]:
     import torch  # noqa: PLC0415 - the backend that is chosen
 
-    class Found(torch.autograd.Function):  # type: ignore[misc]
+    class Found(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, keys: Any, anchor: Any, read: Any, update: Any) -> Any:
             ctx.given, ctx.weight, ctx.update = keys, anchor, update

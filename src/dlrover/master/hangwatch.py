@@ -176,6 +176,17 @@ class HangWatch:
 
     # ---- questions
 
+    async def ranks(self, _request: messages.RanksRequest) -> messages.Ranks:
+        """Return what every rank does, as its node reported last."""
+        worlds = self._machine.rounds.worlds
+        found = [
+            messages.RankState(worlds[node].first_rank + place, node, worker)
+            for node, workers in self._told.items()
+            if node in worlds
+            for place, worker in enumerate(workers)
+        ]
+        return messages.Ranks(self._machine.rendezvous.round, tuple(sorted(found, key=_rank)))
+
     async def stacks(self, _request: messages.StacksRequest) -> messages.Stacks:
         """Return where every rank is now."""
         workers, missing = await self._ask()
@@ -232,3 +243,7 @@ class HangWatch:
     def slow(self) -> tuple[str, ...]:
         """Return a sentence for each slow rank."""
         return tuple(found.sentence() for found in self._speed.named.values())
+
+
+def _rank(state: messages.RankState) -> int:
+    return state.rank

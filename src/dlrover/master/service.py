@@ -166,6 +166,8 @@ class Master:
         server.server_stream("Watch", messages.WatchRequest, self.watch)
         server.unary("Stop", messages.StopRequest, self.stop)
         server.unary("Scale", messages.ScaleRequest, self.scale)
+        server.unary("Drain", messages.DrainRequest, self.drain)
+        server.unary("Ranks", messages.RanksRequest, self.hangs.ranks)
         server.unary("Stacks", messages.StacksRequest, self.hangs.stacks)
         server.unary("Store", messages.StoreRequest, self.use_store)
         server.stream("Deal", messages.RequestFrame, self.deal)
@@ -548,7 +550,14 @@ class Master:
             self._unwritten and f"{self._unwritten} The workers train on; it is tried again."
         )
         waiting_for = unwritten or status.waiting_for or self.hangs.waiting_for(self.clock())
-        return msgspec.structs.replace(status, slow=self.hangs.slow(), waiting_for=waiting_for)
+        left = self._activities.seconds_left()
+        return msgspec.structs.replace(
+            status,
+            slow=self.hangs.slow(),
+            waiting_for=waiting_for,
+            rate=self._activities.rate(self.clock()),
+            seconds_left=-1.0 if left is None or status.outcome is not None else left,
+        )
 
     def progress(self) -> Progress:
         """Return how far the training is."""
@@ -620,12 +629,26 @@ class Master:
     def ask_migrate(self, handle: str, cpu_factor: float, memory_factor: float, reason: str) -> str:
         """Replace a node that trains; return why that is not possible now, else an empty text."""
         factors = (cpu_factor, memory_factor)
-        request = migrate.requested(self.machine, handle, factors, reason[:REASON_LIMIT])
+        return self._migrate(
+            migrate.requested(self.machine, handle, factors, reason[:REASON_LIMIT])
+        )
+
+    def _migrate(self, request: inputs.MigrationRequested) -> str:
         refused = self.machine.resizer.migration_refusal(request)
         if not refused:
             self._flush_progress()
             self.submit(request)
         return refused
+
+    async def drain(self, request: messages.DrainRequest) -> messages.ScaleReply:
+        """Put another node in the place of one, as a user asks for."""
+        await self._begun.wait()
+        node = self.machine.nodes.get(request.node)
+        factors = (node.cpu_factor, node.memory_factor) if node is not None else (1.0, 1.0)
+        reason = request.reason[:REASON_LIMIT]
+        refused = self._migrate(inputs.MigrationRequested(request.node, *factors, reason))
+        sentence = f"Node {request.node} trains on until another one takes its place."
+        return messages.ScaleReply(refused or sentence, refused=bool(refused))
 
     async def use(self, request: WorkerRequest) -> WorkerReply:
         """Answer a worker's request, once it is in the journal if it changes anything."""

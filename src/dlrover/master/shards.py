@@ -27,11 +27,15 @@ OWN_DEATHS = frozenset(
 
 
 class ShardsService:
-    """Service for one job's workers. ``record`` adds to the job's events, at a time in seconds."""
+    """Service for one job's workers. ``record`` adds to the job's events, at a time in seconds.
 
-    def __init__(self, record: Callable[[EventBody, float], Event]) -> None:
+    A replay for people to read is ``quiet``: it logs nothing.
+    """
+
+    def __init__(self, record: Callable[[EventBody, float], Event], *, quiet: bool = False) -> None:
         self.shards = Shards()
         self._record = record
+        self._level = logging.NOTSET if quiet else logging.WARNING
         self._skipped: dict[str, None] = {}
 
     def note(self, event: inputs.Input, now: float) -> None:
@@ -72,7 +76,7 @@ class ShardsService:
                 span, why = command.what.span, command.what.error
                 body = SamplesSkipped(command.data, span.partition, span.start, span.stop, why)
                 event = self._record(body, now)
-                logger.warning("%s", event.sentence())
+                logger.log(self._level, "%s", event.sentence())
                 if len(self._skipped) < MAX_KEPT:
                     self._skipped[event.sentence()] = None  # a replay reports it again
 

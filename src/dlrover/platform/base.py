@@ -27,6 +27,7 @@ OnWait = Callable[[int, str], None]
 PLATFORMS = {
     "kubernetes": "dlrover.kubernetes.platform.platform:KubernetesPlatform",
     "local": "dlrover.platform.local:LocalPlatform",
+    "ray": "dlrover.ray.platform:RayPlatform",
 }
 """Platforms by name, as ``module:class``; each module is imported on first use."""
 

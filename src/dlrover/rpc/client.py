@@ -53,6 +53,16 @@ class MasterClient(Connection):
         reply: messages.ScaleReply = await self._call("Scale", request, messages.ScaleReply)
         return reply
 
+    async def drain(self, node: int, reason: str) -> messages.ScaleReply:
+        """Ask the master to put another node in the place of one."""
+        request = messages.DrainRequest(node, reason)
+        reply: messages.ScaleReply = await self._call("Drain", request, messages.ScaleReply)
+        return reply
+
+    async def ranks(self) -> messages.Ranks:
+        """Return what every rank does, as its node reported last."""
+        return await self._call("Ranks", messages.RanksRequest(), messages.Ranks)
+
     async def stacks(self) -> messages.Stacks:
         """Return the current stacks of every rank, collected by the nodes for this call."""
         return await self._call("Stacks", messages.StacksRequest(), messages.Stacks, STACKS_WAIT)

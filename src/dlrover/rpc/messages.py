@@ -206,6 +206,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Number of instances, which are outside the world."""
     servers: int = 0
     """Number of servers, instances included."""
+    rate: float = 0.0
+    """Steps per second lately; 0 while unknown."""
+    seconds_left: float = -1.0
+    """Seconds until the training ends at the pace of this round; -1 while unknown."""
 
     def processes(self) -> str:
         """Return the world's processes in words: ``4 workers``, ``4 workers and 2 servers``."""
@@ -213,6 +217,25 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         if self.servers:
             return Size(workers, self.servers).in_words()
         return counted(workers, "worker")
+
+
+class RanksRequest(msgspec.Struct, frozen=True):
+    """Request for what every rank does."""
+
+
+class RankState(msgspec.Struct, frozen=True, array_like=True):
+    """One rank in `Ranks`: the latest report of its worker."""
+
+    rank: int
+    node: int
+    worker: WorkerActivity
+
+
+class Ranks(msgspec.Struct, frozen=True):
+    """What every rank of the running round does, as far as its node has reported it."""
+
+    round: int
+    ranks: tuple[RankState, ...]
 
 
 class StacksRequest(msgspec.Struct, frozen=True):
@@ -262,10 +285,18 @@ class ScaleRequest(msgspec.Struct, frozen=True):
 
 
 class ScaleReply(msgspec.Struct, frozen=True):
-    """The answer to `ScaleRequest`: a sentence on its effect, or on why it was refused."""
+    """The answer to `ScaleRequest` and `DrainRequest`: a sentence on its effect, or on why it was refused."""
 
     sentence: str
     refused: bool = False
+
+
+class DrainRequest(msgspec.Struct, frozen=True):
+    """Request to put another node in the place of one, which trains until the other has joined."""
+
+    node: int
+    reason: str
+    """Reason, as part of a sentence."""
 
 
 class Done(msgspec.Struct, frozen=True):

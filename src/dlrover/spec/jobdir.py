@@ -61,6 +61,11 @@ class JobDir:
         return self.path / "evidence"
 
     @property
+    def checkpoints(self) -> Path:
+        """The checkpoint directories that the program saves to, one per line."""
+        return self.path / "checkpoints.txt"
+
+    @property
     def outcome(self) -> Path:
         """The job's `Outcome` (JSON), written when the job ends."""
         return self.path / "outcome.json"

@@ -54,6 +54,7 @@ OWN_DESTS = [
     "accelerator",
     "precheck",
     "job_dir",
+    "dashboard",
     "local_nodes",
     "servers",
     "server_failover",

@@ -102,6 +102,7 @@ def test_defaults_of_own_options():
         "accelerator": "nvidia.com/gpu",
         "precheck": 0,
         "job_dir": "",
+        "dashboard": -1,
         "local_nodes": 0,
         "servers": "",
         "server_failover": "job",

@@ -13,7 +13,7 @@ import logging
 import os
 import select
 import threading
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -98,6 +98,16 @@ class LineFormatter:
         return not self._needles or any(needle in line for needle in self._needles)
 
 
+class Formatter(Protocol):
+    """What becomes of the bytes of one worker's stream on their way to the console."""
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the output for the next bytes of the stream."""
+
+    def flush(self) -> bytes:
+        """Return the output that was held back, at the end of the stream."""
+
+
 class GrowingFile:
     """A growing file that another process appends to, read from its beginning.
 
@@ -105,7 +115,7 @@ class GrowingFile:
     """
 
     def __init__(
-        self, path: Path, formatter: LineFormatter | None = None, *, frees: bool = False
+        self, path: Path, formatter: Formatter | None = None, *, frees: bool = False
     ) -> None:
         self._path = path
         self._frees = frees

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from dlrover.agent.workers.copying import GrowingFile, LineFormatter, OutputCopier, Pump, Sink
+from dlrover.agent.workers.folding import FoldingFormatter, Tracebacks
 from dlrover.errors import ConfigurationError
 from dlrover.spec.failure import TEXT_LIMIT
 from dlrover.spec.job import Std
@@ -153,7 +154,10 @@ class AttemptLogs:
         modes = {rank: console_mode(self._launch, rank, stream) for rank in self._ranks}
         raw = [rank for rank, mode in modes.items() if mode is ConsoleMode.RAW]
         teed = [rank for rank, mode in modes.items() if mode is ConsoleMode.PREFIXED]
-        sources = [GrowingFile(self._path(rank, stream)) for rank in raw]
+        seen = Tracebacks()
+        sources = [
+            GrowingFile(self._path(rank, stream), self._folder(rank, stream, seen)) for rank in raw
+        ]
         sources += self._teed_sources(stream, teed, ())
         for rank in [*raw, *teed]:
             formatter = self._formatter(rank, ()) if rank in teed else None
@@ -163,6 +167,13 @@ class AttemptLogs:
             path = self.directory / f"filtered_{_NAMES[stream]}.log"
             file = files.enter_context(path.open("ab", buffering=0))
             yield Pump(str(path), Sink(file), self._teed_sources(stream, teed, needles))
+
+    def _folder(self, local_rank: int, stream: Std, seen: Tracebacks) -> FoldingFormatter | None:
+        """Return what folds the tracebacks of a worker's standard error; None where no file keeps them."""
+        if stream is not Std.ERR or self._launch.log_dir == os.devnull:
+            return None
+        path = str(self._path(local_rank, stream))
+        return FoldingFormatter(self._ranks[local_rank], path, seen)
 
     def _teed_sources(
         self, stream: Std, local_ranks: Iterable[int], needles: tuple[str, ...]

@@ -90,6 +90,8 @@ class WorkerGroup:
         """Name of this node among those on this machine: its checkpoint saver serves no other node."""
         self.relay = ""
         """Address of the relay for the workers' requests; empty without a relay."""
+        self.checkpoints = ""
+        """File that lists the directories of the program's checkpoints."""
         self.token = ""
         """The job's token, from which the workers' secret is derived; empty without TLS."""
         self._launch = launch
@@ -181,6 +183,7 @@ class WorkerGroup:
                     auto_tuning=launch.auto_tuning,
                     embedding=launch.embedding,
                     global_batch=world.global_batch,
+                    checkpoints=self.checkpoints,
                 ),
             ),
             env=environment.worker_environment(

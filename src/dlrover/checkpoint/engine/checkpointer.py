@@ -127,6 +127,7 @@ class Checkpointer:
         self._store = self._world.agree(lambda: open_shared(path))
         self._identity = shared.identity(self._world, self._store, create=not read_only)
         shared.check(self._world, self._store, self._identity, read_only=read_only)
+        shared.note(self._world, self._store, launched.given.checkpoints)
         self._client = SaverClient(
             self._store, self._identity, node=launched.given.node, keep=policy, linger=linger,
             env=config.environ(),

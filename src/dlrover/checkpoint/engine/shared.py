@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -53,6 +54,16 @@ def identity(world: TorchWorld, store: Store, *, create: bool) -> str:
     if create:
         world.agree(lambda: storage.identity(store) if world.rank == 0 else "")
     return world.agree(lambda: storage.identity(store, create=create))
+
+
+def note(world: TorchWorld, store: Store, file: str) -> None:
+    """Add the directory to the job's list for people, ``file``, if it is not there yet; rank 0 does."""
+    if world.rank or not file:
+        return
+    with contextlib.suppress(OSError), Path(file).open("a+", encoding="utf-8") as listed:
+        listed.seek(0)
+        if store.location not in listed.read().splitlines():
+            listed.write(f"{store.location}\n")
 
 
 def check(world: TorchWorld, store: Store, identity: str, *, read_only: bool = False) -> None:

@@ -84,7 +84,7 @@ def serve(  # noqa: PLR0913 - each is an option of the command
     url = database or env.get("DLROVER_BRAIN_DATABASE") or f"sqlite:///{own}"
     options = BrainOptions(
         database=url,
-        token=_token(token_file or settings.brain_token_file),
+        token=token(token_file or settings.brain_token_file),
         host=host,
         port=port,
         tenants=tenants,
@@ -208,7 +208,7 @@ def _extra() -> Iterator[None]:
         ) from error
 
 
-def _token(path: str) -> str:
+def token(path: str) -> str:
     """Return the Brain's token from a file, or from the environment without a path.
 
     Raises:
@@ -236,8 +236,8 @@ def _client(address: str, token_file: str, config_file: str) -> Callable[[], Bra
 
     settings = config.settings(config.environ(), config_file)
     where = address or settings.brain or f"127.0.0.1:{PORT}"
-    token = _token(token_file or settings.brain_token_file)
-    return lambda: BrainClient(where, token, wire.Tls(ca=settings.tls_ca))
+    secret = token(token_file or settings.brain_token_file)
+    return lambda: BrainClient(where, secret, wire.Tls(ca=settings.tls_ca))
 
 
 def _ask(client: Callable[[], BrainClient], ask: Callable[[BrainClient], Awaitable[T]]) -> T:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from dlrover import config
 from dlrover.cli.cluster.kube import IMAGE, Kubeconfig, MasterImage, extra
 from dlrover.cli.output import Form, Output
 from dlrover.errors import ConfigurationError
@@ -22,7 +23,7 @@ UID = "UID"
 """Placeholder for the job's uid; names contain its part before the first hyphen."""
 
 
-def submit(
+def submit(  # noqa: PLR0913 - each is an option of the command
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="Manifest of an ElasticJob (YAML); - for stdin.")
     ],
@@ -35,9 +36,16 @@ def submit(
     namespace: Annotated[str, typer.Option(help="Namespace for a manifest without one.")] = "",
     kubeconfig: Kubeconfig = "",
     master_image: MasterImage = IMAGE,
+    platform: Annotated[
+        str, typer.Option(help="kubernetes, or ray for the same job on a Ray cluster.")
+    ] = "kubernetes",
+    ray_address: Annotated[
+        str, typer.Option(help="The Ray cluster, as for dlrover-run; by default RAY_ADDRESS.")
+    ] = "",
     output: Output = Form.TEXT,
 ) -> None:
     """Create an ElasticJob; with --dry-run, print it and the objects that the operator would create."""
+    _check_platform(platform, ray_address)
     with extra():
         import httpx2  # noqa: F401, PLC0415 - needs the extra
         import yaml  # noqa: F401, PLC0415
@@ -58,12 +66,27 @@ def submit(
     if dry_run:
         _show(preview(manifest, master_image), output)
         return
-    made = asyncio.run(_create(manifest, kubeconfig))
-    name, where = made["metadata"]["name"], made["metadata"]["namespace"]
-    if output is Form.JSON:
-        print(msgspec.json.encode({"name": name, "namespace": where}).decode())
-    else:
-        print(f"ElasticJob {name} was created in namespace {where}.")
+    if platform == "ray":
+        from dlrover.cli.cluster import onray  # noqa: PLC0415 - an extra
+
+        made = onray.submit(manifest, ray_address, config.environ())
+        _tell(output, f"Job {made} was started on the Ray cluster.", name=made)
+        return
+    created = asyncio.run(_create(manifest, kubeconfig))["metadata"]
+    name, where = created["name"], created["namespace"]
+    sentence = f"ElasticJob {name} was created in namespace {where}."
+    _tell(output, sentence, name=name, namespace=where)
+
+
+def _check_platform(platform: str, ray_address: str) -> None:
+    if platform not in ("kubernetes", "ray"):
+        raise ConfigurationError(f"--platform {platform}: must be kubernetes or ray.")
+    if ray_address and platform != "ray":
+        raise ConfigurationError(f"--ray-address {ray_address}: needs --platform ray.")
+
+
+def _tell(output: Form, sentence: str, **facts: str) -> None:
+    print(msgspec.json.encode(facts).decode() if output is Form.JSON else sentence)
 
 
 def read(file: str) -> Manifest:

@@ -12,7 +12,10 @@ import functools
 import sys
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dlrover import __version__, accelerators
+from dlrover.cli.run import onray
 from dlrover.cli.run.launchspec import RunOptions, run_options
 from dlrover.cli.run.nproc import probe_devices
 from dlrover.cli.run.parser import HelpFormatter, LaunchParser, OptionGroup
@@ -52,13 +55,27 @@ def parse(
         ConfigurationError: an option or an environment variable is wrong; the message names it.
         SystemExit: ``--help`` or ``--version`` was given and answered.
     """
-    if probe is None:
+    parser = build_parser(environ)
+    args = onray.adjusted(parser.parse_args(argv))
+    if args.platform:
+        probe = functools.partial(onray.devices, args)
+    elif probe is None:
         python = environ.get("PYTHON_EXEC") or sys.executable
         probe = functools.partial(probe_devices, python=python, environ=environ)
-    return run_options(build_parser(environ).parse_args(argv), environ, probe)
+    options = run_options(args, environ, probe)
+    notices = (*options.notices, *parser.misspelt(environ))
+    return msgspec.structs.replace(options, notices=notices)
 
 
-def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+def parse_elsewhere(
+    argv: Sequence[str], environ: Mapping[str, str], probe: Callable[[str], int]
+) -> RunOptions:
+    """Return the options of a command for another machine, which has the program; otherwise as `parse`."""
+    args = build_parser(environ).parse_args(argv)
+    return run_options(args, environ, probe, elsewhere=True)
+
+
+def build_parser(environ: Mapping[str, str]) -> LaunchParser:
     """Return a parser whose namespaces hold all of torchrun's values, with defaults from ``environ``.
 
     Its namespaces also hold ``given``: the names of the options set on the command line or in
@@ -78,6 +95,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     _add_restarts(OptionGroup(parser, environ, "restarts and shutdown"))
     _add_logs(OptionGroup(parser, environ, "logs"))
     _add_job(OptionGroup(parser, environ, "DLRover: the job", own=True))
+    _add_platform(OptionGroup(parser, environ, "DLRover: where the nodes run", own=True))
     _add_checks(OptionGroup(parser, environ, "DLRover: checks", own=True))
     _add_tuning(OptionGroup(parser, environ, "DLRover: tuning", own=True))
     _add_original(OptionGroup(parser, environ, "accepted from the original DLRover", own=True))
@@ -360,6 +378,14 @@ def _add_job(group: OptionGroup) -> None:
     )
     group.add("--config", default="", metavar="FILE", help="Configuration file.")
     group.add(
+        "--dashboard",
+        kind=int,
+        default=-1,
+        metavar="PORT",
+        help="Show the job in a browser while it runs, at this port of this machine; 0 for any free one. The "
+        "link is printed.",
+    )
+    group.add(
         "--output",
         default="text",
         choices=["text", "json"],
@@ -371,6 +397,44 @@ def _add_job(group: OptionGroup) -> None:
         choices=list(accelerators.resources()),
         metavar="KIND",
         help="Accelerator that the program trains on: %(choices)s (default: %(default)s).",
+    )
+
+
+def _add_platform(group: OptionGroup) -> None:
+    group.add(
+        "--platform",
+        default="",
+        choices=["", *onray.PLATFORMS],
+        metavar="NAME",
+        help="ray: run the --nnodes nodes as actors of a Ray cluster (default: nodes are this machine's "
+        "processes, or come by themselves).",
+    )
+    group.add(
+        "--ray-address",
+        default="",
+        metavar="ADDRESS",
+        help="The Ray cluster: HOST:PORT, or ray://HOST:PORT from outside (default: RAY_ADDRESS, else the "
+        "cluster of this machine).",
+    )
+    group.add(
+        "--ray-resources",
+        default="",
+        metavar="NAME=N,...",
+        help="What each node takes of the cluster, as CPU=4,GPU=1; memory is in bytes (default: one CPU for each "
+        "worker).",
+    )
+    group.add(
+        "--ray-env",
+        default="",
+        metavar="NAME[=VALUE],...",
+        help="Variables for the workers, over those of Ray's machines; without a value, this command's.",
+    )
+    group.add(
+        "--ray-working-dir",
+        default="",
+        metavar="DIR",
+        help="Directory that Ray copies to each node, where the workers then start (default: this directory "
+        "where it exists, else that of Ray's workers).",
     )
 
 

@@ -7,6 +7,8 @@ a run id.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import os
 import re
 import shutil
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 
 from dlrover import accelerators
-from dlrover.cli.run import nodes
+from dlrover.cli.run import nodes, onray
 from dlrover.cli.run.nproc import resolve_nproc
 from dlrover.errors import ConfigurationError
 from dlrover.spec.job import Entry, JobSpec, LaunchSpec, StdMap
@@ -70,19 +72,28 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``OMP_NUM_THREADS`` to set for the workers; empty: leave the environment as it is."""
     config_file: str
     """Empty: not given."""
+    dashboard: int
+    """Port of the dashboard; 0: any free one; -1: none."""
     output: str
     """``text`` or ``json``."""
     accelerator: str
+    ray: onray.RayOptions | None
+    """Where the nodes run if it is a Ray cluster."""
     notices: tuple[str, ...]
     """A line for each given option without effect, and for each automatic choice."""
 
 
 def run_options(
-    args: argparse.Namespace, environ: Mapping[str, str], probe: Callable[[str], int]
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    probe: Callable[[str], int],
+    *,
+    elsewhere: bool = False,
 ) -> RunOptions:
     """Return the meaning of ``args``, a namespace of `dlrover.cli.run.arguments.build_parser`.
 
     ``probe`` counts the devices for a word as ``--nproc-per-node`` (`dlrover.cli.run.nproc.resolve_nproc`).
+    ``elsewhere``: the program is not on this machine, so that it cannot be looked for.
 
     Raises:
         ConfigurationError: the first mistake found.
@@ -108,7 +119,7 @@ def run_options(
     _check_master_port(args.master_port)
     endpoint = None if standalone else _endpoint(args)
     rdzv_conf = parse_rdzv_conf(args.rdzv_conf)
-    launch = _launch_spec(args, environ, probe, standalone)
+    launch = _launch_spec(args, environ, probe, standalone, elsewhere=elsewhere)
     if args.chief and launch.nproc_per_node != 1:
         raise ConfigurationError(
             f"--nproc-per-node {launch.nproc_per_node}: with --chief, each node has 1 process."
@@ -152,8 +163,16 @@ def run_options(
         config_file=args.config,
         output=args.output,
         accelerator=args.accelerator,
+        dashboard=_dashboard(args.dashboard),
+        ray=onray.ray_options(args, environ, launch.nproc_per_node),
         notices=(*chosen, *_notices(args)),
     )
+
+
+def _dashboard(port: int) -> int:
+    if not -1 <= port <= 65_535:
+        raise ConfigurationError(f"--dashboard {port}: must be a port, or 0 for any free one.")
+    return port
 
 
 def _launch_spec(
@@ -161,13 +180,16 @@ def _launch_spec(
     environ: Mapping[str, str],
     probe: Callable[[str], int],
     standalone: bool,
+    *,
+    elsewhere: bool,
 ) -> LaunchSpec:
     if args.max_restarts < 0:
         raise ConfigurationError(
             f"--max-restarts {args.max_restarts}: must be 0 or a positive whole number."
         )
     entry = _entry(args)
-    _check_program(entry, args.training_script, environ)
+    if not elsewhere:
+        _check_program(entry, args.training_script, environ)
     return LaunchSpec(
         entry=entry,
         target=args.training_script,
@@ -362,10 +384,20 @@ def _check_program(entry: Entry, target: str, environ: Mapping[str, str]) -> Non
             )
     elif not os.path.exists(target):
         raise ConfigurationError(
-            f"training script {target} does not exist (looked in {os.getcwd()})."
+            f"training script {target} does not exist (looked in {os.getcwd()}).{_nearest(target)}"
         )
     elif os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
         raise ConfigurationError(f"training script {target} is a directory without __main__.py.")
+
+
+def _nearest(target: str) -> str:
+    """Return a question for a program beside the missing one with nearly its name; empty if there is none."""
+    directory, name = os.path.split(target)
+    names = []
+    with contextlib.suppress(OSError):
+        names = [found[:-3] for found in os.listdir(directory or ".") if found.endswith(".py")]
+    near = difflib.get_close_matches(name.removesuffix(".py"), names, n=1)
+    return f" Did you mean {os.path.join(directory, near[0])}.py?" if near else ""
 
 
 def _numa_affinity(args: argparse.Namespace) -> str:

@@ -40,6 +40,17 @@ class LaunchParser(argparse.ArgumentParser):
                 self.error(value.message)
         return parsed
 
+    def misspelt(self, environ: Mapping[str, str]) -> list[str]:
+        """Return a sentence for each ``PET_`` variable that sets no option but nearly has an option's name."""
+        known = {f"PET_{action.dest.upper()}" for action in self._actions}
+        unknown = [name for name in environ if name.startswith("PET_") and name not in known]
+        near = ((name, difflib.get_close_matches(name, known, 1, NEARNESS)) for name in unknown)
+        return [
+            f"{name} has no effect: no option has this name; did you mean {found[0]}?"
+            for name, found in near
+            if found
+        ]
+
     def _unknown_option(self, text: str) -> str:
         option = text.partition("=")[0]
         alike = _most_alike(option, [flag for flag in self._option_string_actions if flag[2:]])

@@ -12,11 +12,13 @@ from typing import BinaryIO
 from rich.console import Console
 from rich.text import Text
 
+from dlrover.cli.run.report import duration
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.rpc import messages
 from dlrover.rpc.client import connect
 from dlrover.spec import events
 from dlrover.spec.jobdir import JobDir
+from dlrover.spec.words import counted
 
 RETRY_DELAY = 0.5
 """Seconds between attempts to reach the master."""
@@ -38,18 +40,22 @@ NOTABLE = (
 )
 """Events that are shown without asking."""
 
+PHASE_STYLES = {"running": "bold green", "restarting": "bold yellow"}
+"""Colours of phases on the status line; bold for any other."""
 ERASE_LINE = b"\r\x1b[2K"
 
 
 def status_line(status: messages.Status) -> Text:
     """Return the job's state on one line."""
     nodes = sum(node.status == "running" for node in status.nodes)
-    world = f"{nodes} node{'' if nodes == 1 else 's'}, {status.processes()}"
+    made = counted(status.total_steps, "step")
     parts = [
-        Text(status.phase, style="bold"),
-        *([Text(world)] if nodes else []),
-        Text(f"step {status.step}" if status.step >= 0 else f"{status.total_steps} steps"),
-        Text(f"{status.restarts} restarts", style="yellow" if status.restarts else ""),
+        Text(status.phase, style=PHASE_STYLES.get(status.phase, "bold")),
+        *([Text(f"{counted(nodes, 'node')}, {status.processes()}")] if nodes else []),
+        Text(f"step {status.step}" if status.step >= 0 else made),
+        *([Text(f"{status.rate:.3g} steps/s", style="green")] if status.rate else []),
+        *([Text(f"{duration(status.seconds_left)} left")] if status.seconds_left >= 0 else []),
+        Text(counted(status.restarts, "restart"), style="yellow" if status.restarts else ""),
     ]
     if status.waiting_for:
         parts.append(Text(status.waiting_for, style="cyan"))

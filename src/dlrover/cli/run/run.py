@@ -18,13 +18,15 @@ from dlrover import config
 from dlrover._util import procs
 from dlrover.agent.ports import PortReservation
 from dlrover.cli import jobs
-from dlrover.cli.run import arguments, nodes, report
+from dlrover.cli.run import arguments, nodes, onray, report
 from dlrover.cli.run.launchspec import Endpoint, RunOptions, parse_endpoint
 from dlrover.errors import ConfigurationError, DLRoverError
 from dlrover.master.compose import Request, master_config
 from dlrover.planning import extra
+from dlrover.ray.machine.job import FILE, encode
 from dlrover.spec.job import LaunchSpec
-from dlrover.spec.jobdir import AgentConfig, BrainSide, JobDir
+from dlrover.spec.jobdir import AgentConfig, BrainSide, JobDir, MasterConfig
+from dlrover.spec.node import NodeLimits
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.plan import Group
 
@@ -71,6 +73,8 @@ def run(options: RunOptions, env: Mapping[str, str]) -> Outcome:
     _check_machine(options.launch)
     if options.job.auto_scale:
         extra.require("--auto-scale")
+    if options.dashboard >= 0:
+        extra.require("--dashboard", ("starlette", "uvicorn"), "dashboard")
     for notice in options.notices:
         print(f"dlrover-run: {notice}", file=sys.stderr)
     name = jobs.job_name(
@@ -79,7 +83,9 @@ def run(options: RunOptions, env: Mapping[str, str]) -> Outcome:
     job_dir = jobs.create(env, name, options.job_dir)
     with jobs.locked(job_dir):
         plan = _Plan(options, settings, env, job_dir, name)
-        if env.get("DLROVER_MASTER_ADDR"):
+        if options.ray is not None:
+            plan.run_on_ray(options.ray)
+        elif env.get("DLROVER_MASTER_ADDR"):
             plan.join(
                 parse_endpoint("DLROVER_MASTER_ADDR", env["DLROVER_MASTER_ADDR"], DEFAULT_PORT)
             )
@@ -130,6 +136,7 @@ class _Plan:
         self._name = name
         self._has_master = False
         self._has_agent = False
+        self._on_ray = False
 
     def run_here(self) -> None:
         """Plan a job of this machine alone: a master that launches one or more local nodes."""
@@ -141,6 +148,28 @@ class _Plan:
         self._write_master(address if apart else "127.0.0.1", 0, managed_nodes=count)
         self._write_agent("", "" if apart else address, self._options.master_port)
         jobs.write_token(self._job_dir, secrets.token_hex(16))
+
+    def run_on_ray(self, ray: onray.RayOptions) -> None:
+        """Plan a job whose master and nodes are actors of a Ray cluster.
+
+        Raises:
+            ConfigurationError: there is no such cluster, or it can never run the job.
+        """
+        options = self._options
+        given = options.launch.run_id not in ("", "none") and not options.standalone
+        self._name = name = self._name if given else self._job_dir.path.name
+        size = NodeLimits(
+            memory=int(ray.resources.get("memory", 0)), cpu=ray.resources.get("CPU", 0.0)
+        )
+        master = self._master_config("0.0.0.0", 0, options.local_nodes, "ray", size)  # noqa: S104 - the token is a secret
+        agent = self._agent_config("", options.local_addr, options.master_port)
+        token = secrets.token_hex(16)
+        job = onray.ray_job(options, name, master, agent, token)
+        onray.check(job)
+        self._write(self._job_dir.job, master)
+        jobs.write(self._job_dir, self._job_dir.path / FILE, encode(job))
+        jobs.write_token(self._job_dir, token)
+        self._has_master, self._on_ray = True, True
 
     def join(self, master: Endpoint) -> None:
         """Plan one node of a job whose master is elsewhere."""
@@ -192,11 +221,13 @@ class _Plan:
             env["OMP_NUM_THREADS"] = self._options.omp_num_threads
         supervisor = Supervisor(self._job_dir, env)
         if self._has_master:
-            supervisor.add_master()
+            supervisor.add_master("dlrover.ray" if self._on_ray else "dlrover.master")
         if self._has_agent:
             node_id, node_rank = config.node_place(env)
             given = self._options.node_rank_given
             supervisor.add_agent(self._options.node_rank if given else node_rank, node_id)
+        if self._options.dashboard >= 0:
+            supervisor.add_dashboard(self._options.dashboard)
         launch = self._options.launch
         signals = [signal.Signals[name] for name in launch.signals_to_handle.split(",")]
         outcome = asyncio.run(supervisor.run(signals, launch.shutdown_timeout))
@@ -216,8 +247,15 @@ class _Plan:
         self._has_agent = True
 
     def _write_master(self, host: str, port: int, managed_nodes: int) -> None:
+        platform, size = "local" if managed_nodes else "", self._options.node_size
+        content = self._master_config(host, port, managed_nodes, platform, size)
+        self._write(self._job_dir.job, content)
+        self._has_master = True
+
+    def _master_config(
+        self, host: str, port: int, managed_nodes: int, platform: str, size: NodeLimits
+    ) -> MasterConfig:
         options = self._options
-        size = options.node_size
         request = Request(
             job=msgspec.structs.replace(
                 options.job,
@@ -229,19 +267,23 @@ class _Plan:
                 else 0,  # others are those that come beyond --nnodes
                 auto_spares=options.job.auto_spares and managed_nodes > 0,
             ),
-            platform="local" if managed_nodes else "",
+            platform=platform,
             brain=BrainSide(
                 program=Path(options.launch.target).name,
                 node=Group(count=1, cpu=size.cpu, memory=size.memory),
             ),
             node_size=size,
-            most_memory_factor=nodes.most_memory_factor(size, managed_nodes + options.job.spares),
+            most_memory_factor=nodes.most_memory_factor(size, managed_nodes + options.job.spares)
+            if platform == "local"
+            else 0.0,
         )
-        self._write(self._job_dir.job, master_config(request, self._settings, host, port))
-        self._has_master = True
+        return master_config(request, self._settings, host, port)
 
     def _write_agent(self, master: str, address: str, store_port: int) -> None:
-        content = AgentConfig(
+        self._write(self._job_dir.agent, self._agent_config(master, address, store_port))
+
+    def _agent_config(self, master: str, address: str, store_port: int) -> AgentConfig:
+        return AgentConfig(
             launch=self._options.launch,
             limits=self._settings.limits,
             master_address=master,
@@ -250,7 +292,6 @@ class _Plan:
             accelerator=self._options.accelerator,
             tls=self._settings.tls,
         )
-        self._write(self._job_dir.agent, content)
 
     def _write(self, path: Path, content: msgspec.Struct) -> None:
         try:

@@ -122,14 +122,22 @@ class Supervisor:
         self._lifeline = procs.Lifeline()
         self.master: Child | None = None
         self.agent: Child | None = None
+        self._dashboard: list[str] = []
+        self._showing: subprocess.Popen[bytes] | None = None
         self.stopped_by: signal.Signals | None = None
         self._relay: Relay | None = None
         self._screen: progress.Screen | None = None
         procs.become_subreaper()
 
-    def add_master(self) -> None:
-        """Run the job's master here."""
-        self.master = self._child("master", "dlrover.master", self._job_dir.outcome, [])
+    def add_master(self, module: str = "dlrover.master") -> None:
+        """Run the job's master here, or with ``module`` the process that stands for it."""
+        self.master = self._child("master", module, self._job_dir.outcome, [])
+
+    def add_dashboard(self, port: int) -> None:
+        """Show the job in a browser at a port of this machine; the job does not depend on it."""
+        command = [sys.executable, "-m", "dlrover.cli.main", "dashboard", "--port", str(port)]
+        command += ["--job-dir", str(self._job_dir.path), "--lifeline-fd"]
+        self._dashboard = [*command, str(self._lifeline.read_fd)]
 
     def add_agent(self, node_rank: int, node_id: int = -1) -> None:
         """Run one node here, of a job whose master is here or elsewhere.
@@ -163,6 +171,8 @@ class Supervisor:
         def on_signal(number: signal.Signals) -> None:
             if not interrupted.is_set():
                 progress.say(stopping_line(number, patience), self._screen)
+            elif not impatient.is_set():
+                progress.say(f"{number.name} again: everything is killed now.", self._screen)
             (impatient if interrupted.is_set() else interrupted).set()
             self.stopped_by = self.stopped_by or number
 
@@ -170,6 +180,7 @@ class Supervisor:
             if not procs.survives_hangup(number):
                 loop.add_signal_handler(number, on_signal, number)
         showing = self._show()
+        self._start_dashboard()
         reaping = asyncio.create_task(self._reap())
         work = asyncio.create_task(self._children())
         stopping = asyncio.create_task(
@@ -199,6 +210,18 @@ class Supervisor:
         if self.master is None and self._screen is None:
             return asyncio.create_task(asyncio.sleep(0))  # the machine with the master shows it
         return asyncio.create_task(progress.follow(self._job_dir, self._screen))
+
+    def _start_dashboard(self) -> None:
+        if self._dashboard:
+            out = self._relay.write_fd if self._relay is not None else sys.stderr.fileno()
+            self._showing = subprocess.Popen(
+                self._dashboard,
+                env=self._env,
+                pass_fds=(self._lifeline.read_fd,),
+                start_new_session=True,
+                stdout=out,
+                stderr=out,
+            )
 
     async def _children(self) -> Outcome:
         """Return the agent's outcome; the master's without an agent, or if it does not exit in time."""
@@ -271,6 +294,7 @@ class Supervisor:
 
     def _own_pids(self) -> set[int]:
         children = [c.process for c in (self.master, self.agent) if c is not None]
+        children.append(self._showing)
         return {p.pid for p in children if p is not None}
 
     def _end(self) -> None:
@@ -280,6 +304,9 @@ class Supervisor:
                 child.signal(signal.SIGKILL)
                 if child.process is not None:
                     child.process.wait()
+        if self._showing is not None:
+            self._showing.kill()
+            self._showing.wait()
         procs.end_in_order(procs.running(SAVER), SAVER_WAIT)  # savers of a killed agent
         for pid in procs.end_orphans((), KILL_WAIT):
             logger.error("Process %d hangs in the kernel and could not be ended", pid)

@@ -44,16 +44,16 @@ def listing(place: str) -> Listing:
     """
     file = values.file_of(place)
     if file is not None:
-        found = files.read(file)
+        whole = files.read(file)
         one = StoredTables(
-            step=found.step,
+            step=whole.step,
             id="",
             adds_to=None,
-            rows=sum(len(part["keys"]) for part in found.parts),
+            rows=sum(len(part["keys"]) for part in whole.parts),
             nbytes=file.stat().st_size,
             parts=1,
         )
-        return Listing(checkpoints=[one], tables={file.stem: found.options})
+        return Listing(checkpoints=[one], tables={file.stem: whole.options})
     store = open_store(place)
     found = stored.manifests(store)
     if not found:

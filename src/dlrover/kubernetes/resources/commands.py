@@ -22,6 +22,15 @@ def options(template: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def launched(template: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of the ``dlrover-run`` in a template's command; empty if there is none."""
+    words = list(_words(template))
+    for index, word in enumerate(words):
+        if word.rpartition("/")[2] == "dlrover-run":
+            return words[index + 1 :]
+    return []
+
+
 def number(text: str, default: int) -> int:
     """Return an option's value; the default for errors and shell variables, left to ``dlrover-run``."""
     return int(text) if text.isdecimal() else default

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from dlrover.master.machine import inputs
 from dlrover.rpc.messages import Heartbeat
 from dlrover.spec.activity import Activity
 from dlrover.spec.measurements import WorkerActivity
+
+RATE_WINDOW = 60.0
+"""Seconds over which the rate of steps is measured."""
 
 
 class Activities:
@@ -19,6 +23,8 @@ class Activities:
         """Maximum number of steps of any node."""
         self._workers: dict[int, tuple[float, tuple[WorkerActivity, ...]]] = {}
         self._reported: set[int] = set()
+        self._paces: deque[tuple[float, int]] = deque()
+        """Times and numbers of steps of the last `RATE_WINDOW`."""
 
     def note(self, node: int, message: Heartbeat, now: float) -> None:
         """Record a node's report; ignore one of an older round."""
@@ -29,7 +35,12 @@ class Activities:
             self.round, self.steps = round_, 0
             self._workers.clear()
             self._reported.clear()
+            self._paces.clear()
         self._reported.add(node)
+        if steps > self.steps or not self._paces:
+            self._paces.append((now, max(steps, self.steps)))
+            while now - self._paces[0][0] > RATE_WINDOW and len(self._paces) > 2:
+                self._paces.popleft()
         self.steps = max(self.steps, steps)
         if workers:
             self._workers[node] = now, workers
@@ -43,6 +54,13 @@ class Activities:
     def first_step(self) -> int:
         """Step that the round began with; -1 while no worker has reported it."""
         return max((worker.first_step for _, worker in self._latest()), default=-1)
+
+    def rate(self, now: float) -> float:
+        """Return the steps per second lately; 0.0 while unknown, and lower the longer no new step comes."""
+        if len(self._paces) < 2:
+            return 0.0
+        (since, first), (until, last) = self._paces[0], self._paces[-1]
+        return (last - first) / max(until - since, now - since - RATE_WINDOW / 2)
 
     def seconds_left(self) -> float | None:
         """Return how long the training will take at the pace of this round; None while unknown.

@@ -13,18 +13,23 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from dlrover.cli.inspect.plans import PlanHistory, records
-from dlrover.cli.inspect.queries import ask
-from dlrover.cli.inspect.timeline import Timeline
+from dlrover.dashboard.inspect.plans import PlanHistory, records
+from dlrover.dashboard.inspect.queries import ask
+from dlrover.dashboard.inspect.timeline import Timeline
+from dlrover.data.machine.queue import ShardQueue
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.master.app import load_config
 from dlrover.master.journal.journal import open_journal
 from dlrover.master.machine import inputs
 from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
+from dlrover.master.shards import ShardsService
+from dlrover.master.views.status import status_of
+from dlrover.rpc.messages import Status
 from dlrover.spec import events
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import CAUSES, Cause, Goodput, IncidentCost
+from dlrover.spec.shards import ShardRequest
 
 HOURS_FROM = 36_000.0
 """Wall seconds, summed over all nodes, from which times are shown in hours."""
@@ -44,8 +49,18 @@ class GoodputReport:
     hostnames: dict[int, str]
     plans: tuple[PlanHistory, ...] = ()
     """Plans of the auto-scaler."""
-    sizes: tuple[tuple[float, int], ...] = ()
-    """Time at which each world was formed, and its number of nodes."""
+    happened: tuple[tuple[float, events.EventBody], ...] = ()
+    """Events with their times."""
+    datasets: dict[str, ShardQueue]
+    """Datasets that the job's master deals, by name."""
+    status: Status
+    """Status at the journal's end."""
+
+    @property
+    def sizes(self) -> tuple[tuple[float, int], ...]:
+        """Time at which each world was formed, and its number of nodes."""
+        formed = ((at, b) for at, b in self.happened if isinstance(b, events.RoundCompleted))
+        return tuple((at, body.nodes) for at, body in formed)
 
     def content(self) -> dict[str, Any]:
         """Return the report's content for JSON."""
@@ -65,7 +80,7 @@ def report(job_dir: JobDir) -> GoodputReport:
             f"{job_dir.path} holds no journal; it is on the machine that runs the job's master."
         )
     machine, timeline = JobMachine(), Timeline()
-    ledger = Ledger(timeline)
+    ledger, shards = Ledger(timeline), ShardsService(_unrecorded, quiet=True)
     last = 0.0
     happened: list[tuple[float, events.EventBody]] = []
     url = load_config(job_dir).journal if job_dir.job.exists() else "file:"
@@ -75,6 +90,9 @@ def report(job_dir: JobDir) -> GoodputReport:
                 commands = machine.handle(entry, last)
                 happened += [(last, c.body) for c in commands if isinstance(c, inputs.Emit)]
                 ledger.handle(entry, last, machine)
+                shards.note(entry, last)
+            elif isinstance(entry, ShardRequest):
+                shards.handle(entry, last)
     until = last if machine.outcome is not None else max(last, _now(job_dir, machine))
     goodput = ledger.goodput(until)
     ledger.finish(until)
@@ -87,8 +105,14 @@ def report(job_dir: JobDir) -> GoodputReport:
         timeline=timeline,
         hostnames={node.id: node.hostname for node in machine.nodes.values()},
         plans=records(happened),
-        sizes=tuple((at, b.nodes) for at, b in happened if isinstance(b, events.RoundCompleted)),
+        happened=tuple(happened),
+        datasets=shards.shards.queues,
+        status=status_of(machine, until, {}),
     )
+
+
+def _unrecorded(body: events.EventBody, at: float) -> events.Event:
+    return events.Event(1, at, body)
 
 
 def _now(job_dir: JobDir, machine: JobMachine) -> float:

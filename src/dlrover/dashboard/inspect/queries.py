@@ -210,6 +210,19 @@ def scale(job_dir: JobDir, nodes: int, reason: str, role: str = WORKER) -> str:
     return reply.sentence
 
 
+def drain(job_dir: JobDir, node: int, reason: str) -> str:
+    """Ask a job's master for another node in the place of one; return its answer, one sentence.
+
+    Raises:
+        ConfigurationError: the node cannot be replaced now, or the job has ended.
+        InfrastructureError: the master cannot be reached.
+    """
+    reply = _answer(job_dir, lambda master: master.drain(node, reason))
+    if reply.refused:
+        raise ConfigurationError(reply.sentence)
+    return reply.sentence
+
+
 def stop(job_dir: JobDir, reason: str) -> None:
     """Ask a job's master to end the job; its nodes stop their workers.
 
@@ -221,16 +234,16 @@ def stop(job_dir: JobDir, reason: str) -> None:
 
 
 def _answer(job_dir: JobDir, question: Callable[[MasterClient], Awaitable[Reply]]) -> Reply:
+    return asyncio.run(answer(job_dir, question))
+
+
+async def answer(job_dir: JobDir, question: Callable[[MasterClient], Awaitable[Reply]]) -> Reply:
     """Return the answer of a running job's master; wait for a master that is being restarted.
 
     Raises:
         ConfigurationError: the job has ended.
         InfrastructureError: its master does not answer.
     """
-    return asyncio.run(_insist(job_dir, question))
-
-
-async def _insist(job_dir: JobDir, question: Callable[[MasterClient], Awaitable[Reply]]) -> Reply:
     late = time.monotonic() + RESTART_TIME
     while True:
         try:

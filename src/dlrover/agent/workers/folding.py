@@ -1,0 +1,114 @@
+"""Folding of tracebacks on the console: what one worker has shown already, and what only follows a peer's end.
+
+When a rank dies, its peers fail in their next collective operation, each with a traceback of its own; when the
+program has a mistake, all ranks show the same one. The console shows one of them, and a line for each other one;
+the workers' log files have all of them.
+"""
+
+from __future__ import annotations
+
+import re
+
+START = b"Traceback (most recent call last):"
+RANK = re.compile(rb"\[rank\d+\]: ?")
+"""Prefix that PyTorch puts before each line of a traceback."""
+_PREFIX_BEGUN = re.compile(rb"\[(r|ra|ran|rank\d*)?|\[rank\d+\]")
+ECHO = re.compile(
+    rb"Connection (closed by peer|reset by peer)|Broken pipe|Socket Timeout|DistBackendError|DistNetworkError|"
+    rb"remote process exited|NCCL communicator was aborted|Connection refused"
+)
+"""Part of an exception's line that tells of a peer's end."""
+CHAINS = (
+    b"The above exception was the direct cause of the following exception:",
+    b"During handling of the above exception, another exception occurred:",
+)
+_DETAIL = re.compile(rb"frame #\d+: |Exception raised from |C\+\+ CapturedTraceback|[ \t]")
+"""Lines that may follow an exception's line and belong to it."""
+_NUMBERS = re.compile(rb"\d+")
+SHOWN = 160
+"""Most bytes of an exception's line in the line that takes its traceback's place."""
+
+
+class Tracebacks:
+    """Tracebacks that the workers of one attempt have shown, by their text without numbers."""
+
+    def __init__(self) -> None:
+        self._first: dict[bytes, int] = {}
+
+    def meaning(self, rank: int, text: bytes, exception: bytes) -> str:
+        """Return why a rank's traceback need not be shown; empty if it is to be shown."""
+        if ECHO.search(exception):
+            return "lost a peer"
+        first = self._first.setdefault(_NUMBERS.sub(b"", text), rank)
+        return f"has the same traceback as rank {first}" if first != rank else ""
+
+
+class FoldingFormatter:
+    """A formatter that lets the bytes of one worker's standard error pass, except for tracebacks that add nothing.
+
+    Args:
+        rank: The worker's rank.
+        path: Its log file, which the lines in place of tracebacks name.
+        seen: Shared by the workers of the attempt.
+    """
+
+    def __init__(self, rank: int, path: str, seen: Tracebacks) -> None:
+        self._rank = rank
+        self._path = path
+        self._seen = seen
+        self._partial = b""
+        self._midway = False
+        """True if the beginning of the current line is shown already."""
+        self._held: list[bytes] = []
+        """Lines of a traceback whose exception is not known yet."""
+        self._follows = False
+        """True after a folded traceback: what belongs to it is dropped."""
+
+    def feed(self, data: bytes) -> bytes:
+        """Return what the console shows of ``data`` and of what was held back before."""
+        *lines, rest = (self._partial + data).split(b"\n")
+        shown = b""
+        for line in lines:
+            shown += line + b"\n" if self._midway else self._line(line + b"\n")
+            self._midway = False
+        self._midway = self._midway or not self._waits(rest)
+        self._partial = b"" if self._midway else rest
+        return shown + rest if self._midway else shown
+
+    def flush(self) -> bytes:
+        """Return what is held back, at the end of the stream."""
+        held, self._held = [*self._held, self._partial], []
+        self._partial = b""
+        return b"".join(held)
+
+    def _waits(self, rest: bytes) -> bool:
+        """Return whether the rest of its line decides about an unfinished one."""
+        prefix = RANK.match(rest)
+        start = START.startswith(rest[prefix.end() :] if prefix else rest)
+        return bool(self._held) or self._follows or start or bool(_PREFIX_BEGUN.fullmatch(rest))
+
+    def _line(self, line: bytes) -> bytes:
+        text = RANK.sub(b"", line, count=1).rstrip(b"\r\n")
+        if self._held:
+            self._held.append(line)
+            inside = text.startswith((b" ", b"\t"))  # a frame; the exception's line is not indented
+            return b"" if inside else self._judge(text)
+        if text == START:
+            self._held.append(line)
+            return b""
+        if self._follows and (not text or text in CHAINS or _DETAIL.match(text)):
+            return b""
+        self._follows = False
+        return line
+
+    def _judge(self, exception: bytes) -> bytes:
+        """Return the traceback that is held, or the line in its place; nothing if it belongs to a folded one."""
+        text, self._held = b"".join(self._held), []
+        if self._follows:
+            return b""
+        meaning = self._seen.meaning(self._rank, RANK.sub(b"", text), exception)
+        if not meaning:
+            return text
+        self._follows = True
+        shown = exception[:SHOWN].decode(errors="replace")
+        return f"dlrover: rank {self._rank} {meaning}: {shown} (whole in {self._path})\n".encode()

@@ -1,0 +1,97 @@
+"""``dlrover dashboard``: the page of jobs in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dlrover import config
+from dlrover.cli.cluster import brain as brains
+from dlrover.cli.cluster.kube import Kubeconfig, extra as extra_of_kubernetes
+from dlrover.planning import extra
+
+if TYPE_CHECKING:
+    from dlrover.dashboard.cluster import Source
+
+HOST, PORT = "127.0.0.1", 8650
+
+
+def dashboard(  # noqa: PLR0913 - each is an option of the command
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port; 0 for any free one.")] = PORT,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = HOST,
+    job_dir: Annotated[
+        list[str] | None,
+        typer.Option("--job-dir", help="Job directory to show as well; repeatable."),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:PORT]",
+            help="Name by which browsers reach the page, as behind a proxy; repeatable.",
+        ),
+    ] = None,
+    brain: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Brain whose jobs to list as well; default: the setting. Its token is as for dlrover brain.",
+        ),
+    ] = "",
+    kubernetes: Annotated[
+        str,
+        typer.Option(metavar="NAMESPACE", help="Namespace whose ElasticJobs to list; all for all."),
+    ] = "",
+    kubeconfig: Kubeconfig = "",
+    lifeline_fd: Annotated[int, typer.Option(hidden=True)] = -1,
+) -> None:
+    """Show jobs in a browser: time, nodes, faults, plans, data, logs, and buttons that act.
+
+    The printed link has a token. DLROVER_DASHBOARD_TOKEN sets the token.
+    """
+    extra.require("The dashboard", ("starlette", "uvicorn"), "dashboard")
+    from dlrover.dashboard import guard, server  # noqa: PLC0415 - an extra
+    from dlrover.dashboard.cluster import Cluster  # noqa: PLC0415 - loads grpc
+    from dlrover.dashboard.listing import Listing  # noqa: PLC0415
+
+    logging.basicConfig(format="dlrover dashboard: %(message)s", level=logging.WARNING)
+    env = config.environ()
+    given = env.get("DLROVER_DASHBOARD_TOKEN", "")
+    server.check_host(host, given_token=bool(given))
+    token = given or secrets.token_urlsafe(24)
+    sock = server.listen(host, port)
+    port = sock.getsockname()[1]
+    listing = Listing(config.state_dirs(env), map(Path, job_dir or ()))
+    hosts = guard.hosts(host, port, allow_host or ())
+    sources = _sources(env, brain, kubernetes, kubeconfig)
+    app = server.application(listing, Cluster(sources), token, hosts)
+    name = f"[{host}]" if ":" in host else host
+    link = f"http://{name}:{port}/?token={token}"
+    print(f"The dashboard is at {link}", flush=True)
+    asyncio.run(server.serve(app, sock, lifeline_fd))
+
+
+def _sources(
+    env: Mapping[str, str], brain: str, namespace: str, kubeconfig: str
+) -> dict[str, Source]:
+    """Return where else jobs are known: the Brain and Kubernetes, as far as they are named."""
+    from dlrover.dashboard import cluster  # noqa: PLC0415 - loads grpc
+    from dlrover.rpc import wire  # noqa: PLC0415
+
+    sources: dict[str, Source] = {}
+    settings = config.settings(env)
+    address = brain or settings.brain
+    if address:
+        token = brains.token(settings.brain_token_file)
+        sources[f"Brain at {address}"] = cluster.brain(address, token, wire.Tls(ca=settings.tls_ca))
+    if namespace:
+        name = "Kubernetes" if namespace == "all" else f"Kubernetes, namespace {namespace}"
+        with extra_of_kubernetes():
+            wanted = "" if namespace == "all" else namespace
+            sources[name] = cluster.kubernetes(kubeconfig, wanted)
+    return sources

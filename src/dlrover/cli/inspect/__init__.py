@@ -1,1 +1,0 @@
-"""Commands that inspect a job: status, events, plans, goodput."""

@@ -1,0 +1,75 @@
+"""The page's buttons: each is a request to the job's master, and its answer is one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from dlrover.dashboard.inspect import queries
+from dlrover.errors import ExitCode
+from dlrover.rpc.client import MasterClient
+from dlrover.spec.jobdir import JobDir
+from dlrover.spec.node import WORKER
+
+REASON = "asked for on the dashboard"
+
+
+class Scale(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="scale", tag_field="action"
+):
+    """Another number of nodes of a role."""
+
+    nodes: int
+    role: str = WORKER
+
+
+class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="stop", tag_field="action"):
+    """The end of the job."""
+
+
+class Stacks(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="stacks", tag_field="action"
+):
+    """Where every rank is now."""
+
+
+class Drain(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="drain", tag_field="action"
+):
+    """Another node in place of one, which trains until then."""
+
+    node: int
+
+
+Action = Scale | Stop | Stacks | Drain
+
+
+async def carry_out(job_dir: JobDir, action: Action) -> dict[str, Any]:
+    """Ask the job's master; return its answer as ``text``, and whether it ``refused``.
+
+    Raises:
+        ConfigurationError: the job has ended.
+        InfrastructureError: the master cannot be reached.
+    """
+    return await queries.answer(job_dir, _question(action))
+
+
+def _question(action: Action) -> Callable[[MasterClient], Awaitable[dict[str, Any]]]:
+    async def ask(master: MasterClient) -> dict[str, Any]:
+        match action:
+            case Scale(nodes, role):
+                reply = await master.scale(nodes, REASON, role)
+                return {"text": reply.sentence, "refused": reply.refused}
+            case Drain(node):
+                reply = await master.drain(node, REASON)
+                return {"text": reply.sentence, "refused": reply.refused}
+            case Stacks():
+                stacks = await master.stacks()
+                return {"text": stacks.report or "No workers run.", "refused": False}
+            case Stop():
+                await master.stop("The job was stopped on the dashboard.", ExitCode.STOPPED)
+                return {"text": "The job is being stopped.", "refused": False}
+
+    return ask

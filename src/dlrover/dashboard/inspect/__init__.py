@@ -1,0 +1,1 @@
+"""What a job's master and directory tell: status, events, plans, goodput."""

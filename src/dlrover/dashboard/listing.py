@@ -1,0 +1,129 @@
+"""The jobs of this machine's state directories, with what their files tell."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dlrover.errors import DLRoverError
+from dlrover.rpc.client import connect
+from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig
+from dlrover.spec.outcome import Outcome
+
+JOBS = 200
+"""Most jobs in the list: the latest ones."""
+ANSWER_TIME = 1.5
+"""Seconds that a master has to tell the status of its job for the list."""
+
+
+class Listing:
+    """Jobs below state directories, and those in directories that were named. Each has an id for its address."""
+
+    def __init__(self, states: Iterable[Path], named: Iterable[Path] = ()) -> None:
+        self._states = tuple(states)
+        self._named = tuple(path.resolve() for path in named)
+        self._read: dict[Path, tuple[tuple[float, float], dict[str, Any]]] = {}
+
+    def paths(self) -> dict[str, Path]:
+        """Return the directories of all jobs by id, the latest first."""
+        found = dict.fromkeys((*self._named, *self._below()))
+        dated = {path: when for path in found if (when := _began(path))}
+        latest = sorted(dated, key=lambda path: dated[path], reverse=True)[:JOBS]
+        return {_id(path): path for path in latest}
+
+    def find(self, job: str) -> JobDir | None:
+        """Return the directory of the job with an id; None if there is none."""
+        path = self.paths().get(job)
+        return None if path is None else JobDir(path)
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """Return a row for each job."""
+        return [self._row(name, path) for name, path in self.paths().items()]
+
+    def _below(self) -> Iterator[Path]:
+        """Yield the job directories of the states; a job of several roles has one for each of them."""
+        for state in self._states:
+            with contextlib.suppress(OSError):
+                for path in (state / "jobs").iterdir():
+                    yield path.resolve()
+                    yield from (below.parent.resolve() for below in path.glob("*/job.json"))
+            with contextlib.suppress(OSError):
+                yield (state / "last").resolve(strict=True)
+
+    def _row(self, name: str, path: Path) -> dict[str, Any]:
+        job_dir = JobDir(path)
+        seen = (_changed(job_dir.job), _changed(job_dir.outcome))
+        known = self._read.get(path)
+        if known is None or known[0] != seen:
+            known = self._read[path] = (seen, _content(job_dir))
+        return {"id": name, "dir": str(path), "began": _began(path), **known[1]}
+
+
+async def ask_masters(rows: list[dict[str, Any]]) -> None:
+    """Add to the rows of jobs without an outcome what their masters say."""
+    await asyncio.gather(*(_ask(row) for row in rows if not row["phase"]))
+
+
+async def _ask(row: dict[str, Any]) -> None:
+    job_dir = JobDir(Path(row["dir"]))
+    row["phase"] = "interrupted"  # without a master and an outcome
+    with contextlib.suppress(DLRoverError, OSError, msgspec.DecodeError):
+        address = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress)
+        os.kill(address.pid, 0)
+        async with connect(job_dir, ANSWER_TIME) as master:
+            status = await master.status()
+        row |= {
+            "phase": status.phase,
+            "reason": status.waiting_for,
+            "seconds": status.seconds,
+            "steps": status.total_steps,
+            "nodes": sum(node.node_rank >= 0 for node in status.nodes),
+            "restarts": status.restarts,
+        }
+
+
+def _content(job_dir: JobDir) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": job_dir.path.name, "phase": "", "problem": "", "nodes": ""}
+    try:
+        job = msgspec.json.decode(job_dir.job.read_bytes(), type=MasterConfig).job
+        least, most = job.min_nodes, job.max_nodes
+        row |= {"name": job.name, "nodes": str(most) if least == most else f"{least}:{most}"}
+    except (OSError, msgspec.DecodeError) as error:
+        row["problem"] = f"job.json cannot be read: {error}"
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        outcome = msgspec.json.decode(job_dir.outcome.read_bytes(), type=Outcome)
+        ratio = outcome.goodput.goodput_ratio if outcome.goodput is not None else None
+        row |= {
+            "phase": "succeeded" if outcome.exit_code == 0 else "failed",
+            "reason": outcome.verdict.title if outcome.verdict else outcome.reason,
+            "seconds": outcome.seconds,
+            "steps": outcome.steps,
+            "restarts": outcome.restarts,
+            "goodput": ratio,
+        }
+    return row
+
+
+def _began(path: Path) -> float:
+    """Return when the latest run in a job directory began, in seconds since the epoch; 0.0: there is none."""
+    return _changed(path / "job.json")
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _id(path: Path) -> str:
+    """Return an id that a part of an address can hold: the directory's name and a hash of its path."""
+    plain = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in path.name)
+    return f"{plain[:80]}~{hashlib.sha256(str(path).encode()).hexdigest()[:6]}"

@@ -1,0 +1,225 @@
+"""The server of the page: its files, the jobs, their live content, and the buttons."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import mimetypes
+import socket
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    Response,
+    StreamingResponse,
+)
+from starlette.routing import Route
+
+from dlrover._util import procs
+from dlrover.dashboard import actions, content, guard, logs
+from dlrover.dashboard.cluster import Cluster
+from dlrover.dashboard.feed import Feed
+from dlrover.dashboard.listing import Listing, ask_masters
+from dlrover.dashboard.page import ASSETS, STYLE, document, style
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
+from dlrover.spec.jobdir import JobDir
+
+MOST_BYTES = 4096
+"""Maximum size of a request's body."""
+LIST_PAUSE = 2.0
+"""Seconds between two looks at the list of jobs."""
+BEAT = 15.0
+"""Seconds after which a silent stream gets a comment."""
+END_WAIT = 1
+"""Seconds that open streams get when the server ends."""
+
+
+class Dashboard:
+    """Handlers of the server. Use it on one event loop."""
+
+    def __init__(self, listing: Listing, cluster: Cluster) -> None:
+        self._listing = listing
+        self._cluster = cluster
+        self._feeds: dict[Path, Feed] = {}
+        self._list: tuple[float, str] = (0.0, "")
+        self._listing_now = asyncio.Lock()
+
+    def routes(self) -> list[Route]:
+        """Return the addresses that are answered."""
+        return [
+            Route("/", self.page),
+            Route("/assets/{name}", self.asset),
+            Route("/api/jobs", self.jobs),
+            Route("/api/jobs/live", self.jobs_live),
+            Route("/api/jobs/{job}/live", self.live),
+            Route("/api/jobs/{job}/log", self.log),
+            Route("/api/jobs/{job}/actions", self.act, methods=["POST"]),
+        ]
+
+    async def page(self, _request: Request) -> Response:
+        """Return the page itself, without any content."""
+        return HTMLResponse(document())
+
+    async def asset(self, request: Request) -> Response:
+        """Return one of the page's files."""
+        name = request.path_params["name"]
+        if name not in ASSETS:
+            return _refused(404, "There is no such file.")
+        text = style() if name == STYLE else ASSETS[name].read_text(encoding="utf-8")
+        return Response(text, media_type=mimetypes.guess_type(name)[0])
+
+    async def jobs(self, _request: Request) -> Response:
+        """Return the list of jobs."""
+        return Response(await self._rows(), media_type="application/json")
+
+    async def jobs_live(self, _request: Request) -> Response:
+        """Stream the list of jobs, again whenever it changes."""
+
+        async def stream() -> AsyncIterator[str]:
+            last, silent = "", 0.0
+            while True:
+                text = await self._rows()
+                if text != last:
+                    yield f"event: jobs\ndata: {text}\n\n"
+                    last, silent = text, 0.0
+                elif silent >= BEAT:
+                    yield ": still here\n\n"
+                    silent = 0.0
+                await asyncio.sleep(LIST_PAUSE)
+                silent += LIST_PAUSE
+
+        return _stream(stream())
+
+    async def _rows(self) -> str:
+        """Return the list as JSON; all who look at about the same time get the same one."""
+        async with self._listing_now:
+            now = time.monotonic()
+            if not self._list[1] or now - self._list[0] >= LIST_PAUSE:
+                rows = await asyncio.to_thread(self._listing.jobs)
+                await ask_masters(rows)
+                found = {**content.FIXED, "jobs": rows, "cluster": await self._cluster.rows()}
+                self._list = now, msgspec.json.encode(found).decode()
+            return self._list[1]
+
+    async def live(self, request: Request) -> Response:
+        """Stream a job's content."""
+        job_dir = await self._find(request)
+        if job_dir is None:
+            return _no_job()
+        feed = self._feeds.setdefault(job_dir.path, Feed(job_dir))
+        return _stream(feed.view())
+
+    async def log(self, request: Request) -> Response:
+        """Stream the end of a log file, and what is added to it."""
+        job_dir = await self._find(request)
+        if job_dir is None:
+            return _no_job()
+        path = await asyncio.to_thread(logs.find, job_dir, request.query_params.get("file", ""))
+        if path is None:
+            return _refused(404, "The job has no log file of that name.")
+        return _stream(logs.tail(path))
+
+    async def act(self, request: Request) -> Response:
+        """Carry out what a button asks for."""
+        job_dir = await self._find(request)
+        if job_dir is None:
+            return _no_job()
+        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            return _refused(415, "The body must be JSON.")
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MOST_BYTES:
+                return _refused(413, f"The body must have at most {MOST_BYTES} bytes.")
+        try:
+            action = msgspec.json.decode(body, type=actions.Action)
+        except msgspec.DecodeError as error:
+            return _refused(400, f"The body is no action: {error}.")
+        try:
+            return _json(await actions.carry_out(job_dir, action))
+        except DLRoverError as error:
+            return _refused(409, str(error))
+
+    async def _find(self, request: Request) -> JobDir | None:
+        return await asyncio.to_thread(self._listing.find, request.path_params["job"])
+
+
+def application(
+    listing: Listing, cluster: Cluster, token: str, hosts: Sequence[str] | set[str]
+) -> Starlette:
+    """Return the ASGI application."""
+    dashboard = Dashboard(listing, cluster)
+    outer = Middleware(guard.Guard, token=token, hosts=hosts)
+    return Starlette(routes=dashboard.routes(), middleware=[outer])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address; port 0: any free one.
+
+    Raises:
+        InfrastructureError: the port is taken, or the address is not this machine's.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise InfrastructureError(
+            f"The dashboard cannot listen on {host}:{port}: {error}; choose another --port."
+        ) from error
+
+
+async def serve(app: Starlette, sock: socket.socket, lifeline_fd: int = -1) -> None:
+    """Serve the application until SIGINT or SIGTERM, or until the holder of the lifeline dies."""
+    config = uvicorn.Config(
+        app,
+        loop="asyncio",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_graceful_shutdown=END_WAIT,
+    )
+    server = uvicorn.Server(config)
+    if lifeline_fd >= 0:
+        procs.Lifeline.watch(lifeline_fd, functools.partial(setattr, server, "should_exit", True))
+    with contextlib.suppress(asyncio.CancelledError):
+        await server.serve(sockets=[sock])
+
+
+def check_host(host: str, *, given_token: bool) -> None:
+    """Refuse to listen beyond this machine with a token that changes unseen.
+
+    Raises:
+        ConfigurationError: ``host`` is an address of the network, and no token was set.
+    """
+    if host not in ("127.0.0.1", "::1", "localhost") and not given_token:
+        raise ConfigurationError(
+            f"--host {host}: to be reached from other machines, the dashboard needs a token that you choose; set "
+            "DLROVER_DASHBOARD_TOKEN."
+        )
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _stream(events: AsyncIterator[str]) -> Response:
+    return StreamingResponse(events, media_type="text/event-stream")
+
+
+def _refused(status: int, sentence: str) -> Response:
+    return JSONResponse({"error": sentence}, status)
+
+
+def _no_job() -> Response:
+    return _refused(404, "There is no such job; it may have been deleted.")

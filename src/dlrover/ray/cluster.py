@@ -1,0 +1,208 @@
+"""Access to a Ray cluster: connecting, named actors, placement groups, resources, records of ended jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.ray.machine import job as jobs
+from dlrover.ray.machine.job import NAMESPACE, Resources
+
+logger = logging.getLogger(__name__)
+
+MOST_RECORD = 16 << 20
+"""Bytes of an ended job's record beyond which its journal is left out of it."""
+CONNECT_TIMEOUT = 10.0
+"""Seconds for a connection to the cluster's port."""
+RETRY_DELAY = 0.2
+"""Seconds between two calls to an actor that Ray restarts."""
+_EXTRA = "The module {} is missing: --platform ray needs pip install 'dlrover[ray]'."
+_RECORD = "dlrover:ended:"
+
+
+@contextlib.contextmanager
+def extra() -> Iterator[None]:
+    """Wrap imports that need the extra ``ray``.
+
+    Raises:
+        ConfigurationError: the extra is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(_EXTRA.format(error.name)) from error
+
+
+def connect(address: str, working_dir: str = "") -> None:
+    """Connect this process to the cluster at ``address``, or to the one that Ray finds by itself.
+
+    Raises:
+        ConfigurationError: Ray is not installed, there is no cluster, or it runs another version of Ray.
+    """
+    with extra():
+        import ray  # noqa: PLC0415 - needs the extra
+
+    if ray.is_initialized():
+        return
+    check_port(address)
+    options: dict[str, Any] = {"runtime_env": {"working_dir": working_dir}} if working_dir else {}
+    if not address.startswith("ray://"):
+        options |= {"log_to_driver": False, "configure_logging": False}
+    try:
+        ray.init(address or "auto", namespace=NAMESPACE, logging_level=logging.ERROR, **options)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise ConfigurationError(jobs.why_refused(address, str(error))) from error
+
+
+def check_port(address: str) -> None:
+    """Refuse an address where nothing listens; Ray itself would try again and again."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon:
+        return
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT):
+            pass
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(jobs.why_refused(address, str(error))) from error
+
+
+def disconnect() -> None:
+    """Leave the cluster, if this process has connected to one."""
+    with extra():
+        import ray  # noqa: PLC0415 - needs the extra
+    ray.shutdown()
+
+
+def actor(name: str) -> Any:
+    """Return the handle of a named actor, or None if it is dead for good."""
+    import ray  # noqa: PLC0415
+
+    try:
+        return ray.get_actor(name, NAMESPACE)
+    except ValueError:
+        return None
+
+
+def names() -> list[str]:
+    """Return the names of all actors of DLRover that are alive, starting or waiting."""
+    import ray  # noqa: PLC0415
+
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return [one["name"] for one in found if one["namespace"] == NAMESPACE]
+
+
+def end_actor(name: str) -> None:
+    """Kill a named actor; do nothing if it is gone."""
+    import ray  # noqa: PLC0415
+
+    found = actor(name)
+    if found is not None:
+        ray.kill(found, no_restart=True)
+
+
+def remove_groups(prefix: str) -> None:
+    """Remove all placement groups whose names begin with ``prefix``."""
+    import ray  # noqa: PLC0415
+    from ray.util.placement_group import PlacementGroup  # noqa: PLC0415
+
+    for key, group in ray.util.placement_group_table().items():
+        if group["name"].startswith(prefix) and group["state"] != "REMOVED":
+            identity = ray.PlacementGroupID(bytes.fromhex(key))
+            ray.util.remove_placement_group(PlacementGroup(identity))
+
+
+def has_room(name: str) -> bool:
+    """Return whether the placement group of this name has its resources."""
+    import ray  # noqa: PLC0415
+
+    groups = ray.util.placement_group_table().values()
+    return any(group["name"] == name and group["state"] == "CREATED" for group in groups)
+
+
+def machines() -> dict[str, Resources]:
+    """Return the resources of each living node of the cluster, by its id."""
+    import ray  # noqa: PLC0415
+
+    return {one["NodeID"]: one["Resources"] for one in ray.nodes() if one["Alive"]}
+
+
+def most() -> Resources | None:
+    """Return what the cluster's autoscaler can bring it to; None without an autoscaler."""
+    from ray._private.state import state  # noqa: PLC0415
+
+    return state.get_max_resources_from_cluster_config()  # type: ignore[no-any-return]
+
+
+def check_room(job: jobs.RayJob) -> None:
+    """Refuse a job that the cluster can never run with its least number of nodes.
+
+    Raises:
+        ConfigurationError: it cannot; the message says what is missing.
+    """
+    spec = job.master.job
+    counts = {"": max(1, spec.min_nodes)}
+    reason = jobs.impossible(job.role(0).resources, counts[""], machines().values(), most())
+    if reason:
+        raise ConfigurationError(f"--ray-resources: {reason}.")
+
+
+# ---- records of ended jobs
+
+
+def keep_record(job: str, files: dict[str, bytes]) -> None:
+    """Keep the files of an ended job in Ray's key-value store, where commands find them."""
+    from ray.experimental import internal_kv  # noqa: PLC0415
+
+    data = msgspec.msgpack.encode(files)
+    if len(data) > MOST_RECORD:
+        data = msgspec.msgpack.encode({k: v for k, v in files.items() if "journal" not in k})
+    internal_kv._internal_kv_put(_RECORD + job, data, overwrite=True)  # noqa: SLF001
+
+
+def record(job: str) -> dict[str, bytes] | None:
+    """Return the files of an ended job; None if there are none."""
+    from ray.experimental import internal_kv  # noqa: PLC0415
+
+    data = internal_kv._internal_kv_get(_RECORD + job)  # noqa: SLF001
+    return None if data is None else msgspec.msgpack.decode(data, type=dict[str, bytes])
+
+
+def records() -> list[str]:
+    """Return the names of the ended jobs that left a record."""
+    from ray.experimental import internal_kv  # noqa: PLC0415
+
+    found = internal_kv._internal_kv_list(_RECORD)  # noqa: SLF001
+    return sorted(key.decode().removeprefix(_RECORD) for key in found)
+
+
+def forget_record(job: str) -> None:
+    """Drop the record of an earlier job of this name."""
+    from ray.experimental import internal_kv  # noqa: PLC0415
+
+    internal_kv._internal_kv_del(_RECORD + job)  # noqa: SLF001
+
+
+def answer(call: Callable[[], Any], timeout: float) -> Any:
+    """Return the result of a call to an actor; call again while Ray restarts the actor.
+
+    Raises:
+        InfrastructureError: the actor is dead, or does not answer within ``timeout`` seconds.
+    """
+    import ray  # noqa: PLC0415
+
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            return ray.get(call(), timeout=max(0.0, until - time.monotonic()))
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            away = isinstance(error, ray.exceptions.ActorUnavailableError)
+            if not away or time.monotonic() > until:
+                raise InfrastructureError(f"Ray: {jobs.why_died(str(error))}.") from error
+            time.sleep(RETRY_DELAY)  # noqa: TID251 - Ray restarts the actor meanwhile

@@ -1,0 +1,1 @@
+"""The pure part of the Ray engine: names, resources and sentences."""

@@ -1,0 +1,263 @@
+"""A job on a Ray cluster: its record, the names of its actors, the resources of its nodes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from dlrover.errors import ConfigurationError
+from dlrover.spec.jobdir import AgentConfig, MasterConfig
+from dlrover.spec.node import FoundNode, LaunchNode
+
+NAMESPACE = "dlrover"
+"""Ray namespace of all actors and placement groups."""
+FILE = "ray.json"
+"""Name of the file in a job directory with the `RayJob`."""
+LABEL = "ray.io/node-id"
+"""Label of a Ray node that holds its id."""
+SHORT = 12
+"""Digits of a Ray node's id in the name of a host."""
+_WHOLE = 1.0
+"""Up to this amount, Ray takes parts of a GPU; above it, whole ones only."""
+_NAMES = {"cpu": "CPU", "gpu": "GPU", "memory": "memory"}
+
+Resources = Mapping[str, float]
+
+
+class RayRole(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What each node of a role starts, and what it takes of the cluster."""
+
+    agent: AgentConfig
+    resources: dict[str, float] = {}
+    """Amounts by Ray's names: ``CPU``, ``GPU``, ``memory`` (bytes), or a resource of the cluster's own."""
+    env: dict[str, str] = {}
+    """Variables for the workers, over those of the machine."""
+
+
+class RayJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that the actors of a job need."""
+
+    name: str
+    master: MasterConfig
+    roles: dict[str, RayRole]
+    """By role; the role without a name stands for all that are not listed."""
+    token: str
+    directory: str = ""
+    """Working directory of the workers where it exists; empty, or elsewhere: that of Ray's workers."""
+    address: str = ""
+    """Address of the cluster for the command that starts the job; empty: Ray's own choice."""
+    working_dir: str = ""
+    """Directory that Ray copies to each node; empty: none."""
+    foreground: bool = False
+    """True if the job ends with the command that started it."""
+
+    @property
+    def place(self) -> str:
+        """Name of the job's directories on the machines of the cluster; that of no other job."""
+        return f"{self.name}-{hashlib.sha256(self.token.encode()).hexdigest()[:8]}"
+
+    def role(self, node_rank: int) -> RayRole:
+        """Return what a node with this wanted rank starts."""
+        name, _ = self.master.job.place(node_rank)
+        return self.roles[name] if name in self.roles else self.roles[""]
+
+
+def encode(job: RayJob) -> bytes:
+    """Return a job as JSON.
+
+    Raises:
+        ConfigurationError: a text is not UTF-8.
+    """
+    try:
+        return msgspec.json.encode(job)
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            f"{error.object!r} is not UTF-8, which arguments and names of files must be."
+        ) from error
+
+
+def decode(data: bytes) -> RayJob:
+    """Return the job that `encode` wrote."""
+    return msgspec.json.decode(data, type=RayJob)
+
+
+# ---- names
+
+
+def master_name(job: str) -> str:
+    """Return the name of a job's master actor."""
+    return f"{job}/master"
+
+
+def job_of(master: str) -> str:
+    """Return the name of a master actor's job; empty if the actor is no master."""
+    job, _, kind = master.rpartition("/")
+    return job if kind == "master" else ""
+
+
+def node_name(job: str, node: LaunchNode) -> str:
+    """Return the name of a node's actor and placement group, by which a later master finds the node."""
+    place = f"{node.node_id}/{node.node_rank}"
+    return f"{job}/node/{place}/{node.memory_factor!r}/{node.cpu_factor!r}"
+
+
+def found_nodes(job: str, names: Iterable[str]) -> list[FoundNode]:
+    """Return the nodes of a job among named actors, by node id."""
+    prefix, found = f"{job}/node/", []
+    for name in names:
+        parts = name.removeprefix(prefix).split("/")
+        if name.startswith(prefix) and len(parts) == 4:
+            numbers = int(parts[0]), int(parts[1])
+            found.append(FoundNode(*numbers, name, float(parts[2]), float(parts[3])))
+    return sorted(found, key=lambda node: node.node_id)
+
+
+def host_name(hostname: str, node_id: str) -> str:
+    """Return the name of a node's host: a machine may run several Ray nodes."""
+    return f"{hostname}-{node_id[:SHORT]}"
+
+
+def elsewhere(avoid: Iterable[str], node_ids: Iterable[str]) -> dict[str, str]:
+    """Return the label selector that keeps a node off hosts with these names; empty if all are gone."""
+    ends = {host.rpartition("-")[2] for host in avoid}
+    unwanted = sorted(node_id for node_id in node_ids if node_id[:SHORT] in ends)
+    return {LABEL: f"!in({','.join(unwanted)})"} if unwanted else {}
+
+
+# ---- resources
+
+
+def parse_resources(flag: str, text: str) -> dict[str, float]:
+    """Parse ``CPU=4,GPU=1`` into amounts by Ray's names.
+
+    Raises:
+        ConfigurationError: the text is malformed.
+    """
+    amounts: dict[str, float] = {}
+    for pair in text.split(",") if text else ():
+        name, _, amount = (part.strip() for part in pair.partition("="))
+        try:
+            number = float(amount)
+        except ValueError:
+            number = -1.0
+        if not name or not 0 <= number < float("inf"):
+            raise ConfigurationError(
+                f"{flag} {text}: {pair.strip()!r} is not of the form NAME=AMOUNT, as CPU=4 or GPU=1 are."
+            )
+        amounts[_NAMES.get(name.lower(), name)] = number
+    if amounts.get("GPU", 0.0) > _WHOLE and not amounts["GPU"].is_integer():
+        raise ConfigurationError(
+            f"{flag} {text}: GPU={amounts['GPU']:g} must be a whole number, or 1 or less."
+        )
+    return amounts
+
+
+def bundle_of(job: RayJob, name: str) -> dict[str, float]:
+    """Return the bundle of the node with this name: its role's resources, multiplied by its factors."""
+    [node] = found_nodes(job.name, [name])
+    factors = {"CPU": node.cpu_factor, "memory": node.memory_factor}
+    scaled = {
+        kind: amount * factors.get(kind, 1.0)
+        for kind, amount in job.role(node.node_rank).resources.items()
+        if amount
+    }
+    if "memory" in scaled:
+        scaled["memory"] = float(int(scaled["memory"]))
+    return scaled
+
+
+def in_words(amounts: Resources) -> str:
+    """Return ``CPU 4, GPU 1, memory 2Gi``."""
+    texts = {
+        name: f"{amount / (1 << 30):.3g}Gi" if name == "memory" else f"{amount:g}"
+        for name, amount in amounts.items()
+    }
+    return ", ".join(f"{name} {text}" for name, text in texts.items()) or "nothing"
+
+
+def waits(wanted: Resources, free: Resources, total: Resources) -> str:
+    """Return why a placement group is pending."""
+    short = [name for name, amount in wanted.items() if free.get(name, 0.0) < amount]
+    if not short:
+        return f"placement group pending: needs {in_words(wanted)}, and no node of the cluster has all of it free"
+    having = " and ".join(
+        f"{in_words({name: free.get(name, 0.0)})} free of {in_words({name: total.get(name, 0.0)})[len(name) + 1 :]}"
+        for name in short
+    )
+    return f"placement group pending: needs {in_words(wanted)}, the cluster has {having}"
+
+
+def impossible(
+    wanted: Resources, count: int, nodes: Iterable[Resources], most: Resources | None
+) -> str:
+    """Return why a cluster can never run ``count`` nodes of a size, as a clause; empty if it can.
+
+    Args:
+        wanted: Resources of each node.
+        count: Number of nodes.
+        nodes: Resources of each node of the cluster.
+        most: What the autoscaler can bring the cluster to; None without an autoscaler.
+    """
+    machines = list(nodes)
+    names = {name for machine in machines for name in machine}
+    total = {name: sum(machine.get(name, 0.0) for machine in machines) for name in names}
+    for name, limit in (most or {}).items():
+        total[name] = max(total.get(name, 0.0), limit)
+    asked = {name: amount * count for name, amount in wanted.items() if amount}
+    for name, amount in asked.items():
+        if total.get(name, 0.0) < amount:
+            many = "1 node needs" if count == 1 else f"{count} nodes need"
+            each = f", {in_words({name: wanted[name]})} each" if count > 1 else ""
+            return (
+                f"{many} {in_words({name: amount})}{each}, and the cluster "
+                f"can have {in_words({name: total.get(name, 0.0)})}"
+            )
+    if most is None and not any(_fits(wanted, machine) for machine in machines):
+        return f"a node needs {in_words(wanted)}, and no node of the cluster has that much"
+    return ""
+
+
+def _fits(wanted: Resources, machine: Resources) -> bool:
+    return all(machine.get(name, 0.0) >= amount for name, amount in wanted.items())
+
+
+# ---- Ray's words
+
+
+def why_died(message: str) -> str:
+    """Return the reason in Ray's message about a dead actor, on one line and without its list of ids."""
+    lines = [line.strip() for line in message.splitlines()]
+    kept = [line for line in lines if line and not _is_field(line)]
+    said = " ".join(kept).partition(" Some common causes include")[0].rstrip(".")
+    for opening in (
+        "The actor died unexpectedly before finishing this task.",
+        "The actor is dead because",
+    ):
+        said = said.removeprefix(opening).strip()
+    return said[:MOST_WORDS] or "Ray gives no reason"
+
+
+MOST_WORDS = 400
+"""Characters kept of Ray's reason for an actor's death."""
+
+
+def _is_field(line: str) -> bool:
+    name, colon, _ = line.partition(":")
+    return bool(colon) and name.isidentifier() and name.islower()
+
+
+def why_refused(address: str, message: str) -> str:
+    """Return, in one sentence, why a cluster cannot be used."""
+    place = f"--ray-address {address}" if address else "The Ray cluster"
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    versions = [line for line in lines if line.startswith(("Ray:", "Python:"))]
+    if "ersion mismatch" in message and len(versions) >= 4:
+        theirs, ours = " ".join(versions[:2]), " ".join(versions[2:4])
+        return (
+            f"{place}: the cluster runs {theirs.replace(': ', ' ')} and this environment has "
+            f"{ours.replace(': ', ' ')}; both must be the same."
+        )
+    first = lines[0].rstrip(".") if lines else "no answer"
+    return f"{place}: no Ray cluster can be reached ({first}); it takes HOST:PORT, ray://HOST:PORT or auto."

@@ -1,0 +1,78 @@
+"""Tracebacks on the console: each one once, and none of those who only lost a peer."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from dlrover.agent.workers.folding import FoldingFormatter, Tracebacks
+
+MINE = b"""Traceback (most recent call last):
+  File "/home/me/train.py", line 3, in <module>
+    f()
+KeyError: 'missing'
+"""
+ECHO = b"""[rank2]: Traceback (most recent call last):
+[rank2]:   File "/home/me/train.py", line 9, in <module>
+[rank2]:     dist.all_reduce(x)
+[rank2]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:14551.
+
+[rank2]: The above exception was the direct cause of the following exception:
+
+[rank2]: Traceback (most recent call last):
+[rank2]:   File "/home/me/train.py", line 11, in <module>
+[rank2]:     raise SystemError("wrapped") from e
+[rank2]: SystemError: wrapped
+"""
+
+
+def shown(*streams: tuple[int, bytes], size: int = 1 << 16) -> list[bytes]:
+    seen, found = Tracebacks(), []
+    for rank, data in streams:
+        formatter = FoldingFormatter(rank, f"/logs/{rank}/stderr.log", seen)
+        pieces = [data[i : i + size] for i in range(0, len(data), size)]
+        found.append(b"".join(map(formatter.feed, pieces)) + formatter.flush())
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 16])
+def test_a_traceback_is_shown_once(size: int) -> None:
+    later = MINE.replace(b"\n", b"\n[rank1]: ").join([b"[rank1]: ", b""]).removesuffix(b"[rank1]: ")
+    first, second = shown((0, b"before\n" + MINE + b"after\n"), (1, later + b"after\n"), size=size)
+    assert first == b"before\n" + MINE + b"after\n"
+    assert second == (
+        b"dlrover: rank 1 has the same traceback as rank 0: KeyError: 'missing' (whole in /logs/1/stderr.log)\n"
+        b"after\n"
+    )
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 16])
+def test_a_peers_end_is_one_line_with_all_that_follows_from_it(size: int) -> None:
+    (found,) = shown((2, ECHO + b"goodbye\n"), size=size)
+    line, rest = found.split(b"\n", 1)
+    assert line.startswith(
+        b"dlrover: rank 2 lost a peer: RuntimeError: [pair.cc:553] Connection closed"
+    )
+    assert line.endswith(b"(whole in /logs/2/stderr.log)")
+    assert rest == b"goodbye\n"
+
+
+def test_another_traceback_and_ones_own_again_are_shown() -> None:
+    other = MINE.replace(b"KeyError", b"ValueError")
+    assert shown((0, MINE + MINE), (1, other)) == [MINE + MINE, other]
+
+
+def test_an_unfinished_traceback_comes_at_the_end() -> None:
+    cut = MINE[:60]
+    assert shown((0, cut)) == [cut]
+
+
+@given(st.binary(max_size=200), st.integers(1, 20))
+def test_other_bytes_pass_unchanged(data: bytes, size: int) -> None:
+    assert shown((0, data), size=size) == [data]
+
+
+def test_what_is_no_traceback_does_not_wait() -> None:
+    formatter = FoldingFormatter(0, "", Tracebacks())
+    assert formatter.feed(b"50 %|####") == b"50 %|####"
+    assert formatter.feed(b"\r60 %|#####") == b"\r60 %|#####"

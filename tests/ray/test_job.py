@@ -1,0 +1,221 @@
+"""The Ray engine's decisions, without Ray: names, resources, sentences, manifests, command lines."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from dlrover.cli.cluster import onray as manifests
+from dlrover.cli.run import arguments
+from dlrover.errors import ConfigurationError
+from dlrover.kubernetes.resources import validation
+from dlrover.ray.machine import job as jobs
+from dlrover.spec.job import Entry, JobSpec, LaunchSpec
+from dlrover.spec.jobdir import AgentConfig, MasterConfig
+from dlrover.spec.node import FIRST_SERVER, LaunchNode
+
+
+def job(**resources: float) -> jobs.RayJob:
+    agent = AgentConfig(launch=LaunchSpec(entry=Entry.SCRIPT, target="train.py"))
+    return jobs.RayJob(
+        name="j",
+        master=MasterConfig(job=JobSpec(name="j")),
+        roles={"": jobs.RayRole(agent=agent, resources=resources)},
+        token="t",
+    )
+
+
+def test_a_later_master_reads_everything_about_a_node_from_its_name() -> None:
+    node = LaunchNode(11, 3, ("host",), 1.5, 0.25)
+    name = jobs.node_name("a/b", node)
+    [found] = jobs.found_nodes("a/b", ["a/b/master", "a/node/1/1/1.0/1.0", name])
+    assert (found.node_id, found.node_rank, found.handle) == (11, 3, name)
+    assert (found.memory_factor, found.cpu_factor) == (1.5, 0.25)
+    assert jobs.job_of(jobs.master_name("a/b")) == "a/b"
+    assert jobs.job_of(name) == ""
+
+
+def test_a_job_comes_back_from_its_bytes() -> None:
+    assert jobs.decode(jobs.encode(job(CPU=2))) == job(CPU=2)
+    with pytest.raises(ConfigurationError, match="is not UTF-8"):
+        jobs.encode(jobs.RayJob(**{**_fields(job()), "directory": "\udcff"}))
+
+
+def _fields(one: jobs.RayJob) -> dict[str, object]:
+    return {name: getattr(one, name) for name in one.__struct_fields__}
+
+
+def test_a_larger_node_gets_a_larger_bundle() -> None:
+    one = job(CPU=2, GPU=1, memory=1000, own=3)
+    name = jobs.node_name("j", LaunchNode(0, 0, (), 1.5005, 0.5))
+    assert jobs.bundle_of(one, name) == {"CPU": 1.0, "GPU": 1, "memory": 1500.0, "own": 3}
+
+
+def test_servers_have_resources_of_their_own() -> None:
+    one = job(CPU=1)
+    server = jobs.RayRole(agent=one.roles[""].agent, resources={"CPU": 7})
+    two = jobs.RayJob(**{**_fields(one), "roles": {**one.roles, "ps": server}})
+    assert two.role(FIRST_SERVER).resources == {"CPU": 7}
+    assert two.role(0).resources == {"CPU": 1}
+
+
+def test_hosts_to_avoid_are_ray_nodes() -> None:
+    ids = ["a" * 56, "b" * 56, "c" * 56]
+    hosts = [jobs.host_name("my-host", ids[2]), jobs.host_name("gone", "d" * 56)]
+    assert jobs.elsewhere(hosts, ids) == {jobs.LABEL: f"!in({ids[2]})"}
+    assert jobs.elsewhere(hosts[1:], ids) == {}
+
+
+@pytest.mark.parametrize("text", ["CPU", "=1", "CPU=x", "CPU=-1", "CPU=inf", "GPU=1.5", "CPU=1,,"])
+def test_malformed_resources_are_named(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="--ray-resources"):
+        jobs.parse_resources("--ray-resources", text)
+
+
+def test_resources_have_rays_names() -> None:
+    amounts = jobs.parse_resources("-", "cpu=4, GPU=0.5,memory=2147483648,tpu=1")
+    assert amounts == {"CPU": 4, "GPU": 0.5, "memory": 1 << 31, "tpu": 1}
+    assert jobs.in_words(amounts) == "CPU 4, GPU 0.5, memory 2Gi, tpu 1"
+
+
+def test_a_pending_node_says_what_it_waits_for() -> None:
+    assert jobs.waits({"CPU": 4}, {"CPU": 2}, {"CPU": 6}) == (
+        "placement group pending: needs CPU 4, the cluster has CPU 2 free of 6"
+    )
+    assert jobs.waits({"CPU": 4}, {"CPU": 5}, {"CPU": 6}).endswith("all of it free")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "count", "most", "words"),
+    [
+        ({"CPU": 2}, 2, None, ""),
+        ({"CPU": 2}, 3, None, "3 nodes need CPU 6, CPU 2 each, and the cluster can have CPU 4"),
+        ({"CPU": 2}, 3, {"CPU": 100}, ""),
+        ({"GPU": 1}, 1, {"CPU": 100}, "1 node needs GPU 1, and the cluster can have GPU 0"),
+        ({"CPU": 3}, 1, None, "a node needs CPU 3, and no node of the cluster has that much"),
+    ],
+)
+def test_what_a_cluster_can_never_have_is_known_at_once(wanted, count, most, words) -> None:
+    assert jobs.impossible(wanted, count, [{"CPU": 2}, {"CPU": 2}], most) == words
+
+
+def test_rays_reason_is_one_line_without_ids() -> None:
+    message = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: NodeActor\n\tactor_id: 1f\n"
+        "\tnode_ip: 10.0.0.1\nThe actor died because its node has died. Node Id: ab\n\tthe actor's node was terminated: "
+        "health check failed."
+    )
+    assert jobs.why_died(message) == (
+        "The actor died because its node has died. Node Id: ab the actor's node was terminated: health check failed"
+    )
+    assert jobs.why_died("") == "Ray gives no reason"
+
+
+def test_another_version_is_one_sentence() -> None:
+    message = (
+        "Version mismatch: The cluster was started with:\n    Ray: 2.50.0\n    Python: 3.11.7\n"
+        "This process on node 1 was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n"
+    )
+    assert jobs.why_refused("h:1", message) == (
+        "--ray-address h:1: the cluster runs Ray 2.50.0 Python 3.11.7 and this environment has Ray 2.60.0 Python "
+        "3.11.7; both must be the same."
+    )
+
+
+def test_a_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dlrover.ray import cluster
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigurationError, match=r"dlrover\[ray\]"):
+        cluster.connect("")
+
+
+def test_an_address_where_nothing_listens_is_named() -> None:
+    from dlrover.ray import cluster
+
+    with pytest.raises(ConfigurationError, match="no Ray cluster can be reached"):
+        cluster.check_port("127.0.0.1:9")
+
+
+# ---- command lines
+
+
+def options(*words: str):
+    return arguments.parse([*words, __file__], {"SECRET": "s"})
+
+
+def test_nodes_on_ray_count_as_started_by_dlrover() -> None:
+    found = options(
+        "--platform", "ray", "--nnodes", "2:4", "--nproc-per-node", "gpu", "--ray-resources", "CPU=8,GPU=2",
+        "--ray-env", "A=1,SECRET", "--servers", "1",
+    )  # fmt: skip
+    assert (found.local_nodes, found.job.min_nodes, found.job.max_nodes) == (4, 2, 4)
+    assert found.launch.nproc_per_node == 2
+    assert found.ray.env == {"A": "1", "SECRET": "s"}
+    assert found.ray.resources == {"CPU": 8, "GPU": 2}
+    assert options("--platform", "ray", "--nproc-per-node", "3").ray.resources == {"CPU": 3}
+    assert options().ray is None
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--platform", "slurm"], "slurm"),
+        (["--ray-address", "h:1"], "--ray-address h:1: needs --platform ray"),
+        (["--platform", "ray", "--local-nodes", "2"], "--local-nodes"),
+        (["--platform", "ray", "--ray-env", "NONE"], "NONE"),
+        (["--platform", "ray", "--ray-working-dir", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_wrong_options_are_named(words: list[str], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        options(*words)
+
+
+# ---- manifests
+
+
+def manifest(command: list[str], **container: object) -> dict:
+    requests = {"cpu": "2", "memory": "1Gi", "nvidia.com/gpu": "4"}
+    main = {"name": "main", "image": "i", "command": command, "resources": {"limits": requests}}
+    template = {"spec": {"containers": [{**main, **container}]}}
+    spec = {"replicaSpecs": {"worker": {"replicas": 3, "minReplicas": 2, "template": template}}}
+    return {
+        "apiVersion": "elastic.iml.github.io/v1alpha1",
+        "kind": "ElasticJob",
+        "metadata": {"name": "m"},
+        "spec": spec,
+    }
+
+
+def test_a_manifest_becomes_the_same_job_on_ray() -> None:
+    command = ["sh", "-c", "dlrover-run --nproc-per-node=gpu --max-restarts 2 /app/train.py --lr 1"]
+    content = manifest(command, env=[{"name": "A", "value": "1"}], workingDir="/app")
+    found = manifests.ray_job(validation.parse(content), {})
+    spec, worker = found.master.job, found.role(0)
+    assert (spec.min_nodes, spec.max_nodes, spec.managed_nodes, spec.max_restarts) == (2, 3, 3, 2)
+    assert (found.name, found.master.platform, found.foreground) == ("m", "ray", False)
+    assert worker.resources == {"CPU": 2, "memory": 1 << 30, "GPU": 4}
+    assert (worker.agent.launch.target, worker.agent.launch.args) == (
+        "/app/train.py",
+        ("--lr", "1"),
+    )
+    assert worker.agent.launch.nproc_per_node == 4
+    assert worker.env["A"] == "1"
+    assert found.directory == "/app"
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (manifest(["python", "train.py"]), "its command must be dlrover-run"),
+        (
+            manifest(["dlrover-run", "t.py"], env=[{"name": "A", "valueFrom": {"fieldRef": {}}}]),
+            "variable A has valueFrom",
+        ),
+    ],
+)
+def test_what_only_kubernetes_can_do_is_named(content: dict, named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        manifests.ray_job(validation.parse(content), {})

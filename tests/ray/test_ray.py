@@ -1,0 +1,128 @@
+"""Jobs on a real Ray cluster: what they compute, what they survive, and that they leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+
+import psutil
+import pytest
+
+from dlrover.spec import events
+from tests.process.conftest import Training
+from tests.waiting import until
+
+pytestmark = [
+    pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(1200),
+    pytest.mark.filterwarnings("default"),  # Ray's own
+]  # fmt: skip
+
+STEPS = 150
+WAIT = 200.0
+"""Seconds for a node to be replaced, and for the steps after it."""
+
+
+@pytest.fixture
+def train(run, ray_cluster):
+    def start(nodes: int, steps: int, step_time: float, **options: object) -> Training:
+        options = {"max_restarts": 0, "shutdown_timeout": 5, **options}
+        return Training(run, steps, step_time, *ray_cluster.options(nodes, **options))
+
+    return start
+
+
+def losses(training: Training) -> list[tuple[int, float]]:
+    return [(step, round(loss, 6)) for step, loss, _ in training.losses]
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """Losses of a local run."""
+    from tests.process.conftest import Runner
+
+    runner = Runner(tmp_path_factory.mktemp("local"))
+    training = Training(runner, STEPS, 0.0, "--local-nodes", "2")
+    training.launch.succeed(WAIT)
+    runner.close()
+    return losses(training)
+
+
+def test_a_job_survives_every_kill_and_computes_what_a_local_one_does(
+    run, ray_cluster, train, local
+):
+    training = train(2, STEPS, 0.5)
+    launch = training.launch
+    launch.until(lambda: len(training.losses) >= 3, WAIT, "step 3")
+    # From anywhere: by the name of the job.
+    shown = run.dlrover(
+        "status", "--platform", "ray", "--ray-address", ray_cluster.address, "--output", "json",
+        timeout=WAIT,
+    )  # fmt: skip
+    assert json.loads(shown.stdout)["status"]["phase"] == "running", shown.stderr
+
+    def survive(victim: psutil.Process) -> None:
+        before = len(launch.events_of(events.RoundCompleted))
+        victim.kill()
+        launch.until(
+            lambda: len(launch.events_of(events.RoundCompleted)) > before, WAIT, "a new round"
+        )
+        done = len(training.losses)
+        launch.until(lambda: len(training.losses) > done, WAIT, "a step")
+
+    survive(ray_cluster.workers()[0])
+    survive(ray_cluster.agents()[0])
+    survive(ray_cluster.agents()[0].parent())
+    survive(ray_cluster.agents()[0].parent().parent())  # a raylet
+    [master] = ray_cluster.masters()
+    master.kill()
+    launch.until(lambda: launch.events_of(events.MasterRecovered), WAIT, "the master")
+    ray_cluster.add_nodes(1)
+    launch.succeed(WAIT)
+    assert losses(training) == local
+
+
+def test_a_killed_command_ends_its_job(ray_cluster, train) -> None:
+    """What it leaves in the cluster goes away: the fixture of the run sees to it."""
+    training = train(1, 10_000, 0.1)
+    training.launch.until(lambda: len(training.losses) >= 3, WAIT, "step 3")
+    training.launch.process.kill()
+    ray_cluster.is_empty()
+
+
+def test_a_submitted_job_goes_on_until_it_is_stopped(run, ray_cluster) -> None:
+    out = run.directory / "out"
+    out.mkdir()
+    script = run.scripts / "train.py"
+    template = {"spec": {"containers": [{
+        "name": "main", "image": "any",
+        "command": ["dlrover-run", "--shutdown-timeout=5", str(script), str(out), "100000", "0.1"],
+        "resources": {"requests": {"cpu": "1"}},
+    }]}}  # fmt: skip
+    manifest = {
+        "apiVersion": "elastic.iml.github.io/v1alpha1", "kind": "ElasticJob", "metadata": {"name": "sent"},
+        "spec": {"replicaSpecs": {"worker": {"replicas": 5, "minReplicas": 1, "template": template}}},
+    }  # fmt: skip
+    (run.directory / "job.yaml").write_text(json.dumps(manifest))
+    there = ["--platform", "ray", "--ray-address", ray_cluster.address]
+
+    def dlrover(*words: object) -> str:
+        done = run.dlrover(*words, *there, timeout=WAIT)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    dlrover("submit", run.directory / "job.yaml")
+    again = run.dlrover("submit", run.directory / "job.yaml", *there, timeout=WAIT)
+    assert again.returncode == 2
+    assert "already runs a job named sent" in again.stderr
+    until((out / "losses.jsonl").exists, WAIT, "a step")
+    # The cluster has three CPUs for five nodes: the others wait, and say for what.
+    until(lambda: "needs CPU 1, the cluster has CPU 0 free" in dlrover("events", "sent"), WAIT)
+    assert "is being stopped" in dlrover("stop", "sent")
+    ray_cluster.is_empty()
+    status = json.loads(dlrover("status", "sent", "--output", "json"))["status"]
+    assert "stopped by dlrover stop" in status["outcome"]["reason"]
+    assert json.loads(dlrover("goodput", "sent", "--output", "json"))["phase"] == "stopped"
+
+
+def test_more_than_the_cluster_can_have_is_refused_at_once(run, ray_cluster) -> None:
+    launch = run(*ray_cluster.options(9), "--no-python", "true")
+    assert "9 nodes need CPU 9" in launch.end_with(2, WAIT)[1]
