@@ -171,9 +171,20 @@ def test_rows_are_those_of_a_dict_in_many_sequences(choice: str, tmp_path: Path)
 
 @pytest.mark.slow
 @needs_library
-def test_limits_are_never_passed(tmp_path: Path) -> None:
-    """Far more rows than memory holds; the disk's limit is one sentence, and nothing is lost by it."""
+def test_limits_are_never_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far more rows than memory holds; the disk's limit is one sentence, and nothing is lost by it.
+
+    A table is loaded slot by slot, so that the first slots have far more rows and places than their part meanwhile.
+    """
     limit = 16 << 20
+    make_room = TieredTable._make_room
+
+    def watched(table: TieredTable, keys: np.ndarray) -> None:
+        make_room(table, keys)
+        assert table.memory() <= limit
+        assert table.spilled()[1] <= 32 << 20
+
+    monkeypatch.setattr(TieredTable, "_make_room", watched)
     spill = Spill(directory=str(tmp_path), nbytes=32 << 20)
     table, model = (HashTable(32, memory_bytes=limit, spill=spill), HashTable(32))
     chance = np.random.default_rng(0)
@@ -190,6 +201,10 @@ def test_limits_are_never_passed(tmp_path: Path) -> None:
         assert files <= stats.spilled_bytes <= 32 << 20
         spilled = stats.spilled_rows
     assert spilled > 50_000
+    table.save(tmp_path / "saved")
+    loaded = HashTable.load(tmp_path / "saved")
+    compare(loaded, table, np.arange(SLOTS))
+    del loaded
     before = len(table)
 
     def fill() -> None:
@@ -432,8 +447,8 @@ def check_killed(point: tuple[str, str, bool], nth: int, directory: Path) -> boo
     return reached
 
 
-def compare(table: HashTable, model: HashTable) -> None:
-    found = [each.export_rows(USED) for each in (table, model)]
+def compare(table: HashTable, model: HashTable, slots: np.ndarray = USED) -> None:
+    found = [each.export_rows(slots) for each in (table, model)]
     orders = [np.argsort(each["keys"]) for each in found]
     for name in ("keys", "last", "counts", "rows"):
         same(*([each[name][order]] for each, order in zip(found, orders, strict=True)))
