@@ -171,61 +171,6 @@ def test_rows_are_those_of_a_dict_in_many_sequences(choice: str, tmp_path: Path)
 
 @pytest.mark.slow
 @needs_library
-def test_limits_are_never_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Far more rows than memory holds; the disk's limit is one sentence, and nothing is lost by it.
-
-    A table is loaded slot by slot, so that the first slots have far more rows and places than their part meanwhile.
-    """
-    limit = 16 << 20
-    make_room = TieredTable._make_room
-
-    def watched(table: TieredTable, keys: np.ndarray) -> None:
-        make_room(table, keys)
-        assert table.memory() <= limit
-        assert table.spilled()[1] <= 32 << 20
-
-    monkeypatch.setattr(TieredTable, "_make_room", watched)
-    spill = Spill(directory=str(tmp_path), nbytes=32 << 20)
-    table, model = (HashTable(32, memory_bytes=limit, spill=spill), HashTable(32))
-    chance = np.random.default_rng(0)
-    spilled = 0
-    for first in range(0, 110_000, 10_000):
-        keys = chance.permutation(np.concatenate([np.arange(first, first + 10_000), chance.integers(0, first + 1, 5000)]))  # fmt: skip
-        gradients = chance.normal(size=(len(keys), 32)).astype(np.float32)
-        assert (table.lookup(keys) == model.lookup(keys)).all()
-        table.update(keys, gradients)
-        model.update(keys, gradients)
-        stats = table.stats()
-        files = sum(f.stat().st_blocks * 512 for f in tmp_path.glob("*/*"))
-        assert stats.nbytes <= limit
-        assert files <= stats.spilled_bytes <= 32 << 20
-        spilled = stats.spilled_rows
-    assert spilled > 50_000
-    table.save(tmp_path / "saved")
-    loaded = HashTable.load(tmp_path / "saved")
-    compare(loaded, table, np.arange(SLOTS))
-    del loaded
-    before = len(table)
-
-    def fill() -> None:
-        for first in range(1 << 20, (1 << 20) + 300_000, 10_000):
-            table.lookup(np.arange(first, first + 10_000))
-
-    with pytest.raises(
-        InfrastructureError,
-        match=r"has no room for more: memory_bytes is \d+, and spill.nbytes is \d+",
-    ):
-        fill()
-    assert len(table) > before
-    keys = np.arange(110_000)
-    assert (table.peek(keys) == model.peek(keys)).all()
-    assert table.remove(keys[:60_000]) == 60_000
-    table.lookup(np.arange(1 << 21, (1 << 21) + 20_000))
-    assert (table.peek(keys[60_000:]) == model.peek(keys[60_000:])).all()
-
-
-@pytest.mark.slow
-@needs_library
 def test_rows_that_are_used_most_stay_in_memory(tmp_path: Path) -> None:
     table = HashTable(
         32, memory_bytes=16 << 20, spill=Spill(directory=str(tmp_path), nbytes=64 << 20)
