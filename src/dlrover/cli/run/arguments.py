@@ -340,6 +340,11 @@ def _add_job(group: OptionGroup) -> None:
         help="Evaluators to run beside the --chief (default: %(default)s).",
     )
     group.add_switch(
+        "--instances",
+        help="Make each of the --local-nodes an instance: a world by itself, which restarts alone. The job ends "
+        "when all have succeeded.",
+    )
+    group.add_switch(
         "--auto-scale",
         help="Find the best number of nodes within --nnodes while training; starts with "
         "--local-nodes.",
@@ -351,6 +356,15 @@ def _add_job(group: OptionGroup) -> None:
         help="Journal, logs and state of the job (default: DLROVER_JOB_DIR).",
     )
     group.add("--config", default="", metavar="FILE", help="Configuration file.")
+    group.add(
+        "--lifeline-fd",
+        kind=int,
+        default=-1,
+        from_environ=False,
+        metavar="FD",
+        help="Leave when this file descriptor closes, and leave the last screen and the notices to the process at "
+        "its other end (default: none).",
+    )
     group.add(
         "--output",
         default="text",

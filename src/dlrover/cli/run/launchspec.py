@@ -72,6 +72,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     output: str
     """``text`` or ``json``."""
     accelerator: str
+    lifeline_fd: int
+    """File descriptor of the process that this job must not outlive; -1: none."""
     notices: tuple[str, ...]
     """A line for each given option without effect, and for each automatic choice."""
 
@@ -95,6 +97,8 @@ def run_options(
         args = nodes.with_embedding_servers(args)
     min_servers, max_servers = nodes.server_bounds(args.servers, args.local_nodes)
     server_failover: Literal["job", "instance"] = "instance" if args.chief else args.server_failover
+    if args.instances:
+        nodes.check_instances(args)
     if args.server_failover == "instance" and standalone and not args.servers:
         raise ConfigurationError(
             "--server-failover instance: the job has no servers; give their number with --servers."
@@ -126,6 +130,7 @@ def run_options(
             max_servers=max_servers,
             server_failover=server_failover,
             chief=args.chief,
+            instances=args.role if args.instances else "",
             other_nodes=others,
             auto_scale=args.auto_scale,
             max_restarts=launch.max_restarts,
@@ -148,6 +153,7 @@ def run_options(
         config_file=args.config,
         output=args.output,
         accelerator=args.accelerator,
+        lifeline_fd=args.lifeline_fd,
         notices=(*chosen, *_notices(args)),
     )
 

@@ -114,11 +114,15 @@ class Child:
 
 
 class Supervisor:
-    """Processes of one ``dlrover-run``. Use it on one event loop, once."""
+    """Processes of one ``dlrover-run``. Use it on one event loop, once.
 
-    def __init__(self, job_dir: JobDir, env: Mapping[str, str]) -> None:
+    If it has a lifeline itself, it leaves its notices to the process at the other end.
+    """
+
+    def __init__(self, job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int = -1) -> None:
         self._job_dir = job_dir
         self._env = env
+        self._lifeline_fd = lifeline_fd
         self._lifeline = procs.Lifeline()
         self.master: Child | None = None
         self.agent: Child | None = None
@@ -161,7 +165,7 @@ class Supervisor:
         impatient = asyncio.Event()
 
         def on_signal(number: signal.Signals) -> None:
-            if not interrupted.is_set():
+            if not interrupted.is_set() and self._lifeline_fd < 0:
                 progress.say(stopping_line(number, patience), self._screen)
             (impatient if interrupted.is_set() else interrupted).set()
             self.stopped_by = self.stopped_by or number
@@ -169,6 +173,8 @@ class Supervisor:
         for number in signals:
             if not procs.survives_hangup(number):
                 loop.add_signal_handler(number, on_signal, number)
+        if self._lifeline_fd >= 0:
+            procs.Lifeline.watch(self._lifeline_fd, lambda: (interrupted.set(), impatient.set()))
         showing = self._show()
         reaping = asyncio.create_task(self._reap())
         work = asyncio.create_task(self._children())
@@ -188,7 +194,7 @@ class Supervisor:
 
     def _show(self) -> asyncio.Task[None]:
         """Start to show progress; on a terminal, below the job's output, which then passes through here."""
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and self._lifeline_fd < 0:
             width = shutil.get_terminal_size().columns
             self._screen = progress.Screen(sys.stderr.buffer, width=width)
             self._relay = Relay(self._screen)
@@ -196,7 +202,7 @@ class Supervisor:
                 if child is not None:
                     child.stderr = self._relay.write_fd
                     child.stdout = self._relay.write_fd if sys.stdout.isatty() else None
-        if self.master is None and self._screen is None:
+        if (self.master is None and self._screen is None) or self._lifeline_fd >= 0:
             return asyncio.create_task(asyncio.sleep(0))  # the machine with the master shows it
         return asyncio.create_task(progress.follow(self._job_dir, self._screen))
 
@@ -235,8 +241,7 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """Pass the signal on: to the job's master if it is here, else to this machine's node."""
-        assert self.stopped_by is not None
-        number = self.stopped_by
+        number = self.stopped_by or signal.SIGTERM
         reason = f"The job was stopped by {number.name}."
         if self.master is None:
             assert self.agent is not None

@@ -41,7 +41,7 @@ class Fleet:
     def role(self, node_id: int) -> str:
         """Return a node's role as users see it; empty in a job whose nodes all have the same."""
         job, node = self.state.job, self.state.nodes[node_id]
-        return job.place(node.node_rank)[0] if job.servers or job.chief else ""
+        return job.place(node.node_rank)[0] if job.servers or job.chief or job.instances else ""
 
     def coming(self) -> list[tuple[int, Migration]]:
         """Return the successors that have not joined yet, with their migrations."""
