@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dlrover import __version__, config
 from dlrover._util import procs
-from dlrover.cli import chaos, ckpt, embedding, jobs, strategy
+from dlrover.cli import chaos, ckpt, embedding, jobs, roles, strategy
 from dlrover.cli.cluster import brain, operator, submit
 from dlrover.cli.output import Form, Output, print_json, show
 from dlrover.cli.run.launchspec import parse_rdzv_conf
@@ -38,6 +38,7 @@ app.add_typer(ckpt.app)
 app.add_typer(embedding.app)
 app.command(context_settings={"allow_interspersed_args": False})(chaos.chaos)
 app.command()(operator.operator)
+app.command()(roles.roles)
 app.command()(strategy.strategy)
 app.command()(submit.submit)
 
@@ -53,8 +54,11 @@ def status(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None
     """Show a job's phase, nodes and steps, and what it waits for."""
     from dlrover.cli.inspect import queries  # noqa: PLC0415 - loads grpc
 
-    report = queries.status(jobs.find(config.environ(), job, job_dir))
-    show(report, output, queries.render_status, queries.named_status)
+    found = jobs.find(config.environ(), job, job_dir)
+    if found.roles.exists():
+        show(roles.status(found), output, roles.render_status)
+        return
+    show(queries.status(found), output, queries.render_status, queries.named_status)
 
 
 @app.command()
@@ -106,7 +110,15 @@ def goodput(
     """Show where the time of a job's nodes went, and what each incident cost."""
     from dlrover.cli.inspect import goodput as ledger, page  # noqa: PLC0415
 
-    found = ledger.report(jobs.find(config.environ(), job, job_dir))
+    directory = jobs.find(config.environ(), job, job_dir)
+    if directory.roles.exists():
+        if html or trace:
+            raise ConfigurationError(
+                f"--html and --trace are for one role: give --job-dir {directory.path}/roles/ROLE."
+            )
+        show(roles.goodput(directory), output, roles.render_goodput)
+        return
+    found = ledger.report(directory)
     if html:
         ledger.write("--html", html, page.render(found))
     if trace:
@@ -179,7 +191,7 @@ def stop(
     if outcome is not None:
         print(f"The job in {found.path} has ended already: {outcome.reason}")
         return
-    queries.stop(found, reason)
+    (roles if found.roles.exists() else queries).stop(found, reason)
     if output is Form.JSON:
         print(msgspec.json.encode({"job_dir": str(found.path), "stopping": True}).decode())
     else:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from dlrover._util import procs
 from dlrover.agent.workers.workers import SAVER, SAVER_WAIT
@@ -47,6 +48,19 @@ LEAVE_WAIT = 10.0
 """Seconds that an agent has to exit after its master has exited."""
 RELAY_WAIT = 5.0
 """Seconds that a terminal has to take the last output."""
+
+
+class Stoppable(Protocol):
+    """A client of a job's master."""
+
+    async def stop(self, reason: str, exit_code: int) -> None:
+        """Ask it to end the job."""
+
+    async def __aenter__(self) -> Any:
+        """Return the client."""
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close the connection."""
 
 
 class Child:
@@ -116,13 +130,22 @@ class Child:
 class Supervisor:
     """Processes of one ``dlrover-run``. Use it on one event loop, once.
 
-    If it has a lifeline itself, it leaves its notices to the process at the other end.
+    If it has a lifeline itself, it leaves its notices to the process at the other end. ``connect`` returns a client
+    of the master, or of what is in its place.
     """
 
-    def __init__(self, job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int = -1) -> None:
+    def __init__(
+        self,
+        job_dir: JobDir,
+        env: Mapping[str, str],
+        lifeline_fd: int = -1,
+        connect: Callable[[JobDir], Stoppable] = connect,
+    ) -> None:
+        self._connect = connect
         self._job_dir = job_dir
         self._env = env
         self._lifeline_fd = lifeline_fd
+        self._shows = lifeline_fd < 0
         self._lifeline = procs.Lifeline()
         self.master: Child | None = None
         self.agent: Child | None = None
@@ -134,6 +157,11 @@ class Supervisor:
     def add_master(self) -> None:
         """Run the job's master here."""
         self.master = self._child("master", "dlrover.master", self._job_dir.outcome, [])
+
+    def add_coordinator(self) -> None:
+        """Run the coordinator of a job of several roles in place of a master; it shows its progress itself."""
+        self.master = self._child("coordinator", "dlrover.roles", self._job_dir.outcome, [])
+        self._shows = False
 
     def add_agent(self, node_rank: int, node_id: int = -1) -> None:
         """Run one node here, of a job whose master is here or elsewhere.
@@ -194,7 +222,9 @@ class Supervisor:
 
     def _show(self) -> asyncio.Task[None]:
         """Start to show progress; on a terminal, below the job's output, which then passes through here."""
-        if sys.stderr.isatty() and self._lifeline_fd < 0:
+        if not self._shows:
+            return asyncio.create_task(asyncio.sleep(0))
+        if sys.stderr.isatty():
             width = shutil.get_terminal_size().columns
             self._screen = progress.Screen(sys.stderr.buffer, width=width)
             self._relay = Relay(self._screen)
@@ -202,7 +232,7 @@ class Supervisor:
                 if child is not None:
                     child.stderr = self._relay.write_fd
                     child.stdout = self._relay.write_fd if sys.stdout.isatty() else None
-        if (self.master is None and self._screen is None) or self._lifeline_fd >= 0:
+        if self.master is None and self._screen is None:
             return asyncio.create_task(asyncio.sleep(0))  # the machine with the master shows it
         return asyncio.create_task(progress.follow(self._job_dir, self._screen))
 
@@ -255,7 +285,7 @@ class Supervisor:
     async def _ask_to_stop(self, reason: str, exit_code: int) -> bool:
         """Return True if the master got the request; it may have just been started."""
         try:
-            async with connect(self._job_dir) as client:
+            async with self._connect(self._job_dir) as client:
                 await client.stop(reason, exit_code)
         except (InfrastructureError, ConfigurationError):
             return False
