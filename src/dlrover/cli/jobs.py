@@ -273,7 +273,9 @@ def find(env: Mapping[str, str], job: str, path: str) -> JobDir:
             )
     assert chosen is not None
     found = JobDir(chosen.resolve())
-    if not (found.job.exists() or found.journal.exists() or found.agent.exists() or found.roles.exists()):
+    if not (
+        found.job.exists() or found.journal.exists() or found.agent.exists() or found.roles.exists()
+    ):
         raise ConfigurationError(f"--job-dir {chosen}: there is no job in this directory.")
     _check_format(found)
     return found

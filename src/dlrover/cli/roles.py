@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import signal
 import sys
@@ -12,11 +13,10 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from dlrover import config
 from dlrover.cli import jobs
-from dlrover.cli.output import Form, Output
+from dlrover.cli.output import Form, Output, print_table
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.roles import capacity
 from dlrover.roles.coordinator.jobs import directory_of
@@ -63,6 +63,7 @@ def run(file: str, platform: str, directory: str) -> Outcome:
     job = load(file)
     if platform == "local":
         capacity.check_here(job)
+    logging.basicConfig(format="dlrover: %(message)s", level=logging.WARNING)
     env = config.environ()
     job_dir = jobs.create(env, job.name, directory)
     with jobs.locked(job_dir):
@@ -113,25 +114,31 @@ def render_status(report: RolesReport, console: Console) -> None:
     """Print the status as text."""
     status = report.status
     assert status is not None
-    console.print(f"[bold]{status.name}[/]: {status.phase}; {status.seconds:.0f} s", highlight=False)
+    console.print(
+        f"[bold]{status.name}[/]: {status.phase}; {status.seconds:.0f} s", highlight=False
+    )
     if not report.coordinator_running and report.outcome is None:
         console.print("The coordinator does not answer; this is where its journal ends.")
     if report.outcome is not None:
-        console.print(f"Exit code {report.outcome.exit_code}: {report.outcome.reason}", soft_wrap=True)
-    table = Table("role", "kind", "status", "restarts", "instance", "state", "weights", "last end", box=None)
+        console.print(
+            f"Exit code {report.outcome.exit_code}: {report.outcome.reason}", soft_wrap=True
+        )
+    rows = [["role", "kind", "status", "restarts", "instance", "state", "weights", "last end"]]
     for role in status.roles:
         waits = f" for {', '.join(role.waits_for)}" if role.waits_for else ""
         first = (role.name, role.kind, f"{role.status}{waits}", str(role.restarts))
         for number, one in enumerate(role.instances):
             using = ", ".join(f"{name} {version}" for name, version in one.weights.items())
             cells = first if number == 0 else ("",) * len(first)
-            table.add_row(*cells, str(one.index), one.state, using or "-", one.reason or "-")
+            rows.append([*cells, str(one.index), one.state, using or "-", one.reason or "-"])
         if not role.instances:
-            table.add_row(*first, "-", "-", "-", "-")
-    console.print(table)
+            rows.append([*first, "-", "-", "-", "-"])
+    print_table(rows)
     for weights in status.weights:
         version = weights.version or "none yet"
-        console.print(f"Weights {weights.name} of {weights.role}: version {version}.", highlight=False)
+        console.print(
+            f"Weights {weights.name} of {weights.role}: version {version}.", highlight=False
+        )
     for name, queue in status.queues.items():
         again = f", {queue.redelivered} redelivered" if queue.redelivered else ""
         console.print(
@@ -169,19 +176,25 @@ def goodput(job_dir: JobDir) -> dict[str, object]:
     return found
 
 
-def render_goodput(found: dict[str, object], console: Console) -> None:
+def render_goodput(found: dict[str, object], _: Console) -> None:
     """Print the use of the time by role."""
     from dlrover.spec.outcome import Goodput  # noqa: PLC0415
 
-    table = Table("role", "goodput", "node seconds", "largest losses", box=None)
+    rows = [["role", "goodput", "node seconds", "largest losses"]]
     for name, use in found.items():
         if not isinstance(use, Goodput):
-            table.add_row(name, "not started", "-", "-")
+            rows.append([name, "not started", "-", "-"])
             continue
         losses = sorted(
-            ((use.seconds.get(cause.value, 0.0), cause) for cause in CAUSES if cause.value != "productive"),
+            (
+                (use.seconds.get(cause.value, 0.0), cause)
+                for cause in CAUSES
+                if cause.value != "productive"
+            ),
             key=lambda loss: -loss[0],
         )
-        words = ", ".join(f"{cause.label} {seconds:.1f} s" for seconds, cause in losses[:3] if seconds)
-        table.add_row(name, use.in_words(), f"{use.wall_seconds:.1f}", words or "-")
-    console.print(table)
+        words = ", ".join(
+            f"{cause.label} {seconds:.1f} s" for seconds, cause in losses[:3] if seconds
+        )
+        rows.append([name, use.in_words(), f"{use.wall_seconds:.1f}", words or "-"])
+    print_table(rows)

@@ -45,6 +45,7 @@ class Job:
         processes: int = 1,
         resources: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
+        config: Mapping[str, Any] | None = None,
         failover: str = "instance",
         max_restarts: int = 10,
         window: float = 3600.0,
@@ -65,6 +66,7 @@ class Job:
             processes: Worker processes of each instance of an elastic role.
             resources: What each instance needs: ``cpu`` in cores, ``memory`` as ``"2Gi"``.
             env: Environment variables of the role.
+            config: Values of your own for the role's program, as JSON has them.
             failover: What restarts when an instance fails: ``"instance"``, ``"role"`` or ``"job"``.
             max_restarts: Restarts within ``window`` seconds before the failure ends the job.
             window: See ``max_restarts``.
@@ -88,6 +90,7 @@ class Job:
                 processes=_whole(name, "processes", processes),
                 size=_size(name, resources or {}),
                 env=_texts(name, env or {}),
+                config=_json(name, config or {}),
                 failover=_choice(name, "failover", failover, Failover),
                 max_restarts=_whole(name, "max_restarts", max_restarts),
                 window=float(window),
@@ -116,7 +119,7 @@ def _refuse(role: str, field: str, value: object, accepted: str) -> Configuratio
 
 def _bounds(role: str, instances: object) -> tuple[int, int]:
     pair = instances if isinstance(instances, tuple | list) else (instances, instances)
-    if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) for n in pair):  # noqa: PLR2004
+    if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) for n in pair):
         raise _refuse(role, "instances", instances, "must be N or (MIN, MAX)")
     return pair[0], pair[1]
 
@@ -137,9 +140,16 @@ def _choice(role: str, field: str, value: object, of: type[E]) -> E:
 
 def _texts(role: str, env: Mapping[str, str]) -> dict[str, str]:
     for name, value in env.items():
-        if not (isinstance(name, str) and isinstance(value, str | int | float)):
+        if isinstance(value, Mapping | list | None):
             raise _refuse(role, "env", name, "takes names of variables with texts")
-    return {name: str(value) for name, value in env.items()}
+    return {str(name): str(value) for name, value in env.items()}
+
+
+def _json(role: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(msgspec.json.encode(given), type=dict[str, Any])
+    except (TypeError, msgspec.MsgspecError) as error:
+        raise _refuse(role, "config", given, f"takes values that JSON has ({error})") from None
 
 
 def _size(role: str, resources: Mapping[str, Any]) -> NodeLimits:
@@ -152,7 +162,9 @@ def _size(role: str, resources: Mapping[str, Any]) -> NodeLimits:
             found[name] = float(number) * UNITS[unit]
         except (AttributeError, KeyError, ValueError):
             example = "cores, as 0.5" if name == "cpu" else "bytes, as 2Gi"
-            raise _refuse(role, f"resources {name}", value, f"must be a number of {example}") from None
+            raise _refuse(
+                role, f"resources {name}", value, f"must be a number of {example}"
+            ) from None
     return NodeLimits(cpu=found.get("cpu", 0.0), memory=int(found.get("memory", 0)))
 
 

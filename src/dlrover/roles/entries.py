@@ -23,7 +23,7 @@ def entry_point(role: str, text: str, directory: Path) -> Entry:
     Raises:
         ConfigurationError: it is malformed or does not exist.
     """
-    words = shlex.split(text) if isinstance(text, str) else []
+    words = shlex.split(str(text))
     if words and words[0].endswith(".py"):
         path = directory / words[0]
         if not path.is_file():
@@ -32,7 +32,8 @@ def entry_point(role: str, text: str, directory: Path) -> Entry:
             )
         return Entry(Form.SCRIPT, str(path), tuple(words[1:]))
     if len(words) == 1 and re.fullmatch(rf"{_DOTTED}:{_NAME}", words[0]):
-        _check_module(role, *words[0].split(":"), directory)
+        module, _, name = words[0].partition(":")
+        _check_module(role, module, name, directory)
         return Entry(Form.OBJECT, words[0])
     if len(words) == 1 and re.fullmatch(rf"{_NAME}\.{_DOTTED}", words[0]):
         module, _, function = words[0].rpartition(".")
@@ -79,7 +80,11 @@ def _defined(path: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(tree):
         match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
                 found.add(name)
             case ast.Name(id=name, ctx=ast.Store()):
                 found.add(name)

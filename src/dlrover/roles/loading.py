@@ -83,7 +83,9 @@ def _from_yaml(path: Path) -> RolesJob:
         words = " ".join(str(error).split())
         raise ConfigurationError(f"{path} cannot be read: {words}.") from error
     if not isinstance(content, dict) or not isinstance(content.get("roles"), dict):
-        raise ConfigurationError(f"{path}: must have name and roles, a mapping from names to roles.")
+        raise ConfigurationError(
+            f"{path}: must have name and roles, a mapping from names to roles."
+        )
     _check_keys(str(path), content, TOP)
     job = Job(str(content.get("name", path.stem)), directory=path.parent)
     for name, role in content["roles"].items():

@@ -110,13 +110,13 @@ class RolesService:
                 if member.state == LIVE and member.place not in self._watched:
                     self._miss(member.place, RECOVERY_GRACE)
 
-    def started(self, role: str, index: int, attempt: int) -> None:
-        """Note that an instance is being started; earlier attempts of it are over."""
-        self._submit(MemberStarted(Place(role, index, attempt)))
+    def started(self, role: str, index: int, attempt: int, round_: int = 0) -> None:
+        """Note that an instance is being started; earlier lives of it are over."""
+        self._submit(MemberStarted(Place(role, index, attempt, round_)))
 
-    def ended(self, role: str, index: int, attempt: int, reason: str) -> None:
+    def ended(self, role: str, index: int, attempt: int, reason: str, round_: int = 0) -> None:
         """Note that an instance has ended, and why: whoever called it gets the reason."""
-        self._submit(MemberEnded(Place(role, index, attempt), reason[:MAX_TEXT]))
+        self._submit(MemberEnded(Place(role, index, attempt, round_), reason[:MAX_TEXT]))
 
     def rolled_back(self, role: str, step: int) -> None:
         """Note that a role goes on from a step: what it published and learned after it never was."""

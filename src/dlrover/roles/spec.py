@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -82,6 +82,8 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     size: NodeLimits = NodeLimits()
     """What each instance needs of a machine; zeros where it does not say."""
     env: dict[str, str] = {}
+    config: dict[str, Any] = {}
+    """What its processes find as ``current_worker().config``."""
     failover: Failover = Failover.INSTANCE
     max_restarts: int = 10
     """Restarts within ``window``: of each instance, or of the role where it restarts as a whole."""
@@ -144,7 +146,9 @@ def check(job: RolesJob) -> None:
         ConfigurationError: the first fault, in one sentence.
     """
     if not job.roles:
-        raise ConfigurationError(f"Job {job.name} has no roles; add one with Job.role(name, entry).")
+        raise ConfigurationError(
+            f"Job {job.name} has no roles; add one with Job.role(name, entry)."
+        )
     names = [role.name for role in job.roles]
     for name in names:
         if not NAME.fullmatch(name):
@@ -152,7 +156,9 @@ def check(job: RolesJob) -> None:
                 f"role {name}: a name has letters, digits, - and _, begins with a letter, and has 63 at most."
             )
         if names.count(name) > 1:
-            raise ConfigurationError(f"role {name} is defined twice; each role has a name of its own.")
+            raise ConfigurationError(
+                f"role {name} is defined twice; each role has a name of its own."
+            )
     drivers = [role.name for role in job.roles if role.kind is Kind.DRIVER]
     if len(drivers) > 1:
         raise ConfigurationError(
@@ -177,7 +183,9 @@ def _check_role(role: RoleSpec, names: Sequence[str]) -> None:
 
     if not 1 <= role.least <= role.most:
         refuse(
-            "instances", f"({role.least}, {role.most})", "must be N or (MIN, MAX) with 1 <= MIN <= MAX"
+            "instances",
+            f"({role.least}, {role.most})",
+            "must be N or (MIN, MAX) with 1 <= MIN <= MAX",
         )
     if role.kind is Kind.DRIVER and (role.most > 1 or role.is_service):
         refuse("kind", "driver", "a driver is a script or a function with one instance")

@@ -198,11 +198,15 @@ class Supervisor:
             (impatient if interrupted.is_set() else interrupted).set()
             self.stopped_by = self.stopped_by or number
 
+        def alone() -> None:
+            interrupted.set()
+            impatient.set()
+
         for number in signals:
             if not procs.survives_hangup(number):
                 loop.add_signal_handler(number, on_signal, number)
         if self._lifeline_fd >= 0:
-            procs.Lifeline.watch(self._lifeline_fd, lambda: (interrupted.set(), impatient.set()))
+            procs.Lifeline.watch(self._lifeline_fd, alone)
         showing = self._show()
         reaping = asyncio.create_task(self._reap())
         work = asyncio.create_task(self._children())

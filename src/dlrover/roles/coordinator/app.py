@@ -7,9 +7,9 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,11 +18,12 @@ from dlrover._util import files, logs, procs
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, InfrastructureError
 from dlrover.master.app import read_token
 from dlrover.master.journal.history import History
-from dlrover.roles.coordinator.journal import open_journal
+from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.coordinator.shell import Coordinator
+from dlrover.roles.serving import SERVICE
 from dlrover.roles.spec import RolesConfig
 from dlrover.rpc.server import Server
-from dlrover.spec.jobdir import JobDir, MasterAddress, check_format, ConfigHeader
+from dlrover.spec.jobdir import JobDir, MasterAddress
 from dlrover.spec.outcome import Outcome
 
 logger = logging.getLogger(__name__)
@@ -69,11 +70,11 @@ async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> in
     orphaned = asyncio.Event()
     if lifeline_fd >= 0:
         procs.Lifeline.watch(lifeline_fd, orphaned.set)
-    journal = open_journal(job_dir.journal)
+    journal = RolesJournal(job_dir.journal)
     history = History(job_dir.events)
     with contextlib.closing(journal), contextlib.closing(history):
         coordinator = Coordinator(job_dir, settings, journal, history, env, lifeline_fd)
-        server = Server(read_token(job_dir), program="coordinator")
+        server = Server(read_token(job_dir), service=SERVICE, program="coordinator")
         coordinator.register(server)
         port = await _listen(server, job_dir)
         address = MasterAddress(f"{HOST}:{port}", os.getpid())
@@ -108,7 +109,8 @@ async def _listen(server: Server, job_dir: JobDir) -> int:
 async def _until_ended(coordinator: Coordinator, orphaned: asyncio.Event) -> Outcome | None:
     """Return the job's outcome; None if the process died that keeps the coordinator alive."""
     ended = asyncio.ensure_future(coordinator.ended)
-    owner_died = asyncio.create_task(orphaned.wait())
-    await asyncio.wait([ended, owner_died], return_when=asyncio.FIRST_COMPLETED)
+    owner_died = asyncio.ensure_future(orphaned.wait())
+    both: list[asyncio.Future[Any]] = [ended, owner_died]
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     owner_died.cancel()
     return ended.result() if ended.done() else None

@@ -27,8 +27,9 @@ SERVE = "dlrover.roles.runtime.serve"
 """Module that runs the objects and functions of roles."""
 PREFIX = "[${role_name}${rank}]:"
 
-OnExit = Callable[[str, int, Outcome | None], None]
-"""Callback for the end of a role's job: role, attempt and outcome; None if it left none."""
+OnExit = Callable[[str, int, Outcome | None, int], None]
+"""Callback for the end of a role's job: role, attempt, outcome (None if it left none), and the exit code of its
+launcher (0 if unknown)."""
 
 
 def directory_of(job_dir: Path, role: str) -> JobDir:
@@ -113,7 +114,9 @@ class RoleJobs:
                 start_new_session=True,
             )
         except OSError as error:
-            raise InfrastructureError(f"Role {name} cannot be started: {error.strerror}.") from error
+            raise InfrastructureError(
+                f"Role {name} cannot be started: {error.strerror}."
+            ) from error
         self._children[process.pid] = process
         handle = f"{process.pid}:{procs.start_time(process.pid)}"
         self.watch(name, attempt, handle)
@@ -154,9 +157,8 @@ class RoleJobs:
             with contextlib.suppress(ProcessLookupError):
                 await procs.ended(int(pid))
         child = self._children.pop(int(pid), None)
-        if child is not None:
-            child.wait()
-        self._on_exit(name, attempt, read_outcome(directory_of(self._job_dir, name).outcome))
+        code = child.wait() if child is not None else 0
+        self._on_exit(name, attempt, read_outcome(directory_of(self._job_dir, name).outcome), code)
 
     def stop(self, handle: str, number: signal.Signals = signal.SIGTERM) -> None:
         """Ask the launcher of a role's job to stop it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -30,6 +32,24 @@ def _decode(kind: str, body: bytes) -> Input | bytes:
 CODEC = Codec(_encode, _decode)
 
 
-def open_journal(path: Path, *, read_only: bool = False) -> FileJournal:
-    """Open the journal of the coordinator at ``path``; see `FileJournal` for errors."""
-    return FileJournal(path, read_only=read_only, codec=CODEC)
+class RolesJournal:
+    """A coordinator's journal at ``path``; opening it for writing fences an earlier coordinator off.
+
+    Raises:
+        InfrastructureError: as for `FileJournal`, in each method.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self._file: Any = FileJournal(path, read_only=read_only, codec=CODEC)
+
+    def append(self, entry: Input | bytes, now: float) -> None:
+        """Add an entry; it outlives this process when this returns."""
+        self._file.append(entry, now)
+
+    def entries(self) -> Iterator[tuple[float, Input | bytes]]:
+        """Yield all entries with their times, oldest first."""
+        yield from self._file.entries()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 
 import msgspec
 
+from dlrover.config import RolePlace
 from dlrover.errors import DLRoverError, ExitCode, InfrastructureError
-from dlrover.master.app import read_outcome
-from dlrover.master.journal.file import FileJournal
+from dlrover.master.app import read_outcome, read_token
 from dlrover.master.journal.history import History
 from dlrover.roles.coordinator.following import Reader
 from dlrover.roles.coordinator.jobs import RoleJobs, directory_of
+from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.coordinator.status import RolesStatus, StatusRequest, StopRoles, status_of
 from dlrover.roles.machine import job as machine
-from dlrover.roles.machine.job import RolesMachine, RoleStatus
-from dlrover.roles.runtime.environment import variables
+from dlrover.roles.machine.job import RolesMachine
 from dlrover.roles.serving import RolesService
 from dlrover.roles.spec import RolesConfig
 from dlrover.rpc.messages import Done
@@ -37,7 +37,13 @@ NOTABLE = (
     events.RoleEnded,
 )
 """Events that are shown without asking."""
-OF_ROLES = (events.WorkerFailed, events.NodeLost, events.HangFound, events.Recovered, events.StepsUndone)
+OF_ROLES = (
+    events.WorkerFailed,
+    events.NodeLost,
+    events.HangFound,
+    events.Recovered,
+    events.StepsUndone,
+)
 """Events of a role's own job that are shown without asking."""
 
 
@@ -57,7 +63,7 @@ class Coordinator:
         self,
         job_dir: JobDir,
         config: RolesConfig,
-        journal: FileJournal,
+        journal: RolesJournal,
         history: History,
         env: Mapping[str, str],
         lifeline_fd: int,
@@ -115,13 +121,19 @@ class Coordinator:
         for command in self.machine.handle(event, now):
             self._carry_out(command, now)
 
-    def _exited(self, role: str, attempt: int, outcome: Outcome | None) -> None:
+    def _exited(self, role: str, attempt: int, outcome: Outcome | None, code: int) -> None:
         if self.machine.roles[role].attempt == attempt and role in self._following:
             self._following.pop(role).cancel()
         if outcome is None:
-            reason = "its launcher died."
+            refused = code == ExitCode.USAGE
+            reason = (
+                "its launcher refused to start, as shown above."
+                if refused
+                else "its launcher died."
+            )
+            known = ExitCode.USAGE if refused else ExitCode.INFRASTRUCTURE
             self.submit(
-                machine.RoleExited(role, attempt, ExitCode.INFRASTRUCTURE, reason, vanished=True)
+                machine.RoleExited(role, attempt, known, reason, hopeless=refused, vanished=True)
             )
             return
         hopeless = outcome.verdict is not None and outcome.verdict.hopeless
@@ -166,7 +178,9 @@ class Coordinator:
             case _:
                 self._tell(command)
 
-    def _tell(self, command: machine.MemberStarted | machine.MemberEnded | machine.TakeBack) -> None:
+    def _tell(
+        self, command: machine.MemberStarted | machine.MemberEnded | machine.TakeBack
+    ) -> None:
         """Tell the other roles about a member."""
         try:
             match command:
@@ -188,15 +202,27 @@ class Coordinator:
         if handle:
             self._jobs.watch(name, attempt, handle)
         else:
-            own = variables(self._address, self._job_dir.token, name, attempt)
             try:
-                handle = self._jobs.start(name, attempt, own)
+                handle = self._jobs.start(name, attempt, self._place(name, attempt).environment())
             except InfrastructureError as error:
                 self.submit(machine.RoleExited(name, attempt, error.exit_code, str(error)))
                 return
         self._following[name] = asyncio.create_task(self._follow(name, attempt))
         if handle != role.handle:
             self.submit(machine.RoleLaunched(name, attempt, handle))
+
+    def _place(self, name: str, attempt: int) -> RolePlace:
+        role = self._config.job.role(name)
+        return RolePlace(
+            address=self._address,
+            token=read_token(self._job_dir),
+            job=self._config.job.name,
+            role=name,
+            index=0,  # each process adds its own number
+            attempt=attempt,
+            instances=role.most * role.processes,
+            config=msgspec.json.encode(role.config).decode(),
+        )
 
     def _stop_role(self, name: str, attempt: int) -> None:
         role = self.machine.roles[name]

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from dlrover.errors import InfrastructureError
-from dlrover.roles.coordinator.journal import open_journal
+from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.machine.job import RolesMachine
 from dlrover.roles.messages import QueueStatus, ServiceStatus
 from dlrover.roles.serving import RolesService
@@ -105,8 +105,9 @@ def replayed(journal: Path, now: float) -> RolesStatus:
     Raises:
         InfrastructureError: the journal cannot be read.
     """
-    machine, served = RolesMachine(), []
-    with contextlib.closing(open_journal(journal, read_only=True)) as entries:
+    machine = RolesMachine()
+    served: list[bytes] = []
+    with contextlib.closing(RolesJournal(journal, read_only=True)) as entries:
         for at, entry in entries.entries():
             if isinstance(entry, bytes):
                 served.append(entry)

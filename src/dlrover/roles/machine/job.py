@@ -154,9 +154,7 @@ class Emit(msgspec.Struct, frozen=True):
     body: events.EventBody
 
 
-Command: TypeAlias = (
-    StartRole | StopRole | MemberStarted | MemberEnded | TakeBack | EndJob | Emit
-)
+Command: TypeAlias = StartRole | StopRole | MemberStarted | MemberEnded | TakeBack | EndJob | Emit
 
 
 class RoleStatus(str, enum.Enum):
@@ -364,7 +362,12 @@ class RolesMachine:
     def _restart(self, role: Role, reason: str) -> None:
         """Restart a role that runs, has failed or, if the whole job restarts, has succeeded."""
         before = role.status
-        if before in (RoleStatus.WAITING, RoleStatus.RESTARTING, RoleStatus.STOPPING, RoleStatus.STOPPED):
+        if before in (
+            RoleStatus.WAITING,
+            RoleStatus.RESTARTING,
+            RoleStatus.STOPPING,
+            RoleStatus.STOPPED,
+        ):
             return
         role.restarted += 1
         self._emit(events.RoleRestarts(role.spec.name, reason))
@@ -407,7 +410,11 @@ class RolesMachine:
 
     def _advance(self, now: float) -> None:
         deciding = [self.roles[name] for name in self.job.deciding]
-        if self.end is None and deciding and all(r.status is RoleStatus.SUCCEEDED for r in deciding):
+        if (
+            self.end is None
+            and deciding
+            and all(r.status is RoleStatus.SUCCEEDED for r in deciding)
+        ):
             what = f"the driver, {self.job.driver}," if self.job.driver else "all roles that end"
             self._finish(End(ExitCode.SUCCESS, f"{what} succeeded.".capitalize()))
         if self.end is None:
@@ -452,7 +459,9 @@ class RolesMachine:
             assert all(member.attempt <= role.attempt for member in role.members.values())
             running = role.status in (RoleStatus.RUNNING, RoleStatus.RESTARTING, RoleStatus.WAITING)
             assert self.end is None or not running, "a role runs on after the end"
-            assert self.end is not None or role.status is not RoleStatus.FAILED, "a failure was left"
+            assert self.end is not None or role.status is not RoleStatus.FAILED, (
+                "a failure was left"
+            )
         if self.ended_at is not None:
             assert self.end is not None
             assert all(role.status in _OVER for role in self.roles.values())
