@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dlrover.roles.machine.job import InstanceDown, InstanceUp, StepsLost
+from dlrover.roles.machine.job import InstanceDown, InstanceUp
 from dlrover.roles.spec import Kind, RoleSpec
 from dlrover.spec import events
 from dlrover.spec.events import Event
@@ -16,32 +16,25 @@ class Reader:
     def __init__(self, role: RoleSpec, attempt: int) -> None:
         self._role, self._attempt = role.name, attempt
         self._elastic = role.kind is Kind.ELASTIC
-        self._restarts: dict[int, int] = {}  # of each instance; of the world as a whole at -1
         self._index: dict[int, int] = {}  # by node
         self._world = 0
-        self._reason = "the workers are started anew"
 
-    def read(self, event: Event) -> Iterator[InstanceUp | InstanceDown | StepsLost]:
+    def read(self, event: Event) -> Iterator[InstanceUp | InstanceDown]:
         """Yield what an event means."""
         match event.body:
-            case events.InstanceStarted(node, _, index):
+            case events.InstanceStarted(node, _, index, start):
                 self._index[node] = index
-                yield self._up(index, self._restarts.get(index, 0), event)
-            case events.InstanceRestarts(_, _, index, count, reason):
-                self._restarts[index] = count
+                yield self._up(index, start, event)
+            case events.InstanceRestarts(_, _, index, _, reason):
                 yield self._down(index, reason, event)
-            case events.RestartDecided(restart, reason):
-                self._restarts[-1], self._reason = restart, reason
             case events.RoundOpened(_, reason):
                 yield from self._world_ends(reason, event)
-            case events.RoundCompleted(_, _, world_size):
+            case events.RoundCompleted(round_, _, world_size):
                 self._world = world_size
                 for index in range(world_size):
-                    yield self._up(index, self._restarts.get(-1, 0), event)
+                    yield self._up(index, round_, event)
             case events.NodeSucceeded(node) if not self._elastic:
                 yield self._down(self._index[node], "it has succeeded", event, failed=False)
-            case events.StepsUndone(_, _, first_step):
-                yield StepsLost(self._role, self._attempt, first_step, event.seq)
 
     def _world_ends(self, reason: str, event: Event) -> Iterator[InstanceDown]:
         for index in range(self._world):

@@ -178,9 +178,7 @@ class Coordinator:
             case _:
                 self._tell(command)
 
-    def _tell(
-        self, command: machine.MemberStarted | machine.MemberEnded | machine.TakeBack
-    ) -> None:
+    def _tell(self, command: machine.MemberStarted | machine.MemberEnded) -> None:
         """Tell the other roles about a member."""
         try:
             match command:
@@ -188,8 +186,6 @@ class Coordinator:
                     self.service.started(role, index, attempt, round_)
                 case machine.MemberEnded(role, index, attempt, round_, reason):
                     self.service.ended(role, index, attempt, reason, round_)
-                case machine.TakeBack(role, step):
-                    self.service.rolled_back(role, step)
         except DLRoverError as error:  # a later life is known already
             logger.info("%s", error)
 

@@ -46,7 +46,7 @@ class InstanceUp(msgspec.Struct, frozen=True, tag="up"):
     attempt: int
     index: int
     round: int
-    """Number of its start within the attempt, from 0."""
+    """Round of the role's own job, which grows with each start within the attempt."""
     seq: int
     """Number of the event in the role's job that says so."""
 
@@ -60,15 +60,6 @@ class InstanceDown(msgspec.Struct, frozen=True, tag="down"):
     reason: str
     seq: int
     failed: bool = True
-
-
-class StepsLost(msgspec.Struct, frozen=True, tag="steps_lost"):
-    """The training of a role goes on from an earlier step."""
-
-    role: str
-    attempt: int
-    step: int
-    seq: int
 
 
 class RoleExited(msgspec.Struct, frozen=True, tag="exited"):
@@ -92,7 +83,7 @@ class StopRequested(msgspec.Struct, frozen=True, tag="stop"):
 
 
 Input: TypeAlias = (
-    Submitted | CoordinatorStarted | RoleLaunched | InstanceUp | InstanceDown | StepsLost | RoleExited
+    Submitted | CoordinatorStarted | RoleLaunched | InstanceUp | InstanceDown | RoleExited
     | StopRequested
 )  # fmt: skip
 
@@ -132,13 +123,6 @@ class MemberEnded(msgspec.Struct, frozen=True):
     reason: str
 
 
-class TakeBack(msgspec.Struct, frozen=True):
-    """What a role has published after a step never was."""
-
-    role: str
-    step: int
-
-
 class EndJob(msgspec.Struct, frozen=True):
     """All roles have ended, and so does the job."""
 
@@ -154,7 +138,7 @@ class Emit(msgspec.Struct, frozen=True):
     body: events.EventBody
 
 
-Command: TypeAlias = StartRole | StopRole | MemberStarted | MemberEnded | TakeBack | EndJob | Emit
+Command: TypeAlias = StartRole | StopRole | MemberStarted | MemberEnded | EndJob | Emit
 
 
 class RoleStatus(str, enum.Enum):
@@ -276,7 +260,7 @@ class RolesMachine:
 
     # ---- instances
 
-    def _followed(self, event: InstanceUp | InstanceDown | StepsLost) -> None:
+    def _followed(self, event: InstanceUp | InstanceDown) -> None:
         """Take in an event of a role's own job, once and in order."""
         role = self.roles[event.role]
         if not self._is_current(event.role, event.attempt) or event.seq < role.seen:
@@ -288,8 +272,6 @@ class RolesMachine:
             case InstanceDown(_, _, index, reason):
                 if self._down(role, index, reason, failed=event.failed) and event.failed:
                     role.instance_restarts += 1
-            case StepsLost(_, _, step):
-                self._send(TakeBack(role.spec.name, step))
 
     def _up(self, role: Role, event: InstanceUp) -> None:
         member = role.members.get(event.index)
