@@ -35,7 +35,7 @@ ALIASES = {"lastcall_timeout": "last_call_timeout"}
 OTHER_VARIABLES = frozenset(
     {"MASTER_ADDR", "JOB_DIR", "CONFIG", "TOKEN", "STATE_DIR", "CACHE_DIR", "KUBERNETES_JOB", "KUBERNETES_JOB_UID", "NODE_ID",
      "NODE_NAME", "NODE_RANK", "NODE_COMMAND", "STEPS_FILE", "BRAIN_TOKEN", "BRAIN_DATABASE", "REPLICA_SECRET", "NATIVE",
-     "ROLES_ADDRESS", "ROLES_TOKEN", "ROLES_JOB", "ROLE", "ROLE_INDEX", "ROLE_ATTEMPT", "ROLE_INSTANCES", "ROLE_CONFIG"}
+     "ROLES_ADDRESS", "ROLES_TOKEN_FILE", "ROLES_JOB", "ROLE", "ROLE_ATTEMPT", "ROLE_CONFIG"}
 )  # fmt: skip
 """``DLROVER_...`` variables that are not settings of the configuration file."""
 REPLICA_SECRET = f"{ENV_PREFIX}REPLICA_SECRET"
@@ -268,37 +268,33 @@ def native(env: Mapping[str, str]) -> str:
 
 ROLE_VARIABLES = {
     "address": "DLROVER_ROLES_ADDRESS",
-    "token": "DLROVER_ROLES_TOKEN",
+    "token_file": "DLROVER_ROLES_TOKEN_FILE",
     "job": "DLROVER_ROLES_JOB",
     "role": "DLROVER_ROLE",
-    "index": "DLROVER_ROLE_INDEX",
     "attempt": "DLROVER_ROLE_ATTEMPT",
-    "instances": "DLROVER_ROLE_INSTANCES",
     "config": "DLROVER_ROLE_CONFIG",
+    "index": "ROLE_RANK",
+    "instances": "ROLE_WORLD_SIZE",
 }
 """Variables of a process in a job of several roles, by field of `RolePlace`."""
 
 
 class RolePlace(msgspec.Struct, frozen=True):
-    """What the coordinator of a job of several roles gives each process, in `ROLE_VARIABLES`."""
+    """What a process of a job of several roles knows of its place, from `ROLE_VARIABLES`."""
 
     address: str
-    """Address (``host:port``) of the coordinator's service."""
-    token: str
-    """Token of the job."""
-    job: str
+    """Address (``host:port``) of the job's coordinator."""
+    token_file: str
+    """File with the job's token."""
     role: str
-    index: int
-    """Number of the instance in its role; in an elastic role that of the first worker."""
-    attempt: int = 0
-    """Number of the instance's start."""
-    instances: int = 1
+    job: str = ""
+    attempt: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Number of the start of the role's job."""
     config: str = "{}"
     """The user's configuration of the role, as JSON."""
-
-    def environment(self) -> dict[str, str]:
-        """Return the variables that `role_place` reads."""
-        return {name: str(getattr(self, field)) for field, name in ROLE_VARIABLES.items()}
+    index: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Number of the instance in its role; in an elastic role, of the worker."""
+    instances: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 def role_place(env: Mapping[str, str]) -> RolePlace | None:
@@ -313,11 +309,7 @@ def role_place(env: Mapping[str, str]) -> RolePlace | None:
     try:
         return msgspec.convert(values, RolePlace, strict=False)
     except msgspec.ValidationError as error:
-        given = ", ".join(
-            f"{ROLE_VARIABLES[field]}={value}"
-            for field, value in values.items()
-            if field != "token"
-        )
+        given = ", ".join(f"{ROLE_VARIABLES[field]}={value}" for field, value in values.items())
         raise ConfigurationError(
             f"The place of this process in a job of several roles is wrong: {error}; set are {given}."
         ) from error

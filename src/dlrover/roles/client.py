@@ -5,17 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from dlrover.errors import ConfigurationError
-from dlrover.roles.coordinator.status import RolesStatus, StatusRequest, StopRoles
-from dlrover.roles.serving import SERVICE
+from dlrover.roles.coordinator.status import RolesStatus, StatusRequest
 from dlrover.rpc.connection import Connection
-from dlrover.rpc.messages import Done
+from dlrover.rpc.messages import Done, StopRequest
 from dlrover.spec.jobdir import JobDir, MasterAddress
 
 
 class RolesClient(Connection):
     """A connection to the coordinator of a job of several roles."""
 
-    service = SERVICE
     peer = "The coordinator at"
 
     async def status(self) -> RolesStatus:
@@ -25,7 +23,7 @@ class RolesClient(Connection):
 
     async def stop(self, reason: str, exit_code: int) -> None:
         """Ask the coordinator to end the job with ``exit_code``."""
-        await self._call("Stop", StopRoles(reason, exit_code), Done)
+        await self._call("Stop", StopRequest(reason, exit_code), Done)
 
 
 def connect(job_dir: JobDir) -> RolesClient:

@@ -88,10 +88,15 @@ class MemberEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     reason: _Text
     final: bool = True
     """False if only its connection was lost: it may come back."""
+    any_round: bool = False
+    """True if its latest round has ended, whatever that is."""
 
 
 class RolledBack(msgspec.Struct, frozen=True, array_like=True, tag="rolled_back"):
-    """A role goes on from a step: what it has published and learned after it never was."""
+    """A role goes on from a step: what it has published and learned after it never was.
+
+    If its processes have said so themselves since their start, this changes nothing.
+    """
 
     role: _Name
     step: _Number
@@ -107,14 +112,20 @@ class JoinRole(msgspec.Struct, frozen=True, array_like=True, tag="join"):
     address: Address
     methods: dict[str, bool] = {}
     """Names of the methods that others may call; True for idempotent ones."""
-    pid: int = 0
+    pid: Annotated[int, msgspec.Meta(ge=1)] = 1
+    instances: _Number = 1
+    """Instances of its role."""
+    ready: bool = True
+    """False while it still prepares for calls."""
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True, tag="resumed"):
-    """The process's role goes on from a step, as `RolledBack`."""
+    """The process's role goes on from a step, as `RolledBack`. All processes of the role may say so; it counts once."""
 
     place: Place
     step: _Number
+    count: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Which of the process's messages of this kind it is."""
 
 
 class OpenQueue(msgspec.Struct, frozen=True, array_like=True, tag="queue"):
@@ -286,7 +297,7 @@ class MemberView(msgspec.Struct, frozen=True, array_like=True):
 
     place: Place
     state: str
-    """``starting``, ``live`` or ``ended``."""
+    """``starting``, ``live`` (it takes calls) or ``ended``."""
     serving: bool = False
     """True if it is live and, where its role uses weights, has the version that counts."""
     address: Address = Address()
@@ -304,6 +315,8 @@ class RoleView(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     """Changes whenever the members, or which of them serve, change."""
     members: tuple[MemberView, ...]
+    instances: int = 0
+    """Wanted number of them, as the latest that joined knows it."""
 
 
 class PartView(msgspec.Struct, frozen=True, array_like=True):

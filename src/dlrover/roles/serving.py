@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from dlrover.errors import InfrastructureError, ProtocolError
-from dlrover.roles.machine.members import LIVE
+from dlrover.roles.machine.members import ENDED
 from dlrover.roles.machine.shared import Shared
 from dlrover.roles.messages import (
     MAX_TEXT,
@@ -42,8 +42,6 @@ from dlrover.rpc.server import Server
 
 logger = logging.getLogger(__name__)
 
-SERVICE = "dlrover.Roles"
-"""Name of the service on the wire: make the server with it."""
 CONNECTION_GRACE = 3.0
 """Seconds without a connection after which a process counts as ended, if nobody has seen it end."""
 RECOVERY_GRACE = 30.0
@@ -99,24 +97,34 @@ class RolesService:
     # ---- for the coordinator
 
     def register(self, server: Server) -> None:
-        """Register the methods on a server that was made with ``service=SERVICE``; then `begin`."""
-        server.unary("Ask", RoleRequest, self._ask)
-        server.server_stream("Watch", WatchJob, self._watch)
+        """Register the methods; call `begin` once the server listens."""
+        server.unary("RoleAsk", RoleRequest, self._ask)
+        server.server_stream("RoleWatch", WatchJob, self._watch)
 
     def begin(self) -> None:
-        """Wait from now on for the processes that the journal knows; call it once the server listens."""
+        """Wait from now on for the processes that the journal knows."""
         for members in self.shared.members.roles.values():
             for member in members.values():
-                if member.state == LIVE and member.place not in self._watched:
+                if member.pid and member.state != ENDED and member.place not in self._watched:
                     self._miss(member.place, RECOVERY_GRACE)
 
     def started(self, role: str, index: int, attempt: int, round_: int = 0) -> None:
-        """Note that an instance is being started; earlier lives of it are over."""
+        """Note that an instance is being started; earlier lives of it are over.
+
+        ``round_`` numbers the starts within an attempt: the round of the events of the role's own job, which its
+        process has as `launched.given`.
+        """
         self._submit(MemberStarted(Place(role, index, attempt, round_)))
 
-    def ended(self, role: str, index: int, attempt: int, reason: str, round_: int = 0) -> None:
-        """Note that an instance has ended, and why: whoever called it gets the reason."""
-        self._submit(MemberEnded(Place(role, index, attempt, round_), reason[:MAX_TEXT]))
+    def ended(
+        self, role: str, index: int, attempt: int, reason: str, round_: int | None = None
+    ) -> None:
+        """Note that an instance has ended, and why: whoever called it gets the reason.
+
+        ``round_`` None: whatever round of the attempt is the latest.
+        """
+        place = Place(role, index, attempt, round_ or 0)
+        self._submit(MemberEnded(place, reason[:MAX_TEXT], any_round=round_ is None))
 
     def rolled_back(self, role: str, step: int) -> None:
         """Note that a role goes on from a step: what it published and learned after it never was."""
@@ -208,7 +216,7 @@ class RolesService:
     def _miss(self, place: Place, grace: float) -> None:
         """Let a process that has lost its connection count as ended after a while."""
         member = self.shared.members.get(place.role, place.index)
-        if member is None or member.place != place or member.state != LIVE:
+        if member is None or member.place != place or member.state == ENDED:
             return
         loop = asyncio.get_running_loop()
         self._timers[place] = loop.call_later(grace, self._give_up, place)

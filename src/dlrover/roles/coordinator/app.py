@@ -20,7 +20,6 @@ from dlrover.master.app import read_token
 from dlrover.master.journal.history import History
 from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.coordinator.shell import Coordinator
-from dlrover.roles.serving import SERVICE
 from dlrover.roles.spec import RolesConfig
 from dlrover.rpc.server import Server
 from dlrover.spec.jobdir import JobDir, MasterAddress
@@ -74,7 +73,7 @@ async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> in
     history = History(job_dir.events)
     with contextlib.closing(journal), contextlib.closing(history):
         coordinator = Coordinator(job_dir, settings, journal, history, env, lifeline_fd)
-        server = Server(read_token(job_dir), service=SERVICE, program="coordinator")
+        server = Server(read_token(job_dir), program="coordinator")
         coordinator.register(server)
         port = await _listen(server, job_dir)
         address = MasterAddress(f"{HOST}:{port}", os.getpid())

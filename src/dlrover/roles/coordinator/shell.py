@@ -10,19 +10,19 @@ from collections.abc import Mapping
 
 import msgspec
 
-from dlrover.config import RolePlace
 from dlrover.errors import DLRoverError, ExitCode, InfrastructureError
-from dlrover.master.app import read_outcome, read_token
+from dlrover.master.app import read_outcome
 from dlrover.master.journal.history import History
 from dlrover.roles.coordinator.following import Reader
 from dlrover.roles.coordinator.jobs import RoleJobs, directory_of
 from dlrover.roles.coordinator.journal import RolesJournal
-from dlrover.roles.coordinator.status import RolesStatus, StatusRequest, StopRoles, status_of
+from dlrover.roles.coordinator.status import RolesStatus, StatusRequest, status_of
 from dlrover.roles.machine import job as machine
 from dlrover.roles.machine.job import RolesMachine
+from dlrover.roles.runtime.environment import variables
 from dlrover.roles.serving import RolesService
 from dlrover.roles.spec import RolesConfig
-from dlrover.rpc.messages import Done
+from dlrover.rpc.messages import Done, StopRequest
 from dlrover.rpc.server import Server
 from dlrover.spec import events
 from dlrover.spec.jobdir import JobDir
@@ -91,7 +91,7 @@ class Coordinator:
         """Register the methods that processes of roles and users call."""
         self.service.register(server)
         server.unary("Status", StatusRequest, self._status)
-        server.unary("Stop", StopRoles, self._stop)
+        server.unary("Stop", StopRequest, self._stop)
 
     def begin(self, address: str) -> None:
         """Begin the job, or go on with it; the server listens at ``address``."""
@@ -155,7 +155,7 @@ class Coordinator:
     async def _status(self, _: StatusRequest) -> RolesStatus:
         return status_of(self.machine, self.service.snapshot(), time.time())
 
-    async def _stop(self, request: StopRoles) -> Done:
+    async def _stop(self, request: StopRequest) -> Done:
         self.submit(machine.StopRequested(request.reason, request.exit_code))
         return Done()
 
@@ -199,7 +199,7 @@ class Coordinator:
             self._jobs.watch(name, attempt, handle)
         else:
             try:
-                handle = self._jobs.start(name, attempt, self._place(name, attempt).environment())
+                handle = self._jobs.start(name, attempt, self._variables(name, attempt))
             except InfrastructureError as error:
                 self.submit(machine.RoleExited(name, attempt, error.exit_code, str(error)))
                 return
@@ -207,17 +207,15 @@ class Coordinator:
         if handle != role.handle:
             self.submit(machine.RoleLaunched(name, attempt, handle))
 
-    def _place(self, name: str, attempt: int) -> RolePlace:
-        role = self._config.job.role(name)
-        return RolePlace(
-            address=self._address,
-            token=read_token(self._job_dir),
-            job=self._config.job.name,
-            role=name,
-            index=0,  # each process adds its own number
-            attempt=attempt,
-            instances=role.most * role.processes,
-            config=msgspec.json.encode(role.config).decode(),
+    def _variables(self, name: str, attempt: int) -> dict[str, str]:
+        job = self._config.job
+        return variables(
+            self._address,
+            self._job_dir.token,
+            name,
+            attempt,
+            job=job.name,
+            settings=job.role(name).config,
         )
 
     def _stop_role(self, name: str, attempt: int) -> None:

@@ -18,13 +18,6 @@ class StatusRequest(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     """Request for the status."""
 
 
-class StopRoles(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """Request to end the job with an exit code."""
-
-    reason: str
-    exit_code: int
-
-
 class InstanceState(msgspec.Struct, frozen=True):
     """One instance of a role."""
 

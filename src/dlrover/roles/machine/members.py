@@ -26,6 +26,8 @@ class Members:
     """The latest life of each instance; a life never follows a later one."""
     epochs: dict[str, int] = field(default_factory=dict)
     """Number of changes of each role's members."""
+    instances: dict[str, int] = field(default_factory=dict)
+    """Wanted instances of each role, as the latest that joined knows it."""
     final: set[Place] = field(default_factory=set)
     """Latest lives that have ended for good."""
 
@@ -50,7 +52,7 @@ class Members:
             assert self.epochs[role] > 0
             for index, member in members.items():
                 assert (member.place.role, member.place.index) == (role, index)
-                assert (member.state == LIVE) == bool(member.address.port)
+                assert member.state != LIVE or (member.pid and member.address.port)
         for place in self.final:
             assert self.roles[place.role][place.index].state == ENDED
             assert self.roles[place.role][place.index].place == place
@@ -66,7 +68,7 @@ class Members:
             ProtocolError: It is, or it never began.
         """
         member = self.get(place.role, place.index)
-        if member is None or member.state == STARTING:
+        if member is None or not member.pid:
             raise ProtocolError(f"{place} has not joined the job.")
         if member.place != place or member.state == ENDED:
             raise ProtocolError(_over(place, member))
@@ -102,13 +104,14 @@ class Members:
         if known is not None and (known.place.life > place.life or place in self.final):
             raise ProtocolError(_over(place, known))
         over = [known.place] if known is not None and known.place != place else []
-        same = known is not None and known.place == place and known.state == LIVE
+        same = known is not None and known.place == place and known.state != ENDED
         using = known.using if same and known is not None else {}
         reason = known.reason if known is not None else ""
+        self.instances[place.role] = event.instances
         self._put(
             MemberView(
                 place,
-                LIVE,
+                LIVE if event.ready else STARTING,
                 address=event.address,
                 methods=event.methods,
                 using=using,
@@ -121,8 +124,8 @@ class Members:
     def _ended(self, event: MemberEnded) -> list[Place]:
         known = self.get(event.place.role, event.place.index)
         place = event.place
-        if event.final and known is not None and known.place.attempt == place.attempt:
-            place = known.place  # whatever round of it is the latest
+        if event.any_round and known is not None and known.place.attempt == place.attempt:
+            place = known.place
         if known is not None and known.place.life > place.life:
             return []
         if known is not None and known.place == place and known.state == ENDED:

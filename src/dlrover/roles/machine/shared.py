@@ -8,7 +8,7 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from dlrover.errors import ProtocolError
-from dlrover.roles.machine.members import LIVE, Members
+from dlrover.roles.machine.members import ENDED, LIVE, Members
 from dlrover.roles.machine.queues import Queues
 from dlrover.roles.machine.versions import MAX_NAMES, Weights
 from dlrover.roles.messages import (
@@ -52,10 +52,12 @@ class Shared:
     weights: dict[str, Weights] = field(default_factory=dict)
     cursors: dict[Key, bytes] = field(default_factory=dict)
     """Kept for ever: the next life of an instance goes on from it."""
+    resumed: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """The last return of each role to a step: attempt, round, and number within that life."""
     readers: dict[str, set[str]] = field(default_factory=dict)
     """Names of the weights that each role works with."""
     admitted: dict[Key, set[str]] = field(default_factory=dict)
-    """Names of the weights whose current version each live instance has had; it is stale for others."""
+    """Names of the weights whose current version each instance has had; it is stale for others."""
 
     def validate(self) -> None:
         """Check the invariants."""
@@ -65,7 +67,7 @@ class Shared:
             weights.validate()
         for key, names in self.admitted.items():
             member = self.members.get(*key)
-            assert not names or (member is not None and member.state == LIVE)
+            assert not names or (member is not None and member.state != ENDED)
             for name in names:
                 assert member is not None
                 assert self.weights[name].view().valid(member.using[name])
@@ -100,7 +102,9 @@ class Shared:
                 for place in self.members.handle(event):
                     self._release(place)
             case RolledBack():
-                self._roll_back(event.role, event.step)
+                members = self.members.roles.get(event.role, {}).values()
+                life = max((member.place.life for member in members), default=(0, 0))
+                self._roll_back(event.role, event.step, (*life, 0))
             case _:
                 self.members.check(event.place)
                 return self._ask(event)
@@ -137,7 +141,7 @@ class Shared:
     def _ask_about_weights(self, event: RoleRequest) -> None:
         match event:
             case Resumed():
-                self._roll_back(event.place.role, event.step, event.place.life)
+                self._roll_back(event.place.role, event.step, (*event.place.life, event.count))
             case PublishPart():
                 self._publish(event)
             case UseVersion():
@@ -155,10 +159,13 @@ class Shared:
             weights.release(place)
         self.admitted.pop((place.role, place.index), None)
 
-    def _roll_back(self, role: str, step: int, life: tuple[int, int] | None = None) -> None:
+    def _roll_back(self, role: str, step: int, which: tuple[int, int, int]) -> None:
+        if which <= self.resumed.get(role, (-1, 0, 0)):
+            return
+        self.resumed[role] = which
         for weights in self.weights.values():
             if weights.role == role:
-                weights.roll_back(step, life)
+                weights.roll_back(step)
         for queue in self.queues.queues.values():
             queue.roll_back(role, step)
 
@@ -189,7 +196,7 @@ class Shared:
             self.admitted.setdefault((event.place.role, event.place.index), set()).add(event.name)
 
     def _stale(self, member: MemberView) -> set[str]:
-        """Return the names of weights of which a live member has no version that counts."""
+        """Return the names of weights of which a member has no version that counts."""
         key = (member.place.role, member.place.index)
         names = set()
         for name in self.readers.get(member.place.role, ()):
@@ -225,7 +232,9 @@ class Shared:
             number,
             {
                 role: RoleView(
-                    self.members.epochs[role], tuple(members[i] for i in sorted(members))
+                    self.members.epochs[role],
+                    tuple(members[i] for i in sorted(members)),
+                    self.members.instances.get(role, 0),
                 )
                 for role, members in self.members.roles.items()
             },

@@ -26,8 +26,6 @@ class Weights:
     role: str
     rollbacks: list[int] = field(default_factory=list)
     """Step that the role went back to at the end of each epoch; the number of them is the epoch."""
-    life: tuple[int, int] = (0, 0)
-    """Life of the role that the current epoch belongs to, as far as the role has said so."""
     pending: dict[int, PartView] = field(default_factory=dict)
     """Parts of a version that is not complete."""
     pending_of: tuple[int, int] = (-1, 0)
@@ -124,12 +122,8 @@ class Weights:
     def _abandon(self) -> None:
         self.pending, self.pending_of, self.publishers = {}, (-1, 0), set()
 
-    def roll_back(self, step: int, life: tuple[int, int] | None = None) -> None:
-        """Undo the versions after a step; each life of the role can go back once."""
-        if life is not None:
-            if life <= self.life:
-                return
-            self.life = life
+    def roll_back(self, step: int) -> None:
+        """Undo the versions after a step."""
         if self.newest is None and not self.complete and not self.pending:
             return
         self.rollbacks.append(step)
