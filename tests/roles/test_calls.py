@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dlrover.errors import ConfigurationError, MemberLostError, RemoteError
-from dlrover.roles import RoleGroup, current_worker
+from dlrover.errors import ConfigurationError, RemoteError
+from dlrover.roles import RoleGroup
 from dlrover.roles.runtime import worker
 from tests.roles.coordinators import Coordinator, coordinator
-from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
-ROLLOUT = '''
+ROLLOUT = """
 import os, signal, threading
 from dlrover.roles import rpc, current_worker
 
@@ -64,7 +62,7 @@ class Rollout:
     @rpc
     def unsendable(self):
         return object()
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -92,21 +90,29 @@ def rollouts(job: Coordinator) -> RoleGroup:
 
 def test_all(rollouts, job):
     assert rollouts.call("who").result(20) == [["test", "rollout", i, 1, 2] for i in range(2)]
-    value, named = rollouts.call("echo", {"a": [1, None, "x", b"y", 2.5]}, named=np.arange(5)).result(20)[0]
+    value, named = rollouts.call(
+        "echo", {"a": [1, None, "x", b"y", 2.5]}, named=np.arange(5)
+    ).result(20)[0]
     assert value == {"a": [1, None, "x", b"y", 2.5]}
     assert (named == np.arange(5)).all() and named.flags.writeable
-    assert list(rollouts.call_batch("double", 7, list(range(7)))) == [2*n for n in range(7)]
-    assert list(rollouts.call_batch("double", 7, list(range(7)), _chunk=1)) == [2*n for n in range(7)]
+    assert list(rollouts.call_batch("double", 7, list(range(7)))) == [2 * n for n in range(7)]
+    assert list(rollouts.call_batch("double", 7, list(range(7)), _chunk=1)) == [
+        2 * n for n in range(7)
+    ]
     with pytest.raises(RemoteError, match="bad prompt") as e:
         rollouts.call_rank0("fail", [1]).result(10)
     print(e.value)
     with pytest.raises(ConfigurationError, match="no method dubble; it has die"):
         rollouts.call_rank0("dubble", [1]).result(10)
-    with pytest.raises(ConfigurationError, match=r"Argument 2 of echo \(at \['b'\]\[1\]\) is of type object"):
+    with pytest.raises(
+        ConfigurationError, match=r"Argument 2 of echo \(at \['b'\]\[1\]\) is of type object"
+    ):
         rollouts.call("echo", 1, {"b": [1, object()]})
     with pytest.raises(RemoteError, match="result of unsendable is of type object"):
         rollouts.call_rank0("unsendable").result(10)
     import time
-    t=time.perf_counter()
-    for i in range(2000): rollouts.call_rank0("echo", i).result(10)
-    print("calls/s", 2000/(time.perf_counter()-t))
+
+    t = time.perf_counter()
+    for i in range(2000):
+        rollouts.call_rank0("echo", i).result(10)
+    print("calls/s", 2000 / (time.perf_counter() - t))
