@@ -286,7 +286,15 @@ class QueueStatus(msgspec.Struct, frozen=True, array_like=True, tag="queue_is"):
     """Acknowledged items that a rollback wanted again and that were no longer kept."""
 
 
-RoleReply: TypeAlias = Agreed | Later | Turned | LeasedItems | CursorIs | QueueStatus
+class PublishedAs(msgspec.Struct, frozen=True, array_like=True, tag="published"):
+    """The part is known."""
+
+    version: Version
+    view: int = 0
+    """Number of the view that shows it, if the version is complete."""
+
+
+RoleReply: TypeAlias = Agreed | Later | Turned | LeasedItems | CursorIs | QueueStatus | PublishedAs
 
 
 # ---- the view of the job

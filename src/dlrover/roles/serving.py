@@ -28,6 +28,7 @@ from dlrover.roles.messages import (
     MemberEnded,
     MemberStarted,
     Place,
+    PublishedAs,
     PutItems,
     RoleInput,
     RoleReply,
@@ -177,11 +178,16 @@ class RolesService:
                 return self.shared.handle(request)
             if not await self._comes_true(request):
                 return Later()
-            return self._submit(request)
+            return self._replied(self._submit(request))
         except ProtocolError as error:
             return Turned(str(error))
         except msgspec.MsgspecError as error:
             return Turned(f"The request cannot be handled: {error}.")
+
+    def _replied(self, reply: RoleReply) -> RoleReply:
+        if isinstance(reply, PublishedAs):
+            return msgspec.structs.replace(reply, view=self._view.number)
+        return reply
 
     async def _comes_true(self, request: RoleRequest) -> bool:
         loop = asyncio.get_running_loop()

@@ -19,7 +19,9 @@ from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.coordinator.status import RolesStatus, StatusRequest, status_of
 from dlrover.roles.machine import job as machine
 from dlrover.roles.machine.job import RolesMachine
+from dlrover.roles.messages import HOLDER
 from dlrover.roles.runtime.environment import variables
+from dlrover.roles.runtime.holder import keep
 from dlrover.roles.serving import RolesService
 from dlrover.roles.spec import RolesConfig
 from dlrover.rpc.messages import Done, StopRequest
@@ -72,8 +74,10 @@ class Coordinator:
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._job_dir, self._config = job_dir, config
         self._journal, self._history = journal, history
+        self._lifeline_fd = lifeline_fd
         self._jobs = RoleJobs(job_dir.path, config, env, lifeline_fd, self._exited)
         self._following: dict[str, asyncio.Task[None]] = {}
+        self._keeping: asyncio.Task[None] | None = None
         self._address = ""
         served: list[bytes] = []
         self._replayed = 0
@@ -97,6 +101,9 @@ class Coordinator:
         """Begin the job, or go on with it; the server listens at ``address``."""
         self._address = address
         self.service.begin()
+        if self._lifeline_fd >= 0:
+            own = variables(address, self._job_dir.token, HOLDER, 0, job=self._config.job.name)
+            self._keeping = asyncio.create_task(keep(self.service, own, self._lifeline_fd))
         if not self._replayed:
             self.submit(machine.Submitted(self._config.job))
         elif self.machine.ended_at is not None and self.machine.end is not None:
@@ -107,6 +114,8 @@ class Coordinator:
 
     def close(self) -> None:
         """Leave the roles' jobs alone, which go on if the job does."""
+        if self._keeping is not None:
+            self._keeping.cancel()
         self.service.close()
         self._jobs.close()
         for task in self._following.values():

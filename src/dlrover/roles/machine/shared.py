@@ -26,6 +26,7 @@ from dlrover.roles.messages import (
     MemberView,
     OpenQueue,
     Place,
+    PublishedAs,
     PublishPart,
     PutItems,
     Resumed,
@@ -37,6 +38,7 @@ from dlrover.roles.messages import (
     ServiceStatus,
     SetCursor,
     UseVersion,
+    Version,
 )
 
 Key: TypeAlias = tuple[str, int]
@@ -134,6 +136,10 @@ class Shared:
                 return CursorIs(self.cursors.get((event.place.role, event.place.index)))
             case LookQueue():
                 return self.queues.get(event.queue).status()
+            case PublishPart():
+                version = self._publish(event)
+                self._admit()
+                return PublishedAs(version)
             case _:
                 self._ask_about_weights(event)
         return Agreed()
@@ -142,8 +148,6 @@ class Shared:
         match event:
             case Resumed():
                 self._roll_back(event.place.role, event.step, (*event.place.life, event.count))
-            case PublishPart():
-                self._publish(event)
             case UseVersion():
                 self._use(event)
         self._admit()
@@ -169,7 +173,7 @@ class Shared:
         for queue in self.queues.queues.values():
             queue.roll_back(role, step)
 
-    def _publish(self, event: PublishPart) -> None:
+    def _publish(self, event: PublishPart) -> Version:
         self.members.check(event.holder)
         known = self.weights.get(event.name)
         if known is None:
@@ -178,8 +182,9 @@ class Shared:
                     f"The job has {MAX_NAMES} named weights; {event.name} is one more."
                 )
             known = Weights(event.place.role)
-        known.publish(event)
+        version = known.publish(event)
         self.weights[event.name] = known
+        return version
 
     # ---- who serves
 

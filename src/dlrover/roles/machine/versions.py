@@ -73,8 +73,8 @@ class Weights:
         )
         return WeightsView(self.role, tuple(self.rollbacks), versions, self.lost)
 
-    def publish(self, event: PublishPart) -> None:
-        """Add a part of a version.
+    def publish(self, event: PublishPart) -> Version:
+        """Add a part of a version, and return which one it is.
 
         Raises:
             ProtocolError: The version was published before, or is older than that.
@@ -82,7 +82,7 @@ class Weights:
         part = PartView(event.part, event.holder, event.key, event.nbytes)
         version = Version(self.epoch, event.step)
         if self.complete.get(version, {}).get(event.part) == part:
-            return  # a repeated request
+            return version  # a repeated request
         self._check(event)
         if self.pending_of != (event.step, event.parts):
             self._abandon()
@@ -90,12 +90,13 @@ class Weights:
         self.pending[event.part] = part
         self.publishers.add(event.place)
         if len(self.pending) < event.parts:
-            return
+            return version
         self.complete[version] = self.pending
         self._abandon()
         self.newest, self.lost = version, None
         for old in list(self.complete)[:-KEPT]:
             del self.complete[old]
+        return version
 
     def _check(self, event: PublishPart) -> None:
         if event.part >= event.parts:

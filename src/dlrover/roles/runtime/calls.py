@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlrover.errors import ConfigurationError, MemberLostError
-from dlrover.roles.messages import JobView, MemberView, Place, RoleView
+from dlrover.roles.messages import HOLDER, JobView, MemberView, Place, RoleView
 from dlrover.roles.runtime import wire
 from dlrover.roles.runtime.connections import (
     EncodedCall,
@@ -141,7 +141,7 @@ class Calls:
         members = view.roles.get(call.role, RoleView(0, ())).members
         known = ", ".join(f"{one.place} {_state(one)}" for one in members)
         if not members:
-            known = f"the job's roles are {', '.join(sorted(view.roles))}"
+            known = f"the job's roles are {', '.join(sorted(name for name in view.roles if name != HOLDER))}"
         return f"{call.call.method} waited {call.wait:.0f} s for {who}: {known}."
 
     def _mourn(self) -> None:

@@ -20,6 +20,7 @@ from dlrover.errors import DLRoverError, ProtocolError
 from dlrover.roles.messages import Address
 from dlrover.roles.runtime import payload, wire
 from dlrover.roles.runtime.exporting import Exported, Exports
+from dlrover.roles.runtime.holding import Holding, Session, decode_hold
 from dlrover.roles.runtime.wire import CallFrame, Op
 
 logger = logging.getLogger(__name__)
@@ -54,9 +55,13 @@ class CallListener:
         host: Address to listen on.
         machine: Id of this machine.
         secret: Secret of the job's processes.
+        holding: Weights that this process keeps.
     """
 
-    def __init__(self, exports: Exports, host: str, machine: str, secret: bytes) -> None:
+    def __init__(
+        self, exports: Exports, host: str, machine: str, secret: bytes, holding: Holding
+    ) -> None:
+        self._holding = holding
         self._exports, self._secret = exports, secret
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._pool = ThreadPoolExecutor(CONCURRENT, thread_name_prefix="roles-concurrent")
@@ -102,6 +107,7 @@ class CallListener:
             ).start()
 
     def _serve(self, sock: socket.socket) -> None:
+        connection = None
         try:
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -117,10 +123,16 @@ class CallListener:
         finally:
             self._open.discard(sock)
             sock.close()
+            if connection is not None and connection.session is not None:
+                connection.session.end()
 
     def _take(self, connection: _Connection, frame: CallFrame) -> None:
         if frame.op is Op.PING:
             connection.reply(Op.RESULT, frame.call, msgspec.msgpack.encode(self.state()))
+            return
+        if frame.op is Op.HOLD:
+            connection.session = connection.session or self._holding.session()
+            connection.hold(frame)
             return
         if frame.op is not Op.CALL:
             raise ProtocolError(f"A caller sent {frame.op.name}.")
@@ -160,6 +172,20 @@ class _Connection:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._lock = threading.Lock()
+        self.session: Session | None = None
+        """What the caller has of the weights that are kept here."""
+
+    def hold(self, frame: CallFrame) -> None:
+        """Answer a request about memory; on a Unix socket, with its file."""
+        assert self.session is not None
+        try:
+            reply, fd, data = self.session.handle(decode_hold(frame.head))
+        except DLRoverError as error:
+            self.reply(Op.REFUSED, frame.call, str(error).encode())
+            return
+        self.reply(Op.RESULT, frame.call, msgspec.msgpack.encode(reply), [data] if data else None)
+        if fd >= 0 and self._sock.family == socket.AF_UNIX:
+            socket.send_fds(self._sock, [b"F"], [fd])
 
     def reply(
         self, op: Op, call: int, head: bytes = b"", buffers: list[memoryview] | None = None

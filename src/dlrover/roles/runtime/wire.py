@@ -43,6 +43,8 @@ class Op(enum.IntEnum):
     """Answered while methods run, by `Health`."""
     REFUSED = 5
     """Why there is no such call."""
+    HOLD = 6
+    """About memory with weights: a `HoldRequest`."""
 
 
 class CallFrame(NamedTuple):

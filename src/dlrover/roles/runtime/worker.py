@@ -24,6 +24,7 @@ from dlrover.roles.messages import (
 from dlrover.roles.runtime import environment, payload, wire
 from dlrover.roles.runtime.calls import Calls
 from dlrover.roles.runtime.exporting import exports
+from dlrover.roles.runtime.holding import Holding
 from dlrover.roles.runtime.link import ServiceLink
 from dlrover.roles.runtime.listener import CallListener
 
@@ -48,10 +49,13 @@ class Worker:
         self.place: Place = environment.place(found)
         self.link = ServiceLink(self.place, found.address, Path(found.token_file))
         self.machine = machine()
+        self.holding = Holding(self.place)
+        self.link.listeners.append(self.holding.follow)
         self._ready, self._resumes = ready, 0
         self._lock = threading.Lock()
         host = _own_address(found.address)
-        self.listener = CallListener(exports, host, self.machine, wire.secret_of(self.link.token))
+        secret = wire.secret_of(self.link.token)
+        self.listener = CallListener(exports, host, self.machine, secret, self.holding)
         self._join()
         exports.changed = self._join
         self.calls = Calls(self.link, self.machine)
