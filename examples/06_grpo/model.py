@@ -35,7 +35,9 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.tokens = nn.Embedding(DIGITS + 1, width)
         self.places = nn.Parameter(0.1 * torch.randn(2 * LENGTH + 1, width))
-        layer = nn.TransformerEncoderLayer(width, heads, 2 * width, 0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 2 * width, 0.0, batch_first=True, norm_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, DIGITS)
 

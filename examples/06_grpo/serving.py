@@ -55,10 +55,14 @@ class Reference:
         self._model = model.build(settings).eval()
 
     @rpc(idempotent=True)
-    def log_probabilities(self, prompts: list[list[int]], answers: list[list[list[int]]]) -> list[Any]:
+    def log_probabilities(
+        self, prompts: list[list[int]], answers: list[list[list[int]]]
+    ) -> list[Any]:
         repeated = torch.tensor(prompts).repeat_interleave(GROUP, 0)
         with torch.no_grad():
-            logs = model.log_probabilities(self._model, repeated, torch.tensor(answers).flatten(0, 1))
+            logs = model.log_probabilities(
+                self._model, repeated, torch.tensor(answers).flatten(0, 1)
+            )
         return [group.tolist() for group in logs.split(GROUP)]
 
 

@@ -48,7 +48,10 @@ def received(item: Any) -> list[torch.Tensor]:
         whole = [prompts, flat[0], flat[1], advantages.flatten()[:, None], flat[2]]
     shape = torch.tensor([len(whole[0]) if first else 0])
     dist.broadcast(shape, 0)
-    count, kinds = int(shape), (torch.int64, torch.int64, torch.float32, torch.float32, torch.float32)
+    count, kinds = (
+        int(shape),
+        (torch.int64, torch.int64, torch.float32, torch.float32, torch.float32),
+    )
     parts = []
     for place, (kind, width) in enumerate(zip(kinds, (4, 4, 4, 1, 4), strict=True)):
         tensor = whole[place] if first else torch.empty(count, width, dtype=kind)
