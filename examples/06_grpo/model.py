@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 DIGITS, LENGTH = 6, 4
 START = DIGITS
@@ -72,4 +72,4 @@ def generate(model: nn.Module, prompt: torch.Tensor, *, greedy: bool = False) ->
 def log_probabilities(model: nn.Module, prompt: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
     """Return that of each digit of the answers, (batch, 4)."""
     logits = model(torch.cat([start(prompt), answer[:, :-1]], 1))[:, -LENGTH:]
-    return F.log_softmax(logits, -1).gather(-1, answer[..., None])[..., 0]
+    return functional.log_softmax(logits, -1).gather(-1, answer[..., None])[..., 0]
