@@ -31,7 +31,7 @@ class Rollout:
 
     def _follow(self) -> None:
         while True:  # a version that the trainer took back is replaced, too
-            self._load(weights.latest(newer_than=self._version, timeout=1e6))
+            self._load(weights.latest(newer_than=self._version, timeout=86_400))
 
     @rpc(idempotent=True)
     def generate(self, prompts: list[list[int]]) -> list[dict[str, Any]]:

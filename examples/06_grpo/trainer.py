@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dlrover.checkpoint import Checkpointer
 from dlrover.roles import Queue, current_worker, weights
 
-CLIP, KEEP_NEAR, RATE = 0.2, 0.005, 3e-3
+CLIP, KEEP_NEAR, RATE = 0.2, 0.005, 5e-3
 AHEAD = 4
 
 torch.set_num_threads(1)

@@ -20,7 +20,7 @@ tokens, answers = model.batch(model.HELD_OUT, 512)
 last = settings["steps"] - settings["steps"] % settings["every"]
 version = None
 while version is None or version.step < last:
-    newest = weights.latest(newer_than=version, timeout=1e6)
+    newest = weights.latest(newer_than=version, timeout=86_400)
     newest.load_into(net)
     version = newest.version
     with torch.no_grad():

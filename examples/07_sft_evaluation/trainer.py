@@ -30,5 +30,5 @@ while state["step"] < settings["steps"]:
     due = step % settings["every"] == 0
     if due and (not weights.versions() or weights.versions()[-1].step < step):
         weights.publish(net.state_dict(), step)
-        print(f"step {step}: loss {float(loss):.3f}", flush=True)
+        print(f"step {step}: loss {loss.item():.3f}", flush=True)
 checkpointer.wait()

@@ -102,7 +102,6 @@ def test_yaml_and_python_say_the_same(folder: Path) -> None:
         ("a: {entry: work.py, resources: {gpus: 1}}", "role a: resources gpus: must be cpu or memory."),
         ("a: {entry: work.py, resources: {memory: much}}",
          "role a: resources memory much: must be a number of bytes, as 2Gi."),
-        ("a: {entry: work.py, health: {begin: 3}}", "role a: health {'begin': 3}: takes seconds for start"),
         ("a: {entry: work.py, kind: driver, instances: 2}",
          "role a: kind driver: a driver is a script or a function with one instance."),
         ("a: {entry: 'work:Work'}",

@@ -12,7 +12,7 @@ import msgspec
 
 from dlrover.errors import ConfigurationError
 from dlrover.roles.entries import entry_point
-from dlrover.roles.spec import Failover, Health, Kind, RolesJob, RoleSpec
+from dlrover.roles.spec import Failover, Kind, RolesJob, RoleSpec
 from dlrover.spec.node import NodeLimits
 
 E = TypeVar("E", Kind, Failover)
@@ -51,7 +51,6 @@ class Job:
         window: float = 3600.0,
         depends_on: str | Sequence[str] | Mapping[str, str] = (),
         collocate: str = "",
-        health: Mapping[str, float] | None = None,
         shutdown_timeout: int = 30,
     ) -> Job:
         """Add a role, and return the job.
@@ -73,7 +72,6 @@ class Job:
             depends_on: Roles that must run first; as a mapping, each with what happens when one of its
                 instances fails: ``"wait"`` (nothing) or ``"restart"`` (this role restarts).
             collocate: Name of a group of roles that use the same resources in turn.
-            health: Seconds that an instance may stay in a phase: ``start``.
             shutdown_timeout: Seconds between SIGTERM and SIGKILL.
 
         Raises:
@@ -96,7 +94,6 @@ class Job:
                 window=float(window),
                 depends_on=_dependencies(name, depends_on),
                 collocate=collocate,
-                health=_health(name, health or {}),
                 shutdown_timeout=_whole(name, "shutdown_timeout", shutdown_timeout),
             )
         )
@@ -176,10 +173,3 @@ def _dependencies(role: str, given: str | Sequence[str] | Mapping[str, str]) -> 
         if value not in ("wait", "restart"):
             raise _refuse(role, "depends_on", value, "must be wait or restart")
     return on
-
-
-def _health(role: str, given: Mapping[str, float]) -> Health:
-    try:
-        return msgspec.convert(dict(given), Health)
-    except msgspec.ValidationError as error:
-        raise _refuse(role, "health", given, f"takes seconds for start ({error})") from None

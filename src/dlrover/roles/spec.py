@@ -60,13 +60,6 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     args: tuple[str, ...] = ()
 
 
-class Health(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds that an instance may stay in a phase before it is restarted; 0: without limit."""
-
-    start: float = 1800.0
-    """From its start until it takes part in the job: a script that uses no part of the job never does."""
-
-
 class RoleSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One role as its user asked for it."""
 
@@ -92,7 +85,6 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Roles that must run first. ``restart``: this role restarts when an instance of the other fails."""
     collocate: str = ""
     """Name of a group of roles that take turns with the same resources; empty: the role has its own."""
-    health: Health = Health()
     shutdown_timeout: int = 30
     """Seconds between SIGTERM and SIGKILL."""
 

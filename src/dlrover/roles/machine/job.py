@@ -285,6 +285,7 @@ class RolesMachine:
         member = role.members.get(index)
         if member is None or not member.up:
             return False
+        reason = reason.rstrip(".")
         member.up, member.reason = False, reason
         name = role.spec.name
         self._send(MemberEnded(name, index, member.attempt, member.round, reason))
