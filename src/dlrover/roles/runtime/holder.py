@@ -11,13 +11,11 @@ import asyncio
 import contextlib
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
 from dlrover import config
 from dlrover._util import procs
-from dlrover.errors import DLRoverError
 from dlrover.roles.messages import HOLDER
 from dlrover.roles.runtime import worker
 from dlrover.roles.serving import RolesService
@@ -40,57 +38,42 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 async def keep(service: RolesService, variables: Mapping[str, str], lifeline_fd: int) -> None:
-    """Keep one process that keeps weights, until this is cancelled; then end it.
+    """See to it that there is one process that keeps weights, until this is cancelled.
 
     Args:
         service: Service of the job.
         variables: Environment of the role `HOLDER`; see `environment.variables`.
-        lifeline_fd: Closes when the job's supervisor dies.
+        lifeline_fd: Closes at the end of the job, with which the process ends.
     """
     name = config.ROLE_VARIABLES["attempt"]
-    pid = 0
-    try:
-        while True:
-            known = service.shared.members.get(HOLDER, 0)
-            attempt = known.place.attempt if known is not None else 0
-            pid = known.pid if known is not None else 0
-            if known is None or known.state == "ended" or not _runs(pid):
-                attempt += 1
-                with contextlib.suppress(DLRoverError):
-                    service.started(HOLDER, 0, attempt)
-                process = await asyncio.to_thread(
-                    _start, {**variables, name: str(attempt)}, lifeline_fd
-                )
-                pid = process.pid
-                await procs.ended(pid)
-                process.wait()
-            else:
-                await _ended(pid)
-            service.ended(HOLDER, 0, attempt, "the process that keeps weights has died")
-            logger.warning("The process that keeps weights has died: pid %d", pid)
-            await asyncio.sleep(PAUSE)
-    finally:
-        if _runs(pid):
-            procs.kill([pid])
+    while True:
+        known = service.shared.members.get(HOLDER, 0)
+        attempt = known.place.attempt if known is not None else 0
+        if known is not None and known.state != "ended" and _runs(known.pid):
+            with contextlib.suppress(ProcessLookupError):
+                await procs.ended(known.pid)
+        else:
+            attempt += 1
+            service.started(HOLDER, 0, attempt)
+            pid = _start({**variables, name: str(attempt)}, lifeline_fd)
+            await procs.ended(pid)
+            os.waitpid(pid, 0)  # noqa: ASYNC222 - it has ended
+        logger.warning("The process that keeps weights has died")
+        service.ended(HOLDER, 0, attempt, "it has died")
+        await asyncio.sleep(PAUSE)
 
 
-def _start(variables: Mapping[str, str], lifeline_fd: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", MODULE, "--lifeline-fd", str(lifeline_fd)],
-        env={**config.environ(), **variables},
-        pass_fds=[lifeline_fd],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+def _start(variables: Mapping[str, str], lifeline_fd: int) -> int:
+    """Start the process and return its pid; it is not tied to this one."""
+    os.set_inheritable(lifeline_fd, True)
+    words = [sys.executable, "-m", MODULE, "--lifeline-fd", str(lifeline_fd)]
+    null = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+    env = {**config.environ(), **variables}
+    return os.posix_spawn(sys.executable, words, env, file_actions=[null], setsid=True)
 
 
 def _runs(pid: int) -> bool:
     return pid > 0 and MODULE in procs.command(pid)
-
-
-async def _ended(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        await procs.ended(pid)
 
 
 if __name__ == "__main__":

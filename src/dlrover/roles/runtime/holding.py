@@ -46,6 +46,12 @@ class Commit(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
     index_sum: int
 
 
+class Discard(msgspec.Struct, frozen=True, array_like=True, tag="discard"):
+    """The part is not needed: it was not published."""
+
+    key: str
+
+
 class Listed(msgspec.Struct, frozen=True, array_like=True, tag="listed"):
     """The job lists the part, as views from a number on show."""
 
@@ -73,7 +79,7 @@ class ClosePart(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     key: str
 
 
-HoldRequest: TypeAlias = Reserve | Commit | Listed | OpenPart | ReadPart | ClosePart
+HoldRequest: TypeAlias = Reserve | Commit | Discard | Listed | OpenPart | ReadPart | ClosePart
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
@@ -227,6 +233,16 @@ class Holding:
             part.readers -= 1
             self._tidy(key, part)
 
+    def discarded(self, key: str, session: Session) -> Held:
+        """Drop a part of a publisher."""
+        with self._lock:
+            part = self._parts.get(key)
+            if part is None or part.publisher is not session:
+                raise ProtocolError(f"The part {key} of weights was not reserved.")
+            part.wanted = False
+            self._tidy(key, part)
+            return part.held
+
     def left(self, session: Session) -> None:
         """A publisher is gone: what it has not completed is dropped."""
         with self._lock:
@@ -253,7 +269,9 @@ class Session:
         self._holding = holding
         self._open: dict[str, int] = {}
 
-    def handle(self, request: HoldRequest) -> tuple[Held, int, memoryview | None]:
+    def handle(  # noqa: PLR0911 - one for each request
+        self, request: HoldRequest
+    ) -> tuple[Held, int, memoryview | None]:
         """Return the reply to a request, the file that goes with it or -1, and the body."""
         match request:
             case Reserve(key, nbytes):
@@ -261,6 +279,8 @@ class Session:
                 return part.held, part.buffer.fd, None
             case Commit():
                 return self._commit(request), -1, None
+            case Discard(key):
+                return self._holding.discarded(key, self), -1, None
             case Listed(key, view):
                 part = self._holding.part(key)
                 part.listed = view if part.listed < 0 else min(view, part.listed)

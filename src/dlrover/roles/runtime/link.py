@@ -217,7 +217,7 @@ class ServiceLink:
             self._failed = error
             self._changed.notify_all()
 
-    def wait(self, found: Callable[[JobView], Value], timeout: float, what: str) -> Value:
+    def wait(self, found: Callable[[JobView], Value | None], timeout: float, what: str) -> Value:
         """Return the first true value of ``found`` for a view of the job.
 
         Raises:
@@ -232,7 +232,11 @@ class ServiceLink:
                 left = until - time.monotonic()
                 if left <= 0:
                     raise InfrastructureError(f"Waited {timeout:.0f} s for {what}.")
-                if not self._changed.wait(min(left, WARN_AFTER)) and not warned:
+                if (
+                    not self._changed.wait(min(left, WARN_AFTER))
+                    and left > WARN_AFTER
+                    and not warned
+                ):
                     warned = True
                     logger.warning("Waiting for %s: at most %.0f s", what, timeout)
             return value

@@ -208,7 +208,7 @@ def _outcome(call: _Call) -> tuple[Op, bytes, list[memoryview]]:
     try:
         _, args, kwargs = payload.decode(call.frame.head, call.frame.body)
         value = call.exported.function(*args, **kwargs)
-        return Op.RESULT, *payload.encode_result(call.method, value)
+        return Op.RESULT, *payload.encode_named(f"the result of {call.method}", value)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it is the caller's
         own = error.__traceback__.tb_next if error.__traceback__ is not None else None
         shown = error.with_traceback(own if not isinstance(error, DLRoverError) else None)

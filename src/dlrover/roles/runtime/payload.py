@@ -1,7 +1,7 @@
 """Arguments and results as MessagePack, with the memory of arrays and tensors beside it, not copied.
 
-None, booleans, numbers, texts, bytes, lists, dicts, NumPy arrays and scalars, and PyTorch tensors arrive as they
-are; tuples and sets arrive as lists, dataclasses and msgspec structs as dicts. There is no pickle: nothing else can
+None, booleans, numbers, texts, bytes, lists, dicts, NumPy arrays and PyTorch tensors arrive as they are; NumPy scalars
+arrive as numbers, tuples and sets as lists, dataclasses and msgspec structs as dicts. There is no pickle: nothing else can
 be sent.
 """
 
@@ -89,7 +89,7 @@ def encode(value: Any) -> tuple[bytes, list[memoryview]]:
     """Return a head and the buffers beside it.
 
     Raises:
-        TypeError: Something cannot be sent; see `encode_call` and `encode_result`.
+        TypeError: Something cannot be sent; see `encode_call` and `encode_named`.
     """
     collector = _Collector()
     head = msgspec.msgpack.encode(value, enc_hook=collector.take)
@@ -114,8 +114,8 @@ def encode_call(
         raise
 
 
-def encode_result(method: str, value: Any) -> tuple[bytes, list[memoryview]]:
-    """Return a result as a head and the buffers beside it.
+def encode_named(name: str, value: Any) -> tuple[bytes, list[memoryview]]:
+    """Return a value as a head and the buffers beside it; ``name`` is what errors call it.
 
     Raises:
         ConfigurationError: It cannot be sent.
@@ -123,7 +123,7 @@ def encode_result(method: str, value: Any) -> tuple[bytes, list[memoryview]]:
     try:
         return encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError):
-        _check(f"the result of {method}", value)
+        _check(name, value)
         raise
 
 

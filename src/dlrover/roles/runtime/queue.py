@@ -231,7 +231,7 @@ class Queue:
         return f"{now.waiting} of {now.size} wait, {now.leased} are leased, {now.done} are done"
 
     def _encoded(self, item: Any) -> bytes:
-        head, buffers = payload.encode_result(f"an item of the queue {self.name}", item)
+        head, buffers = payload.encode_named(f"an item of the queue {self.name}", item)
         body = wire.packed(head, buffers)
         if len(body) > MAX_BODY:
             raise ConfigurationError(

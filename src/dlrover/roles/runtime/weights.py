@@ -21,7 +21,7 @@ import numpy as np
 
 from dlrover.checkpoint.machine.extent import Extent, cover, entire
 from dlrover.checkpoint.saver.memory import kernels
-from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError, ProtocolError
 from dlrover.roles.messages import (
     HOLDER,
     Address,
@@ -36,7 +36,7 @@ from dlrover.roles.messages import (
     VersionView,
 )
 from dlrover.roles.runtime import payload, wire
-from dlrover.roles.runtime.holding import Commit, Listed
+from dlrover.roles.runtime.holding import Commit, Discard, Listed
 from dlrover.roles.runtime.link import member
 from dlrover.roles.runtime.memory import HolderConnection, PartReader
 from dlrover.roles.runtime.payload import ALIGNMENT
@@ -111,6 +111,12 @@ class _Holders:
     def _follow(self, worker: Worker) -> None:
         if self._worker is not worker:  # it has left the job and joined again
             self._open, self._declared, self._worker = {}, set(), worker
+            worker.closing.append(self._close)
+
+    def _close(self) -> None:
+        with self._lock:
+            for connection in self._open.values():
+                connection.close()
 
     def drop(self, place: Place) -> None:
         """Connect anew next time."""
@@ -142,8 +148,8 @@ def publish(state: Mapping[str, Any], version: int, *, name: str = NAME) -> Vers
         InfrastructureError: Memory is short.
     """
     worker = current_worker()
-    if not isinstance(version, int) or version < 0:
-        raise ConfigurationError(f"version {version!r}: it must be a whole number, 0 or above.")
+    if version < 0:
+        raise ConfigurationError(f"version {version}: it must be a whole number, 0 or above.")
     pieces = {key: _piece(key, value) for key, value in state.items()}
     spread = {key for key, one in pieces.items() if one is not None and one[2]}
     parts = worker.instances if spread else 1
@@ -156,7 +162,7 @@ def publish(state: Mapping[str, Any], version: int, *, name: str = NAME) -> Vers
         {key: state[key] for key, one in pieces.items() if one is None} if not worker.index else {}
     )
     for key, value in values.items():
-        payload.encode_result(f"the value {key} of the weights", value)
+        payload.encode_named(f"the value {key} of the weights", value)
     with _holders.publishing:
         for last in (False, True):
             holder, address = _holder(worker)
@@ -186,18 +192,21 @@ def _published(
         nbytes = array.nbytes
         entries.append(_Entry(key, dtype, box.whole, box.at, box.shape, offset, nbytes))
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    name, version, parts = what
     key = f"{worker.place.role}-{worker.index}-{_holders.id}-{next(_holders.numbers)}"
-    room = offset + 2 * len(_encoded(entries, values)) + mmap.PAGESIZE
-    memory = connection.writable(key, room)
-    index = _encoded(_copied([array for _, (array, _, _) in mine], entries, memory), values)
-    memory[offset : offset + len(index)] = index
-    connection.ask(Commit(key, offset, len(index), _hash(index)))
-    reply = worker.link.ask(
-        PublishPart(worker.place, name, version, worker.index, parts, holder, key, offset)
-    )
-    if not isinstance(reply, PublishedAs):
-        raise ProtocolError(f"The coordinator answered {type(reply).__name__}.")
+    memory = connection.writable(key, offset + 2 * len(_encoded(entries, values)) + mmap.PAGESIZE)
+    try:
+        index = _encoded(_copied([array for _, (array, _, _) in mine], entries, memory), values)
+        memory[offset : offset + len(index)] = index
+        connection.ask(Commit(key, offset, len(index), _hash(index)))
+        name, version, parts = what
+        reply = worker.link.ask(
+            PublishPart(worker.place, name, version, worker.index, parts, holder, key, offset)
+        )
+        if not isinstance(reply, PublishedAs):
+            raise ProtocolError(f"The coordinator answered {type(reply).__name__}.")
+    except DLRoverError:
+        connection.ask(Discard(key))
+        raise
     connection.ask(Listed(key, reply.view))
     worker.link.wait(lambda view: view.number >= reply.view, WAIT, "the view of what was published")
     return reply.version
@@ -446,7 +455,9 @@ def _awaited_view(
         return view if fresh else None
 
     left = max(0.0, until - time.monotonic())
-    return worker.link.wait(found, left, _awaited(worker.link.view, name, newer_than))
+    what = _awaited(worker.link.view, name, newer_than)
+    view: JobView = worker.link.wait(found, left, what)
+    return view
 
 
 def versions(name: str = NAME) -> list[Version]:

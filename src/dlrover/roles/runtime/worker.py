@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ class Worker:
         self.machine = machine()
         self.holding = Holding(self.place)
         self.link.listeners.append(self.holding.follow)
+        self.closing: list[Callable[[], None]] = []
+        """Called when this process leaves the job."""
         self._ready, self._resumes = ready, 0
         self._lock = threading.Lock()
         host = _own_address(found.address)
@@ -82,6 +85,8 @@ class Worker:
         """Leave the job's other processes alone: this one calls nobody and is called by nobody any more."""
         exports.changed = None
         launched.loaded = self._loaded
+        for close in self.closing:
+            close()
         self.calls.close()
         self.listener.close()
         self.link.close()
@@ -121,7 +126,7 @@ def encode_cursor(value: Any) -> bytes:
     Raises:
         ConfigurationError: It is too large, or of a type that cannot be kept.
     """
-    data, buffers = payload.encode_result("the cursor", value)
+    data, buffers = payload.encode_named("the cursor", value)
     if buffers or len(data) > MAX_CURSOR:
         raise ConfigurationError(
             f"The cursor has {len(data)} bytes{' and arrays' if buffers else ''}; at most {MAX_CURSOR} bytes, without"
