@@ -167,7 +167,7 @@ def stop(job_dir: JobDir, reason: str) -> None:
 def goodput(job_dir: JobDir) -> dict[str, object]:
     """Return the use of the time of each role, by its name; None for a role whose job has not begun."""
     from dlrover.cli.inspect import goodput as ledger  # noqa: PLC0415
-    from dlrover.roles.coordinator.app import load_config  # noqa: PLC0415
+    from dlrover.roles.client import load_config  # noqa: PLC0415
 
     found: dict[str, object] = {}
     for role in load_config(job_dir).job.roles:

@@ -6,6 +6,7 @@ import msgspec
 
 from dlrover.errors import ConfigurationError
 from dlrover.roles.coordinator.status import RolesStatus, StatusRequest
+from dlrover.roles.spec import RolesConfig
 from dlrover.rpc.connection import Connection
 from dlrover.rpc.messages import Done, StopRequest
 from dlrover.spec.jobdir import JobDir, MasterAddress
@@ -40,3 +41,15 @@ def connect(job_dir: JobDir) -> RolesClient:
             f"{job_dir.path} holds no address of its job's coordinator: {error}."
         ) from error
     return RolesClient(address, token)
+
+
+def load_config(job_dir: JobDir) -> RolesConfig:
+    """Return the configuration in the directory of a job of several roles.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
+    try:
+        return msgspec.json.decode(job_dir.roles.read_bytes(), type=RolesConfig)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigurationError(f"{job_dir.roles} cannot be read: {error}.") from error

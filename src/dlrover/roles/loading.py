@@ -75,7 +75,7 @@ def _from_yaml(path: Path) -> RolesJob:
         import yaml  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"{path}: YAML needs the package pyyaml: pip install pyyaml, or write the job in Python."
+            f"{path}: YAML needs the package pyyaml: pip install 'dlrover[roles]', or write the job in Python."
         ) from error
     try:
         content = yaml.safe_load(path.read_text())

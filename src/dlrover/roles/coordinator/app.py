@@ -15,12 +15,12 @@ import msgspec
 
 from dlrover import config
 from dlrover._util import files, logs, procs
-from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, InfrastructureError
+from dlrover.errors import DLRoverError, ExitCode, InfrastructureError
 from dlrover.master.app import read_token
 from dlrover.master.journal.history import History
+from dlrover.roles.client import load_config
 from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.coordinator.shell import Coordinator
-from dlrover.roles.spec import RolesConfig
 from dlrover.rpc.server import Server
 from dlrover.spec.jobdir import JobDir, MasterAddress
 from dlrover.spec.outcome import Outcome
@@ -49,18 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             outcome = Outcome(exit_code=error.exit_code, reason=str(error))
             files.write_atomically(job_dir.outcome, msgspec.json.encode(outcome))
         return error.exit_code
-
-
-def load_config(job_dir: JobDir) -> RolesConfig:
-    """Return the configuration in the directory of a job of several roles.
-
-    Raises:
-        ConfigurationError: it cannot be read.
-    """
-    try:
-        return msgspec.json.decode(job_dir.roles.read_bytes(), type=RolesConfig)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigurationError(f"{job_dir.roles} cannot be read: {error}.") from error
 
 
 async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> int:
