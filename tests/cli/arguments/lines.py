@@ -57,6 +57,8 @@ OWN_DESTS = [
     "local_nodes",
     "servers",
     "server_failover",
+    "instances",
+    "lifeline_fd",
     "server_module",
     "embedding_servers",
     "chief",
