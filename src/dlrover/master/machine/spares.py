@@ -66,7 +66,11 @@ class Spares:
         return node_id in self.offers or node_id in self.standing
 
     def best(
-        self, nodes: Mapping[int, Node], lost: Node, passed: AbstractSet[int], avoid: AbstractSet[str]
+        self,
+        nodes: Mapping[int, Node],
+        lost: Node,
+        passed: AbstractSet[int],
+        avoid: AbstractSet[str],
     ) -> Node | None:
         """Return the spare to take a lost node's place: one that passed its check, else the oldest.
 
