@@ -14,12 +14,14 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <new>
 
+#include "keys.h"
 #include "rules.h"
 #include "xxh3.h"
 
@@ -29,7 +31,7 @@
 namespace dlrover {
 namespace {
 
-constexpr size_t kShards = 1024, kGroup = 8, kBlock = 16;
+constexpr size_t kGroup = 8, kBlock = 16;
 constexpr uint64_t kLog = 63;             // low bits of an index's address: the binary logarithm of its places
 constexpr uint64_t kStep = 2ull << 20;    // memory is made usable in multiples of this: a huge page
 constexpr uint64_t kMostAddresses = 1ull << 42;
@@ -40,7 +42,6 @@ constexpr bool kPeaceful = true;  // readers hold shards, too: the tool knows no
 #else
 constexpr bool kPeaceful = false;
 #endif
-constexpr uint16_t kChanged = 1, kBlocked = 2;
 
 enum Kind : uint32_t { kFloat32, kBfloat16, kFloat16 };
 enum Initial : uint32_t { kConstant, kUniform, kNormal };
@@ -48,15 +49,9 @@ enum Admission : uint32_t { kAll, kCounted, kBloom, kChance };
 
 // What the twin knows as well: fields are in the order of `dlrover._native.tables.Options`.
 struct Options {
-  uint64_t dim, kind, rule, states, steps, memory_bytes, seed, initial, admission, threshold, counters;
+  uint64_t dim, kind, rule, states, steps, memory_bytes, row_bytes, seed, initial, admission, threshold, counters;
   float scale, chance;
   Hyper hyper;
-};
-
-struct Header {
-  uint64_t key;
-  uint32_t last;
-  uint16_t count, flags;
 };
 
 struct Waiting {
@@ -67,7 +62,7 @@ struct Waiting {
 struct alignas(64) Shard {
   std::atomic<uint64_t> version{0};
   std::atomic<uint64_t> index{0};  // address of the places, and in its low bits their number
-  uint32_t used = 0, free = kNothing, fresh = kBlock;
+  uint32_t used = 0, free = kNothing, fresh = kBlock, free_count = 0;
   uint32_t block_count = 0, block_room = 0, removed_count = 0, removed_room = 0;
   uint32_t* blocks = nullptr;
   uint64_t* removed = nullptr;
@@ -83,6 +78,7 @@ struct Table {
   char* rows = nullptr;
   uint64_t reserved = 0, usable = 0;
   std::atomic<uint32_t> next_row{0};
+  uint32_t pool = kNothing;  // blocks that shards gave back, linked by the keys of their first rows
   std::atomic<uint64_t> lock{0}, memory{0};
   char* indices[kMostBits + 1] = {};  // indices of one size: one for each shard, all beside each other
   uint32_t users[kMostBits + 1] = {};
@@ -93,12 +89,6 @@ struct Table {
     return reinterpret_cast<Header*>(rows + static_cast<uint64_t>(number - 1) * stride);
   }
 };
-
-DLROVER_INLINE uint64_t mixed(uint64_t key) {  // the finalizer of MurmurHash3, which maps keys one to one
-  key = (key ^ key >> 33) * 0xff51afd7ed558ccdull;
-  key = (key ^ key >> 33) * 0xc4ceb9fe1a85ec53ull;
-  return key ^ key >> 33;
-}
 
 DLROVER_INLINE size_t shard_of(uint64_t hash) { return hash >> 54; }
 DLROVER_INLINE uint32_t mark_of(uint64_t hash) { return static_cast<uint32_t>(hash >> 22); }
@@ -205,11 +195,17 @@ bool charge(Table* table, uint64_t bytes) {
 
 // Number of the first of kBlock new rows; 0 if there is no memory for them.
 uint32_t new_block(Table* table) {
+  hold(&table->lock);
+  const uint32_t given = table->pool;
+  if (given) table->pool = static_cast<uint32_t>(table->row(given)->key);
+  release(&table->lock);
+  if (given) return given;
   if (!charge(table, kBlock * table->stride)) return 0;
   hold(&table->lock);
   const uint32_t first = table->next_row.load(std::memory_order_relaxed);
   const uint64_t end = (static_cast<uint64_t>(first) + kBlock) * table->stride;
-  bool room = end <= table->reserved && first < UINT32_MAX - 2 * kBlock;
+  const uint64_t most = table->options.row_bytes;
+  bool room = end <= table->reserved && (!most || end <= most) && first < UINT32_MAX - 2 * kBlock;
   if (room && end > table->usable) {
     uint64_t more = table->usable / 8 > 64 * kStep ? table->usable / 8 / kStep * kStep : 64 * kStep;
     if (more > table->reserved - table->usable) more = table->reserved - table->usable;
@@ -223,6 +219,14 @@ uint32_t new_block(Table* table) {
   release(&table->lock);
   if (!room) table->memory.fetch_sub(kBlock * table->stride);
   return room ? first + 1 : 0;
+}
+
+// Blocks of the pool stay in use of memory, for any shard.
+void give_block(Table* table, uint32_t first) {
+  hold(&table->lock);
+  table->row(first)->key = table->pool;
+  table->pool = first;
+  release(&table->lock);
 }
 
 template <class Item>
@@ -273,11 +277,11 @@ void give_index(Table* table, uint64_t index) {
   release(&table->lock);
 }
 
-// Make room for one more key in a shard's index.
-bool reserve_index(Table* table, Shard* shard) {
+// Make room for more keys in a shard's index.
+bool reserve_index(Table* table, Shard* shard, uint32_t more = 1) {
   const uint64_t old = shard->index.load(std::memory_order_relaxed);
   const uint64_t size = old ? mask_of(old) + 1 : 0;
-  if (static_cast<uint64_t>(shard->used) * 8 < size * 7) return true;
+  if ((static_cast<uint64_t>(shard->used) + more - 1) * 8 < size * 7) return true;
   const uint64_t index = take_index(table, static_cast<size_t>(shard - table->shards), old ? (old & kLog) + 1 : kFewestBits);
   if (!index) return false;
   const uint64_t mask = mask_of(index);
@@ -290,7 +294,7 @@ bool reserve_index(Table* table, Shard* shard) {
   }
   shard->index.store(index, std::memory_order_release);
   if (old) give_index(table, old);
-  return true;
+  return more == 1 || reserve_index(table, shard, more);
 }
 
 // ---- one key, with its shard held
@@ -337,20 +341,78 @@ void initialize(const Table& table, uint64_t key, float* values) {
   }
 }
 
+void free_row(Table* table, Shard* shard, uint32_t number) {
+  Header* header = table->row(number);
+  header->key = shard->free;
+  header->flags = 0;
+  shard->free = number;
+  ++shard->free_count;
+}
+
+bool take_block(Table* table, Shard* shard) {
+  if (!grow(&shard->blocks, shard->block_count, &shard->block_room)) return false;
+  const uint32_t first = new_block(table);
+  if (!first) return false;
+  shard->blocks[shard->block_count++] = first;
+  shard->fresh = 0;
+  return true;
+}
+
 uint32_t take_row(Table* table, Shard* shard) {
   if (shard->free) {
     const uint32_t number = shard->free;
     shard->free = static_cast<uint32_t>(table->row(number)->key);
+    --shard->free_count;
     return number;
   }
-  if (shard->fresh == kBlock) {
-    if (!grow(&shard->blocks, shard->block_count, &shard->block_room)) return 0;
-    const uint32_t first = new_block(table);
-    if (!first) return 0;
-    shard->blocks[shard->block_count++] = first;
-    shard->fresh = 0;
-  }
+  if (shard->fresh == kBlock && !take_block(table, shard)) return 0;
   return shard->blocks[shard->block_count - 1] + shard->fresh++;
+}
+
+// Make room for more rows of a shard.
+bool reserve_rows(Table* table, Shard* shard, uint32_t more) {
+  if (shard->free_count + (kBlock - shard->fresh) >= more) return true;
+  while (shard->fresh < kBlock) free_row(table, shard, shard->blocks[shard->block_count - 1] + shard->fresh++);
+  while (shard->free_count + kBlock < more) {
+    if (!take_block(table, shard)) return false;
+    while (shard->fresh < kBlock) free_row(table, shard, shard->blocks[shard->block_count - 1] + shard->fresh++);
+  }
+  return take_block(table, shard);
+}
+
+// Move the rows of a shard together, and give blocks without rows to all shards.
+void pack(Table* table, Shard* shard) {
+  const uint32_t kept = (shard->used + kBlock - 1) / kBlock, count = shard->block_count;
+  if (kept >= count) return;
+  auto* taken = static_cast<uint8_t*>(calloc(kept * kBlock + 1, 1));
+  if (!taken) return;
+  uint32_t* blocks = shard->blocks;
+  std::sort(blocks, blocks + count);
+  const auto at_of = [&](uint32_t number) {  // place of a row among those of all blocks
+    const uint32_t first = (number - 1) / kBlock * kBlock + 1;
+    return static_cast<uint32_t>(std::lower_bound(blocks, blocks + count, first) - blocks) * kBlock + (number - first);
+  };
+  const uint64_t index = shard->index.load(std::memory_order_relaxed);
+  const uint64_t places = index ? mask_of(index) + 1 : 0;
+  for (uint64_t i = 0; i < places; ++i) {
+    const uint64_t place = places_of(index)[i].load(std::memory_order_relaxed);
+    if (place && at_of(static_cast<uint32_t>(place)) < kept * kBlock) taken[at_of(static_cast<uint32_t>(place))] = 1;
+  }
+  uint32_t hole = 0;
+  for (uint64_t i = 0; i < places; ++i) {
+    const uint64_t place = places_of(index)[i].load(std::memory_order_relaxed);
+    if (!place || at_of(static_cast<uint32_t>(place)) < kept * kBlock) continue;
+    while (taken[hole]) ++hole;
+    taken[hole] = 1;
+    const uint32_t number = blocks[hole / kBlock] + hole % kBlock;
+    memcpy(table->row(number), table->row(static_cast<uint32_t>(place)), table->stride);
+    places_of(index)[i].store(place >> 32 << 32 | number, std::memory_order_relaxed);
+  }
+  shard->free = kNothing, shard->free_count = 0, shard->fresh = kBlock, shard->block_count = kept;
+  for (uint32_t at = kept * kBlock; at--;)
+    if (!taken[at]) free_row(table, shard, blocks[at / kBlock] + at % kBlock);
+  for (uint32_t i = kept; i < count; ++i) give_block(table, blocks[i]);
+  free(taken);
 }
 
 // A new row for a key, with nothing but the header; null without memory.
@@ -374,9 +436,7 @@ void erase(Table* table, Shard* shard, const Found& found, bool remember) {
   const uint32_t number = static_cast<uint32_t>(places[found.at].load(std::memory_order_relaxed));
   if (remember && grow(&shard->removed, shard->removed_count, &shard->removed_room))
     shard->removed[shard->removed_count++] = found.header->key;
-  found.header->key = shard->free;
-  found.header->flags = 0;
-  shard->free = number;
+  free_row(table, shard, number);
   --shard->used;
   uint64_t hole = found.at;  // close the gap: move back whatever may lie there
   for (uint64_t at = (hole + 1) & mask;; at = (at + 1) & mask) {
@@ -447,6 +507,7 @@ struct Lookup {
   float* out;
   uint32_t now;
   bool insert, count;
+  uint8_t* missing;  // if not null, gets 1 for each key without a row
 };
 
 // One key with its shard held: what is new, and what a reader could not copy in peace. False without memory.
@@ -474,6 +535,7 @@ bool look_held(const Lookup& ask, size_t i, uint64_t hash) {
     load_values(*table, reinterpret_cast<char*>(header + 1), out);
   } else {
     memset(out, 0, 4 * table->options.dim);
+    if (ask.missing) ask.missing[i] = 1;
   }
   release(&shard->version);
   return made;
@@ -549,6 +611,8 @@ DLROVER_INLINE uint32_t copy_rows(const Lookup& ask, size_t first, size_t count,
       again |= 1u << i;
     } else if (right && ask.count) {
       touch(header, ask.now, 1);  // another reader may do the same: then one of the two counts
+    } else if (!right && ask.missing) {
+      ask.missing[first + i] = 1;
     }
   }
   return again;
@@ -585,6 +649,7 @@ struct Update {
   Table* table;
   const uint64_t* keys;
   const float* gradients;
+  uint8_t* missing;  // as in Lookup
 };
 
 template <class Rule>
@@ -621,6 +686,7 @@ DLROVER_INLINE void update_all(const Update& ask, size_t count) {
       hold(&shard->version);
       Header* header = find(*table, *shard, ask.keys[first + i], hash).header;
       if (header) update_row<Rule>(table, header, ask.gradients + (first + i) * dim);
+      if (!header && ask.missing) ask.missing[first + i] = 1;
       release(&shard->version);
     }
   }
@@ -719,10 +785,11 @@ DLROVER_EXPORT Table* dlrover_table_new(const Options* options) {
 }
 
 // Rows of keys, in float32. Missing ones are inserted if `insert` is set, else zeros. `count` is whether the lookup
-// counts as a use at the time `now`. Returns 0, or ENOMEM if some keys found no room; their rows are zeros.
+// counts as a use at the time `now`; `missing`, unless it is null, gets 1 for each key that has no row afterwards.
+// Returns 0, or ENOMEM if some keys found no room; their rows are zeros.
 DLROVER_EXPORT int dlrover_table_look(Table* table, size_t count, const uint64_t* keys, float* out, uint32_t now,
-                                      uint32_t insert, uint32_t uses) {
-  const Lookup ask{table, keys, out, now, insert != 0, uses != 0};
+                                      uint32_t insert, uint32_t uses, uint8_t* missing) {
+  const Lookup ask{table, keys, out, now, insert != 0, uses != 0, missing};
   const bool whole = table->options.kind == kFloat32;
 #if defined(__x86_64__)
   if (wide()) return whole ? look_whole_avx2(ask, count) : look_half_avx2(ask, count);
@@ -730,9 +797,76 @@ DLROVER_EXPORT int dlrover_table_look(Table* table, size_t count, const uint64_t
   return whole ? look_whole(ask, count) : look_half(ask, count);
 }
 
-// One update of each key's row; keys without a row are left out.
-DLROVER_EXPORT void dlrover_table_update(Table* table, size_t count, const uint64_t* keys, const float* gradients) {
-  rule_of(table->options.rule)({table, keys, gradients}, count);
+// One update of each key's row; keys without a row are left out, and `missing`, unless it is null, gets 1 for them.
+DLROVER_EXPORT void dlrover_table_update(Table* table, size_t count, const uint64_t* keys, const float* gradients,
+                                         uint8_t* missing) {
+  rule_of(table->options.rule)({table, keys, gradients, missing}, count);
+}
+
+// Make room for so many more rows of each of some shards; `failed` gets 1 for those that there is no memory for.
+DLROVER_EXPORT void dlrover_table_prepare(Table* table, size_t count, const uint64_t* slots, const uint64_t* numbers,
+                                          uint8_t* failed) {
+  for (size_t i = 0; i < count; ++i) {
+    Shard* shard = &table->shards[slots[i]];
+    const auto more = static_cast<uint32_t>(numbers[i]);
+    hold(&shard->version);
+    failed[i] = more && !(reserve_rows(table, shard, more) && reserve_index(table, shard, more));
+    release(&shard->version);
+  }
+}
+
+// Give memory that a shard does not need to all shards.
+DLROVER_EXPORT void dlrover_table_pack(Table* table, size_t slot) {
+  Shard* shard = &table->shards[slot];
+  hold(&shard->version);
+  pack(table, shard);
+  release(&shard->version);
+}
+
+// Copy the coldest rows of some shards, at most so many of each, and remove them. Uses count half after each `half`
+// of time without one. Returns the number of rows; SIZE_MAX without memory, then nothing has changed.
+DLROVER_EXPORT size_t dlrover_table_take(Table* table, size_t count, const uint64_t* slots, const uint64_t* numbers,
+                                         uint32_t half, uint64_t* keys, uint32_t* last, uint16_t* counts,
+                                         uint16_t* flags, char* rows) {
+  struct Scored {
+    uint64_t score, key;
+    bool operator<(const Scored& other) const { return score != other.score ? score < other.score : key < other.key; }
+  };
+  size_t most = 0;
+  for (size_t i = 0; i < count; ++i) {
+    Shard* shard = &table->shards[slots[i]];
+    hold(&shard->version);
+    most = std::max<size_t>(most, shard->used);
+    release(&shard->version);
+  }
+  auto* scored = static_cast<Scored*>(malloc((most + 1) * sizeof(Scored)));
+  if (!scored) return SIZE_MAX;
+  size_t made = 0;
+  for (size_t i = 0; i < count; ++i) {
+    Shard* shard = &table->shards[slots[i]];
+    hold(&shard->version);
+    const uint64_t index = shard->index.load(std::memory_order_relaxed);
+    size_t found = 0;
+    for (uint64_t at = 0; index && at <= mask_of(index) && found < most; ++at) {
+      const uint64_t place = places_of(index)[at].load(std::memory_order_relaxed);
+      if (!place) continue;
+      const Header* header = table->row(static_cast<uint32_t>(place));
+      const auto bits = static_cast<uint64_t>(header->count ? 32 - __builtin_clz(header->count) : 0);
+      scored[found++] = {bits * half + header->last, header->key};
+    }
+    const size_t number = std::min<size_t>(found, numbers[i]);
+    if (number < found) std::nth_element(scored, scored + number, scored + found);
+    for (size_t j = 0; j < number; ++j, ++made) {
+      const Found one = find(*table, *shard, scored[j].key, mixed(scored[j].key));
+      keys[made] = scored[j].key, last[made] = one.header->last;
+      counts[made] = one.header->count, flags[made] = one.header->flags;
+      memcpy(rows + made * table->width, one.header + 1, table->width);
+      erase(table, shard, one, false);
+    }
+    release(&shard->version);
+  }
+  free(scored);
+  return made;
 }
 
 // Rows as they are: each header field in an array, values and states as bytes. Existing rows are overwritten. Returns
@@ -788,14 +922,12 @@ DLROVER_EXPORT void dlrover_table_clear(Table* table, size_t slot) {
   for (uint64_t at = 0; index && at <= mask_of(index); ++at) {
     const uint64_t place = places_of(index)[at].exchange(0, std::memory_order_relaxed);
     if (!place) continue;
-    Header* header = table->row(static_cast<uint32_t>(place));
-    header->key = shard->free;
-    header->flags = 0;
-    shard->free = static_cast<uint32_t>(place);
+    free_row(table, shard, static_cast<uint32_t>(place));
   }
   shard->index.store(0, std::memory_order_relaxed);
   if (index) give_index(table, index);
   shard->used = shard->removed_count = shard->waiting_used = 0;
+  pack(table, shard);
   if (shard->waiting) memset(shard->waiting, 0, shard->waiting_room * sizeof(Waiting));
   release(&shard->version);
 }

@@ -50,6 +50,9 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.MasterRecovered(42),
     events.MasterAdopted(5, 4),
     events.NodeLaunched(4, replaces=1),
+    events.SparesDecided(1, 2, 128, 0.0031, 900.0),
+    events.SpareReady(5),
+    events.SpareTakesPlace(5, 2),
     events.NodeWaits(
         4, "Pod train-edljob-worker-4 waits: 0/9 nodes are available: 9 Insufficient nvidia.com/gpu"
     ),
@@ -88,6 +91,7 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.SamplesSkipped(
         "clicks", 0, 4711, 4712, "offset 4711 of partition 0: ValueError: not JSON"
     ),
+    events.StrategyChosen(2, 6, "dp 3 x tp 2", 0.41, "a step is 18% faster than with dp 6"),
     events.Recovered(2, 5.31),
     events.StepsUndone(2, 412, 400),
     events.NodeSucceeded(0),

@@ -72,7 +72,7 @@ time.sleep(60 if os.environ["WORLD_SIZE"] == "3" else 2)
 TORCH = {
     "getting-started.md", "goodput.md", "hangs.md", "chaos.md", "checkpoint-tools.md", "elastic-batch.md",
     "data.md", "parameter-servers.md", "optim.md",
-    "01_digits_ddp", "02_char_gpt", "08_growing_embeddings",
+    "01_digits_ddp", "02_char_gpt", "08_growing_embeddings", "12_iris",
 }  # fmt: skip
 """Pages whose programs need PyTorch, by the last part of their names that tells them apart."""
 

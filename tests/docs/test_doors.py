@@ -30,7 +30,7 @@ DOORS = {
     },
     "dlrover.embedding": {
         "BloomAdmission", "ChanceAdmission", "CountAdmission", "EmbeddingOptimizer", "Expiry", "HashEmbedding",
-        "HashEmbeddingBag", "HashTable", "Initializer", "RemoteTable", "RowOptimizer", "ServedTables", "checkpoints",
+        "HashEmbeddingBag", "HashTable", "Initializer", "RemoteTable", "RowOptimizer", "ServedTables", "Spill", "checkpoints",
         "open_table", "prefetched",
     },
     "dlrover.optim": {
@@ -56,7 +56,7 @@ NEEDS = {
 }  # fmt: skip
 MODULES = {
     f"dlrover.integrations.{name}"
-    for name in ("accelerate", "dcp", "deepspeed", "lightning", "megatron", "transformers")
+    for name in ("accelerate", "dcp", "deepspeed", "keras", "lightning", "megatron", "transformers")
 }
 """Doors of their own, because each needs its library."""
 

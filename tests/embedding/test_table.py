@@ -131,7 +131,7 @@ def test_a_file_holds_the_table(tmp_path: Path, dtype: str) -> None:
         ({"admission": 0}, r"at `\$.admission.lookups`"),
         ({"expiry": Expiry(seconds=1, steps=1)}, "expiry has seconds and steps"),
         ({"memory_bytes": -1}, r"at `\$.memory_bytes`"),
-        ({"spill": "/tmp"}, "spill is '/tmp'; None is accepted"),
+        ({"spill": "/tmp"}, "spill is '/tmp'; a Spill or None is accepted"),
     ],
 )
 def test_a_wrong_option_is_named(arguments: dict[str, object], message: str) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,10 +17,12 @@ from dlrover.embedding.options import (
     Expiry,
     Initializer,
     RowOptimizer,
+    Spill,
     TableOptions,
 )
 from dlrover.embedding.remote.client import ServerGroup
 from dlrover.embedding.remote.saving import TableCheckpoints
+from dlrover.embedding.remote.server import EmbeddingServer
 from dlrover.embedding.remote.table import RemoteTable
 from dlrover.embedding.table import HashTable
 from tests.embedding.servers import Cluster, cluster
@@ -140,24 +143,34 @@ def test_factors_are_the_same_while_servers_come_and_go(expected: np.ndarray) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in-memory", "on-disk"])
 def test_factors_are_the_same_after_each_server_was_killed_when_saved(
-    tmp_path: Path, expected: np.ndarray
+    tmp_path: Path, expected: np.ndarray, on_disk: bool
 ) -> None:
+    spill = Spill(directory=str(tmp_path / "spill"), nbytes=1 << 20)
+    tiers = msgspec.structs.replace(FACTORS, memory_bytes=8 << 20, spill=spill)
     with cluster(2) as (made, group):
-        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
-        factors = Factors(killing(group, made, checkpoints), 0.03)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path / "saved"))
+        table = killing(group, made, checkpoints, tiers if on_disk else FACTORS)
+        factors = Factors(table, 0.03)
         factors.fit(RATINGS[:10_000], 15)
         assert (factors.table.peek(EVERY) == expected).all()
         assert made.recovered == [512] * 12
+        assert on_disk == (tmp_path / "spill").exists()
 
 
-def killing(group: ServerGroup, made: Cluster, checkpoints: TableCheckpoints) -> RemoteTable:
+def killing(
+    group: ServerGroup, made: Cluster, checkpoints: TableCheckpoints, options: TableOptions
+) -> RemoteTable:
     """A table on servers that are killed in turn, each after a save, before an update and before a lookup."""
-    table, calls = RemoteTable(group, "factors", HashTable.of(FACTORS)), [0]
+    table, calls = RemoteTable(group, "factors", HashTable.of(options)), [0]
     starts = {0: 1, 1: 1}
 
     def kill() -> None:
         calls[0] += 1
+        if options.spill is not None and calls[0] % 5 == 0:
+            for server in made.servers.values():
+                to_disk(server)
         if calls[0] % 100 == 0:
             index = calls[0] // 100 % 2
             checkpoints.save(calls[0])
@@ -170,6 +183,16 @@ def killing(group: ServerGroup, made: Cluster, checkpoints: TableCheckpoints) ->
         called = getattr(table, name)
         setattr(table, name, lambda *args, called=called: (kill(), called(*args))[1])
     return table
+
+
+def to_disk(server: EmbeddingServer) -> None:
+    """Send about half of a server's rows to the disk."""
+    for table in server._holding._tables.values():
+        tiered = table._table
+        with tiered._lock:
+            held = tiered._hot.rows()
+            slots = np.flatnonzero(held).astype(np.uint64)
+            tiered._demote(slots, (held[slots] + 1) // 2)
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ class Job:
         self.script = folder / "train.py"
         self.script.write_text(SCRIPT)
 
-    def submit(self, replicas: int, **container: Any) -> None:
+    def submit(self, replicas: int, spares: dict[str, Any] | None = None, **container: Any) -> None:
         command = ["dlrover-run", f"--nnodes={replicas}", str(self.script), str(self.folder)]
         main = {"name": "main", "image": "training:1", "command": command, **container}
         worker = {"replicas": replicas, "template": {"spec": {"containers": [main]}}}
@@ -57,7 +57,7 @@ class Job:
             "apiVersion": names.API_VERSION,
             "kind": "ElasticJob",
             "metadata": {"name": "digits"},
-            "spec": {"replicaSpecs": {"worker": worker}},
+            "spec": {"replicaSpecs": {"worker": worker}, "spares": spares or {}},
         }
         self.cluster.create(manifest)
 

@@ -70,6 +70,16 @@ WRONG: dict[str, tuple[str, Any, str]] = {
         True,
         f"{WORKER}.replicas is true: accepted is a whole",
     ),
+    "two numbers of spares": (
+        "spec.spares",
+        {"auto": True, "replicas": 2},
+        "spec.spares is {auto: true, replicas: 2}: accepted is replicas or auto, not both.",
+    ),
+    "negative spares": (
+        "spec.spares",
+        {"replicas": -1},
+        "spec.spares.replicas is -1: accepted is a whole number of at least 0 and at most 1000.",
+    ),
     "too many": (
         f"{WORKER}.minReplicas",
         3,

@@ -149,7 +149,7 @@ class Peers:
 def known_to(master: Master) -> list[Any]:
     """All machines that a replay restores; the ledger's content is in the report that `play` compares."""
     datasets, placement = master.shards.shards, master.placement.placement
-    return [master.machine, datasets, placement, master.store.contents]
+    return [master.machine, datasets, placement, master.store.contents, master.strategies]
 
 
 @contextlib.contextmanager

@@ -150,6 +150,40 @@ def test_nodes_wait_for_resources_while_there_are_too_few() -> None:
     assert job.spent() == {"waiting_for_resources": 19.0, "rendezvous": 5.0}
 
 
+def test_training_without_a_wanted_node_is_degraded() -> None:
+    job = JobDriver.launched(1, 2)
+    progress(job, 12.0, 1, 2.0, 0.0)
+    job.give(inputs.NodeExited(1, "its pod was deleted"), at=20.0)
+    job.join(0, at=21.0)
+    assert job.machine.rendezvous.size.nodes == 1
+    job.give(inputs.NodePlaced(2, "process 2"), at=41.0)
+    assert job.spent()["degraded"] == 20.0, "node 2 is being started while node 0 trains"
+    assert job.ledger.goodput(job.now).degraded_seconds == 20.0
+    job.connect(2, claims=2)
+    job.join(2, at=51.0)
+    job.give(inputs.DeadlinePassed(), at=job.machine.deadline())
+    before = job.now
+    job.join(0, at=before + 1.0)
+    assert job.machine.rendezvous.size.nodes == 2
+    job.now = before + 100.0
+    assert job.ledger.goodput(job.now).degraded_seconds == before - 21.0
+    assert job.spent()["degraded"] == before - 21.0
+
+
+def test_a_spare_is_idle_and_does_not_make_a_job_degraded() -> None:
+    job = JobDriver(2, 2, managed_nodes=2, spares=1)
+    for node in range(2):
+        job.give(inputs.NodePlaced(node, f"process {node}"))
+        job.connect(node, claims=node)
+    job.join(0, 1, at=10.0)
+    job.connect(2, claims=2)
+    job.join(2, at=20.0)
+    job.now = 50.0
+    assert job.spent()["idle"] == 40.0, "since it connected"
+    assert "degraded" not in job.spent()
+    assert job.ledger.goodput(job.now).degraded_seconds == 0.0
+
+
 def test_a_node_too_many_is_idle() -> None:
     job = JobDriver.running(2, 1, 2)
     progress(job, 12.0, 1, 2.0, 0.0)

@@ -29,21 +29,44 @@ void dlrover_adagrad(size_t count, const uint64_t* parameters, const uint64_t* g
                      const uint64_t* sizes, const float* scalars, uint64_t seed, uint32_t half, size_t threads);
 
 struct Options {  // as in native/table.cpp
-  uint64_t dim, kind, rule, states, steps, memory_bytes, seed, initial, admission, threshold, counters;
+  uint64_t dim, kind, rule, states, steps, memory_bytes, row_bytes, seed, initial, admission, threshold, counters;
   float scale, chance, hyper[8];
 };
 struct Table;
 Table* dlrover_table_new(const Options* options);
 void dlrover_table_free(Table* table);
 int dlrover_table_look(Table* table, size_t count, const uint64_t* keys, float* out, uint32_t now, uint32_t insert,
-                       uint32_t uses);
-void dlrover_table_update(Table* table, size_t count, const uint64_t* keys, const float* gradients);
+                       uint32_t uses, uint8_t* missing);
+void dlrover_table_prepare(Table* table, size_t count, const uint64_t* slots, const uint64_t* numbers, uint8_t* failed);
+void dlrover_table_pack(Table* table, size_t slot);
+size_t dlrover_table_take(Table* table, size_t count, const uint64_t* slots, const uint64_t* numbers, uint32_t half,
+                          uint64_t* keys, uint32_t* last, uint16_t* counts, uint16_t* flags, char* rows);
+void dlrover_table_update(Table* table, size_t count, const uint64_t* keys, const float* gradients, uint8_t* missing);
 size_t dlrover_table_remove(Table* table, size_t count, const uint64_t* keys, uint32_t remember);
 void dlrover_table_clear(Table* table, size_t slot);
 int dlrover_table_export(Table* table, size_t slot, uint32_t changed, uint32_t keep, size_t* sizes, uint64_t* keys,
                          uint32_t* last, uint16_t* counts, uint16_t* flags, char* rows, uint64_t* removed);
 void dlrover_table_used(Table* table, uint64_t* out);
 uint64_t dlrover_table_memory(Table* table);
+struct Cold;
+Cold* dlrover_cold_new(size_t capacity);
+void dlrover_cold_free(Cold* cold);
+void dlrover_cold_put(Cold* cold, size_t count, const uint64_t* keys, const uint32_t* last, const uint16_t* counts,
+                      const uint16_t* flags, const uint32_t* places);
+void dlrover_cold_find(Cold* cold, size_t count, const uint64_t* keys, uint32_t* places, uint32_t headers,
+                       uint32_t* last, uint16_t* counts, uint16_t* flags);
+void dlrover_cold_remove(Cold* cold, size_t count, const uint64_t* keys);
+void dlrover_cold_move(Cold* cold, size_t count, const uint64_t* keys, const uint32_t* places);
+size_t dlrover_cold_list(Cold* cold, size_t slot, uint32_t flagged, size_t room, uint64_t* keys, uint32_t* last,
+                         uint16_t* counts, uint16_t* flags, uint32_t* places);
+void dlrover_cold_unflag(Cold* cold, size_t slot, uint32_t flags);
+void dlrover_cold_used(Cold* cold, uint64_t* out);
+struct Reader;
+Reader* dlrover_reader_new(uint32_t ring);
+void dlrover_reader_free(Reader* reader);
+uint32_t dlrover_reader_has_ring(Reader* reader);
+int dlrover_reader_read(Reader* reader, size_t count, const int32_t* files, const uint64_t* offsets, uint64_t size,
+                        char* out);
 }
 
 namespace {
@@ -166,7 +189,7 @@ void check_updates(const Words& sizes, size_t threads) {
 
 // Look up, update, remove and copy from several threads; each thread has keys of its own and some of all.
 void check_table(uint64_t rule, uint64_t states, uint64_t kind, uint64_t admission, size_t dim) {
-  const Options options{dim, kind, rule, states, 1, 0, 7, 1, admission, 2, 1 << 14, 0.1f, 0.5f,
+  const Options options{dim, kind, rule, states, 1, 0, 0, 7, 1, admission, 2, 1 << 14, 0.1f, 0.5f,
                         {0.1f, 0.9f, 0.99f, 1e-6f, 0, 0.01f, 0.01f, 0.01f}};
   Table* table = dlrover_table_new(&options);
   require(table != nullptr, "no memory for a table", dim);
@@ -176,15 +199,26 @@ void check_table(uint64_t rule, uint64_t states, uint64_t kind, uint64_t admissi
     std::vector<uint32_t> last(2000);
     std::vector<uint16_t> counts(2000), flags(2000);
     std::vector<uint64_t> used(1024);
+    std::vector<uint8_t> missing(300), failed(1024);
+    Words slots(1024), numbers(1024);
+    for (size_t i = 0; i < slots.size(); ++i) slots[i] = i, numbers[i] = i % 3;
     std::vector<char> bytes(2000 * (4 * dim * (1 + states) + 4));
     for (uint64_t turn = 0; turn < 30; ++turn) {
       for (size_t i = 0; i < keys.size(); ++i) keys[i] = i % 2 ? thread << 32 | (turn * 97 + i) : i;
       for (uint32_t insert : {1, 1, 0}) {
-        dlrover_table_look(table, keys.size(), keys.data(), rows.data(), static_cast<uint32_t>(turn), insert, 1);
+        dlrover_table_look(table, keys.size(), keys.data(), rows.data(), static_cast<uint32_t>(turn), insert, 1,
+                           missing.data());
       }
-      dlrover_table_update(table, keys.size(), keys.data(), gradients.data());
+      dlrover_table_update(table, keys.size(), keys.data(), gradients.data(), missing.data());
       if (turn % 3 == 0) dlrover_table_remove(table, 50, keys.data(), 1);
       if (turn % 10 == 9) dlrover_table_clear(table, turn);
+      if (turn % 5 == 4) {
+        dlrover_table_prepare(table, slots.size(), slots.data(), numbers.data(), failed.data());
+        const size_t taken = dlrover_table_take(table, slots.size(), slots.data(), numbers.data(), 600, copied.data(),
+                                                last.data(), counts.data(), flags.data(), bytes.data());
+        require(taken <= 1023, "more rows than were asked for", taken);
+        for (size_t slot = 0; slot < 1024; slot += 3) dlrover_table_pack(table, slot);
+      }
       dlrover_table_used(table, used.data());
       require(dlrover_table_memory(table) > 0, "no memory in use", dim);
       for (size_t slot = 0; slot < 1024; slot += 5) {
@@ -198,6 +232,76 @@ void check_table(uint64_t rule, uint64_t states, uint64_t kind, uint64_t admissi
   for (uint64_t thread = 1; thread < 4; ++thread) threads.emplace_back(work, thread);
   for (auto& thread : threads) thread.join();
   dlrover_table_free(table);
+}
+
+// An index of rows on disk beside a plain list, and records that are read by io_uring and by threads.
+void check_cold() {
+  constexpr size_t kKeys = 3000;
+  Cold* cold = dlrover_cold_new(4000);
+  require(cold != nullptr, "no memory for an index", 0);
+  std::vector<uint64_t> known(kKeys), keys, used(1024);
+  std::vector<uint32_t> places(kKeys, UINT32_MAX), last, found;
+  std::vector<uint16_t> counts, flags;
+  for (size_t i = 0; i < kKeys; ++i) known[i] = i % 2 ? i : chance();
+  for (uint32_t turn = 0; turn < 200; ++turn) {
+    keys.clear();
+    std::vector<size_t> chosen;
+    for (size_t i = chance() % 50; i < kKeys; i += 1 + chance() % 90) chosen.push_back(i), keys.push_back(known[i]);
+    const size_t count = keys.size();
+    last.assign(count, turn), counts.assign(count, 2), flags.assign(count, turn % 2), found.assign(count, turn);
+    if (turn % 4 < 2) dlrover_cold_put(cold, count, keys.data(), last.data(), counts.data(), flags.data(), found.data());
+    if (turn % 4 == 2) dlrover_cold_remove(cold, count, keys.data());
+    if (turn % 4 == 3) dlrover_cold_move(cold, count, keys.data(), found.data());
+    for (size_t i : chosen) {
+      const bool there = places[i] != UINT32_MAX;
+      if (turn % 4 < 2 || (turn % 4 == 3 && there)) places[i] = turn;
+      if (turn % 4 == 2) places[i] = UINT32_MAX;
+    }
+    found.resize(kKeys), last.resize(kKeys), counts.resize(kKeys), flags.resize(kKeys);
+    dlrover_cold_find(cold, kKeys, known.data(), found.data(), 1, last.data(), counts.data(), flags.data());
+    for (size_t i = 0; i < kKeys; ++i) require(found[i] == places[i], "the place of a key", i);
+  }
+  dlrover_cold_used(cold, used.data());
+  keys.resize(kKeys);
+  for (size_t slot = 0; slot < 1024; ++slot) {
+    const size_t there = dlrover_cold_list(cold, slot, 0, kKeys, keys.data(), last.data(), counts.data(), flags.data(),
+                                           found.data());
+    require(there == used[slot], "the keys of a slot", slot);
+    dlrover_cold_unflag(cold, slot, 1);
+    require(dlrover_cold_list(cold, slot, 1, 0, nullptr, nullptr, nullptr, nullptr, nullptr) == 0, "flags", slot);
+  }
+  dlrover_cold_free(cold);
+
+  std::FILE* file = std::tmpfile();
+  require(file != nullptr, "no file", 0);
+  std::vector<uint8_t> written(1000 * 72);
+  for (auto& byte : written) byte = static_cast<uint8_t>(chance());
+  std::fwrite(written.data(), 1, written.size(), file);
+  std::fflush(file);
+  std::vector<int32_t> files(1500, fileno(file));
+  Words offsets(1500);
+  for (auto& offset : offsets) offset = chance() % 1000 * 72;
+  for (const uint32_t ring : {1, 0}) {
+    Reader* reader = dlrover_reader_new(ring);
+    require(reader != nullptr && (ring || !dlrover_reader_has_ring(reader)), "no reader", ring);
+    std::vector<char> out(offsets.size() * 72);
+    const auto read = [&](size_t count) {
+      return dlrover_reader_read(reader, count, files.data(), offsets.data(), 72, out.data());
+    };
+    require(read(offsets.size()) == 0 && read(0) == 0, "a read fails", ring);
+    for (size_t i = 0; i < offsets.size(); ++i)
+      require(std::memcmp(&out[i * 72], &written[offsets[i]], 72) == 0, "a record", i);
+    const uint64_t before = offsets[700];
+    offsets[700] = 999 * 72 + 1;
+    require(read(offsets.size()) == 5, "a file that ends before a record", ring);
+    offsets[700] = before;
+    files[3] = -1;
+    require(read(offsets.size()) == 9, "a file that is not open", ring);
+    files[3] = files[4];
+    require(read(offsets.size()) == 0, "a read after errors", ring);
+    dlrover_reader_free(reader);
+  }
+  std::fclose(file);
 }
 
 int main() {
@@ -236,5 +340,6 @@ int main() {
 #endif
     std::printf("%s: passed\n", name);
   }
+  check_cold();
   require(!dlrover_use_variant("another"), "a variant that does not exist", 0);
 }

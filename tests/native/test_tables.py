@@ -163,6 +163,35 @@ def test_a_limit_of_memory_is_kept(kind: str) -> None:
 
 
 @needs_library
+def test_the_coldest_rows_are_taken_and_memory_is_given_to_other_slots() -> None:
+    chance = np.random.default_rng(3)
+    native, twin = both()
+    keys = np.arange(20_000, dtype=np.uint64)
+    for now in range(1, 2000, 400):
+        some = chance.choice(keys, 8000)
+        same([rows(native, some, 5, now=now)], [rows(twin, some, 5, now=now)])
+    slots = np.arange(0, SLOTS, 3, dtype=np.uint64)
+    numbers = chance.integers(0, 20, len(slots)).astype(np.uint64)
+    taken = [each.take(slots, numbers) for each in (native, twin)]
+    orders = [np.argsort(each.keys) for each in taken]
+    same(*([part[order] for part in each[:5]] for each, order in zip(taken, orders, strict=True)))
+    for slot in range(SLOTS):
+        native.pack(slot)
+    same(contents(native), contents(twin))
+    assert np.array_equal(native.rows(), twin.rows())
+    used = native.memory()
+    for slot in range(0, SLOTS, 2):
+        native.clear(slot)
+        twin.clear(slot)
+    others = np.arange(1 << 20, (1 << 20) + 40_000, dtype=np.uint64)
+    others = others[slots_of(others) % 8 == 1][: int(twin.rows()[1::2].sum()) // 2]
+    assert not native.prepare(np.array([1], np.uint64), np.array([300], np.uint64)).any()
+    same([rows(native, others, 5)], [rows(twin, others, 5)])
+    assert native.memory() <= used + (1 << 18), "rows of cleared slots are used again"
+    same(contents(native), contents(twin))
+
+
+@needs_library
 def test_no_reader_sees_half_an_update() -> None:
     """Each update makes all values of a row equal; readers on two threads look for rows that are not."""
     native = both(dim=64, rule="sgd", initial="constant", hyper=Hyper(1.0))[0]

@@ -189,3 +189,29 @@ def test_char_gpt_learns_and_resumes_where_it_was_killed(
     printed = run(launch, CHAR_GPT, tmp_path / "killed", *TINY_GPT)
     assert "resumed from step " in printed
     assert read_losses(tmp_path / "killed") == losses
+
+
+IRIS = EXAMPLES / "12_iris" / "train.py"
+GPT_ENGINES = EXAMPLES / "02_char_gpt" / "engines.py"
+
+
+def restarting(count: int) -> list[str]:
+    return [*DLROVER_RUN, "--standalone", "--max-restarts", "1", "--nproc-per-node", str(count)]
+
+
+def test_iris_is_learnt_through_the_end_of_a_worker(tmp_path: Path) -> None:
+    printed = run(restarting(2), IRIS, tmp_path / "out", "--die-at", "7")
+    assert (
+        "resumed from step 7, from memory" in printed
+        or "resumed from step 6, from memory" in printed
+    )
+    assert float(printed.split("test accuracy ")[1].split(" %")[0]) >= 85.0
+
+
+@pytest.mark.heavy
+def test_char_gpt_goes_on_with_its_state_spread_by_fsdp(tmp_path: Path) -> None:
+    tiny = [arg for arg in TINY_GPT if arg not in ("--eval-every", "--sample", "20")]
+    args = ("--engine", "fsdp", *tiny, "--die-at", "25")
+    printed = run(restarting(2), GPT_ENGINES, tmp_path / "out", *args)
+    assert "resumed from step 2" in printed
+    assert float(printed.split("step 60: loss ")[1][:5]) < 4.0

@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 from dlrover.errors import ExitCode
+from dlrover.spec.events import SpareReady, SpareTakesPlace
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(150)]
 
@@ -57,12 +58,17 @@ def test_without_a_replica_it_is_lost(run, out) -> None:
     assert "was saved to memory, and the part of rank" in told
 
 
-@pytest.mark.parametrize("shape", ["--nproc-per-node=2", "--local-nodes=2"])
+@pytest.mark.parametrize(
+    "shape", [["--nproc-per-node=2"], ["--local-nodes=2"], ["--local-nodes=2", "--spares=1"]]
+)
 def test_the_node_in_place_of_one_whose_agent_died_finds_its_memory(run, out, shape) -> None:
-    launch = run(shape, run.scripts / "in_memory.py", out, 0, 60)
+    launch = run(*shape, run.scripts / "in_memory.py", out, 0, 60)
     until_step(run, out, 5)
-    launch.of_kind("agent")[-1].kill()
+    spare = len(shape) > 1
+    run.until(lambda: not spare or launch.events_of(SpareReady), 30, "a spare")
+    launch.of_kind("agent")[-2 if spare else -1].kill()
     launch.succeed(90)
+    assert len(launch.events_of(SpareTakesPlace)) == spare
     began = [(out / f"from-1-{rank}").read_text() for rank in (0, 1)]
     assert all(int(line.split()[0]) >= 4 and line.endswith("memory") for line in began)
 

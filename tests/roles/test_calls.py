@@ -138,6 +138,8 @@ def test_arrays_come_as_they_are_and_can_be_written_to(rollouts: RoleGroup) -> N
         assert same.dtype == array.dtype
         assert same.flags.writeable
         np.testing.assert_array_equal(same, array)
+    large = [rollouts.call_rank0("echo", np.full(1 << 18, n)).result(60)[0] for n in range(6)]
+    assert all((array == n).all() for n, array in enumerate(large)), "each has memory of its own"
     assert rollouts.call_rank0("echo", np.float32(1.5)).result(60)[0] == 1.5
 
 

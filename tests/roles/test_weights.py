@@ -155,7 +155,7 @@ def test_each_rank_publishes_its_parts_and_each_reader_takes_what_it_needs(
     from dlrover.checkpoint import Shard
 
     whole = torch.arange(48, dtype=torch.bfloat16).reshape(8, 6)
-    for rank, at in enumerate((0, 3)):
+    for rank, at in enumerate((0, 3)):  # one process is both, one after the other
         rows = whole[at : at + (3, 5)[rank]]
         with joined(kept, "trainer", rank, instances=2):
             state = {"spread": Shard(rows, (8, 6), (at, 0)), "plain": torch.ones(3), "step": 1}

@@ -255,6 +255,8 @@ class SimulatedWorkers:
     """The workers of a node, as its agent uses them; also its usage meter and its port."""
 
     busy = -1.0
+    listed_modules = b""
+    place = -1
 
     def __init__(self, node: SimulatedNode, nproc: int) -> None:
         self.run: Run | None = None
@@ -280,6 +282,13 @@ class SimulatedWorkers:
 
     def discard_zygotes(self) -> None:
         """Do nothing."""
+
+    def preload(self, modules: bytes) -> None:
+        """Do nothing."""
+
+    def take_place(self, node_rank: int) -> None:
+        """Keep the wanted rank."""
+        self.place = node_rank
 
     def start(self, world: World) -> None:
         self.run = self._program.run_of(world)

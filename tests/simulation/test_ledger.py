@@ -74,14 +74,14 @@ def coarse(machine: JobMachine, node_id: int) -> set[str]:
     if node_id in machine.scaling.leaving:
         return {"shutdown"}
     if status is NodeStatus.PENDING:
-        return {"waiting_for_resources"}
+        return {"waiting_for_resources", "degraded"}
     if collecting:
         return {"waiting_for_resources", "rendezvous"}
     if status is NodeStatus.RUNNING:
         return {
             "productive", "start_up", "recomputed_steps", "fault_detection", "shutdown", "not_measured",
         }  # fmt: skip
-    return {"shutdown"} if status is NodeStatus.SUCCEEDED else {"idle"}
+    return {"shutdown"} if status is NodeStatus.SUCCEEDED else {"idle", "degraded"}
 
 
 @pytest.mark.slow

@@ -19,6 +19,8 @@ from dlrover._native import library
 
 SLOTS = 1024
 MAX_DIM = 4096
+HALF = 600
+"""Time, in seconds or updates as ``now`` counts it, after which a row's uses count half: the coldest rows have least."""
 KINDS = ("float32", "bfloat16", "float16")
 INITIALS = ("constant", "uniform", "normal")
 ADMISSIONS = ("all", "count", "bloom", "chance")
@@ -71,6 +73,8 @@ class RowOptions(NamedTuple):
     """Bytes of the Bloom filter's counters."""
     memory_bytes: int = 0
     """Most bytes of the table; 0: no limit."""
+    row_bytes: int = 0
+    """Most bytes of its rows, so that the rest is for its index; 0: no limit. The twin does not know it."""
 
     @property
     def states(self) -> int:
@@ -112,15 +116,25 @@ class Copied(NamedTuple):
 class RowTable(Protocol):
     """A table; see the module."""
 
-    def look(self, keys: Any, out: Any, now: int, *, insert: bool, count: bool) -> None:
+    def memory(self) -> int:
+        """Return the bytes in use."""
+
+    def look(self, keys: Any, out: Any, now: int, *, insert: bool, count: bool) -> Any:
         """Write rows of keys to ``out``; with ``insert`` make those that are missing, else they are zeros.
+
+        Returns:
+            Whether each key has no row now, bool.
 
         Raises:
             MemoryError: Some new keys found no room.
         """
 
-    def update(self, keys: Any, gradients: Any) -> None:
-        """Apply gradients to the rows of keys; equal keys count as one with the sum. Others are left out."""
+    def update(self, keys: Any, gradients: Any) -> tuple[Any, Any]:
+        """Apply gradients to the rows of keys; equal keys count as one with the sum.
+
+        Returns:
+            Keys without a row, each once, and their sums.
+        """
 
     def restore(self, copied: Copied) -> None:
         """Insert rows or overwrite them, then remove the removed keys that have no row.
@@ -147,8 +161,18 @@ class RowTable(Protocol):
     def rows(self) -> Any:
         """Return the number of rows of each slot, uint64."""
 
-    def memory(self) -> int:
-        """Return the bytes in use."""
+
+class MemoryTable(RowTable, Protocol):
+    """A table whose rows lie in memory."""
+
+    def prepare(self, slots: Any, numbers: Any) -> Any:
+        """Make room for more rows of slots, uint64; return whether there is too little memory for each, bool."""
+
+    def take(self, slots: Any, numbers: Any) -> Copied:
+        """Copy the coldest rows of slots, at most so many of each, and remove them. Nothing remembers them."""
+
+    def pack(self, slot: int) -> None:
+        """Give memory that a slot does not need to all slots."""
 
 
 class _Hyper(ctypes.Structure):
@@ -158,7 +182,7 @@ class _Hyper(ctypes.Structure):
 class _Options(ctypes.Structure):
     _fields_: ClassVar[Any] = (
         *((name, ctypes.c_uint64) for name in (
-            "dim", "kind", "rule", "states", "steps", "memory_bytes", "seed", "initial", "admission", "threshold",
+            "dim", "kind", "rule", "states", "steps", "memory_bytes", "row_bytes", "seed", "initial", "admission", "threshold",
             "counters",
         )),
         ("scale", ctypes.c_float), ("chance", ctypes.c_float), ("hyper", _Hyper),
@@ -185,7 +209,7 @@ class NativeTable:
         self._library, self._options = loaded, options
         filled = _Options(
             options.dim, KINDS.index(options.kind), list(RULES).index(options.rule), options.states,
-            options.steps, options.memory_bytes, options.seed, INITIALS.index(options.initial),
+            options.steps, options.memory_bytes, options.row_bytes, options.seed, INITIALS.index(options.initial),
             ADMISSIONS.index(options.admission), options.threshold, options.counters, options.scale,
             options.chance, _Hyper(*options.hyper),
         )  # fmt: skip
@@ -200,13 +224,17 @@ class NativeTable:
     def _call(self, name: str, *arguments: Any) -> Any:
         return _functions(self._library)(name)(self._table, *arguments)
 
-    def look(self, keys: Any, out: Any, now: int, *, insert: bool, count: bool) -> None:
+    def look(self, keys: Any, out: Any, now: int, *, insert: bool, count: bool) -> Any:
         """Write rows of keys to ``out``."""
-        status = self._call("look", len(keys), _at(keys), _at(out), now, insert, count)
+        missing = np.zeros(len(keys), np.bool_)
+        status = self._call(
+            "look", len(keys), _at(keys), _at(out), now, insert, count, _at(missing)
+        )
         if status:
             raise MemoryError("Some rows found no room.")
+        return missing
 
-    def update(self, keys: Any, gradients: Any) -> None:
+    def update(self, keys: Any, gradients: Any) -> tuple[Any, Any]:
         """Apply gradients."""
         distinct, sums = np.empty_like(keys), np.empty_like(gradients)
         shape = (len(keys), self._options.dim)
@@ -216,7 +244,29 @@ class NativeTable:
             raise MemoryError("There is no memory for an update.")
         if number < len(keys):
             keys, gradients = distinct[:number], sums[:number]
-        self._call("update", len(keys), _at(keys), _at(gradients))
+        missing = np.zeros(len(keys), np.bool_)
+        self._call("update", len(keys), _at(keys), _at(gradients), _at(missing))
+        return keys[missing], gradients[missing]
+
+    def prepare(self, slots: Any, numbers: Any) -> Any:
+        """Make room for more rows of slots."""
+        failed = np.zeros(len(slots), np.bool_)
+        self._call("prepare", len(slots), _at(slots), _at(numbers), _at(failed))
+        return failed
+
+    def take(self, slots: Any, numbers: Any) -> Copied:
+        """Copy the coldest rows of slots, and remove them."""
+        copied = empty(int(numbers.sum()), 0, self._options.width)
+        number = self._call(
+            "take", len(slots), _at(slots), _at(numbers), HALF, *map(_at, copied[:5])
+        )
+        if number == ctypes.c_size_t(-1).value:
+            raise MemoryError("There is no memory to choose rows.")
+        return Copied._make([*(part[:number] for part in copied[:5]), copied.removed])
+
+    def pack(self, slot: int) -> None:
+        """Give memory that a slot does not need to all slots."""
+        self._call("pack", slot)
 
     def restore(self, copied: Copied) -> None:
         """Insert rows or overwrite them."""
@@ -280,6 +330,21 @@ def empty(rows: int, removed: int, width: int) -> Copied:
     )
 
 
+def values_of(options: RowOptions, rows: Any) -> Any:
+    """Return the values of rows, bytes ``(n, width)``, in float32."""
+    if options.kind == "float32":
+        return np.ascontiguousarray(rows[:, : 4 * options.dim]).view(np.float32)
+    halves = np.ascontiguousarray(rows[:, : 2 * options.dim])
+    if options.kind == "float16":
+        return halves.view(np.float16).astype(np.float32)
+    return (halves.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def norms_of(values: Any) -> Any:
+    """Return the Euclidean norm of each row in float32, summed in the order of the values, as the library does."""
+    return np.sqrt(np.cumsum(values * values, axis=1, dtype=np.float32)[:, -1])
+
+
 def slots_of(keys: Any) -> Any:
     """Return the slot of each key, int64."""
     hashed = keys.astype(np.uint64, copy=True)
@@ -298,9 +363,12 @@ _SIZE, _WORD, _PLACE, _NUMBER = ctypes.c_size_t, ctypes.c_uint32, ctypes.c_void_
 _FORMS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "new": (_PLACE, (_PLACE,)),
     "free": (None, (_PLACE,)),
-    "look": (_NUMBER, (_PLACE, _SIZE, _PLACE, _PLACE, _WORD, _WORD, _WORD)),
+    "look": (_NUMBER, (_PLACE, _SIZE, _PLACE, _PLACE, _WORD, _WORD, _WORD, _PLACE)),
     "sum": (_SIZE, (_SIZE, _SIZE, _PLACE, _PLACE, _PLACE, _PLACE)),
-    "update": (None, (_PLACE, _SIZE, _PLACE, _PLACE)),
+    "update": (None, (_PLACE, _SIZE, _PLACE, _PLACE, _PLACE)),
+    "prepare": (None, (_PLACE, _SIZE, *(_PLACE,) * 3)),
+    "take": (_SIZE, (_PLACE, _SIZE, _PLACE, _PLACE, _WORD, *(_PLACE,) * 5)),
+    "pack": (None, (_PLACE, _SIZE)),
     "restore": (_SIZE, (_PLACE, _SIZE, *(_PLACE,) * 5)),
     "remove": (_SIZE, (_PLACE, _SIZE, _PLACE, _WORD)),
     "note_removed": (None, (_PLACE, _SIZE, _PLACE)),
@@ -323,7 +391,7 @@ def _functions(loaded: ctypes.CDLL) -> Any:
     return made.__getitem__
 
 
-def table(choice: str, options: RowOptions) -> RowTable:
+def table(choice: str, options: RowOptions) -> MemoryTable:
     """Return a new table for a value of ``DLROVER_NATIVE``.
 
     Raises:

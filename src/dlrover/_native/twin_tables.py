@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrover._native.tables import SLOTS, Copied, RowOptions, slots_of
+from dlrover._native.tables import HALF, SLOTS, Copied, RowOptions, norms_of, slots_of, values_of
 from dlrover._native.twin_rules import RULES
 
 CHANGED, BLOCKED = 1, 2
@@ -48,14 +48,7 @@ class TwinTable:
 
     def _values(self, places: Any) -> Any:
         """Return values of rows in float32."""
-        o = self._options
-        raw = self._rows[places]
-        if o.kind == "float32":
-            return raw[:, : 4 * o.dim].view(np.float32)
-        halves = np.ascontiguousarray(raw[:, : 2 * o.dim])
-        if o.kind == "float16":
-            return halves.view(np.float16).astype(np.float32)
-        return (halves.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return values_of(self._options, self._rows[places])
 
     def _store(self, places: Any, values: Any) -> None:
         o = self._options
@@ -71,9 +64,10 @@ class TwinTable:
 
     # ---- lookups
 
-    def look(self, keys: Any, out: Any, now: int, *, insert: bool, count: bool) -> None:
+    def look(self, keys: Any, out: Any, now: int, *, insert: bool, count: bool) -> Any:
         """Write rows of keys to ``out``."""
         full = False
+        missing = np.zeros(len(keys), np.bool_)
         with self._lock:
             for i, (key, slot) in enumerate(
                 zip(keys.tolist(), slots_of(keys).tolist(), strict=True)
@@ -86,6 +80,7 @@ class TwinTable:
                         self._store([place], self._initial(key)[None])
                 if place is None:
                     out[i] = 0
+                    missing[i] = True
                     continue
                 if count:
                     self._last[place] = now
@@ -93,6 +88,7 @@ class TwinTable:
                 out[i] = self._values([place])[0]
         if full:
             raise MemoryError("Some rows found no room.")
+        return missing
 
     def _insert(self, slot: int, key: int) -> int | None:
         o = self._options
@@ -147,7 +143,7 @@ class TwinTable:
 
     # ---- changes
 
-    def update(self, keys: Any, gradients: Any) -> None:
+    def update(self, keys: Any, gradients: Any) -> tuple[Any, Any]:
         """Apply gradients."""
         o = self._options
         distinct, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
@@ -161,6 +157,35 @@ class TwinTable:
             there = places >= 0
             if there.any():
                 self._apply(places[there], sums[there])
+        return distinct[~there], sums[~there]
+
+    def prepare(self, slots: Any, numbers: Any) -> Any:
+        """Make room for more rows of slots."""
+        o = self._options
+        with self._lock:
+            wanted = (int(self.rows().sum()) + int(numbers.sum())) * (o.width + HEADER)
+        return np.full(len(slots), bool(o.memory_bytes) and wanted > o.memory_bytes) & (numbers > 0)
+
+    def take(self, slots: Any, numbers: Any) -> Copied:
+        """Copy the coldest rows of slots, and remove them."""
+        with self._lock:
+            chosen: list[int] = []
+            for slot, number in zip(slots.tolist(), numbers.tolist(), strict=True):
+                own = self._places[slot]
+                chosen += sorted(own.values(), key=self._warmth)[:number]
+            places = np.array(chosen, np.int64)
+            parts = (self._keys, self._last, self._counts, self._flags, self._rows)
+            copied = Copied._make([*(part[places] for part in parts), np.empty(0, U64)])
+            for key, slot in zip(copied.keys.tolist(), slots_of(copied.keys).tolist(), strict=True):
+                self._remove(slot, key, remember=False)
+            return copied
+
+    def _warmth(self, place: int) -> tuple[int, int]:
+        bits = int(self._counts[place]).bit_length()
+        return bits * HALF + int(self._last[place]), int(self._keys[place])
+
+    def pack(self, slot: int) -> None:
+        """Give memory that a slot does not need to all slots: here, it belongs to all."""
 
     def _apply(self, places: Any, gradients: Any) -> None:
         o = self._options
@@ -241,9 +266,7 @@ class TwinTable:
             if blocked:
                 out |= (self._flags[places] & BLOCKED) != 0
             if norm > 0:
-                values = self._values(places)
-                squares = np.cumsum(values * values, axis=1, dtype=np.float32)[:, -1]
-                out |= np.sqrt(squares) < np.float32(norm)
+                out |= norms_of(self._values(places)) < np.float32(norm)
             gone = self._keys[places[out]].tolist()
             return sum(self._remove(slot, key, remember=True) for key in gone)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -47,6 +48,12 @@ class Anatomy:
     """Names of the parameters that need gradients."""
     transformer: Transformer | None = field(default=None, compare=False)
     """Its shape, if its configuration describes one."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the parameters and of an optimizer with two moments for each, on all ranks together."""
+        sizes = (math.prod(shape) * int(dtype.itemsize) for shape, dtype in self.shapes.values())
+        return 3 * sum(sizes)
 
 
 def analyse(model: nn.Module, list_name: str | None = None) -> Anatomy:

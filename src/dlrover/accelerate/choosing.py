@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +15,7 @@ from dlrover.accelerate import checks
 from dlrover.accelerate.anatomy import Anatomy
 from dlrover.errors import ConfigurationError
 from dlrover.planning.parallel.accelerators import ACCELERATORS
-from dlrover.planning.parallel.records import Cluster, Strategy
+from dlrover.planning.parallel.records import Cluster, Strategy, Transformer
 from dlrover.planning.parallel.search import search
 
 _log = logging.getLogger(__name__)
@@ -34,57 +36,104 @@ UNKNOWN_DEVICE = "h100-80"
 """Accelerator that is planned for where there is none."""
 
 
-def choose(
-    anatomy: Anatomy,
-    cluster: Cluster,
-    *,
-    sequence: int,
-    global_batch: int,
-    excluded: Collection[str] = (),
-    included: Collection[str] | None = None,
-    within: Strategy | None = None,
-) -> Strategy:
-    """Return the planner's fastest strategy that can be applied to a model.
+class Task(NamedTuple):
+    """What a strategy is chosen for."""
 
-    A model without a known shape is sharded over all ranks. With ``within``, the degrees of tp, pp, cp and ep are its
-    own, and so is what the planner does not choose.
+    anatomy: Anatomy
+    sequence: int
+    """Tokens of a sequence."""
+    global_batch: int
+    """Sequences of a step, on all ranks together."""
+    excluded: tuple[str, ...] = ()
+    """Methods that must not be used."""
+    included: tuple[str, ...] | None = None
+    """Methods that alone may be used; None: all."""
+
+    def unwanted(self) -> set[str]:
+        """Return the methods that must not be used.
+
+        Raises:
+            ConfigurationError: a method is unknown.
+        """
+        for name in [*self.excluded, *(self.included or ())]:
+            if name not in USES:
+                raise ConfigurationError(
+                    f"excluded or included has {name!r}; accepted are {', '.join(USES)}."
+                )
+        others = set() if self.included is None else USES.keys() - set(self.included)
+        return set(self.excluded) | others
+
+
+def nothing_fits(task: Task, cluster: Cluster) -> ConfigurationError:
+    """Return the error for a task for which no strategy fits."""
+    return ConfigurationError(
+        f"No strategy fits {cluster.size} x {cluster.accelerator} with a global batch of {task.global_batch} sequences"
+        f" of {task.sequence} tokens without {', '.join(sorted(task.unwanted())) or 'any exclusion'};"
+        " dlrover strategy tells why."
+    )
+
+
+def within(task: Task, cluster: Cluster, given: Strategy) -> Strategy:
+    """Return the fastest strategy with the given one's degrees tp, pp, cp and ep, and with what is not planned.
 
     Raises:
         ConfigurationError: a method is unknown, or nothing fits.
     """
-    unwanted = _unwanted(excluded, included)
-    if anatomy.transformer is None:
+    for one, _ in candidates(task, cluster):
+        if _degrees(one) == _degrees(given):
+            return replace(one, **_own(given))
+    raise nothing_fits(task, cluster)
+
+
+def candidates(task: Task, cluster: Cluster) -> Iterator[tuple[Strategy, float]]:
+    """Yield the strategies that can be applied, with their seconds per step, the fastest first.
+
+    There is one for each choice of the degrees tp, pp, cp and ep. A model without a known shape is sharded over all
+    ranks, in an unknown time, 0.
+
+    Raises:
+        ConfigurationError: a method is unknown.
+    """
+    unwanted = task.unwanted()
+    model = task.anatomy.transformer
+    if model is None:
         _log.info("The model's config describes no transformer: its states are sharded over all ranks.")  # fmt: skip
-        found: Iterable[Strategy] = [Strategy(dp_shard=cluster.size)]
+        found: Iterator[tuple[Strategy, float]] = iter([(Strategy(dp_shard=cluster.size), 0.0)])
     else:
-        found = (
-            one
-            for one, _ in search(
-                anatomy.transformer, cluster, sequence=sequence, global_batch=global_batch, limit=1000
-            )
-        )  # fmt: skip
-    for one in found:
+        even = _planned(model, cluster, task.sequence, task.global_batch)
+        found = heapq.merge(even, _uneven(model, cluster, task), key=lambda each: each[1])
+    seen: set[tuple[int, ...]] = set()
+    for one, seconds in found:
         if "amp_native" in unwanted:
             one = replace(one, precision="fp32")  # noqa: PLW2901
-        if any(USES[name](one) for name in unwanted) or (
-            within and _degrees(one) != _degrees(within)
-        ):
+        if _degrees(one) in seen or any(USES[name](one) for name in unwanted):
             continue
-        if _applies(one, anatomy, cluster.size):
-            return one if within is None else replace(one, **_own(within))
-    raise ConfigurationError(
-        f"No strategy fits {cluster.size} x {cluster.accelerator} with a global batch of {global_batch} sequences"
-        f" of {sequence} tokens without {', '.join(sorted(unwanted)) or 'any exclusion'}; dlrover strategy tells why."
-    )
+        if _applies(one, task.anatomy, cluster.size):
+            seen.add(_degrees(one))
+            yield one, seconds
 
 
-def _unwanted(excluded: Collection[str], included: Collection[str] | None) -> set[str]:
-    for name in [*excluded, *(included or ())]:
-        if name not in USES:
-            raise ConfigurationError(
-                f"excluded or included has {name!r}; accepted are {', '.join(USES)}."
-            )
-    return set(excluded) | (set() if included is None else USES.keys() - set(included))
+def _planned(
+    model: Transformer, cluster: Cluster, sequence: int, global_batch: int
+) -> list[tuple[Strategy, float]]:
+    found = search(model, cluster, sequence=sequence, global_batch=global_batch, limit=1000)
+    return [(one, prediction.step_seconds) for one, prediction in found]
+
+
+def _uneven(model: Transformer, cluster: Cluster, task: Task) -> list[tuple[Strategy, float]]:
+    """Return strategies whose data-parallel ranks do not divide the global batch: some have a sample less, or none.
+
+    A step takes as long as with the next multiple of these ranks.
+    """
+    size, batch = cluster.size, task.global_batch
+    degrees = [data for data in range(1, size + 1) if size % data == 0 and batch % data]
+    found = [
+        (one, seconds)
+        for data in degrees
+        for one, seconds in _planned(model, cluster, task.sequence, -(-batch // data) * data)
+        if one.dp == data and one.pp == 1
+    ]
+    return sorted(found, key=lambda each: each[1])
 
 
 def _applies(one: Strategy, anatomy: Anatomy, world_size: int) -> bool:
@@ -116,7 +165,7 @@ def _own(one: Strategy) -> dict[str, Any]:
 
 def cluster_of(accelerator: str, world_size: int, per_node: int) -> Cluster:
     """Return the cluster of a world."""
-    near = min(per_node, world_size)
+    near = math.gcd(per_node, world_size)
     return Cluster(accelerator=accelerator, nodes=world_size // near, per_node=near)
 
 

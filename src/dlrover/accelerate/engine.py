@@ -13,7 +13,15 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import default_collate
 
-from dlrover.accelerate import checks, choosing, loading, optimizers, strategies, world
+from dlrover.accelerate import (
+    checks,
+    choosing,
+    elastic,
+    loading,
+    optimizers,
+    strategies,
+    world,
+)
 from dlrover.accelerate.anatomy import Anatomy, analyse
 from dlrover.accelerate.applying import ApplyOptions, apply
 from dlrover.accelerate.materialise import Materialiser
@@ -23,7 +31,7 @@ from dlrover.accelerate.modes.tensor_rules import Rules
 from dlrover.accelerate.state import TrainingState
 from dlrover.accelerate.world import Grid
 from dlrover.errors import ConfigurationError
-from dlrover.planning.parallel.records import Strategy
+from dlrover.planning.parallel.records import Cluster, Strategy
 
 _log = logging.getLogger(__name__)
 
@@ -194,16 +202,32 @@ def _strategy(  # noqa: PLR0913 - what a choice depends on
 ) -> Strategy:
     if given is not None and not finetune:
         return strategies.load(given, world.size(), batch)
-    cluster = choosing.cluster_of(
-        kargs.get("accelerator") or choosing.accelerator_of(world.device()),
-        world.size(),
-        world.per_node(),
-    )
-    return choosing.choose(
-        anatomy, cluster, sequence=_sequence(dataset, kargs), global_batch=batch or world.size(),
-        excluded=excluded or (), included=included,
-        within=strategies.load(given, world.size(), batch) if finetune else None,
+    accelerator = kargs.get("accelerator") or choosing.accelerator_of(world.device())
+    near, ranks, sequence = world.per_node(), world.size(), _sequence(dataset, kargs)
+
+    task = choosing.Task(
+        anatomy, sequence, batch or ranks,
+        tuple(excluded or ()), None if included is None else tuple(included),
     )  # fmt: skip
+
+    def cluster(size: int) -> Cluster:
+        return choosing.cluster_of(accelerator, size, near)
+
+    if finetune:
+        return choosing.within(task, cluster(ranks), strategies.load(given, ranks, batch))
+    strategy = elastic.agreed(
+        elastic.key(anatomy.transformer, anatomy.blocks, accelerator, near, *task[1:]),
+        lambda size: choosing.candidates(task, cluster(size)),
+        ranks, near, anatomy.state_bytes,
+    )  # fmt: skip
+    if strategy is None:
+        raise choosing.nothing_fits(task, cluster(ranks))
+    if batch and strategy.dp > batch:
+        _log.warning(
+            "%s of %s data-parallel ranks are idle: the global batch has %s samples.",
+            strategy.dp - batch, strategy.dp, batch,
+        )  # fmt: skip
+    return strategy
 
 
 def _global_batch(dataloader_args: Mapping[str, Any] | None, dataset: Any, kargs: Mapping[str, Any]) -> int:  # fmt: skip

@@ -33,11 +33,14 @@ class GlobalBatches(Sampler[list[int]]):  # type: ignore[misc]
         self.weight = len(self._mine) * ranks / batch_size
         """Factor of this rank's mean loss; with it, averaged gradients are those of the global batch's mean."""
         self._generator = getattr(order, "generator", None)
-        self._seed, self._epoch = seed, 0
+        self._seed, self.epoch = seed, 0
+        self.start = 0
+        """Global batches that the next iteration leaves out: the training has had them."""
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, and with it the order, of the next iteration."""
-        self._epoch = epoch
+        if epoch != self.epoch:
+            self.epoch, self.start = epoch, 0
         if hasattr(self._order, "set_epoch"):
             self._order.set_epoch(epoch)
 
@@ -47,14 +50,46 @@ class GlobalBatches(Sampler[list[int]]):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[list[int]]:
         if self._generator is not None:
-            self._generator.manual_seed(self._seed + self._epoch)
+            self._generator.manual_seed(self._seed + self.epoch)
         order = list(self._order)
-        for start in range(0, len(self) * self._size, self._size):
+        for start in range(self.start * self._size, len(self) * self._size, self._size):
             batch = order[start : start + self._size]
             while len(batch) < self._size:
                 batch += order[: self._size - len(batch)]
             yield [batch[position] for position in self._mine or range(1)]
-        self.set_epoch(self._epoch + 1)
+        self.set_epoch(self.epoch + 1)
+
+
+class GlobalLoader(DataLoader[Any]):  # type: ignore[misc]
+    """A dataloader of one rank's parts of global batches; its state is where the training is in the data.
+
+    The state is the same on all ranks, and on any number of them.
+    """
+
+    def __init__(self, dataset: Dataset[Any], batches: GlobalBatches, **options: Any) -> None:
+        super().__init__(dataset, batch_sampler=batches, **options)
+        self._batches = batches
+        self._taken = 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self._batches.epoch
+        taken = self._batches.start
+        for data in super().__iter__():
+            taken += 1
+            self._taken = epoch, taken
+            yield data
+        self._taken = epoch + 1, 0
+        self._batches.set_epoch(epoch + 1)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the epoch, and the number of its global batches that were taken."""
+        epoch, batches = self._taken
+        return {"epoch": epoch, "batches": batches}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the global batches that were taken."""
+        self._taken = int(state["epoch"]), int(state["batches"])
+        self._batches.epoch, self._batches.start = self._taken
 
 
 def dataloader(
@@ -65,7 +100,7 @@ def dataloader(
     ranks: int,
     seed: int = 0,
     sampler_cls: type | None = None,
-) -> DataLoader[Any]:
+) -> GlobalLoader:
     """Return a dataloader of one rank's parts of the global batches.
 
     Args:
@@ -103,4 +138,4 @@ def dataloader(
     else:
         order = torch.utils.data.SequentialSampler(dataset)
     batches = GlobalBatches(order, batch_size=size, rank=rank, ranks=ranks, drop_last=drop_last, seed=seed)  # fmt: skip
-    return DataLoader(dataset, batch_sampler=batches, **options)
+    return GlobalLoader(dataset, batches, **options)

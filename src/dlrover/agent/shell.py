@@ -91,6 +91,8 @@ class Agent:
         self._stopping: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         """Set when a heartbeat may be due earlier than expected."""
+        self._listed = b""
+        """List of modules that the master has got."""
         self._looks: set[asyncio.Task[None]] = set()
 
     def _draw(self) -> str:
@@ -188,6 +190,7 @@ class Agent:
                     self._news.set()
                     self._workers.node_id = message.node_id
                     self._say_progress()  # a new master must not count from zero
+                    self._listed = b""
                 if isinstance(message, messages.CollectEvidence):
                     self._keep(asyncio.create_task(self._look(message.id)))
                 else:
@@ -220,6 +223,13 @@ class Agent:
 
     def _say_progress(self) -> None:
         self._say(self._heartbeat(self._machine.running_round, self._workers.steps()))
+
+    def _say_modules(self) -> None:
+        """Tell the master what the program loads, so that spares can load it, too."""
+        world, listed = self._machine.world, self._workers.listed_modules
+        if listed != self._listed and world is not None and world.node_rank == 0:
+            self._listed = listed
+            self._say(messages.ModulesListed(listed))
 
     def _heartbeat(self, round_: int, steps: int) -> messages.Heartbeat:
         return messages.Heartbeat(round_, steps, self._workers.activities())
@@ -261,6 +271,7 @@ class Agent:
                     self._keep(asyncio.create_task(self._look_at_devices()))
                 beat = self._heartbeat(round_, steps)
                 self._say(msgspec.structs.replace(beat, usage=usage))
+                self._say_modules()
             self._news.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._news.wait(), due - now)
@@ -283,7 +294,12 @@ class Agent:
             case messages.AssignWorld():
                 self._checker.stop()
                 self._waits.started()
+                if command.place >= 0:
+                    self._workers.take_place(command.place)
                 self._start(command.world, command.fresh)
+            case messages.StandBy():
+                self._waits.started()
+                self._workers.preload(command.modules)
             case agent_machine.StopWorkers():
                 self._stopping = asyncio.create_task(self._stop_workers())
             case messages.Dismiss() if not self._left.done():

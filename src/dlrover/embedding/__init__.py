@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         Expiry,
         Initializer,
         RowOptimizer,
+        Spill,
     )
     from dlrover.embedding.remote.table import RemoteTable, checkpoints, open_table
     from dlrover.embedding.serving.raw import ServedTables
@@ -36,6 +37,7 @@ __all__ = [
     "RemoteTable",
     "RowOptimizer",
     "ServedTables",
+    "Spill",
     "checkpoints",
     "open_table",
     "prefetched",
@@ -54,6 +56,7 @@ __getattr__ = lazy(
         "HashTable": "dlrover.embedding.table",
         "Initializer": "dlrover.embedding.options",
         "RowOptimizer": "dlrover.embedding.options",
+        "Spill": "dlrover.embedding.options",
         "RemoteTable": "dlrover.embedding.remote.table",
         "ServedTables": "dlrover.embedding.serving.raw",
         "checkpoints": "dlrover.embedding.remote.table",

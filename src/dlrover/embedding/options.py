@@ -88,6 +88,19 @@ class Initializer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The constant, the largest absolute value, or the standard deviation."""
 
 
+class Spill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where rows lie that have no room in memory: those that are used least.
+
+    The files belong to one table of one process. A process that ends leaves none; what a killed one left is deleted
+    by the next that spills to the same directory. They are no checkpoint: the last uses of rows are in memory.
+    """
+
+    directory: Annotated[str, msgspec.Meta(min_length=1)]
+    """Each table makes a directory of its own in it."""
+    nbytes: Annotated[int, msgspec.Meta(ge=1 << 18)]
+    """Most bytes of a table's files. Seven eighths hold rows; the rest is room to write them together anew."""
+
+
 class TableOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All options of a table."""
 
@@ -101,6 +114,8 @@ class TableOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Type of stored values; states are float32, and so are rows that are returned."""
     memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Most bytes of the table; 0: no limit."""
+    spill: Spill | None = None
+    """Where further rows lie; None: rows stay in memory."""
 
     def json(self) -> str:
         """Return the options as text, equal for equal options."""
@@ -146,4 +161,6 @@ def decoded(given: TableOptions | str) -> TableOptions:
         )
     if made.expiry is not None and made.expiry.seconds and made.expiry.steps:
         raise ConfigurationError("expiry has seconds and steps; one of them is accepted.")
+    if made.spill is not None and not made.memory_bytes:
+        raise ConfigurationError("memory_bytes is 0; with a spill, a limit is needed.")
     return made

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -18,7 +15,7 @@ from numpy.typing import NDArray
 from dlrover import config
 from dlrover._native import tables
 from dlrover._native.tables import SLOTS, Copied
-from dlrover.embedding import options as table_options
+from dlrover.embedding import files, options as table_options
 from dlrover.embedding.options import (
     Admission,
     CountAdmission,
@@ -27,13 +24,14 @@ from dlrover.embedding.options import (
     Initializer,
     InitializerKind,
     RowOptimizer,
+    Spill,
     TableOptions,
 )
-from dlrover.embedding.remote import arrays
+from dlrover.embedding.tiers.table import TieredTable
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 _CHANGED = 1
-_MAGIC = b"dlrover embedding table 1\n"
+PART = 8 << 20
 ALL_SLOTS = range(SLOTS)
 
 
@@ -43,6 +41,10 @@ class TableStats(NamedTuple):
     rows: int
     nbytes: int
     """Bytes in use: rows, index, and what waits for admission in a Bloom filter."""
+    spilled_rows: int = 0
+    """Rows that lie on disk."""
+    spilled_bytes: int = 0
+    """Bytes of the files on disk."""
 
 
 class HashTable:
@@ -59,7 +61,7 @@ class HashTable:
         admission: Which keys get a row: all (None), from the n-th lookup (a number), or an admission.
         expiry: Which rows `evict` removes.
         memory_bytes: Most bytes of the table.
-        spill: Not available; rows stay in memory.
+        spill: Where rows lie that have no room in memory; None: they stay in memory.
         initializer: First values of a row.
         dtype: ``float32``, ``bfloat16`` or ``float16``, in which values are stored.
 
@@ -77,12 +79,12 @@ class HashTable:
         admission: Admission | int | None = None,
         expiry: Expiry | None = None,
         memory_bytes: int | None = None,
-        spill: None = None,
+        spill: Spill | None = None,
         initializer: InitializerKind | Initializer = "uniform",
         dtype: Dtype = "float32",
     ) -> None:
-        if spill is not None:
-            raise ConfigurationError(f"spill is {spill!r}; None is accepted: rows stay in memory.")
+        if spill is not None and not isinstance(spill, Spill):
+            raise ConfigurationError(f"spill is {spill!r}; a Spill or None is accepted.")
         made = TableOptions(
             dim=dim,
             optimizer=RowOptimizer(name=optimizer, learning_rate=learning_rate)
@@ -94,6 +96,7 @@ class HashTable:
             initializer=Initializer(initializer) if isinstance(initializer, str) else initializer,
             dtype=dtype,
             memory_bytes=memory_bytes or 0,
+            spill=spill,
         )
         self._begin(table_options.decoded(made))
 
@@ -103,7 +106,12 @@ class HashTable:
         self.step = 0
         """Updates so far; expiry by steps counts them."""
         self._native = made.native()
-        self._table = tables.table(config.native(config.environ()), self._native)
+        choice = config.native(config.environ())
+        self._table: tables.RowTable = (
+            tables.table(choice, self._native)
+            if made.spill is None
+            else TieredTable(choice, self._native, made.spill)
+        )
 
     @classmethod
     def of(cls, made: TableOptions) -> HashTable:
@@ -177,11 +185,12 @@ class HashTable:
 
     def stats(self) -> TableStats:
         """Return the table's size."""
-        return TableStats(len(self), self._table.memory())
+        spilled = self._table.spilled() if isinstance(self._table, TieredTable) else (0, 0)
+        return TableStats(len(self), self._table.memory(), *spilled)
 
     def keys(self) -> NDArray[np.int64]:
         """Return all keys, int64, in no order."""
-        return self.export_rows(ALL_SLOTS)["keys"]
+        return np.concatenate([np.empty(0, np.int64), *(each["keys"] for each in self._parts())])
 
     # ---- rows of slots, for servers and checkpoints
 
@@ -245,25 +254,14 @@ class HashTable:
         Raises:
             InfrastructureError: The file cannot be written.
         """
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-        found = self.export_rows(ALL_SLOTS)
-        head = msgspec.json.encode({"options": self.options, "step": self.step})
-        found["head"] = np.frombuffer(head, np.uint8)
-        digest = xxhash.xxh3_64()
-        try:
-            with temporary.open("wb", buffering=0) as file:
-                for piece in (_MAGIC, *arrays.packed(found)):
-                    data = memoryview(piece).cast("B") if len(piece) else memoryview(b"")
-                    digest.update(data)
-                    while data:
-                        data = data[file.write(data) :]
-                file.write(digest.digest())
-                os.fsync(file.fileno())
-            temporary.replace(target)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise InfrastructureError(f"{target} cannot be written: {error.strerror}.") from error
+        files.write(path, self.options, self.step, self._parts())
+
+    def _parts(self) -> Iterator[dict[str, NDArray[Any]]]:
+        """Return all rows in parts of slots, each of about `PART` bytes."""
+        sizes = np.cumsum(self._table.rows()) * np.uint64(self._native.width)
+        parts = (sizes // np.uint64(PART)).astype(np.int64)
+        for number in np.unique(parts):
+            yield self.export_rows(np.flatnonzero(parts == number))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> HashTable:
@@ -272,22 +270,11 @@ class HashTable:
         Raises:
             InfrastructureError: The file cannot be read, or is damaged.
         """
-        try:
-            data = np.fromfile(path, np.uint8)
-        except OSError as error:
-            raise InfrastructureError(f"{path} cannot be read: {error.strerror}.") from error
-        body = data[: -xxhash.xxh3_64().digest_size]
-        start = len(_MAGIC)
-        if (
-            data[:start].tobytes() != _MAGIC
-            or xxhash.xxh3_64(body).digest() != data[len(body) :].tobytes()
-        ):
-            raise InfrastructureError(f"{path} is damaged, or no embedding table.")
-        found = arrays.unpacked(body[start:])
-        head = msgspec.json.decode(found["head"].tobytes())
-        table = cls.of(table_options.decoded(msgspec.json.encode(head["options"]).decode()))
-        table.step = head["step"]
-        table.restore_rows(found)
+        found = files.read(path)
+        table = cls.of(found.options)
+        table.step = found.step
+        for part in found.parts:
+            table.restore_rows(part)
         return table
 
 

@@ -90,16 +90,25 @@ class FlashWriter(_Placeless, dcp.StorageWriter):
 
 
 class FlashReader(_Placeless, dcp.StorageReader):
-    """DCP reader that loads the newest step saved with a `FlashWriter`."""
+    """DCP reader that loads the newest step saved with a `FlashWriter`, or another stored one.
 
-    def __init__(self, checkpointer: Checkpointer) -> None:
-        self._reading = Reading(checkpointer)
+    Args:
+        checkpointer: the one passed to `FlashWriter`.
+        step: a stored step to go back to.
+    """
+
+    def __init__(self, checkpointer: Checkpointer, step: int | None = None) -> None:
+        self._reading = Reading(checkpointer, step)
         self._objects: dict[str, bytes] = {}
 
     @property
     def record(self) -> LoadRecord | None:
         """The loaded step and its source; None before they are known."""
         return self._reading.record
+
+    def look(self) -> bool:
+        """Return whether there is something to load. Collective."""
+        return self._reading.look() is not None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Return the metadata of what was saved. Collective.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
@@ -15,6 +15,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from dlrover.checkpoint.engine.checkpointer import Checkpointer
+from dlrover.checkpoint.machine.policies import Policy
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.integrations import objects
 
@@ -24,7 +25,7 @@ _MARK = b"This file is in a DLRover flash checkpoint.\n"  # in place of DeepSpee
 def attach(
     engine: Any,
     path: str | os.PathLike[str],
-    keep: int = 3,
+    keep: int | Policy = 3,
     storage_every: int = 1,
     *,
     trusted: bool = False,
@@ -36,7 +37,7 @@ def attach(
     Args:
         engine: the engine from ``deepspeed.initialize``.
         path: the checkpoint directory; all ranks must see the same one.
-        keep: the number of newest stored steps to keep.
+        keep: the number of newest stored steps to keep, or a policy of `dlrover.checkpoint`.
         storage_every: one save in ``storage_every`` also goes to storage.
         trusted: allow reading pickled objects in these checkpoints and in DeepSpeed's own files, which can
             run any code. Without it, loading such objects is an error.
@@ -67,6 +68,8 @@ class FlashCheckpointEngine(CheckpointEngine):
         self._engine, self._checkpointer = engine, checkpointer
         self._storage_every, self._saves = storage_every, 0
         self._trusted = trusted
+        self.to: Literal["memory", "storage"] | None = None
+        """Where the saves go from now on; None: as ``storage_every`` says."""
         self._folder = Path()
         self._files: dict[str, Any] = {}
         self._marks: list[Path] = []
@@ -92,7 +95,7 @@ class FlashCheckpointEngine(CheckpointEngine):
         self._checkpointer.save(
             self._engine.global_steps,
             {"about": about, **self._files},
-            to="memory" if self._saves % self._storage_every else "storage",
+            to=self.to or ("memory" if self._saves % self._storage_every else "storage"),
         )
         self._mark(self._folder, list(self._files))
         self._files = {}
@@ -114,6 +117,10 @@ class FlashCheckpointEngine(CheckpointEngine):
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
         """Return True: every rank saves all that it will load."""
         return True
+
+    def wait(self) -> None:
+        """Wait until every save for storage is durable."""
+        self._checkpointer.wait()
 
     def cleanup(self) -> None:
         """Wait until everything is durable, and disconnect. Call this at the end of the training."""

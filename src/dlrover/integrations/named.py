@@ -91,10 +91,15 @@ def _place(tensor: TensorSpec, whole: Sequence[int]) -> Extent:
 
 
 class Reading:
-    """A load in two passes: first the description of what was saved, then parts of it."""
+    """A load in two passes: first the description of what was saved, then parts of it.
 
-    def __init__(self, checkpointer: Checkpointer) -> None:
-        self._checkpointer = checkpointer
+    Args:
+        checkpointer: where it was saved.
+        step: a stored step to go back to; by default the newest.
+    """
+
+    def __init__(self, checkpointer: Checkpointer, step: int | None = None) -> None:
+        self._checkpointer, self._step = checkpointer, step
         self.record: LoadRecord | None = None
         """The loaded step and its source; None before they are known."""
 
@@ -111,7 +116,7 @@ class Reading:
             found.append(Saved(ranks))
             return []
 
-        self.record = self._checkpointer.load_parts(choose)
+        self.record = self._checkpointer.load_parts(choose, self._step)
         return found[-1] if self.record is not None else None
 
     def take(self, choose: Callable[[Saved], Iterable[Target]]) -> None:
@@ -124,7 +129,7 @@ class Reading:
         def targets(ranks: Mapping[int, RankState]) -> Sequence[Target]:
             return list(choose(Saved(ranks)))
 
-        before, self.record = self.record, self._checkpointer.load_parts(targets)
+        before, self.record = self.record, self._checkpointer.load_parts(targets, self._step)
         if self.record is None or before is None or self.record.step != before.step:
             self._checkpointer.quarantine_damaged()
             raise InfrastructureError(

@@ -39,7 +39,11 @@ def size(machine: JobMachine, now: float, role: str = WORKER) -> RoleSize:
     }
     at_work = rdzv.count(running)
     whole = at_work == rdzv.usable(scaling.world) and not (rdzv.collecting or scaling.leaving)
-    starting = [node for node in machine.nodes.values() if node.status is NodeStatus.PENDING]
+    starting = [
+        node
+        for node in machine.nodes.values()
+        if node.status is NodeStatus.PENDING and not machine.state.is_spare(node)
+    ]
     waits = next((f"node {node.id}: {node.waits}" for node in starting if node.waits), "")
     return RoleSize(
         requested=of_role.requested,

@@ -23,6 +23,7 @@ from dlrover.master.machine.cluster import TaskCluster
 from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Node
+from dlrover.master.machine.strategies import Strategies
 from dlrover.master.machine.watches.activities import Activities
 from dlrover.master.placement import PlacementService
 from dlrover.master.relayed import Begun, answers
@@ -40,6 +41,7 @@ from dlrover.spec.node import CHIEF, SERVER, WORKER, LaunchNode
 from dlrover.spec.placement import LookPlacement, PlacementRequest
 from dlrover.spec.requests import Unanswered, WorkerReply, WorkerRequest
 from dlrover.spec.shards import LookShards, ShardRequest
+from dlrover.spec.strategies import ChooseStrategy, StrategyRequest
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ class Master:
         self.shards = ShardsService(history.add)
         self.placement = PlacementService()
         self.cluster = TaskCluster()
+        self.strategies = Strategies()
         self.ended = asyncio.Event()
         self._begun = asyncio.Event()
         self.fenced = asyncio.Event()
@@ -106,6 +109,7 @@ class Master:
         self._last_seen: dict[int, float] = {}
         self._steps: dict[int, int] = {}
         self._dismissed: set[int] = set()
+        self._modules = b""  # what the program loads, for spares; each master hears it again
         self._activities = Activities()
         self.hangs = HangWatch(self.machine, self._say, self._submit_finding)
         self.scaler = AutoScaler(self.machine, self._submit_finding, self.hangs.held_up)
@@ -139,7 +143,7 @@ class Master:
                 self.shards.handle(entry, last)
             elif isinstance(entry, PlacementRequest):
                 self.placement.handle(entry)
-            elif isinstance(entry, ClusterRequest):
+            elif isinstance(entry, ClusterRequest | StrategyRequest):
                 self._answer(entry, last)
             else:
                 with contextlib.suppress(ProtocolError):  # it was refused the first time, too
@@ -410,6 +414,8 @@ class Master:
             self._steps[node_id] = 0
         elif isinstance(message, messages.Dismiss):
             self._dismissed.add(node_id)
+        elif isinstance(message, messages.StandBy):
+            message = messages.StandBy(self._modules)
         queue = self._queues.get(node_id)
         if queue is not None:
             queue.put_nowait(message)
@@ -468,6 +474,10 @@ class Master:
                 self.submit(inputs.Reported(node_id, message))
             case messages.Evidence():
                 self.hangs.answered(node_id, message)
+            case messages.ModulesListed(modules) if modules != self._modules:
+                self._modules = modules
+                for spare in (*self.machine.spares.offers, *self.machine.spares.standing):
+                    self._say(spare, messages.StandBy())
 
     def _take_heartbeat(self, node_id: int, message: messages.Heartbeat) -> None:
         """Record a node's steps; journal the first ones of a round at once, the others now and then."""
@@ -627,6 +637,11 @@ class Master:
             return Unanswered(refused="The job has ended.")
         if isinstance(request, LookShards | LookPlacement | LookCluster):
             return self._answer(request, self.clock())
+        if isinstance(request, ChooseStrategy):
+            if self.strategies.has_chosen(request):
+                return self._answer(request, self.clock())
+            left = self._activities.seconds_left()
+            request = msgspec.structs.replace(request, seconds_left=left)
         return self._commits.begin(request, lambda now: self._answer(request, now))
 
     def _answer(self, request: WorkerRequest, now: float) -> WorkerReply:
@@ -634,7 +649,18 @@ class Master:
             return self.placement.handle(request)
         if isinstance(request, ClusterRequest):
             return self._clustered(request)
+        if isinstance(request, StrategyRequest):
+            return self._strategy(request, now)
         return self.shards.handle(request, now)
+
+    def _strategy(self, request: StrategyRequest, now: float) -> WorkerReply:
+        try:
+            reply, event = self.strategies.handle(request)
+        except ProtocolError as error:
+            return Unanswered(refused=str(error))
+        if event is not None:
+            self._history.add(event, now)
+        return reply
 
     def _clustered(self, request: ClusterRequest) -> WorkerReply:
         try:

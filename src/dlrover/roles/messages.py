@@ -291,7 +291,7 @@ class PublishedAs(msgspec.Struct, frozen=True, array_like=True, tag="published")
 
     version: Version
     view: int = 0
-    """Number of the view that shows it, if the version is complete."""
+    """Number of the first view that shows it."""
 
 
 RoleReply: TypeAlias = Agreed | Later | Turned | LeasedItems | CursorIs | QueueStatus | PublishedAs
@@ -354,6 +354,13 @@ class WeightsView(msgspec.Struct, frozen=True, array_like=True):
     """Oldest first; all are valid."""
     lost: Version | None = None
     """The newest version that was visible and is no longer to be had, because a holder died."""
+    pending: tuple[PartView, ...] = ()
+    """Parts of a version that is not visible yet, because others are missing."""
+
+    def listed(self, holder: Place) -> set[str]:
+        """Return the keys of all parts that a holder keeps."""
+        parts = [*self.pending, *(part for version in self.versions for part in version.parts)]
+        return {part.key for part in parts if part.holder == holder}
 
     def valid(self, version: Version) -> bool:
         """Return whether no rollback has undone a version."""

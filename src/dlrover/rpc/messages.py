@@ -22,6 +22,9 @@ from dlrover.spec.stacks import StackGroup, WorkerEvidence
 from dlrover.spec.words import counted
 from dlrover.spec.world import Holding, Offer, World
 
+MODULES_LIMIT = 1 << 20
+"""Maximum size of a list of modules in bytes."""
+
 # ---- agent to master
 
 
@@ -80,7 +83,15 @@ class Evidence(msgspec.Struct, frozen=True, tag="evidence"):
     workers: tuple[WorkerEvidence, ...]
 
 
-AgentMessage: TypeAlias = Hello | Join | Heartbeat | Failed | Succeeded | Evidence | CheckReport
+class ModulesListed(msgspec.Struct, frozen=True, tag="modules_listed"):
+    """The list (JSON) of the modules that the program has loaded, from the node with node rank 0."""
+
+    modules: Annotated[bytes, msgspec.Meta(max_length=MODULES_LIMIT)]
+
+
+AgentMessage: TypeAlias = (
+    Hello | Join | Heartbeat | Failed | Succeeded | Evidence | CheckReport | ModulesListed
+)
 
 # ---- master to agent
 
@@ -108,6 +119,15 @@ class AssignWorld(msgspec.Struct, frozen=True, tag="assign_world"):
     world: World
     fresh: bool = False
     """True to start them from processes that have loaded nothing yet."""
+    place: int = -1
+    """Wanted rank of the node, which a spare gets only now; -1: none."""
+
+
+class StandBy(msgspec.Struct, frozen=True, tag="stand_by"):
+    """Notice that the node is a spare: no world needs it now. It should have everything ready to start workers."""
+
+    modules: bytes = b""
+    """List of the modules that the program loads, as `ModulesListed` brings it; empty while unknown."""
 
 
 class Dismiss(msgspec.Struct, frozen=True, tag="dismiss"):
@@ -123,7 +143,7 @@ class CollectEvidence(msgspec.Struct, frozen=True, tag="collect_evidence"):
 
 
 MasterMessage: TypeAlias = (
-    Welcome | CallToRound | AssignWorld | Dismiss | CollectEvidence | CheckOrder
+    Welcome | CallToRound | AssignWorld | StandBy | Dismiss | CollectEvidence | CheckOrder
 )
 
 # ---- requests

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from dlrover.spec.failure import Action, Failure, Verdict
+from dlrover.spec.failure import Action, Failure, Rung, Verdict
 from dlrover.spec.node import SERVER, Size
 from dlrover.spec.plan import Effect, ScaleKind
 from dlrover.spec.words import counted
@@ -85,6 +85,49 @@ class NodeLaunched(msgspec.Struct, frozen=True, tag="node_launched"):
         other = [f"{factor:.3g} times the {what}" for what, factor in sizes if factor != 1.0]
         size = f" with {' and '.join(other)} that the job requested" if other else ""
         return f"{_node(self.node, self.role)} is being started{replaced}{size}."
+
+
+class SparesDecided(msgspec.Struct, frozen=True, tag="spares_decided"):
+    """The number of spares changes, since the failure rate or the time to replace a node has (``--spares auto``)."""
+
+    before: int
+    spares: int
+    nodes: int
+    """Nodes of the job."""
+    rate: float
+    """Failures per node and day."""
+    seconds: float
+    """Seconds from the order of a node to its readiness."""
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        return (
+            f"The job is to have {counted(self.spares, 'spare')}, not {self.before}: {self.rate:.2g} failures per "
+            f"node and day, and {self.seconds:.0f} s to replace one of {counted(self.nodes, 'node')}."
+        )
+
+
+class SpareReady(msgspec.Struct, frozen=True, tag="spare_ready"):
+    """A node is ready to take the place of a lost one."""
+
+    node: int
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        return f"Node {self.node} is a spare: it is ready to take the place of a lost node."
+
+
+class SpareTakesPlace(msgspec.Struct, frozen=True, tag="spare_takes_place"):
+    """A spare becomes a node of the world in place of a lost one."""
+
+    node: int
+    lost: int
+    """The lost node; -1 if the world did not have all its nodes before."""
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        place = f"the place of node {self.lost}" if self.lost >= 0 else "a free place"
+        return f"Spare node {self.node} takes {place}."
 
 
 class NodeWaits(msgspec.Struct, frozen=True, tag="node_waits"):
@@ -295,6 +338,10 @@ class RestartDecided(msgspec.Struct, frozen=True, tag="restart_decided"):
     cause: str = ""
     action: Action = Action.RESTART
     node: int = -1
+    rung: Rung = Rung.PROCESS
+    """Rung of the ladder of responses."""
+    successor: int = -1
+    """Node that takes the place of ``node`` at once; -1 if none does."""
 
     def sentence(self) -> str:
         """Return the event as one sentence."""
@@ -303,7 +350,13 @@ class RestartDecided(msgspec.Struct, frozen=True, tag="restart_decided"):
             Action.RELAUNCH: f"; the job goes on without node {self.node}",
             Action.MORE_MEMORY: f"; node {self.node} needs more memory",
         }
-        return f"Restart {self.restart}: {self.reason}{done.get(self.action, '')}."
+        then = {
+            Rung.IN_PROCESS: "; the others go on in their processes",
+            Rung.SPARE: f"; spare node {self.successor} takes the place of node {self.node}",
+            Rung.ELSEWHERE: f"; another node is to take the place of node {self.node}",
+            Rung.SMALLER: "; the job has fewer nodes from now on",
+        }
+        return f"Restart {self.restart}: {self.reason}{done.get(self.action, '')}{then.get(self.rung, '')}."
 
 
 class HostExcluded(msgspec.Struct, frozen=True, tag="host_excluded"):
@@ -387,6 +440,23 @@ class SamplesSkipped(msgspec.Struct, frozen=True, tag="samples_skipped"):
         what = "A sample" if count == 1 else f"{count} samples"
         is_or_are = "is" if count == 1 else "are"
         return f"{what} of the data set {self.data} {is_or_are} skipped: {self.error}."
+
+
+class StrategyChosen(msgspec.Struct, frozen=True, tag="strategy_chosen"):
+    """The parallel strategy of a round, chosen for its number of ranks."""
+
+    round: int
+    ranks: int
+    strategy: str
+    """The strategy in words."""
+    step_seconds: float
+    """Predicted duration of a step."""
+    reason: str
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        ranks = counted(self.ranks, "rank")
+        return f"Round {self.round} trains with {self.strategy} on {ranks}: {self.reason}."
 
 
 class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
@@ -715,6 +785,9 @@ EventBody: TypeAlias = (
     | RoleRestarts
     | RoleEnded
     | NodeLaunched
+    | SparesDecided
+    | SpareReady
+    | SpareTakesPlace
     | NodeWaits
     | NodeConnected
     | NodeLost
@@ -735,6 +808,7 @@ EventBody: TypeAlias = (
     | SlowRank
     | SlowRankRecovered
     | SamplesSkipped
+    | StrategyChosen
     | Recovered
     | StepsUndone
     | NodeSucceeded

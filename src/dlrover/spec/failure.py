@@ -138,6 +138,25 @@ class Action(str, enum.Enum):
     """End the job: a restart would fail in the same way."""
 
 
+class Rung(str, enum.Enum):
+    """What the job does after a fault, the cheapest first."""
+
+    IN_PROCESS = "in_process"
+    """Processes that are well go on; nothing of theirs starts again."""
+    PROCESS = "process"
+    """All workers start again on the same nodes, from processes that have loaded everything."""
+    NODE = "node"
+    """All workers start again on the same nodes; the failed node's from processes that have loaded nothing."""
+    SPARE = "spare"
+    """A spare takes the node's place."""
+    ELSEWHERE = "elsewhere"
+    """Another node takes the node's place once it has started."""
+    SMALLER = "smaller"
+    """The job goes on with fewer nodes."""
+    END = "end"
+    """The job ends."""
+
+
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Meaning of a failure, in words for people and in facts for the restart policy."""
 

@@ -1,7 +1,8 @@
 """Nodes: one agent and its workers each; their roles and their life cycle.
 
 Workers have wanted ranks from 0, servers (role ``ps``, parameter servers) those from `FIRST_SERVER`, so that
-a world lists its workers first.
+a world lists its workers first. A spare belongs to no world and has a wanted rank from `FIRST_SPARE`, until it
+gets that of a lost worker.
 """
 
 from __future__ import annotations
@@ -17,8 +18,16 @@ WORKER = "worker"
 SERVER = "ps"
 CHIEF = "chief"
 EVALUATOR = "evaluator"
+SPARE = "spare"
+FIRST_SPARE = 1 << 19
+"""Wanted rank of the first spare; the wanted ranks of all workers are lower."""
 FIRST_SERVER = 1 << 20
-"""Wanted rank of the first server; the wanted ranks of all workers are lower."""
+"""Wanted rank of the first server; the wanted ranks of all workers and spares are lower."""
+
+
+def is_spare(node_rank: int) -> bool:
+    """Return whether a node with this wanted rank is a spare."""
+    return FIRST_SPARE <= node_rank < FIRST_SERVER
 
 
 def is_server(node_rank: int) -> bool:
@@ -32,7 +41,9 @@ def role_of(node_rank: int) -> str:
 
 
 def index_in_role(node_rank: int) -> int:
-    """Return a node's index among the wanted nodes of its role, from 0."""
+    """Return a node's index among the wanted nodes of its role, or among the spares, from 0."""
+    if is_spare(node_rank):
+        return node_rank - FIRST_SPARE
     return node_rank - FIRST_SERVER if is_server(node_rank) else node_rank
 
 

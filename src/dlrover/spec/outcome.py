@@ -33,7 +33,9 @@ class Cause(str, enum.Enum):
     FAULT_DETECTION = "fault_detection"
     """From a fault's first sign to its detection, as far as no step was completed meanwhile."""
     WAITING_FOR_RESOURCES = "waiting_for_resources"
-    """Until a requested node connects, and while nodes wait because there are too few for a world."""
+    """Until a requested node connects while no world trains, and while nodes wait because there are too few."""
+    DEGRADED = "degraded"
+    """A node that the job wants is not there yet, and the others train without it."""
     IDLE = "idle"
     """A spare, while the world trains without it."""
     SHUTDOWN = "shutdown"
@@ -109,6 +111,9 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """Earlier incidents that are no longer listed."""
     earlier_incident_seconds: float = 0.0
     """Total cost of the earlier incidents in seconds."""
+    degraded_seconds: float = 0.0
+    """Wall time of the job in which a world trained with fewer nodes than the job wants, or once had where nodes
+    come by themselves."""
     rounds_without_first_step: int = 0
     """Rounds after the first whose programs did not report their first step. The steps that they made again
     count as productive, so the ratio is then an upper bound."""

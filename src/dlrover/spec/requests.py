@@ -9,8 +9,9 @@ import msgspec
 from dlrover.spec.cluster import ClusterReply, ClusterRequest
 from dlrover.spec.placement import PlacementReply, PlacementRequest
 from dlrover.spec.shards import ShardReply, ShardRequest
+from dlrover.spec.strategies import StrategyReply, StrategyRequest
 
-WorkerRequest: TypeAlias = ShardRequest | PlacementRequest | ClusterRequest
+WorkerRequest: TypeAlias = ShardRequest | PlacementRequest | ClusterRequest | StrategyRequest
 
 
 class Unanswered(msgspec.Struct, frozen=True, array_like=True, tag="unanswered", kw_only=True):
@@ -22,4 +23,4 @@ class Unanswered(msgspec.Struct, frozen=True, array_like=True, tag="unanswered",
     """Why no master could be reached; ask again."""
 
 
-WorkerReply: TypeAlias = ShardReply | PlacementReply | ClusterReply | Unanswered
+WorkerReply: TypeAlias = ShardReply | PlacementReply | ClusterReply | StrategyReply | Unanswered

@@ -68,6 +68,11 @@ OWN_DESTS = [
     "auto_scale",
     "config",
     "output",
+    "comm_perf_test",
+    "numa_affinity",
+    "membind_policy",
+    "training_port",
+    "ucp_device_type",
 ]
 
 COMMAND_LINES = [

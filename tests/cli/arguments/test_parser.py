@@ -114,6 +114,11 @@ def test_defaults_of_own_options():
         "auto_scale": False,
         "config": "",
         "output": "text",
+        "comm_perf_test": False,
+        "numa_affinity": False,
+        "membind_policy": "none",
+        "training_port": None,
+        "ucp_device_type": None,
     }
 
 

@@ -10,6 +10,7 @@ import venv
 
 import pytest
 
+from dlrover import accelerators
 from dlrover.cli.run.arguments import build_parser, parse
 from dlrover.cli.run.nproc import probe_devices, resolve_nproc
 from dlrover.config import Settings
@@ -79,6 +80,7 @@ def test_interpreter_and_prefix_come_from_torchruns_variables():
         ("--precheck 1", True, False),
         ("--exclude-straggler", True, True),
         ("--network_check --exclude_straggler", True, True),
+        ("--comm-perf-test", True, False),
     ],
 )
 def test_node_check(argv, checked, excluded):
@@ -97,6 +99,17 @@ def test_node_check(argv, checked, excluded):
         ("--network-check --exclude-straggler --precheck 2", []),
         ("--auto-tunning", []),
         (
+            "--numa-affinity --membind-policy bind --training_port 60000 --ucp_device_type cpu",
+            [
+                "--numa-affinity has no effect: this machine has no accelerators.",
+                "--membind-policy bind has no effect: a worker that --numa-affinity binds allocates its memory near its "
+                "processors.",
+                "--training-port 60000 has no effect: workers inherit this environment, with the ports that a library "
+                "of collectives reads from it.",
+                "--ucp-device-type cpu has no effect: checkpoints fit any number of ranks without a conversion.",
+            ],
+        ),
+        (
             "--logs-specs mine --event-log-handler console --start-method fork",
             [
                 "--logs-specs mine has no effect: the agent writes the workers' logs itself, "
@@ -108,8 +121,16 @@ def test_node_check(argv, checked, excluded):
         ),
     ],
 )
-def test_notices(argv, notices):
+def test_notices(argv, notices, monkeypatch):
+    monkeypatch.setattr(accelerators, "pci_addresses", lambda: ())
     assert list(options(*argv.split()).notices) == notices
+
+
+def test_numa_affinity_binds_workers_on_a_machine_with_accelerators(monkeypatch):
+    monkeypatch.setattr(accelerators, "pci_addresses", lambda: ("0000:3b:00.0",))
+    made = options("--numa-affinity")
+    assert (made.launch.numa_binding, made.notices) == ("node", ())
+    assert options("--numa-affinity", "--numa-binding", "socket").launch.numa_binding == "socket"
 
 
 # Workers per node

@@ -49,7 +49,13 @@ def main(out: Path, steps: int, step_time: float) -> None:
 
 def note(out: Path, rank: int, done: int) -> None:
     """Write down who begins from which step; rank 0 drops the losses of steps to be done again."""
-    process = {"rank": rank, "pid": os.getpid(), "from": done, "time": time.time()}
+    process = {
+        "rank": rank,
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "from": done,
+        "time": time.time(),
+    }
     with (out / "starts.jsonl").open("a") as file:
         file.write(json.dumps(process) + "\n")
     losses = out / "losses.jsonl"

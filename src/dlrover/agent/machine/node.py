@@ -73,11 +73,12 @@ Command: TypeAlias = (
     | CheckReport
     | CheckOrder
     | messages.AssignWorld
+    | messages.StandBy
     | messages.Dismiss
 )
 """Besides its own, a command is a message: one to the master is sent, or dropped without a connection. Of the
 master's, `CheckOrder` checks this node (the `CheckReport` is the next input; an unfinished earlier check is
-cancelled), `AssignWorld` starts its workers, and `Dismiss` ends the agent."""
+cancelled), `AssignWorld` starts its workers, `StandBy` loads what they need, and `Dismiss` ends the agent."""
 
 
 @dataclass
@@ -127,7 +128,7 @@ class AgentMachine:
         """Return whether ``event`` comes from a replaced master, whose connection the caller must close."""
         return isinstance(event, messages.Welcome) and event.epoch < self.epoch
 
-    def handle(self, event: Input) -> list[Command]:  # noqa: C901, PLR0911 - one case per input
+    def handle(self, event: Input) -> list[Command]:  # noqa: C901, PLR0911, PLR0912 - one case per input
         """Process one input and return the resulting commands."""
         if self.stage is Stage.LEFT:
             return []
@@ -148,6 +149,8 @@ class AgentMachine:
                 return self._workers_stopped()
             case messages.Dismiss():
                 return self._leave(event)
+            case messages.StandBy():
+                return [event] if self.stage is Stage.JOINED else []
             case messages.CollectEvidence():
                 return []
 

@@ -11,9 +11,20 @@ from pathlib import Path
 
 from dlrover import __version__
 from dlrover._util.files import write_atomically
+from dlrover.rpc.messages import MODULES_LIMIT
 from dlrover.spec.job import Entry, LaunchSpec
 
 logger = logging.getLogger(__name__)
+
+
+def content(listed: Path) -> bytes:
+    """Return a list that a worker has written, for other nodes; empty if it cannot be read or is too long."""
+    try:
+        data = listed.read_bytes()
+    except OSError as error:
+        logger.info("The list of modules is not passed on: %s", error)
+        return b""
+    return data if len(data) <= MODULES_LIMIT else b""
 
 
 class ModuleList:

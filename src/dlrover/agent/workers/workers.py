@@ -20,10 +20,9 @@ import msgspec
 from dlrover import accelerators, launched
 from dlrover._util import cgroup, procs
 from dlrover.agent.devices import Devices
-from dlrover.agent.workers import environment, evidence, numa, zygotes
+from dlrover.agent.workers import environment, evidence, modules, numa, zygotes
 from dlrover.agent.workers.facts import NodeFacts
 from dlrover.agent.workers.logs import AttemptLogs, RunLogs
-from dlrover.agent.workers.modules import ModuleList
 from dlrover.agent.workers.zygote import StartOrder
 from dlrover.errors import ConfigurationError
 from dlrover.spec.failure import OWN_ENDS, Failure, FailureKind
@@ -105,8 +104,12 @@ class WorkerGroup:
         self._warm: zygotes.ZygoteProcess | None = None
         self._retired: list[zygotes.ZygoteProcess] = []
         self._python = launch.python or sys.executable
-        self._modules = ModuleList(cache, launch, self._python, base_env.get("PYTHONPATH", ""))
+        self._modules = modules.ModuleList(
+            cache, launch, self._python, base_env.get("PYTHONPATH", "")
+        )
         self._modules_file = ""
+        self.listed_modules = b""
+        """List of the modules that the program has loaded on this node; empty while unknown."""
         self._workers: dict[int, Worker] = {}
         self._ids = 0
         self._by_id: dict[int, Worker] = {}
@@ -249,8 +252,22 @@ class WorkerGroup:
         if listed != self._modules_file and self._board.read(0).modules_listed:
             self._modules_file = listed  # one attempt per list: importing may crash
             self._modules.keep(Path(listed))
+            self.listed_modules = modules.content(Path(listed))
             if self._warm is None:
                 self._warm = self._start_zygote(listed)
+
+    def take_place(self, node_rank: int) -> None:
+        """Note the node's wanted rank, which a spare gets only when it takes a place."""
+        _, of, job_dir = self.place.partition(" of ")
+        if of:
+            self.place = f"{node_rank}{of}{job_dir}"
+
+    def preload(self, listed: bytes) -> None:
+        """Start a zygote with a list of modules that the program has loaded on another node."""
+        if listed and self._warm is None and self._launch.entry is not Entry.COMMAND:
+            path = self._run_logs.directory / "modules.json"
+            path.write_bytes(listed)
+            self._warm = self._start_zygote(str(path))
 
     def _signal_zygotes(self, number: signal.Signals) -> None:
         procs.kill((z.process.pid for z in (self._cold, self._warm) if z is not None), number)

@@ -439,13 +439,17 @@ class Checkpointer:
             if self._read_only:
                 return record
             if step is not None:
-                self._world.agree(lambda: self._client.keep(None))
-                self._findings.go_back(step, self._numbering.go_back())
+                self._go_back(step)
             elif record is None or record.source == "storage":
                 self._findings.continue_from(None if record is None else record.step)
             self._world.agree(lambda: self._reserve_ahead(state, again.layout))
         launched.loaded(0 if record is None else record.step)
         return record
+
+    def _go_back(self, step: int) -> None:
+        """Let later saves count as newer than all that were made after ``step``. Collective."""
+        self._world.agree(lambda: self._client.keep(None))
+        self._findings.go_back(step, self._numbering.go_back())
 
     def _reserve_ahead(self, state: State, layout: PackedLayout | None) -> None:
         layout = layout or self._copier.layout_of(state)
@@ -488,19 +492,26 @@ class Checkpointer:
         return None if record is None else (record, readings[-1].state)
 
     def load_parts(
-        self, choose: Callable[[Mapping[int, RankState]], Sequence[Target]]
+        self,
+        choose: Callable[[Mapping[int, RankState]], Sequence[Target] | None],
+        step: int | None = None,
     ) -> LoadRecord | None:
         """Load parts of saved tensors, whichever ranks saved them. For adapters; collective.
 
         Args:
-            choose: called with what all ranks saved of a step; returns the parts that this rank needs. It is
-                called again if another step has to be taken.
+            choose: called with what all ranks saved of a step, or one of them where all saved the same; returns
+                the parts that this rank needs, or None to see all. It is called again if another step has to be
+                taken.
+            step: a stored step to go back to, as with `load`.
 
         Raises:
+            ConfigurationError: there is no such step.
             InfrastructureError: checkpoints existed, and none can be loaded.
         """
         with launched.blocked():
-            record = self._carry_out(functools.partial(taking, choose))
+            record = self._carry_out(functools.partial(taking, choose), step)
+            if step is not None and not self._read_only:
+                self._go_back(step)
         if not self._read_only:
             launched.loaded(0 if record is None else record.step)
         return record

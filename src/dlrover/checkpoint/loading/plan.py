@@ -156,12 +156,13 @@ class PartialLoad:
 
 
 def taking(
-    choose: Callable[[Mapping[int, RankState]], Sequence[Target]], request: LoadRequest
+    choose: Callable[[Mapping[int, RankState]], Sequence[Target] | None], request: LoadRequest
 ) -> LoadPlan | None:
-    """Plan how to get parts of tensors from any saved ranks; return None if not all ranks are known.
+    """Plan how to get parts of tensors from any saved ranks; return None if more ranks must be known.
 
     Args:
-        choose: returns the targets for a step, given all its ranks.
+        choose: returns the targets for a step, given all its ranks, or one where all are alike; None if it
+            needs all.
         request: the step to read.
 
     Raises:
@@ -170,6 +171,8 @@ def taking(
     if not request.complete:
         return None
     targets = choose(request.ranks)
+    if targets is None:
+        return None
     known = _SavedTensors(request.ranks, request.base)
     needed = [known.pieces(target, target.extent) for target in targets]
     return LoadPlan(PartialLoad(targets), request.base, targets, needed)

@@ -167,6 +167,9 @@ def notes(goodput: Goodput, amount: Amounts) -> list[str]:
     if goodput.earlier_incidents:
         cost = amount(goodput.earlier_incident_seconds)
         found.append(f"{goodput.earlier_incidents} earlier incidents cost {cost} in all.")
+    if goodput.degraded_seconds:
+        short = amount(goodput.degraded_seconds)
+        found.append(f"For {short} the job trained with fewer nodes than it wants.")
     if goodput.rounds_without_first_step:
         found.append(
             "Recomputed steps are not measured: the program did not report with which step it began in "

@@ -58,6 +58,7 @@ COLOURS = {
     Cause.RECOMPUTED_STEPS: "#d9688a",
     Cause.FAULT_DETECTION: "#c9403f",
     Cause.WAITING_FOR_RESOURCES: "#9a86a0",
+    Cause.DEGRADED: "#b5838d",
     Cause.IDLE: "#a9b0b8",
     Cause.SHUTDOWN: "#6f7780",
     Cause.NOT_MEASURED: "#d5d9de",

@@ -14,7 +14,7 @@ KEPT = 4096
 _ORDER = (
     Cause.WAITING_FOR_RESOURCES, Cause.NODE_CHECK, Cause.RENDEZVOUS, Cause.START_UP, Cause.COMPILE,
     Cause.DATA, Cause.CHECKPOINT_BLOCK, Cause.RECOMPUTED_STEPS, Cause.PRODUCTIVE, Cause.EVAL,
-    Cause.FAULT_DETECTION, Cause.IDLE, Cause.SHUTDOWN, Cause.NOT_MEASURED,
+    Cause.FAULT_DETECTION, Cause.DEGRADED, Cause.IDLE, Cause.SHUTDOWN, Cause.NOT_MEASURED,
 )  # fmt: skip
 """Order in which the causes of one interval are drawn."""
 _PLACES = [CAUSES.index(cause) for cause in _ORDER]

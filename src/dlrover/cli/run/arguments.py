@@ -80,6 +80,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     _add_job(OptionGroup(parser, environ, "DLRover: the job", own=True))
     _add_checks(OptionGroup(parser, environ, "DLRover: checks", own=True))
     _add_tuning(OptionGroup(parser, environ, "DLRover: tuning", own=True))
+    _add_original(OptionGroup(parser, environ, "accepted from the original DLRover", own=True))
     other = parser.add_argument_group("help")
     other.add_argument("-h", "--help", action="help", help="Show this text.")
     version = other.add_argument(
@@ -301,6 +302,13 @@ def _add_job(group: OptionGroup) -> None:
         help="Train with a multiple of N nodes only (default: %(default)s).",
     )
     group.add(
+        "--spares",
+        default="",
+        metavar="N|auto",
+        help="Spare nodes beside --nnodes, warm and without ranks: each takes the place of a lost node at once. "
+        "auto chooses their number from the measured failures (default: 0).",
+    )
+    group.add(
         "--servers",
         default="",
         metavar="[MIN:]MAX",
@@ -412,6 +420,33 @@ def _add_tuning(group: OptionGroup) -> None:
         "--auto-tunning",
         "--auto-tuning",
         help="Tune the loaders and micro-batches of DLRover's classes from measurements.",
+    )
+
+
+def _add_original(group: OptionGroup) -> None:
+    group.add_switch(
+        "--comm-perf-test", help="Like --network-check, which measures the network, too."
+    )
+    group.add_switch(
+        "--numa-affinity",
+        help="Like --numa-binding node, on a machine with accelerators.",
+    )
+    group.add(
+        "--membind-policy",
+        default="none",
+        choices=["none", "preferred", "bind"],
+        help="No effect: a bound worker's memory is near its processors because it allocates it there.",
+    )
+    group.add(
+        "--training-port",
+        kind=int,
+        metavar="PORT",
+        help="No effect: workers inherit the launcher's environment, with the ports of collectives.",
+    )
+    group.add(
+        "--ucp-device-type",
+        metavar="DEVICE",
+        help="No effect: checkpoints fit any number of ranks without a conversion.",
     )
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
+from dlrover import accelerators
 from dlrover.cli.run import nodes
 from dlrover.cli.run.nproc import resolve_nproc
 from dlrover.errors import ConfigurationError
@@ -92,7 +93,8 @@ def run_options(
     others = nodes.other_nodes(args, environ)
     min_nodes, max_nodes = (bound + others for bound in nodes.bounds(args))
     standalone = _is_standalone(args, min_nodes, max_nodes)
-    _check_node_rank(args, standalone, max_nodes)
+    spares, auto_spares = nodes.spares(args, environ, max_nodes, standalone=standalone)
+    _check_node_rank(args, standalone, max_nodes + spares)
     if args.embedding_servers:
         args = nodes.with_embedding_servers(args)
     min_servers, max_servers = nodes.server_bounds(args.servers, args.local_nodes)
@@ -131,11 +133,13 @@ def run_options(
             server_failover=server_failover,
             chief=args.chief,
             instances=args.role if args.instances else "",
+            spares=spares,
+            auto_spares=auto_spares,
             other_nodes=others,
             auto_scale=args.auto_scale,
             max_restarts=launch.max_restarts,
             shutdown_timeout=launch.shutdown_timeout,
-            node_check=args.network_check or args.precheck > 0,
+            node_check=args.network_check or args.comm_perf_test or args.precheck > 0,
             exclude_stragglers=args.exclude_straggler,
         ),
         local_nodes=args.local_nodes and args.local_nodes + others,
@@ -192,7 +196,7 @@ def _launch_spec(
         virtual_local_rank=args.virtual_local_rank,
         save_at_breakpoint=args.save_at_breakpoint,
         auto_tuning=args.auto_tunning,
-        numa_binding=args.numa_binding or "",
+        numa_binding=args.numa_binding or _numa_affinity(args),
         # Last: it may take seconds, and any other mistake should be reported at once.
         nproc_per_node=resolve_nproc(args.nproc_per_node, probe),
     )
@@ -370,6 +374,10 @@ def _check_program(entry: Entry, target: str, environ: Mapping[str, str]) -> Non
         raise ConfigurationError(f"training script {target} is a directory without __main__.py.")
 
 
+def _numa_affinity(args: argparse.Namespace) -> str:
+    return "node" if args.numa_affinity and accelerators.pci_addresses() else ""
+
+
 # Options without effect
 
 
@@ -390,6 +398,23 @@ def _notices(args: argparse.Namespace) -> tuple[str, ...]:
         notices.append(
             f"--start-method {args.start_method} has no effect: "
             "each worker is a program of its own, not a fork of the launcher."
+        )
+    if args.numa_affinity and not (args.numa_binding or _numa_affinity(args)):
+        notices.append("--numa-affinity has no effect: this machine has no accelerators.")
+    if "membind_policy" in args.given:
+        notices.append(
+            f"--membind-policy {args.membind_policy} has no effect: a worker that --numa-affinity binds allocates its "
+            "memory near its processors."
+        )
+    if args.training_port is not None:
+        notices.append(
+            f"--training-port {args.training_port} has no effect: workers inherit this environment, with the ports "
+            "that a library of collectives reads from it."
+        )
+    if args.ucp_device_type is not None:
+        notices.append(
+            f"--ucp-device-type {args.ucp_device_type} has no effect: checkpoints fit any number of ranks without a "
+            "conversion."
         )
     if (args.servers or args.chief) and "role" in args.given:
         notices.append(

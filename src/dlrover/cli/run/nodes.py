@@ -120,6 +120,36 @@ def with_embedding_servers(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**changed)
 
 
+def spares(
+    args: argparse.Namespace, environ: Mapping[str, str], most: int, *, standalone: bool
+) -> tuple[int, bool]:
+    """Return the number of spares that ``--spares`` asks for, and whether the job chooses it.
+
+    Raises:
+        ConfigurationError: the text is malformed, there are more spares than nodes, or no node could be one.
+    """
+    text = args.spares
+    if text in ("", "0"):
+        return 0, False
+    if text != "auto" and not re.fullmatch(r"[0-9]{1,6}", text):
+        raise ConfigurationError(f"--spares {text}: must be auto or a whole number, 0 or more.")
+    if args.chief:
+        raise ConfigurationError(
+            f"--spares {text}: with --chief, each node is a world by itself and none waits for another."
+        )
+    if standalone and not args.local_nodes:
+        raise ConfigurationError(
+            f"--spares {text}: the job runs on one node; give --local-nodes N for several on this machine."
+        )
+    if text == "auto":
+        return 0, True
+    if int(text) > most:
+        raise ConfigurationError(
+            f"--spares {text}: must be at most the number of nodes, {most}; more could not be used."
+        )
+    return int(text), False
+
+
 def server_bounds(text: str, local_nodes: int) -> tuple[int, int]:
     """Return the least and the most number of parameter servers; zeros if ``text`` is empty.
 

@@ -225,6 +225,10 @@ class _Plan:
                 name=self._name,
                 managed_nodes=managed_nodes,
                 auto_scale=options.job.auto_scale and managed_nodes > 0,
+                spares=options.job.spares
+                if managed_nodes
+                else 0,  # others are those that come beyond --nnodes
+                auto_spares=options.job.auto_spares and managed_nodes > 0,
             ),
             platform="local" if managed_nodes else "",
             brain=BrainSide(
@@ -232,7 +236,7 @@ class _Plan:
                 node=Group(count=1, cpu=size.cpu, memory=size.memory),
             ),
             node_size=size,
-            most_memory_factor=nodes.most_memory_factor(size, managed_nodes),
+            most_memory_factor=nodes.most_memory_factor(size, managed_nodes + options.job.spares),
         )
         self._write(self._job_dir.job, master_config(request, self._settings, host, port))
         self._has_master = True

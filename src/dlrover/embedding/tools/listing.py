@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from dlrover.checkpoint.storage.stores import open_store
+from dlrover.embedding import files
 from dlrover.embedding.machine.chain import TableManifest
 from dlrover.embedding.options import TableOptions, decoded
 from dlrover.embedding.remote import stored
-from dlrover.embedding.table import HashTable
 from dlrover.embedding.tools import values
 from dlrover.errors import ConfigurationError
 
@@ -44,16 +44,16 @@ def listing(place: str) -> Listing:
     """
     file = values.file_of(place)
     if file is not None:
-        table = HashTable.load(file)
+        found = files.read(file)
         one = StoredTables(
-            step=table.step,
+            step=found.step,
             id="",
             adds_to=None,
-            rows=len(table),
+            rows=sum(len(part["keys"]) for part in found.parts),
             nbytes=file.stat().st_size,
             parts=1,
         )
-        return Listing(checkpoints=[one], tables={file.stem: table.options})
+        return Listing(checkpoints=[one], tables={file.stem: found.options})
     store = open_store(place)
     found = stored.manifests(store)
     if not found:

@@ -12,11 +12,12 @@ import numpy as np
 
 from dlrover._native.tables import Copied
 from dlrover.checkpoint.storage.stores import Store, is_url, open_store
+from dlrover.embedding import files
 from dlrover.embedding.machine.chain import TableManifest
 from dlrover.embedding.options import RowOptimizer, TableOptions, decoded
 from dlrover.embedding.remote import stored
 from dlrover.embedding.remote.arrays import Arrays
-from dlrover.embedding.table import ALL_SLOTS, HashTable
+from dlrover.embedding.table import HashTable
 from dlrover.errors import ConfigurationError
 
 Tables: TypeAlias = dict[str, HashTable]
@@ -61,8 +62,11 @@ def load(place: str | os.PathLike[str], step: int | None = None) -> LoadedTables
     if file is not None:
         if step is not None:
             raise ConfigurationError(f"--step is {step}; {file} is a file with one table.")
-        whole = HashTable.load(file)
-        return LoadedTables(whole.step, {file.stem: frozen(whole)})
+        found = files.read(file)
+        tables = empty({file.stem: found.options.json()})
+        for part in found.parts:
+            _restore(tables[file.stem], part)
+        return LoadedTables(found.step, tables)
     store = open_store(place)
     newest = find(store, step)
     tables = empty(newest.tables)
@@ -76,13 +80,6 @@ def empty(options: Mapping[str, str]) -> Tables:
     return {name: HashTable.of(_values_only(decoded(text))) for name, text in options.items()}
 
 
-def frozen(table: HashTable) -> HashTable:
-    """Return a table with the values of another one, for reading."""
-    values = HashTable.of(_values_only(table.options))
-    _restore(values, table.export_rows(ALL_SLOTS))
-    return values
-
-
 def add(tables: Tables, part: Arrays) -> None:
     """Take in the values of a part of a checkpoint, and remove what it says was removed."""
     for name, table in tables.items():
@@ -92,7 +89,12 @@ def add(tables: Tables, part: Arrays) -> None:
 
 def _values_only(options: TableOptions) -> TableOptions:
     return msgspec.structs.replace(
-        options, optimizer=RowOptimizer(name="sgd"), admission=None, expiry=None, memory_bytes=0
+        options,
+        optimizer=RowOptimizer(name="sgd"),
+        admission=None,
+        expiry=None,
+        memory_bytes=0,
+        spill=None,
     )
 
 

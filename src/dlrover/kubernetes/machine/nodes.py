@@ -12,7 +12,7 @@ from dlrover.errors import ExitCode
 from dlrover.kubernetes.machine import objects, podgroups, pods, tls
 from dlrover.kubernetes.resources import names, quantities as resources
 from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ReplicaSpec
-from dlrover.spec.node import SERVER, WORKER, LaunchNode, index_in_role, is_server
+from dlrover.spec.node import SERVER, WORKER, LaunchNode, index_in_role, is_server, is_spare
 
 ROLES = ("chief", "evaluator", WORKER, SERVER)
 """Roles whose pods are nodes, in rank order."""
@@ -86,8 +86,29 @@ def pod(job: ElasticJob, launch: LaunchNode, master: str) -> Manifest:
         RANK_LABEL: str(launch.node_rank),
     }
     made["metadata"]["annotations"] |= _factors(launch)
-    podgroups.join(made, job, count(job))
+    if is_spare(launch.node_rank):
+        _stand_apart(made, job)
+        podgroups.schedule(made, job)
+    else:
+        podgroups.join(made, job, count(job))
     return made
+
+
+def _stand_apart(pod: Manifest, job: ElasticJob) -> None:
+    """Prefer a host without other pods of the job for a spare, and give it its own priority."""
+    spec = pod["spec"]
+    if job.spec.spares.priority_class_name:
+        spec["priorityClassName"] = job.spec.spares.priority_class_name
+    affinity = spec.setdefault("affinity", {}).setdefault("podAntiAffinity", {})
+    wish = {
+        "weight": 100,
+        "podAffinityTerm": {
+            "labelSelector": {"matchLabels": {names.JOB_LABEL: job.name}},
+            "topologyKey": HOST_LABEL,
+        },
+    }
+    preferred = "preferredDuringSchedulingIgnoredDuringExecution"
+    affinity[preferred] = [*(affinity.get(preferred) or []), wish]
 
 
 def _factors(launch: LaunchNode) -> dict[str, str]:
@@ -139,6 +160,7 @@ def _own_variables(job: ElasticJob, launch: LaunchNode, role: str, master: str) 
         "NODE_ID": str(launch.node_id),
         "NODE_NUM": str(count(job)),
         "NODE_RANK": str(index_in_role(launch.node_rank)),
+        "WORKER_NUM": str(count(job)),
     }
     fields = {
         "DLROVER_NODE_NAME": "spec.nodeName",

@@ -62,14 +62,21 @@ def join(pod: Manifest, job: ElasticJob, nodes: int) -> None:
         least = str(commands.fewest_nodes(job))
         annotations = {f"{_KOORDINATOR}/name": group, f"{_KOORDINATOR}/min-available": least}
     elif by == "kueue":
-        queue = job.spec.gang.queue or _queue(job)
-        labels = {f"{_KUEUE}/queue-name": queue, f"{_KUEUE}/pod-group-name": group}
+        labels = {f"{_KUEUE}/pod-group-name": group}
         annotations = {f"{_KUEUE}/pod-group-total-count": str(nodes)}
     metadata = pod["metadata"]
     metadata["labels"] = {**labels, **metadata["labels"]}
     metadata["annotations"] = {**annotations, **metadata["annotations"]}
-    if by in _SCHEDULERS:
-        pod["spec"].setdefault("schedulerName", _SCHEDULERS[by])
+    schedule(pod, job)
+
+
+def schedule(pod: Manifest, job: ElasticJob) -> None:
+    """Give a pod the scheduler and queue of its job's group; a spare is no member of the group itself."""
+    gang = job.spec.gang
+    if gang.by in _SCHEDULERS:
+        pod["spec"].setdefault("schedulerName", _SCHEDULERS[gang.by])
+    if gang.by == "kueue":
+        pod["metadata"]["labels"].setdefault(f"{_KUEUE}/queue-name", gang.queue or _queue(job))
 
 
 def _queue(job: ElasticJob) -> str:

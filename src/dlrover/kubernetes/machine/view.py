@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +42,11 @@ class View:
         self.wanted = worker.replicas if worker else 0
         """Number of wanted workers."""
         self.counted = pods.count(self.others)
-        self.active = self.counted["worker"].active if "worker" in self.counted else 0
+        workers = self.counted.get("worker")
+        spares = self.job.spec.spares
+        self.most = self.wanted if spares.replicas or spares.auto else sys.maxsize
+        """Number of pods that can be workers; the others are spares, which are pods of the role, too."""
+        self.active = min(workers.active, self.most) if workers else 0
         """Number of running workers."""
         self.yields_after = self.job.spec.gang.yield_after_seconds
         """Seconds after which the job yields; None if it never does."""
@@ -138,6 +143,7 @@ class View:
             *changed,
         ]
         workers = self.counted.get("worker")
+        replicas = min(workers.pending + workers.active, self.most) if workers else 0
         status = msgspec.structs.replace(
             self.old,
             phase=phase,
@@ -145,7 +151,7 @@ class View:
             observed_generation=self.generation,
             conditions=decisions.merged(self.old.conditions, conditions, self.now),
             workers=f"{self.active}/{self.wanted}",
-            replicas=workers.pending + workers.active if workers else 0,
+            replicas=replicas,
             selector=f"{names.JOB_LABEL}={self.job.name},{names.ROLE_LABEL}=worker",
             replica_statuses=self.counted,
             **fields,

@@ -96,10 +96,12 @@ def _job_spec(job: ElasticJob) -> JobSpec:
         if chief or flags.get("server-failover") == "instance"
         else "job",
         chief=chief,
+        spares=0 if chief else job.spec.spares.replicas,
+        auto_spares=job.spec.spares.auto and not chief,
         earlier_restarts=job.status.training.restarts,
         node_unit=commands.number(flags.get("node-unit", ""), 1),
         max_restarts=commands.number(flags.get("max-restarts", ""), worker.restart_count),
-        node_check="network-check" in flags,
+        node_check=not flags.keys().isdisjoint(("network-check", "comm-perf-test")),
         exclude_stragglers="exclude-straggler" in flags,
     )
 

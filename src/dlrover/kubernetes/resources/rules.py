@@ -89,6 +89,16 @@ def _needs_ps(spec: Spec) -> bool:
     return spec.get("distributionStrategy") != "ParameterServerStrategy" or "ps" in roles
 
 
+def _one_number(spares: Spec) -> bool:
+    return not (spares.get("auto") and spares.get("replicas"))
+
+
+def _has_workers(spec: Spec) -> bool:
+    spares = spec.get("spares") or {}
+    roles = {canonical(role) for role in spec.get("replicaSpecs", {})}
+    return not (spares.get("auto") or spares.get("replicas")) or "worker" in roles
+
+
 def _one_source(env: Spec) -> bool:
     return not (env.get("value") and env.get("valueFrom"))
 
@@ -136,6 +146,22 @@ RULES = (
         "self.replicaSpecs.exists(role, role.lowerAscii() == 'ps')",
         "a role ps with distributionStrategy ParameterServerStrategy",
         _needs_ps,
+        at="replicaSpecs",
+        shown=lambda spec: _roles(spec.get("replicaSpecs", {})),
+    ),
+    FieldRule(
+        ("spares",),
+        "!self.auto || self.replicas == 0",
+        "replicas or auto, not both",
+        _one_number,
+        shown=lambda spares: f"{{auto: true, replicas: {spares.get('replicas')}}}",
+    ),
+    FieldRule(
+        (),
+        "!has(self.spares) || (!self.spares.auto && self.spares.replicas == 0) || "
+        "self.replicaSpecs.exists(role, role.lowerAscii() == 'worker')",
+        "a role worker beside spec.spares",
+        _has_workers,
         at="replicaSpecs",
         shown=lambda spec: _roles(spec.get("replicaSpecs", {})),
     ),

@@ -185,6 +185,23 @@ class GangSpec(_Base, frozen=True):
     ) = None
 
 
+class SparesSpec(_Base, frozen=True):
+    """Warm pods beside the workers, each of which takes the place of a lost worker at once."""
+
+    replicas: Annotated[int, Meta(ge=0, le=1000, description="Number of spare pods.")] = 0
+    auto: Annotated[
+        bool,
+        Meta(description="Choose the number from measured failures and the time to replace a pod."),
+    ] = False
+    priority_class_name: Annotated[
+        str,
+        Meta(
+            max_length=253,
+            description="PriorityClass of the spare pods; that of the workers if unset.",
+        ),
+    ] = ""
+
+
 class ElasticJobSpec(_Base, frozen=True):
     """The specification of the job."""
 
@@ -223,6 +240,9 @@ class ElasticJobSpec(_Base, frozen=True):
     gang: Annotated[GangSpec, Meta(description="All-or-nothing placement of the nodes.")] = (
         GangSpec()
     )
+    spares: Annotated[
+        SparesSpec, Meta(description="Warm pods, each of which replaces a lost worker at once.")
+    ] = SparesSpec()
     envs: Annotated[
         dict[str, EnvVar],
         Meta(max_length=256, description="Variables of every pod, under any keys."),

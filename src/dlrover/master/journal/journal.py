@@ -24,8 +24,16 @@ from dlrover.rpc import messages
 from dlrover.spec.cluster import ClusterRequest
 from dlrover.spec.placement import PlacementRequest
 from dlrover.spec.shards import ShardRequest
+from dlrover.spec.strategies import StrategyRequest
 
-Entry = inputs.Input | messages.StoreRequest | ShardRequest | PlacementRequest | ClusterRequest
+Entry = (
+    inputs.Input
+    | messages.StoreRequest
+    | ShardRequest
+    | PlacementRequest
+    | ClusterRequest
+    | StrategyRequest
+)
 
 JOURNALS = {
     "file": "dlrover.master.journal.file:open_file",
@@ -43,6 +51,7 @@ _DECODERS = {
     "cluster": msgspec.msgpack.Decoder(ClusterRequest),
     "placement": msgspec.msgpack.Decoder(PlacementRequest),
     "shards": msgspec.msgpack.Decoder(ShardRequest),
+    "strategies": msgspec.msgpack.Decoder(StrategyRequest),
 }
 _encoder = msgspec.msgpack.Encoder()
 
@@ -128,6 +137,8 @@ def encoded(entry: Entry) -> tuple[str, bytes]:
         kind = "placement"
     elif isinstance(entry, ClusterRequest):
         kind = "cluster"
+    elif isinstance(entry, StrategyRequest):
+        kind = "strategies"
     return kind, _encoder.encode(entry)
 
 

@@ -15,7 +15,7 @@ from dlrover.master.machine.rendezvous import UNRANKED
 from dlrover.master.machine.state import JobState, Migration, Node, given_up, released
 from dlrover.rpc.messages import Dismiss, Hello
 from dlrover.spec import events
-from dlrover.spec.node import FoundNode, LaunchNode, NodeStatus, is_server
+from dlrover.spec.node import SPARE, FoundNode, LaunchNode, NodeStatus, is_server
 from dlrover.spec.outcome import Outcome
 
 _USAGE = (ExitCode.USAGE, 126, 127)
@@ -41,6 +41,8 @@ class Fleet:
     def role(self, node_id: int) -> str:
         """Return a node's role as users see it; empty in a job whose nodes all have the same."""
         job, node = self.state.job, self.state.nodes[node_id]
+        if self.state.is_spare(node):
+            return SPARE
         return job.place(node.node_rank)[0] if job.servers or job.chief or job.instances else ""
 
     def coming(self) -> list[tuple[int, Migration]]:
@@ -56,7 +58,7 @@ class Fleet:
             for node in self.state.nodes.values()
             if not (node.status.final or node.id in leaving or node is without)
             and not (without is not None and node.gone)
-            and not self.state.is_instance(node)
+            and not self.state.is_outside(node)
         }
         return self.state.rendezvous.can_form(others)
 
@@ -154,6 +156,7 @@ class Fleet:
 
     def order(self, node: Node, now: float) -> None:
         """Order a node from the platform."""
+        self.state.spares.ordered[node.id] = now
         avoid = self.state.faults.excluded(now)
         self.state.send(
             LaunchNode(node.id, node.node_rank, avoid, node.memory_factor, node.cpu_factor)
@@ -176,33 +179,109 @@ class Fleet:
     def bury(self, node: Node) -> None:
         """Record that a node is lost."""
         state = self.state
+        state.spares.failures += node.status is not NodeStatus.PENDING
         state.move(node, NodeStatus.LOST)
+        self._forget_spare(node)
         state.emit(events.NodeLost(node.id, node.reason, self.role(node.id)))
         if node.handle:
             state.send(inputs.KillNode(node.id))
 
     def replace(self, node: Node, now: float) -> None:
-        """Launch another node in place of a lost one that the platform had launched."""
-        state = self.state
-        if self._keeps_rank(node) or not node.launched or not state.scaling.wants(node.node_rank):
+        """Let a spare take the place of a lost node that the platform had launched, or launch another node."""
+        wanted = node.launched and self.state.scaling.wants(node.node_rank)
+        if self._keeps_rank(node) or not wanted or self.take_spare(node, now):
             return
+        if self._can_start(node, now):
+            self.launch(node.node_rank, now, replaces=node)
+
+    def _can_start(self, node: Node, now: float) -> bool:
+        """Return whether another node may start in place of one; without it the job may end."""
+        state, spare = self.state, self.state.is_spare(node)
         if node.refused:
-            if state.is_instance(node) or not self.is_enough():
+            if state.is_instance(node) or not (spare or self.is_enough()):
                 state.end(ExitCode.USAGE, f"node {node.id} cannot be made: {node.reason}.", now)
-            return
-        if not node.has_run:
-            attempts = self.failed_starts.get(node.node_rank, 0) + 1
-            self.failed_starts[node.node_rank] = attempts
-            if attempts >= state.job.limits.node_start_attempts:
-                if node.excluded and self.is_enough():
-                    return  # every replacement is at fault, too; the others train on
-                state.end(
-                    ExitCode.USAGE if node.exit_code in _USAGE else ExitCode.INFRASTRUCTURE,
-                    f"node {node.id} could not be started in {attempts} attempts: {node.reason}.",
-                    now,
-                )
-                return
-        self.launch(node.node_rank, now, replaces=node)
+            failed = True
+        else:
+            failed = self._failed_too_often(node)
+        if failed and spare:  # the job does without it, and tries again later
+            state.spares.retry_at = now + state.job.limits.restart_window
+            self.failed_starts.pop(node.node_rank, None)
+        elif failed and not (node.refused or (node.excluded and self.is_enough())):
+            attempts = self.failed_starts[node.node_rank]
+            state.end(
+                ExitCode.USAGE if node.exit_code in _USAGE else ExitCode.INFRASTRUCTURE,
+                f"node {node.id} could not be started in {attempts} attempts: {node.reason}.",
+                now,
+            )
+        return not failed
+
+    def _failed_too_often(self, node: Node) -> bool:
+        """Count a node that ended before it was part of a world; return whether it was one too many."""
+        if node.has_run:
+            return False
+        attempts = self.failed_starts.get(node.node_rank, 0) + 1
+        self.failed_starts[node.node_rank] = attempts
+        return attempts >= self.state.job.limits.node_start_attempts
+
+    # ---- spares
+
+    def spare_for(self, lost: Node, now: float, *, on_its_host: bool = True) -> int:
+        """Return the spare that takes the place of a node of the world if it is lost; -1 if there is none.
+
+        Without ``on_its_host``, the spare must run on another host.
+        """
+        state = self.state
+        if state.is_outside(lost) or is_server(lost.node_rank):
+            return -1
+        if not lost.launched:
+            return min(state.spares.standing - {lost.id}, default=-1)
+        avoid = set(state.faults.excluded(now))
+        if not (on_its_host or state.job.one_host):
+            avoid.add(lost.hostname)
+        best = state.spares.best(state.nodes, lost, state.checks.passed, avoid)
+        return -1 if best is None else best.id
+
+    def take_spare(self, lost: Node, now: float) -> bool:
+        """Let a spare take the place of a lost node, and launch another spare; return False if there is none."""
+        state, found = self.state, self.spare_for(lost, now)
+        if found < 0 or found in state.spares.standing or state.has_ended():
+            return False
+        spare = state.nodes[found]
+        offer = state.spares.take(spare.id)
+        spare.node_rank, freed = lost.node_rank, spare.node_rank
+        state.checks.recheck(spare.id)
+        state.rendezvous.join(spare.id, offer, now)
+        state.emit(events.SpareTakesPlace(spare.id, lost.id))
+        if state.scaling.wants(freed):
+            self.launch(freed, now)
+        return True
+
+    def fill_places(self) -> set[int]:
+        """Give free places to spares that the platform runs, the oldest first; return these places.
+
+        A master without a journal knows the nodes from their platform, which knows as what each was launched:
+        if a place is free, a spare has taken it.
+        """
+        state, nodes = self.state, self.state.nodes.values()
+        taken = {node.node_rank for node in nodes}
+        free = [rank for rank in range(state.scaling.wanted) if rank not in taken]
+        spares = sorted((n for n in nodes if state.is_spare(n)), key=lambda node: node.id)
+        filled = list(zip(spares, free, strict=False))
+        for node, rank in filled:
+            node.node_rank = rank
+        return {rank for _, rank in filled}
+
+    def decide_spares(self, now: float) -> None:
+        """Choose the number of spares anew where that is automatic."""
+        state, scaling = self.state, self.state.scaling
+        decided = state.spares.decide(scaling.spares, scaling.wanted, now)
+        if decided is not None:
+            state.emit(decided)
+            scaling.spares, scaling.due = decided.spares, True
+
+    def _forget_spare(self, node: Node) -> None:
+        self.state.spares.drop(node.id)
+        self.state.spares.ordered.pop(node.id, None)
 
     def give_up(self, node: Node, reason: str, now: float) -> None:
         """Continue without a node that is still there; replace it if the platform had launched it."""
@@ -237,7 +316,8 @@ class Fleet:
         state = self.state
         until = now + state.job.shutdown_timeout + state.job.limits.release_grace
         state.scaling.leaving[node.id] = until
-        if not state.is_instance(node):
+        state.spares.drop(node.id)
+        if not state.is_outside(node):
             state.rendezvous.let_go(node.id)
         if node.connected:
             state.send(inputs.Say(node.id, Dismiss(self.farewell(node))))
@@ -256,6 +336,7 @@ class Fleet:
         node.connected = False
         node.reason = how
         self._keeps_rank(node)
+        self._forget_spare(node)
         state.move(node, NodeStatus.RELEASED)
         state.emit(events.NodeReleased(node.id, how, self.role(node.id)))
         if node.handle:

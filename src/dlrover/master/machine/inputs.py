@@ -12,6 +12,7 @@ from dlrover.rpc.messages import (
     Dismiss,
     Hello,
     Join,
+    StandBy,
     StopRequest,
     Succeeded,
     Welcome,
@@ -247,7 +248,7 @@ class Say(msgspec.Struct, frozen=True):
     """Send a node an order."""
 
     node_id: int
-    message: CallToRound | AssignWorld | Dismiss | CheckOrder
+    message: CallToRound | AssignWorld | StandBy | Dismiss | CheckOrder
 
 
 class Emit(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.resizer import ResizeInput, Resizer
 from dlrover.master.machine.state import JobState, Node, excluded, given_up, released
 from dlrover.master.machine.waiting import too_few
-from dlrover.rpc.messages import Dismiss, Hello, Join, StopRequest, Succeeded, Welcome
+from dlrover.rpc.messages import Dismiss, Hello, Join, StandBy, StopRequest, Succeeded, Welcome
 from dlrover.spec import events
 from dlrover.spec.check import CheckReport
 from dlrover.spec.job import JobSpec
@@ -57,6 +57,7 @@ class JobMachine:
         self.rendezvous, self.restarts = state.rendezvous, state.restarts
         self.adoption, self.faults, self.checks = state.adoption, state.faults, state.checks
         self.autoscaling, self.scaling = state.autoscaling, state.scaling
+        self.spares = state.spares
 
     # ---- queries
 
@@ -76,7 +77,7 @@ class JobMachine:
             return None
         checked = self.checks.deadline()  # a round pauses while its nodes are checked
         times = [checked or self.rendezvous.deadline(), self.autoscaling.deadline()]
-        times += [self.rounds.grow_at, self.resizer.places_at]
+        times += [self.rounds.grow_at, self.resizer.places_at, self.spares.deadline()]
         times += [self.state.lost_at.earliest(), *self.scaling.leaving.values()]
         times += (migration.until for _, migration in self.fleet.coming())
         if self.adoption.pending:
@@ -91,6 +92,7 @@ class JobMachine:
         Inputs may be repeated and may come late. An input that no longer applies changes nothing.
         """
         self.state.commands = []
+        self.spares.count(0 if self.rendezvous.collecting else len(self.rendezvous.members), now)
         # Some inputs still count after the job's end, since they show which nodes have yet to leave.
         if not self.state.has_ended() or isinstance(event, _AFTER_THE_END):
             self._dispatch(event, now)
@@ -161,12 +163,14 @@ class JobMachine:
             state.emit(events.JobSubmitted(job.name, *bounds))
         if job.first_size and not event.earlier_events:
             state.emit(events.FirstSize(job.managed_nodes, job.first_size))
+        self.fleet.decide_spares(now)
         found = {node.node_rank for node in event.found}
         self.scaling.keep(found)
         self.scaling.due = len(found) < len(event.found)
         self.rendezvous.least, self.rendezvous.most = self.scaling.least, self.scaling.most
         for node in event.found:
             self.fleet.add_found(node, now)
+        found |= self.fleet.fill_places()
         for node_rank in self.scaling.ranks:
             if node_rank not in found:
                 self.fleet.launch(node_rank, now)
@@ -183,6 +187,7 @@ class JobMachine:
         grace = now + self.job.limits.recovery_grace
         for node in self.nodes.values():
             node.connected = False
+            state.spares.drop(node.id)
             if state.has_ended() or node.status.final or node.gone:
                 continue
             if node.status is NodeStatus.PENDING:
@@ -234,6 +239,8 @@ class JobMachine:
         arrived = node.status is NodeStatus.PENDING
         if arrived:
             state.move(node, NodeStatus.READY)
+            state.spares.arrived(node.id, now)
+            self.fleet.decide_spares(now)
         if state.outcome is not None:
             state.send(inputs.Say(node.id, Dismiss(state.outcome)))
             return
@@ -244,7 +251,7 @@ class JobMachine:
             state.emit(events.NodeConnected(node.id, event.hostname))
         if alone:
             self.instances.connected(node, event.round, event.held)
-        elif not self._hear(node, event.held, now):
+        elif not self._hear(node, event.held, now) and not state.is_spare(node):
             self._catch_up(node, event.round, now)
 
     def _hear(self, node: Node, held: Holding | None, now: float) -> bool:
@@ -281,6 +288,7 @@ class JobMachine:
         node.connected = False
         if not (node.status.final or node.gone):
             self.rendezvous.withdraw(node.id)
+            self.spares.drop(node.id)
             grace = now + self.job.limits.reconnect_grace
             self.state.lost_at[node.id] = self.scaling.leaving.get(node.id, grace)
 
@@ -290,6 +298,9 @@ class JobMachine:
             self.instances.join(node, join, now)
             return
         if node.id in self.scaling.leaving:
+            return
+        if self.state.is_spare(node):
+            self._stand_by(node, join)
             return
         if not node.connected or (not rdzv.collecting and node.id in rounds.worlds):
             return
@@ -303,6 +314,17 @@ class JobMachine:
             self.adoption.hear(node.id, Holding(round=max(known.round, join.round)))
         if rdzv.join(node.id, join.offer, now) and not rdzv.collecting and rounds.can_grow:
             rounds.grow_at = now + self.job.limits.scale_up_delay
+        rounds.stand_by()
+        self.state.send(*self.checks.again(node.id))
+
+    def _stand_by(self, node: Node, join: Join) -> None:
+        """Keep the offer of a launched spare until it takes a place."""
+        if not node.connected:
+            return
+        self.fleet.failed_starts.pop(node.node_rank, None)
+        if self.spares.stand_by(node.id, join.offer):
+            self.state.emit(events.SpareReady(node.id))
+        self.state.send(inputs.Say(node.id, StandBy()))
         self.state.send(*self.checks.again(node.id))
 
     def _node_succeeded(self, node: Node, round_: int) -> None:
@@ -320,6 +342,10 @@ class JobMachine:
         for node_id in [i for i, at in self.scaling.leaving.items() if at <= now]:
             self.recovery.lose(node_id, "it did not leave in time", now)
         self.state.send(*self.checks.time_out(now))
+        if self.spares.retry_at is not None and self.spares.retry_at <= now:
+            self.spares.retry_at, self.scaling.due = None, True
+        if self.spares.review_at is not None and self.spares.review_at <= now:
+            self.fleet.decide_spares(now)
         self.resizer.apply(*self.autoscaling.expired(now))
         if rounds.grow_at is not None and rounds.grow_at <= now:
             rounds.grow_at = None
@@ -382,16 +408,19 @@ class JobMachine:
         state, rdzv, checks = self.state, self.rendezvous, self.checks
         if state.has_ended():
             return False
+        if rdzv.collecting:
+            checks.cancel()
         if checks.run is None:
             return self._begin_check(now)
         run, conclusion = checks.run, checks.conclude(now)
         if conclusion is None:
-            return True
+            return not run.aside
         found, out = conclusion
         state.emit(*findings_of(found, out))
         count = len(run.evidence.nodes)
         state.emit(events.NodeCheckFinished(count, len(out), run.round, now - run.began))
-        rdzv.settle(now)
+        if not run.aside:
+            rdzv.settle(now)
         for node_id, finding in out.items():
             self._leave_out(self.nodes[node_id], finding, now)
         return self._checking(now)
@@ -405,6 +434,7 @@ class JobMachine:
             ready = self.recovery.decide(incident, now) and rdzv.ready(now)
         due = checks.due(rdzv.offers) if ready else set()
         if not due:
+            self._check_spares(now)
             return False
         again = "it is new, or had a fault" if len(due) == 1 else "they are new, or had faults"
         reason = again if rdzv.members else "the job starts"
@@ -412,6 +442,18 @@ class JobMachine:
         ranks = {i: self.nodes[i].node_rank for i in rdzv.offers}
         self.state.send(*checks.begin(rdzv.in_order(ranks), rdzv.offers, now))
         return True
+
+    def _check_spares(self, now: float) -> None:
+        """Check new spares while the world trains."""
+        rdzv, checks = self.rendezvous, self.checks
+        if rdzv.collecting or self.adoption.pending:
+            return
+        offers = self.spares.offers | {i: rdzv.offers[i] for i in self.spares.standing}
+        due = checks.due(offers)
+        if due:
+            reason = "it is a spare" if len(due) == 1 else "they are spares"
+            self.state.emit(events.NodeCheckStarted(len(due), reason))
+            self.state.send(*checks.begin(sorted(offers), offers, now, aside=True))
 
     def _leave_out(self, node: Node, finding: CheckFinding, now: float) -> None:
         """Continue without a node that the check named."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dlrover.master.machine import inputs
+from dlrover.master.machine import inputs, ladder
 from dlrover.master.machine.diagnosis.diagnosis import root_cause
 from dlrover.master.machine.fleet import Fleet
 from dlrover.master.machine.incident import Incident
@@ -23,7 +23,7 @@ from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.resizer import Resizer
 from dlrover.master.machine.state import JobState, Node, loss_of
 from dlrover.spec import events
-from dlrover.spec.failure import Action, Failure, Origin, Verdict
+from dlrover.spec.failure import Action, Failure, Origin, Rung, Verdict
 from dlrover.spec.node import NodeStatus
 
 MEMORY_GROWTH = 2.0
@@ -140,6 +140,7 @@ class Recovery:
             self._node_lost(node, now)
         if not state.has_ended():
             self.fleet.replace(node, now)
+            self.rounds.grow_soon(now)
 
     def _node_lost(self, node: Node, now: float) -> None:
         """Respond to the loss of a node of the world."""
@@ -225,7 +226,8 @@ class Recovery:
         if node is not None and decision.suspect == node.id:
             verdict = msgspec.structs.replace(verdict, action=Action.RELAUNCH)
         action = Action.RESTART if node is None else self._action(node, verdict, now)
-        self._emit_restart(decision.reason, verdict.cause, action, failure.node_id)
+        rung, successor = self._rung(node, action, now)
+        self._emit_restart(decision.reason, verdict.cause, action, failure.node_id, rung, successor)
         if node is not None:
             self._act(node, action, verdict, now)
         if verdict.origin is Origin.INFRASTRUCTURE:
@@ -268,11 +270,38 @@ class Recovery:
         self._emit_restart(reason, verdict.cause, Action.RESTART, root.failure.node_id)
         return True
 
+    def _rung(self, node: Node | None, action: Action, now: float) -> tuple[Rung, int]:
+        """Return the rung of the ladder for a node's failure or loss, and the spare that takes its place or -1."""
+        if node is None:
+            return Rung.PROCESS, -1
+        grows = action is Action.MORE_MEMORY and node.launched and self.state.job.grows_memory
+        leaves = node.status.final or action is Action.RELAUNCH or grows
+        spare = -1
+        if leaves and not grows:
+            gives_up = action is Action.RELAUNCH
+            spare = self.fleet.spare_for(node, now, on_its_host=not gives_up)
+        rung = ladder.choose(
+            ladder.Facts(
+                action=action,
+                leaves=leaves,
+                spare=spare >= 0,
+                launched=node.launched,
+                enough=leaves and self.fleet.is_enough(without=node),
+            )
+        )
+        return rung, spare
+
     def _emit_restart(
-        self, reason: str, cause: str, action: Action = Action.RESTART, node: int = -1
+        self,
+        reason: str,
+        cause: str,
+        action: Action = Action.RESTART,
+        node: int = -1,
+        rung: Rung = Rung.PROCESS,
+        successor: int = -1,
     ) -> None:
         count = self.state.restarts.count
-        self.state.emit(events.RestartDecided(count, reason, cause, action, node))
+        self.state.emit(events.RestartDecided(count, reason, cause, action, node, rung, successor))
 
     def _action(self, node: Node, verdict: Verdict, now: float) -> Action:
         """Return the action for a failure: what its verdict or its repetition asks for, if possible."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from dlrover.master.machine import inputs
 from dlrover.master.machine.fleet import Fleet
 from dlrover.master.machine.state import JobState, Node
-from dlrover.rpc.messages import AssignWorld, CallToRound
+from dlrover.rpc.messages import AssignWorld, CallToRound, StandBy
 from dlrover.spec import events
 from dlrover.spec.node import NodeStatus, Size
 from dlrover.spec.world import Holding, World
@@ -96,6 +96,9 @@ class Rounds:
         for node in [n for n in self._members() if n.gone]:
             fleet.bury(node)
             fleet.replace(node, now)
+        if any(state.nodes[i].status.final for i in state.rendezvous.members):
+            for node_id in state.spares.standing:
+                state.checks.recheck(node_id)
         living = self._members()
         awaited = [n.id for n in living if n.status is not NodeStatus.PENDING]
         self._collect(awaited, reason, fixed=True, now=now)
@@ -109,7 +112,7 @@ class Rounds:
         return [
             node
             for node in state.nodes.values()
-            if not (node.status.final or state.is_instance(node))
+            if not (node.status.final or state.is_outside(node))
         ]
 
     def _collect(self, awaited: list[int], reason: str, *, fixed: bool, now: float) -> None:
@@ -160,6 +163,7 @@ class Rounds:
             if state.nodes[node_id].status in _BUSY:
                 state.move(state.nodes[node_id], NodeStatus.READY)
         ranks = {i: state.nodes[i].node_rank for i in rdzv.offers}
+        before = set(rdzv.members)
         self.worlds = rdzv.complete(ranks, state.restarts.count, state.autoscaling.batch)
         state.autoscaling.world_formed()
         state.adoption.over = True
@@ -181,12 +185,45 @@ class Rounds:
                 some_world.servers,
             )
         )
+        self._note_spares(before)
+        self.stand_by()
+
+    def grow_soon(self, now: float) -> None:
+        """Have the running world include the nodes that have joined, a little later, as more may come."""
+        offers, collecting = self.state.rendezvous.offers, self.state.rendezvous.collecting
+        if offers and not collecting and self.grow_at is None and self.can_grow:
+            self.grow_at = now + self.state.job.limits.scale_up_delay
 
     def assign(self, node_id: int) -> None:
         """Send a member its world."""
         world = self.worlds[node_id]
         fresh = self.fresh == (node_id, world.round)
-        self.state.send(inputs.Say(node_id, AssignWorld(world, fresh)))
+        place = self.state.nodes[node_id].node_rank
+        self.state.send(inputs.Say(node_id, AssignWorld(world, fresh, place)))
+
+    # ---- nodes that come by themselves beyond the maximum
+
+    def stand_by(self) -> None:
+        """Tell the nodes that came by themselves and find a full world that they are spares."""
+        state, rdzv, standing = self.state, self.state.rendezvous, self.state.spares.standing
+        if rdzv.collecting or not rdzv.offers or rdzv.size != rdzv.usable(rdzv.most):
+            return
+        for node_id in rdzv.offers.keys() - standing:
+            if not state.nodes[node_id].launched:
+                standing.add(node_id)
+                state.emit(events.SpareReady(node_id))
+                state.send(inputs.Say(node_id, StandBy()))
+
+    def _note_spares(self, before: set[int]) -> None:
+        """Record which spares have become members; ``before`` are the members of the world before."""
+        spares, members = self.state.spares, self.state.rendezvous.members
+        if not spares.standing:
+            return
+        lost = sorted(before.difference(members), reverse=True)
+        for node_id in members:
+            if node_id in spares.standing:
+                spares.standing.discard(node_id)
+                self.state.emit(events.SpareTakesPlace(node_id, lost.pop() if lost else -1))
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first broken one."""

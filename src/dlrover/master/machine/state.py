@@ -17,11 +17,12 @@ from dlrover.master.machine.rendezvous import Rendezvous
 from dlrover.master.machine.restarts import RestartPolicy
 from dlrover.master.machine.scaling.autoscale import AutoScaling
 from dlrover.master.machine.scaling.scaling import Scaling
+from dlrover.master.machine.spares import Spares
 from dlrover.rpc.messages import Dismiss
 from dlrover.spec import events
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import JobSpec
-from dlrover.spec.node import TRANSITIONS, NodeStatus
+from dlrover.spec.node import TRANSITIONS, NodeStatus, is_spare
 from dlrover.spec.outcome import Outcome
 
 
@@ -157,6 +158,7 @@ class JobState:
     checks: Checks = field(init=False)
     autoscaling: AutoScaling = field(init=False)
     scaling: Scaling = field(init=False)
+    spares: Spares = field(init=False)
 
     def __post_init__(self) -> None:
         self.rendezvous = Rendezvous(self.job)
@@ -166,6 +168,7 @@ class JobState:
         self.checks = Checks(self.job)
         self.autoscaling = AutoScaling(self.job)
         self.scaling = Scaling(self.job)
+        self.spares = Spares(self.job)
 
     def has_ended(self) -> bool:
         """Return whether the job has ended; a method, since most calls may end it."""
@@ -174,6 +177,14 @@ class JobState:
     def is_instance(self, node: Node) -> bool:
         """Return whether a node belongs to no common world: it starts, fails and returns by itself."""
         return self.job.is_instance(node.node_rank)
+
+    def is_spare(self, node: Node) -> bool:
+        """Return whether a node was launched as a spare and is one still."""
+        return node.launched and is_spare(node.node_rank)
+
+    def is_outside(self, node: Node) -> bool:
+        """Return whether no round awaits a node: an instance or a spare."""
+        return self.is_instance(node) or self.is_spare(node)
 
     @property
     def quiet(self) -> bool:
@@ -239,12 +250,14 @@ class JobState:
             part.validate()
         self.autoscaling.validate()
         self.scaling.validate()
-        assert self.checks.run is None or rdzv.collecting, "a check beside a world"
+        self.spares.validate(self.nodes)
+        run = self.checks.run
+        assert run is None or rdzv.collecting or run.aside, "a check beside a world"
         assert not (adopting and (rdzv.collecting or rdzv.members)), "two rounds at once"
         assert (rdzv.least, rdzv.most) == (self.scaling.least, self.scaling.most), (
             "a world of another size"
         )
-        leaving = {i for i in self.scaling.leaving if not self.is_instance(self.nodes[i])}
+        leaving = {i for i in self.scaling.leaving if not self.is_outside(self.nodes[i])}
         assert rdzv.leaving == leaving, "a node leaves unknown to the rounds"
         for node in self.nodes.values():
             assert not (node.status.final and node.connected), "lost but connected"

@@ -9,7 +9,7 @@ from dlrover.master.machine.state import Node
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.rpc import messages
 from dlrover.spec.measurements import NodeUsage
-from dlrover.spec.node import NodeStatus
+from dlrover.spec.node import SPARE, NodeStatus
 
 _UNKNOWN = NodeUsage(0.0, 0, 0)
 
@@ -50,7 +50,7 @@ def status_of(
             _state_of(
                 node,
                 machine.fleet.role(node.id),
-                _word(node, machine) if node.id in ranks else node.status.value,
+                _word(node, machine, ranks),
                 ranks.get(node.id, -1),
                 steps.get(node.id, machine.progress.steps if _steps(node, machine, ranks) else 0),
                 doing.get(node.id, ""),
@@ -71,10 +71,11 @@ def _number(machine: JobMachine, steps: int) -> int:
     return -1 if steps else machine.progress.reached
 
 
-def _word(node: Node, machine: JobMachine) -> str:
-    """Return the status of a node of the last world; the job's phase if it was released after the end."""
-    over = machine.outcome is not None and node.status is NodeStatus.RELEASED
-    return machine.state.phase.value if over else node.status.value
+def _word(node: Node, machine: JobMachine, ranks: Mapping[int, int]) -> str:
+    """Return a node's status; the job's phase for a node of the last world that was released after the end."""
+    if node.id in ranks and machine.outcome is not None and node.status is NodeStatus.RELEASED:
+        return machine.state.phase.value
+    return SPARE if machine.spares.of(node.id) else node.status.value
 
 
 def _steps(node: Node, machine: JobMachine, ranks: Mapping[int, int]) -> bool:

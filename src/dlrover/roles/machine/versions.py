@@ -71,7 +71,8 @@ class Weights:
             VersionView(version, tuple(parts[part] for part in sorted(parts)))
             for version, parts in self.complete.items()
         )
-        return WeightsView(self.role, tuple(self.rollbacks), versions, self.lost)
+        pending = tuple(self.pending[part] for part in sorted(self.pending))
+        return WeightsView(self.role, tuple(self.rollbacks), versions, self.lost, pending)
 
     def publish(self, event: PublishPart) -> Version:
         """Add a part of a version, and return which one it is.

@@ -108,9 +108,10 @@ class MemberConnection:
         why = "the connection has ended"
         try:
             sock = self._connect()
+            memory = wire.BodyMemory()
             if self._open(sock):
                 while True:
-                    self._take(wire.receive(sock))
+                    self._take(wire.receive(sock, memory))
         except (OSError, InfrastructureError, ProtocolError) as error:
             why = str(error)
         finally:

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 
 from dlrover import config
@@ -28,13 +29,18 @@ PAUSE = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Keep weights until the lifeline closes or the process is ended."""
+    """Keep weights until the lifeline closes or another process has taken this one's place."""
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=main.__doc__)
     parser.add_argument("--lifeline-fd", type=int, required=True, help="Leave when it closes.")
     args = parser.parse_args(argv)
-    worker.start(ready=True)
-    while os.read(args.lifeline_fd, 1):
-        pass
+    over = worker.start(ready=True).link.over
+
+    def follow_lifeline() -> None:
+        os.read(args.lifeline_fd, 1)
+        over.set()
+
+    threading.Thread(target=follow_lifeline, name="lifeline", daemon=True).start()
+    over.wait()
 
 
 async def keep(service: RolesService, variables: Mapping[str, str], lifeline_fd: int) -> None:

@@ -149,13 +149,9 @@ class Holding:
 
     def follow(self, view: JobView) -> None:
         """Drop what the job does not list any more."""
-        listed = {
-            part.key
-            for weights in view.weights.values()
-            for version in weights.versions
-            for part in version.parts
-            if part.holder == self._place
-        }
+        listed = set[str]().union(
+            *(weights.listed(self._place) for weights in view.weights.values())
+        )
         now = time.monotonic()
         with self._lock:
             for key, part in list(self._parts.items()):

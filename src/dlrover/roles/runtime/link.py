@@ -78,6 +78,8 @@ class ServiceLink:
             self.token = token_file.read_text().strip()
         except OSError as error:
             raise ConfigurationError(f"{token_file} cannot be read: {error.strerror}.") from error
+        self.over = threading.Event()
+        """Set when this life of the instance is over: another has taken its place."""
         self._changed = threading.Condition()
         self._joined: JoinRole | None = None
         self._failed: DLRoverError | None = None
@@ -213,6 +215,7 @@ class ServiceLink:
             listener(view)
 
     def _fail(self, error: DLRoverError) -> None:
+        self.over.set()
         with self._changed:
             self._failed = error
             self._changed.notify_all()

@@ -114,8 +114,9 @@ class CallListener:
             connection = _Connection(sock) if handshake.accept(sock, self._secret) else None
             if connection is None:
                 logger.warning("A caller does not know the job's secret")
+            memory = wire.BodyMemory()
             while connection is not None:
-                self._take(connection, wire.receive(sock))
+                self._take(connection, wire.receive(sock, memory))
         except ProtocolError as error:
             logger.warning("Closed a connection: %s", error)
         except OSError as error:

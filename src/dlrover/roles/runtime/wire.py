@@ -11,6 +11,7 @@ import enum
 import hmac
 import socket
 import struct
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,6 +29,12 @@ MAX_HEAD = 1 << 28
 MAX_BODY = 1 << 38
 """Maximum bytes of a body."""
 CONNECT_TIMEOUT = 5.0
+SMALL = 1 << 20
+"""Bytes of a body from which on its memory is worth to be kept."""
+KEPT = 2
+"""Bodies of one connection whose memory is kept."""
+UNUSED = 3
+"""References to memory that nobody else has: the list's, the loop's and that of the question."""
 _PADDING = bytes(ALIGNMENT)
 
 
@@ -81,8 +88,25 @@ def send(
             waiting[0] = waiting[0][sent:]
 
 
-def receive(sock: socket.socket) -> CallFrame:
-    """Return the next frame.
+class BodyMemory:
+    """Memory of the bodies of one connection: used again once no array of a body lives, since new memory is slow."""
+
+    def __init__(self) -> None:
+        self._known: list[Bytes] = []
+
+    def take(self, size: int) -> Bytes:
+        """Return memory for a body."""
+        if size < SMALL:
+            return np.empty(size, np.uint8)
+        for known in self._known:
+            if sys.getrefcount(known) == UNUSED and size <= known.nbytes <= 2 * size:
+                return known[:size]
+        self._known = [*self._known[1 - KEPT :], np.empty(size, np.uint8)]
+        return self._known[-1][:size]
+
+
+def receive(sock: socket.socket, memory: BodyMemory | None = None) -> CallFrame:
+    """Return the next frame, its body in ``memory`` or in memory of its own.
 
     Raises:
         ConnectionError: The peer has closed the connection.
@@ -102,7 +126,7 @@ def receive(sock: socket.socket) -> CallFrame:
     fill(sock, memoryview(head))
     body = None
     if body_size:
-        body = np.empty(body_size, np.uint8)
+        body = (memory or BodyMemory()).take(body_size)
         fill(sock, memoryview(body))
     return CallFrame(Op(op), call, bytes(head), body)
 

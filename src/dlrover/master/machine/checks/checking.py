@@ -39,6 +39,8 @@ class CheckRun:
     reports: dict[int, CheckReport] = field(default_factory=dict)
     #: nodes lost during the check
     gone: set[int] = field(default_factory=set)
+    #: True if spares are checked beside a world: a round that opens ends the check
+    aside: bool = False
     #: notes on the nodes' clocks
     clocks: list[CheckFinding] = field(default_factory=list)
 
@@ -70,6 +72,15 @@ class Checks:
         if self.job.limits.check_after_fault:
             self.passed -= set(nodes)
 
+    def recheck(self, node: int) -> None:
+        """Have a spare checked again just before it is used: its network may not have been tested."""
+        self.passed.discard(node)
+
+    def cancel(self) -> None:
+        """End a check of spares without a result: a round has opened."""
+        if self.run is not None and self.run.aside:
+            self.run = None
+
     def deadline(self) -> float | None:
         """Return when the running round of a check times out; None without a check."""
         if self.run is None:
@@ -77,7 +88,7 @@ class Checks:
         return self.run.round_began + self.job.limits.check_timeout + ANSWER_GRACE
 
     def begin(
-        self, nodes: Sequence[int], offers: Mapping[int, Offer], now: float
+        self, nodes: Sequence[int], offers: Mapping[int, Offer], now: float, *, aside: bool = False
     ) -> list[inputs.Command]:
         """Check those of ``nodes``, given in order of rank, that are due; some of the others help."""
         due = [node for node in nodes if node not in self.passed]
@@ -90,6 +101,7 @@ class Checks:
             evidence=CheckEvidence(tuple(taking_part), trusted=frozenset(helpers)),
             began=now,
             offers={node: offers[node] for node in taking_part},
+            aside=aside,
         )
         return self._start_round(nodecheck.first_pairs(due, helpers), taking_part, now)
 

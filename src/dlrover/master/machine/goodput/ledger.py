@@ -38,6 +38,7 @@ _WAITING = INDEX[Cause.WAITING_FOR_RESOURCES]
 _RENDEZVOUS = INDEX[Cause.RENDEZVOUS]
 _NODE_CHECK = INDEX[Cause.NODE_CHECK]
 _IDLE = INDEX[Cause.IDLE]
+_DEGRADED = INDEX[Cause.DEGRADED]
 _WORLD = -1
 """Placeholder for a cause: the node's workers run in the world, and its `RoundTime` has the causes."""
 
@@ -84,6 +85,12 @@ class Ledger:
         #: the running world; None without one
         self.round: RoundTime | None = None
         self.rounds_without_first_step = 0
+        #: time of completed worlds with fewer nodes than wanted
+        self.degraded = 0
+        # since when such a world has run; -1 without one
+        self._short_since = -1
+        # most nodes of any world, for jobs whose nodes come by themselves
+        self._largest = 0
         self.submitted_at = 0
         self.ended_at = -1
         self._listener = listener
@@ -144,6 +151,7 @@ class Ledger:
             incidents=tuple(entry.cost(at, sums) for entry in book.entries),
             earlier_incidents=book.earlier_count,
             earlier_incident_seconds=book.earlier / MICRO,
+            degraded_seconds=(self.degraded + self._short_for(at)) / MICRO,
             rounds_without_first_step=self.rounds_without_first_step + self._lacks_first_step(),
         )
 
@@ -276,7 +284,13 @@ class Ledger:
         if round_.first_step >= 0:
             self._furthest = max(self._furthest, round_.first_step + round_.steps)
         self.rounds_without_first_step += self._lacks_first_step()
+        self.degraded += self._short_for(now)
+        self._short_since = -1
         self.round = None
+
+    def _short_for(self, now: int) -> int:
+        """Return how long the running world has trained with fewer nodes than wanted."""
+        return now - self._short_since if self._short_since >= 0 else 0
 
     def _lacks_first_step(self) -> bool:
         """Return whether the running round may repeat earlier steps without reporting its first step."""
@@ -302,7 +316,11 @@ class Ledger:
             self.round = RoundTime(
                 rdzv.round, now, self._furthest, reports_steps=reports_steps, trained=trained
             )
-        here = len(self.accounts) - self._pending
+            size, wanted = rdzv.size.nodes, machine.scaling.world.nodes
+            self._largest = max(self._largest, size)
+            if size < (wanted or self._largest):
+                self._short_since = now
+        here = len(self.accounts) - self._pending - len(machine.spares.offers)
         serving = sum(i in self.accounts and not self.accounts[i].pending for i in rdzv.servers)
         short = rdzv.collecting and not rdzv.usable(Size(here - serving, serving)).nodes
         checking = machine.checks.count if machine.checks.run is not None else 0
@@ -318,19 +336,21 @@ class Ledger:
 
     def _cause(self, node: Node, machine: JobMachine, short: bool) -> int:
         """Return the cause of a node's time from now on."""
-        if machine.outcome is not None:
-            return SHUTDOWN
-        if node.id in machine.scaling.leaving:
+        if machine.outcome is not None or node.id in machine.scaling.leaving:
             return SHUTDOWN
         if node.status is NodeStatus.PENDING:
-            return _WAITING
+            trains = self.round is not None and not machine.state.is_spare(node)
+            return _DEGRADED if trains else _WAITING
         run = machine.checks.run
         if run is not None and node.id in run.offers:
             return _NODE_CHECK
+        if node.id in machine.spares.offers:
+            return _IDLE
         if machine.rendezvous.collecting or machine.adoption.pending:
             return _WAITING if short else _RENDEZVOUS
+        lacks = node.launched and self._short_since >= 0
         after = {NodeStatus.RUNNING: _WORLD, NodeStatus.SUCCEEDED: SHUTDOWN}
-        return after.get(node.status, _IDLE)
+        return after.get(node.status, _DEGRADED if lacks else _IDLE)
 
     def _switch(self, account: _Account, cause: int, now: int) -> None:
         if cause == account.cause:
@@ -432,6 +452,9 @@ class Ledger:
         assert self._in_world == sum(a.cause == _WORLD for a in self.accounts.values())
         assert self._pending == sum(a.pending for a in self.accounts.values())
         assert not self._in_world or self.round is not None
+        assert self._short_since < 0 or self.round is not None, (
+            "no world, yet one with too few nodes"
+        )
         if self.round is not None:
             round_ = self.round
             assert sum(round_.so_far(now)) == now - round_.since, "a round's time has a gap"

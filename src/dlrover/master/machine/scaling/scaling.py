@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 
 from dlrover.master.machine import inputs
 from dlrover.spec.job import JobSpec
-from dlrover.spec.node import FIRST_SERVER, SERVER, WORKER, Size, index_in_role, is_server
+from dlrover.spec.node import (
+    FIRST_SERVER,
+    FIRST_SPARE,
+    SERVER,
+    WORKER,
+    Size,
+    index_in_role,
+    is_server,
+    is_spare,
+)
 
 MOST_NODES = 100_000
 """Maximum number of nodes of a role that can be requested."""
@@ -51,9 +60,12 @@ class Scaling:
     due: bool = False
     #: nodes that drain, and when each is given up if it has not left
     leaving: dict[int, float] = field(default_factory=dict)
+    #: wanted spares, beside the nodes of all roles
+    spares: int = field(init=False)
 
     def __post_init__(self) -> None:
         job, others = self.job, self.job.other_nodes
+        self.spares = job.spares
         self.roles = {
             WORKER: Wanted(
                 job.managed_nodes - others, job.min_nodes - others, job.max_nodes - others
@@ -109,6 +121,7 @@ class Scaling:
     def ranks(self) -> Iterator[int]:
         """Wanted rank of each wanted node."""
         yield from range(self.wanted)
+        yield from range(FIRST_SPARE, FIRST_SPARE + self.spares)
         yield from range(FIRST_SERVER, FIRST_SERVER + self.servers)
 
     def of_role(self, role: str) -> int:
@@ -117,7 +130,10 @@ class Scaling:
 
     def wants(self, node_rank: int) -> bool:
         """Return whether the job wants a node with this wanted rank."""
-        most = self.servers if is_server(node_rank) else self.wanted
+        if is_spare(node_rank):
+            most = self.spares
+        else:
+            most = self.servers if is_server(node_rank) else self.wanted
         return index_in_role(node_rank) < most
 
     def factors(self, node_rank: int) -> tuple[float, float]:
@@ -182,6 +198,8 @@ class Scaling:
         """Raise the wanted numbers to include nodes found by a master without a journal."""
         for node_rank in found:
             beyond = index_in_role(node_rank) + 1
+            if is_spare(node_rank):
+                continue
             if is_server(node_rank) and SERVER in self.roles:
                 self.roles[SERVER].nodes = max(self.servers, beyond)
             elif self.wanted and not is_server(node_rank):
@@ -193,6 +211,7 @@ class Scaling:
             "who launches the nodes has changed"
         )
         assert bool(self.servers) == bool(self.job.servers), "the servers are gone, or new"
+        assert not self.spares or self.wanted, "spares of nodes that come by themselves"
         assert self.workers >= 0, "nodes of other roles are not wanted"
         changed = self.due or self.leaving or any(of.by_user for of in self.roles.values())
         assert self.wanted or not changed

@@ -1,0 +1,1 @@
+"""The names of ATorch that scripts import, on DLRover; see docs/from-dlrover.md there."""

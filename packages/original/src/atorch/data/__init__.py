@@ -1,0 +1,5 @@
+"""Data sets of ATorch."""
+
+from atorch.data.elastic_dataset import ElasticDataset, SimpleElasticDataset
+
+__all__ = ["ElasticDataset", "SimpleElasticDataset"]

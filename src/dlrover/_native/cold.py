@@ -1,0 +1,306 @@
+"""Rows on disk: an index of where they lie, and a reader of many records, by the compiled library or by its twin.
+
+The index holds a key's header and the number of its record; 24 bytes a key. It has room for a fixed number of keys,
+and is used by one thread at a time. Arguments are contiguous numpy arrays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from dlrover._native import library
+from dlrover._native.tables import SLOTS, slots_of
+
+NOWHERE = (1 << 32) - 1
+"""Place of a key that is not in the index."""
+ENTRY = 20
+"""Bytes of an index for each of its places."""
+LOAD = 0.84
+"""Share of its places that are used at most."""
+
+
+class Headers(NamedTuple):
+    """Keys of an index."""
+
+    keys: Any
+    last: Any
+    """Time of the last use, uint32."""
+    counts: Any
+    """Uses, uint16."""
+    flags: Any
+    """1: changed, 2: set to zero by penalties; uint16."""
+    places: Any
+    """Number of the record, uint32."""
+
+
+class ColdIndex(Protocol):
+    """An index; see the module."""
+
+    def put(self, headers: Headers) -> None:
+        """Add keys, or replace what is known of them."""
+
+    def find(self, keys: Any) -> Any:
+        """Return the place of each key, uint32; `NOWHERE` for others."""
+
+    def headers(self, keys: Any) -> Headers:
+        """Return what is known of keys, which are all here."""
+
+    def remove(self, keys: Any) -> None:
+        """Remove keys."""
+
+    def move(self, keys: Any, places: Any) -> None:
+        """Say where the records of keys lie now."""
+
+    def list(self, slot: int, flagged: int = 0) -> Headers:
+        """Return the keys of a slot that have any of these flags; 0: all."""
+
+    def unflag(self, slot: int, flags: int) -> None:
+        """Remove flags of all keys of a slot."""
+
+    def used(self) -> Any:
+        """Return the number of keys of each slot, uint64."""
+
+
+class Reader(Protocol):
+    """Reads records from files."""
+
+    ring: bool
+    """Whether it uses io_uring."""
+
+    def read(self, files: Any, offsets: Any, out: Any) -> None:
+        """Fill each row of ``out``, uint8 ``(n, size)``, from a file, int32, at an offset, uint64.
+
+        Raises:
+            OSError: A file cannot be read, or ends before.
+        """
+
+
+class NativeIndex:
+    """ColdIndex in the compiled library."""
+
+    def __init__(self, loaded: ctypes.CDLL, keys: int) -> None:
+        """Make an index for a number of keys.
+
+        Raises:
+            MemoryError: There is no memory.
+        """
+        self._library = loaded
+        self._index = _functions(loaded)("cold_new")(places(keys))
+        if self._index is None:
+            raise MemoryError("There is no memory for an index.")
+
+    def __del__(self) -> None:
+        if getattr(self, "_index", None) is not None:
+            self._call("free")
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        return _functions(self._library)(f"cold_{name}")(self._index, *arguments)
+
+    def put(self, headers: Headers) -> None:
+        """Add keys, or replace what is known of them."""
+        self._call("put", len(headers.keys), *map(_at, headers))
+
+    def find(self, keys: Any) -> Any:
+        """Return the place of each key."""
+        found = np.empty(len(keys), np.uint32)
+        self._call("find", len(keys), _at(keys), _at(found), 0, None, None, None)
+        return found
+
+    def headers(self, keys: Any) -> Headers:
+        """Return what is known of keys."""
+        found = _empty(len(keys))._replace(keys=keys)
+        self._call("find", len(keys), _at(keys), _at(found.places), 1, *map(_at, found[1:4]))
+        return found
+
+    def remove(self, keys: Any) -> None:
+        """Remove keys."""
+        self._call("remove", len(keys), _at(keys))
+
+    def move(self, keys: Any, places: Any) -> None:
+        """Say where the records of keys lie now."""
+        self._call("move", len(keys), _at(keys), _at(places))
+
+    def list(self, slot: int, flagged: int = 0) -> Headers:
+        """Return the keys of a slot."""
+        room = 0
+        while True:
+            made = _empty(room)
+            number = self._call("list", slot, flagged, room, *map(_at, made))
+            if number <= room:
+                return Headers._make(part[:number] for part in made)
+            room = number
+
+    def unflag(self, slot: int, flags: int) -> None:
+        """Remove flags of all keys of a slot."""
+        self._call("unflag", slot, flags)
+
+    def used(self) -> Any:
+        """Return the number of keys of each slot."""
+        used = np.empty(SLOTS, np.uint64)
+        self._call("used", _at(used))
+        return used
+
+
+class NativeReader:
+    """Reader in the compiled library: io_uring where the kernel allows it, else threads."""
+
+    def __init__(self, loaded: ctypes.CDLL, *, ring: bool = True) -> None:
+        self._library = loaded
+        self._reader = _functions(loaded)("reader_new")(ring)
+        if self._reader is None:
+            raise MemoryError("There is no memory for a reader.")
+
+    def __del__(self) -> None:
+        if getattr(self, "_reader", None) is not None:
+            _functions(self._library)("reader_free")(self._reader)
+
+    @property
+    def ring(self) -> bool:
+        """Whether it uses io_uring."""
+        return bool(_functions(self._library)("reader_has_ring")(self._reader))
+
+    def read(self, files: Any, offsets: Any, out: Any) -> None:
+        """Fill each row of ``out``."""
+        read = _functions(self._library)("reader_read")
+        status = read(self._reader, len(out), _at(files), _at(offsets), out.shape[1], _at(out))
+        if status:
+            raise OSError(status, os.strerror(status))
+
+
+class TwinIndex:
+    """ColdIndex with a dict for each slot."""
+
+    def __init__(self) -> None:
+        self._slots: list[dict[int, list[int]]] = [{} for _ in range(SLOTS)]
+
+    def _pairs(self, keys: Any) -> Any:
+        return zip(keys.tolist(), slots_of(keys).tolist(), strict=True)
+
+    def put(self, headers: Headers) -> None:
+        """Add keys, or replace what is known of them."""
+        rest = zip(*(part.tolist() for part in headers[1:]), strict=True)
+        for (key, slot), header in zip(self._pairs(headers.keys), rest, strict=True):
+            self._slots[slot][key] = list(header)
+
+    def find(self, keys: Any) -> Any:
+        """Return the place of each key."""
+        nothing = [0, 0, 0, NOWHERE]
+        places = [self._slots[slot].get(key, nothing)[3] for key, slot in self._pairs(keys)]
+        return np.array(places, np.uint32)
+
+    def headers(self, keys: Any) -> Headers:
+        """Return what is known of keys."""
+        return _made(keys, [self._slots[slot][key] for key, slot in self._pairs(keys)])
+
+    def remove(self, keys: Any) -> None:
+        """Remove keys."""
+        for key, slot in self._pairs(keys):
+            self._slots[slot].pop(key, None)
+
+    def move(self, keys: Any, places: Any) -> None:
+        """Say where the records of keys lie now."""
+        for (key, slot), place in zip(self._pairs(keys), places.tolist(), strict=True):
+            self._slots[slot][key][3] = place
+
+    def list(self, slot: int, flagged: int = 0) -> Headers:
+        """Return the keys of a slot."""
+        chosen = {
+            key: header
+            for key, header in self._slots[slot].items()
+            if not flagged or header[2] & flagged
+        }
+        return _made(np.array([*chosen], np.uint64), [*chosen.values()])
+
+    def unflag(self, slot: int, flags: int) -> None:
+        """Remove flags of all keys of a slot."""
+        for header in self._slots[slot].values():
+            header[2] &= ~flags
+
+    def used(self) -> Any:
+        """Return the number of keys of each slot."""
+        return np.array([len(keys) for keys in self._slots], np.uint64)
+
+
+class TwinReader:
+    """Reader with one call for each record."""
+
+    ring = False
+
+    def read(self, files: Any, offsets: Any, out: Any) -> None:
+        """Fill each row of ``out``."""
+        for file, offset, row in zip(files.tolist(), offsets.tolist(), out, strict=True):
+            done = 0
+            while done < len(row):
+                got = os.preadv(file, [memoryview(row)[done:]], offset + done)
+                if not got:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                done += got
+
+
+def places(keys: int) -> int:
+    """Return the number of places of an index for some keys."""
+    return int(keys / LOAD) + 16
+
+
+def _empty(count: int) -> Headers:
+    types = (np.uint64, np.uint32, np.uint16, np.uint16, np.uint32)
+    return Headers._make(np.empty(count, each) for each in types)
+
+
+def _made(keys: Any, rest: list[list[int]]) -> Headers:
+    made = _empty(len(keys))
+    made.keys[:] = keys
+    for part, values in zip(made[1:], zip(*rest, strict=True), strict=False):
+        part[:] = values
+    return made
+
+
+def _at(array: Any) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+_SIZE, _WORD, _PLACE, _NUMBER = ctypes.c_size_t, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int
+_FORMS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "cold_new": (_PLACE, (_SIZE,)),
+    "cold_free": (None, (_PLACE,)),
+    "cold_put": (None, (_PLACE, _SIZE, *(_PLACE,) * 5)),
+    "cold_find": (None, (_PLACE, _SIZE, _PLACE, _PLACE, _WORD, *(_PLACE,) * 3)),
+    "cold_remove": (None, (_PLACE, _SIZE, _PLACE)),
+    "cold_move": (None, (_PLACE, _SIZE, _PLACE, _PLACE)),
+    "cold_list": (_SIZE, (_PLACE, _SIZE, _WORD, _SIZE, *(_PLACE,) * 5)),
+    "cold_unflag": (None, (_PLACE, _SIZE, _WORD)),
+    "cold_used": (None, (_PLACE, _PLACE)),
+    "reader_new": (_PLACE, (_WORD,)),
+    "reader_free": (None, (_PLACE,)),
+    "reader_has_ring": (_WORD, (_PLACE,)),
+    "reader_read": (_NUMBER, (_PLACE, _SIZE, _PLACE, _PLACE, ctypes.c_uint64, _PLACE)),
+}
+"""Result and arguments of each function, whose name begins with ``dlrover_``."""
+
+
+@functools.cache
+def _functions(loaded: ctypes.CDLL) -> Any:
+    made = {}
+    for name, (result, arguments) in _FORMS.items():
+        function = loaded[f"dlrover_{name}"]
+        function.restype, function.argtypes = result, arguments
+        made[name] = function
+    return made.__getitem__
+
+
+def cold_index(choice: str, keys: int) -> ColdIndex:
+    """Return an index for a number of keys, for a value of ``DLROVER_NATIVE``."""
+    loaded = library.use(choice).library
+    return NativeIndex(loaded, keys) if loaded is not None else TwinIndex()
+
+
+def reader(choice: str) -> Reader:
+    """Return a reader for a value of ``DLROVER_NATIVE``."""
+    loaded = library.use(choice).library
+    return NativeReader(loaded) if loaded is not None else TwinReader()

@@ -1,0 +1,1 @@
+"""Tables whose rows lie in memory and on disk."""

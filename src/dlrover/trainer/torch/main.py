@@ -1,0 +1,14 @@
+"""A program of the original. See docs/from-dlrover.md; made by scripts/original-names."""
+
+import sys
+
+from dlrover.cli import launcher
+
+
+def main() -> int:
+    """Run the program; return its exit code."""
+    return launcher()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

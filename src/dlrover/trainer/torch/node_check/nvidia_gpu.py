@@ -1,0 +1,15 @@
+"""A program of the original. See docs/from-dlrover.md; made by scripts/original-names."""
+
+import sys
+
+from dlrover.cli import command
+from dlrover.original.programs import node_check, run
+
+
+def main() -> int:
+    """Run the program; return its exit code."""
+    return run(command, node_check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Strategies for worlds of any size, and the place in the data that all of them share."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dlrover.accelerate import choosing, elastic
+from dlrover.accelerate.anatomy import analyse
+from dlrover.accelerate.loading import dataloader
+from tests.accelerate.scripts.models import HEADS, HIDDEN, LAYERS, SEQUENCE, VOCAB, Plain
+
+
+def anatomy():
+    model = Plain()
+    model.config = SimpleNamespace(
+        hidden_size=HIDDEN, num_attention_heads=HEADS, num_hidden_layers=LAYERS, vocab_size=VOCAB,
+        intermediate_size=3 * HIDDEN,
+    )  # fmt: skip
+    return analyse(model)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7, 8, 11, 16])
+def test_each_size_has_a_strategy(ranks):
+    """Also sizes that divide neither the batch nor the model, and those with more ranks than samples."""
+    task = choosing.Task(anatomy(), SEQUENCE, 8)
+    found = list(choosing.candidates(task, choosing.cluster_of("h100-80", ranks, 4)))
+    assert found
+    assert {one.size for one, _ in found} == {ranks}
+    degrees = [(one.tp, one.pp, one.cp, one.ep) for one, _ in found]
+    assert len(degrees) == len(set(degrees)), "one for each choice of degrees"
+
+
+def test_without_a_job_each_rank_plans(monkeypatch):
+    plan = {2: [(choosing.Strategy(dp_shard=2), 1.0)], 3: []}
+    assert elastic.agreed("k", lambda n: iter(plan[n]), 2, 1, 0) == choosing.Strategy(dp_shard=2)
+    assert elastic.agreed("k", lambda n: iter(plan[n]), 3, 1, 0) is None
+
+
+def samples(loader):
+    return [sample for batch in loader for sample in batch.tolist()]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_continues_where_the_training_was_on_any_number_of_ranks(shuffle):
+    arguments = {"batch_size": 6, "shuffle": shuffle}
+    data = torch.arange(24)
+    before = [dataloader(data, arguments, rank=rank, ranks=2) for rank in range(2)]
+    whole = [samples(loader) for loader in before]
+    assert [loader.state_dict() for loader in before] == [{"epoch": 1, "batches": 0}] * 2
+    first = [dataloader(data, arguments, rank=rank, ranks=2) for rank in range(2)]
+    taken = [list(itertools.islice(loader, 2)) for loader in first]
+    state = first[0].state_dict()
+    assert state == first[1].state_dict() == {"epoch": 0, "batches": 2}
+    rest = [dataloader(data, arguments, rank=rank, ranks=3) for rank in range(3)]
+    for loader in rest:
+        loader.load_state_dict(state)
+    had = {sample for part in taken for batch in part for sample in batch.tolist()}
+    left = [sample for loader in rest for sample in samples(loader)]
+    assert sorted([*had, *left]) == list(range(24))
+    assert len(had) == 12
+    again = [dataloader(data, arguments, rank=rank, ranks=2) for rank in range(2)]
+    assert [samples(loader) for loader in again] == whole, "the same order in each run"
+    second = [samples(loader) for loader in again]
+    continued = dataloader(data, arguments, rank=0, ranks=2)
+    continued.load_state_dict({"epoch": 1, "batches": 0})
+    assert samples(continued) == second[0]
