@@ -105,6 +105,8 @@ def test_defaults_of_own_options():
         "local_nodes": 0,
         "servers": "",
         "server_failover": "job",
+        "instances": False,
+        "lifeline_fd": -1,
         "server_module": "",
         "embedding_servers": "",
         "chief": False,

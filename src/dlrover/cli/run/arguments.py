@@ -368,7 +368,6 @@ def _add_job(group: OptionGroup) -> None:
         "--lifeline-fd",
         kind=int,
         default=-1,
-        from_environ=False,
         metavar="FD",
         help="Leave when this file descriptor closes, and leave the last screen and the notices to the process at "
         "its other end (default: none).",
