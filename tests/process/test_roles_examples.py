@@ -73,7 +73,7 @@ class Grpo:
 def test_grpo_learns_and_each_batch_counts_once_although_its_processes_are_killed(run) -> None:
     grpo = Grpo(run, 60, step_time=0.3)
     grpo.launch.until(lambda: len(grpo.lines("learned.jsonl")) >= 5, 120, "the first steps")
-    for role in ("rollout", "trainer", "rollout"):
+    for role in ("rollout", "trainer"):
         before = len(grpo.lines("learned.jsonl"))
         grpo.kill(role)
         grpo.launch.until(lambda n=before: len(grpo.lines("learned.jsonl")) > n + 3, 120, role)

@@ -96,6 +96,7 @@ def test_yaml_and_python_say_the_same(folder: Path) -> None:
         ("a: {entry: work.py, kind: worker}", "role a: kind worker: must be one of elastic, simple, driver."),
         ("a: {entry: work.py, failover: node}",
          "role a: failover node: must be one of instance, role, job."),
+        ("a: {entry: work.py, spares: 1}", "role a: spares 1: must be 0, or more for an elastic role."),
         ("a: {entry: work.py, processes: 2}", "role a: processes 2: must be 1, or more for an elastic role."),
         ("a: {entry: work.py, depends_on: roll}", "role a: depends_on roll: must be another role: a."),
         ("a: {entry: work.py, depends_on: {a: never}}", "role a: depends_on never: must be wait or restart."),

@@ -43,6 +43,7 @@ class Job:
         kind: str = "simple",
         instances: int | tuple[int, int] = 1,
         processes: int = 1,
+        spares: int = 0,
         resources: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
         config: Mapping[str, Any] | None = None,
@@ -63,6 +64,7 @@ class Job:
                 one instance whose success ends the job.
             instances: Number of instances, or least and most.
             processes: Worker processes of each instance of an elastic role.
+            spares: Warm nodes of an elastic role that take the places of lost ones.
             resources: What each instance needs: ``cpu`` in cores, ``memory`` as ``"2Gi"``.
             env: Environment variables of the role.
             config: Values of your own for the role's program, as JSON has them.
@@ -86,6 +88,7 @@ class Job:
                 least=least,
                 most=most,
                 processes=_whole(name, "processes", processes),
+                spares=_whole(name, "spares", spares),
                 size=_size(name, resources or {}),
                 env=_texts(name, env or {}),
                 config=_json(name, config or {}),

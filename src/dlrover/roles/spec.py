@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -72,6 +72,8 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Instances that are started."""
     processes: int = 1
     """Worker processes of each instance, in an elastic role."""
+    spares: int = 0
+    """Warm nodes of an elastic role beside ``most``, which take the places of lost ones."""
     size: NodeLimits = NodeLimits()
     """What each instance needs of a machine; zeros where it does not say."""
     env: dict[str, str] = {}
@@ -157,7 +159,12 @@ def check(job: RolesJob) -> None:
             f"The roles {' and '.join(drivers)} are both drivers; a job has at most one."
         )
     for role in job.roles:
-        _check_role(role, names)
+        _check_role(role)
+        for other in role.depends_on:
+            if other not in names:
+                raise ConfigurationError(
+                    f"role {role.name}: depends_on {other}: must be another role: {', '.join(names)}."
+                )
     circle = _circle(job)
     if circle:
         raise ConfigurationError(
@@ -169,7 +176,7 @@ def check(job: RolesJob) -> None:
         )
 
 
-def _check_role(role: RoleSpec, names: Sequence[str]) -> None:
+def _check_role(role: RoleSpec) -> None:
     def refuse(field: str, value: object, accepted: str) -> None:
         raise ConfigurationError(f"role {role.name}: {field} {value}: {accepted}.")
 
@@ -183,15 +190,14 @@ def _check_role(role: RoleSpec, names: Sequence[str]) -> None:
         refuse("kind", "driver", "a driver is a script or a function with one instance")
     if role.processes < 1 or (role.processes > 1 and role.kind is not Kind.ELASTIC):
         refuse("processes", role.processes, "must be 1, or more for an elastic role")
+    if role.spares and (role.spares < 0 or role.kind is not Kind.ELASTIC):
+        refuse("spares", role.spares, "must be 0, or more for an elastic role")
     if role.max_restarts < 0:
         refuse("max_restarts", role.max_restarts, "must be 0 or a positive whole number")
     if role.window <= 0:
         refuse("window", role.window, "must be a number of seconds above 0")
     if role.kind is Kind.ELASTIC and role.is_service and role.failover is not Failover.INSTANCE:
         refuse("failover", role.failover.value, "an elastic role of objects takes instance")
-    for other in role.depends_on:
-        if other not in names:
-            refuse("depends_on", other, f"must be another role: {', '.join(names)}")
 
 
 def _circle(job: RolesJob) -> list[str]:

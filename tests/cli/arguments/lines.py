@@ -58,6 +58,7 @@ OWN_DESTS = [
     "servers",
     "server_failover",
     "instances",
+    "spares",
     "lifeline_fd",
     "server_module",
     "embedding_servers",

@@ -106,6 +106,7 @@ def test_defaults_of_own_options():
         "servers": "",
         "server_failover": "job",
         "instances": False,
+        "spares": "",
         "lifeline_fd": -1,
         "server_module": "",
         "embedding_servers": "",

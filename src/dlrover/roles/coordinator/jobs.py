@@ -54,6 +54,7 @@ def arguments(role: RoleSpec, platform: str) -> list[str]:
     if role.kind is Kind.ELASTIC:
         words += ["--nnodes", f"{role.least}:{role.most}"]
         words += ["--nproc-per-node", str(role.processes)]
+        words += ["--spares", str(role.spares)] if role.spares else []
     else:
         words.append("--instances")
     if platform != "local":
