@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -160,11 +160,7 @@ def check(job: RolesJob) -> None:
         )
     for role in job.roles:
         _check_role(role)
-        for other in role.depends_on:
-            if other not in names:
-                raise ConfigurationError(
-                    f"role {role.name}: depends_on {other}: must be another role: {', '.join(names)}."
-                )
+        _check_dependencies(role, names)
     circle = _circle(job)
     if circle:
         raise ConfigurationError(
@@ -198,6 +194,14 @@ def _check_role(role: RoleSpec) -> None:
         refuse("window", role.window, "must be a number of seconds above 0")
     if role.kind is Kind.ELASTIC and role.is_service and role.failover is not Failover.INSTANCE:
         refuse("failover", role.failover.value, "an elastic role of objects takes instance")
+
+
+def _check_dependencies(role: RoleSpec, names: Sequence[str]) -> None:
+    for other in role.depends_on:
+        if other not in names:
+            raise ConfigurationError(
+                f"role {role.name}: depends_on {other}: must be another role: {', '.join(names)}."
+            )
 
 
 def _circle(job: RolesJob) -> list[str]:
