@@ -51,13 +51,12 @@ class Member:
 
     @rpc
     def load(self, tensors: int, nbytes: int) -> list[float]:
-        """Take the latest weights; return the seconds to have them checked and mapped, and to copy them."""
+        """Take the latest weights; return the seconds to map them, and to check and copy them."""
         if not self.target:
             self.target = {f"w{i}": np.ones(nbytes, np.uint8) for i in range(tensors)}
         began = time.perf_counter()
         found = weights.latest()
         assert found is not None
-        found.state_dict()
         mapped = time.perf_counter()
         found.load_into(self.target)
         return [mapped - began, time.perf_counter() - mapped]
@@ -138,8 +137,10 @@ def weighed(group: RoleGroup, tensors: int, nbytes: int, rounds: int) -> dict[st
         "publish_seconds": publish,
         "latest_seconds": latest,
         "load_into_seconds": load,
-        "publish_and_latest_of_a_copy": copy / (publish + latest),
-        "publish_latest_and_load_of_two_copies": 2 * copy / (publish + latest + load),
+        "publish_of_a_copy": copy / publish,
+        "load_of_a_copy": copy / (latest + load),
+        "both_of_two_copies": 2 * copy / (publish + latest + load),
+        "both_of_a_copy": copy / (publish + latest + load),
     }
 
 

@@ -145,6 +145,10 @@ def test_damage_is_found_and_another_machine_reads_over_its_connection(job: Coor
             InfrastructureError, match="The tensor w of version 1 of weights is damaged in memory"
         ):
             found.state_dict()
+        with pytest.raises(
+            InfrastructureError, match="The tensor w of version 1 of weights is damaged in memory"
+        ):
+            found.load_into({"w": np.zeros_like(large)})
 
 
 @pytest.mark.torch

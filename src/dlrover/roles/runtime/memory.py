@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
@@ -26,6 +27,9 @@ from dlrover.roles.runtime.holding import (
 )
 from dlrover.roles.runtime.payload import Bytes
 from dlrover.roles.runtime.wire import Op
+
+MADV_POPULATE_READ = 22
+"""Enters memory in the page tables at once, without a copy of it."""
 
 
 class HolderConnection:
@@ -97,6 +101,8 @@ class HolderConnection:
             return PartReader(self, key, held, None)
         try:
             mapped = mmap.mmap(fd, held.size, flags=mmap.MAP_PRIVATE)
+            with contextlib.suppress(OSError):  # a kernel before 5.14
+                mapped.madvise(MADV_POPULATE_READ)
         finally:
             os.close(fd)
         return PartReader(self, key, held, np.frombuffer(mapped, np.uint8))

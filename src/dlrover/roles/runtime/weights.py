@@ -240,6 +240,15 @@ def _flat(array: Any) -> Any:
     return np.frombuffer(payload.tensor_bytes(array), np.uint8)
 
 
+def _address(array: Any) -> int:
+    """Return where the memory of an array or tensor begins; 0 if it is not plain memory of this machine."""
+    if isinstance(array, np.ndarray):
+        plain = array.flags.c_contiguous and array.flags.writeable
+        return int(array.ctypes.data) if plain and array.nbytes else 0
+    plain = array.is_cpu and array.is_contiguous() and not array.is_conj() and not array.is_neg()
+    return int(array.data_ptr()) if plain else 0
+
+
 def _hash(data: bytes) -> int:
     array = np.frombuffer(data, np.uint8)
     sums = kernels().hash(
@@ -340,10 +349,34 @@ class Weights:
             InfrastructureError: The memory is damaged; the target must not be used.
         """
         state = target if isinstance(target, Mapping) else target.state_dict()
+        direct: list[tuple[_Entry, PartReader, int]] = []
         for key, value in state.items():
-            if _piece(key, value) is not None:
-                self._load(key, value)
+            piece = _piece(key, value)
+            if piece is None:
+                continue
+            array, dtype, extent = piece
+            wanted = extent or entire(tuple(array.shape))
+            self._check_shape(key, wanted)
+            (entry, part), *others = self._entries[key]
+            address = _address(array)
+            if address and not others and (entry.dtype, entry.extent) == (dtype, wanted):
+                direct.append((entry, part, address))
+            else:
+                self._load(key, array, wanted)
+        self._copy(direct)
         self.use()
+
+    def _copy(self, targets: Sequence[tuple[_Entry, PartReader, int]]) -> None:
+        """Copy tensors to addresses, and compare their checksums in the same pass."""
+        memories = [part.bytes(entry.offset, entry.nbytes) for entry, part, _ in targets]
+        sums = kernels().copy_hash(
+            np.array([memory.ctypes.data for memory in memories], np.uint64),
+            np.array([address for _, _, address in targets], np.uint64),
+            np.array([memory.nbytes for memory in memories], np.uint64),
+            THREADS,
+        )
+        for (entry, _, _), found in zip(targets, sums, strict=True):
+            self._compare(entry, int(found))
 
     def use(self) -> None:
         """Say that this instance works with this version from now on: it serves if that is the current one."""
@@ -355,16 +388,14 @@ class Weights:
             raise ConfigurationError(f"Version {self.version} of {self.name} has no tensor {key}.")
         return self._entries[key][0][0]
 
-    def _load(self, key: str, value: Any) -> None:
-        piece = _piece(key, value)
-        assert piece is not None
-        array, _, extent = piece
-        wanted = extent or entire(tuple(array.shape))
+    def _check_shape(self, key: str, wanted: Extent) -> None:
         if self._entry(key).whole != wanted.whole:
             raise ConfigurationError(
                 f"{key} has shape {self._entry(key).whole} in version {self.version} of {self.name}, and {wanted.whole}"
                 " here."
             )
+
+    def _load(self, key: str, array: Any, wanted: Extent) -> None:
         found = self._assembled(key, wanted)
         if isinstance(array, np.ndarray):
             np.copyto(array, found)
@@ -403,11 +434,14 @@ class Weights:
             THREADS,
         )
         for (entry, _), memory, found in zip(fresh, memories, sums, strict=True):
-            if int(found) != entry.sum:
-                raise InfrastructureError(
-                    f"The tensor {entry.name} of version {self.version} of {self.name} is damaged in memory."
-                )
+            self._compare(entry, int(found))
             self._memories[entry] = memory
+
+    def _compare(self, entry: _Entry, found: int) -> None:
+        if found != entry.sum:
+            raise InfrastructureError(
+                f"The tensor {entry.name} of version {self.version} of {self.name} is damaged in memory."
+            )
 
 
 def latest(
