@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from dlrover.cli.roles import status
+from dlrover.spec.jobdir import JobDir
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.torch, pytest.mark.timeout(400)]
@@ -27,7 +29,7 @@ class Grpo:
     """Example 06, started."""
 
     def __init__(self, run, steps: int, step_time: float = 0.0, name: str = "grpo") -> None:
-        self.run, self.steps = run, steps
+        self.steps = steps
         self.out = run.directory / name / "out"
         env = {"GRPO_OUT": self.out, "GRPO_STEPS": steps, "GRPO_STEP_TIME": step_time}
         self.launch = run(
@@ -46,12 +48,11 @@ class Grpo:
 
     def instances(self) -> dict[str, list[int]]:
         """Pids of the processes that are members of each role now."""
-        found = self.run.status(self.launch)["status"]["roles"]
+        found = status(JobDir(self.launch.job_dir)).status
+        assert found is not None
         return {
-            role["name"]: [
-                i["pid"] for i in role["instances"] if i["state"] in ("serving", "stale")
-            ]
-            for role in found
+            role.name: [i.pid for i in role.instances if i.state in ("serving", "stale")]
+            for role in found.roles
         }
 
     def kill(self, role: str, index: int = 0) -> None:
