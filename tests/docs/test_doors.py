@@ -40,6 +40,7 @@ DOORS = {
         "Demand", "GIB", "MemorySample", "Option", "ServerSample", "ServerShape", "ServerSpace", "allocate",
         "fit_servers", "plan_servers", "prevent_oom", "sample_servers",
     },
+    "dlrover.roles": {"Job", "Queue", "RoleGroup", "current_worker", "rpc", "weights"},
     "dlrover.tensorflow": {"dataset", "resilient"},
     "dlrover.training": {
         "ElasticDistributedSampler", "ElasticTrainer", "accumulation_steps", "activity", "steps_left",

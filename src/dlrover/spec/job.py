@@ -169,6 +169,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     chief: bool = False
     """The node with the lowest rank is the chief, and it alone forms the job's world. The further ``other_nodes``
     are evaluators. They, the workers and the servers are instances, each a world by itself."""
+    instances: str = ""
+    """Name of the nodes' role if all nodes are instances, each a world by itself, and the job has no common world; it
+    ends when all have succeeded. Empty: the nodes form a world."""
     max_restarts: int = 0
     """Restarts allowed after failures of the user's program."""
     earlier_restarts: int = 0
@@ -203,11 +206,13 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def is_instance(self, node_rank: int) -> bool:
         """Return whether the node with this wanted rank belongs to no common world."""
         alone = self.server_failover == "instance" and is_server(node_rank)
-        return alone or (self.chief and node_rank != 0)
+        return alone or bool(self.instances) or (self.chief and node_rank != 0)
 
     def place(self, node_rank: int) -> tuple[str, int]:
         """Return the role of the node with this wanted rank, and its index among the wanted nodes of the role."""
         index = index_in_role(node_rank)
+        if self.instances:
+            return self.instances, index
         if not self.chief or is_server(node_rank):
             return role_of(node_rank), index
         if index == 0:

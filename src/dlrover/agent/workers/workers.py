@@ -139,7 +139,8 @@ class WorkerGroup:
             OSError: The logs cannot be created or the zygote cannot be started.
         """
         count = self._launch.nproc_per_node
-        ranks = {local: world.first_rank + local for local in range(count)}
+        first = max(world.index, world.first_rank)  # an instance is known by its index
+        ranks = {local: first + local for local in range(count)}
         started_before = self._world is not None
         self._world = world
         self._stopped_at = None

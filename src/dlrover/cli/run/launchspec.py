@@ -79,6 +79,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     accelerator: str
     ray: onray.RayOptions | None
     """Where the nodes run if it is a Ray cluster."""
+    lifeline_fd: int
+    """File descriptor of the process that this job must not outlive; -1: none."""
     notices: tuple[str, ...]
     """A line for each given option without effect, and for each automatic choice."""
 
@@ -108,6 +110,8 @@ def run_options(
         args = nodes.with_embedding_servers(args)
     min_servers, max_servers = nodes.server_bounds(args.servers, args.local_nodes)
     server_failover: Literal["job", "instance"] = "instance" if args.chief else args.server_failover
+    if args.instances:
+        nodes.check_instances(args)
     if args.server_failover == "instance" and standalone and not args.servers:
         raise ConfigurationError(
             "--server-failover instance: the job has no servers; give their number with --servers."
@@ -139,6 +143,7 @@ def run_options(
             max_servers=max_servers,
             server_failover=server_failover,
             chief=args.chief,
+            instances=args.role if args.instances else "",
             spares=spares,
             auto_spares=auto_spares,
             other_nodes=others,
@@ -165,6 +170,7 @@ def run_options(
         accelerator=args.accelerator,
         dashboard=_dashboard(args.dashboard),
         ray=onray.ray_options(args, environ, launch.nproc_per_node),
+        lifeline_fd=args.lifeline_fd,
         notices=(*chosen, *_notices(args)),
     )
 

@@ -174,6 +174,8 @@ class JobMachine:
         for node_rank in self.scaling.ranks:
             if node_rank not in found:
                 self.fleet.launch(node_rank, now)
+        if job.instances:
+            return  # each starts by itself
         if event.found or (event.earlier_events and not job.managed_nodes):
             ids = [node.node_id for node in event.found if not self.instances.owns(node.node_id)]
             self.adoption.begin(ids, now, now + job.limits.recovery_grace)
@@ -372,6 +374,8 @@ class JobMachine:
             self.rounds.complete(now)
         elif self.rounds.has_succeeded:
             state.end(ExitCode.SUCCESS, "All workers succeeded.", now)
+        elif self.instances.have_succeeded:
+            state.end(ExitCode.SUCCESS, "All instances succeeded.", now)
 
     def _settle(self, now: float) -> None:
         """Adopt the round that the nodes report, or open a new one."""
