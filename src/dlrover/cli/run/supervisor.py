@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import shutil
@@ -201,10 +202,10 @@ class Supervisor:
         impatient = asyncio.Event()
 
         def on_signal(number: signal.Signals) -> None:
-            if not interrupted.is_set() and self._lifeline_fd < 0:
-                progress.say(stopping_line(number, patience), self._screen)
-            elif not impatient.is_set():
-                progress.say(f"{number.name} again: everything is killed now.", self._screen)
+            if self._lifeline_fd < 0 and not impatient.is_set():
+                again = f"{number.name} again: everything is killed now."
+                first = stopping_line(number, patience)
+                progress.say(again if interrupted.is_set() else first, self._screen)
             (impatient if interrupted.is_set() else interrupted).set()
             self.stopped_by = self.stopped_by or number
 
@@ -212,9 +213,8 @@ class Supervisor:
             interrupted.set()
             impatient.set()
 
-        for number in signals:
-            if not procs.survives_hangup(number):
-                loop.add_signal_handler(number, on_signal, number)
+        for number in itertools.filterfalse(procs.survives_hangup, signals):
+            loop.add_signal_handler(number, on_signal, number)
         if self._lifeline_fd >= 0:
             procs.Lifeline.watch(self._lifeline_fd, alone)
         showing = self._show()
