@@ -42,7 +42,8 @@ DOORS = {
     },
     "dlrover.tensorflow": {"dataset", "resilient"},
     "dlrover.training": {
-        "ElasticDistributedSampler", "ElasticTrainer", "accumulation_steps", "activity", "steps_left",
+        "ElasticDistributedSampler", "ElasticTrainer", "Replicas", "accumulation_steps", "activity", "restartable",
+        "steps_left",
     },
 }  # fmt: skip
 NEEDS = {
