@@ -43,7 +43,8 @@ DOORS = {
     "dlrover.roles": {"Job", "Queue", "RoleGroup", "current_worker", "rpc", "weights"},
     "dlrover.tensorflow": {"dataset", "resilient"},
     "dlrover.training": {
-        "ElasticDistributedSampler", "ElasticTrainer", "accumulation_steps", "activity", "steps_left",
+        "ElasticDistributedSampler", "ElasticTrainer", "Replicas", "accumulation_steps", "activity", "restartable",
+        "steps_left",
     },
 }  # fmt: skip
 NEEDS = {

@@ -359,6 +359,32 @@ class RestartDecided(msgspec.Struct, frozen=True, tag="restart_decided"):
         return f"Restart {self.restart}: {self.reason}{done.get(self.action, '')}{then.get(self.rung, '')}."
 
 
+class ReplicaLost(msgspec.Struct, frozen=True, tag="replica_lost"):
+    """Ranks were lost, and the others train on in their own processes."""
+
+    ranks: tuple[int, ...]
+    reason: str
+    left: int
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        noun = "Rank" if len(self.ranks) == 1 else "Ranks"
+        ranks = ", ".join(map(str, self.ranks))
+        trains = "trains" if self.left == 1 else "train"
+        return f"{noun} {ranks} lost ({self.reason}); {counted(self.left, 'rank')} {trains} on."
+
+
+class ReplicaJoined(msgspec.Struct, frozen=True, tag="replica_joined"):
+    """A rank that was started again trains with the others."""
+
+    rank: int
+    members: int
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        return f"Rank {self.rank} trains again, with {counted(self.members - 1, 'other')}."
+
+
 class HostExcluded(msgspec.Struct, frozen=True, tag="host_excluded"):
     """A host is excluded from the job for some time."""
 
@@ -803,6 +829,8 @@ EventBody: TypeAlias = (
     | InstanceRestarts
     | InstanceEnded
     | RestartDecided
+    | ReplicaLost
+    | ReplicaJoined
     | HostExcluded
     | HangFound
     | SlowRank

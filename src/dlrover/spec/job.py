@@ -185,6 +185,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     limits: Limits = Limits()
     diagnosis_rules: tuple[Rule, ...] = ()
     """The user's own rows of the table of causes, as content, so that a job keeps the rows it began with."""
+    survive: bool = False
+    """Go on with the ranks that are left when one is lost, in their own processes (``--survive``)."""
     auto_scale: bool = False
     """Find the best number of nodes between ``min_nodes`` and ``max_nodes`` while training."""
     first_size: str = ""
@@ -295,6 +297,8 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     virtual_local_rank: bool = False
     save_at_breakpoint: bool = False
     """Default of a `Checkpointer`: persist the newest step in memory when a worker dies."""
+    survive: bool = False
+    """True if the world goes on with the ranks that are left when one is lost."""
     auto_tuning: bool = False
     """Default of an `ElasticDataLoader` and an `ElasticTrainer`: adapt to measurements."""
     numa_binding: str = ""

@@ -51,6 +51,7 @@ OWN_DESTS = [
     "auto_tunning",
     "exclude_straggler",
     "save_at_breakpoint",
+    "survive",
     "accelerator",
     "precheck",
     "job_dir",

@@ -99,6 +99,7 @@ def test_defaults_of_own_options():
         "auto_tunning": False,
         "exclude_straggler": False,
         "save_at_breakpoint": False,
+        "survive": False,
         "accelerator": "nvidia.com/gpu",
         "precheck": 0,
         "job_dir": "",

@@ -471,6 +471,10 @@ def _add_checks(group: OptionGroup) -> None:
     group.add_switch(
         "--save-at-breakpoint", help="Persist the newest memory checkpoint when a worker fails."
     )
+    group.add_switch(
+        "--survive",
+        help="When a replica is lost, the others train on in their own processes, and it joins them again.",
+    )
 
 
 def _add_tuning(group: OptionGroup) -> None:

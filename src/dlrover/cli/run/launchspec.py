@@ -116,6 +116,11 @@ def run_options(
         raise ConfigurationError(
             "--server-failover instance: the job has no servers; give their number with --servers."
         )
+    if args.survive and (args.chief or args.servers):
+        other = "--chief" if args.chief else f"--servers {args.servers}"
+        raise ConfigurationError(
+            f"--survive: keeps replicas of one model; {other} has other processes."
+        )
     if args.auto_scale:
         common = args.server_failover == "job"
         has_choice = min_nodes < max_nodes or (common and min_servers < max_servers)
@@ -147,6 +152,7 @@ def run_options(
             spares=spares,
             auto_spares=auto_spares,
             other_nodes=others,
+            survive=args.survive,
             auto_scale=args.auto_scale,
             max_restarts=launch.max_restarts,
             shutdown_timeout=launch.shutdown_timeout,
@@ -217,6 +223,7 @@ def _launch_spec(
         shutdown_timeout=_shutdown_timeout(args.shutdown_timeout, environ),
         virtual_local_rank=args.virtual_local_rank,
         save_at_breakpoint=args.save_at_breakpoint,
+        survive=args.survive,
         auto_tuning=args.auto_tunning,
         numa_binding=args.numa_binding or _numa_affinity(args),
         # Last: it may take seconds, and any other mistake should be reported at once.
