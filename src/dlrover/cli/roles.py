@@ -166,7 +166,7 @@ def stop(job_dir: JobDir, reason: str) -> None:
 
 def goodput(job_dir: JobDir) -> dict[str, object]:
     """Return the use of the time of each role, by its name; None for a role whose job has not begun."""
-    from dlrover.cli.inspect import goodput as ledger  # noqa: PLC0415
+    from dlrover.dashboard.inspect import goodput as ledger  # noqa: PLC0415
     from dlrover.roles.client import load_config  # noqa: PLC0415
 
     found: dict[str, object] = {}
