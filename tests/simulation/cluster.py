@@ -31,10 +31,12 @@ from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.master.service import Master
+from dlrover.rpc.messages import StopRequest
 from dlrover.spec.brain import Similar
 from dlrover.spec.events import Event
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
+from dlrover.spec.membership import MembershipChange
 from dlrover.spec.node import WORKER, FoundNode, LaunchNode, is_server
 from dlrover.spec.outcome import Outcome
 from tests.simulation.clock import Time
@@ -248,6 +250,7 @@ class Cluster:
         self.alive: dict[str, SimulatedNode] = {}
         """Nodes whose agents are alive, by name, in order."""
         self.program = Program(job, self.time, delays or Delays(), steps)
+        self.program.ask = self._ask
         self.similar: Similar | None = None
         """Similar past job that the planner receives."""
         self._nproc = nproc
@@ -424,7 +427,7 @@ class Cluster:
 
     def stop(self, exit_code: int = ExitCode.STOPPED) -> None:
         """Stop the job as a user would."""
-        self._submit(inputs.StopRequested("stopped", exit_code))
+        self._submit(StopRequest("stopped", exit_code))
 
     def scale(
         self, nodes: int, source: Literal["user", "plan"] = "user", role: str = WORKER
@@ -518,6 +521,13 @@ class Cluster:
         if node.alive and node.machine.outcome is None:
             return  # the node was kept
         self._come_again(node.node_rank)
+
+    def _ask(self, change: MembershipChange) -> bool:
+        """Ask the master what a worker asks by way of its agent; return whether it is there."""
+        if self.master_away or self._crashing:
+            return False
+        self.master._use(change)
+        return True
 
     def _dial(self, node: SimulatedNode) -> Link:
         if self.master_away or self.time.now < node.unreachable_until:
