@@ -56,7 +56,7 @@ def test_the_list_has_every_job_once_and_roles_below_theirs(tmp_path: Path) -> N
 def test_each_cause_has_a_colour_of_its_own() -> None:
     sheet = page.style()
     names = [
-        re.search(rf"\.c-{cause.value} {{{{ background: var\((--\w+)\)", sheet) for cause in Cause
+        re.search(rf"\.c-{cause.value} {{ background: var\((--\w+)\)", sheet) for cause in Cause
     ]
     colours = [re.findall(rf"{found[1]}: (#\w+)", sheet) for found in names if found is not None]
     assert len(colours) == len(Cause)
