@@ -68,7 +68,15 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.WorkerFailed(_FAILURE, _VERDICT),
     events.InstanceStarted(3, "ps", 1, 2),
     events.InstanceRestarts(3, "ps", 1, 1, "it was killed by SIGKILL"),
+    events.InstanceEnded("rollout", 1, "it was killed by SIGKILL"),
+    events.RolesSubmitted("grpo", ("trainer", "rollout", "main")),
+    events.CoordinatorRecovered(42),
+    events.RoleStarts("rollout", 2),
+    events.RoleRestarts("rollout", "its launcher died"),
+    events.RoleEnded("rollout", 3, "its launcher died."),
     events.RestartDecided(1, f"node 1 was lost: {_GONE}"),
+    events.ReplicaLost((2,), "rank 2 was killed by SIGKILL (signal 9) on node 0 (vm)", 3),
+    events.ReplicaJoined(2, 4),
     events.HostExcluded(
         "host1", 3600.0, "rank 8 lost its device to a hardware error on node 1 (host1)"
     ),

@@ -34,7 +34,8 @@ ALIASES = {"lastcall_timeout": "last_call_timeout"}
 """Names of settings in the original DLRover, and today's names."""
 OTHER_VARIABLES = frozenset(
     {"MASTER_ADDR", "JOB_DIR", "CONFIG", "TOKEN", "STATE_DIR", "CACHE_DIR", "KUBERNETES_JOB", "KUBERNETES_JOB_UID", "NODE_ID",
-     "NODE_NAME", "NODE_RANK", "NODE_COMMAND", "STEPS_FILE", "BRAIN_TOKEN", "BRAIN_DATABASE", "DASHBOARD_TOKEN", "REPLICA_SECRET", "NATIVE"}
+     "NODE_NAME", "NODE_RANK", "NODE_COMMAND", "STEPS_FILE", "BRAIN_TOKEN", "BRAIN_DATABASE", "DASHBOARD_TOKEN", "REPLICA_SECRET",
+     "NATIVE", "ROLES_ADDRESS", "ROLES_TOKEN_FILE", "ROLES_JOB", "ROLE", "ROLE_ATTEMPT", "ROLE_CONFIG"}
 )  # fmt: skip
 """``DLROVER_...`` variables that are not settings of the configuration file."""
 REPLICA_SECRET = f"{ENV_PREFIX}REPLICA_SECRET"
@@ -263,6 +264,55 @@ def native(env: Mapping[str, str]) -> str:
     if choice not in ("auto", "require", "off"):
         raise ConfigurationError(f"DLROVER_NATIVE={choice}: it takes auto, require or off.")
     return choice
+
+
+ROLE_VARIABLES = {
+    "address": "DLROVER_ROLES_ADDRESS",
+    "token_file": "DLROVER_ROLES_TOKEN_FILE",
+    "job": "DLROVER_ROLES_JOB",
+    "role": "DLROVER_ROLE",
+    "attempt": "DLROVER_ROLE_ATTEMPT",
+    "config": "DLROVER_ROLE_CONFIG",
+    "index": "ROLE_RANK",
+    "instances": "ROLE_WORLD_SIZE",
+}
+"""Variables of a process in a job of several roles, by field of `RolePlace`."""
+
+
+class RolePlace(msgspec.Struct, frozen=True):
+    """What a process of a job of several roles knows of its place, from `ROLE_VARIABLES`."""
+
+    address: str
+    """Address (``host:port``) of the job's coordinator."""
+    token_file: str
+    """File with the job's token."""
+    role: str
+    job: str = ""
+    attempt: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Number of the start of the role's job."""
+    config: str = "{}"
+    """The user's configuration of the role, as JSON."""
+    index: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Number of the instance in its role; in an elastic role, of the worker."""
+    instances: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+
+def role_place(env: Mapping[str, str]) -> RolePlace | None:
+    """Return the place of this process in a job of several roles; None if it has none.
+
+    Raises:
+        ConfigurationError: a variable is missing or wrong.
+    """
+    if "DLROVER_ROLES_ADDRESS" not in env:
+        return None
+    values = {field: env[name] for field, name in ROLE_VARIABLES.items() if env.get(name)}
+    try:
+        return msgspec.convert(values, RolePlace, strict=False)
+    except msgspec.ValidationError as error:
+        given = ", ".join(f"{ROLE_VARIABLES[field]}={value}" for field, value in values.items())
+        raise ConfigurationError(
+            f"The place of this process in a job of several roles is wrong: {error}; set are {given}."
+        ) from error
 
 
 def setting_names() -> frozenset[str]:

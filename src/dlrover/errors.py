@@ -4,11 +4,13 @@
 
     DLRoverError
     ├── UserCodeError         the user's program failed            exit code 1
+    │   └── RemoteError       a method of another role raised      exit code 1
     ├── ConfigurationError    a flag, file or variable is wrong    exit code 2
     │   └── FormatError       another version wrote the data       exit code 2
     ├── InfrastructureError   a machine, network or limit failed   exit code 3
     │   ├── CheckpointsLostError   none of the checkpoints can be loaded    exit code 3
-    │   └── FencedError       another master has taken over        exit code 3
+    │   ├── FencedError       another master has taken over        exit code 3
+    │   └── MemberLostError   a member of a role died in a call    exit code 3
     └── ProtocolError         a peer violated the protocol         exit code 3
 
 Every message is one sentence that names the field, the value, and the accepted values.
@@ -51,6 +53,20 @@ class UserCodeError(DLRoverError):
     exit_code = ExitCode.USER_CODE
 
 
+class RemoteError(UserCodeError):
+    """A method that was called in another process has raised an exception.
+
+    Attributes:
+        kind: Type of the exception.
+        text: Its message.
+        traceback: The remote traceback, as text.
+    """
+
+    def __init__(self, where: str, kind: str, text: str, traceback: str) -> None:
+        super().__init__(f"{where} raised {kind}: {text}\n\n{traceback}".rstrip())
+        self.kind, self.text, self.traceback = kind, text, traceback
+
+
 class ConfigurationError(DLRoverError):
     """A flag, a configuration file or an environment variable is wrong."""
 
@@ -73,6 +89,10 @@ class CheckpointsLostError(InfrastructureError):
 
 class FencedError(InfrastructureError):
     """Another master has taken over the job; this one must exit and change nothing more."""
+
+
+class MemberLostError(InfrastructureError):
+    """A member of a role has died while it was called, or was not there in time."""
 
 
 class ProtocolError(DLRoverError):

@@ -33,6 +33,14 @@ class Given:
     """True if loaders and trainers tune themselves, unless the program says otherwise."""
     embedding: bool = False
     """True if the job has embedding servers (`dlrover.embedding`)."""
+    rank: int = 0
+    world_size: int = 1
+    survive: bool = False
+    """True if the world goes on with the ranks that are left when one is lost."""
+    members: str = ""
+    """Abstract Unix socket, without the NUL, on which the node's agent tells which ranks train."""
+    attempt: int = 0
+    """Earlier processes of this rank in this round."""
     global_batch: int = 0
     """Global batch chosen for the job, in samples; 0: the program's own."""
     checkpoints: str = ""
@@ -52,3 +60,11 @@ loaded: Callable[[int], None] = _ignore
 """Called with the number of the step that the training continues from; 0 for a fresh start."""
 saving: Callable[[int], None] = _ignore
 """Called with the number of each step that is saved."""
+steps_made: Callable[[], int] = int
+"""Returns the optimizer steps that this worker's process and those before it have made in this round."""
+rejoined: Callable[[int], None] = _ignore
+"""Called with that number when this worker goes on where another one is."""
+finished: Callable[[], None] = _nothing
+"""Called once the program has ended by itself and without an error."""
+furthest: Callable[[], int] = int
+"""Returns the most optimizer steps that a worker of this node has made in this round."""

@@ -13,8 +13,17 @@ from dlrover.agent.machine.node import (
     WorkerEnded,
     WorkersStopped,
 )
-from dlrover.rpc.messages import AssignWorld, CallToRound, Dismiss, Failed, Succeeded, Welcome
+from dlrover.rpc.messages import (
+    AssignWorld,
+    CallToRound,
+    Dismiss,
+    Failed,
+    StartAgain,
+    Succeeded,
+    Welcome,
+)
 from dlrover.spec.failure import Failure, FailureKind
+from dlrover.spec.membership import Members
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.world import World
 
@@ -152,6 +161,21 @@ def test_a_failure_while_it_stops_is_reported():
     assert give(stopping(), WorkerEnded(1, failure())) == [Failed(failure())]
 
 
+def test_an_ended_worker_is_started_again_once_for_each_attempt():
+    machine = failed()
+    order = StartAgain(1, {0: 1})
+    assert give(machine, order) == [order]
+    assert (machine.stage, machine.running, machine.failures) == (Stage.RUNNING, {0, 1}, [])
+    assert give(machine, order) == []
+    assert give(machine, WorkerEnded(0, None), WorkerEnded(1, None)) == [Succeeded(1)]
+
+
+def test_a_worker_of_another_round_or_one_that_runs_is_not_started_again():
+    machine = failed()
+    assert give(machine, StartAgain(2, {0: 1}), StartAgain(1, {1: 1})) == []
+    assert machine.stage is Stage.FAILED
+
+
 def test_failures_of_a_past_world_are_forgotten_in_the_next_one():
     machine = joined_again()
     give(machine, AssignWorld(world(2)))
@@ -249,6 +273,8 @@ MESSAGES = st.one_of(
     st.builds(welcome, ROUNDS),
     st.builds(call, ROUNDS),
     st.builds(lambda r: AssignWorld(world(r)), ROUNDS),
+    st.builds(lambda r, n: StartAgain(r, {n % 3: n // 3}), ROUNDS, st.integers(0, 11)),
+    st.builds(Members, ROUNDS, st.integers(0, 3)),
 )
 ENDS = st.builds(
     lambda rank, bad: WorkerEnded(rank, failure(local_rank=rank) if bad else None),

@@ -40,9 +40,11 @@ DOORS = {
         "Demand", "GIB", "MemorySample", "Option", "ServerSample", "ServerShape", "ServerSpace", "allocate",
         "fit_servers", "plan_servers", "prevent_oom", "sample_servers",
     },
+    "dlrover.roles": {"Job", "Queue", "RoleGroup", "current_worker", "rpc", "weights"},
     "dlrover.tensorflow": {"dataset", "resilient"},
     "dlrover.training": {
-        "ElasticDistributedSampler", "ElasticTrainer", "accumulation_steps", "activity", "steps_left",
+        "ElasticDistributedSampler", "ElasticTrainer", "Replicas", "accumulation_steps", "activity", "restartable",
+        "steps_left",
     },
 }  # fmt: skip
 NEEDS = {

@@ -35,6 +35,7 @@ from dlrover.spec.brain import Similar
 from dlrover.spec.events import Event
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
+from dlrover.spec.membership import MembershipChange
 from dlrover.spec.node import WORKER, FoundNode, LaunchNode, is_server
 from dlrover.spec.outcome import Outcome
 from tests.simulation.clock import Time
@@ -248,6 +249,7 @@ class Cluster:
         self.alive: dict[str, SimulatedNode] = {}
         """Nodes whose agents are alive, by name, in order."""
         self.program = Program(job, self.time, delays or Delays(), steps)
+        self.program.ask = self._ask
         self.similar: Similar | None = None
         """Similar past job that the planner receives."""
         self._nproc = nproc
@@ -518,6 +520,13 @@ class Cluster:
         if node.alive and node.machine.outcome is None:
             return  # the node was kept
         self._come_again(node.node_rank)
+
+    def _ask(self, change: MembershipChange) -> bool:
+        """Ask the master what a worker asks by way of its agent; return whether it is there."""
+        if self.master_away or self._crashing:
+            return False
+        self.master._use(change)
+        return True
 
     def _dial(self, node: SimulatedNode) -> Link:
         if self.master_away or self.time.now < node.unreachable_until:

@@ -25,6 +25,7 @@ from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import Entry, JobSpec, LaunchSpec
 from dlrover.spec.jobdir import AgentConfig
 from dlrover.spec.measurements import NodeUsage, WorkerActivity
+from dlrover.spec.membership import FinishMembers, JoinMembers, Members, MembershipChange
 from dlrover.spec.node import SERVER, Size
 from dlrover.spec.world import World
 from tests.simulation import ailments
@@ -75,14 +76,33 @@ class Run:
         """True if a worker is gone: the others wait for it until they are stopped."""
         self.compute = None if program.law is None else program.law(size.nodes)[1]
         """Seconds of a step in which a worker does not wait for others."""
+        self.over = False
+        """True once the program has ended."""
         self._program = program
         self._size = size
+        self._awaited = size.nodes
+        self._begun = False
 
     def add(self, node: SimulatedNode) -> None:
         """Add a node whose workers are up."""
         self.nodes.append(node)
-        if len(self.nodes) == self._size.nodes:
+        if self.over:
+            node.workers.succeed(self)
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        if not self._begun and self.nodes and len(self.nodes) >= self._awaited:
+            self._begun = True
             self._continue()
+
+    def lose(self, node: SimulatedNode) -> None:
+        """Go on without a node, where losses are survived; else the others wait for it until they are stopped."""
+        self.nodes = [other for other in self.nodes if other is not node]
+        self._awaited -= 1
+        if not self._program.job.survive or (self._begun and not self.nodes):
+            self.broken = True
+        self._begin()
 
     def _continue(self) -> None:
         self._program.time.after(self._program.step_time(self._size), self._step)
@@ -102,6 +122,7 @@ class Run:
         if self._program.steps_done < self._program.steps:
             self._continue()
             return
+        self.over = True
         for node in self.nodes:
             if not node.serves:
                 node.workers.succeed(self)
@@ -132,6 +153,8 @@ class Program:
     noise: float = 0.0
     steps_done: int = 0
     runs: dict[int, Run] = field(default_factory=dict)
+    #: asks the master what a worker would ask; False while it is away
+    ask: Callable[[MembershipChange], bool] = lambda _change: False
     #: nodes by id; a node check looks up the members of its group here
     nodes: dict[int, SimulatedNode] = field(default_factory=dict)
 
@@ -298,6 +321,28 @@ class SimulatedWorkers:
     def _started(self, run: Run) -> None:
         if run is self.run:
             run.add(self._node)
+            attempts = self._node.machine.attempts
+            for local_rank in sorted(self._node.machine.running):
+                if attempts[local_rank]:
+                    self._join(run, local_rank, attempts[local_rank])
+
+    def start_again(self, local_rank: int, attempt: int) -> None:
+        self._time.after(self._program.delays.start, self._join, self.run, local_rank, attempt)
+
+    def _join(self, run: Run, local_rank: int, attempt: int) -> None:
+        """Let a worker ask to train with the others, until the master answers."""
+        machine = self._node.machine
+        if run is not self.run or machine.world is None or machine.attempts[local_rank] != attempt:
+            return
+        if run.over:
+            self._time.after(self._program.delays.start, self._ended, run, local_rank, None)
+            return
+        rank = machine.world.first_rank + local_rank
+        if not self._program.ask(JoinMembers(machine.world.round, rank, attempt)):
+            self._time.after((0.2, 0.5), self._join, run, local_rank, attempt)
+
+    def tell(self, members: Members) -> None:
+        """Do nothing: the run knows who trains."""
 
     async def watch(self, progressed: Callable[[], None]) -> None:
         self.progressed = progressed
@@ -315,7 +360,7 @@ class SimulatedWorkers:
     def end(self) -> None:
         """End the workers, so that the others wait for them."""
         if self.run is not None:
-            self.run.broken = True
+            self.run.lose(self._node)
             self.run = None
 
     def steps(self) -> int:
@@ -363,7 +408,7 @@ class SimulatedWorkers:
         world = machine.world
         if world is None or run is None or machine.stage is not Stage.RUNNING:
             return
-        run.broken = True
+        run.broken = run.broken or not self._program.job.survive
         local_rank = self._time.random.choice(sorted(machine.running))
         failure = Failure(
             id=f"{self._node.name}, failure {next(self._failures)}",
@@ -381,6 +426,9 @@ class SimulatedWorkers:
 
     def succeed(self, run: Run) -> None:
         """End the workers at the end of the program."""
+        world, attempts = self._node.machine.world, self._node.machine.attempts
+        if world is not None and self._program.job.survive:
+            self._program.ask(FinishMembers(world.round, world.first_rank, attempts[0]))
         for local_rank in range(self._nproc):
             ended = (self._node.when_awake, self._ended, run, local_rank, None)
             self._time.after(self._program.delays.start, *ended)

@@ -18,6 +18,7 @@ from dlrover.rpc.messages import (
     CallToRound,
     Hello,
     Join,
+    StartAgain,
     StopRequest,
     Succeeded,
     Welcome,
@@ -25,6 +26,13 @@ from dlrover.rpc.messages import (
 from dlrover.spec.events import RoundOpened
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import JobSpec, Limits
+from dlrover.spec.membership import (
+    FinishMembers,
+    JoinMembers,
+    Members,
+    MembershipChange,
+    RenewMembers,
+)
 from dlrover.spec.node import LaunchNode, NodeStatus
 from dlrover.spec.world import Holding, Offer, World
 from tests.simulation.cluster import WORKER_KINDS, Cluster
@@ -301,6 +309,8 @@ JOBS = st.sampled_from(
     [
         job(1, 2, server_failover="job", **SERVERS),
         job(1, 2, server_failover="instance", **SERVERS),
+        job(2, 3, survive=True),
+        job(2, 3, survive=True, managed=True),
         *[
             job(
                 minimum,
@@ -325,7 +335,7 @@ quick = settings(
 )
 
 
-CHANGES = LaunchNode | CallToRound | AssignWorld | inputs.Emit
+CHANGES = LaunchNode | CallToRound | AssignWorld | StartAgain | Members | inputs.Emit
 """What no command of an ended job is."""
 
 
@@ -414,8 +424,8 @@ class HostilePeers:
                 13: inputs.NodeSilent(node_id, 60.0),
                 14: inputs.Reported(node_id, Succeeded(round_)),
                 15: inputs.Reported(node_id, Join(round_, offer(a))),
-                16: inputs.NodeDisconnected(node_id),
-            }.get(kind)
+                16: None if a % 2 else inputs.NodeDisconnected(node_id),
+            }.get(kind) or common
         return common
 
     def anybody(self, kind: int, a: int, b: int, round_: int) -> inputs.Input | None:
@@ -437,6 +447,7 @@ class HostilePeers:
             if a == b == 7
             else inputs.ScaleRequested(a, "a test", "plan" if b % 2 else "user"),
             7: inputs.MasterStarted(7) if a >= 6 else None,
+            16: inputs.MemberReported(change(a, b, machine)) if a % 2 else None,
             9: inputs.Progressed(rdzv.round, machine.progress.steps + 1 + a, SECONDS[b], a - 1),
         }
         return rare.get(kind)
@@ -457,6 +468,18 @@ class HostilePeers:
             signal=[6, 9, 11][b % 3],
             node_facts=("NVRM: Xid (PCI:0): 79",) if a == 4 else (),
         )
+
+
+def change(a: int, b: int, machine: JobMachine) -> MembershipChange:
+    """What a rank, living or dead, may report of the membership."""
+    membership = machine.state.membership
+    round_ = membership.round + b // 6
+    attempt = membership.latest.get(a, 0) - b % 2
+    if b == 5:
+        return FinishMembers(round_, a, attempt)
+    if b == 4:
+        return RenewMembers(round_, a, attempt, membership.number)
+    return JoinMembers(round_, a, attempt)
 
 
 def held(kind: int, a: int, b: int) -> Holding | None:

@@ -24,6 +24,7 @@ from dlrover.agent.relay import RequestRelay
 from dlrover.agent.shell import Agent, NodeControls
 from dlrover.agent.usage import UsageMeter
 from dlrover.agent.workers.logs import RunLogs
+from dlrover.agent.workers.membership import MembersSocket
 from dlrover.agent.workers.workers import WorkerGroup
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, InfrastructureError
 from dlrover.rpc import wire
@@ -96,8 +97,13 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
     locate = (
         None if settings.master_address else functools.partial(_master_address, job_dir, address)
     )
-    async with MasterClient(address, token, tls) as client, RequestRelay(client) as relay:
+    async with (
+        MasterClient(address, token, tls) as client,
+        RequestRelay(client) as relay,
+        MembersSocket() as members,
+    ):
         workers.relay = relay.address
+        workers.members = members
         workers.token = token if tls.ca else ""
         usage = UsageMeter(settings.limits.usage_interval, alone=bool(settings.master_address))
         agent = Agent(

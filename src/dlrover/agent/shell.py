@@ -8,7 +8,7 @@ import logging
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,6 +26,7 @@ from dlrover.rpc.client import MasterClient
 from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.jobdir import AgentConfig
+from dlrover.spec.membership import Members
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.world import Offer, World
 
@@ -282,7 +283,7 @@ class Agent:
         for command in self._machine.handle(event):
             self._carry_out(command)
 
-    def _carry_out(self, command: agent_machine.Command) -> None:
+    def _carry_out(self, command: agent_machine.Command) -> None:  # noqa: C901 - one case per command
         match command:
             case agent_machine.JoinRound():
                 self._join(command.round)
@@ -297,6 +298,10 @@ class Agent:
                 if command.place >= 0:
                     self._workers.take_place(command.place)
                 self._start(command.world, command.fresh)
+            case messages.StartAgain(round=_, attempts=attempts):
+                self._start_again(attempts)
+            case Members():
+                self._workers.tell(command)
             case messages.StandBy():
                 self._waits.started()
                 self._workers.preload(command.modules)
@@ -320,6 +325,20 @@ class Agent:
         except (OSError, ConfigurationError) as error:
             failure = self._spawn_failure(world, error)
             asyncio.get_running_loop().call_soon(self.worker_ended, 0, failure)
+
+    def _start_again(self, attempts: Mapping[int, int]) -> None:
+        world = self._machine.world
+        assert world is not None
+        local_rank = 0
+        try:
+            for local_rank, attempt in attempts.items():
+                self._workers.start_again(local_rank, attempt)
+        except (OSError, ConfigurationError) as error:
+            rank = world.first_rank + local_rank
+            failure = msgspec.structs.replace(
+                self._spawn_failure(world, error), rank=rank, local_rank=local_rank
+            )
+            asyncio.get_running_loop().call_soon(self.worker_ended, local_rank, failure)
 
     def _spawn_failure(self, world: World, error: Exception) -> Failure:
         return Failure(

@@ -164,7 +164,7 @@ def _archive(job_dir: JobDir) -> None:
     # The job's file last: if a move fails, the next attempt finds the journal by it.
     state = [
         *_journal_files(job_dir), job_dir.agent, job_dir.token, job_dir.master, job_dir.events,
-        job_dir.checkpoints, job_dir.outcome, job_dir.left, *job_dir.path.glob("*.log"), job_dir.job,
+        job_dir.checkpoints, job_dir.outcome, job_dir.left, job_dir.roles, *job_dir.path.glob("*.log"), job_dir.job,
     ]  # fmt: skip
     present = [path for path in state if path.exists()]
     if not present:
@@ -273,7 +273,9 @@ def find(env: Mapping[str, str], job: str, path: str) -> JobDir:
             )
     assert chosen is not None
     found = JobDir(chosen.resolve())
-    if not (found.job.exists() or found.journal.exists() or found.agent.exists()):
+    if not (
+        found.job.exists() or found.journal.exists() or found.agent.exists() or found.roles.exists()
+    ):
         raise ConfigurationError(f"--job-dir {chosen}: there is no job in this directory.")
     _check_format(found)
     return found

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dlrover import __version__, config
 from dlrover._util import procs
-from dlrover.cli import chaos, ckpt, completion, dashboard, embedding, jobs, strategy
+from dlrover.cli import chaos, ckpt, completion, dashboard, embedding, jobs, roles, strategy
 from dlrover.cli.cluster import brain, operator, submit
 from dlrover.cli.output import Form, Output, print_json, show
 from dlrover.cli.run.launchspec import parse_rdzv_conf
@@ -39,6 +39,7 @@ app.command(context_settings={"allow_interspersed_args": False})(chaos.chaos)
 app.command()(completion.completion)
 app.command()(dashboard.dashboard)
 app.command()(operator.operator)
+app.command()(roles.roles)
 app.command()(strategy.strategy)
 app.command()(submit.submit)
 
@@ -71,8 +72,11 @@ def status(
     """Show a job's phase, nodes and steps, and what it waits for."""
     from dlrover.dashboard.inspect import queries  # noqa: PLC0415 - loads grpc
 
-    report = queries.status(jobs.find_on(platform, ray_address, config.environ(), job, job_dir))
-    show(report, output, queries.render_status, queries.named_status)
+    found = jobs.find_on(platform, ray_address, config.environ(), job, job_dir)
+    if found.roles.exists():
+        show(roles.status(found), output, roles.render_status)
+        return
+    show(queries.status(found), output, queries.render_status, queries.named_status)
 
 
 @app.command()
@@ -164,6 +168,13 @@ def goodput(
     from dlrover.dashboard.inspect import goodput as ledger, trace as tracing  # noqa: PLC0415
 
     place = jobs.find_on(platform, ray_address, config.environ(), job, job_dir)
+    if place.roles.exists():
+        if html or trace:
+            raise ConfigurationError(
+                f"--html and --trace are for one role: give --job-dir {place.path}/roles/ROLE."
+            )
+        show(roles.goodput(place), output, roles.render_goodput)
+        return
     found = ledger.report(place)
     if html:
         ledger.write("--html", html, frozen.render(place, found))
@@ -253,7 +264,7 @@ def stop(
     if outcome is not None:
         print(f"The job in {found.path} has ended already: {outcome.reason}")
         return
-    queries.stop(found, reason)
+    (roles if found.roles.exists() else queries).stop(found, reason)
     if output is Form.JSON:
         print(msgspec.json.encode({"job_dir": str(found.path), "stopping": True}).decode())
     else:

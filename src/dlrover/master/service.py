@@ -25,6 +25,7 @@ from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Node
 from dlrover.master.machine.strategies import Strategies
 from dlrover.master.machine.watches.activities import Activities
+from dlrover.master.meeting import Meeting
 from dlrover.master.placement import PlacementService
 from dlrover.master.relayed import Begun, answers
 from dlrover.master.scaling.autoscale import AutoScaler
@@ -37,6 +38,7 @@ from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
 from dlrover.spec.cluster import ClusterRequest, LookCluster
 from dlrover.spec.events import NodeWaits
+from dlrover.spec.membership import LookMembers, Meet, MembershipChange, MembersNow
 from dlrover.spec.node import CHIEF, SERVER, WORKER, LaunchNode
 from dlrover.spec.placement import LookPlacement, PlacementRequest
 from dlrover.spec.requests import Unanswered, WorkerReply, WorkerRequest
@@ -95,6 +97,7 @@ class Master:
         self.shards = ShardsService(history.add)
         self.placement = PlacementService()
         self.cluster = TaskCluster()
+        self.meeting = Meeting()
         self.strategies = Strategies()
         self.ended = asyncio.Event()
         self._begun = asyncio.Event()
@@ -658,6 +661,10 @@ class Master:
     def _use(self, request: WorkerRequest) -> Begun:
         if self.machine.outcome is not None:
             return Unanswered(refused="The job has ended.")
+        if isinstance(request, Meet):
+            return self.meeting.handle(request, self._journal.epoch, self.machine.state.membership)
+        if isinstance(request, MembershipChange | LookMembers):
+            return self._members(request)
         if isinstance(request, LookShards | LookPlacement | LookCluster):
             return self._answer(request, self.clock())
         if isinstance(request, ChooseStrategy):
@@ -667,6 +674,20 @@ class Master:
             request = msgspec.structs.replace(request, seconds_left=left)
         return self._commits.begin(request, lambda now: self._answer(request, now))
 
+    def _members(self, request: MembershipChange | LookMembers) -> WorkerReply:
+        membership = self.machine.state.membership
+        if not isinstance(request, LookMembers):
+            try:
+                self._flush_progress()
+                self.submit(inputs.MemberReported(request))
+            except InfrastructureError as error:
+                return Unanswered(away=f"The master failed: {error}")
+        steps = self.machine.progress.steps
+        if self._activities.round == membership.round:
+            steps = max(steps, self._activities.steps)
+        now = membership.members(steps)
+        return MembersNow(now if request.round == membership.round else None)
+
     def _answer(self, request: WorkerRequest, now: float) -> WorkerReply:
         if isinstance(request, PlacementRequest):
             return self.placement.handle(request)
@@ -674,6 +695,7 @@ class Master:
             return self._clustered(request)
         if isinstance(request, StrategyRequest):
             return self._strategy(request, now)
+        assert isinstance(request, ShardRequest)
         return self.shards.handle(request, now)
 
     def _strategy(self, request: StrategyRequest, now: float) -> WorkerReply:

@@ -86,18 +86,13 @@ class MasterClient(Connection):
         self, since: int = 0, *, follow: bool = False
     ) -> AsyncIterator[messages.Notice]:
         """Yield the job's events after number ``since``, with its status; endlessly with ``follow``."""
-        call = self._channel.unary_stream(f"/{wire.SERVICE}/Watch")(
-            wire.encode(messages.WatchRequest(since, follow)),
-            metadata=self._metadata,
-            timeout=None if follow else self._timeout,
-        )
-        try:
-            async for data in call:
-                yield wire.decode(data, messages.Notice)
-        except grpc.aio.AioRpcError as error:
-            self._fail(error)
-        finally:
-            call.cancel()
+        timeout = None if follow else self._timeout
+        request = messages.WatchRequest(since, follow)
+        async with contextlib.aclosing(
+            self._follow("Watch", request, messages.Notice, timeout)
+        ) as notices:
+            async for notice in notices:
+                yield notice
 
     async def attend(
         self, outgoing: AsyncIterator[messages.AgentMessage]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import grpc
@@ -82,6 +83,21 @@ class Connection:
         except grpc.aio.AioRpcError as error:
             self._fail(error)
         return data
+
+    async def _follow(
+        self, method: str, request: msgspec.Struct, reply: Any, timeout: float | None = None
+    ) -> AsyncGenerator[Any, None]:
+        """Call a method with a stream of replies and yield them; ``timeout`` limits the whole stream, in seconds."""
+        call = self._channel.unary_stream(f"/{self.service}/{method}")(
+            wire.encode(request), metadata=self._metadata, timeout=timeout
+        )
+        try:
+            async for data in call:
+                yield wire.decode(data, reply)
+        except grpc.aio.AioRpcError as error:
+            self._fail(error)
+        finally:
+            call.cancel()
 
     def _fail(self, error: grpc.aio.AioRpcError) -> NoReturn:
         """Raise the DLRover error for a failed call."""

@@ -15,6 +15,7 @@ from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.events import Event
 from dlrover.spec.failure import Failure
 from dlrover.spec.measurements import NodeUsage, WorkerActivity
+from dlrover.spec.membership import Members
 from dlrover.spec.node import WORKER, Size
 from dlrover.spec.numbers import Count
 from dlrover.spec.outcome import Outcome
@@ -130,6 +131,14 @@ class StandBy(msgspec.Struct, frozen=True, tag="stand_by"):
     """List of the modules that the program loads, as `ModulesListed` brings it; empty while unknown."""
 
 
+class StartAgain(msgspec.Struct, frozen=True, tag="start_again"):
+    """Order to start ended workers of ``round`` again; the other workers go on."""
+
+    round: int
+    attempts: dict[int, int]
+    """Attempt of each worker's process, by local rank; who runs in that attempt is not started again."""
+
+
 class Dismiss(msgspec.Struct, frozen=True, tag="dismiss"):
     """Order to stop the workers and leave the job."""
 
@@ -143,7 +152,15 @@ class CollectEvidence(msgspec.Struct, frozen=True, tag="collect_evidence"):
 
 
 MasterMessage: TypeAlias = (
-    Welcome | CallToRound | AssignWorld | StandBy | Dismiss | CollectEvidence | CheckOrder
+    Welcome
+    | CallToRound
+    | AssignWorld
+    | Members
+    | StartAgain
+    | StandBy
+    | Dismiss
+    | CollectEvidence
+    | CheckOrder
 )
 
 # ---- requests

@@ -359,6 +359,32 @@ class RestartDecided(msgspec.Struct, frozen=True, tag="restart_decided"):
         return f"Restart {self.restart}: {self.reason}{done.get(self.action, '')}{then.get(self.rung, '')}."
 
 
+class ReplicaLost(msgspec.Struct, frozen=True, tag="replica_lost"):
+    """Ranks were lost, and the others train on in their own processes."""
+
+    ranks: tuple[int, ...]
+    reason: str
+    left: int
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        noun = "Rank" if len(self.ranks) == 1 else "Ranks"
+        ranks = ", ".join(map(str, self.ranks))
+        trains = "trains" if self.left == 1 else "train"
+        return f"{noun} {ranks} lost ({self.reason}); {counted(self.left, 'rank')} {trains} on."
+
+
+class ReplicaJoined(msgspec.Struct, frozen=True, tag="replica_joined"):
+    """A rank that was started again trains with the others."""
+
+    rank: int
+    members: int
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        return f"Rank {self.rank} trains again, with {counted(self.members - 1, 'other')}."
+
+
 class HostExcluded(msgspec.Struct, frozen=True, tag="host_excluded"):
     """A host is excluded from the job for some time."""
 
@@ -517,6 +543,75 @@ MINUTE = 60.0
 def size(amount: int) -> str:
     """Return a number of bytes in words: ``1.5 GiB``, ``512 MiB``."""
     return f"{amount / GIB:.1f} GiB" if amount >= GIB else f"{amount >> 20} MiB"
+
+
+class RolesSubmitted(msgspec.Struct, frozen=True, tag="roles_submitted"):
+    """A job of several roles was submitted to its coordinator."""
+
+    name: str
+    roles: tuple[str, ...]
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        return f"Job {self.name} was submitted; its roles are {', '.join(self.roles)}."
+
+
+class CoordinatorRecovered(msgspec.Struct, frozen=True, tag="coordinator_recovered"):
+    """A coordinator took over from the journal of one that died."""
+
+    inputs: int
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        return f"The coordinator is back: it replayed {self.inputs} journal entries; all roles kept running."
+
+
+class RoleStarts(msgspec.Struct, frozen=True, tag="role_starts"):
+    """The job of a role is being started."""
+
+    role: str
+    attempt: int
+    """Number of its starts so far, this one included."""
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        again = f" (start {self.attempt})" if self.attempt > 1 else ""
+        return f"Role {self.role} starts{again}."
+
+
+class RoleRestarts(msgspec.Struct, frozen=True, tag="role_restarts"):
+    """A role stops, if it still runs, and starts again."""
+
+    role: str
+    reason: str
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        return f"Role {self.role} restarts: {self.reason}."
+
+
+class InstanceEnded(msgspec.Struct, frozen=True, tag="instance_ended"):
+    """An instance of a role has failed or was stopped."""
+
+    role: str
+    index: int
+    reason: str
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        return f"Instance {self.index} of {self.role} has ended: {self.reason}."
+
+
+class RoleEnded(msgspec.Struct, frozen=True, tag="role_ended"):
+    """The job of a role has ended."""
+
+    role: str
+    exit_code: int
+    reason: str
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        return f"Role {self.role} has ended with exit code {self.exit_code}: {self.reason}"
 
 
 class PlanMade(msgspec.Struct, frozen=True, tag="plan_made"):
@@ -710,6 +805,11 @@ EventBody: TypeAlias = (
     JobSubmitted
     | MasterRecovered
     | MasterAdopted
+    | RolesSubmitted
+    | CoordinatorRecovered
+    | RoleStarts
+    | RoleRestarts
+    | RoleEnded
     | NodeLaunched
     | SparesDecided
     | SpareReady
@@ -727,7 +827,10 @@ EventBody: TypeAlias = (
     | WorkerFailed
     | InstanceStarted
     | InstanceRestarts
+    | InstanceEnded
     | RestartDecided
+    | ReplicaLost
+    | ReplicaJoined
     | HostExcluded
     | HangFound
     | SlowRank

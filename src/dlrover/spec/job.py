@@ -169,6 +169,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     chief: bool = False
     """The node with the lowest rank is the chief, and it alone forms the job's world. The further ``other_nodes``
     are evaluators. They, the workers and the servers are instances, each a world by itself."""
+    instances: str = ""
+    """Name of the nodes' role if all nodes are instances, each a world by itself, and the job has no common world; it
+    ends when all have succeeded. Empty: the nodes form a world."""
     max_restarts: int = 0
     """Restarts allowed after failures of the user's program."""
     earlier_restarts: int = 0
@@ -182,6 +185,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     limits: Limits = Limits()
     diagnosis_rules: tuple[Rule, ...] = ()
     """The user's own rows of the table of causes, as content, so that a job keeps the rows it began with."""
+    survive: bool = False
+    """Go on with the ranks that are left when one is lost, in their own processes (``--survive``)."""
     auto_scale: bool = False
     """Find the best number of nodes between ``min_nodes`` and ``max_nodes`` while training."""
     first_size: str = ""
@@ -203,11 +208,13 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def is_instance(self, node_rank: int) -> bool:
         """Return whether the node with this wanted rank belongs to no common world."""
         alone = self.server_failover == "instance" and is_server(node_rank)
-        return alone or (self.chief and node_rank != 0)
+        return alone or bool(self.instances) or (self.chief and node_rank != 0)
 
     def place(self, node_rank: int) -> tuple[str, int]:
         """Return the role of the node with this wanted rank, and its index among the wanted nodes of the role."""
         index = index_in_role(node_rank)
+        if self.instances:
+            return self.instances, index
         if not self.chief or is_server(node_rank):
             return role_of(node_rank), index
         if index == 0:
@@ -290,6 +297,8 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     virtual_local_rank: bool = False
     save_at_breakpoint: bool = False
     """Default of a `Checkpointer`: persist the newest step in memory when a worker dies."""
+    survive: bool = False
+    """True if the world goes on with the ranks that are left when one is lost."""
     auto_tuning: bool = False
     """Default of an `ElasticDataLoader` and an `ElasticTrainer`: adapt to measurements."""
     numa_binding: str = ""

@@ -31,6 +31,11 @@ class JobDir:
         return self.path / "job.json"
 
     @property
+    def roles(self) -> Path:
+        """The `RolesConfig` of a job of several roles (JSON), each of which has a job directory below this one."""
+        return self.path / "roles.json"
+
+    @property
     def agent(self) -> Path:
         """The `AgentConfig` of the nodes that were started from this directory (JSON)."""
         return self.path / "agent.json"

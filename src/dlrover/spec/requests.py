@@ -7,11 +7,14 @@ from typing import TypeAlias
 import msgspec
 
 from dlrover.spec.cluster import ClusterReply, ClusterRequest
+from dlrover.spec.membership import MembershipReply, MembershipRequest
 from dlrover.spec.placement import PlacementReply, PlacementRequest
 from dlrover.spec.shards import ShardReply, ShardRequest
 from dlrover.spec.strategies import StrategyReply, StrategyRequest
 
-WorkerRequest: TypeAlias = ShardRequest | PlacementRequest | ClusterRequest | StrategyRequest
+WorkerRequest: TypeAlias = (
+    ShardRequest | PlacementRequest | ClusterRequest | StrategyRequest | MembershipRequest
+)
 
 
 class Unanswered(msgspec.Struct, frozen=True, array_like=True, tag="unanswered", kw_only=True):
@@ -23,4 +26,6 @@ class Unanswered(msgspec.Struct, frozen=True, array_like=True, tag="unanswered",
     """Why no master could be reached; ask again."""
 
 
-WorkerReply: TypeAlias = ShardReply | PlacementReply | ClusterReply | StrategyReply | Unanswered
+WorkerReply: TypeAlias = (
+    ShardReply | PlacementReply | ClusterReply | StrategyReply | MembershipReply | Unanswered
+)

@@ -48,6 +48,12 @@ class World(msgspec.Struct, frozen=True):
     """Wanted number of instances of that role."""
     instance_role: str = ""
     """Role of an instance."""
+    attempt: Count = 0
+    """Earlier processes of this node's ranks in this round, whose world has gone on without them."""
+
+    def as_attempt(self, attempt: int) -> World:
+        """Return the same world for further processes of the same ranks."""
+        return msgspec.structs.replace(self, attempt=attempt)
 
     @property
     def role(self) -> str:

@@ -6,6 +6,8 @@ from dlrover._util.doors import lazy
 
 if TYPE_CHECKING:
     from dlrover.training.batch import accumulation_steps
+    from dlrover.training.replicas.replicas import Replicas
+    from dlrover.training.replicas.restarts import restartable
     from dlrover.training.sampler import ElasticDistributedSampler
     from dlrover.training.trainer import ElasticTrainer
     from dlrover.training.worker.tracker import activity, steps_left
@@ -13,8 +15,10 @@ if TYPE_CHECKING:
 __all__ = [
     "ElasticDistributedSampler",
     "ElasticTrainer",
+    "Replicas",
     "accumulation_steps",
     "activity",
+    "restartable",
     "steps_left",
 ]
 
@@ -23,8 +27,10 @@ __getattr__ = lazy(
     {
         "ElasticDistributedSampler": "dlrover.training.sampler",
         "ElasticTrainer": "dlrover.training.trainer",
+        "Replicas": "dlrover.training.replicas.replicas",
         "accumulation_steps": "dlrover.training.batch",
         "activity": "dlrover.training.worker.tracker",
+        "restartable": "dlrover.training.replicas.restarts",
         "steps_left": "dlrover.training.worker.tracker",
     },
     extra="torch",

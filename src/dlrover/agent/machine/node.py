@@ -15,6 +15,7 @@ import msgspec
 from dlrover.rpc import messages
 from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.failure import Failure
+from dlrover.spec.membership import Members
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.world import Holding, World
 
@@ -73,12 +74,15 @@ Command: TypeAlias = (
     | CheckReport
     | CheckOrder
     | messages.AssignWorld
+    | messages.StartAgain
+    | Members
     | messages.StandBy
     | messages.Dismiss
 )
 """Besides its own, a command is a message: one to the master is sent, or dropped without a connection. Of the
 master's, `CheckOrder` checks this node (the `CheckReport` is the next input; an unfinished earlier check is
-cancelled), `AssignWorld` starts its workers, `StandBy` loads what they need, and `Dismiss` ends the agent."""
+cancelled), `AssignWorld` starts its workers, `StartAgain` some of them, `Members` is for them, `StandBy` loads what
+they need, and `Dismiss` ends the agent."""
 
 
 @dataclass
@@ -95,7 +99,9 @@ class AgentMachine:
     world: World | None = None
     #: local ranks of workers that have not ended; empty without a world
     running: set[int] = field(default_factory=set)
-    #: failures in ``world``, until the next one
+    #: attempt of each worker's process, by local rank
+    attempts: dict[int, int] = field(default_factory=dict)
+    #: failures in ``world``, until the next one or until the worker is started again
     failures: list[Failure] = field(default_factory=list)
     #: the highest round that a master has announced
     last_round: int = 0
@@ -139,6 +145,10 @@ class AgentMachine:
                 return self._join_later(event.round)
             case messages.AssignWorld():
                 return self._assign(event)
+            case messages.StartAgain():
+                return self._start_again(event)
+            case Members():
+                return [event] if event.round == self.running_round else []
             case CheckOrder():
                 return self._order_check(event)
             case CheckReport():
@@ -203,7 +213,25 @@ class AgentMachine:
         self.order = self.report = None
         self.failures = []
         self.running = set(range(self.nproc))
+        self.attempts = dict.fromkeys(self.running, world.attempt)
         return [event]
+
+    def _start_again(self, event: messages.StartAgain) -> list[Command]:
+        at_work = self.stage in (Stage.RUNNING, Stage.FAILED)
+        if not at_work or event.round != self.running_round:
+            return []
+        due = {
+            local: attempt
+            for local, attempt in event.attempts.items()
+            if attempt > self.attempts.get(local, attempt) and local not in self.running
+        }
+        if not due:
+            return []
+        self.attempts.update(due)
+        self.running |= due.keys()
+        self.failures = [f for f in self.failures if f.local_rank not in due]
+        self.stage = Stage.FAILED if self.failures else Stage.RUNNING
+        return [messages.StartAgain(event.round, due)]
 
     def _worker_ended(self, event: WorkerEnded) -> list[Command]:
         if self.world is None:
@@ -250,6 +278,9 @@ class AgentMachine:
         assert self.stage is not Stage.FAILED or self.failures, "failed without a failure"
         assert self.round <= self.last_round, "a round beyond the last one announced"
         assert self.order is None or self.world is None, "a check beside workers"
+        assert self.world is None or self.running <= self.attempts.keys(), (
+            "a worker without an attempt"
+        )
         assert self.report is None or self.order is not None, "a report without an order"
         assert self.stage is not Stage.LEFT or self.outcome is not None, "left without an outcome"
 

@@ -23,11 +23,14 @@ from dlrover.agent.devices import Devices
 from dlrover.agent.workers import environment, evidence, modules, numa, zygotes
 from dlrover.agent.workers.facts import NodeFacts
 from dlrover.agent.workers.logs import AttemptLogs, RunLogs
+from dlrover.agent.workers.membership import MembersSocket, StoppedWatch, is_stopped
 from dlrover.agent.workers.zygote import StartOrder
 from dlrover.errors import ConfigurationError
+from dlrover.spec.activity import Activity
 from dlrover.spec.failure import OWN_ENDS, Failure, FailureKind
 from dlrover.spec.job import Entry, LaunchSpec, Std
 from dlrover.spec.measurements import WorkerActivity
+from dlrover.spec.membership import Members
 from dlrover.spec.stacks import WorkerEvidence
 from dlrover.spec.world import World
 from dlrover.training.worker.bootstrap import Program
@@ -47,6 +50,10 @@ SAVER = "dlrover.checkpoint.saver.saver"
 """Module of the checkpoint saver: workers start it, it outlives them and holds their generations."""
 SAVER_WAIT = 5.0
 """Seconds that the saver gets to end: a supervisor does not wait much longer for its agent."""
+
+
+_STARTING_AGAIN = WorkerActivity(0, Activity.START, 0.0, (0.0,) * len(Activity))
+"""Activity of a worker that was started again and has not begun yet."""
 
 
 @dataclass
@@ -70,7 +77,7 @@ class WorkerGroup:
     after exit code 0. A worker that ends after `stop` was called is reported only if it failed before.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0915 - its attributes
         self,
         launch: LaunchSpec,
         base_env: Mapping[str, str],
@@ -94,6 +101,11 @@ class WorkerGroup:
         """File that lists the directories of the program's checkpoints."""
         self.token = ""
         """The job's token, from which the workers' secret is derived; empty without TLS."""
+        self.members: MembersSocket | None = None
+        """Socket that tells the workers who trains; None outside an agent process."""
+        self._away: set[int] = set()
+        """Local ranks that do not train while the others do."""
+        self._stopped = StoppedWatch()
         self._launch = launch
         self._base_env = base_env
         self._devices = Devices(base_env)
@@ -139,13 +151,16 @@ class WorkerGroup:
             OSError: The logs cannot be created or the zygote cannot be started.
         """
         count = self._launch.nproc_per_node
-        ranks = {local: world.first_rank + local for local in range(count)}
+        first = max(world.index, world.first_rank)  # an instance is known by its index
+        ranks = {local: first + local for local in range(count)}
         started_before = self._world is not None
         self._world = world
         self._stopped_at = None
         self._oom_kills = cgroup.oom_kills()
         self._facts.begin()
         self._board.clear()
+        self._away = set()
+        self._tell_first(world)
         self._logs = self._run_logs.attempt(world.restart_count, ranks)
         orders = []
         for worker in [Worker(local, rank) for local, rank in ranks.items()]:
@@ -161,6 +176,39 @@ class WorkerGroup:
             zygote.spawn(order)
         sys.stdout.flush()
         self._logs.start(sys.stdout.buffer, sys.stderr.buffer)
+
+    def _tell_first(self, world: World) -> None:
+        """Tell the workers of a new round that all ranks train."""
+        if self.members is not None and self._launch.survive and not world.attempt:
+            self.members.publish(Members(world.round, 0, dict.fromkeys(range(world.workers), 0)))
+
+    def start_again(self, local_rank: int, attempt: int) -> None:
+        """Start a worker of the running round that has ended; the others go on.
+
+        Raises:
+            ConfigurationError: The options do not fit this node.
+            OSError: The zygote cannot be started.
+        """
+        assert self._world is not None
+        assert self._logs is not None
+        error_file = self._logs.error_file(local_rank)
+        if error_file.exists():  # evidence, and the next process must have room for its own
+            error_file.rename(error_file.with_name(f"error.{attempt}.json"))
+        self._ids += 1
+        worker = Worker(local_rank, self._world.first_rank + local_rank)
+        order = self._order(self._ids, worker, self._world.as_attempt(attempt), self._logs)
+        self._workers[local_rank] = self._by_id[order.spawn] = worker
+        self._away.add(local_rank)
+        self._board.clear(local_rank)
+        self._pick_zygote().spawn(order)
+
+    def tell(self, members: Members) -> None:
+        """Tell the workers who trains."""
+        if self.members is not None:
+            self.members.publish(members)
+        self._away = {
+            w.local_rank for w in self._workers.values() if w.rank not in members.attempts
+        }
 
     def _order(self, id_: int, worker: Worker, world: World, logs: AttemptLogs) -> StartOrder:
         local_rank = worker.local_rank
@@ -181,6 +229,11 @@ class WorkerGroup:
                     relay=self.relay,
                     save_at_breakpoint=launch.save_at_breakpoint,
                     auto_tuning=launch.auto_tuning,
+                    rank=worker.rank,
+                    world_size=world.world_size,
+                    survive=launch.survive,
+                    members=self.members.address if self.members is not None else "",
+                    attempt=world.attempt,
                     embedding=launch.embedding,
                     global_batch=world.global_batch,
                     checkpoints=self.checkpoints,
@@ -228,7 +281,7 @@ class WorkerGroup:
         """Return the warmest zygote: even one still importing is ready before a worker that starts now."""
         warm = self._warm
         if warm is not None and not warm.problem:
-            if self._cold is not None and warm.ready:
+            if self._cold is not None and warm.ready and not self._cold.workers:
                 self._retire(self._cold)
                 self._cold = None
             return warm
@@ -308,9 +361,24 @@ class WorkerGroup:
             before, steps = steps, self.steps()
             if steps and steps != before:
                 progressed()
+            if self._launch.survive:
+                self._end_stopped()
             if time.monotonic() - reaped_at > REAP_INTERVAL:
                 reaped_at = time.monotonic()
                 self._reap()
+
+    def _end_stopped(self) -> None:
+        """Kill workers that were stopped and keep the others waiting."""
+        now = time.monotonic()
+        running = [w for w in self._workers.values() if w.pid and w.status is None]
+        self._stopped.forget([w.pid for w in running])
+        for worker in running if self._stopped_at is None else ():
+            steps, stopped = self._board.read(worker.local_rank).steps, is_stopped(worker.pid)
+            if self._stopped.overdue(worker.pid, steps, stopped=stopped, now=now):
+                logger.warning(
+                    "Worker %d (pid %d) was stopped; it is killed", worker.rank, worker.pid
+                )
+                procs.kill_group(worker.pid)
 
     def _started(self, id_: int, pid: int) -> None:
         self._by_id[id_].pid = pid
@@ -372,11 +440,10 @@ class WorkerGroup:
         ).bounded()
 
     def steps(self) -> int:
-        """Return the steps that every worker of the round has completed: the minimum over the workers."""
+        """Return the steps that every worker of the round that trains has completed: their minimum."""
         self._warm_up()
-        return min(
-            (self._board.read(w.local_rank).steps for w in self._workers.values()), default=0
-        )
+        training = [w for w in self._workers.values() if w.local_rank not in self._away]
+        return min((self._board.read(w.local_rank).steps for w in training), default=0)
 
     def activities(self) -> tuple[WorkerActivity, ...]:
         """Return the workers' activities by local rank; empty while that of any worker is unknown."""
@@ -386,6 +453,8 @@ class WorkerGroup:
             ended = worker.status is not None
             at = worker.ended_at if ended else now
             activity = self._board.activity(local_rank, at, ended=ended)
+            if activity is None and local_rank in self._away:
+                activity = _STARTING_AGAIN
             if activity is None:
                 return ()
             found.append(activity)

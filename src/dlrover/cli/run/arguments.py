@@ -366,6 +366,11 @@ def _add_job(group: OptionGroup) -> None:
         help="Evaluators to run beside the --chief (default: %(default)s).",
     )
     group.add_switch(
+        "--instances",
+        help="Make each of the --local-nodes an instance: a world by itself, which restarts alone. The job ends "
+        "when all have succeeded.",
+    )
+    group.add_switch(
         "--auto-scale",
         help="Find the best number of nodes within --nnodes while training; starts with "
         "--local-nodes.",
@@ -384,6 +389,14 @@ def _add_job(group: OptionGroup) -> None:
         metavar="PORT",
         help="Show the job in a browser while it runs, at this port of this machine; 0 for any free one. The "
         "link is printed.",
+    )
+    group.add(
+        "--lifeline-fd",
+        kind=int,
+        default=-1,
+        metavar="FD",
+        help="Leave when this file descriptor closes, and leave the last screen and the notices to the process at "
+        "its other end (default: none).",
     )
     group.add(
         "--output",
@@ -457,6 +470,10 @@ def _add_checks(group: OptionGroup) -> None:
     )
     group.add_switch(
         "--save-at-breakpoint", help="Persist the newest memory checkpoint when a worker fails."
+    )
+    group.add_switch(
+        "--survive",
+        help="When a replica is lost, the others train on in their own processes, and it joins them again.",
     )
 
 

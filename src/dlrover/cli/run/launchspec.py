@@ -79,6 +79,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     accelerator: str
     ray: onray.RayOptions | None
     """Where the nodes run if it is a Ray cluster."""
+    lifeline_fd: int
+    """File descriptor of the process that this job must not outlive; -1: none."""
     notices: tuple[str, ...]
     """A line for each given option without effect, and for each automatic choice."""
 
@@ -108,9 +110,16 @@ def run_options(
         args = nodes.with_embedding_servers(args)
     min_servers, max_servers = nodes.server_bounds(args.servers, args.local_nodes)
     server_failover: Literal["job", "instance"] = "instance" if args.chief else args.server_failover
+    if args.instances:
+        nodes.check_instances(args)
     if args.server_failover == "instance" and standalone and not args.servers:
         raise ConfigurationError(
             "--server-failover instance: the job has no servers; give their number with --servers."
+        )
+    if args.survive and (args.chief or args.servers):
+        other = "--chief" if args.chief else f"--servers {args.servers}"
+        raise ConfigurationError(
+            f"--survive: keeps replicas of one model; {other} has other processes."
         )
     if args.auto_scale:
         common = args.server_failover == "job"
@@ -139,9 +148,11 @@ def run_options(
             max_servers=max_servers,
             server_failover=server_failover,
             chief=args.chief,
+            instances=args.role if args.instances else "",
             spares=spares,
             auto_spares=auto_spares,
             other_nodes=others,
+            survive=args.survive,
             auto_scale=args.auto_scale,
             max_restarts=launch.max_restarts,
             shutdown_timeout=launch.shutdown_timeout,
@@ -165,6 +176,7 @@ def run_options(
         accelerator=args.accelerator,
         dashboard=_dashboard(args.dashboard),
         ray=onray.ray_options(args, environ, launch.nproc_per_node),
+        lifeline_fd=args.lifeline_fd,
         notices=(*chosen, *_notices(args)),
     )
 
@@ -211,6 +223,7 @@ def _launch_spec(
         shutdown_timeout=_shutdown_timeout(args.shutdown_timeout, environ),
         virtual_local_rank=args.virtual_local_rank,
         save_at_breakpoint=args.save_at_breakpoint,
+        survive=args.survive,
         auto_tuning=args.auto_tunning,
         numa_binding=args.numa_binding or _numa_affinity(args),
         # Last: it may take seconds, and any other mistake should be reported at once.

@@ -211,6 +211,31 @@ def other_nodes(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     return 1 + int(args.evaluators)
 
 
+def check_instances(args: argparse.Namespace) -> None:
+    """Refuse what nodes without a common world cannot have.
+
+    Raises:
+        ConfigurationError: an option is about that world, or DLRover could not start the nodes.
+    """
+    given = {
+        "--chief": args.chief,
+        "--servers": args.servers,
+        "--auto-scale": args.auto_scale,
+        "--node-unit": args.node_unit > 1,
+        "--nnodes": "nnodes" in args.given,
+        "--network-check": args.network_check or args.exclude_straggler or args.precheck,
+    }
+    for flag, is_set in given.items():
+        if is_set:
+            raise ConfigurationError(
+                f"--instances: each node is a world by itself, so {flag} does not apply."
+            )
+    if not args.local_nodes:
+        raise ConfigurationError(
+            "--instances: give --local-nodes N, the number of instances on this machine."
+        )
+
+
 # Size of a local node
 
 

@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DLRoverError as error:
         print(f"dlrover-run: {error}", file=sys.stderr)
         return error.exit_code
-    show(outcome, options.output)
+    if options.lifeline_fd < 0:
+        show(outcome, options.output)
     return outcome.exit_code
 
 
@@ -219,7 +220,7 @@ class _Plan:
         env = dict(self._env)
         if self._options.omp_num_threads:
             env["OMP_NUM_THREADS"] = self._options.omp_num_threads
-        supervisor = Supervisor(self._job_dir, env)
+        supervisor = Supervisor(self._job_dir, env, self._options.lifeline_fd)
         if self._has_master:
             supervisor.add_master("dlrover.ray" if self._on_ray else "dlrover.master")
         if self._has_agent:

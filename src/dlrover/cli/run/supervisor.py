@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import shutil
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from dlrover._util import procs
 from dlrover.agent.workers.workers import SAVER, SAVER_WAIT
@@ -47,6 +49,19 @@ LEAVE_WAIT = 10.0
 """Seconds that an agent has to exit after its master has exited."""
 RELAY_WAIT = 5.0
 """Seconds that a terminal has to take the last output."""
+
+
+class Stoppable(Protocol):
+    """A client of a job's master."""
+
+    async def stop(self, reason: str, exit_code: int) -> None:
+        """Ask it to end the job."""
+
+    async def __aenter__(self) -> Any:
+        """Return the client."""
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close the connection."""
 
 
 class Child:
@@ -114,11 +129,24 @@ class Child:
 
 
 class Supervisor:
-    """Processes of one ``dlrover-run``. Use it on one event loop, once."""
+    """Processes of one ``dlrover-run``. Use it on one event loop, once.
 
-    def __init__(self, job_dir: JobDir, env: Mapping[str, str]) -> None:
+    If it has a lifeline itself, it leaves its notices to the process at the other end. ``connect`` returns a client
+    of the master, or of what is in its place.
+    """
+
+    def __init__(
+        self,
+        job_dir: JobDir,
+        env: Mapping[str, str],
+        lifeline_fd: int = -1,
+        connect: Callable[[JobDir], Stoppable] = connect,
+    ) -> None:
+        self._connect = connect
         self._job_dir = job_dir
         self._env = env
+        self._lifeline_fd = lifeline_fd
+        self._shows = lifeline_fd < 0
         self._lifeline = procs.Lifeline()
         self.master: Child | None = None
         self.agent: Child | None = None
@@ -138,6 +166,11 @@ class Supervisor:
         command = [sys.executable, "-m", "dlrover.cli.main", "dashboard", "--port", str(port)]
         command += ["--job-dir", str(self._job_dir.path), "--lifeline-fd"]
         self._dashboard = [*command, str(self._lifeline.read_fd)]
+
+    def add_coordinator(self) -> None:
+        """Run the coordinator of a job of several roles in place of a master; it shows its progress itself."""
+        self.master = self._child("coordinator", "dlrover.roles", self._job_dir.outcome, [])
+        self._shows = False
 
     def add_agent(self, node_rank: int, node_id: int = -1) -> None:
         """Run one node here, of a job whose master is here or elsewhere.
@@ -169,16 +202,21 @@ class Supervisor:
         impatient = asyncio.Event()
 
         def on_signal(number: signal.Signals) -> None:
-            if not interrupted.is_set():
-                progress.say(stopping_line(number, patience), self._screen)
-            elif not impatient.is_set():
-                progress.say(f"{number.name} again: everything is killed now.", self._screen)
+            if self._lifeline_fd < 0 and not impatient.is_set():
+                again = f"{number.name} again: everything is killed now."
+                first = stopping_line(number, patience)
+                progress.say(again if interrupted.is_set() else first, self._screen)
             (impatient if interrupted.is_set() else interrupted).set()
             self.stopped_by = self.stopped_by or number
 
-        for number in signals:
-            if not procs.survives_hangup(number):
-                loop.add_signal_handler(number, on_signal, number)
+        def alone() -> None:
+            interrupted.set()
+            impatient.set()
+
+        for number in itertools.filterfalse(procs.survives_hangup, signals):
+            loop.add_signal_handler(number, on_signal, number)
+        if self._lifeline_fd >= 0:
+            procs.Lifeline.watch(self._lifeline_fd, alone)
         showing = self._show()
         self._start_dashboard()
         reaping = asyncio.create_task(self._reap())
@@ -199,6 +237,8 @@ class Supervisor:
 
     def _show(self) -> asyncio.Task[None]:
         """Start to show progress; on a terminal, below the job's output, which then passes through here."""
+        if not self._shows:
+            return asyncio.create_task(asyncio.sleep(0))
         if sys.stderr.isatty():
             width = shutil.get_terminal_size().columns
             self._screen = progress.Screen(sys.stderr.buffer, width=width)
@@ -258,8 +298,7 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """Pass the signal on: to the job's master if it is here, else to this machine's node."""
-        assert self.stopped_by is not None
-        number = self.stopped_by
+        number = self.stopped_by or signal.SIGTERM
         reason = f"The job was stopped by {number.name}."
         if self.master is None:
             assert self.agent is not None
@@ -273,7 +312,7 @@ class Supervisor:
     async def _ask_to_stop(self, reason: str, exit_code: int) -> bool:
         """Return True if the master got the request; it may have just been started."""
         try:
-            async with connect(self._job_dir) as client:
+            async with self._connect(self._job_dir) as client:
                 await client.stop(reason, exit_code)
         except (InfrastructureError, ConfigurationError):
             return False

@@ -7,8 +7,6 @@ start. Each end proves that it knows the job's secret before the other reads any
 from __future__ import annotations
 
 import enum
-import hmac
-import secrets
 import socket
 import struct
 import sys
@@ -17,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrover._util import handshake
 from dlrover.errors import InfrastructureError, ProtocolError
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -27,9 +26,6 @@ MAX_BODY = 1 << 30
 """Maximum bytes of a frame's body."""
 MAX_KEYS = 1 << 22
 """Maximum keys of a frame."""
-_NONCE = 32
-HANDSHAKE_TIMEOUT = 10.0
-"""Seconds that a peer has to prove that it knows the secret."""
 
 
 class Op(enum.IntEnum):
@@ -141,18 +137,8 @@ def accept(sock: socket.socket, secret: bytes) -> None:
     Raises:
         ProtocolError: The client does not.
     """
-    sock.settimeout(HANDSHAKE_TIMEOUT)
-    nonce = secrets.token_bytes(_NONCE)
-    sock.sendall(nonce)
-    answer = _exactly(sock, 2 * _NONCE)
-    proof, challenge = answer[:_NONCE], answer[_NONCE:]
-    if not hmac.compare_digest(proof, _proof(secret, b"client", nonce, challenge)):
+    if not handshake.accept(sock, secret):
         raise ProtocolError("A client of the embedding server does not know the job's secret.")
-    sock.sendall(_proof(secret, b"server", nonce, challenge))
-    sock.settimeout(None)
-    sock.setsockopt(
-        socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
-    )  # a machine that loses power closes nothing
 
 
 def connect(address: str, port: int, secret: bytes, timeout: float) -> socket.socket:
@@ -163,32 +149,6 @@ def connect(address: str, port: int, secret: bytes, timeout: float) -> socket.so
         InfrastructureError: Another program answers at the address.
     """
     sock = socket.create_connection((address, port), timeout)
-    try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        nonce = _exactly(sock, _NONCE)
-        challenge = secrets.token_bytes(_NONCE)
-        sock.sendall(_proof(secret, b"client", nonce, challenge) + challenge)
-        known = hmac.compare_digest(
-            _exactly(sock, _NONCE), _proof(secret, b"server", nonce, challenge)
-        )
-    except BaseException:
-        sock.close()
-        raise
-    if not known:
-        sock.close()
+    if not handshake.offer(sock, secret):
         raise InfrastructureError(f"{address}:{port} is no embedding server of this job.")
     return sock
-
-
-def _proof(secret: bytes, side: bytes, nonce: bytes, challenge: bytes) -> bytes:
-    return hmac.digest(secret, side + nonce + challenge, "sha256")
-
-
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        more = sock.recv(count - len(data))
-        if not more:
-            raise ConnectionResetError("the peer has closed the connection")
-        data += more
-    return data

@@ -87,8 +87,8 @@ class TieredTable:
             held = self._hot.rows()[others]
             self._demote(others, np.minimum(held, np.maximum(_BLOCK, held // _PART)))
             for slot in others.tolist():
-                self._hot.pack(slot)
-            short = short[self._hot.prepare(short, needs[short])]
+                self._hot.pack(slot)  # which may take back what was made room for above
+            short = slots[self._hot.prepare(slots, needs[slots])]
         if len(short):
             raise InfrastructureError(
                 f"An embedding table has no room in memory: memory_bytes is {self._options.memory_bytes}."

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from dlrover.errors import DLRoverError, FencedError, InfrastructureError
-from dlrover.master.journal.journal import Entry, decoded, encoded, fenced
+from dlrover.master.journal.journal import MASTER, Codec, Entry, fenced
 from dlrover.spec.jobdir import FORMAT, check_format
 
 LOCK_TIMEOUT = 5.0
@@ -42,15 +42,16 @@ def open_file(rest: str, own_file: Path, *, read_only: bool) -> FileJournal:
 
 
 class FileJournal:
-    """One job's journal at ``path``, created if it does not exist.
+    """One job's journal at ``path``, created if it does not exist; ``codec`` is that of its entries.
 
     Raises:
         FormatError: another version of DLRover wrote it; it stays as it is.
         InfrastructureError: the file cannot be opened, or is damaged; also when an append fails (disk full).
     """
 
-    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+    def __init__(self, path: Path, *, read_only: bool = False, codec: Codec = MASTER) -> None:
         self._path = path
+        self._codec = codec
         self.epoch = 0
         """See `Journal`."""
         uri = f"{path.absolute().as_uri()}{'?mode=ro' if read_only else ''}"
@@ -110,7 +111,7 @@ class FileJournal:
     def append_all(self, entries: Sequence[Entry], now: float) -> None:
         """Add entries in one transaction."""
         self._check_file()
-        rows = [(now, *encoded(entry), self.epoch) for entry in entries]
+        rows = [(now, *self._codec.encode(entry), self.epoch) for entry in entries]
         try:
             added = self._insert(rows)
         except sqlite3.Error as error:
@@ -130,7 +131,7 @@ class FileJournal:
         try:
             rows: Any = self._db.execute("SELECT time, kind, body FROM entries ORDER BY seq")
             for at, kind, body in rows:
-                yield at, decoded(kind, body)
+                yield at, self._codec.decode(kind, body)
         except (sqlite3.Error, msgspec.DecodeError) as error:
             raise self._problem("cannot be read", error) from error
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -54,6 +54,15 @@ _DECODERS = {
     "strategies": msgspec.msgpack.Decoder(StrategyRequest),
 }
 _encoder = msgspec.msgpack.Encoder()
+
+
+class Codec(NamedTuple):
+    """The entries of a journal as bytes."""
+
+    encode: Callable[[Any], tuple[str, bytes]]
+    """Returns the kind of an entry, and the entry as bytes."""
+    decode: Callable[[str, bytes], Any]
+    """Returns the entry; raises `msgspec.DecodeError` if it is damaged."""
 
 
 class Journal(Protocol):
@@ -141,6 +150,10 @@ def decoded(kind: str, body: bytes) -> Entry:
     """
     entry: Entry = _DECODERS[kind].decode(body)
     return entry
+
+
+MASTER = Codec(encoded, decoded)
+"""The entries of a master's journal."""
 
 
 def fenced(epoch: int, latest: int) -> FencedError:

@@ -43,7 +43,7 @@ class Fleet:
         job, node = self.state.job, self.state.nodes[node_id]
         if self.state.is_spare(node):
             return SPARE
-        return job.place(node.node_rank)[0] if job.servers or job.chief else ""
+        return job.place(node.node_rank)[0] if job.servers or job.chief or job.instances else ""
 
     def coming(self) -> list[tuple[int, Migration]]:
         """Return the successors that have not joined yet, with their migrations."""

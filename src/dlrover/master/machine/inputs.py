@@ -13,6 +13,7 @@ from dlrover.rpc.messages import (
     Hello,
     Join,
     StandBy,
+    StartAgain,
     StopRequest,
     Succeeded,
     Welcome,
@@ -30,6 +31,7 @@ from dlrover.spec.events import (
 from dlrover.spec.failure import Rule
 from dlrover.spec.job import JobSpec
 from dlrover.spec.measurements import ModelProfile, SpeedSample
+from dlrover.spec.membership import Members, MembershipChange
 from dlrover.spec.node import WORKER, FoundNode, LaunchNode
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.plan import ScaleDecision
@@ -200,6 +202,12 @@ class ScaleRequested(msgspec.Struct, frozen=True, tag="scale_requested"):
     """CPU and memory multipliers, relative to the job's request, for nodes launched by this change."""
 
 
+class MemberReported(msgspec.Struct, frozen=True, tag="member_reported"):
+    """A rank asks to train with the others again, or has finished the training."""
+
+    change: MembershipChange
+
+
 class DeadlinePassed(msgspec.Struct, frozen=True, tag="deadline_passed"):
     """The time that the machine's ``deadline()`` returned has come."""
 
@@ -225,6 +233,7 @@ Input: TypeAlias = (
     | MigrationRequested
     | StopRequest
     | ScaleRequested
+    | MemberReported
     | DeadlinePassed
 )
 
@@ -248,7 +257,7 @@ class Say(msgspec.Struct, frozen=True):
     """Send a node an order."""
 
     node_id: int
-    message: CallToRound | AssignWorld | StandBy | Dismiss | CheckOrder
+    message: CallToRound | AssignWorld | StandBy | Members | StartAgain | Dismiss | CheckOrder
 
 
 class Emit(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """Instances: nodes that belong to no common world, so that each starts, fails and returns by itself.
 
-The servers of a job are instances if ``server_failover`` is ``instance``; with a ``chief``, all other nodes are. Each
-is a world of one node, in rounds of its own, which count the starts of its index. Training goes on meanwhile, and the
+The servers of a job are instances if ``server_failover`` is ``instance``; with a ``chief``, all other nodes are, and
+in a job of ``instances`` all nodes. Each is a world of one node, in rounds of its own, which count the starts of its index. Training goes on meanwhile, and the
 instances never hold up a round. The restart budgets are those of a job, for each index its own: an instance has made
 progress if the training has made a step since its start, or if it lives for a minute.
 """
@@ -19,7 +19,7 @@ from dlrover.master.machine.state import JobState, Node
 from dlrover.rpc.messages import AssignWorld, CallToRound, Join
 from dlrover.spec import events
 from dlrover.spec.failure import Failure
-from dlrover.spec.node import NodeStatus, Size, is_server
+from dlrover.spec.node import WORKER, NodeStatus, Size, is_server
 from dlrover.spec.world import Holding, World
 
 
@@ -56,6 +56,13 @@ class Instances:
         ranks = [node.node_rank for node in nodes if node.status is NodeStatus.RUNNING]
         servers = sum(map(is_server, ranks))
         return Size(len(ranks) - servers, servers)
+
+    @property
+    def have_succeeded(self) -> bool:
+        """True in a job of instances once all of them have succeeded."""
+        nodes = self.state.nodes.values()
+        done = {node.node_rank for node in nodes if node.status is NodeStatus.SUCCEEDED}
+        return bool(self.state.job.instances) and done.issuperset(self.state.scaling.ranks)
 
     def next_round(self, node: Node) -> int:
         """Return the number of the round that an instance may join."""
@@ -112,7 +119,7 @@ class Instances:
             store_port=offer.store_port,
             salt=offer.salt,
             index=index,
-            instances=max(state.scaling.of_role(role), index + 1),
+            instances=max(self._wanted(role), index + 1),
             instance_role=role,
         )
         self._run(node, world, now)
@@ -153,6 +160,9 @@ class Instances:
     def _call(self, node: Node, reason: str) -> None:
         if node.connected:
             self.state.send(inputs.Say(node.id, CallToRound(self.next_round(node), reason)))
+
+    def _wanted(self, role: str) -> int:
+        return self.state.scaling.of_role(WORKER if self.state.job.instances else role)
 
     def _budget(self, node: Node) -> RestartPolicy:
         job = msgspec.structs.replace(self.state.job, earlier_restarts=0)

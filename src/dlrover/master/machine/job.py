@@ -1,7 +1,8 @@
 """The job machine: it routes each input to the part that responds, and completes what the state then allows.
 
 Its parts, each of which uses only those before it: `JobState` (what all share), `Fleet` (nodes), `Rounds`,
-`Resizer` (changes of the nodes), `Instances` (nodes outside the world) and `Recovery` (faults).
+`Resizer` (changes of the nodes), `Instances` (nodes outside the world), `Survival` (losses that stop nobody)
+and `Recovery` (faults).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dlrover.master.machine.recovery import Recovery
 from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.resizer import ResizeInput, Resizer
 from dlrover.master.machine.state import JobState, Node, excluded, given_up, released
+from dlrover.master.machine.survival import Survival
 from dlrover.master.machine.waiting import too_few
 from dlrover.rpc.messages import Dismiss, Hello, Join, StandBy, StopRequest, Succeeded, Welcome
 from dlrover.spec import events
@@ -40,6 +42,7 @@ class JobMachine:
     rounds: Rounds = field(init=False)
     resizer: Resizer = field(init=False)
     instances: Instances = field(init=False)
+    survival: Survival = field(init=False)
     recovery: Recovery = field(init=False)
 
     def __post_init__(self) -> None:
@@ -51,7 +54,10 @@ class JobMachine:
         self.rounds = Rounds(state, self.fleet)
         self.resizer = Resizer(state, self.fleet, self.rounds)
         self.instances = Instances(state, self.fleet)
-        self.recovery = Recovery(state, self.fleet, self.rounds, self.resizer, self.instances)
+        self.survival = Survival(state, self.rounds)
+        self.recovery = Recovery(
+            state, self.fleet, self.rounds, self.resizer, self.instances, self.survival
+        )
         # What readers of the state ask for most.
         self.job, self.nodes, self.progress = state.job, state.nodes, state.progress
         self.rendezvous, self.restarts = state.rendezvous, state.restarts
@@ -111,6 +117,8 @@ class JobMachine:
                 self.recovery.progressed(event, now)
             case inputs.Hung():
                 self.recovery.hung(event, now)
+            case inputs.MemberReported(change):
+                self.survival.report(change)
             case StopRequest(reason, exit_code):
                 self.state.end(exit_code, reason, now)
             case inputs.DeadlinePassed():
@@ -174,6 +182,8 @@ class JobMachine:
         for node_rank in self.scaling.ranks:
             if node_rank not in found:
                 self.fleet.launch(node_rank, now)
+        if job.instances:
+            return  # each starts by itself
         if event.found or (event.earlier_events and not job.managed_nodes):
             ids = [node.node_id for node in event.found if not self.instances.owns(node.node_id)]
             self.adoption.begin(ids, now, now + job.limits.recovery_grace)
@@ -278,6 +288,8 @@ class JobMachine:
                 rounds.open("the master has lost a round", now)
             elif running_round < rdzv.round and node.status is NodeStatus.RUNNING:
                 rounds.assign(node.id)
+            elif running_round == rdzv.round:
+                self.survival.catch_up(node)
         elif running_round:
             rounds.call(node, "the world went on without this node")
 
@@ -364,6 +376,7 @@ class JobMachine:
         if self.scaling.due:
             self.resizer.scale(now)
         self.resizer.take_places(now)
+        self.survival.fill_holes()
         if self._checking(now) or state.has_ended():
             return
         if rdzv.expired(now):
@@ -372,6 +385,8 @@ class JobMachine:
             self.rounds.complete(now)
         elif self.rounds.has_succeeded:
             state.end(ExitCode.SUCCESS, "All workers succeeded.", now)
+        elif self.instances.have_succeeded:
+            state.end(ExitCode.SUCCESS, "All instances succeeded.", now)
 
     def _settle(self, now: float) -> None:
         """Adopt the round that the nodes report, or open a new one."""

@@ -22,6 +22,7 @@ from dlrover.master.machine.restarts import Restart, RestartCause, Stop, cause_o
 from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.resizer import Resizer
 from dlrover.master.machine.state import JobState, Node, loss_of
+from dlrover.master.machine.survival import Survival
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Failure, Origin, Rung, Verdict
 from dlrover.spec.node import NodeStatus
@@ -39,6 +40,7 @@ class Recovery:
     rounds: Rounds = field(compare=False, repr=False)
     resizer: Resizer = field(compare=False, repr=False)
     instances: Instances = field(compare=False, repr=False)
+    survival: Survival = field(compare=False, repr=False)
 
     def admitted(self, failure: Failure) -> events.WorkerFailed | None:
         """Return a reported failure as it should be journalled; None if the report changes nothing."""
@@ -50,7 +52,7 @@ class Recovery:
         if state.adoption.pending:
             return state.adoption.admit(failure, state.table)
         current = failure.round == rdzv.round and not rdzv.collecting
-        if current:
+        if current and failure.id not in state.membership.seen:
             return state.table.failed(failure.bounded())  # it opens an incident
         if incident is None or incident.round != failure.round or failure.id in incident.seen:
             return None
@@ -73,6 +75,8 @@ class Recovery:
         if current and serves and self.rounds.is_about_to_end:
             # A worker that finished and left may be the reason; one that needs the server will fail, too.
             state.emit(report)
+            return
+        if current and not serves and self.survival.without_worker(report, now):
             return
         incident = self._begin(now) if current else state.incident
         if incident is None or incident.round != failure.round or failure.id in incident.seen:
@@ -144,6 +148,8 @@ class Recovery:
 
     def _node_lost(self, node: Node, now: float) -> None:
         """Respond to the loss of a node of the world."""
+        if self.survival.without_node(node, now):
+            return
         incident = self._begin(now)
         if incident.lost_node is None:
             incident.lost_node = self.state.table.failed(loss_of(node, incident.round, now))

@@ -100,6 +100,11 @@ class Rendezvous:
         for node_id in members:  # a member that had joined is at work after all
             self.offers.pop(node_id, None)
 
+    def substitute(self, lost: int, node_id: int) -> None:
+        """Let a node that has joined take the place of a lost member of the running world."""
+        del self.offers[node_id]
+        self.members = tuple(node_id if member == lost else member for member in self.members)
+
     def expect(self, node_id: int) -> None:
         """Await one more node if a round is collecting."""
         if self.collecting and node_id not in self.offers:

@@ -74,10 +74,10 @@ class Rounds:
         return not rdzv.collecting and bool(rdzv.members) and all(self._finished())
 
     def _finished(self) -> Iterator[bool]:
-        """Yield for each worker node of the world whether it has finished; servers never end alone."""
-        rdzv = self.state.rendezvous
+        """Yield for each worker node of the world that is there whether it has finished; servers never end alone."""
+        rdzv, holes = self.state.rendezvous, self.state.membership.holes
         for node_id in rdzv.members:
-            if node_id not in rdzv.servers:
+            if node_id not in rdzv.servers and node_id not in holes:
                 yield self.state.nodes[node_id].status is NodeStatus.SUCCEEDED
 
     # ---- changes
@@ -91,6 +91,7 @@ class Rounds:
         """Call every living node to a new round."""
         self.grow_at = None
         state, fleet = self.state, self.fleet
+        state.membership.end()
         for node in fleet.surplus():
             fleet.drain(node, now)
         for node in [n for n in self._members() if n.gone]:
@@ -165,6 +166,7 @@ class Rounds:
         ranks = {i: state.nodes[i].node_rank for i in rdzv.offers}
         before = set(rdzv.members)
         self.worlds = rdzv.complete(ranks, state.restarts.count, state.autoscaling.batch)
+        state.membership.form(self.worlds)
         state.autoscaling.world_formed()
         state.adoption.over = True
         state.progress.next_round()
@@ -193,6 +195,24 @@ class Rounds:
         offers, collecting = self.state.rendezvous.offers, self.state.rendezvous.collecting
         if offers and not collecting and self.grow_at is None and self.can_grow:
             self.grow_at = now + self.state.job.limits.scale_up_delay
+
+    def fill_holes(self) -> list[int]:
+        """Let nodes that have joined take the places of lost ones; return their ids."""
+        state, rdzv, membership = self.state, self.state.rendezvous, self.state.membership
+        filled = []
+        for node_id, offer in sorted(rdzv.offers.items()):
+            lost = membership.vacancy(offer.nproc)
+            if lost is None:
+                continue
+            world = membership.replace(lost, node_id, offer.nproc)
+            rdzv.substitute(lost, node_id)
+            worlds = {**self.worlds, node_id: world}
+            self.worlds = {member: worlds[member] for member in rdzv.members}
+            state.move(state.nodes[node_id], NodeStatus.RUNNING)
+            state.nodes[node_id].has_run = True
+            self.assign(node_id)
+            filled.append(node_id)
+        return filled
 
     def assign(self, node_id: int) -> None:
         """Send a member its world."""
@@ -239,4 +259,5 @@ class Rounds:
             )
         assert not any(nodes[i].status.final for i in rdzv.missing), "a lost node is awaited"
         if not (state.has_ended() or rdzv.collecting):
-            assert all(nodes[i].status in _BUSY for i in rdzv.members), "a hole in the world"
+            there = [i for i in rdzv.members if i not in state.membership.holes]
+            assert all(nodes[i].status in _BUSY for i in there), "a hole in the world"

@@ -13,6 +13,7 @@ from dlrover.master.machine.checks.checking import Checks
 from dlrover.master.machine.diagnosis.diagnosis import RuleTable, other_failures
 from dlrover.master.machine.faults import Faults
 from dlrover.master.machine.incident import Incident
+from dlrover.master.machine.membership import Membership
 from dlrover.master.machine.rendezvous import Rendezvous
 from dlrover.master.machine.restarts import RestartPolicy
 from dlrover.master.machine.scaling.autoscale import AutoScaling
@@ -158,6 +159,7 @@ class JobState:
     checks: Checks = field(init=False)
     autoscaling: AutoScaling = field(init=False)
     scaling: Scaling = field(init=False)
+    membership: Membership = field(init=False)
     spares: Spares = field(init=False)
 
     def __post_init__(self) -> None:
@@ -168,6 +170,7 @@ class JobState:
         self.checks = Checks(self.job)
         self.autoscaling = AutoScaling(self.job)
         self.scaling = Scaling(self.job)
+        self.membership = Membership(self.job)
         self.spares = Spares(self.job)
 
     def has_ended(self) -> bool:
@@ -250,6 +253,10 @@ class JobState:
             part.validate()
         self.autoscaling.validate()
         self.scaling.validate()
+        self.membership.validate()
+        assert not (self.membership.round and rdzv.collecting), (
+            "a membership while a round collects"
+        )
         self.spares.validate(self.nodes)
         run = self.checks.run
         assert run is None or rdzv.collecting or run.aside, "a check beside a world"

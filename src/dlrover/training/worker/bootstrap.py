@@ -12,6 +12,7 @@ process loads.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import importlib.machinery
 import io
 import json
@@ -75,14 +76,20 @@ def run(program: Program, board: Board | None) -> None:
         watched = tracker.watch(board, program.slot)
         launched.reading = watched.reads
         hooks.install(watched, _first_step(watched, board, program))
+    if program.given.survive:
+        # By name: agents import this module, and never anything that may import torch.
+        importlib.import_module("dlrover.training.replicas.hooks").install()
     signals = received.Received(os.getpid())
     if program.error_file:
         received.watch(signals)
         ownends.watch(lambda end: _record(program, end), signals)
     try:
         _execute(program)
+        launched.finished()
     except SystemExit as end:
-        if end.code not in (None, 0):
+        if end.code in (None, 0):
+            launched.finished()
+        else:
             end.__traceback__ = _without_ours(end.__traceback__)
             _record(program, describe(end, "SystemExit", signals.lately()))
         raise

@@ -58,6 +58,9 @@ def install(tracker: Tracker, on_first_step: Callable[[], None]) -> None:
     launched.stepped = guarded(hooks.step)
     launched.imported = guarded(on_first_step)
     launched.loaded = guarded(tracker.began_with)
+    launched.steps_made = lambda: tracker.steps
+    launched.furthest = tracker.furthest
+    launched.rejoined = guarded(tracker.rejoined)
     launched.saving = guarded(tracker.saves)
 
 

@@ -80,9 +80,12 @@ class Board:
 
     # ---- the agent
 
-    def clear(self) -> None:
-        """Erase the progress of the last round."""
-        for word in range(len(self._words)):
+    def clear(self, slot: int | None = None) -> None:
+        """Erase the progress of the last round, or that of the last worker of one slot."""
+        words = range(len(self._words))
+        if slot is not None:
+            words = range(slot * SLOT_WORDS, (slot + 1) * SLOT_WORDS)
+        for word in words:
             self._words[word] = 0
 
     def read(self, slot: int) -> Slot:
@@ -172,6 +175,14 @@ class Board:
             self._words[base + _FIRST] = now
         self._words[base + _STEPS] = steps
         return steps
+
+    def furthest(self) -> int:
+        """Return the most steps of all slots."""
+        return max(self._words[::SLOT_WORDS])
+
+    def set_steps(self, slot: int, steps: int) -> None:
+        """Go on counting from another worker's ``steps``."""
+        self._words[slot * SLOT_WORDS + _STEPS] = steps
 
     def set_reading(self, slot: int, key: int, partition: int, position: int) -> None:
         """Record the shard that the worker reads."""

@@ -95,6 +95,15 @@ class Tracker:
             self.evaluating = False
             self.end(Activity.STEP)
 
+    def furthest(self) -> int:
+        """Return the most steps that a worker of this node has made in this round."""
+        return self._board.furthest()
+
+    def rejoined(self, steps: int) -> None:
+        """Go on counting where another rank is."""
+        self.steps = steps
+        self._board.set_steps(self._slot, steps)
+
     def began_with(self, step: int) -> None:
         """Record that the training resumed from ``step``."""
         if self._thread and not self.steps:

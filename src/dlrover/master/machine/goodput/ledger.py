@@ -38,6 +38,7 @@ _WAITING = INDEX[Cause.WAITING_FOR_RESOURCES]
 _RENDEZVOUS = INDEX[Cause.RENDEZVOUS]
 _NODE_CHECK = INDEX[Cause.NODE_CHECK]
 _IDLE = INDEX[Cause.IDLE]
+_START_UP = INDEX[Cause.START_UP]
 _DEGRADED = INDEX[Cause.DEGRADED]
 _WORLD = -1
 """Placeholder for a cause: the node's workers run in the world, and its `RoundTime` has the causes."""
@@ -325,7 +326,9 @@ class Ledger:
         short = rdzv.collecting and not rdzv.usable(Size(here - serving, serving)).nodes
         checking = machine.checks.count if machine.checks.run is not None else 0
         adopting, leaving = machine.adoption.pending, len(machine.scaling.leaving)
-        key = (rdzv.round, rdzv.collecting, short, over, checking, adopting, leaving)
+        membership = machine.state.membership
+        members = membership.number, len(membership.replacements)
+        key = (rdzv.round, rdzv.collecting, short, over, checking, adopting, leaving, members)
         changed, self._key = key != self._key, key
         for node_id in list(self.accounts) if changed else touched:
             account, node = self.accounts.get(node_id), machine.nodes[node_id]
@@ -349,7 +352,11 @@ class Ledger:
         if machine.rendezvous.collecting or machine.adoption.pending:
             return _WAITING if short else _RENDEZVOUS
         lacks = node.launched and self._short_since >= 0
-        after = {NodeStatus.RUNNING: _WORLD, NodeStatus.SUCCEEDED: SHUTDOWN}
+        membership, running = machine.state.membership, _WORLD
+        if node.id in membership.replacements:
+            # The time of the world's nodes is counted for all of them from its beginning.
+            running = PRODUCTIVE if membership.trains(node.id) else _START_UP
+        after = {NodeStatus.RUNNING: running, NodeStatus.SUCCEEDED: SHUTDOWN}
         return after.get(node.status, _DEGRADED if lacks else _IDLE)
 
     def _switch(self, account: _Account, cause: int, now: int) -> None:

@@ -1,0 +1,70 @@
+"""Proof of a shared secret at both ends of a new connection, before either reads anything else from the other."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+
+NONCE = 32
+"""Bytes of a challenge, and of a proof."""
+TIMEOUT = 10.0
+"""Seconds that a peer has to prove that it knows the secret."""
+
+
+def accept(sock: socket.socket, secret: bytes) -> bool:
+    """Return whether the client knows the secret, and prove the same to it.
+
+    Raises:
+        OSError: The client does not answer in time, or is gone.
+    """
+    sock.settimeout(TIMEOUT)
+    nonce = secrets.token_bytes(NONCE)
+    sock.sendall(nonce)
+    answer = _exactly(sock, 2 * NONCE)
+    proof, challenge = answer[:NONCE], answer[NONCE:]
+    if not hmac.compare_digest(proof, _proof(secret, b"client", nonce, challenge)):
+        return False
+    sock.sendall(_proof(secret, b"server", nonce, challenge))
+    sock.settimeout(None)
+    if sock.family != socket.AF_UNIX:  # a machine that loses power closes nothing
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return True
+
+
+def offer(sock: socket.socket, secret: bytes) -> bool:
+    """Prove to a server that this client knows the secret; return whether the server does.
+
+    The socket is closed if it does not, or if this fails.
+
+    Raises:
+        OSError: The server does not answer in time, or is gone.
+    """
+    try:
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        nonce = _exactly(sock, NONCE)
+        challenge = secrets.token_bytes(NONCE)
+        sock.sendall(_proof(secret, b"client", nonce, challenge) + challenge)
+        proof = _proof(secret, b"server", nonce, challenge)
+        known = hmac.compare_digest(_exactly(sock, NONCE), proof)
+    except BaseException:
+        sock.close()
+        raise
+    if not known:
+        sock.close()
+    return known
+
+
+def _proof(secret: bytes, side: bytes, nonce: bytes, challenge: bytes) -> bytes:
+    return hmac.digest(secret, side + nonce + challenge, "sha256")
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = sock.recv(count - len(data))
+        if not more:
+            raise ConnectionResetError("the peer has closed the connection")
+        data += more
+    return data

@@ -1,0 +1,126 @@
+"""The agent's part in memberships: tells the node's workers who trains, and ends workers that were stopped.
+
+Workers listen on a Unix socket in the abstract namespace, which is open to their own user only. A worker that
+SIGSTOP has stopped keeps the others waiting without an end: after a time learned from the duration of its steps, it
+is killed, and the world goes on without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dlrover._util import framing
+from dlrover._util.sockets import peer
+from dlrover.spec.membership import Members
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+logger = logging.getLogger(__name__)
+
+STOPPED_STEPS = 3.0
+"""Steps that a stopped worker may miss before it is killed."""
+FADING = 0.9
+"""Factor by which an earlier, longer step counts less with each further one."""
+STOPPED_LIMITS = 0.5, 60.0
+"""Least and most seconds of that time; the most counts where no step's duration is known."""
+
+
+class MembersSocket:
+    """A server that tells each worker that connects who trains; use it as an async context manager."""
+
+    def __init__(self) -> None:
+        self.address = f"dlrover-members-{os.getuid()}-{uuid.uuid4().hex}"
+        """Address of the socket, without the leading NUL."""
+        self._server: asyncio.Server | None = None
+        self._last: bytes = b""
+        self._open: set[asyncio.StreamWriter] = set()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_unix_server(self._serve, f"\0{self.address}")
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._server is not None:
+            self._server.close()
+        for writer in self._open:
+            writer.close()
+
+    def publish(self, members: Members) -> None:
+        """Tell all connected workers, and those that connect later."""
+        self._last = framing.pack(msgspec.msgpack.encode(members))
+        for writer in self._open:
+            writer.write(self._last)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sock: socket.socket = writer.get_extra_info("socket")
+        if peer(sock).uid != os.getuid():
+            logger.warning("Refused a process of another user on the workers' socket")
+            writer.close()
+            return
+        self._open.add(writer)
+        try:
+            writer.write(self._last)
+            await reader.read()  # a worker says nothing; this ends with its connection
+        except ConnectionError:
+            pass
+        finally:
+            self._open.discard(writer)
+            writer.close()
+
+
+@dataclass
+class _Pace:
+    """What has been seen of a process."""
+
+    steps: int = 0
+    stepped_at: float = 0.0
+    step: float = 0.0
+    """Longest of its recent steps, in seconds; 0: none was seen."""
+    stopped_at: float | None = None
+
+
+class StoppedWatch:
+    """Finds workers that have been stopped for longer than their steps explain. Times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._paces: dict[int, _Pace] = {}
+
+    def overdue(self, pid: int, steps: int, *, stopped: bool, now: float) -> bool:
+        """Note a worker's steps at ``now``; return whether it has been stopped for too long."""
+        pace = self._paces.setdefault(pid, _Pace(steps, now))
+        if steps > pace.steps:
+            each = (now - pace.stepped_at) / (steps - pace.steps)
+            pace.step = max(each, FADING * pace.step)
+            pace.steps, pace.stepped_at = steps, now
+        if not stopped:
+            pace.stopped_at = None
+            return False
+        if pace.stopped_at is None:
+            pace.stopped_at = now
+        least, most = STOPPED_LIMITS
+        limit = min(most, max(least, STOPPED_STEPS * pace.step)) if pace.step else most
+        return now - pace.stopped_at > limit
+
+    def forget(self, alive: Iterable[int]) -> None:
+        """Forget all other processes."""
+        self._paces = {pid: self._paces[pid] for pid in alive if pid in self._paces}
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal has stopped a process; one that a debugger holds does not count."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"

@@ -1,0 +1,200 @@
+"""``dlrover roles``: run a job of several roles; its status, its end and the use of its time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import sys
+import time
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from dlrover import config
+from dlrover.cli import jobs
+from dlrover.cli.output import Form, Output, print_table
+from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
+from dlrover.roles import capacity
+from dlrover.roles.coordinator.jobs import directory_of
+from dlrover.roles.coordinator.status import RolesStatus
+from dlrover.roles.loading import load
+from dlrover.roles.spec import RolesConfig
+from dlrover.spec.jobdir import JobDir
+from dlrover.spec.outcome import CAUSES, Outcome
+from dlrover.spec.words import counted
+
+PLATFORMS = ("local", "ray")
+SHUTDOWN = 30.0
+"""Seconds that the roles' jobs have to end before everything is killed, beyond the supervisor's own wait."""
+
+
+def roles(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The job: a .py file that makes a "
+                                        "dlrover.roles.Job named job, or the same as .yaml.")],
+    platform: Annotated[str, typer.Option(help="Where the roles run: local or ray.")] = "local",
+    job_dir: Annotated[str, typer.Option("--job-dir", help="Directory for the job's journal, logs and roles.")] = "",
+    output: Output = Form.TEXT,
+) -> None:  # fmt: skip
+    """Run a job of several roles, such as driver, trainer and rollout; each fails and restarts alone."""
+    from dlrover.cli.run.run import show  # noqa: PLC0415 - loads grpc
+
+    outcome = run(file, platform, job_dir)
+    show(outcome, output.value)
+    raise typer.Exit(outcome.exit_code)
+
+
+def run(file: str, platform: str, directory: str) -> Outcome:
+    """Run the job in a file to its end.
+
+    Raises:
+        ConfigurationError: the file is wrong, or this machine has less than the roles need.
+        InfrastructureError: the coordinator cannot be kept alive.
+    """
+    from dlrover.cli.run.supervisor import Supervisor  # noqa: PLC0415 - loads grpc
+    from dlrover.roles import client  # noqa: PLC0415
+
+    if platform not in PLATFORMS:
+        why = " kubernetes is not supported yet;" * (platform == "kubernetes")
+        raise ConfigurationError(f"--platform {platform}:{why} must be {' or '.join(PLATFORMS)}.")
+    job = load(file)
+    if platform == "local":
+        capacity.check_here(job)
+    logging.basicConfig(format="dlrover: %(message)s", level=logging.WARNING)
+    env = config.environ()
+    job_dir = jobs.create(env, job.name, directory)
+    with jobs.locked(job_dir):
+        content = RolesConfig(job=job, platform=platform)
+        jobs.write(job_dir, job_dir.roles, msgspec.json.encode(content))
+        jobs.write_token(job_dir, secrets.token_hex(16))
+        print(f"dlrover: job {job.name} in {job_dir.path}", file=sys.stderr, flush=True)
+        supervisor = Supervisor(job_dir, env, connect=client.connect)
+        supervisor.add_coordinator()
+        ends = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
+        outcome = asyncio.run(supervisor.run(ends, SHUTDOWN))
+    return msgspec.structs.replace(outcome, job_dir=str(job_dir.path))
+
+
+# ---- dlrover status, stop and goodput of such a job
+
+
+class RolesReport(msgspec.Struct, frozen=True):
+    """A job of several roles and its source."""
+
+    job_dir: str
+    coordinator_running: bool
+    status: RolesStatus | None
+    """None if the coordinator does not answer."""
+    outcome: Outcome | None
+
+
+def status(job_dir: JobDir) -> RolesReport:
+    """Return the status of a job: from its coordinator, or from its journal once that is gone."""
+    from dlrover.master.app import read_outcome  # noqa: PLC0415
+    from dlrover.roles.client import connect  # noqa: PLC0415
+    from dlrover.roles.coordinator.status import replayed  # noqa: PLC0415
+
+    async def ask() -> RolesStatus:
+        async with connect(job_dir) as coordinator:
+            return await coordinator.status()
+
+    outcome = read_outcome(job_dir.outcome)
+    if outcome is None:
+        try:
+            return RolesReport(str(job_dir.path), True, asyncio.run(ask()), None)
+        except (InfrastructureError, ConfigurationError):
+            outcome = read_outcome(job_dir.outcome)
+    return RolesReport(str(job_dir.path), False, replayed(job_dir.journal, time.time()), outcome)
+
+
+def render_status(report: RolesReport, console: Console) -> None:
+    """Print the status as text."""
+    status = report.status
+    assert status is not None
+    console.print(
+        f"[bold]{status.name}[/]: {status.phase}; {status.seconds:.0f} s", highlight=False
+    )
+    if not report.coordinator_running and report.outcome is None:
+        console.print("The coordinator does not answer; this is where its journal ends.")
+    if report.outcome is not None:
+        console.print(
+            f"Exit code {report.outcome.exit_code}: {report.outcome.reason}", soft_wrap=True
+        )
+    rows = [["role", "kind", "status", "restarts", "instance", "state", "weights", "last end"]]
+    for role in status.roles:
+        waits = f" for {', '.join(role.waits_for)}" if role.waits_for else ""
+        first = (role.name, role.kind, f"{role.status}{waits}", str(role.restarts))
+        for number, one in enumerate(role.instances):
+            using = ", ".join(f"{name} {version}" for name, version in one.weights.items())
+            cells = first if number == 0 else ("",) * len(first)
+            rows.append([*cells, str(one.index), one.state, using or "-", one.reason or "-"])
+        if not role.instances:
+            rows.append([*first, "-", "-", "-", "-"])
+    print_table(rows)
+    for weights in status.weights:
+        version = weights.version or "none yet"
+        console.print(
+            f"Weights {weights.name} of {weights.role}: version {version}.", highlight=False
+        )
+    for name, queue in status.queues.items():
+        again = f", {queue.redelivered} redelivered" if queue.redelivered else ""
+        console.print(
+            f"Queue {name}: {queue.waiting} waiting, {queue.leased} leased of {queue.size}; {queue.done} of "
+            f"{counted(queue.added, 'item')} done{again}.",
+            highlight=False,
+        )
+    console.print(f"Job directory: {report.job_dir}", highlight=False, soft_wrap=True)
+
+
+def stop(job_dir: JobDir, reason: str) -> None:
+    """Ask the coordinator of a job to end it.
+
+    Raises:
+        InfrastructureError: it cannot be reached.
+    """
+    from dlrover.roles.client import connect  # noqa: PLC0415
+
+    async def ask() -> None:
+        async with connect(job_dir) as coordinator:
+            await coordinator.stop(reason, ExitCode.STOPPED)
+
+    asyncio.run(ask())
+
+
+def goodput(job_dir: JobDir) -> dict[str, object]:
+    """Return the use of the time of each role, by its name; None for a role whose job has not begun."""
+    from dlrover.dashboard.inspect import goodput as ledger  # noqa: PLC0415
+    from dlrover.roles.client import load_config  # noqa: PLC0415
+
+    found: dict[str, object] = {}
+    for role in load_config(job_dir).job.roles:
+        own = directory_of(job_dir.path, role.name)
+        found[role.name] = ledger.report(own).goodput if own.job.exists() else None
+    return found
+
+
+def render_goodput(found: dict[str, object], _: Console) -> None:
+    """Print the use of the time by role."""
+    from dlrover.spec.outcome import Goodput  # noqa: PLC0415
+
+    rows = [["role", "goodput", "node seconds", "largest losses"]]
+    for name, use in found.items():
+        if not isinstance(use, Goodput):
+            rows.append([name, "not started", "-", "-"])
+            continue
+        losses = sorted(
+            (
+                (use.seconds.get(cause.value, 0.0), cause)
+                for cause in CAUSES
+                if cause.value != "productive"
+            ),
+            key=lambda loss: -loss[0],
+        )
+        words = ", ".join(
+            f"{cause.label} {seconds:.1f} s" for seconds, cause in losses[:3] if seconds
+        )
+        rows.append([name, use.in_words(), f"{use.wall_seconds:.1f}", words or "-"])
+    print_table(rows)

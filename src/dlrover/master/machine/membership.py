@@ -1,0 +1,174 @@
+"""Membership of the running world: which ranks train, and who is started again.
+
+In a job that survives losses, a rank's loss opens no round while another one trains: the ranks that are left go on
+in their own processes, and the lost one is started again on its node or on the node that replaces it. Its new
+process asks to join once it is ready.
+
+Invariant: a rank trains (`attempts`), or it is out; a rank that is out may ask to join in its present attempt only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from dlrover.spec.job import JobSpec
+from dlrover.spec.membership import (
+    FinishMembers,
+    JoinMembers,
+    Members,
+    MembershipChange,
+    RenewMembers,
+)
+from dlrover.spec.world import World
+
+
+@dataclass
+class Membership:
+    """The ranks of one round. Change it only through its methods."""
+
+    job: JobSpec
+    #: the round; 0 before the first, and while a round collects its nodes
+    round: int = 0
+    #: number of the present membership
+    number: int = 0
+    #: attempt of each rank that trains
+    attempts: dict[int, int] = field(default_factory=dict)
+    #: latest attempt of each rank of the world
+    latest: dict[int, int] = field(default_factory=dict)
+    #: ranks by node; a lost node has none until another one takes its place
+    ranks: dict[int, range] = field(default_factory=dict)
+    #: worlds of lost nodes, in whose places no node is yet
+    holes: dict[int, World] = field(default_factory=dict)
+    #: nodes that took the places of lost ones
+    replacements: set[int] = field(default_factory=set)
+    #: ids of the failures that were answered here
+    seen: set[str] = field(default_factory=set)
+    #: True once a rank has finished the training
+    over: bool = False
+
+    # ---- queries
+
+    @property
+    def active(self) -> bool:
+        """True if a lost rank of the running world need not end the round."""
+        return self.round > 0 and not self.over
+
+    def members(self, steps: int = 0) -> Members:
+        """Return the membership as a message."""
+        return Members(self.round, self.number, dict(self.attempts), self.over, steps)
+
+    def out_of(self, node_id: int) -> dict[int, int]:
+        """Return the attempt of each rank of a node that was started again, by local rank."""
+        ranks = self.ranks.get(node_id, range(0))
+        return {i: self.latest[rank] for i, rank in enumerate(ranks) if self.latest[rank]}
+
+    def trains(self, node_id: int) -> bool:
+        """Return whether all ranks of a node train."""
+        return self.attempts.keys() >= set(self.ranks.get(node_id, ()))
+
+    def spares(self, ranks: Iterable[int]) -> bool:
+        """Return whether other ranks than these train."""
+        return bool(self.attempts.keys() - set(ranks))
+
+    def survives_worker(self, node_id: int, local_rank: int) -> bool:
+        """Return whether the world goes on without this worker."""
+        ranks = self.ranks.get(node_id, range(0))
+        return self.active and 0 <= local_rank < len(ranks) and self.spares((ranks[local_rank],))
+
+    def survives_node(self, node_id: int) -> bool:
+        """Return whether the world goes on without this node."""
+        return self.active and node_id in self.ranks and self.spares(self.ranks[node_id])
+
+    def vacancy(self, nproc: int) -> int | None:
+        """Return the lost node whose place a node with ``nproc`` workers can take; None if there is none."""
+        fitting = [
+            i for i, world in self.holes.items() if len(self._ranks_of(world, nproc)) == nproc
+        ]
+        return min(fitting, default=None)
+
+    # ---- changes
+
+    def form(self, worlds: dict[int, World]) -> None:
+        """Begin with the world of a completed round; all ranks train."""
+        if not self.job.survive:
+            return
+        size = next(iter(worlds.values())).world_size
+        self.__init__(self.job)  # type: ignore[misc]
+        self.round = next(iter(worlds.values())).round
+        firsts = sorted((world.first_rank, node_id) for node_id, world in worlds.items())
+        ends = [first for first, _ in firsts[1:]] + [size]
+        for (first, node_id), end in zip(firsts, ends, strict=True):
+            self.ranks[node_id] = range(first, end)
+        self.attempts = dict.fromkeys(range(size), 0)
+        self.latest = dict(self.attempts)
+
+    def end(self) -> None:
+        """End the membership: a new round opens."""
+        self.__init__(self.job)  # type: ignore[misc]
+
+    def lose_worker(self, failure_id: str, node_id: int, local_rank: int) -> int:
+        """Go on without a worker, which is started again; return its next attempt."""
+        rank = self.ranks[node_id][local_rank]
+        self.seen.add(failure_id)
+        self._drop((rank,))
+        self.latest[rank] += 1
+        return self.latest[rank]
+
+    def lose_node(self, node_id: int, world: World) -> None:
+        """Go on without a node; another one takes its place."""
+        self._drop(self.ranks.pop(node_id))
+        self.holes[node_id] = world
+
+    def replace(self, lost: int, node_id: int, nproc: int) -> World:
+        """Let a node take a lost one's place; return the world of its workers, which are new attempts."""
+        world = self.holes.pop(lost)
+        ranks = self._ranks_of(world, nproc)
+        attempt = 1 + max(self.latest[rank] for rank in ranks)
+        self.latest.update(dict.fromkeys(ranks, attempt))
+        self.ranks[node_id] = ranks
+        self.replacements.add(node_id)
+        return world.as_attempt(attempt)
+
+    def report(self, change: MembershipChange) -> bool:
+        """Take a rank's report; return whether the membership has changed."""
+        if change.round != self.round or self.latest.get(change.rank) != change.attempt:
+            return False
+        match change:
+            case JoinMembers(_, rank, attempt):
+                if self.over or rank in self.attempts:
+                    return False
+                self.attempts[rank] = attempt
+            case RenewMembers(number=number):
+                if number != self.number:
+                    return False
+            case FinishMembers():
+                if self.over:
+                    return False
+                self.over = True
+        self.number += 1
+        return True
+
+    def _drop(self, ranks: Iterable[int]) -> None:
+        lost = self.attempts.keys() & set(ranks)
+        for rank in lost:
+            del self.attempts[rank]
+        self.number += bool(lost)
+
+    def _ranks_of(self, world: World, nproc: int) -> range:
+        taken = [ranks.start for ranks in self.ranks.values()]
+        taken += [other.first_rank for other in self.holes.values()]
+        after = [first for first in taken if first > world.first_rank]
+        end = min(after, default=world.world_size)
+        return range(world.first_rank, min(end, world.first_rank + nproc))
+
+    def validate(self) -> None:
+        """Check the invariants; raise AssertionError on the first broken one."""
+        assert self.job.survive or not self.round, "a membership in a job without any"
+        assert self.attempts.keys() <= self.latest.keys(), "a rank that is not in the world"
+        assert all(self.latest[r] == a for r, a in self.attempts.items()), "a dead attempt trains"
+        held = [rank for ranks in self.ranks.values() for rank in ranks]
+        assert len(held) == len(set(held)), "a rank on two nodes"
+        assert self.attempts.keys() <= set(held), "a rank without a node trains"
+        assert not self.ranks.keys() & self.holes.keys(), "a node is lost and there"
+        assert not self.round or self.attempts or self.over, "nobody trains"

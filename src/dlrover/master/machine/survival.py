@@ -1,0 +1,111 @@
+"""The response to losses that stop nobody: the ranks that are left go on, the lost ones start again.
+
+The world, its round and its ranks stay. Where this part declines (no rank is left, a mistake of the program, a job
+without ``survive``), the loss is an incident like any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dlrover.master.machine import inputs
+from dlrover.master.machine.restarts import Stop, cause_of
+from dlrover.master.machine.rounds import Rounds
+from dlrover.master.machine.state import JobState, Node, loss_of
+from dlrover.rpc.messages import StartAgain
+from dlrover.spec import events
+from dlrover.spec.failure import Origin
+from dlrover.spec.membership import JoinMembers, Members, MembershipChange
+
+
+@dataclass
+class Survival:
+    """Goes on without lost ranks; its state is the `Membership` of the `JobState`."""
+
+    state: JobState = field(compare=False, repr=False)
+    rounds: Rounds = field(compare=False, repr=False)
+
+    # ---- losses
+
+    def without_worker(self, report: events.WorkerFailed, now: float) -> bool:
+        """Go on without a failed worker and start it again; return False if that is not possible."""
+        state, failure, verdict = self.state, report.failure, report.verdict
+        membership = state.membership
+        if not membership.survives_worker(failure.node_id, failure.local_rank):
+            return False
+        if verdict.hopeless or (verdict.origin is Origin.USER and not verdict.echo):
+            return False  # the others run the same program
+        state.emit(report)
+        if not self._granted(report, now):
+            return True
+        attempt = membership.lose_worker(failure.id, failure.node_id, failure.local_rank)
+        state.emit(events.ReplicaLost((failure.rank,), verdict.title, len(membership.attempts)))
+        self._say(failure.node_id, StartAgain(failure.round, {failure.local_rank: attempt}))
+        self._tell()
+        return True
+
+    def without_node(self, node: Node, now: float) -> bool:
+        """Go on without a lost node; return False if that is not possible."""
+        membership = self.state.membership
+        if not membership.survives_node(node.id):
+            return False
+        report = self.state.table.failed(loss_of(node, membership.round, now))
+        if not self._granted(report, now):
+            return True
+        ranks = tuple(membership.ranks[node.id])
+        membership.lose_node(node.id, self.rounds.worlds[node.id])
+        why = f"node {node.id} was lost: {node.reason}"
+        self.state.emit(events.ReplicaLost(ranks, why, len(membership.attempts)))
+        self._tell()
+        return True
+
+    def _granted(self, report: events.WorkerFailed, now: float) -> bool:
+        """Ask the restart policy; end the job if it grants nothing."""
+        state = self.state
+        cause = cause_of(
+            report.failure, report.verdict, state.progress.steps, now - self.rounds.since
+        )
+        decision = state.restarts.decide(cause, now)
+        if isinstance(decision, Stop):
+            state.end(decision.exit_code, decision.reason, now, report)
+        return not isinstance(decision, Stop)
+
+    # ---- returns
+
+    def report(self, change: MembershipChange) -> None:
+        """Take a rank's report: it is ready to train with the others, or has finished."""
+        if not self.state.membership.report(change):
+            return
+        if isinstance(change, JoinMembers):
+            self.state.emit(events.ReplicaJoined(change.rank, len(self.state.membership.attempts)))
+        self._tell()
+
+    def fill_holes(self) -> None:
+        """Let nodes that have joined take the places of lost ones."""
+        if not self.state.membership.holes:
+            return
+        for node_id in self.rounds.fill_holes():
+            self._say(node_id, self.state.membership.members(self.state.progress.steps))
+
+    def catch_up(self, node: Node) -> None:
+        """Repeat the orders that a node may have missed while it was disconnected."""
+        membership = self.state.membership
+        if node.id not in membership.ranks:
+            return
+        again = membership.out_of(node.id)
+        if again:
+            self._say(node.id, StartAgain(membership.round, again))
+        self._say(node.id, membership.members(self.state.progress.steps))
+
+    # ---- orders
+
+    def _tell(self) -> None:
+        """Tell all nodes who trains."""
+        membership = self.state.membership
+        members = membership.members(self.state.progress.steps)
+        for node_id in membership.ranks:
+            self._say(node_id, members)
+
+    def _say(self, node_id: int, message: StartAgain | Members) -> None:
+        if self.state.nodes[node_id].connected:
+            self.state.send(inputs.Say(node_id, message))

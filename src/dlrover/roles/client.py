@@ -1,0 +1,55 @@
+"""The client of a coordinator, for the commands of ``dlrover``."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dlrover.errors import ConfigurationError
+from dlrover.roles.coordinator.status import RolesStatus, StatusRequest
+from dlrover.roles.spec import RolesConfig
+from dlrover.rpc.connection import Connection
+from dlrover.rpc.messages import Done, StopRequest
+from dlrover.spec.jobdir import JobDir, MasterAddress
+
+
+class RolesClient(Connection):
+    """A connection to the coordinator of a job of several roles."""
+
+    peer = "The coordinator at"
+
+    async def status(self) -> RolesStatus:
+        """Return the status of the job."""
+        found: RolesStatus = await self._call("Status", StatusRequest(), RolesStatus)
+        return found
+
+    async def stop(self, reason: str, exit_code: int) -> None:
+        """Ask the coordinator to end the job with ``exit_code``."""
+        await self._call("Stop", StopRequest(reason, exit_code), Done)
+
+
+def connect(job_dir: JobDir) -> RolesClient:
+    """Return a client of the coordinator of the job in a directory.
+
+    Raises:
+        ConfigurationError: the directory does not contain its address.
+    """
+    try:
+        address = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress).address
+        token = job_dir.token.read_text().strip()
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigurationError(
+            f"{job_dir.path} holds no address of its job's coordinator: {error}."
+        ) from error
+    return RolesClient(address, token)
+
+
+def load_config(job_dir: JobDir) -> RolesConfig:
+    """Return the configuration in the directory of a job of several roles.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
+    try:
+        return msgspec.json.decode(job_dir.roles.read_bytes(), type=RolesConfig)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigurationError(f"{job_dir.roles} cannot be read: {error}.") from error

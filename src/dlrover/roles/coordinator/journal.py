@@ -1,0 +1,55 @@
+"""The coordinator's journal: the inputs of the job's machine and those of the roles' service, in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dlrover.master.journal.file import FileJournal
+from dlrover.master.journal.journal import Codec
+from dlrover.roles.machine.job import Input
+
+_decoder = msgspec.msgpack.Decoder(Input)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def _encode(entry: Input | bytes) -> tuple[str, bytes]:
+    if isinstance(entry, bytes):
+        return "roles", entry  # of the service, which encodes its inputs itself
+    return "job", _encoder.encode(entry)
+
+
+def _decode(kind: str, body: bytes) -> Input | bytes:
+    if kind == "roles":
+        return body
+    entry: Input = _decoder.decode(body)
+    return entry
+
+
+CODEC = Codec(_encode, _decode)
+
+
+class RolesJournal:
+    """A coordinator's journal at ``path``; opening it for writing fences an earlier coordinator off.
+
+    Raises:
+        InfrastructureError: as for `FileJournal`, in each method.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self._file: Any = FileJournal(path, read_only=read_only, codec=CODEC)
+
+    def append(self, entry: Input | bytes, now: float) -> None:
+        """Add an entry; it outlives this process when this returns."""
+        self._file.append(entry, now)
+
+    def entries(self) -> Iterator[tuple[float, Input | bytes]]:
+        """Yield all entries with their times, oldest first."""
+        yield from self._file.entries()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

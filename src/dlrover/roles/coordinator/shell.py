@@ -1,0 +1,265 @@
+"""The coordinator's shell: it journals each input, asks the machine, and carries out its commands."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from dlrover.errors import DLRoverError, ExitCode, InfrastructureError
+from dlrover.master.app import read_outcome
+from dlrover.master.journal.history import History
+from dlrover.roles.coordinator.following import Reader
+from dlrover.roles.coordinator.jobs import RoleJobs, directory_of
+from dlrover.roles.coordinator.journal import RolesJournal
+from dlrover.roles.coordinator.status import RolesStatus, StatusRequest, status_of
+from dlrover.roles.machine import job as machine
+from dlrover.roles.machine.job import RolesMachine
+from dlrover.roles.messages import HOLDER
+from dlrover.roles.runtime.environment import variables
+from dlrover.roles.runtime.holder import keep
+from dlrover.roles.serving import RolesService
+from dlrover.roles.spec import RolesConfig
+from dlrover.rpc.messages import Done, StopRequest
+from dlrover.rpc.server import Server
+from dlrover.spec import events
+from dlrover.spec.jobdir import JobDir
+from dlrover.spec.outcome import Outcome
+
+logger = logging.getLogger(__name__)
+
+NOTABLE = (
+    events.CoordinatorRecovered,
+    events.RoleRestarts,
+    events.InstanceEnded,
+    events.RoleEnded,
+)
+"""Events that are shown without asking."""
+OF_ROLES = (
+    events.WorkerFailed,
+    events.NodeLost,
+    events.HangFound,
+    events.Recovered,
+    events.StepsUndone,
+)
+"""Events of a role's own job that are shown without asking."""
+
+
+class Coordinator:
+    """One job of several roles. All methods run on one event loop.
+
+    Args:
+        job_dir: Directory of the job.
+        config: The job.
+        journal: Takes each input before it takes effect; it holds those of earlier coordinators.
+        history: Takes the events.
+        env: Environment of the roles.
+        lifeline_fd: As for `RoleJobs`.
+    """
+
+    def __init__(
+        self,
+        job_dir: JobDir,
+        config: RolesConfig,
+        journal: RolesJournal,
+        history: History,
+        env: Mapping[str, str],
+        lifeline_fd: int,
+    ) -> None:
+        self.machine = RolesMachine()
+        self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._job_dir, self._config = job_dir, config
+        self._journal, self._history = journal, history
+        self._lifeline_fd = lifeline_fd
+        self._jobs = RoleJobs(job_dir.path, config, env, lifeline_fd, self._exited)
+        self._following: dict[str, asyncio.Task[None]] = {}
+        self._keeping: asyncio.Task[None] | None = None
+        self._address = ""
+        served: list[bytes] = []
+        self._replayed = 0
+        for now, entry in journal.entries():
+            self._replayed += 1
+            if isinstance(entry, bytes):
+                served.append(entry)
+                continue
+            for command in self.machine.handle(entry, now):
+                if isinstance(command, machine.Emit):
+                    history.add(command.body, now)
+        self.service = RolesService(self._journal, served)
+
+    def register(self, server: Server) -> None:
+        """Register the methods that processes of roles and users call."""
+        self.service.register(server)
+        server.unary("Status", StatusRequest, self._status)
+        server.unary("Stop", StopRequest, self._stop)
+
+    def begin(self, address: str) -> None:
+        """Begin the job, or go on with it; the server listens at ``address``."""
+        self._address = address
+        self.service.begin()
+        if self._lifeline_fd >= 0:
+            own = variables(address, self._job_dir.token, HOLDER, 0, job=self._config.job.name)
+            self._keeping = asyncio.create_task(keep(self.service, own, self._lifeline_fd))
+        if not self._replayed:
+            self.submit(machine.Submitted(self._config.job))
+        elif self.machine.ended_at is not None and self.machine.end is not None:
+            end = self.machine.end
+            self._end(machine.EndJob(end.exit_code, end.reason, end.role))
+        else:
+            self.submit(machine.CoordinatorStarted(self._replayed))
+
+    def close(self) -> None:
+        """Leave the roles' jobs alone, which go on if the job does."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+        self.service.close()
+        self._jobs.close()
+        for task in self._following.values():
+            task.cancel()
+
+    # ---- inputs
+
+    def submit(self, event: machine.Input) -> None:
+        """Journal an input, then do what follows from it."""
+        now = time.time()
+        self._journal.append(event, now)
+        for command in self.machine.handle(event, now):
+            self._carry_out(command, now)
+
+    def _exited(self, role: str, attempt: int, outcome: Outcome | None, code: int) -> None:
+        if self.machine.roles[role].attempt == attempt and role in self._following:
+            self._following.pop(role).cancel()
+        if outcome is None:
+            refused = code == ExitCode.USAGE
+            reason = (
+                "its launcher refused to start, as shown above."
+                if refused
+                else "its launcher died."
+            )
+            known = ExitCode.USAGE if refused else ExitCode.INFRASTRUCTURE
+            self.submit(
+                machine.RoleExited(role, attempt, known, reason, hopeless=refused, vanished=True)
+            )
+            return
+        hopeless = outcome.verdict is not None and outcome.verdict.hopeless
+        hopeless = hopeless or outcome.exit_code == ExitCode.USAGE
+        self.submit(
+            machine.RoleExited(role, attempt, outcome.exit_code, outcome.reason, hopeless=hopeless)
+        )
+
+    async def _follow(self, name: str, attempt: int) -> None:
+        reader = Reader(self._config.job.role(name), attempt)
+        seen = self.machine.roles[name].seen
+        async for event in self._jobs.follow(name):
+            for found in reader.read(event):
+                if found.seq >= seen:
+                    self.submit(found)
+            if event.seq > seen and isinstance(event.body, OF_ROLES):
+                say(f"{name}: {event.sentence()}")
+
+    async def _status(self, _: StatusRequest) -> RolesStatus:
+        return status_of(self.machine, self.service.snapshot(), time.time())
+
+    async def _stop(self, request: StopRequest) -> Done:
+        self.submit(machine.StopRequested(request.reason, request.exit_code))
+        return Done()
+
+    # ---- commands
+
+    def _carry_out(self, command: machine.Command, now: float) -> None:
+        match command:
+            case machine.Emit(body):
+                event = self._history.add(body, now)
+                logger.info("%s", event.sentence())
+                if isinstance(body, NOTABLE):
+                    say(event.sentence())
+            case machine.StartRole(name, attempt):
+                asyncio.get_running_loop().call_soon(self._start, name, attempt)
+            case machine.StopRole(name, attempt):
+                # Behind a start of the same role.
+                asyncio.get_running_loop().call_soon(self._stop_role, name, attempt)
+            case machine.EndJob():
+                self._end(command)
+            case _:
+                self._tell(command)
+
+    def _tell(self, command: machine.MemberStarted | machine.MemberEnded) -> None:
+        """Tell the other roles about a member."""
+        try:
+            match command:
+                case machine.MemberStarted(role, index, attempt, round_):
+                    self.service.started(role, index, attempt, round_)
+                case machine.MemberEnded(role, index, attempt, round_, reason):
+                    self.service.ended(role, index, attempt, reason, round_)
+        except DLRoverError as error:  # a later life is known already
+            logger.info("%s", error)
+
+    def _start(self, name: str, attempt: int) -> None:
+        """Start the job of a role, or go on with the one that runs."""
+        role = self.machine.roles[name]
+        if role.attempt != attempt or name in self._following:
+            return
+        handle = role.handle or self._jobs.find(name)
+        if handle:
+            self._jobs.watch(name, attempt, handle)
+        else:
+            try:
+                handle = self._jobs.start(name, attempt, self._variables(name, attempt))
+            except InfrastructureError as error:
+                self.submit(machine.RoleExited(name, attempt, error.exit_code, str(error)))
+                return
+        self._following[name] = asyncio.create_task(self._follow(name, attempt))
+        if handle != role.handle:
+            self.submit(machine.RoleLaunched(name, attempt, handle))
+
+    def _variables(self, name: str, attempt: int) -> dict[str, str]:
+        job = self._config.job
+        return variables(
+            self._address,
+            self._job_dir.token,
+            name,
+            attempt,
+            job=job.name,
+            settings=job.role(name).config,
+        )
+
+    def _stop_role(self, name: str, attempt: int) -> None:
+        role = self.machine.roles[name]
+        if role.attempt == attempt:
+            self._jobs.stop(role.handle)
+
+    def _end(self, command: machine.EndJob) -> None:
+        """Give the job's outcome: the root cause is that of the role which failed."""
+        started = self.machine.submitted_at
+        cause = None
+        if command.role:
+            cause = read_outcome(directory_of(self._job_dir.path, command.role).outcome)
+        restarts = sum(
+            role.restarted + role.instance_restarts for role in self.machine.roles.values()
+        )
+        outcome = Outcome(
+            exit_code=command.exit_code,
+            reason=command.reason,
+            restarts=restarts,
+            seconds=(self.machine.ended_at or started) - started,
+            job_dir=str(self._job_dir.path),
+        )
+        if cause is not None:
+            outcome = msgspec.structs.replace(
+                outcome,
+                failure=cause.failure,
+                verdict=cause.verdict,
+                others=cause.others,
+                steps=cause.steps,
+            )
+        if not self.ended.done():
+            self.ended.set_result(outcome)
+
+
+def say(text: str) -> None:
+    """Show a line to the user."""
+    print(f"dlrover: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the job's console

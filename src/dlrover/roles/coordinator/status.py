@@ -1,0 +1,142 @@
+"""Status of a job of several roles, for people."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+
+from dlrover.errors import InfrastructureError
+from dlrover.roles.coordinator.journal import RolesJournal
+from dlrover.roles.machine.job import RolesMachine
+from dlrover.roles.messages import QueueStatus, ServiceStatus
+from dlrover.roles.serving import RolesService
+
+
+class StatusRequest(msgspec.Struct, frozen=True, array_like=True, tag="status"):
+    """Request for the status."""
+
+
+class InstanceState(msgspec.Struct, frozen=True):
+    """One instance of a role."""
+
+    index: int
+    state: str
+    """``running``, ``serving``, ``stale`` (it lacks the current weights) or ``ended``."""
+    pid: int = 0
+    weights: dict[str, str] = {}
+    """Versions of weights that it works with, by their name."""
+    reason: str = ""
+    """Why it, or its life before, has ended."""
+
+
+class RoleState(msgspec.Struct, frozen=True):
+    """One role."""
+
+    name: str
+    kind: str
+    status: str
+    attempt: int
+    """Starts of its job so far."""
+    restarts: int
+    """Restarts of its instances and of its job."""
+    waits_for: tuple[str, ...]
+    instances: tuple[InstanceState, ...]
+
+
+class WeightsState(msgspec.Struct, frozen=True):
+    """Named weights that a role publishes."""
+
+    name: str
+    role: str
+    version: str
+    """The current version; empty before the first."""
+
+
+class RolesStatus(msgspec.Struct, frozen=True):
+    """A job of several roles."""
+
+    name: str
+    phase: str
+    seconds: float
+    roles: tuple[RoleState, ...]
+    weights: tuple[WeightsState, ...] = ()
+    queues: dict[str, QueueStatus] = {}
+
+
+def status_of(machine: RolesMachine, service: ServiceStatus, now: float) -> RolesStatus:
+    """Return the status at time ``now``."""
+    weights = tuple(
+        WeightsState(name, view.role, str(view.versions[-1].version) if view.versions else "")
+        for name, view in sorted(service.weights.items())
+    )
+    return RolesStatus(
+        name=machine.job.name,
+        phase=_phase(machine),
+        seconds=(machine.ended_at or now) - machine.submitted_at,
+        roles=tuple(
+            RoleState(
+                name=name,
+                kind=role.spec.kind.value,
+                status=role.status.value,
+                attempt=role.attempt,
+                restarts=role.restarted + role.instance_restarts,
+                waits_for=tuple(machine.waits_for(role)) if role.status.value == "waiting" else (),
+                instances=tuple(_instances(machine, service, name)),
+            )
+            for name, role in machine.roles.items()
+        ),
+        weights=weights,
+        queues=service.queues,
+    )
+
+
+def replayed(journal: Path, now: float) -> RolesStatus:
+    """Return the status at the end of a coordinator's journal.
+
+    Raises:
+        InfrastructureError: the journal cannot be read.
+    """
+    machine = RolesMachine()
+    served: list[bytes] = []
+    with contextlib.closing(RolesJournal(journal, read_only=True)) as entries:
+        for at, entry in entries.entries():
+            if isinstance(entry, bytes):
+                served.append(entry)
+            else:
+                machine.handle(entry, at)
+    return status_of(machine, RolesService(_Read(), served).snapshot(), now)
+
+
+class _Read:
+    """A journal that takes nothing."""
+
+    def append(self, entry: bytes, now: float) -> None:
+        raise InfrastructureError("This journal is only read.")
+
+
+def _phase(machine: RolesMachine) -> str:
+    if machine.end is None:
+        return "running"
+    if machine.ended_at is None:
+        return "ending"
+    return "succeeded" if not machine.end.exit_code else "failed"
+
+
+def _instances(machine: RolesMachine, service: ServiceStatus, name: str) -> list[InstanceState]:
+    """Return what the coordinator sees of a role's instances, with what they said themselves."""
+    view = service.roles.get(name)
+    joined = {member.place.index: member for member in view.members} if view is not None else {}
+    found = []
+    for index, member in sorted(machine.roles[name].members.items()):
+        own = joined.get(index)
+        known = own is not None and own.place.life == (member.attempt, member.round)
+        if own is None or not known or own.state != "live":
+            state = "running" if member.up else "ended"
+            found.append(InstanceState(index, state, reason=member.reason))
+            continue
+        state = ("serving" if own.serving else "stale") if member.up else "ended"
+        using = {key: str(version) for key, version in own.using.items()}
+        found.append(InstanceState(index, state, own.pid, using, member.reason or own.reason))
+    return found

@@ -1,0 +1,110 @@
+"""Reads a job of several roles from a Python or YAML file."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import runpy
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dlrover.errors import ConfigurationError, DLRoverError
+from dlrover.roles.builder import Job
+from dlrover.roles.spec import RolesJob, check
+
+OPTIONS = tuple(
+    name
+    for name, parameter in inspect.signature(Job.role).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+)
+"""Options of a role in a YAML file: those of `Job.role`."""
+TOP = ("name", "roles")
+
+
+def load(file: str) -> RolesJob:
+    """Return the job in a file, checked: ``job = Job(...)`` in Python, or the same as YAML.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or its roles cannot be one job.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigurationError(f"{file}: the file does not exist; give a .py or .yaml file.")
+    if path.suffix == ".py":
+        job = _from_python(path)
+    elif path.suffix in (".yaml", ".yml"):
+        job = _from_yaml(path)
+    else:
+        raise ConfigurationError(f"{file}: must be a .py or .yaml file.")
+    check(job)
+    return job
+
+
+def _from_python(path: Path) -> RolesJob:
+    directory = str(path.parent.absolute())
+    sys.path.insert(0, directory)
+    try:
+        found = runpy.run_path(str(path)).get("job")
+    except DLRoverError:
+        raise
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        line = f":{frames[-1].lineno}" if frames else ""
+        words = f"{type(error).__name__}: {error}{_nearest(str(error))}"
+        raise ConfigurationError(f"{path}{line}: {words}") from error
+    finally:
+        sys.path.remove(directory)
+    if not isinstance(found, Job):
+        raise ConfigurationError(f"{path}: defines no job; it needs a line as job = Job('name').")
+    return found.spec()
+
+
+def _nearest(error: str) -> str:
+    """Return the option that a call of `Job.role` may have meant; empty if none is near."""
+    wrong = re.search(r"unexpected keyword argument '(\w+)'$", error)
+    near = difflib.get_close_matches(wrong[1], OPTIONS, 1) if wrong else []
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _from_yaml(path: Path) -> RolesJob:
+    try:
+        import yaml  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"{path}: YAML needs the package pyyaml: pip install 'dlrover[roles]', or write the job in Python."
+        ) from error
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        words = " ".join(str(error).split())
+        raise ConfigurationError(f"{path} cannot be read: {words}.") from error
+    if not isinstance(content, dict) or not isinstance(content.get("roles"), dict):
+        raise ConfigurationError(
+            f"{path}: must have name and roles, a mapping from names to roles."
+        )
+    _check_keys(str(path), content, TOP)
+    job = Job(str(content.get("name", path.stem)), directory=path.parent)
+    for name, role in content["roles"].items():
+        where = f"{path}: role {name}"
+        if not isinstance(role, dict) or "entry" not in role:
+            raise ConfigurationError(f"{where}: must have an entry, as entry: train.py.")
+        _check_keys(where, role, ("entry", *OPTIONS))
+        options: dict[str, Any] = {key: value for key, value in role.items() if key != "entry"}
+        try:
+            job.role(name, role["entry"], **options)
+        except (TypeError, AttributeError) as error:
+            raise ConfigurationError(f"{where}: a value has the wrong type: {error}.") from error
+    return job.spec()
+
+
+def _check_keys(where: str, content: dict[Any, Any], known: Iterable[str]) -> None:
+    known = list(known)
+    for key in content:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(known)}."
+            raise ConfigurationError(f"{where}: the key {key} is unknown; {hint}")

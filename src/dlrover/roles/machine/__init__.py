@@ -1,0 +1,1 @@
+"""Pure decisions about roles: no I/O, clock, thread or randomness."""

@@ -1,0 +1,450 @@
+"""The machine of a job of several roles: which role starts, restarts and stops when, and when the job ends.
+
+Each role is a job by itself, which restarts its instances alone. This machine starts roles in the order in which
+they depend on each other, restarts what a failure takes with it, and ends the job.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+
+from dlrover.errors import ExitCode
+from dlrover.roles.spec import Failover, Kind, RolesJob, RoleSpec
+from dlrover.spec import events
+
+# ---- inputs
+
+
+class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
+    """The job begins."""
+
+    job: RolesJob
+
+
+class CoordinatorStarted(msgspec.Struct, frozen=True, tag="coordinator_started"):
+    """Another coordinator process goes on."""
+
+    replayed: int
+
+
+class RoleLaunched(msgspec.Struct, frozen=True, tag="launched"):
+    """The job of a role runs; ``handle`` finds it again."""
+
+    role: str
+    attempt: int
+    handle: str
+
+
+class InstanceUp(msgspec.Struct, frozen=True, tag="up"):
+    """The processes of an instance are being started."""
+
+    role: str
+    attempt: int
+    index: int
+    round: int
+    """Round of the role's own job, which grows with each start within the attempt."""
+    seq: int
+    """Number of the event in the role's job that says so."""
+
+
+class InstanceDown(msgspec.Struct, frozen=True, tag="down"):
+    """An instance has ended; its role's job decides about its restart."""
+
+    role: str
+    attempt: int
+    index: int
+    reason: str
+    seq: int
+    failed: bool = True
+
+
+class RoleExited(msgspec.Struct, frozen=True, tag="exited"):
+    """The job of a role has ended."""
+
+    role: str
+    attempt: int
+    exit_code: int
+    reason: str
+    hopeless: bool = False
+    """True if a restart would fail in the same way."""
+    vanished: bool = False
+    """True if its launcher died without an outcome: the program did not fail."""
+
+
+class StopRequested(msgspec.Struct, frozen=True, tag="stop"):
+    """A user stops the job."""
+
+    reason: str
+    exit_code: int
+
+
+Input: TypeAlias = (
+    Submitted | CoordinatorStarted | RoleLaunched | InstanceUp | InstanceDown | RoleExited
+    | StopRequested
+)  # fmt: skip
+
+# ---- commands
+
+
+class StartRole(msgspec.Struct, frozen=True):
+    """Start the job of a role."""
+
+    role: str
+    attempt: int
+
+
+class StopRole(msgspec.Struct, frozen=True):
+    """Stop the job of a role; `RoleExited` follows."""
+
+    role: str
+    attempt: int
+
+
+class MemberStarted(msgspec.Struct, frozen=True):
+    """An instance starts: tell the other roles."""
+
+    role: str
+    index: int
+    attempt: int
+    round: int
+
+
+class MemberEnded(msgspec.Struct, frozen=True):
+    """An instance has ended: tell the other roles."""
+
+    role: str
+    index: int
+    attempt: int
+    round: int
+    reason: str
+
+
+class EndJob(msgspec.Struct, frozen=True):
+    """All roles have ended, and so does the job."""
+
+    exit_code: int
+    reason: str
+    role: str
+    """The role with the root cause; empty if there is none."""
+
+
+class Emit(msgspec.Struct, frozen=True):
+    """Record an event."""
+
+    body: events.EventBody
+
+
+Command: TypeAlias = StartRole | StopRole | MemberStarted | MemberEnded | EndJob | Emit
+
+
+class RoleStatus(str, enum.Enum):
+    """Status of a role. Users see the value."""
+
+    WAITING = "waiting"
+    """For the roles that it depends on, or for its last attempt to end."""
+    RUNNING = "running"
+    RESTARTING = "restarting"
+    """Its job is being stopped, to start again."""
+    STOPPING = "stopping"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+_OVER = (RoleStatus.SUCCEEDED, RoleStatus.FAILED, RoleStatus.STOPPED)
+_ALIVE = (RoleStatus.RUNNING, RoleStatus.RESTARTING, RoleStatus.STOPPING)
+
+
+@dataclass
+class Member:
+    """One instance: its latest life."""
+
+    attempt: int
+    round: int
+    up: bool = True
+    reason: str = ""
+
+
+@dataclass
+class Role:
+    """One role of the job."""
+
+    spec: RoleSpec
+    status: RoleStatus = RoleStatus.WAITING
+    #: starts of its job so far
+    attempt: int = 0
+    #: handle of its running job; empty if unknown
+    handle: str = ""
+    #: number of the last event of its job's current attempt that was handled
+    seen: int = 0
+    members: dict[int, Member] = field(default_factory=dict)
+    #: times of the restarts that its failures have cost, within its window
+    restarts: list[float] = field(default_factory=list)
+    #: all restarts of its job
+    restarted: int = 0
+    #: restarts of its instances by its own job
+    instance_restarts: int = 0
+
+    @property
+    def up(self) -> int:
+        """Instances that run."""
+        return sum(member.up for member in self.members.values())
+
+    @property
+    def is_there(self) -> bool:
+        """True if roles that depend on it may start."""
+        if self.status is RoleStatus.SUCCEEDED:
+            return True
+        wanted = self.spec.least * self.spec.processes
+        return self.status is RoleStatus.RUNNING and self.up >= wanted
+
+
+class End(msgspec.Struct, frozen=True):
+    """Why the job ends."""
+
+    exit_code: int
+    reason: str
+    role: str = ""
+
+
+@dataclass
+class RolesMachine:
+    """Responds to each input; `handle` is the only way to change it."""
+
+    job: RolesJob = field(default_factory=lambda: RolesJob(name="", roles=()))
+    roles: dict[str, Role] = field(default_factory=dict)
+    submitted_at: float = 0.0
+    #: set once the job is to end; its roles may still be ending
+    end: End | None = None
+    #: when the job ended with all its roles; None before
+    ended_at: float | None = None
+    commands: list[Command] = field(default_factory=list)
+
+    def handle(self, event: Input, now: float) -> list[Command]:
+        """Handle one input at time ``now`` (seconds since the epoch); return the resulting commands.
+
+        Inputs may be repeated and may come late. An input that no longer applies changes nothing.
+        """
+        self.commands = []
+        if self.ended_at is None:
+            self._dispatch(event, now)
+            self._advance(now)
+        return self.commands
+
+    def _dispatch(self, event: Input, now: float) -> None:
+        match event:
+            case Submitted(job):
+                self.job, self.submitted_at = job, now
+                self.roles = {spec.name: Role(spec) for spec in job.roles}
+                self._emit(events.RolesSubmitted(job.name, tuple(self.roles)))
+            case CoordinatorStarted(replayed):
+                self._recovered(replayed)
+            case StopRequested(reason, exit_code):
+                self._finish(End(exit_code, reason))
+            case RoleLaunched(name, attempt, handle):
+                if self._is_current(name, attempt):
+                    self.roles[name].handle = handle
+            case RoleExited():
+                if self._is_current(event.role, event.attempt):
+                    self._exited(self.roles[event.role], event, now)
+            case _:
+                self._followed(event)
+
+    def _is_current(self, name: str, attempt: int) -> bool:
+        role = self.roles.get(name)
+        return role is not None and role.attempt == attempt and role.status in _ALIVE
+
+    # ---- instances
+
+    def _followed(self, event: InstanceUp | InstanceDown) -> None:
+        """Take in an event of a role's own job, once and in order."""
+        role = self.roles[event.role]
+        if not self._is_current(event.role, event.attempt) or event.seq < role.seen:
+            return
+        role.seen = event.seq
+        match event:
+            case InstanceUp():
+                self._up(role, event)
+            case InstanceDown(_, _, index, reason):
+                if self._down(role, index, reason, failed=event.failed) and event.failed:
+                    role.instance_restarts += 1
+
+    def _up(self, role: Role, event: InstanceUp) -> None:
+        member = role.members.get(event.index)
+        if member is not None and (event.attempt, event.round) < (member.attempt, member.round):
+            return
+        role.members[event.index] = Member(event.attempt, event.round)
+        self._send(MemberStarted(role.spec.name, event.index, event.attempt, event.round))
+
+    def _down(self, role: Role, index: int, reason: str, *, failed: bool) -> bool:
+        """Note an instance's end; return whether it was up."""
+        member = role.members.get(index)
+        if member is None or not member.up:
+            return False
+        reason = reason.rstrip(".")
+        member.up, member.reason = False, reason
+        name = role.spec.name
+        self._send(MemberEnded(name, index, member.attempt, member.round, reason))
+        if failed:
+            self._emit(events.InstanceEnded(name, index, reason))
+            self._with_dependents(name, f"instance {index} of {name} failed, on which it depends")
+        return True
+
+    def _with_dependents(self, name: str, reason: str) -> None:
+        for spec in self.job.dependents(name):
+            self._restart(self.roles[spec.name], reason)
+
+    # ---- the jobs of roles
+
+    def _exited(self, role: Role, event: RoleExited, now: float) -> None:
+        """Respond to the end of a role's job."""
+        name, before = role.spec.name, role.status
+        succeeded = event.exit_code == ExitCode.SUCCESS
+        for index in list(role.members):
+            failed = not succeeded and before is RoleStatus.RUNNING
+            self._down(role, index, event.reason, failed=failed)
+        role.handle = ""
+        if before is RoleStatus.STOPPING:
+            role.status = RoleStatus.SUCCEEDED if succeeded else RoleStatus.STOPPED
+        elif before is RoleStatus.RESTARTING:
+            role.status = RoleStatus.WAITING
+        elif succeeded:
+            role.status = RoleStatus.SUCCEEDED
+            self._emit(events.RoleEnded(name, event.exit_code, event.reason))
+        else:
+            self._failed(role, event, now)
+
+    def _failed(self, role: Role, event: RoleExited, now: float) -> None:
+        """Restart what a failed role's policy says, or end the job."""
+        name, spec = role.spec.name, role.spec
+        role.status = RoleStatus.FAILED
+        self._emit(events.RoleEnded(name, event.exit_code, event.reason))
+        own = spec.failover is Failover.INSTANCE or (
+            spec.kind is Kind.ELASTIC and spec.failover is Failover.ROLE
+        )
+        reason = event.reason.rstrip(".")
+        if event.hopeless or (own and not event.vanished):
+            self._finish(End(event.exit_code, f"role {name}: {event.reason}", name))
+            return
+        role.restarts = [at for at in role.restarts if at > now - spec.window]
+        if len(role.restarts) >= spec.max_restarts:
+            used = f"all {spec.max_restarts} restarts within {spec.window:g} s are used"
+            self._finish(End(event.exit_code, f"role {name}: {reason}; {used}.", name))
+            return
+        role.restarts.append(now)
+        self._restart(role, reason)
+        if spec.failover is Failover.JOB:
+            for other in self.roles.values():
+                if other is not role:
+                    self._restart(other, f"role {name} failed, and the job restarts with it")
+
+    def _restart(self, role: Role, reason: str) -> None:
+        """Restart a role that runs, has failed or, if the whole job restarts, has succeeded."""
+        before = role.status
+        if before in (
+            RoleStatus.WAITING,
+            RoleStatus.RESTARTING,
+            RoleStatus.STOPPING,
+            RoleStatus.STOPPED,
+        ):
+            return
+        role.restarted += 1
+        self._emit(events.RoleRestarts(role.spec.name, reason))
+        if before is RoleStatus.RUNNING:
+            role.status = RoleStatus.RESTARTING
+            self._send(StopRole(role.spec.name, role.attempt))
+        else:
+            role.status = RoleStatus.WAITING
+
+    def _finish(self, end: End) -> None:
+        """Begin to end the job; the first reason stays."""
+        if self.end is not None:
+            return
+        self.end = end
+        for role in self.roles.values():
+            if role.status is RoleStatus.RUNNING:
+                self._send(StopRole(role.spec.name, role.attempt))
+            if role.status in _ALIVE:
+                role.status = RoleStatus.STOPPING
+            elif role.status is RoleStatus.WAITING:
+                role.status = RoleStatus.STOPPED
+
+    def _recovered(self, replayed: int) -> None:
+        """Repeat what the last coordinator may not have done."""
+        self._emit(events.CoordinatorRecovered(replayed))
+        for role in self.roles.values():
+            name = role.spec.name
+            for index, member in role.members.items():
+                self._send(MemberStarted(name, index, member.attempt, member.round))
+                if not member.up:
+                    self._send(
+                        MemberEnded(name, index, member.attempt, member.round, member.reason)
+                    )
+            if role.status in _ALIVE:
+                self._send(StartRole(name, role.attempt))
+            if role.status in (RoleStatus.RESTARTING, RoleStatus.STOPPING):
+                self._send(StopRole(name, role.attempt))
+
+    # ---- what the state allows after an input
+
+    def _advance(self, now: float) -> None:
+        deciding = [self.roles[name] for name in self.job.deciding]
+        if (
+            self.end is None
+            and deciding
+            and all(r.status is RoleStatus.SUCCEEDED for r in deciding)
+        ):
+            what = f"the driver, {self.job.driver}," if self.job.driver else "all roles that end"
+            self._finish(End(ExitCode.SUCCESS, f"{what} succeeded.".capitalize()))
+        if self.end is None:
+            for role in self.roles.values():
+                if role.status is RoleStatus.WAITING and self._may_start(role):
+                    self._start(role)
+        elif all(role.status in _OVER for role in self.roles.values()):
+            self.ended_at = now
+            end = self.end
+            self._emit(events.JobEnded(end.exit_code, end.reason))
+            self._send(EndJob(end.exit_code, end.reason, end.role))
+
+    def _may_start(self, role: Role) -> bool:
+        return all(self.roles[name].is_there for name in role.spec.depends_on)
+
+    def _start(self, role: Role) -> None:
+        role.status = RoleStatus.RUNNING
+        role.attempt += 1
+        role.seen = 0
+        self._emit(events.RoleStarts(role.spec.name, role.attempt))
+        self._send(StartRole(role.spec.name, role.attempt))
+
+    def waits_for(self, role: Role) -> list[str]:
+        """Return the names of the roles that a waiting role waits for."""
+        return [name for name in role.spec.depends_on if not self.roles[name].is_there]
+
+    def _send(self, command: Command) -> None:
+        self.commands.append(command)
+
+    def _emit(self, body: events.EventBody) -> None:
+        self.commands.append(Emit(body))
+
+    # ---- invariants
+
+    def validate(self) -> None:
+        """Check the invariants; raise AssertionError on the first broken one."""
+        for role in self.roles.values():
+            assert role.attempt > 0 or role.status in (RoleStatus.WAITING, RoleStatus.STOPPED)
+            assert role.status in _ALIVE or not role.up, "an instance of a role that does not run"
+            assert role.status in _ALIVE or not role.handle, "a job of a role that does not run"
+            assert len(role.restarts) <= role.spec.max_restarts, "a budget is overdrawn"
+            assert all(member.attempt <= role.attempt for member in role.members.values())
+            running = role.status in (RoleStatus.RUNNING, RoleStatus.RESTARTING, RoleStatus.WAITING)
+            assert self.end is None or not running, "a role runs on after the end"
+            assert self.end is not None or role.status is not RoleStatus.FAILED, (
+                "a failure was left"
+            )
+        if self.ended_at is not None:
+            assert self.end is not None
+            assert all(role.status in _OVER for role in self.roles.values())

@@ -1,0 +1,230 @@
+"""Queues whose items belong to the service: each is learned once, whoever dies."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass, field
+
+from dlrover.errors import ProtocolError
+from dlrover.roles.messages import (
+    MAX_BODY,
+    AckItems,
+    GetItems,
+    LeasedItem,
+    OpenQueue,
+    Place,
+    PutItems,
+    QueueStatus,
+)
+
+MAX_QUEUES = 1000
+KEPT = 2
+"""A queue keeps ``KEPT`` times its size of acknowledged items, which a rollback may want again."""
+MAX_FORGOTTEN = 1000
+"""Maximum number of steps whose items are counted after they were dropped."""
+
+
+@dataclass
+class ItemQueue:
+    """One queue. An item waits, is leased, is kept after its acknowledgement, or is gone.
+
+    Its number orders it: an item that is leased again comes before those that were put later.
+    """
+
+    size: int
+    kind: str = ""
+    bodies: dict[int, bytes] = field(default_factory=dict)
+    """Items that are not gone."""
+    waiting: list[int] = field(default_factory=list)
+    """A heap."""
+    leases: dict[int, Place] = field(default_factory=dict)
+    kept: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """Role and step that acknowledged each kept item, in the order of the acknowledgements."""
+    forgotten: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """Acknowledged items that are kept no longer, by role and step."""
+    deliveries: Counter[int] = field(default_factory=Counter)
+    producers: dict[int, tuple[Place, int]] = field(default_factory=dict)
+    """Each producer's process, and its last sequence number."""
+    consumers: dict[int, tuple[Place, int, tuple[int, ...]]] = field(default_factory=dict)
+    """Each consumer's process, its last sequence number, and the items that it got."""
+    added: int = 0
+    done: int = 0
+    redelivered: int = 0
+    lost: int = 0
+    settled: int = 0
+    """Acknowledged items that no rollback can want."""
+
+    def validate(self) -> None:
+        """Check the invariants."""
+        waiting = set(self.waiting)
+        assert len(waiting) == len(self.waiting), "an item waits twice"
+        assert not waiting & self.leases.keys()
+        assert not (waiting | self.leases.keys()) & self.kept.keys()
+        assert self.bodies.keys() == waiting | self.leases.keys() | self.kept.keys()
+        assert all(0 <= number < self.added for number in self.bodies)
+        assert len(waiting) + len(self.leases) + self.done + self.lost == self.added
+        assert self.done == len(self.kept) + self.forgotten.total() + self.settled
+        assert len(self.kept) <= KEPT * self.size
+        assert self.deliveries.keys() <= self.bodies.keys()
+
+    def has_room(self, event: PutItems) -> bool:
+        """Return whether a put would be handled now; one that was handled before would."""
+        return self._is_repeated(event) or len(self.waiting) + len(event.items) <= self.size
+
+    def has_items(self, event: GetItems) -> bool:
+        """Return whether a request would get items now."""
+        known = self.consumers.get(event.consumer)
+        repeated = known is not None and known[1] == event.sequence
+        return repeated or len(self.waiting) >= event.least
+
+    def put(self, event: PutItems) -> bool:
+        """Add items; return False if they were added before."""
+        if self._is_repeated(event):
+            return False
+        for body in event.items:
+            self.bodies[self.added] = body
+            heapq.heappush(self.waiting, self.added)
+            self.added += 1
+        self.producers[event.producer] = (event.place, event.sequence)
+        return True
+
+    def _is_repeated(self, event: PutItems) -> bool:
+        known = self.producers.get(event.producer)
+        return known is not None and known[1] >= event.sequence
+
+    def get(self, event: GetItems) -> tuple[LeasedItem, ...]:
+        """Lease items; a repeated request gets those that it got, as far as they are still leased."""
+        known = self.consumers.get(event.consumer)
+        if known is not None and event.sequence < known[1]:
+            raise ProtocolError(
+                f"Request {event.sequence} of a consumer came after its request {known[1]}: it is late."
+            )
+        if known is not None and event.sequence == known[1]:
+            numbers = tuple(n for n in known[2] if self.leases.get(n) == event.place)
+        else:
+            numbers = self._lease(event)
+            self.consumers[event.consumer] = (event.place, event.sequence, numbers)
+        return tuple(LeasedItem(n, self.bodies[n], self.deliveries[n]) for n in numbers)
+
+    def _lease(self, event: GetItems) -> tuple[int, ...]:
+        numbers: list[int] = []
+        room = MAX_BODY
+        while self.waiting and len(numbers) < event.count:
+            room -= len(self.bodies[self.waiting[0]])
+            if room < 0 and numbers:
+                break
+            number = heapq.heappop(self.waiting)
+            self.leases[number] = event.place
+            self.deliveries[number] += 1
+            numbers.append(number)
+        return tuple(numbers)
+
+    def check_ack(self, event: AckItems) -> None:
+        """Refuse an acknowledgement of items that another has, or that nobody was given."""
+        for number in event.numbers:
+            holder = self.leases.get(number)
+            waits = number in self.bodies and holder is None and number not in self.kept
+            if number >= self.added or waits or (holder is not None and holder != event.place):
+                raise ProtocolError(
+                    f"Item {number} of the queue {event.queue} is not leased to {event.place}:"
+                    f" {'it waits' if waits else holder or 'there is none'}."
+                )
+
+    def ack(self, event: AckItems) -> None:
+        """Acknowledge items; those that were acknowledged before stay so."""
+        for number in event.numbers:
+            if self.leases.pop(number, None) is None:
+                continue
+            self.done += 1
+            if event.step < 0:
+                self._drop(number)
+                self.settled += 1
+            else:
+                self.kept[number] = (event.place.role, event.step)
+        while len(self.kept) > KEPT * self.size:
+            number = next(iter(self.kept))
+            self.forgotten[self.kept.pop(number)] += 1
+            self._drop(number)
+        while len(self.forgotten) > MAX_FORGOTTEN:
+            self.settled += self.forgotten.pop(next(iter(self.forgotten)))
+
+    def _drop(self, number: int) -> None:
+        del self.bodies[number]
+        del self.deliveries[number]
+
+    def release(self, place: Place) -> None:
+        """Let others have what a life that is over has leased; it asks for nothing more."""
+        for number in [n for n, holder in self.leases.items() if holder == place]:
+            del self.leases[number]
+            self._again(number)
+        self.producers = {key: one for key, one in self.producers.items() if one[0] != place}
+        self.consumers = {key: one for key, one in self.consumers.items() if one[0] != place}
+
+    def roll_back(self, role: str, step: int) -> None:
+        """Lease again what a role has learned from after a step."""
+        for number in [n for n, (by, at) in self.kept.items() if by == role and at > step]:
+            del self.kept[number]
+            self.done -= 1
+            self._again(number)
+        for key in [key for key in self.forgotten if key[0] == role and key[1] > step]:
+            count = self.forgotten.pop(key)
+            self.done -= count
+            self.lost += count
+
+    def _again(self, number: int) -> None:
+        heapq.heappush(self.waiting, number)
+        self.redelivered += 1
+
+    def status(self) -> QueueStatus:
+        """Return the queue in numbers."""
+        return QueueStatus(
+            len(self.waiting), len(self.leases), self.size, self.added, self.done, self.redelivered, self.lost
+        )  # fmt: skip
+
+
+@dataclass
+class Queues:
+    """All queues of a job, by name."""
+
+    queues: dict[str, ItemQueue] = field(default_factory=dict)
+    openers: dict[str, str] = field(default_factory=dict)
+    """Role that opened each queue first."""
+
+    def validate(self) -> None:
+        """Check the invariants."""
+        assert self.queues.keys() == self.openers.keys()
+        for queue in self.queues.values():
+            queue.validate()
+
+    def open(self, event: OpenQueue) -> None:
+        """Open a queue.
+
+        Raises:
+            ProtocolError: It is open with another size or kind, or there are too many.
+        """
+        known = self.queues.get(event.queue)
+        if known is None:
+            if len(self.queues) >= MAX_QUEUES:
+                raise ProtocolError(f"The job has {MAX_QUEUES} queues; {event.queue} is one more.")
+            self.queues[event.queue] = ItemQueue(event.size, event.kind)
+            self.openers[event.queue] = event.place.role
+        elif (known.size, known.kind) != (event.size, event.kind):
+            raise ProtocolError(
+                f"The queue {event.queue} is used in two ways: {self.openers[event.queue]} opened it with"
+                f" {_way(known.size, known.kind)}, {event.place.role} wants {_way(event.size, event.kind)}."
+            )
+
+    def get(self, name: str) -> ItemQueue:
+        """Return an open queue.
+
+        Raises:
+            ProtocolError: It is not open.
+        """
+        if name not in self.queues:
+            raise ProtocolError(f"The queue {name} is not open.")
+        return self.queues[name]
+
+
+def _way(size: int, kind: str) -> str:
+    return f"size {size}" + (f" and kind {kind}" if kind else "")

@@ -1,0 +1,1 @@
+"""What runs in the processes of roles: calls between them, queues and weights."""

@@ -1,0 +1,292 @@
+"""Calls of this process that are under way: each goes to a member that can take it, and again if it may."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from dlrover.errors import ConfigurationError, MemberLostError
+from dlrover.roles.messages import HOLDER, JobView, MemberView, Place, RoleView
+from dlrover.roles.runtime import wire
+from dlrover.roles.runtime.connections import (
+    EncodedCall,
+    Failed,
+    Lost,
+    MemberConnection,
+    Outcome,
+    Returned,
+)
+from dlrover.roles.runtime.link import ServiceLink
+
+MAX_DEATHS = 3
+"""Members that an idempotent call may lose; it has probably killed them."""
+REASON_WAIT = 5.0
+"""Seconds that a lost call waits for the coordinator to say why the member has died."""
+UNREACHABLE = 0.5
+"""Seconds after which a member that could not be reached is tried again."""
+
+
+@dataclass(eq=False)
+class RoleCall:
+    """A call of a method of a role."""
+
+    role: str
+    index: int
+    """Number of the member; -1: any that serves and has no other such call."""
+    call: EncodedCall
+    wait: float
+    """Seconds to wait for a member."""
+    future: Future[Any] = field(default_factory=Future)
+    since: float = field(default_factory=time.monotonic)
+    """When it began to wait for a member."""
+    deaths: int = 0
+    lost: Place | None = None
+    """The member that was lost, while it is not yet known why."""
+    why: str = ""
+
+
+class Calls:
+    """All calls of this process. Any thread may use it.
+
+    Args:
+        link: Link to the job.
+        machine: Id of this machine.
+    """
+
+    def __init__(self, link: ServiceLink, machine: str) -> None:
+        self._link, self._machine = link, machine
+        self._secret = wire.secret_of(link.token)
+        self._lock = threading.Lock()
+        self._waiting: dict[tuple[str, int], deque[RoleCall]] = {}
+        """Calls without a member, by role and index."""
+        self._mourned: list[RoleCall] = []
+        self._connections: dict[tuple[str, int], MemberConnection] = {}
+        self._busy: dict[Place, int] = {}
+        """Calls for any member that each member has."""
+        self._unreachable: dict[Place, float] = {}
+        self._turn = 0
+        self._wake = threading.Event()
+        self._closed = False
+        link.listeners.append(lambda _view: self._wake.set())
+        self._thread = threading.Thread(target=self._run, name="roles-dispatch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Lose all calls."""
+        self._closed = True
+        self._wake.set()
+        self._thread.join(5)
+        for connection in list(self._connections.values()):
+            connection.close()
+
+    def submit(self, *calls: RoleCall) -> None:
+        """Send calls, or have them wait for members."""
+        with self._lock:
+            for call in calls:
+                self._waiting.setdefault((call.role, call.index), deque()).append(call)
+        self._pump()
+        self._wake_later(min(call.wait for call in calls))
+
+    def _wake_later(self, seconds: float) -> None:
+        self._link.later(seconds + 0.01, self._wake.set)
+
+    # ---- the thread that follows the job
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wake.wait()
+            self._wake.clear()
+            self._drop_lost(self._link.view)
+            self._pump()
+            self._expire()
+            self._mourn()
+
+    def _drop_lost(self, view: JobView) -> None:
+        """End the connections to lives that are over, even if their processes still hold them open."""
+        over = []
+        with self._lock:
+            for key, connection in list(self._connections.items()):
+                found = _member(view, *key)
+                if found is None or found.place != connection.place or found.state == "ended":
+                    over.append(self._connections.pop(key))
+        for connection in over:
+            connection.close()
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            late = [
+                call
+                for calls in self._waiting.values()
+                for call in calls
+                if now - call.since >= call.wait
+            ]
+            for call in late:
+                self._waiting[call.role, call.index].remove(call)
+        for call in late:
+            _fail(call, MemberLostError(self._explain(call)))
+
+    def _explain(self, call: RoleCall) -> str:
+        view = self._link.view
+        who = (
+            f"{call.role} {call.index}"
+            if call.index >= 0
+            else f"a member of {call.role} that serves"
+        )
+        members = view.roles.get(call.role, RoleView(0, ())).members
+        known = ", ".join(f"{one.place} {_state(one)}" for one in members)
+        if not members:
+            known = f"the job's roles are {', '.join(sorted(name for name in view.roles if name != HOLDER))}"
+        return f"{call.call.method} waited {call.wait:.0f} s for {who}: {known}."
+
+    def _mourn(self) -> None:
+        """Fail calls whose members were lost, once the coordinator has said why, or after a while."""
+        now, view = time.monotonic(), self._link.view
+        done = []
+        with self._lock:
+            for call in list(self._mourned):
+                assert call.lost is not None
+                found = _member(view, call.lost.role, call.lost.index)
+                over = found is not None and (found.place != call.lost or found.state == "ended")
+                if over and found is not None and found.reason:
+                    call.why = found.reason
+                elif now - call.since < REASON_WAIT:
+                    continue
+                self._mourned.remove(call)
+                done.append(call)
+        for call in done:
+            _fail(call, MemberLostError(_lost(call)))
+
+    # ---- sending
+
+    def _pump(self) -> None:
+        """Send every waiting call for which there is a member."""
+        while True:
+            with self._lock:
+                placed = self._next(self._link.view)
+            if placed is None:
+                return
+            call, connection, counts = placed
+            connection.call(call.call, self._callback(call, connection.place, counts=counts))
+
+    def _next(self, view: JobView) -> tuple[RoleCall, MemberConnection, bool] | None:
+        """Take a waiting call that has a member; the lock is held."""
+        for key, calls in list(self._waiting.items()):
+            while calls and (found := self._choose(*key, view)) is not None:
+                call = calls.popleft()
+                if call.future.cancelled():
+                    continue
+                if call.call.method not in found.methods:
+                    known = ", ".join(sorted(found.methods)) or "none"
+                    error = f"{call.role} has no method {call.call.method}; it has {known}."
+                    _fail(call, ConfigurationError(error))
+                    continue
+                if call.index < 0:
+                    self._busy[found.place] = self._busy.get(found.place, 0) + 1
+                return call, self._connection(found), call.index < 0
+            if not calls:
+                del self._waiting[key]
+        return None
+
+    def _choose(self, role: str, index: int, view: JobView) -> MemberView | None:
+        now = time.monotonic()
+        if index >= 0:
+            found = _member(view, role, index)
+            usable = found is not None and found.state == "live"
+            if found is None or not usable or self._unreachable.get(found.place, 0.0) > now:
+                return None
+            return found
+        members = [
+            one
+            for one in view.roles.get(role, RoleView(0, ())).members
+            if one.serving
+            and not self._busy.get(one.place)
+            and self._unreachable.get(one.place, 0.0) <= now
+        ]
+        if not members:
+            return None
+        self._turn += 1
+        return members[self._turn % len(members)]
+
+    def _connection(self, found: MemberView) -> MemberConnection:
+        key = (found.place.role, found.place.index)
+        known = self._connections.get(key)
+        if known is not None and known.place == found.place and not known.closed:
+            return known
+        address, machine, secret = found.address, self._machine, self._secret
+        made = MemberConnection(found, lambda: wire.connect(address, machine, secret))
+        self._connections[key] = made
+        return made
+
+    def _callback(self, call: RoleCall, place: Place, *, counts: bool) -> Callable[[Outcome], None]:
+        def done(outcome: Outcome) -> None:
+            with self._lock:
+                if counts:
+                    self._busy[place] -= 1
+                    if not self._busy[place]:
+                        del self._busy[place]
+            match outcome:
+                case Returned(value):
+                    _finish(call, value)
+                case Failed(error):
+                    _fail(call, error)
+                case Lost():
+                    self._again(call, place, outcome)
+            if counts:
+                self._pump()
+
+        return done
+
+    def _again(self, call: RoleCall, place: Place, lost: Lost) -> None:
+        """Have a lost call wait for a member again, if it may run twice or has not run."""
+        found = _member(self._link.view, place.role, place.index)
+        idempotent = found is not None and found.methods.get(call.call.method, False)
+        with self._lock:
+            call.since = time.monotonic()
+            call.deaths += lost.began
+            if lost.began and (not idempotent or call.deaths >= MAX_DEATHS):
+                call.lost, call.why = place, lost.why
+                self._mourned.append(call)
+                delay = REASON_WAIT
+            else:
+                self._unreachable[place] = time.monotonic() + UNREACHABLE
+                self._waiting.setdefault((call.role, call.index), deque()).appendleft(call)
+                delay = call.wait
+        self._wake_later(UNREACHABLE)
+        self._wake_later(delay)
+        self._wake.set()
+
+
+def _member(view: JobView, role: str, index: int) -> MemberView | None:
+    members = view.roles.get(role, RoleView(0, ())).members
+    return next((one for one in members if one.place.index == index), None)
+
+
+def _state(one: MemberView) -> str:
+    if one.state == "live":
+        return "serves" if one.serving else "has not the current weights"
+    why = f": {one.reason}" if one.reason else ""
+    return f"{'starts' if one.state == 'starting' else 'has ended'}{why}"
+
+
+def _lost(call: RoleCall) -> str:
+    assert call.lost is not None
+    text = f"{call.lost} was lost while it ran {call.call.method}: {call.why.rstrip('.')}."
+    if call.deaths >= MAX_DEATHS:
+        return f"{text} {call.deaths} members were lost in this call, so it is not made again."
+    return f"{text} A method that may run twice, @rpc(idempotent=True), is called again."
+
+
+def _finish(call: RoleCall, value: Any) -> None:
+    if call.future.set_running_or_notify_cancel():
+        call.future.set_result(value)
+
+
+def _fail(call: RoleCall, error: Exception) -> None:
+    if call.future.set_running_or_notify_cancel():
+        call.future.set_exception(error)

@@ -1,0 +1,163 @@
+"""A caller's connection to one member of a role, on which many calls may be under way."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+from dlrover.errors import InfrastructureError, ProtocolError, RemoteError
+from dlrover.roles.messages import MemberView
+from dlrover.roles.runtime import payload, wire
+from dlrover.roles.runtime.wire import CallFrame, Op
+
+logger = logging.getLogger(__name__)
+
+
+class Returned(NamedTuple):
+    """The method has returned."""
+
+    value: Any
+
+
+class Failed(NamedTuple):
+    """The method has raised, or there is none."""
+
+    error: Exception
+
+
+class Lost(NamedTuple):
+    """The member is gone."""
+
+    began: bool
+    """True if the member may have run the method, or a part of it."""
+    why: str
+
+
+Outcome: TypeAlias = Returned | Failed | Lost
+
+
+class EncodedCall(NamedTuple):
+    """A call, ready to be sent."""
+
+    method: str
+    head: bytes
+    buffers: list[memoryview]
+
+
+class MemberConnection:
+    """A connection to one life of a member. It connects in a thread of its own; any thread may send.
+
+    Args:
+        member: The member.
+        connect: Returns a socket to it.
+    """
+
+    def __init__(self, member: MemberView, connect: Callable[[], socket.socket]) -> None:
+        self.place, self._connect = member.place, connect
+        self.closed = False
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._sock: socket.socket | None = None
+        self._early: list[tuple[int, EncodedCall]] = []
+        self._waiting: dict[int, tuple[str, Callable[[Outcome], None]]] = {}
+        self._sent: set[int] = set()
+        threading.Thread(target=self._run, name=f"roles-to-{self.place}", daemon=True).start()
+
+    def call(self, call: EncodedCall, done: Callable[[Outcome], None]) -> None:
+        """Send a call; ``done`` gets its outcome, on another thread or at once."""
+        with self._lock:
+            number = next(self._numbers)
+            if self.closed:
+                sock, early = None, False
+            else:
+                self._waiting[number] = call.method, done
+                sock, early = self._sock, self._sock is None
+                if early:
+                    self._early.append((number, call))
+                else:
+                    self._sent.add(number)
+        if sock is not None:
+            self._send(sock, number, call)
+        elif not early:
+            done(Lost(began=False, why="the connection has ended"))
+
+    def close(self) -> None:
+        """End the connection: calls that are under way are lost."""
+        with self._lock:
+            self.closed = True
+            sock = self._sock
+        if sock is not None:
+            wire.end(sock)
+
+    def _send(self, sock: socket.socket, number: int, call: EncodedCall) -> None:
+        try:
+            with self._sending:
+                wire.send(sock, Op.CALL, number, call.head, call.buffers)
+        except OSError as error:
+            logger.debug("%s takes no calls: %s", self.place, error)
+            wire.end(sock)  # the thread that receives tells the callers
+
+    def _run(self) -> None:
+        why = "the connection has ended"
+        try:
+            sock = self._connect()
+            memory = wire.BodyMemory()
+            if self._open(sock):
+                while True:
+                    self._take(wire.receive(sock, memory))
+        except (OSError, InfrastructureError, ProtocolError) as error:
+            why = str(error)
+        finally:
+            self._end(why)
+
+    def _open(self, sock: socket.socket) -> bool:
+        """Send what was called before the connection was there; return False if it is closed already."""
+        while True:
+            with self._lock:
+                if self.closed:
+                    sock.close()
+                    return False
+                early, self._early = self._early, []
+                self._sent.update(number for number, _ in early)
+                if not early:
+                    self._sock = sock
+                    return True
+            for number, call in early:
+                self._send(sock, number, call)
+
+    def _take(self, frame: CallFrame) -> None:
+        with self._lock:
+            method, done = self._waiting.pop(frame.call, ("", None))
+            self._sent.discard(frame.call)
+        if done is not None:
+            done(_outcome(f"{self.place}: {method}", frame))
+
+    def _end(self, why: str) -> None:
+        with self._lock:
+            self.closed = True
+            waiting, self._waiting = self._waiting, {}
+            sent, self._sent = self._sent, set()
+            sock, self._sock = self._sock, None
+        if sock is not None:
+            wire.end(sock)
+        for number, (_, done) in waiting.items():
+            done(Lost(number in sent, why))
+
+
+def _outcome(where: str, frame: CallFrame) -> Outcome:
+    try:
+        if frame.op is Op.RESULT:
+            return Returned(payload.decode(frame.head, frame.body))
+        if frame.op is Op.RAISED:
+            kind, text, traceback = msgspec.msgpack.decode(frame.head, type=tuple[str, str, str])
+            return Failed(RemoteError(where, kind, text, traceback))
+        return Failed(ProtocolError(frame.head.decode(errors="replace")))
+    except (msgspec.DecodeError, ProtocolError) as error:
+        return Failed(ProtocolError(f"{where}: {error}"))

@@ -1,0 +1,61 @@
+"""The environment by which a process finds its place in a job of several roles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dlrover import config, launched
+from dlrover.errors import ConfigurationError
+from dlrover.roles.messages import Place
+
+
+def variables(
+    address: str,
+    token_file: Path,
+    role: str,
+    attempt: int,
+    *,
+    job: str = "",
+    settings: Mapping[str, Any] | None = None,
+) -> dict[str, str]:
+    """Return the variables for the processes of a role; their agents add index and number of instances.
+
+    Args:
+        address: Address of the coordinator's server.
+        token_file: File with the token of the job; the coordinator's address, if it changes, is beside it.
+        role: Name of the role.
+        attempt: Number of the start of the role's job.
+        job: Name of the job.
+        settings: The user's configuration of the role.
+    """
+    values = {
+        "address": address,
+        "token_file": str(token_file),
+        "job": job,
+        "role": role,
+        "attempt": str(attempt),
+        "config": json.dumps(settings or {}),
+    }
+    return {config.ROLE_VARIABLES[field]: value for field, value in values.items()}
+
+
+def given() -> config.RolePlace:
+    """Return the place of this process.
+
+    Raises:
+        ConfigurationError: It has none.
+    """
+    found = config.role_place(config.environ())
+    if found is None:
+        raise ConfigurationError(
+            "This process belongs to no job of several roles; start the job with dlrover roles FILE."
+        )
+    return found
+
+
+def place(found: config.RolePlace) -> Place:
+    """Return the life of this instance."""
+    return Place(found.role, found.index, found.attempt, launched.given.round)

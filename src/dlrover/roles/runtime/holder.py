@@ -1,0 +1,86 @@
+"""The process that keeps a machine's weights, so that they outlive who has published them.
+
+``keep`` runs beside a coordinator: it starts the process, takes over the one of an earlier coordinator, and starts
+another one if it dies. The process ends with the job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+
+from dlrover import config
+from dlrover._util import procs
+from dlrover.roles.messages import HOLDER
+from dlrover.roles.runtime import worker
+from dlrover.roles.serving import RolesService
+
+logger = logging.getLogger(__name__)
+
+MODULE = "dlrover.roles.runtime.holder"
+PAUSE = 1.0
+"""Seconds until a process that has died is started again."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Keep weights until the lifeline closes or another process has taken this one's place."""
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=main.__doc__)
+    parser.add_argument("--lifeline-fd", type=int, required=True, help="Leave when it closes.")
+    args = parser.parse_args(argv)
+    over = worker.start(ready=True).link.over
+
+    def follow_lifeline() -> None:
+        os.read(args.lifeline_fd, 1)
+        over.set()
+
+    threading.Thread(target=follow_lifeline, name="lifeline", daemon=True).start()
+    over.wait()
+
+
+async def keep(service: RolesService, variables: Mapping[str, str], lifeline_fd: int) -> None:
+    """See to it that there is one process that keeps weights, until this is cancelled.
+
+    Args:
+        service: Service of the job.
+        variables: Environment of the role `HOLDER`; see `environment.variables`.
+        lifeline_fd: Closes at the end of the job, with which the process ends.
+    """
+    name = config.ROLE_VARIABLES["attempt"]
+    while True:
+        known = service.shared.members.get(HOLDER, 0)
+        attempt = known.place.attempt if known is not None else 0
+        if known is not None and known.state != "ended" and _runs(known.pid):
+            with contextlib.suppress(ProcessLookupError):
+                await procs.ended(known.pid)
+        else:
+            attempt += 1
+            service.started(HOLDER, 0, attempt)
+            pid = _start({**variables, name: str(attempt)}, lifeline_fd)
+            await procs.ended(pid)
+            os.waitpid(pid, 0)  # noqa: ASYNC222 - it has ended
+        logger.warning("The process that keeps weights has died")
+        service.ended(HOLDER, 0, attempt, "it has died")
+        await asyncio.sleep(PAUSE)
+
+
+def _start(variables: Mapping[str, str], lifeline_fd: int) -> int:
+    """Start the process and return its pid; it is not tied to this one."""
+    os.set_inheritable(lifeline_fd, True)
+    words = [sys.executable, "-m", MODULE, "--lifeline-fd", str(lifeline_fd)]
+    null = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+    env = {**config.environ(), **variables}
+    return os.posix_spawn(sys.executable, words, env, file_actions=[null], setsid=True)
+
+
+def _runs(pid: int) -> bool:
+    return pid > 0 and MODULE in procs.command(pid)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""This process's link to the service of its job, which may be away for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+import msgspec
+
+from dlrover._util import backoff
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
+from dlrover.roles.messages import (
+    MAX_WAIT,
+    JobView,
+    JoinRole,
+    MemberView,
+    Place,
+    RoleReply,
+    RoleRequest,
+    RoleView,
+    Turned,
+    WatchJob,
+)
+from dlrover.rpc.connection import Connection
+from dlrover.spec.jobdir import JobDir, MasterAddress
+
+logger = logging.getLogger(__name__)
+
+AWAY_TIMEOUT = 600.0
+"""Seconds that a request waits for a coordinator that is away."""
+RETRY = 0.05, 1.0
+"""Seconds until the first retry after the coordinator could not be reached, and between later ones."""
+WARN_AFTER = 10.0
+"""Seconds without a coordinator after which a warning is logged."""
+Value = TypeVar("Value")
+
+
+class CoordinatorClient(Connection):
+    """A connection to the coordinator of a job of several roles."""
+
+    peer: ClassVar[str] = "The coordinator at"
+
+    async def ask(self, request: RoleRequest) -> RoleReply:
+        """Send a request and return the reply."""
+        wait = getattr(request, "wait", 0.0)
+        reply: RoleReply = await self._call("RoleAsk", request, RoleReply, wait)
+        return reply
+
+    def watch(self, place: Place) -> AsyncGenerator[JobView, None]:
+        """Yield the job whenever it changes."""
+        return self._follow("RoleWatch", WatchJob(place), JobView)
+
+
+class ServiceLink:
+    """A link to the service; any thread may use it.
+
+    Args:
+        place: This life of the instance.
+        address: Address of the coordinator.
+        token_file: File with the token of the job. A coordinator that had to take another address writes it beside.
+    """
+
+    def __init__(self, place: Place, address: str, token_file: Path) -> None:
+        self.place = place
+        self.view = JobView()
+        self.pid = os.getpid()
+        self.listeners: list[Callable[[JobView], None]] = []
+        """Called on the link's thread with each view; they must not block."""
+        self._address, self._beside = address, JobDir(token_file.parent)
+        try:
+            self.token = token_file.read_text().strip()
+        except OSError as error:
+            raise ConfigurationError(f"{token_file} cannot be read: {error.strerror}.") from error
+        self.over = threading.Event()
+        """Set when this life of the instance is over: another has taken its place."""
+        self._changed = threading.Condition()
+        self._joined: JoinRole | None = None
+        self._failed: DLRoverError | None = None
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._client: CoordinatorClient | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, name="roles-link", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def close(self) -> None:
+        """End the link; requests that wait fail."""
+        if self._closed or self._loop.is_closed():
+            return
+        self._closed = True
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(5)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+
+    async def _close(self) -> None:
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self._client is not None:
+            await self._client.close()
+
+    # ---- requests
+
+    def ask(self, request: RoleRequest) -> RoleReply:
+        """Return the reply to a request; wait while the coordinator is away.
+
+        Raises:
+            ConfigurationError: The service refuses the request.
+            InfrastructureError: The coordinator was away for too long.
+        """
+        if self.pid != os.getpid():
+            raise ConfigurationError(
+                "A fork of a process of a role uses its queues, groups or weights; only the process that joined may."
+            )
+        reply = asyncio.run_coroutine_threadsafe(self._ask(request), self._loop).result()
+        if isinstance(reply, Turned):
+            raise ConfigurationError(reply.why)
+        return reply
+
+    async def _ask(self, request: RoleRequest) -> RoleReply:
+        began, warned = time.monotonic(), False
+        for delay in backoff.delays(*RETRY):
+            try:
+                return await self._connected().ask(request)
+            except InfrastructureError as error:
+                waited = time.monotonic() - began
+                if waited > AWAY_TIMEOUT:
+                    raise InfrastructureError(
+                        f"{error} Waited {waited:.0f} s of {AWAY_TIMEOUT:.0f} s."
+                    ) from error
+                if waited > WARN_AFTER and not warned:
+                    warned = True
+                    logger.warning("%s Waited %.0f s of %.0f s.", error, waited, AWAY_TIMEOUT)
+            await asyncio.sleep(delay)
+            await self._look_elsewhere()
+        raise AssertionError
+
+    def _connected(self) -> CoordinatorClient:
+        if self._client is None:
+            self._client = CoordinatorClient(self._address, self.token)
+        return self._client
+
+    async def _look_elsewhere(self) -> None:
+        """Connect to another address if a coordinator has taken one."""
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            data = self._beside.master.read_bytes()
+            address = msgspec.json.decode(data, type=MasterAddress).address
+            if address != self._address:
+                self._address, last, self._client = address, self._client, None
+                if last is not None:
+                    await last.close()
+
+    # ---- membership and views
+
+    def join(self, request: JoinRole) -> None:
+        """Join the job, or change how this process has joined, and follow the job from then on.
+
+        Raises:
+            ConfigurationError: This life of the instance is over.
+        """
+        self.ask(request)
+        self._joined = request
+        if self._watching is None:
+            watching = self._loop.create_task
+            self._loop.call_soon_threadsafe(
+                lambda: setattr(self, "_watching", watching(self._watch()))
+            )
+            self.wait(lambda view: view.number > 0, MAX_WAIT, "the first view of the job")
+
+    async def _watch(self) -> None:
+        delays = backoff.delays(*RETRY)
+        while True:
+            try:
+                async with contextlib.aclosing(self._connected().watch(self.place)) as views:
+                    async for view in views:
+                        delays = backoff.delays(*RETRY)
+                        await self._see(view)
+            except InfrastructureError as error:
+                logger.debug("The job cannot be followed now: %s", error)
+            except DLRoverError as error:
+                logger.exception("The job cannot be followed")
+                self._fail(error)
+                return
+            await asyncio.sleep(next(delays))
+            await self._look_elsewhere()
+
+    async def _see(self, view: JobView) -> None:
+        me = member(view, self.place.role, self.place.index)
+        if me is not None and me.place.life > self.place.life:
+            raise ConfigurationError(
+                f"Attempt {self.place.attempt} of {self.place} is over: another has taken its place."
+            )
+        if me is not None and me.state == "ended" and self._joined is not None:
+            logger.warning("The coordinator has lost sight of this process, which joins again")
+            reply = await self._connected().ask(self._joined)
+            if isinstance(reply, Turned):
+                raise ConfigurationError(reply.why)
+        with self._changed:
+            self.view = view
+            self._changed.notify_all()
+        for listener in self.listeners:
+            listener(view)
+
+    def _fail(self, error: DLRoverError) -> None:
+        self.over.set()
+        with self._changed:
+            self._failed = error
+            self._changed.notify_all()
+
+    def wait(self, found: Callable[[JobView], Value | None], timeout: float, what: str) -> Value:
+        """Return the first true value of ``found`` for a view of the job.
+
+        Raises:
+            InfrastructureError: None was true within ``timeout`` seconds.
+            ConfigurationError: This life of the instance is over.
+        """
+        until, warned = time.monotonic() + timeout, False
+        with self._changed:
+            while not (value := found(self.view)):
+                if self._failed is not None:
+                    raise self._failed
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise InfrastructureError(f"Waited {timeout:.0f} s for {what}.")
+                if (
+                    not self._changed.wait(min(left, WARN_AFTER))
+                    and left > WARN_AFTER
+                    and not warned
+                ):
+                    warned = True
+                    logger.warning("Waiting for %s: at most %.0f s", what, timeout)
+            return value
+
+    def later(self, seconds: float, what: Callable[[], None]) -> None:
+        """Call ``what`` on the link's thread after a while; it must not block."""
+        self._loop.call_soon_threadsafe(self._loop.call_later, seconds, what)
+
+
+def member(view: JobView, role: str, index: int) -> MemberView | None:
+    """Return an instance of a role in a view."""
+    members = view.roles.get(role, RoleView(0, ())).members
+    return next((one for one in members if one.place.index == index), None)

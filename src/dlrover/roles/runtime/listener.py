@@ -1,0 +1,220 @@
+"""Takes the calls of other roles, and runs them in threads of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import secrets
+import socket
+import threading
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import msgspec
+
+from dlrover._util import handshake
+from dlrover.errors import DLRoverError, ProtocolError
+from dlrover.roles.messages import Address
+from dlrover.roles.runtime import payload, wire
+from dlrover.roles.runtime.exporting import Exported, Exports
+from dlrover.roles.runtime.holding import Holding, Session, decode_hold
+from dlrover.roles.runtime.wire import CallFrame, Op
+
+logger = logging.getLogger(__name__)
+
+CONCURRENT = 32
+"""Maximum number of concurrent methods that run at once."""
+
+
+class CallState(msgspec.Struct, frozen=True, array_like=True):
+    """What a member answers while its methods run: that it lives, not that it makes progress."""
+
+    running: tuple[tuple[str, float], ...] = ()
+    """Methods that run, and for how many seconds."""
+    waiting: int = 0
+    """Calls that wait for their turn."""
+    done: int = 0
+    """Calls that have ended."""
+
+
+class _Call(NamedTuple):
+    connection: _Connection
+    frame: CallFrame
+    method: str
+    exported: Exported
+
+
+class CallListener:
+    """Listens once made. Calls run one after the other, except those of concurrent functions.
+
+    Args:
+        exports: Functions to call.
+        host: Address to listen on.
+        machine: Id of this machine.
+        secret: Secret of the job's processes.
+        holding: Weights that this process keeps.
+    """
+
+    def __init__(
+        self, exports: Exports, host: str, machine: str, secret: bytes, holding: Holding
+    ) -> None:
+        self._holding = holding
+        self._exports, self._secret = exports, secret
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._pool = ThreadPoolExecutor(CONCURRENT, thread_name_prefix="roles-concurrent")
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._running: dict[int, tuple[str, float]] = {}
+        self._done = 0
+        self._tcp = socket.create_server((host, 0), backlog=1024)
+        local = f"dlrover-roles-{secrets.token_hex(12)}"
+        self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._unix.bind(f"\0{local}")
+        self._unix.listen(1024)
+        self.address = Address(host, self._tcp.getsockname()[1], machine, local)
+        for sock in (self._tcp, self._unix):
+            threading.Thread(
+                target=self._accept, args=(sock,), name="roles-accept", daemon=True
+            ).start()
+        threading.Thread(target=self._run, name="roles-calls", daemon=True).start()
+
+    def close(self) -> None:
+        """Close all connections; a method that runs ends by itself."""
+        self._calls.put(None)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for sock in (self._tcp, self._unix, *self._open):
+            wire.end(sock)
+
+    def state(self) -> CallState:
+        """Return what runs now."""
+        now = time.monotonic()
+        with self._lock:
+            running = tuple((method, now - began) for method, began in self._running.values())
+        return CallState(running, self._calls.qsize(), self._done)
+
+    def _accept(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listening.accept()
+            except OSError:
+                return
+            self._open.add(sock)
+            threading.Thread(
+                target=self._serve, args=(sock,), name="roles-connection", daemon=True
+            ).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        connection = None
+        try:
+            if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = _Connection(sock) if handshake.accept(sock, self._secret) else None
+            if connection is None:
+                logger.warning("A caller does not know the job's secret")
+            memory = wire.BodyMemory()
+            while connection is not None:
+                self._take(connection, wire.receive(sock, memory))
+        except ProtocolError as error:
+            logger.warning("Closed a connection: %s", error)
+        except OSError as error:
+            logger.debug("A connection has ended: %s", error)
+        finally:
+            self._open.discard(sock)
+            sock.close()
+            if connection is not None and connection.session is not None:
+                connection.session.end()
+
+    def _take(self, connection: _Connection, frame: CallFrame) -> None:
+        if frame.op is Op.PING:
+            connection.reply(Op.RESULT, frame.call, msgspec.msgpack.encode(self.state()))
+            return
+        if frame.op is Op.HOLD:
+            connection.session = connection.session or self._holding.session()
+            connection.hold(frame)
+            return
+        if frame.op is not Op.CALL:
+            raise ProtocolError(f"A caller sent {frame.op.name}.")
+        method = _method(frame)
+        exported = self._exports.get(method)
+        if exported is None:
+            known = ", ".join(self._exports.table()) or "none"
+            why = f"There is no method {method}; there are {known}."
+            connection.reply(Op.REFUSED, frame.call, why.encode())
+            return
+        call = _Call(connection, frame, method, exported)
+        if exported.concurrent:
+            self._pool.submit(self._answer, call)
+        else:
+            self._calls.put(call)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self._answer(call)
+
+    def _answer(self, call: _Call) -> None:
+        """Run a method, and send what it returns or raises."""
+        with self._lock:
+            self._running[id(call)] = call.method, time.monotonic()
+        try:
+            op, head, buffers = _outcome(call)
+        finally:
+            with self._lock:
+                del self._running[id(call)]
+                self._done += 1
+        call.connection.reply(op, call.frame.call, head, buffers)
+
+
+class _Connection:
+    """One caller's connection, on which several threads reply."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+        self.session: Session | None = None
+        """What the caller has of the weights that are kept here."""
+
+    def hold(self, frame: CallFrame) -> None:
+        """Answer a request about memory; on a Unix socket, with its file."""
+        assert self.session is not None
+        try:
+            reply, fd, data = self.session.handle(decode_hold(frame.head))
+        except DLRoverError as error:
+            self.reply(Op.REFUSED, frame.call, str(error).encode())
+            return
+        self.reply(Op.RESULT, frame.call, msgspec.msgpack.encode(reply), [data] if data else None)
+        if fd >= 0 and self._sock.family == socket.AF_UNIX:
+            socket.send_fds(self._sock, [b"F"], [fd])
+
+    def reply(
+        self, op: Op, call: int, head: bytes = b"", buffers: list[memoryview] | None = None
+    ) -> None:
+        """Send a reply; a caller that is gone needs none."""
+        with self._lock, contextlib.suppress(OSError):
+            wire.send(self._sock, op, call, head, buffers or ())
+
+
+def _method(frame: CallFrame) -> str:
+    """Return the name of the method in a call, which is the first thing in its head."""
+    try:
+        method = payload.decode(frame.head, frame.body)[0]
+    except (IndexError, TypeError) as error:
+        raise ProtocolError("A call names no method.") from error
+    return str(method)
+
+
+def _outcome(call: _Call) -> tuple[Op, bytes, list[memoryview]]:
+    try:
+        _, args, kwargs = payload.decode(call.frame.head, call.frame.body)
+        value = call.exported.function(*args, **kwargs)
+        return Op.RESULT, *payload.encode_named(f"the result of {call.method}", value)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is the caller's
+        own = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        shown = error.with_traceback(own if not isinstance(error, DLRoverError) else None)
+        text = "".join(traceback.format_exception(shown))
+        kind = type(error).__qualname__
+        if type(error).__module__ not in ("builtins", "__main__"):
+            kind = f"{type(error).__module__}.{kind}"
+        return Op.RAISED, msgspec.msgpack.encode((kind, str(error), text)), []

@@ -1,0 +1,153 @@
+"""Connections to the processes that keep weights, and the memory of parts as this process sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import threading
+import weakref
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+from dlrover.roles.messages import Address
+from dlrover.roles.runtime import wire
+from dlrover.roles.runtime.holding import (
+    MAX_READ,
+    ClosePart,
+    Held,
+    HoldRequest,
+    OpenPart,
+    ReadPart,
+    Reserve,
+)
+from dlrover.roles.runtime.payload import Bytes
+from dlrover.roles.runtime.wire import Op
+
+MADV_POPULATE_READ = 22
+"""Enters memory in the page tables at once, without a copy of it."""
+
+
+class HolderConnection:
+    """A connection to a process that keeps weights. Any thread may use it.
+
+    Raises:
+        OSError: Every method does if the process is gone.
+    """
+
+    def __init__(self, address: Address, machine: str, secret: bytes) -> None:
+        self._sock = wire.connect(address, machine, secret)
+        self.local = self._sock.family == socket.AF_UNIX
+        self._lock = threading.RLock()
+        self._written: dict[int, mmap.mmap] = {}
+        self._ended: list[str] = []
+        """Parts that are read no more; to be said before the next request."""
+
+    def ask(self, request: HoldRequest) -> tuple[Held, int, Bytes | None]:
+        """Return the reply, the file that came with it or -1, and the body.
+
+        Raises:
+            ConfigurationError: The request was refused.
+        """
+        with self._lock:
+            while self._ended:
+                self._ask(ClosePart(self._ended.pop()))
+            return self._ask(request)
+
+    def _ask(self, request: HoldRequest) -> tuple[Held, int, Bytes | None]:
+        wire.send(self._sock, Op.HOLD, 0, msgspec.msgpack.encode(request))
+        frame = wire.receive(self._sock)
+        if frame.op is Op.REFUSED:
+            raise ConfigurationError(frame.head.decode(errors="replace"))
+        if frame.op is not Op.RESULT:
+            raise ProtocolError(f"A process that keeps weights answered {frame.op.name}.")
+        fd = -1
+        if self.local and isinstance(request, Reserve | OpenPart):
+            _, fds, _, _ = socket.recv_fds(self._sock, 1, 1)
+            if not fds:
+                raise ConnectionResetError("the memory of weights has not come")
+            fd = fds[0]
+        return msgspec.msgpack.decode(frame.head, type=Held), fd, frame.body
+
+    def close(self) -> None:
+        """End the connection: what was read may change from now on."""
+        wire.end(self._sock)
+
+    def writable(self, key: str, nbytes: int) -> mmap.mmap:
+        """Return memory for a part; the same mapping again where the memory is the same."""
+        with self._lock:
+            held, fd, _ = self.ask(Reserve(key, nbytes))
+            try:
+                if held.buffer not in self._written:
+                    while len(self._written) > 3:
+                        del self._written[next(iter(self._written))]
+                    self._written[held.buffer] = mmap.mmap(fd, held.size)
+            finally:
+                os.close(fd)
+            return self._written[held.buffer]
+
+    def read(self, key: str) -> PartReader:
+        """Return a complete part.
+
+        Raises:
+            ConfigurationError: It is not there any more.
+        """
+        held, fd, _ = self.ask(OpenPart(key))
+        if fd < 0:
+            return PartReader(self, key, held, None)
+        try:
+            mapped = mmap.mmap(fd, held.size, flags=mmap.MAP_PRIVATE)
+            with contextlib.suppress(OSError):  # a kernel before 5.14
+                mapped.madvise(MADV_POPULATE_READ)
+        finally:
+            os.close(fd)
+        return PartReader(self, key, held, np.frombuffer(mapped, np.uint8))
+
+    def ended(self, key: str) -> None:
+        """Note that a part is read no more; this may be called anywhere."""
+        self._ended.append(key)
+
+
+class PartReader:
+    """The memory of one part, which stays as it is while an array of it lives.
+
+    On the holder's machine the arrays are its memory, copied on write; elsewhere they are read over the connection.
+    """
+
+    def __init__(
+        self, connection: HolderConnection, key: str, held: Held, mapped: Bytes | None
+    ) -> None:
+        self.held = held
+        self._connection, self._key, self._mapped = connection, key, mapped
+        # The last array to go says that the memory may be used again.
+        owner: Any = mapped if mapped is not None else self
+        weakref.finalize(owner, connection.ended, key)
+
+    def bytes(self, offset: int, nbytes: int) -> Bytes:
+        """Return a piece of the memory.
+
+        Raises:
+            InfrastructureError: The holder has gone.
+        """
+        if self._mapped is not None:
+            return self._mapped[offset : offset + nbytes]
+        whole = np.empty(nbytes, np.uint8)
+        done = 0
+        while done < nbytes:
+            wanted = min(MAX_READ, nbytes - done)
+            try:
+                _, _, body = self._connection.ask(ReadPart(self._key, offset + done, wanted))
+            except OSError as error:
+                raise InfrastructureError(
+                    f"The process that keeps the weights has gone: {error}."
+                ) from error
+            if body is None:
+                raise ProtocolError("A part of weights is shorter than its index says.")
+            got = body[:wanted]
+            whole[done : done + wanted] = got
+            done += wanted
+        return whole

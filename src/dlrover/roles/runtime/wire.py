@@ -1,0 +1,191 @@
+"""Frames of calls between processes of roles, on a TCP connection or on a Unix socket of one machine.
+
+A frame is a header, its head (MessagePack) and its body: the raw memory of the arrays in the head, each at a
+multiple of `ALIGNMENT`. Each end proves at the start that it knows the job's secret. Nothing is executable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hmac
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dlrover._util import handshake
+from dlrover.errors import InfrastructureError, ProtocolError
+from dlrover.roles.messages import Address
+from dlrover.roles.runtime.payload import ALIGNMENT, Bytes
+
+_HEADER = struct.Struct("<4sB3xIQQ")
+_MAGIC = b"DLR\x01"
+MAX_HEAD = 1 << 28
+"""Maximum bytes of a head: arrays are not in it."""
+MAX_BODY = 1 << 38
+"""Maximum bytes of a body."""
+CONNECT_TIMEOUT = 5.0
+SMALL = 1 << 20
+"""Bytes of a body from which on its memory is worth to be kept."""
+KEPT = 2
+"""Bodies of one connection whose memory is kept."""
+UNUSED = 3
+"""References to memory that nobody else has: the list's, the loop's and that of the question."""
+_PADDING = bytes(ALIGNMENT)
+
+
+class Op(enum.IntEnum):
+    """What a frame is."""
+
+    CALL = 1
+    """Name of the method, arguments and named arguments."""
+    RESULT = 2
+    RAISED = 3
+    """Type, message and traceback of what the method has raised."""
+    PING = 4
+    """Answered while methods run, by `Health`."""
+    REFUSED = 5
+    """Why there is no such call."""
+    HOLD = 6
+    """About memory with weights: a `HoldRequest`."""
+
+
+class CallFrame(NamedTuple):
+    """A frame."""
+
+    op: Op
+    call: int
+    """Number of the call on its connection."""
+    head: bytes = b""
+    body: Bytes | None = None
+
+
+def secret_of(token: str) -> bytes:
+    """Return the secret of a job's processes."""
+    return hmac.digest(token.encode(), b"roles", "sha256")
+
+
+def send(
+    sock: socket.socket, op: Op, call: int, head: bytes = b"", buffers: Sequence[memoryview] = ()
+) -> None:
+    """Send a frame without copying its buffers."""
+    body = sum(-(-view.nbytes // ALIGNMENT) * ALIGNMENT for view in buffers)
+    waiting = [memoryview(_HEADER.pack(_MAGIC, op, len(head), call, body) + head)]
+    for view in buffers:
+        if view.nbytes:
+            waiting.append(view)
+        if view.nbytes % ALIGNMENT:
+            waiting.append(memoryview(_PADDING)[: -view.nbytes % ALIGNMENT])
+    while waiting:
+        sent = sock.sendmsg(waiting[:64])
+        while waiting and sent >= waiting[0].nbytes:
+            sent -= waiting.pop(0).nbytes
+        if sent:
+            waiting[0] = waiting[0][sent:]
+
+
+class BodyMemory:
+    """Memory of the bodies of one connection: used again once no array of a body lives, since new memory is slow."""
+
+    def __init__(self) -> None:
+        self._known: list[Bytes] = []
+
+    def take(self, size: int) -> Bytes:
+        """Return memory for a body."""
+        if size < SMALL:
+            return np.empty(size, np.uint8)
+        for known in self._known:
+            if sys.getrefcount(known) == UNUSED and size <= known.nbytes <= 2 * size:
+                return known[:size]
+        self._known = [*self._known[1 - KEPT :], np.empty(size, np.uint8)]
+        return self._known[-1][:size]
+
+
+def receive(sock: socket.socket, memory: BodyMemory | None = None) -> CallFrame:
+    """Return the next frame, its body in ``memory`` or in memory of its own.
+
+    Raises:
+        ConnectionError: The peer has closed the connection.
+        ProtocolError: The bytes are no frame.
+    """
+    header = bytearray(_HEADER.size)
+    fill(sock, memoryview(header))
+    magic, op, head_size, call, body_size = _HEADER.unpack(header)
+    if magic != _MAGIC or op not in Op.__members__.values():
+        raise ProtocolError(f"A call begins with {magic!r} and operation {op}, not {_MAGIC!r}.")
+    if head_size > MAX_HEAD or body_size > MAX_BODY:
+        raise ProtocolError(
+            f"A call has a head of {head_size} bytes and a body of {body_size}; {MAX_HEAD} and {MAX_BODY} are"
+            " accepted."
+        )
+    head = bytearray(head_size)
+    fill(sock, memoryview(head))
+    body = None
+    if body_size:
+        body = (memory or BodyMemory()).take(body_size)
+        fill(sock, memoryview(body))
+    return CallFrame(Op(op), call, bytes(head), body)
+
+
+def packed(head: bytes, buffers: Sequence[memoryview]) -> bytes:
+    """Return a head and its buffers as bytes; they are copied."""
+    parts: list[bytes | memoryview] = [len(head).to_bytes(8, "little"), head, bytes(-len(head) % 8)]
+    for view in buffers:
+        parts += [view, bytes(-view.nbytes % ALIGNMENT)]
+    return b"".join(parts)
+
+
+def unpacked(data: bytes) -> tuple[bytes, Bytes]:
+    """Return what `packed` took; the arrays can be written to."""
+    size = int.from_bytes(data[:8], "little")
+    start = 8 + size + -size % 8
+    return data[8 : 8 + size], np.frombuffer(bytearray(data[start:]), np.uint8)
+
+
+def fill(sock: socket.socket, view: memoryview) -> None:
+    """Receive as many bytes as ``view`` has.
+
+    Raises:
+        ConnectionError: The peer has closed the connection.
+    """
+    while view:
+        got = sock.recv_into(view)
+        if not got:
+            raise ConnectionResetError("the peer has closed the connection")
+        view = view[got:]
+
+
+def connect(
+    address: Address, machine: str, secret: bytes, timeout: float = CONNECT_TIMEOUT
+) -> socket.socket:
+    """Return a connection to a process of the job: by its Unix socket if it runs on this ``machine``.
+
+    Raises:
+        OSError: There is no connection within ``timeout`` seconds.
+        InfrastructureError: Another program answers at the address.
+    """
+    if address.local and address.machine == machine:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(timeout)
+        try:
+            sock.connect(f"\0{address.local}")
+        except BaseException:
+            sock.close()
+            raise
+    else:
+        sock = socket.create_connection((address.host, address.port), timeout)
+    if not handshake.offer(sock, secret):
+        raise InfrastructureError(f"{address.host}:{address.port} is no process of this job.")
+    sock.settimeout(None)
+    return sock
+
+
+def end(sock: socket.socket) -> None:
+    """Close a socket on which another thread may wait."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()

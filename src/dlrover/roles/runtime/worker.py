@@ -1,0 +1,197 @@
+"""This process as a member of its role."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dlrover import config, launched
+from dlrover._util.sockets import address_towards
+from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+from dlrover.roles.messages import (
+    MAX_CURSOR,
+    CursorIs,
+    JoinRole,
+    LookCursor,
+    Place,
+    Resumed,
+    SetCursor,
+)
+from dlrover.roles.runtime import environment, payload, wire
+from dlrover.roles.runtime.calls import Calls
+from dlrover.roles.runtime.exporting import exports
+from dlrover.roles.runtime.holding import Holding
+from dlrover.roles.runtime.link import ServiceLink
+from dlrover.roles.runtime.listener import CallListener
+
+
+class Worker:
+    """This process: its place in the job, and its link to the others. `current_worker` returns it.
+
+    Attributes:
+        job: Name of the job.
+        role: Name of the role.
+        index: Number of this instance in its role, from 0; in an elastic role, that of the worker.
+        attempt: Number of the start of the role's job, from 1.
+        instances: Number of instances of the role.
+        config: The user's configuration of the role.
+    """
+
+    def __init__(self, found: config.RolePlace, *, ready: bool = True) -> None:
+        self.job, self.role = found.job, found.role
+        self.index, self.instances, self.attempt = found.index, found.instances, found.attempt
+        self.config: Any = _settings(found.config)
+        self.pid = os.getpid()
+        self.place: Place = environment.place(found)
+        self.link = ServiceLink(self.place, found.address, Path(found.token_file))
+        self.machine = machine()
+        self.holding = Holding(self.place)
+        self.link.listeners.append(self.holding.follow)
+        self.closing: list[Callable[[], None]] = []
+        """Called when this process leaves the job."""
+        self._ready, self._resumes = ready, 0
+        self._lock = threading.Lock()
+        host = _own_address(found.address)
+        secret = wire.secret_of(self.link.token)
+        self.listener = CallListener(exports, host, self.machine, secret, self.holding)
+        self._join()
+        exports.changed = self._join
+        self.calls = Calls(self.link, self.machine)
+        self._loaded, launched.loaded = launched.loaded, self._has_loaded
+
+    def _join(self) -> None:
+        self.link.join(
+            JoinRole(
+                self.place,
+                self.listener.address,
+                exports.table(),
+                os.getpid(),
+                self.instances,
+                self._ready,
+            )
+        )
+
+    def serve(self, served: object) -> None:
+        """Let other roles call the methods of an object: those with `rpc`, or all public ones if none has it."""
+        self._ready = True
+        exports.add_object(served)
+
+    def close(self) -> None:
+        """Leave the job's other processes alone: this one calls nobody and is called by nobody any more."""
+        exports.changed = None
+        launched.loaded = self._loaded
+        for close in self.closing:
+            close()
+        self.calls.close()
+        self.listener.close()
+        self.link.close()
+
+    # ---- cursor and steps
+
+    @property
+    def cursor(self) -> Any:
+        """What this instance has set last, in whatever life; None if it never has. It is in the job's journal."""
+        reply = self.link.ask(LookCursor(self.place))
+        if not isinstance(reply, CursorIs):
+            raise ProtocolError(f"The coordinator answered {type(reply).__name__}.")
+        return payload.decode(reply.cursor, None) if reply.cursor is not None else None
+
+    @cursor.setter
+    def cursor(self, value: Any) -> None:
+        self.link.ask(SetCursor(self.place, encode_cursor(value)))
+
+    def resumed(self, step: int) -> None:
+        """Say that this role goes on from a step: what it published and learned after it never was.
+
+        `dlrover.checkpoint` says so by itself when it loads a state; each process of the role may say so.
+        """
+        with self._lock:
+            self._resumes += 1
+            count = self._resumes
+        self.link.ask(Resumed(self.place, step, count))
+
+    def _has_loaded(self, step: int) -> None:
+        self._loaded(step)
+        self.resumed(step)
+
+
+def encode_cursor(value: Any) -> bytes:
+    """Return a cursor for the journal.
+
+    Raises:
+        ConfigurationError: It is too large, or of a type that cannot be kept.
+    """
+    data, buffers = payload.encode_named("the cursor", value)
+    if buffers or len(data) > MAX_CURSOR:
+        raise ConfigurationError(
+            f"The cursor has {len(data)} bytes{' and arrays' if buffers else ''}; at most {MAX_CURSOR} bytes, without"
+            " arrays, are accepted."
+        )
+    return data
+
+
+_current: Worker | None = None
+_making = threading.Lock()
+
+
+def current_worker() -> Worker:
+    """Return this process as a member of its role; the first call joins the job.
+
+    Raises:
+        ConfigurationError: The process belongs to no job of several roles, or its life in it is over.
+        InfrastructureError: The coordinator cannot be reached.
+    """
+    return start(ready=True)
+
+
+def start(*, ready: bool) -> Worker:
+    """Join the job if this process has not; without ``ready``, others do not call it yet."""
+    global _current  # noqa: PLW0603 - one process, one place in the job
+    with _making:
+        if _current is None:
+            _current = Worker(environment.given(), ready=ready)
+        elif _current.pid != os.getpid():
+            raise ConfigurationError(
+                "A fork of a process of a role takes no part in the job; only the process that joined does."
+            )
+        return _current
+
+
+def leave() -> None:
+    """Leave the job: the next `current_worker` joins anew."""
+    global _current  # noqa: PLW0603
+    with _making:
+        if _current is not None:
+            _current.close()
+        _current = None
+
+
+@functools.cache
+def machine() -> str:
+    """Return an id of this machine and its network namespace, within which Unix sockets are found."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}-{Path('/proc/self/ns/net').stat().st_ino}"
+
+
+def _own_address(coordinator: str) -> str:
+    host, _, port = coordinator.rpartition(":")
+    try:
+        return address_towards(host.strip("[]"), int(port))
+    except OSError as error:
+        raise InfrastructureError(
+            f"The coordinator's address {coordinator} has no route: {error}."
+        ) from error
+
+
+def _settings(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigurationError(
+            f"{config.ROLE_VARIABLES['config']}: the configuration of the role is no JSON: {error}."
+        ) from error

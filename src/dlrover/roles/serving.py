@@ -1,0 +1,239 @@
+"""The service that the processes of roles talk to; the job's coordinator runs it on its server.
+
+Each input is journalled before it takes effect: a coordinator that reads the journal again has the same state, and
+no process notices that it was another one, but for the time in which it was away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Protocol
+
+import msgspec
+
+from dlrover.errors import InfrastructureError, ProtocolError
+from dlrover.roles.machine.members import ENDED
+from dlrover.roles.machine.shared import Shared
+from dlrover.roles.messages import (
+    MAX_TEXT,
+    AckItems,
+    GetItems,
+    JobView,
+    Later,
+    LookCursor,
+    LookQueue,
+    MemberEnded,
+    MemberStarted,
+    Place,
+    PublishedAs,
+    PutItems,
+    RoleInput,
+    RoleReply,
+    RoleRequest,
+    RolledBack,
+    ServiceStatus,
+    SetCursor,
+    Turned,
+    WatchJob,
+)
+from dlrover.rpc.server import Server
+
+logger = logging.getLogger(__name__)
+
+CONNECTION_GRACE = 3.0
+"""Seconds without a connection after which a process counts as ended, if nobody has seen it end."""
+RECOVERY_GRACE = 30.0
+"""The same after the start of a coordinator: processes look for it at intervals."""
+_decoder = msgspec.msgpack.Decoder(RoleInput)
+
+
+class RoleJournal(Protocol):
+    """Where the service keeps its inputs."""
+
+    def append(self, entry: bytes, now: float) -> None:
+        """Add an entry. When this returns, it outlives this process.
+
+        Raises:
+            InfrastructureError: It was not added.
+        """
+
+
+class RolesService:
+    """Members, queues and weights of one job. All methods run on one event loop.
+
+    Args:
+        journal: Takes each input before it takes effect.
+        entries: What an earlier coordinator's journal holds, oldest first.
+        clock: Seconds; for the journal only.
+    """
+
+    def __init__(
+        self,
+        journal: RoleJournal,
+        entries: Iterable[bytes] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.shared = Shared()
+        self._journal, self._clock = journal, clock
+        self._view = JobView()
+        self._changed = asyncio.Event()
+        """Set when a queue has changed, and replaced by another one."""
+        self._view_changed = asyncio.Event()
+        """The same for what views show."""
+        self._watched: dict[Place, int] = {}
+        self._timers: dict[Place, asyncio.TimerHandle] = {}
+        for entry in entries:
+            self._replay(entry)
+        self._renew_view()
+
+    def _replay(self, entry: bytes) -> None:
+        try:
+            self.shared.handle(_decoder.decode(entry))
+        except ProtocolError as error:  # it was refused the first time, too
+            logger.debug("Refused again: %s", error)
+
+    # ---- for the coordinator
+
+    def register(self, server: Server) -> None:
+        """Register the methods; call `begin` once the server listens."""
+        server.unary("RoleAsk", RoleRequest, self._ask)
+        server.server_stream("RoleWatch", WatchJob, self._watch)
+
+    def begin(self) -> None:
+        """Wait from now on for the processes that the journal knows."""
+        for members in self.shared.members.roles.values():
+            for member in members.values():
+                if member.pid and member.state != ENDED and member.place not in self._watched:
+                    self._miss(member.place, RECOVERY_GRACE)
+
+    def started(self, role: str, index: int, attempt: int, round_: int = 0) -> None:
+        """Note that an instance is being started; earlier lives of it are over.
+
+        ``round_`` numbers the starts within an attempt: the round of the events of the role's own job, which its
+        process has as `launched.given`.
+        """
+        self._submit(MemberStarted(Place(role, index, attempt, round_)))
+
+    def ended(
+        self, role: str, index: int, attempt: int, reason: str, round_: int | None = None
+    ) -> None:
+        """Note that an instance has ended, and why: whoever called it gets the reason.
+
+        ``round_`` None: whatever round of the attempt is the latest.
+        """
+        place = Place(role, index, attempt, round_ or 0)
+        self._submit(MemberEnded(place, reason[:MAX_TEXT], any_round=round_ is None))
+
+    def rolled_back(self, role: str, step: int) -> None:
+        """Note that a role goes on from a step: what it published and learned after it never was."""
+        self._submit(RolledBack(role, step))
+
+    def snapshot(self) -> ServiceStatus:
+        """Return members, versions of weights and queues, for people."""
+        return self.shared.status()
+
+    def close(self) -> None:
+        """Forget all timers."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    # ---- inputs
+
+    def _submit(self, event: RoleInput) -> RoleReply:
+        """Journal an input, and handle it.
+
+        Raises:
+            ProtocolError: It contradicts the known state.
+            InfrastructureError: It could not be journalled; nothing has changed.
+        """
+        self._journal.append(msgspec.msgpack.encode(event), self._clock())
+        try:
+            return self.shared.handle(event)
+        finally:
+            self._tell(event)
+
+    def _tell(self, event: RoleInput) -> None:
+        """Wake whoever waits for what an input has changed."""
+        if not isinstance(event, PutItems | GetItems | AckItems | SetCursor):
+            self._renew_view()
+        if not isinstance(event, SetCursor):  # leases of lost members, too, come back to a queue
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    def _renew_view(self) -> None:
+        view = self.shared.view(self._view.number)
+        if view != self._view:
+            self._view = msgspec.structs.replace(view, number=view.number + 1)
+            self._view_changed.set()
+            self._view_changed = asyncio.Event()
+
+    async def _ask(self, request: RoleRequest) -> RoleReply:
+        """Answer a request; it waits for what it asks for as long as it says."""
+        try:
+            if isinstance(request, LookCursor | LookQueue):
+                return self.shared.handle(request)
+            if not await self._comes_true(request):
+                return Later()
+            return self._replied(self._submit(request))
+        except ProtocolError as error:
+            return Turned(str(error))
+        except msgspec.MsgspecError as error:
+            return Turned(f"The request cannot be handled: {error}.")
+
+    def _replied(self, reply: RoleReply) -> RoleReply:
+        if isinstance(reply, PublishedAs):
+            return msgspec.structs.replace(reply, view=self._view.number)
+        return reply
+
+    async def _comes_true(self, request: RoleRequest) -> bool:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + getattr(request, "wait", 0.0)
+        while not self.shared.ready(request):
+            changed = self._changed
+            try:
+                await asyncio.wait_for(changed.wait(), until - loop.time())
+            except (asyncio.TimeoutError, TimeoutError):
+                return self.shared.ready(request)
+        return True
+
+    # ---- views
+
+    async def _watch(self, request: WatchJob) -> AsyncIterator[JobView]:
+        """Yield the job whenever it has changed."""
+        place = request.place
+        self._watched[place] = self._watched.get(place, 0) + 1
+        if (timer := self._timers.pop(place, None)) is not None:
+            timer.cancel()
+        try:
+            while True:
+                changed = self._view_changed
+                yield self._view
+                await changed.wait()
+        finally:
+            self._watched[place] -= 1
+            if not self._watched[place]:
+                del self._watched[place]
+                self._miss(place, CONNECTION_GRACE)
+
+    def _miss(self, place: Place, grace: float) -> None:
+        """Let a process that has lost its connection count as ended after a while."""
+        member = self.shared.members.get(place.role, place.index)
+        if member is None or member.place != place or member.state == ENDED:
+            return
+        loop = asyncio.get_running_loop()
+        self._timers[place] = loop.call_later(grace, self._give_up, place)
+
+    def _give_up(self, place: Place) -> None:
+        self._timers.pop(place, None)
+        if place in self._watched:
+            return
+        logger.warning("%s has lost its connection", place)
+        try:
+            self._submit(MemberEnded(place, "its connection has ended", final=False))
+        except InfrastructureError as error:
+            logger.warning("Not noted yet: %s", error)
+            self._miss(place, CONNECTION_GRACE)

@@ -1,0 +1,101 @@
+"""Membership: which ranks of a running world train, without a new round when one of them is lost.
+
+The world's ranks stay as they are; what changes is the set of those that train, and each change has a number. A
+rank may be lost and started again: each of its processes is one *attempt*.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from dlrover.spec.numbers import Count
+
+MAX_KEY = 400
+MAX_KEYS = 10_000
+"""Maximum number of keys in a request or of one membership."""
+MAX_VALUE = 64 * 1024
+"""Maximum bytes of a value."""
+_Key = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY)]
+
+
+class Members(msgspec.Struct, frozen=True, tag="members"):
+    """The ranks that train. Replaces the message with a lower number."""
+
+    round: Count
+    number: Count
+    """Number of the membership within its round; the first is 0."""
+    attempts: dict[int, int] = {}
+    """Attempt of each rank that trains."""
+    over: bool = False
+    """True once a rank has finished the training: no rank joins any more."""
+    steps: Count = 0
+    """Optimizer steps of the training ranks in this round, as far as known when a rank asks to join."""
+
+
+class JoinMembers(msgspec.Struct, frozen=True, array_like=True, tag="join_members"):
+    """A rank that was started again is ready to train with the others."""
+
+    round: Count
+    rank: Count
+    attempt: Count
+
+
+class RenewMembers(msgspec.Struct, frozen=True, array_like=True, tag="renew_members"):
+    """The ranks of a membership cannot reach each other although none is lost: they connect anew.
+
+    Only the first such report about a membership counts.
+    """
+
+    round: Count
+    rank: Count
+    attempt: Count
+    number: Count
+
+
+class FinishMembers(msgspec.Struct, frozen=True, array_like=True, tag="finish_members"):
+    """A rank has finished the training."""
+
+    round: Count
+    rank: Count
+    attempt: Count
+
+
+class Meet(msgspec.Struct, frozen=True, array_like=True, tag="meet"):
+    """Set and read keys by which the ranks of a membership connect to each other.
+
+    The keys are in the memory of one master only: a reply has its epoch, and who sees another epoch sets its keys
+    again.
+    """
+
+    round: Count
+    number: Count
+    put: Annotated[dict[_Key, bytes], msgspec.Meta(max_length=MAX_KEYS)] = {}
+    get: Annotated[tuple[_Key, ...], msgspec.Meta(max_length=MAX_KEYS)] = ()
+
+
+class LookMembers(msgspec.Struct, frozen=True, array_like=True, tag="look_members"):
+    """Ask for the current membership."""
+
+    round: Count
+
+
+class Met(msgspec.Struct, frozen=True, array_like=True, tag="met"):
+    """The answer to `Meet`: those of the keys that are set."""
+
+    epoch: int
+    values: dict[str, bytes] = {}
+    refused: str = ""
+    """Why the keys were not set; empty if they were."""
+
+
+class MembersNow(msgspec.Struct, frozen=True, array_like=True, tag="members_now"):
+    """The answer to the other requests: the current membership; None if its round is over."""
+
+    members: Members | None
+
+
+MembershipChange: TypeAlias = JoinMembers | RenewMembers | FinishMembers
+MembershipRequest: TypeAlias = MembershipChange | Meet | LookMembers
+MembershipReply: TypeAlias = Met | MembersNow

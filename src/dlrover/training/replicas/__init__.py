@@ -1,0 +1,1 @@
+"""Replicas of a model that go on when one of them is lost: membership, groups, repeated steps, healing."""

@@ -1,0 +1,230 @@
+"""Process groups that can be abandoned: one per membership, outside of torch's default group.
+
+A collective that waits for a dead peer must be left. gloo has no way to do that in torch 2.13, so the group's own
+connections are shut down: those sockets that its creation has opened, and only connected ones (a listener that is
+shut down ends the process). NCCL's group has ``abort``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrover.spec.membership import MAX_VALUE, Meet, Met
+from dlrover.training.replicas.link import Link
+
+TIMEOUT = timedelta(minutes=30)
+"""Time limit of a collective; a lost peer is known long before."""
+CONNECT_TIMEOUT = timedelta(seconds=3)
+"""Time limit for the connection to a peer, which may be lost meanwhile."""
+POLL = 0.002, 0.02
+"""Seconds between two looks for a peer's key: at first, and at most."""
+_forming = threading.Lock()
+
+
+class Changed(Exception):  # noqa: N818 - control flow: the membership is over
+    """The membership that a group belongs to is over, or one of its ranks is gone."""
+
+
+class MeetingStore(dist.Store):  # type: ignore[misc]
+    """torch's store for one membership, in the memory of the job's master: no rank holds it."""
+
+    def __init__(self, link: Link, round_: int, number: int) -> None:
+        super().__init__()
+        self._link, self._of = link, (round_, number)
+        self._own: dict[str, bytes] = {}
+        self._epoch = 0
+        self._pause = threading.Event()  # never set
+
+    def set(self, key: str, value: Any) -> None:
+        """Set a key."""
+        data = bytes(value, "utf-8") if isinstance(value, str) else bytes(value)
+        assert len(data) <= MAX_VALUE
+        self._own[key] = data
+        self._ask({key: data}, ())
+
+    def get(self, key: str) -> bytes:
+        """Return a key's value, once it is set."""
+        return self._wait([key])[key]
+
+    def wait(self, keys: list[str], _timeout: timedelta | None = None) -> None:
+        """Wait until all keys are set."""
+        self._wait(keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the keys' values, once all are set."""
+        found = self._wait(keys)
+        return [found[key] for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[Any]) -> None:
+        """Set several keys."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        """Return whether several keys can be read at once."""
+        return True
+
+    def _wait(self, keys: list[str]) -> dict[str, bytes]:
+        delay, most = POLL
+        while True:
+            found = self._ask({}, tuple(keys))
+            if len(found) == len(set(keys)):
+                return found
+            self._pause.wait(delay)
+            delay = min(most, 1.5 * delay)
+
+    def _ask(self, put: dict[str, bytes], get: tuple[str, ...]) -> dict[str, bytes]:
+        reply = self._link.ask(Meet(*self._of, put, get))
+        assert isinstance(reply, Met)
+        if reply.refused:
+            raise Changed(reply.refused)
+        if self._epoch not in (0, reply.epoch) and self._own:
+            self._link.ask(Meet(*self._of, self._own, ()))  # a new master has none of the keys
+        self._epoch = reply.epoch
+        return reply.values
+
+
+class Group:
+    """The process group of one membership; a rank alone has no connections."""
+
+    def __init__(
+        self, link: Link, round_: int, number: int, attempts: dict[int, int], rank: int
+    ) -> None:
+        """Connect to the other ranks; ``attempts`` are those of the ranks, in order.
+
+        Raises:
+            Changed: The membership is over.
+        """
+        self.number, self.attempts = number, attempts
+        self.ranks = list(attempts)
+        self.place = self.ranks.index(rank)
+        self._sockets: list[socket.socket] = []
+        self._backend: Any = None
+        self._left = False
+        if len(self.ranks) > 1:
+            self._connect(MeetingStore(link, round_, number))
+
+    def _connect(self, store: MeetingStore) -> None:
+        with _forming:  # the sockets of one group at a time are new
+            before = _descriptors()
+            try:
+                self._backend = dist.ProcessGroupGloo(
+                    store, self.place, len(self.ranks), CONNECT_TIMEOUT
+                )
+                self._backend._set_default_timeout(TIMEOUT)  # noqa: SLF001
+            except (RuntimeError, Changed) as error:
+                raise Changed(str(error)) from error
+            self._sockets = _connected(_descriptors() - before)
+
+    def abandon(self) -> None:
+        """End all collectives with an error, also one that another thread waits in."""
+        self._left = True
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Abandon the group and free its connections."""
+        self.abandon()
+        for sock in self._sockets:
+            sock.close()
+        self._sockets = []
+        self._backend = None
+
+    # ---- collectives
+
+    def sum(self, tensors: list[torch.Tensor]) -> None:
+        """Add up tensors of all ranks, in place."""
+        if self._backend is None:
+            return
+        self._wait([self._backend.allreduce([tensor]) for tensor in tensors])
+
+    def reduce(self, tensors: list[torch.Tensor], reduction: Any) -> None:
+        """Reduce tensors of all ranks, in place."""
+        if self._backend is None:
+            return
+        options = dist.AllreduceOptions()
+        average = reduction == dist.ReduceOp.AVG
+        options.reduceOp = dist.ReduceOp.SUM if average else reduction
+        self._wait([self._backend.allreduce([tensor], options) for tensor in tensors])
+        for tensor in tensors if average else ():
+            tensor.div_(len(self.ranks))
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensor of each rank, in the order of ``ranks``."""
+        if self._backend is None:
+            return [tensor.clone()]
+        found = [torch.empty_like(tensor) for _ in self.ranks]
+        self._wait([self._backend.allgather([found], [tensor])])
+        return found
+
+    def send_all(self, tensors: list[torch.Tensor], source: int) -> None:
+        """Give all ranks the tensors of the rank ``source``, in place."""
+        if self._backend is None:
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = self.ranks.index(source)
+        self._wait([self._backend.broadcast([tensor], options) for tensor in tensors])
+
+    def _wait(self, works: list[Any]) -> None:
+        failures = [error for work in works if (error := _failure(work))]  # all of them end
+        if failures:
+            self.abandon()
+            raise Changed(str(failures[0])) from failures[0]
+
+
+def _failure(work: Any) -> RuntimeError | None:
+    """Wait for an operation; return its error."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return error
+    return None
+
+
+def connections() -> set[int]:
+    """Return the descriptors of this process's connected TCP sockets."""
+    found = set()
+    for fd in _descriptors():
+        copies = _connected({fd})
+        found |= {fd} if copies else set()
+        for copy in copies:
+            copy.close()
+    return found
+
+
+def shut_down(descriptors: set[int]) -> None:
+    """End the connections of descriptors, so that collectives that wait for them fail."""
+    for sock in _connected(descriptors):
+        with contextlib.suppress(OSError), sock:
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+def _descriptors() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/fd")}
+
+
+def _connected(descriptors: set[int]) -> list[socket.socket]:
+    """Return copies of the connected TCP sockets among ``descriptors``."""
+    found = []
+    for fd in descriptors:
+        try:
+            sock = socket.socket(fileno=os.dup(fd))
+        except OSError:
+            continue  # no socket, or closed by now
+        try:
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername():
+                found.append(sock)
+                continue
+        except OSError:
+            pass  # a listener
+        sock.close()
+    return found

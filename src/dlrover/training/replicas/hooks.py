@@ -1,0 +1,191 @@
+"""The hooks by which ``dlrover-run --survive`` handles losses in programs for `DistributedDataParallel`.
+
+==================================== ================================================================
+``init_process_group``               makes `ManagedGroup` the default group
+``DistributedDataParallel``          its gradients are reduced by `Unchanged`; its forward pass is an edge
+``Optimizer.step``                   does nothing while a rank replays
+``torch.save`` and ``safetensors``   write nothing while a rank replays
+==================================== ================================================================
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dlrover import launched
+from dlrover.training.worker.imports import after_import
+
+if TYPE_CHECKING:
+    from dlrover.training.replicas.unchanged import Unchanged
+
+plain_group: dict[str, Any] | None = None
+"""Arguments of ``init_process_group`` within a function that is `restartable`; None elsewhere."""
+_running: list[Unchanged] = []
+"""This process's rank, once the program has made its process group."""
+
+
+def install() -> None:
+    """Place each hook when its module is imported."""
+    after_import("torch.distributed.distributed_c10d", _watch_groups)
+    after_import("torch.nn.parallel.distributed", _watch_models)
+    after_import("torch.optim.optimizer", _watch_optimizers)
+    after_import("torch.serialization", functools.partial(_mute, names=("save",), package="torch"))
+    after_import("safetensors.torch", functools.partial(_mute, names=("save_file",)))
+    launched.finished = _finish
+
+
+def _finish() -> None:
+    for rank in _running:
+        rank.finish()
+
+
+def _watch_groups(module: Any) -> None:
+    original = module.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if plain_group is not None:  # `restartable` says where the ranks meet
+            backend = args[0] if args else kwargs.get("backend")
+            original(backend, **plain_group)
+            return
+        from dlrover.training.replicas import managed, unchanged  # noqa: PLC0415 - they need torch
+        from dlrover.training.replicas.link import open_link  # noqa: PLC0415
+
+        given = launched.given
+        if not _running:
+            _running.append(unchanged.Unchanged(open_link(), given))
+            managed.register(_running[0])
+        from torch.distributed import HashStore  # noqa: PLC0415 - the package is imported by now
+
+        store = HashStore()
+        original(managed.NAME, store=store, rank=given.rank, world_size=given.world_size)
+        _running[0].begin()
+
+    _replace(module, "torch.distributed", original, init_process_group)
+    for name in ("all_gather_into_tensor", "all_gather_single"):
+        if hasattr(module, name):
+            gather = getattr(module, name)
+            _replace(module, "torch.distributed", gather, _gathering(gather))
+
+
+def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function for the managed group, which torch does not let override this collective."""
+
+    @functools.wraps(original)
+    def gather(output: Any, own: Any, group: Any = None, async_op: bool = False) -> Any:
+        from torch.distributed import group as groups  # noqa: PLC0415 - it is imported by now
+
+        group = group or groups.WORLD
+        if not (_running and group is groups.WORLD and plain_group is None):
+            return original(output, own, group, async_op)
+        work = group._allgather_base(output, own)  # noqa: SLF001
+        return work if async_op else None
+
+    return gather
+
+
+def _replace(module: Any, package: str, original: Any, new: Any) -> None:
+    """Replace a function in its module, and in a package that has imported it."""
+    name = original.__name__
+    for place in (module, sys.modules.get(package)):
+        if getattr(place, name, None) is original:
+            setattr(place, name, new)
+
+
+def _watch_models(module: types.ModuleType) -> None:
+    cls = module.DistributedDataParallel
+    make, forward = cls.__init__, cls.forward
+
+    @functools.wraps(make)
+    def wrapped_make(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if _running:
+            _running[0].owns("model", self.module)
+            order = {id(p): i for i, p in enumerate(self.module.parameters())}
+            # torch refuses annotations that are text.
+            hook = lambda state, bucket: _reduce(state, bucket)  # noqa: E731, PLW0108
+            self.register_comm_hook(_Buckets(_running[0], order), hook)
+
+    @functools.wraps(forward)
+    def wrapped_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _running:
+            return forward(self, *args, **kwargs)
+        return _running[0].forward(self, forward, args, kwargs)
+
+    cls.__init__, cls.forward = wrapped_make, wrapped_forward
+
+
+class _Buckets:
+    """The buckets of a backward pass, until the last one; their order may differ between ranks."""
+
+    def __init__(self, rank: Unchanged, order: dict[int, int]) -> None:
+        self.rank, self.order = rank, order
+        self.waiting: list[tuple[Any, Any]] = []
+
+
+def _reduce(buckets: _Buckets, bucket: Any) -> Any:
+    """Reduce all gradients of a backward pass with its last bucket; see ``register_comm_hook``."""
+    import torch  # noqa: PLC0415 - it is imported by now
+
+    future: Any = torch.futures.Future()
+    buckets.waiting.append((bucket, future))
+    if bucket.is_last():
+        waiting, buckets.waiting = buckets.waiting, []
+        gradients = [
+            (buckets.order[id(parameter)], gradient)
+            for one, _ in waiting
+            for parameter, gradient in zip(one.parameters(), one.gradients(), strict=True)
+        ]
+        gradients.sort(key=lambda pair: pair[0])
+        buckets.rank.reduce([gradient for _, gradient in gradients])
+        for one, done in waiting:
+            done.set_result(one.buffer())
+    return future
+
+
+def _watch_optimizers(module: types.ModuleType) -> None:
+    cls = module.Optimizer
+    make = cls.__init__
+    wrapped: set[type] = set()
+
+    @functools.wraps(make)
+    def wrapped_make(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if not _running:
+            return
+        _running[0].owns("optimizer", self)
+        kind = type(self)
+        if kind not in wrapped:
+            wrapped.add(kind)
+            kind.step = _stepping(kind.step)
+
+    cls.__init__ = wrapped_make
+
+
+def _stepping(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return _running[0].stepped(step, args, kwargs)
+
+    return wrapped
+
+
+def _mute(module: types.ModuleType, names: tuple[str, ...], package: str = "") -> None:
+    """Let functions that write a checkpoint do nothing while this rank replays."""
+    for name in names:
+        original = getattr(module, name)
+        _replace(module, package, original, _quiet(original))
+
+
+def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if _running and _running[0].replaying:
+            return None
+        return function(*args, **kwargs)
+
+    return wrapped

@@ -1,0 +1,132 @@
+"""The default process group of an unchanged program that survives losses.
+
+Ranks and the world's size stay as they are. A collective works among the ranks that train: sums and means leave out
+those that do not, and a gather has the lowest rank's part in their places. It is carried out when it is called; one
+in which a rank is lost is repeated by the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrover import launched
+from dlrover.errors import ConfigurationError
+from dlrover.training.replicas.groups import Group
+from dlrover.training.replicas.unchanged import Unchanged
+
+NAME = "dlrover"
+"""Name of the backend, as ``torch.distributed.get_backend`` returns it."""
+
+
+class ManagedGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """A process group whose collectives go on without lost ranks."""
+
+    def __init__(self, rank: int, size: int, unchanged: Unchanged) -> None:
+        super().__init__(rank, size)
+        self._unchanged, self._rank, self._size = unchanged, rank, size
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name of the backend."""
+        return NAME
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """Reduce tensors among the ranks that train."""
+        reduction = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+
+        def operation(group: Group) -> list[torch.Tensor]:
+            copies = [tensor.detach().cpu().clone() for tensor in tensors]
+            group.reduce(copies, reduction)
+            return copies
+
+        return self._run(operation, tensors)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """Reduce tensors among the ranks that train."""
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """Send tensors of a rank to the others; if it does not train, those of the lowest rank that does."""
+        root = getattr(opts, "rootRank", 0)
+
+        def operation(group: Group) -> list[torch.Tensor]:
+            copies = [tensor.detach().cpu().clone().contiguous() for tensor in tensors]
+            group.send_all(copies, root if root in group.ranks else group.ranks[0])
+            return copies
+
+        return self._run(operation, tensors)
+
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Gather a tensor of each rank."""
+        return self._gather(outputs[0], inputs[0])
+
+    def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
+        """Gather a tensor of each rank into one."""
+        return self._gather(list(output.view(self._size, *own.shape)), own)
+
+    def _gather(self, outputs: list[torch.Tensor], own: torch.Tensor) -> Any:
+        def operation(group: Group) -> list[torch.Tensor]:
+            found = group.gather(own.detach().cpu().contiguous())
+            by_rank = dict(zip(group.ranks, found, strict=True))
+            return [by_rank.get(rank, found[0]) for rank in range(self._size)]
+
+        return self._run(operation, outputs, [own] * self._size)
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Wait for all ranks that train."""
+        token = [torch.zeros(1)]
+        return self._run(lambda group: group.gather(token[0])[:1], token)
+
+    def _run(
+        self,
+        operation: Callable[[Group], list[torch.Tensor]],
+        outputs: list[torch.Tensor],
+        alone: list[torch.Tensor] | None = None,
+    ) -> Any:
+        """Carry out an operation and write its results to ``outputs``."""
+        results = self._unchanged.collective(operation, alone or outputs)
+        with torch.no_grad():
+            for output, result in zip(outputs, results, strict=True):
+                if output is not result:
+                    output.copy_(result.view_as(output))
+        return _Done(outputs)
+
+
+class _Done(dist._Work):  # type: ignore[misc] # noqa: SLF001 - the only base in Python
+    """An operation that is complete."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        self._future.set_result(tensors)
+
+    def wait(self, _timeout: Any = None) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def get_future(self) -> Any:
+        """Return a future that is complete."""
+        return self._future
+
+
+def register(unchanged: Unchanged) -> None:
+    """Let torch make this group for the backend `NAME`."""
+
+    def create(_store: Any, rank: int, size: int, _timeout: Any) -> ManagedGroup:
+        if size != launched.given.world_size:
+            raise ConfigurationError(
+                f"--survive: a group of {size} of the {launched.given.world_size} ranks does not outlive a loss; the"
+                " program can have groups of all ranks only."
+            )
+        return ManagedGroup(rank, size, unchanged)
+
+    dist.Backend.register_backend(NAME, create, devices=["cpu", "cuda"])

@@ -1,0 +1,242 @@
+"""The ranks that train: they carry out operations together, and go on when one of them is lost.
+
+Each operation has a *position*, the same on all ranks. It is complete once every rank has all of its result, which a
+second, tiny one confirms. When a rank is lost in between, the others form a new group and tell each other where they
+are. If one of them knows the operation to be complete, all have its result, and none repeats it; otherwise all repeat
+it. So ranks are never more than one operation apart, and none counts twice.
+
+The confirmation also says which membership each rank knows. Those that join are taken in at the next *edge*, where
+all ranks come with the same knowledge, so that no operation is abandoned for them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from dlrover.errors import InfrastructureError
+from dlrover.spec.membership import (
+    FinishMembers,
+    JoinMembers,
+    LookMembers,
+    Members,
+    MembersNow,
+    RenewMembers,
+)
+from dlrover.training.replicas.groups import Changed, Group
+from dlrover.training.replicas.link import Link
+
+logger = logging.getLogger(__name__)
+
+NEWS_LIMIT = 2.0
+"""Seconds after an error without a lost rank until the ranks connect anew."""
+EXCLUDED_LIMIT = 60.0
+"""Seconds for which a rank that does not train waits to be ended."""
+RENEWALS = 5
+"""Consecutive new groups, none of which completes an operation, after which the error is the program's."""
+
+
+class Healed(Protocol):
+    """What a rank gives to those that join, and takes when it joins itself."""
+
+    def heal(self, group: Group, source: int, joining: list[int], rank: int) -> None:
+        """Send the state of ``source`` to the ranks ``joining``; all ranks of the group call this."""
+        ...
+
+
+class Exchange(NamedTuple):
+    """What the ranks of a new group have told each other."""
+
+    ranks: list[int]
+    payloads: dict[int, torch.Tensor]
+    """The payloads of the ranks at the highest position; the others have not begun with its operation."""
+    complete: bool
+    """True if the operation that this rank was in is complete."""
+
+
+class Survivors:
+    """One rank among those that train. One thread uses it."""
+
+    def __init__(self, link: Link, round_: int, rank: int, attempt: int, state: Healed) -> None:
+        self.rank = rank
+        self.position = 0
+        """Position of the next operation of all ranks."""
+        self.usable = attempt == 0
+        """True if this rank has the state that belongs to its position."""
+        self._link, self._round, self._attempt, self._state = link, round_, attempt, state
+        self._group: Group | None = None
+        self._settled = self._later = False
+        self._waiting: tuple[int, list[int]] | None = None
+        self._renewed = 0
+        self._last = self._agreed = -1
+        link.on_change = self._note
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that train, as far as known."""
+        return self._group.ranks if self._group is not None else [self.rank]
+
+    def _note(self, members: Members) -> None:
+        """Leave a collective that waits for a lost rank; runs in the link's thread."""
+        group = self._group
+        if group is not None and _lacks(members, group):
+            group.abandon()
+
+    # ---- life
+
+    def join(self, payload: torch.Tensor, *, later: bool = False) -> Exchange | None:
+        """Begin to train with the others; None if the training is already over.
+
+        With ``later``, this rank takes the others' state when it calls `settle`; ``position`` is theirs, and they wait.
+        """
+        self._later = later
+        ask = LookMembers(self._round)
+        reply = self._link.ask(
+            ask if self._attempt == 0 else JoinMembers(self._round, self.rank, self._attempt)
+        )
+        assert isinstance(reply, MembersNow)
+        if reply.members is None or reply.members.over:
+            return None
+        exchange = self._regroup(payload, complete=False)
+        return exchange if self.usable or self._waiting is not None else None
+
+    def settle(self, payload: torch.Tensor) -> bool:
+        """Take the state of the others, which wait for it; False if they are at another place now."""
+        assert self._waiting is not None
+        try:
+            self._heal(self._present(), *self._waiting)
+        except Changed:
+            self._regroup(payload, complete=False)
+            return False
+        self._waiting, self.usable = None, True
+        return True
+
+    def finish(self) -> None:
+        """Report that the training is finished, and leave."""
+        self._link.ask(FinishMembers(self._round, self.rank, self._attempt))
+        self.close()
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    # ---- operations
+
+    def run(self, operation: Callable[[Group], None], payload: torch.Tensor) -> Exchange | None:
+        """Carry out an operation of all ranks; None once it is complete on all of them.
+
+        Otherwise, a rank was lost: what the operation has written is undefined, unless the `Exchange` says that it
+        is complete.
+        """
+        has_all = False
+        try:
+            group = self._present()
+            operation(group)
+            has_all = True
+            known = torch.tensor([self._link.number])
+            self._agreed = max(int(number) for number in group.gather(known))
+        except Changed as change:
+            logger.debug("Rank %d repeats operation %d: %s", self.rank, self.position, change)
+            return self._regroup(payload, complete=has_all)
+        self._renewed = 0
+        return None
+
+    def edge(self, payload: torch.Tensor) -> Exchange | None:
+        """Take in ranks that join, between two operations on all ranks; None if there are none."""
+        group = self._group
+        newer = group is not None and self._agreed > group.number
+        if newer and self._link.wait(lambda m: m.number >= self._agreed, NEWS_LIMIT):
+            return None if self._link.over else self._regroup(payload, complete=False)
+        return None
+
+    def _present(self) -> Group:
+        """Return the group, if all its ranks are alive."""
+        group, members = self._group, self._link.members
+        if group is None or (members is not None and _lacks(members, group)):
+            raise Changed("a rank is lost")
+        return group
+
+    # ---- a new group
+
+    def _regroup(self, payload: torch.Tensor, *, complete: bool) -> Exchange:
+        """Form the group of the next membership and exchange where the ranks are; heal those that join."""
+        while True:
+            members = self._next_members()
+            self.close()
+            if members.over:
+                return self._alone(complete)
+            self._last = members.number
+            try:
+                attempts = dict(sorted(members.attempts.items()))
+                self._group = Group(self._link, self._round, members.number, attempts, self.rank)
+                return self._exchange(self._present(), payload, complete)
+            except Changed as change:
+                logger.debug("Rank %d: membership %d: %s", self.rank, members.number, change)
+
+    def _alone(self, complete: bool) -> Exchange:
+        """End the training: a rank has finished it, so the last operation was complete on all."""
+        if self.usable and not complete:
+            raise InfrastructureError("The training is over, but this rank lacks its last step.")
+        return Exchange([self.rank], {}, complete=complete)
+
+    def _next_members(self) -> Members:
+        """Return the membership to train in; it is newer than that of the last group."""
+        last = self._last
+        members = self._link.wait(lambda m: m.number > last, NEWS_LIMIT)
+        if members is None:
+            self._renewed += 1
+            if self._renewed > RENEWALS:
+                raise InfrastructureError(
+                    f"Rank {self.rank} cannot add up tensors with the others, though no rank is lost."
+                )
+            self._link.ask(RenewMembers(self._round, self.rank, self._attempt, last))
+        mine = self._link.wait(
+            lambda m: m.number > last and m.attempts.get(self.rank) == self._attempt, EXCLUDED_LIMIT
+        )
+        if mine is None:
+            raise InfrastructureError(f"The job goes on without rank {self.rank}.")
+        return mine
+
+    def _exchange(self, group: Group, payload: torch.Tensor, complete: bool) -> Exchange:
+        own = [self.position, self.usable, complete, self._settled]
+        every = group.gather(torch.tensor(own, dtype=torch.int64))
+        places = {r: t.tolist() for r, t in zip(group.ranks, every, strict=True)}
+        payloads = dict(zip(group.ranks, group.gather(payload), strict=True))
+        usable = {r: position for r, (position, ok, *_) in places.items() if ok}
+        if not usable:
+            raise InfrastructureError("No rank has a state to train with.")
+        top = max(usable.values())
+        behind = [r for r, position in usable.items() if position < top]
+        if not all(places[r][2] for r in behind):
+            raise InfrastructureError(f"Ranks {behind} lack what others have.")
+        at_top = {r: payloads[r] for r, position in usable.items() if position == top}
+        source = min(at_top, key=lambda r: (not places[r][3], r))
+        joining = [r for r in group.ranks if r not in usable or not places[r][3]]
+        joining = [r for r in joining if r != source]
+        if self.rank in joining:
+            self.position = top
+            if self._later:
+                self._waiting = source, joining
+                return Exchange(group.ranks, at_top, complete=False)
+        if joining:
+            self._heal(group, source, joining)
+        self._settled = True
+        if self.rank in joining:
+            self.usable = True
+            return Exchange(group.ranks, at_top, complete=False)
+        return Exchange(group.ranks, at_top, self.position < top)
+
+    def _heal(self, group: Group, source: int, joining: list[int]) -> None:
+        self._state.heal(group, source, joining, self.rank)
+        group.gather(torch.ones(1))
+
+
+def _lacks(members: Members, group: Group) -> bool:
+    """Return whether a rank of the group is lost; one that was started again is another process."""
+    newer = members.number > group.number
+    return newer and any(members.attempts.get(r) != a for r, a in group.attempts.items())

@@ -1,0 +1,218 @@
+"""Programs that use `DistributedDataParallel` as they are: what they see of a loss is a slow step.
+
+Each synchronizing backward pass is one *reduction*; other collectives are counted within it. A rank that is started
+again runs the program from its beginning, without the model: `DistributedDataParallel` returns what it returned once,
+the optimizer does nothing, collectives have no effect. So it comes to the place of the others within moments, with
+its loaders, schedulers and counters where they would be; there it takes their state, and trains.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from dlrover import launched
+from dlrover.errors import ConfigurationError
+from dlrover.spec.membership import LookMembers, MembersNow
+from dlrover.training.replicas.groups import Group
+from dlrover.training.replicas.healing import Healer
+from dlrover.training.replicas.link import Link
+from dlrover.training.replicas.survivors import Survivors
+
+logger = logging.getLogger(__name__)
+
+REDUCTION = 1 << 32
+"""Positions between two reductions."""
+_NOTHING = torch.zeros(1)
+
+
+class Unchanged:
+    """One rank of an unchanged program."""
+
+    def __init__(self, link: Link, given: launched.Given) -> None:
+        self.replaying = given.attempt > 0
+        """True while this rank runs the program without its model."""
+        self.steps = 0
+        """Steps of the optimizer that were skipped."""
+        self._link, self._given = link, given
+        self._parts: dict[str, Any] = {"numbers": _Numbers()}
+        self._survivors = Survivors(
+            link, given.round, given.rank, given.attempt, Healer(self._parts)
+        )
+        self._reductions = self._others = 0
+        self._fresh = True
+        self._asked = self._local = False
+        self._outputs: dict[Any, Any] = {}
+
+    # ---- life
+
+    def begin(self) -> None:
+        """Begin to train, unless this rank replays first."""
+        if not self.replaying:
+            self._survivors.join(_NOTHING)
+
+    def finish(self) -> None:
+        """Report the end of the program."""
+        if not self.replaying:
+            self._survivors.finish()
+
+    def owns(self, name: str, part: Any) -> None:
+        """Take a model or an optimizer into the state of replicas."""
+        self._parts[f"{name} {len(self._parts)}"] = part
+
+    # ---- collectives
+
+    def collective(
+        self, operation: Callable[[Group], list[torch.Tensor]], alone: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return the results of a collective, or of a rank ``alone`` while this one replays."""
+        if self._local:
+            return alone
+        if self.replaying or self._behind():
+            self._others += 1
+            return alone
+        results = self._carry_out(operation)
+        self._others += 1
+        return results
+
+    def reduce(self, gradients: list[torch.Tensor]) -> None:
+        """Replace gradients by their means over the ranks that train."""
+
+        def operation(group: Group) -> list[torch.Tensor]:
+            flat = torch.cat([g.detach().reshape(-1).cpu() for g in gradients])
+            group.sum([flat])
+            return [flat.div_(len(group.ranks))]
+
+        (flat,) = self._carry_out(operation)
+        for gradient, mean in zip(
+            gradients, flat.split([g.numel() for g in gradients]), strict=True
+        ):
+            gradient.copy_(mean.view_as(gradient))
+        self._reductions += 1
+        self._others = 0
+
+    def _carry_out(self, operation: Callable[[Group], list[torch.Tensor]]) -> list[torch.Tensor]:
+        results: list[torch.Tensor] = []
+
+        def keep(group: Group) -> None:
+            results[:] = operation(group)
+
+        self._survivors.position = self._position
+        while True:
+            exchange = self._survivors.run(keep, _NOTHING)
+            if exchange is None or exchange.complete:
+                return results
+
+    @property
+    def _position(self) -> int:
+        return self._reductions * REDUCTION + self._others
+
+    def _behind(self) -> bool:
+        """Return whether the others have carried out this collective before this rank joined them."""
+        return self._position < self._survivors.position
+
+    # ---- the program
+
+    def forward(self, model: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return the output of a model's forward pass."""
+        trains = model.training and torch.is_grad_enabled()
+        if trains and self._fresh:
+            self._edge()
+        self._fresh = self._fresh and not trains
+        if not self.replaying:
+            self._rebuild(model)
+            return original(model, *args, **kwargs)
+        self._reductions += trains and model.require_backward_grad_sync
+        self._others = 0 if trains else self._others
+        return self._remembered(model.module, args, kwargs)
+
+    def _rebuild(self, model: Any) -> None:
+        """Let a model arrange its buckets, which it does once, without the others: their order does not matter here."""
+        if torch.is_grad_enabled():
+            self._local = True
+            model.reducer._rebuild_buckets()  # noqa: SLF001 - the forward pass would, with a collective
+            self._local = False
+
+    def _edge(self) -> None:
+        """Take in others that join, or join them, between two steps."""
+        if not self.replaying:
+            self._survivors.position = self._position
+            self._survivors.edge(_NOTHING)
+            return
+        if self._link.over:
+            self._leave()
+        if not self._asked and self.steps >= self._furthest():
+            self._asked = True
+            if self._survivors.join(_NOTHING, later=True) is None:
+                self._leave()
+        if self._asked:
+            self._arrive()
+
+    def _furthest(self) -> int:
+        """Return how many steps the others have made, as far as known."""
+        here = launched.furthest()
+        if self.steps < here:
+            return here
+        reply = self._link.ask(LookMembers(self._given.round))
+        known = reply.members if isinstance(reply, MembersNow) else None
+        return max(here, known.steps if known is not None else 0)
+
+    def _arrive(self) -> None:
+        """Take the state of the others at their place in the program."""
+        while self._reductions == self._survivors.position // REDUCTION:
+            if self._survivors.settle(_NOTHING):
+                self.replaying = False
+                self._others = self._survivors.position % REDUCTION
+                self._outputs.clear()
+                logger.info("Rank %d trains from step %d", self._given.rank, self.steps)
+                return
+        if self._reductions > self._survivors.position // REDUCTION:
+            raise ConfigurationError(
+                "--survive: the program made more steps from its beginning than the ranks that train, so it cannot"
+                " be continued at their place."
+            )
+
+    def _leave(self) -> None:
+        """End a rank that came too late: the others have finished."""
+        sys.exit(0)
+
+    def _remembered(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the output of the first pass with such arguments, as new tensors."""
+        leaves, _ = pytree.tree_flatten((args, kwargs))
+        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        key = (id(module), module.training, tuple(shapes))
+        if key not in self._outputs:
+            with torch.no_grad():
+                self._outputs[key] = module(*args, **kwargs)
+        return pytree.tree_map(_anew, self._outputs[key])
+
+    def stepped(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Carry out a step of an optimizer, unless this rank replays."""
+        self._fresh = True
+        if not self.replaying:
+            return original(*args, **kwargs)
+        self.steps += 1
+        return None
+
+
+def _anew(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return (
+        value.detach().clone().requires_grad_(value.is_floating_point() and torch.is_grad_enabled())
+    )
+
+
+class _Numbers:
+    """The count of steps, as part of a replica's state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": launched.steps_made()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        launched.rejoined(state["steps"])

@@ -1,0 +1,13 @@
+"""A driver sends numbers to workers, and what they made of them to a trainer, which keeps each once."""
+
+import os
+
+from dlrover.roles import Job
+
+common = {"config": {"out": os.environ["OUT"]}, "shutdown_timeout": 5, "max_restarts": 20}
+job = (
+    Job("numbers")
+    .role("trainer", "trainer.py", kind="elastic", processes=2, **common)
+    .role("rollout", "rollout:Rollout", instances=2, **common)
+    .role("main", "main.py", kind="driver", **common)
+)

@@ -1,0 +1,203 @@
+"""A lost replica stops nobody: the others go on in their own processes, and it joins them again."""
+
+from __future__ import annotations
+
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from dlrover.spec import events
+from tests.process.conftest import Launch
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(180)]
+
+SCRIPT = Path(__file__).parent / "scripts" / "replicas.py"
+
+
+class Line(NamedTuple):
+    step: int
+    loss: float
+    pid: int
+    members: int
+
+
+class Training:
+    """A job of replicas, seen by what each rank writes after each step."""
+
+    def __init__(self, run, replicas: int, pause: float, *options: str) -> None:
+        self.out = run.directory
+        self.alone = subprocess.Popen(
+            [sys.executable, SCRIPT.with_name("replicas_alone.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        """The same training in one process, without any replica."""
+        shape = options or (f"--nproc-per-node={replicas}",)
+        self.replicas = replicas
+        self.launch: Launch = run("--survive", *shape, SCRIPT, self.out, pause)
+
+    def lines(self, rank: int) -> list[Line]:
+        path = self.out / f"rank{rank}.txt"
+        rows = path.read_text().split("\n")[:-1] if path.exists() else []
+        fields = [row.split() for row in rows if not row.startswith("end")]
+        return [Line(int(f[0]), float(f[1]), int(f[2]), int(f[3])) for f in fields]
+
+    def wait_until_all_train(self, after: int = 0) -> None:
+        """Wait until all ranks have trained together in a step, in the processes that now live."""
+
+        def together() -> bool:
+            last = [self.lines(rank)[-1:] for rank in range(self.replicas)]
+            return all(
+                one
+                and one[0].members == self.replicas
+                and psutil.pid_exists(one[0].pid)
+                and one[0].step > after
+                for one in last
+            )
+
+        self.launch.until(together, 60)
+
+    def wait_for_step(self, step: int) -> None:
+        def reached() -> bool:
+            return any(
+                self.lines(r) and self.lines(r)[-1].step >= step for r in range(self.replicas)
+            )
+
+        self.launch.until(reached, 60, f"step {step}")
+
+    def pid(self, rank: int) -> int:
+        return self.lines(rank)[-1].pid
+
+    def latest(self) -> int:
+        return max(self.lines(rank)[-1].step for rank in range(self.replicas))
+
+    def check(self) -> None:
+        """End the training: no process lost or repeated a step, and each has the loss of a training in one process."""
+        last = self.latest() + 20
+        (self.out / "new").write_text(str(last))
+        (self.out / "new").rename(self.out / "last")
+        self.launch.succeed(90)
+        shown, _ = self.alone.communicate(f"{last + 1}\n", timeout=60)
+        expected = [float(line) for line in shown.split()]
+        for rank in range(self.replicas):
+            by_pid: dict[int, list[Line]] = {}
+            for line in self.lines(rank):
+                by_pid.setdefault(line.pid, []).append(line)
+            for lines in by_pid.values():
+                steps = [line.step for line in lines]
+                assert steps == list(range(steps[0], steps[0] + len(steps)))
+                assert all(math.isclose(x.loss, expected[x.step], rel_tol=1e-4) for x in lines)
+        assert {self.lines(rank)[-1].step for rank in range(self.replicas)} == {last}
+
+
+@pytest.fixture
+def train(run):
+    """Start a job of replicas."""
+    trainings: list[Training] = []
+
+    def start(*args, **options) -> Training:
+        trainings.append(Training(run, *args, **options))
+        return trainings[-1]
+
+    yield start
+    for training in trainings:
+        training.alone.kill()
+        training.alone.communicate()
+
+
+def test_survivors_keep_their_processes(train) -> None:
+    """Killed in the middle of a step, then the lowest rank, then a stopped one."""
+    training = train(3, 0.1)
+    survivors: dict[int, int] = {}
+    for victim, number in ((2, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)):
+        training.wait_until_all_train()
+        survivors = {rank: training.pid(rank) for rank in range(3) if rank != victim}
+        killed = psutil.Process(training.pid(victim))
+        killed.send_signal(number)
+        step = training.latest()
+        training.launch.until(lambda killed=killed: not killed.is_running(), 60)
+        training.wait_for_step(step + 2)
+        assert {rank: training.pid(rank) for rank in survivors} == survivors
+        training.wait_until_all_train(step)
+    training.check()
+    assert not training.launch.events_of(events.RestartDecided)
+    assert len(training.launch.events_of(events.RoundOpened)) == 1
+    assert len(training.launch.events_of(events.ReplicaLost)) == 3
+    assert len(training.launch.events_of(events.ReplicaJoined)) == 3
+
+
+def test_lost_nodes_and_a_lost_master(train) -> None:
+    """Two nodes at once while the master is away; then a replica while another one heals."""
+    training = train(3, 0.1, "--local-nodes=3")
+    launch = training.launch
+    training.wait_until_all_train()
+    survivor = training.pid(0)
+    lost = [psutil.Process(training.pid(rank)) for rank in (1, 2)]
+    agents = [worker.parent().parent() for worker in lost]
+    launch.of_kind("master")[0].kill()
+    for agent in agents:
+        agent.kill()
+    psutil.wait_procs(lost, timeout=30)
+    step = training.latest()
+    training.wait_for_step(step + 2)
+    launch.until(lambda: launch.events_of(events.ReplicaJoined), 120, "a node that returns")
+    returned = {e.body.rank for e in launch.events_of(events.ReplicaJoined)}
+    launch.until(lambda: training.lines(min(returned))[-1].step > step, 60, "its step")
+    psutil.Process(training.pid(min(returned))).kill()
+    training.wait_until_all_train(training.latest())
+    assert training.pid(0) == survivor
+    training.check()
+    assert len(launch.events_of(events.RoundOpened)) == 1
+
+
+def test_a_program_for_ddp_that_knows_nothing_of_losses(run) -> None:
+    """The others go on; the lost rank comes to their place in the program, with their weights and learning rate."""
+    script = SCRIPT.with_name("unchanged.py")
+    launch = run("--survive", "--nproc-per-node=3", script, run.directory)
+
+    def rows(rank: int) -> list[list[str]]:
+        path = run.directory / f"rank{rank}.txt"
+        return [row.split() for row in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    launch.until(lambda: all(len(rows(rank)) > 10 for rank in range(3)), 60, "ten steps")
+    pids = [rows(rank)[-1][2] for rank in range(3)]
+    psutil.Process(int(pids[0])).kill()
+    launch.until(lambda: launch.events_of(events.ReplicaJoined), 90, "a rank that returns")
+    step = int(rows(1)[-1][0])
+    launch.until(lambda: int(rows(0)[-1][0]) > step + 5, 60, "its steps")
+    (run.directory / "new").write_text(str(int(rows(1)[-1][0]) + 50))
+    (run.directory / "new").rename(run.directory / "last")
+    launch.succeed(90)
+    assert [rows(rank)[-1][2] for rank in (1, 2)] == pids[1:]
+    found = [[(row[0], row[1], row[3]) for row in rows(rank)[-20:]] for rank in range(3)]
+    assert found[0] == found[1] == found[2]
+    steps = [int(row[0]) for row in rows(1)]
+    assert steps == list(range(len(steps)))
+    assert len(launch.events_of(events.RoundOpened)) == 1
+
+
+def test_a_training_function_is_called_again_in_its_living_process(run) -> None:
+    script = SCRIPT.with_name("restartable.py")
+    launch = run("--survive", "--nproc-per-node=2", script, run.directory)
+
+    def rows(rank: int) -> list[list[str]]:
+        path = run.directory / f"rank{rank}.txt"
+        return [row.split() for row in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    launch.until(lambda: all(len(rows(rank)) > 5 for rank in range(2)), 60, "five steps")
+    (_, first, _), (_, second, _) = rows(0)[-1], rows(1)[-1]
+    psutil.Process(int(first)).kill()
+    launch.until(lambda: rows(1)[-1][2] == "2" and rows(0)[-1][1] != first, 90, "another call")
+    (run.directory / "new").write_text(str(int(rows(1)[-1][0]) + 20))
+    (run.directory / "new").rename(run.directory / "last")
+    launch.succeed(60)
+    assert rows(1)[-1][1:] == [second, "2"]
+    assert rows(0)[-1][2] == "1"
+    assert len(launch.events_of(events.RoundOpened)) == 1

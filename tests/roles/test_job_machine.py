@@ -1,0 +1,302 @@
+"""The machine of a job of several roles: what starts, restarts and stops when, and when the job ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from dlrover.errors import ExitCode
+from dlrover.roles.machine import job as machine
+from dlrover.roles.machine.job import RolesMachine, RoleStatus
+from dlrover.roles.spec import Entry, Failover, Form, Kind, RolesJob, RoleSpec
+from dlrover.spec import events
+
+SCRIPT = Entry(Form.SCRIPT, "/job/work.py")
+OBJECT = Entry(Form.OBJECT, "work:Work")
+GRPO = (
+    RoleSpec(name="trainer", entry=SCRIPT, kind=Kind.ELASTIC, processes=2, depends_on={"reward": "wait"}),
+    RoleSpec(name="rollout", entry=OBJECT, least=1, most=2),
+    RoleSpec(name="reward", entry=OBJECT, failover=Failover.ROLE, most=2, least=2),
+    RoleSpec(name="main", entry=SCRIPT, kind=Kind.DRIVER, depends_on={"trainer": "wait", "rollout": "wait"}),
+)  # fmt: skip
+
+
+class Driver:
+    """A machine whose roles' jobs do what the test says; invariants are checked after every input."""
+
+    def __init__(self, *roles: RoleSpec, **options: Any) -> None:
+        self.machine = RolesMachine()
+        self.now = 0.0
+        self.seq = 0
+        self.inputs: list[machine.Input] = []
+        self.commands: list[machine.Command] = []
+        self.give(machine.Submitted(RolesJob(name="job", roles=roles or GRPO, **options)))
+
+    def give(self, event: machine.Input) -> list[machine.Command]:
+        self.now += 1.0
+        self.inputs.append(event)
+        commands = list(self.machine.handle(event, self.now))
+        self.machine.validate()
+        self.commands += commands
+        return commands
+
+    def status(self) -> dict[str, str]:
+        return {name: role.status.value for name, role in self.machine.roles.items()}
+
+    def role(self, name: str) -> machine.Role:
+        return self.machine.roles[name]
+
+    def up(self, name: str, *indexes: int, round_: int = 0) -> list[machine.Command]:
+        role = self.role(name)
+        every = indexes or range(role.spec.most * role.spec.processes)
+        found = []
+        for index in every:
+            self.seq += 1
+            found += self.give(machine.InstanceUp(name, role.attempt, index, round_, self.seq))
+        return found
+
+    def down(self, name: str, index: int, reason: str = "killed") -> list[machine.Command]:
+        self.seq += 1
+        return self.give(
+            machine.InstanceDown(name, self.role(name).attempt, index, reason, self.seq)
+        )
+
+    def exit(self, name: str, code: int = 0, **facts: Any) -> list[machine.Command]:
+        attempt = self.role(name).attempt
+        return self.give(machine.RoleExited(name, attempt, code, "It has ended.", **facts))
+
+    def events(self, kind: type) -> list[Any]:
+        emitted = [c.body for c in self.commands if isinstance(c, machine.Emit)]
+        return [body for body in emitted if isinstance(body, kind)]
+
+
+def started(commands: list[machine.Command]) -> list[str]:
+    return [c.role for c in commands if isinstance(c, machine.StartRole)]
+
+
+def stopped(commands: list[machine.Command]) -> list[str]:
+    return [c.role for c in commands if isinstance(c, machine.StopRole)]
+
+
+def running(*roles: RoleSpec) -> Driver:
+    driver = Driver(*roles)
+    for _ in driver.machine.roles:
+        for name, role in driver.machine.roles.items():
+            if role.status is RoleStatus.RUNNING and not role.up:
+                driver.up(name)
+    return driver
+
+
+def test_roles_start_in_the_order_in_which_they_depend_on_each_other() -> None:
+    driver = Driver()
+    assert started(driver.commands) == ["rollout", "reward"]
+    assert driver.machine.waits_for(driver.role("main")) == ["trainer", "rollout"]
+    assert started(driver.up("reward", 0)) == [], "one of its two instances"
+    assert started(driver.up("reward", 1)) == ["trainer"]
+    assert started(driver.up("trainer", 0)) == [], "one of its two workers"
+    assert started(driver.up("rollout", 1)) == [], (
+        "one instance is the least, but the trainer lacks one"
+    )
+    assert started(driver.up("trainer", 1)) == ["main"]
+
+
+def test_the_success_of_the_driver_ends_the_job_once_all_others_are_stopped() -> None:
+    driver = running()
+    assert stopped(driver.exit("main")) == ["trainer", "rollout", "reward"]
+    driver.exit("trainer", ExitCode.SIGNAL_BASE + 15)
+    driver.exit("rollout", ExitCode.SIGNAL_BASE + 15)
+    assert driver.machine.ended_at is None
+    (end,) = [c for c in driver.exit("reward", 143) if isinstance(c, machine.EndJob)]
+    assert (end.exit_code, end.role) == (0, "")
+    assert driver.status()["main"] == "succeeded"
+
+
+def test_without_a_driver_the_job_ends_with_all_roles_that_are_no_services() -> None:
+    driver = running(
+        RoleSpec(name="sft", entry=SCRIPT, kind=Kind.ELASTIC),
+        RoleSpec(name="evaluation", entry=SCRIPT),
+        RoleSpec(name="judge", entry=OBJECT),
+    )
+    assert stopped(driver.exit("sft")) == []
+    assert stopped(driver.exit("evaluation")) == ["judge"]
+    driver.exit("judge", 143)
+    assert driver.machine.end.exit_code == 0
+
+
+def test_an_instance_that_fails_disturbs_no_other_role() -> None:
+    driver = running()
+    for number in range(1, 4):  # the second death of the same role is handled as the first
+        commands = driver.down("rollout", 1)
+        assert not stopped(commands)
+        assert not started(commands)
+        told = [c for c in commands if isinstance(c, machine.MemberEnded)]
+        assert [(c.index, c.attempt, c.round) for c in told] == [(1, 1, number - 1)]
+        (joined,) = [
+            c
+            for c in driver.up("rollout", 1, round_=number)
+            if isinstance(c, machine.MemberStarted)
+        ]
+        assert joined.round == number
+    assert driver.role("rollout").instance_restarts == 3
+
+
+def test_a_trainers_fault_stops_no_rollout() -> None:
+    driver = running()
+    for index in (0, 1):
+        assert not stopped(driver.down("trainer", index))
+    assert set(driver.status().values()) == {"running"}
+
+
+def test_a_role_restarts_as_a_whole_where_its_failover_says_so_until_its_budget_is_used() -> None:
+    spec = RoleSpec(
+        name="reward", entry=SCRIPT, failover=Failover.ROLE, max_restarts=2, window=100.0
+    )
+    driver = running(spec, RoleSpec(name="other", entry=SCRIPT))
+    for attempt in (2, 3):
+        assert started(driver.exit("reward", 1)) == ["reward"]
+        assert driver.role("reward").attempt == attempt
+    commands = driver.exit("reward", 1)
+    assert stopped(commands) == ["other"]
+    driver.exit("other", 143)
+    end = driver.commands[-1]
+    assert (end.exit_code, end.role) == (1, "reward")
+    assert "all 2 restarts within 100 s are used" in end.reason
+
+
+def test_restarts_out_of_the_window_do_not_count() -> None:
+    driver = running(
+        RoleSpec(name="a", entry=SCRIPT, failover=Failover.ROLE, max_restarts=1, window=50.0)
+    )
+    for _ in range(5):
+        assert started(driver.exit("a", 1)) == ["a"]
+        driver.now += 60.0
+
+
+def test_the_whole_job_restarts_with_a_role_whose_failover_says_so() -> None:
+    driver = running(
+        RoleSpec(name="actor", entry=SCRIPT, kind=Kind.ELASTIC, failover=Failover.JOB),
+        RoleSpec(name="critic", entry=SCRIPT, depends_on={"actor": "wait"}),
+    )
+    commands = driver.exit("actor", 1)
+    assert (started(commands), stopped(commands)) == (["actor"], ["critic"])
+    assert started(driver.exit("critic", 143)) == [], "it waits for the actor again"
+    assert started(driver.up("actor")) == ["critic"]
+
+
+def test_a_role_restarts_with_one_it_depends_on_if_it_says_so() -> None:
+    driver = running(
+        RoleSpec(name="engine", entry=OBJECT, most=2),
+        RoleSpec(name="router", entry=SCRIPT, depends_on={"engine": "restart"}),
+        RoleSpec(name="main", entry=SCRIPT, depends_on={"engine": "wait"}),
+    )
+    assert stopped(driver.down("engine", 1)) == ["router"]
+    assert stopped(driver.down("engine", 0)) == [], "it is on its way already"
+    driver.up("engine", 0, 1, round_=1)
+    assert started(driver.exit("router", 143)) == ["router"]
+    assert driver.status()["main"] == "running"
+
+
+def test_a_role_whose_own_budget_is_used_ends_the_job_with_its_root_cause() -> None:
+    driver = running()
+    commands = driver.exit("rollout", ExitCode.USER_CODE)
+    assert stopped(commands) == ["trainer", "reward", "main"]
+    for name in stopped(commands):
+        driver.exit(name, 143)
+    end = driver.commands[-1]
+    assert (end.exit_code, end.role) == (1, "rollout")
+
+
+def test_what_is_hopeless_is_not_restarted() -> None:
+    driver = running(RoleSpec(name="a", entry=SCRIPT, failover=Failover.ROLE))
+    driver.exit("a", 1, hopeless=True)
+    assert driver.commands[-1] == machine.EndJob(1, "role a: It has ended.", "a")
+
+
+def test_a_launcher_that_died_is_replaced_whatever_the_failover() -> None:
+    driver = running()
+    commands = driver.exit("rollout", 3, vanished=True)
+    assert started(commands) == ["rollout"]
+    assert {c.index for c in commands if isinstance(c, machine.MemberEnded)} == {0, 1}
+    assert driver.status()["main"] == "running"
+
+
+def test_late_reports_of_an_earlier_attempt_change_nothing() -> None:
+    driver = running(
+        RoleSpec(name="a", entry=SCRIPT, failover=Failover.ROLE), RoleSpec(name="b", entry=SCRIPT)
+    )
+    driver.exit("a", 1)
+    before = driver.status()
+    for late in (
+        machine.RoleExited("a", 1, 0, "late"),
+        machine.InstanceUp("a", 1, 0, 5, 99),
+        machine.InstanceDown("a", 1, 0, "late", 99),
+        machine.RoleLaunched("a", 1, "1:2"),
+    ):
+        assert driver.give(late) == []
+    assert driver.status() == before
+    assert driver.role("a").handle == ""
+
+
+def test_a_user_stops_the_job_and_the_first_reason_stays() -> None:
+    driver = running()
+    assert len(stopped(driver.give(machine.StopRequested("enough", 5)))) == 4
+    assert driver.give(machine.StopRequested("again", 130)) == []
+    for name in list(driver.machine.roles):
+        driver.exit(name, 143)
+    assert driver.commands[-1] == machine.EndJob(5, "enough", "")
+
+
+def test_another_coordinator_repeats_what_the_last_one_may_not_have_done() -> None:
+    driver = running()
+    driver.down("rollout", 1)
+    driver.give(machine.StopRequested("enough", 5))
+    commands = driver.give(machine.CoordinatorStarted(9))
+    assert started(commands) == stopped(commands) == list(driver.machine.roles)
+    told = [c for c in commands if isinstance(c, machine.MemberEnded)]
+    assert [(c.role, c.index) for c in told] == [("rollout", 1)]
+
+
+NAMES = [role.name for role in GRPO]
+INPUTS = st.one_of(
+    st.builds(machine.InstanceUp, st.sampled_from(NAMES), st.integers(1, 3), st.integers(0, 1), st.integers(0, 2), st.integers(0, 50)),
+    st.builds(machine.InstanceDown, st.sampled_from(NAMES), st.integers(1, 3), st.integers(0, 1), st.just("killed"), st.integers(0, 50)),
+    st.builds(machine.RoleExited, st.sampled_from(NAMES), st.integers(1, 3), st.sampled_from([0, 1, 3, 143]), st.just("It ended."), st.booleans(), st.booleans()),
+    st.builds(machine.RoleLaunched, st.sampled_from(NAMES), st.integers(1, 3), st.just("1:1")),
+    st.builds(machine.CoordinatorStarted, st.just(1)),
+    st.builds(machine.StopRequested, st.just("enough"), st.just(5)),
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(INPUTS, max_size=30), st.sampled_from(Failover), st.booleans())
+def test_any_inputs_keep_the_invariants_and_every_job_can_end(
+    given_: list[machine.Input], failover: Failover, restart: bool
+) -> None:
+    on = {"rollout": "restart" if restart else "wait"}
+    trainer = RoleSpec(
+        name="trainer", entry=SCRIPT, kind=Kind.ELASTIC, failover=failover, max_restarts=2, depends_on=on
+    )  # fmt: skip
+    driver = Driver(trainer, *GRPO[1:])
+    for event in given_:
+        driver.give(event)
+    twin = RolesMachine()
+    driver.give(machine.StopRequested("enough", 5))
+    for name in NAMES:
+        if driver.machine.ended_at is None:
+            driver.exit(name, 143)
+    assert driver.machine.ended_at is not None
+    ends = [c for c in driver.commands if isinstance(c, machine.EndJob)]
+    assert len(ends) == 1
+    for now, event in enumerate(driver.inputs, 1):
+        twin.handle(event, float(now))
+    assert twin == driver.machine, "the journal does not lead to the same state"
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_role_ends_once(code: int) -> None:
+    driver = running(RoleSpec(name="a", entry=SCRIPT), RoleSpec(name="b", entry=SCRIPT))
+    driver.exit("a", code)
+    driver.exit("a", code)
+    assert len(driver.events(events.RoleEnded)) == 1

@@ -1,0 +1,117 @@
+"""Queues between processes of roles that are killed, and a coordinator that is replaced."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlrover import launched
+from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.roles import Queue, current_worker
+from tests.roles.coordinators import Coordinator, coordinator, joined
+from tests.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+PROGRAM = """
+import os, signal, sys
+from dlrover.roles import Queue, current_worker
+
+me = current_worker()
+prompts, samples = Queue("prompts", 8), Queue("samples", 500)
+if me.role == "producer":
+    for number in range(me.cursor or 0, 60):
+        if number == 20 and me.attempt == 1:
+            prompts.put(number, cursor=number + 1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        prompts.put(number, cursor=number + 1)
+else:
+    while True:
+        batch = prompts.get(2, timeout=60)
+        samples.put(*(10 * prompt for prompt in batch))
+        if me.attempt == 1 and batch.numbers[0] > 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        prompts.ack(batch)
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Coordinator]:
+    with coordinator(tmp_path) as made:
+        made.write("program.py", PROGRAM)
+        yield made
+
+
+def test_each_item_is_done_once_whoever_dies(job: Coordinator) -> None:
+    program = str(job.directory.path / "program.py")
+    job.launch("producer", 0, program)
+    job.launch("consumer", 0, program)
+    for role in ("producer", "consumer"):
+        job.lost(role, until(lambda role=role: job.dead(role), 60)[0])
+        job.again(role, 0)
+    with joined(job, "main"):
+        samples, prompts = Queue("samples", 500), Queue("prompts", 8)
+        until(lambda: samples.status().added > 30, 60)
+        job.restart()
+        until(lambda: prompts.status().done == 60, 60)
+        status = prompts.status()
+        assert (status.added, status.waiting, status.leased, status.redelivered) == (60, 0, 0, 2)
+        got = samples.get(samples.status().waiting)
+        assert set(got) == {10 * number for number in range(60)}, "none is lost"
+        assert len(got) == 62, "what was not acknowledged was done again, and nothing else"
+    assert job.processes["producer", 0].wait(60) == 0
+
+
+def test_items_come_as_they_are_and_waits_are_bounded_and_explained(job: Coordinator) -> None:
+    with joined(job, "driver") as me:
+        queue = Queue("items", 3, kind="samples")
+        assert not queue.get(2, wait=False)
+        with pytest.raises(
+            InfrastructureError,
+            match=r"The queue items had no items for 0 s: 0 of 3 wait, 0 are leased",
+        ):
+            queue.get(timeout=0.1)
+        queue.put({"a": np.arange(6).reshape(2, 3)}, ["x", None], 3.5)
+        with pytest.raises(
+            InfrastructureError,
+            match=r"had no room for 0 s: 3 of 3 wait.*; 0 of 1 items were added",
+        ):
+            queue.put(1, timeout=0.1)
+        later = threading.Timer(0.2, lambda: Queue("items", 3, "samples").get(2, wait=False))
+        later.start()
+        queue.put(1, timeout=60)
+        later.join()
+        assert list(queue.get(2)) == [3.5, 1]
+        queue.ack(cursor={"done": 2})
+        assert me.cursor == {"done": 2}
+        for values, why in (
+            ((np.zeros(1 << 20),), "An item of the queue items has 8388.* bytes; at most"),
+            ((until,), "An item of the queue items is of type function"),
+        ):
+            with pytest.raises(ConfigurationError, match=why):
+                queue.put(*values)
+        with pytest.raises(
+            ConfigurationError,
+            match="used in two ways: driver opened it with size 3 and kind samples",
+        ):
+            Queue("items", 4)
+        with pytest.raises(ConfigurationError, match=r"a put takes|one put takes"):
+            queue.put(*range(9), cursor=1)
+        with pytest.raises(ConfigurationError, match="The cursor is of type function"):
+            me.cursor = until
+
+
+def test_what_a_loaded_checkpoint_has_not_learned_is_leased_again(job: Coordinator) -> None:
+    with joined(job, "trainer"):
+        queue = Queue("samples")
+        queue.put(*range(6))
+        for step in range(1, 4):
+            queue.ack(queue.get(2), step=step)
+    with joined(job, "trainer", attempt=2):
+        launched.loaded(1)
+        assert list(Queue("samples").get(4)) == [2, 3, 4, 5]
+        assert current_worker().attempt == 2

@@ -1,0 +1,58 @@
+"""The command line of a role's own job says what the role asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrover.cli.run.arguments import parse
+from dlrover.cli.run.launchspec import RunOptions
+from dlrover.roles.coordinator.jobs import arguments
+from dlrover.roles.spec import Entry, Failover, Form, Kind, RoleSpec
+
+
+def options(tmp_path: Path, **spec: Any) -> RunOptions:
+    script = tmp_path / "work.py"
+    script.touch()
+    role = RoleSpec(name="a", entry=Entry(Form.SCRIPT, str(script), ("--lr", "1")), **spec)
+    return parse(arguments(role, "local"), {})
+
+
+def test_instances_of_a_simple_role(tmp_path: Path) -> None:
+    found = options(tmp_path, most=3, max_restarts=7, window=60.0, shutdown_timeout=5)
+    assert (found.local_nodes, found.job.instances, found.launch.args) == (3, "a", ("--lr", "1"))
+    assert (found.job.max_restarts, found.job.shutdown_timeout) == (7, 5.0)
+    assert found.rdzv_conf == {
+        "max_infrastructure_restarts": "7", "no_progress_restarts": "8", "restart_window": "60",
+    }  # fmt: skip
+
+
+def test_a_world_of_an_elastic_role(tmp_path: Path) -> None:
+    found = options(tmp_path, kind=Kind.ELASTIC, least=1, most=2, processes=4, spares=1)
+    assert (found.job.min_nodes, found.job.max_nodes, found.launch.nproc_per_node) == (1, 2, 4)
+    assert (found.job.instances, found.job.spares, found.launch.role) == ("", 1, "a")
+
+
+@pytest.mark.parametrize(
+    ("failover", "kind", "restarts"),
+    [
+        (Failover.INSTANCE, Kind.SIMPLE, 10),
+        (Failover.ROLE, Kind.SIMPLE, 0),
+        (Failover.JOB, Kind.SIMPLE, 0),
+        (Failover.ROLE, Kind.ELASTIC, 10),
+        (Failover.JOB, Kind.ELASTIC, 0),
+    ],
+)
+def test_the_coordinator_decides_where_more_than_an_instance_restarts(
+    tmp_path: Path, failover: Failover, kind: Kind, restarts: int
+) -> None:
+    assert options(tmp_path, failover=failover, kind=kind).job.max_restarts == restarts
+
+
+def test_objects_run_in_the_process_that_serves_them() -> None:
+    role = RoleSpec(name="a", entry=Entry(Form.OBJECT, "serving:Rollout"))
+    assert arguments(role, "ray")[-5:] == [
+        "--platform", "ray", "--module", "dlrover.roles.runtime.serve", "serving:Rollout",
+    ]  # fmt: skip

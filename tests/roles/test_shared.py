@@ -1,0 +1,393 @@
+"""Members, queues and weights of a job as one state machine: examples of each rule, and any order of inputs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from dlrover.errors import ProtocolError
+from dlrover.roles.machine.shared import Shared
+from dlrover.roles.messages import (
+    HOLDER,
+    AckItems,
+    Address,
+    Agreed,
+    CursorIs,
+    GetItems,
+    JoinRole,
+    LeasedItems,
+    LookCursor,
+    MemberEnded,
+    MemberStarted,
+    OpenQueue,
+    Place,
+    PublishedAs,
+    PublishPart,
+    PutItems,
+    Resumed,
+    RoleInput,
+    RolledBack,
+    SetCursor,
+    UseVersion,
+    Version,
+)
+
+AT = Address("127.0.0.1", 1)
+KEEPER = Place(HOLDER, 0, 1)
+
+
+def job(*places: Place) -> Shared:
+    shared = Shared()
+    for place in (KEEPER, *places):
+        shared.handle(JoinRole(place, AT))
+    return shared
+
+
+def rollout(index: int = 0, attempt: int = 1) -> Place:
+    return Place("rollout", index, attempt)
+
+
+TRAINER = Place("trainer", 0, 1)
+
+
+def publish(
+    shared: Shared, step: int, place: Place = TRAINER, part: int = 0, parts: int = 1
+) -> Version:
+    key = f"{place.life}-{step}-{part}"
+    reply = shared.handle(PublishPart(place, "w", step, part, parts, KEEPER, key, 10))
+    shared.validate()
+    assert isinstance(reply, PublishedAs)
+    return reply.version
+
+
+def current(shared: Shared) -> Version | None:
+    return shared.weights["w"].current if "w" in shared.weights else None
+
+
+def serving(shared: Shared, role: str = "rollout") -> set[int]:
+    shared.validate()
+    return {m.place.index for m in shared.view(0).roles[role].members if m.serving}
+
+
+def lease(shared: Shared, place: Place, sequence: int, count: int = 1) -> dict[int, bytes]:
+    reply = shared.handle(GetItems(place, "q", place.index, sequence, count))
+    shared.validate()
+    assert isinstance(reply, LeasedItems)
+    return {item.number: item.body for item in reply.items}
+
+
+# ---- members
+
+
+def test_what_comes_from_a_life_that_is_over_is_refused() -> None:
+    shared = job(rollout())
+    shared.handle(MemberEnded(rollout(), "killed"))
+    for place in (rollout(), rollout(1)):
+        with pytest.raises(ProtocolError, match=r"is over: it has ended .killed|has not joined"):
+            shared.handle(SetCursor(place, b"x"))
+    shared.handle(MemberStarted(rollout(attempt=2)))
+    with pytest.raises(ProtocolError, match="attempt 2 has taken its place"):
+        shared.handle(JoinRole(rollout(), AT))
+    shared.handle(JoinRole(rollout(attempt=2), AT))
+    assert serving(shared) == {0}
+
+
+def test_a_second_end_of_an_instance_counts_as_the_first() -> None:
+    shared = job(rollout())
+    for attempt in (1, 2, 3):
+        before = shared.members.epochs["rollout"]
+        shared.handle(MemberEnded(rollout(attempt=attempt), f"end {attempt}"))
+        assert serving(shared) == set()
+        shared.handle(MemberStarted(rollout(attempt=attempt + 1)))
+        shared.handle(JoinRole(rollout(attempt=attempt + 1), AT))
+        assert serving(shared) == {0}
+        assert shared.members.epochs["rollout"] >= before + 3
+
+
+def test_an_end_that_is_told_late_ends_no_later_life() -> None:
+    shared = job(rollout(attempt=2))
+    shared.handle(MemberEnded(rollout(), "late"))
+    shared.handle(MemberEnded(Place("rollout", 0, 1, 7), "late", any_round=True))
+    assert serving(shared) == {0}
+
+
+def test_a_process_that_lost_its_connection_comes_back_unless_it_was_seen_to_end() -> None:
+    shared = job(rollout())
+    shared.handle(MemberEnded(rollout(), "no connection", final=False))
+    shared.handle(JoinRole(rollout(), AT))
+    assert serving(shared) == {0}
+    shared.handle(MemberEnded(rollout(), "no connection", final=False))
+    shared.handle(MemberEnded(rollout(), "killed by SIGKILL"))
+    assert shared.view(0).roles["rollout"].members[0].reason == "killed by SIGKILL"
+    with pytest.raises(ProtocolError, match="killed by SIGKILL"):
+        shared.handle(JoinRole(rollout(), AT))
+
+
+def test_a_cursor_is_that_of_the_instance_in_whatever_life() -> None:
+    shared = job(rollout(), rollout(1))
+    shared.handle(SetCursor(rollout(), b"here"))
+    shared.handle(JoinRole(rollout(attempt=2), AT))
+    assert shared.handle(LookCursor(rollout(attempt=2))) == CursorIs(b"here")
+    assert shared.handle(LookCursor(rollout(1))) == CursorIs(None)
+
+
+# ---- queues
+
+
+def queue(size: int = 4) -> Shared:
+    shared = job(TRAINER, rollout(), rollout(1))
+    shared.handle(OpenQueue(TRAINER, "q", size, "prompts"))
+    return shared
+
+
+def put(shared: Shared, sequence: int, *bodies: bytes, cursor: bytes | None = None) -> None:
+    assert shared.handle(PutItems(TRAINER, "q", 1, sequence, bodies, cursor)) == Agreed()
+    shared.validate()
+
+
+def test_items_of_a_dead_consumer_are_leased_again_and_none_after_its_acknowledgement() -> None:
+    shared = queue()
+    put(shared, 1, b"a", b"b", b"c")
+    assert lease(shared, rollout(), 1, 3) == {0: b"a", 1: b"b", 2: b"c"}
+    shared.handle(AckItems(rollout(), "q", (0,)))
+    shared.handle(MemberEnded(rollout(), "killed"))
+    put(shared, 2, b"d")
+    assert lease(shared, rollout(1), 1, 4) == {1: b"b", 2: b"c", 3: b"d"}
+    shared.handle(AckItems(rollout(1), "q", (1, 2, 3)))
+    shared.handle(AckItems(rollout(1), "q", (1,)))  # again: the first reply was lost
+    assert lease(shared, rollout(1), 2) == {}
+    status = shared.queues.get("q").status()
+    assert (status.added, status.done, status.redelivered) == (4, 4, 2)
+
+
+def test_a_repeated_put_counts_once_and_a_repeated_get_gets_the_same() -> None:
+    shared = queue()
+    for _ in range(2):
+        put(shared, 1, b"a", b"b")
+    assert lease(shared, rollout(), 1) == lease(shared, rollout(), 1) == {0: b"a"}
+    assert lease(shared, rollout(), 2) == {1: b"b"}
+    with pytest.raises(ProtocolError, match="it is late"):
+        lease(shared, rollout(), 1)
+
+
+def test_puts_wait_for_room_and_gets_for_as_many_as_they_want() -> None:
+    shared = queue(2)
+    full = PutItems(TRAINER, "q", 1, 2, (b"c",))
+    put(shared, 1, b"a", b"b")
+    assert not shared.ready(full)
+    assert not shared.ready(GetItems(rollout(), "q", 0, 1, 3, 3))
+    assert shared.ready(PutItems(TRAINER, "q", 1, 1, (b"a", b"b"))), "it was handled before"
+    lease(shared, rollout(), 1)
+    assert shared.ready(full)
+    with pytest.raises(
+        ProtocolError, match="3 items were put at once into the queue q; its size is 2"
+    ):
+        shared.handle(PutItems(TRAINER, "q", 1, 2, (b"c", b"d", b"e")))
+
+
+def test_a_queue_that_two_roles_use_in_different_ways_is_refused() -> None:
+    shared = queue(4)
+    shared.handle(OpenQueue(rollout(), "q", 4, "prompts"))
+    with pytest.raises(
+        ProtocolError,
+        match="used in two ways: trainer opened it with size 4 and kind prompts, rollout wants size 8",
+    ):
+        shared.handle(OpenQueue(rollout(), "q", 8))
+
+
+def test_an_acknowledgement_and_a_cursor_are_one() -> None:
+    shared = queue()
+    put(shared, 1, b"a", cursor=b"put")
+    assert shared.cursors["trainer", 0] == b"put"
+    lease(shared, rollout(), 1)
+    with pytest.raises(ProtocolError, match="not leased to rollout 1: rollout 0"):
+        shared.handle(AckItems(rollout(1), "q", (0,), cursor=b"x"))
+    assert ("rollout", 1) not in shared.cursors
+    shared.handle(AckItems(rollout(), "q", (0,), cursor=b"acked"))
+    assert shared.cursors["rollout", 0] == b"acked"
+
+
+def test_what_a_role_learned_after_the_step_it_goes_back_to_is_leased_again() -> None:
+    shared = queue(8)
+    put(shared, 1, *(bytes([n]) for n in range(6)))
+    for step in range(3):
+        for number in lease(shared, TRAINER, step + 1, 2):
+            shared.handle(AckItems(TRAINER, "q", (number,), step))
+    again = Place("trainer", 0, 1, 2)
+    for rank in (0, 1):  # both ranks of the role say so
+        shared.handle(JoinRole(Place("trainer", rank, 1, 2), AT))
+    shared.handle(Resumed(again, 0))
+    assert lease(shared, again, 1, 8).keys() == {2, 3, 4, 5}
+    shared.handle(AckItems(again, "q", (2, 3), 1))
+    shared.handle(Resumed(Place("trainer", 1, 1, 2), 0))
+    shared.handle(RolledBack("trainer", 0))  # the coordinator has heard of it later
+    assert lease(shared, again, 2, 8) == {}
+    shared.handle(Resumed(again, 0, 2))  # it went back once more, in the same process
+    assert lease(shared, again, 3, 8).keys() == {2, 3}
+
+
+def test_acknowledged_items_that_are_kept_no_longer_are_counted_as_lost() -> None:
+    shared = queue(1)
+    for n in range(4):
+        put(shared, n + 1, b"x")
+        lease(shared, TRAINER, n + 1)
+        shared.handle(AckItems(TRAINER, "q", (n,), n))
+    shared.handle(RolledBack("trainer", 0))
+    shared.validate()
+    status = shared.queues.get("q").status()
+    assert (status.waiting, status.lost, status.done) == (2, 1, 1), "step 0 is not undone"
+
+
+# ---- weights
+
+
+def test_a_version_is_there_once_all_parts_are() -> None:
+    second = Place("trainer", 1, 1)
+    shared = job(TRAINER, second)
+    publish(shared, 1, parts=2)
+    assert current(shared) is None
+    publish(shared, 1, second, part=1, parts=2)
+    assert current(shared) == Version(0, 1)
+    publish(shared, 2, parts=2)
+    shared.handle(MemberEnded(TRAINER, "killed while it published"))
+    publish(shared, 2, second, part=1, parts=2)
+    assert current(shared) == Version(0, 1), "a part of the dead one counts no more"
+
+
+def test_a_version_published_twice_or_by_another_role_is_refused() -> None:
+    shared = job(TRAINER, rollout())
+    publish(shared, 2)
+    publish(shared, 2)  # the same request again: its reply was lost
+    other = PublishPart(TRAINER, "w", 2, 0, 1, KEEPER, "other", 10)
+    with pytest.raises(ProtocolError, match="Version 2 of the weights w was published before"):
+        shared.handle(other)
+    with pytest.raises(
+        ProtocolError, match=r"Version 1 of the weights w is older.*resumed\(step\)"
+    ):
+        publish(shared, 1)
+    with pytest.raises(
+        ProtocolError, match="belong to the role trainer; rollout must publish its own"
+    ):
+        publish(shared, 3, rollout())
+
+
+def test_what_a_rolled_back_trainer_published_never_counts_as_newer() -> None:
+    shared = job(TRAINER)
+    for step in (9, 10, 11):
+        publish(shared, step)
+    again = Place("trainer", 0, 2)
+    shared.handle(JoinRole(again, AT))
+    shared.handle(Resumed(again, 10))
+    assert current(shared) == Version(0, 10)
+    view = shared.weights["w"].view()
+    assert [view.valid(Version(0, step)) for step in (9, 10, 11)] == [True, True, False]
+    assert publish(shared, 11, again) == Version(1, 11) > Version(0, 11)
+    assert current(shared) == Version(1, 11)
+    assert shared.weights["w"].view().valid(Version(1, 11))
+
+
+def test_a_recovered_member_serves_once_it_has_the_current_version() -> None:
+    shared = job(TRAINER, rollout(), rollout(1))
+    for index in range(2):
+        shared.handle(UseVersion(rollout(index), "w", None))
+    assert serving(shared) == {0, 1}, "nothing is published yet"
+    first = publish(shared, 1)
+    assert serving(shared) == set()
+    for index in range(2):
+        shared.handle(UseVersion(rollout(index), "w", first))
+    second = publish(shared, 2)
+    assert serving(shared) == {0, 1}, "those that have served go on while they load the next one"
+    shared.handle(MemberEnded(rollout(), "killed"))
+    shared.handle(JoinRole(rollout(attempt=2), AT))
+    assert serving(shared) == {1}
+    shared.handle(UseVersion(rollout(attempt=2), "w", first))
+    assert serving(shared) == {1}, "an older version is not enough"
+    shared.handle(UseVersion(rollout(attempt=2), "w", second))
+    assert serving(shared) == {0, 1}
+
+
+def test_a_member_with_a_version_that_was_rolled_back_serves_no_more() -> None:
+    shared = job(TRAINER, rollout())
+    shared.handle(UseVersion(rollout(), "w", None))
+    publish(shared, 1)
+    shared.handle(UseVersion(rollout(), "w", publish(shared, 2)))
+    shared.handle(RolledBack("trainer", 1))
+    assert serving(shared) == set()
+    shared.handle(UseVersion(rollout(), "w", Version(0, 1)))
+    assert serving(shared) == {0}
+
+
+def test_the_end_of_a_trainer_ends_no_version_and_that_of_a_keeper_only_its_own() -> None:
+    shared = job(TRAINER, rollout())
+    shared.handle(UseVersion(rollout(), "w", publish(shared, 1)))
+    shared.handle(MemberEnded(TRAINER, "killed"))
+    assert current(shared) == Version(0, 1)
+    assert serving(shared) == {0}
+    shared.handle(MemberEnded(KEEPER, "killed"))
+    assert current(shared) is None
+    assert shared.weights["w"].lost == Version(0, 1)
+    assert serving(shared) == {0}, "it has its copy"
+
+
+# ---- any order
+
+_places = st.builds(
+    Place, st.sampled_from(["a", "b"]), st.integers(0, 1), st.integers(1, 2), st.integers(0, 1)
+)
+_inputs: st.SearchStrategy[RoleInput] = st.one_of(
+    st.builds(MemberStarted, _places),
+    st.builds(MemberEnded, _places, st.just("why"), st.booleans(), st.booleans()),
+    st.builds(JoinRole, _places, st.just(AT), ready=st.booleans()),
+    st.builds(JoinRole, _places, st.just(AT)),
+    st.builds(RolledBack, st.sampled_from(["a", "b"]), st.integers(0, 3)),
+    st.builds(Resumed, _places, st.integers(0, 3), st.integers(1, 2)),
+    st.builds(OpenQueue, _places, st.just("q"), st.sampled_from([2, 2, 2, 3])),
+    st.builds(PutItems, _places, st.just("q"), st.integers(0, 1), st.integers(0, 9), st.sampled_from([(b"x",), (b"x", b"y")])),
+    st.builds(GetItems, _places, st.just("q"), st.integers(0, 1), st.integers(0, 9), st.integers(1, 3)),
+    st.builds(AckItems, _places, st.just("q"), st.tuples(st.integers(0, 5)), st.integers(-1, 3)),
+    st.builds(PublishPart, _places, st.just("w"), st.integers(0, 4), st.integers(0, 1), st.integers(1, 2), _places, st.just("k")),
+    st.builds(UseVersion, _places, st.just("w"), st.none() | st.builds(Version, st.integers(0, 1), st.integers(0, 4))),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(st.lists(_inputs, max_size=60))
+def test_the_invariants_hold_after_any_inputs_and_a_replay_has_the_same_state(
+    inputs: list[RoleInput],
+) -> None:
+    shared, delivered = Shared(), Counter[int]()
+    done: set[int] = set()
+    for event in [JoinRole(Place("a", 0, 1), AT), OpenQueue(Place("a", 0, 1), "q", 2), *inputs]:
+        before = msgspec.msgpack.encode(shared.status())
+        if isinstance(event, PutItems | GetItems) and not shared.ready(event):
+            continue
+        try:
+            reply = shared.handle(event)
+        except ProtocolError:
+            assert msgspec.msgpack.encode(shared.status()) == before, (
+                "a refused input changes nothing"
+            )
+            continue
+        finally:
+            shared.validate()
+        if isinstance(event, Resumed | RolledBack):
+            done.clear()
+        if isinstance(reply, LeasedItems):
+            assert not done & {item.number for item in reply.items}, "acknowledged for ever"
+            delivered.update(item.number for item in reply.items)
+        if isinstance(event, AckItems) and event.step < 0:
+            done.update(event.numbers)
+    journal = msgspec.msgpack.Decoder(RoleInput)
+    again = Shared()
+    for event in [JoinRole(Place("a", 0, 1), AT), OpenQueue(Place("a", 0, 1), "q", 2), *inputs]:
+        if isinstance(event, PutItems | GetItems) and not again.ready(event):
+            continue
+        try:
+            again.handle(journal.decode(msgspec.msgpack.encode(event)))
+        except ProtocolError:
+            continue
+    assert again == shared

@@ -1,0 +1,280 @@
+"""Weights between processes of roles: publishers and readers that are killed, other layouts, other machines."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlrover.errors import ConfigurationError, InfrastructureError, MemberLostError
+from dlrover.roles import RoleGroup, current_worker, weights
+from dlrover.roles.messages import Version
+from dlrover.roles.runtime import holder
+from tests.roles.coordinators import Coordinator, coordinator, joined
+from tests.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+PROGRAM = """
+import os, signal
+import numpy as np
+from dlrover.roles import current_worker, rpc, weights
+from dlrover.roles.runtime import weights as inside
+
+def state(step):
+    return {"w": np.full(100_000, step, np.float32), "step": step}
+
+class Trainer:
+    @rpc
+    def publish(self, step):
+        weights.publish(state(step), step)
+
+    @rpc
+    def die_while_it_publishes(self, step):
+        me = current_worker()
+        place, address = inside._holder(me)
+        memory = inside._holders.connection(me, place, address).writable("half", 400_000)
+        memory[:100] = bytes(100)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @rpc
+    def resume(self, step):
+        current_worker().resumed(step)
+
+class Rollout:
+    def __init__(self):
+        self.weights = weights.latest(wait=False)
+
+    @rpc
+    def load(self, newer_than=None):
+        than = weights.Version(*newer_than) if newer_than else None
+        self.weights = weights.latest(newer_than=than, timeout=60)
+        target = {"w": np.zeros(100_000, np.float32)}
+        self.weights.load_into(target)
+        assert (target["w"] == self.weights["step"]).all()
+        return list(self.version())
+
+    def version(self):
+        return [self.weights.version.epoch, self.weights.version.step]
+
+    @rpc(idempotent=True)
+    def generate(self, prompts):
+        return [[prompt, current_worker().index, *self.version()] for prompt in prompts]
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Coordinator]:
+    with coordinator(tmp_path) as made:
+        made.write("programs.py", PROGRAM)
+        yield made
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Coordinator]:
+    """A job with a process that keeps weights."""
+    with coordinator(tmp_path, keeps=True) as made:
+        made.write("programs.py", PROGRAM)
+        until(lambda: made.keeper, 60)
+        yield made
+
+
+def test_a_state_comes_back_as_it_was_and_its_memory_is_used_again(job: Coordinator) -> None:
+    with joined(job, "trainer"):
+        assert weights.latest(wait=False) is None
+        with pytest.raises(
+            InfrastructureError, match="the weights weights: no role has published any"
+        ):
+            weights.latest(timeout=0.1)
+        first = None
+        for step in range(1, 9):
+            state = {
+                "a": np.full((300, 7), step, np.int64),
+                "empty": np.empty(0),
+                "n": step,
+                "text": ["x", {"y": 1}],
+            }
+            assert weights.publish(state, step) == Version(0, step)
+            found = weights.latest()
+            assert found is not None
+            back = found.state_dict()
+            assert back.keys() == state.keys() == set(found)
+            assert (back["a"] == step).all()
+            assert (back["n"], back["text"]) == (step, ["x", {"y": 1}])
+            assert (found.read("a", (10, 2), (5, 3)) == np.full((5, 3), step)).all()
+            first = first if first is not None else back["a"]
+        assert (first == 1).all(), "memory that is read stays"
+        assert weights.versions() == [Version(0, 7), Version(0, 8)]
+        assert current_worker().holding.memory <= 6 * (300 * 7 * 8 + 3 * 4096)
+        with pytest.raises(
+            ConfigurationError, match="Version 8 of the weights weights was published before"
+        ):
+            weights.publish({"a": np.zeros(3)}, 8)
+        with pytest.raises(
+            ConfigurationError, match="The value f of the weights is of type function"
+        ):
+            weights.publish({"f": until}, 9)
+        with pytest.raises(
+            ConfigurationError,
+            match=r"a has shape \(300, 7\) in version 8 of weights, and \(7,\) here",
+        ):
+            weights.latest().load_into({"a": np.zeros(7, np.int64)})
+
+
+def test_damage_is_found_and_another_machine_reads_over_its_connection(job: Coordinator) -> None:
+    with joined(job, "trainer") as me:
+        large = np.arange(20_000_000, dtype=np.int32)
+        weights.publish({"w": large, "v": np.arange(5)}, 1)
+        me.machine = "another one"
+        weights._holders.drop(me.place)
+        found = weights.latest()
+        assert found is not None
+        assert not weights._holders.connection(me, me.place, me.listener.address).local
+        np.testing.assert_array_equal(found["w"], large)
+        (part,) = me.holding._parts.values()
+        os.pwrite(part.buffer.fd, b"x", 40)
+        found = weights.latest()
+        assert found is not None
+        np.testing.assert_array_equal(found["v"], np.arange(5))
+        with pytest.raises(
+            InfrastructureError, match="The tensor w of version 1 of weights is damaged in memory"
+        ):
+            found.state_dict()
+        with pytest.raises(
+            InfrastructureError, match="The tensor w of version 1 of weights is damaged in memory"
+        ):
+            found.load_into({"w": np.zeros_like(large)})
+
+
+@pytest.mark.torch
+def test_each_rank_publishes_its_parts_and_each_reader_takes_what_it_needs(
+    kept: Coordinator,
+) -> None:
+    torch = pytest.importorskip("torch")
+    from dlrover.checkpoint import Shard
+
+    whole = torch.arange(48, dtype=torch.bfloat16).reshape(8, 6)
+    for rank, at in enumerate((0, 3)):  # one process is both, one after the other
+        rows = whole[at : at + (3, 5)[rank]]
+        with joined(kept, "trainer", rank, instances=2):
+            state = {"spread": Shard(rows, (8, 6), (at, 0)), "plain": torch.ones(3), "step": 1}
+            weights.publish(state, 1)
+            assert bool(weights.versions()) == (rank == 1)
+    with joined(kept, "rollout"):
+        found = weights.latest()
+        assert found is not None
+        back = found.state_dict()
+        assert torch.equal(back["spread"], whole)
+        assert (back["plain"].tolist(), back["step"]) == ([1, 1, 1], 1)
+        mine = {
+            "spread": Shard(torch.zeros(4, 2, dtype=torch.bfloat16), (8, 6), (2, 4)),
+            "plain": torch.zeros(3),
+        }
+        found.load_into(mine)
+        assert torch.equal(mine["spread"].tensor, whole[2:6, 4:])
+        model = torch.nn.Linear(6, 8, bias=False, dtype=torch.bfloat16)
+        with pytest.raises(ConfigurationError, match="Version 1 of weights has no tensor weight"):
+            found.load_into(model)
+
+
+def test_weights_outlive_trainer_and_coordinator_and_a_half_published_version_is_never_seen(
+    kept: Coordinator,
+) -> None:
+    kept.launch("trainer", 0, "programs:Trainer")
+    kept.launch("rollout", 0, "programs:Rollout")
+    with joined(kept, "driver"):
+        trainer, rollouts = RoleGroup("trainer"), RoleGroup("rollout")
+        trainer.call_rank0("publish", 1).result(60)
+        assert rollouts.call_rank0("load").result(60) == [0, 1]
+        half = trainer.call_rank0("die_while_it_publishes", 2)
+        until(lambda: kept.dead("trainer"), 60)
+        kept.lost("trainer", 0)
+        with pytest.raises(MemberLostError, match="killed by SIGKILL"):
+            half.result(60)
+        assert rollouts.call_batch("generate", 2, ["a", "b"]).result(60) == [
+            ["a", 0, 0, 1],
+            ["b", 0, 0, 1],
+        ]
+        kept.launch("rollout", 1, "programs:Rollout", instances=2)
+        rollouts.wait(2, 60)
+        assert rollouts.call("load")[1] == [0, 1], "the trainer is dead, and its weights are not"
+        pid = kept.keeper
+        kept.restart()
+        assert rollouts.call("load").result(60) == [[0, 1], [0, 1]]
+        assert kept.keeper == pid
+        kept.again("trainer", 0)
+        trainer.wait(1, 60)
+        trainer.call_rank0("publish", 2).result(60)
+        assert rollouts.call("load", [0, 1]).result(60) == [[0, 2], [0, 2]]
+
+
+def test_a_recovered_rollout_serves_once_it_has_the_current_weights_and_none_that_were_rolled_back(
+    job: Coordinator,
+) -> None:
+    job.launch("trainer", 0, "programs:Trainer")
+    for index in range(2):
+        job.launch("rollout", index, "programs:Rollout", instances=2)
+    with joined(job, "driver"):
+        trainer, rollouts = RoleGroup("trainer"), RoleGroup("rollout")
+        rollouts.wait(2, 60)
+        for step in (1, 2):
+            trainer.call_rank0("publish", step).result(60)
+        rollouts.call("load").result(60)
+        for _ in range(2):  # the second death is handled as the first
+            job.kill("rollout", 0)
+            job.again("rollout", 0)
+            rollouts.wait(2, 60)
+            assert [one.place.index for one in rollouts.members(serving=True)] == [1]
+            got = rollouts.call_batch("generate", 4, list("abcd"), _chunk=1).result(60)
+            assert {sample[1] for sample in got} == {1}, "the stale one gets no prompts"
+            assert rollouts.call("load")[0] == [0, 2]
+            rollouts.wait(2, 60, serving=True)
+        job.kill("trainer", 0)
+        got = rollouts.call_batch("generate", 4, list("abcd"), _chunk=1).result(60)
+        assert {tuple(sample[2:]) for sample in got} <= {(0, 2)} or not got
+        job.again("trainer", 0)
+        trainer.call_rank0("resume", 1).result(60)
+        until(lambda: not rollouts.members(serving=True), 60, "both have a version that never was")
+        assert not weights.is_valid(Version(0, 2))
+        with pytest.raises(
+            MemberLostError, match=r"a member of rollout that serves: rollout 0 has not the current"
+        ):
+            RoleGroup("rollout", wait=0.2).call_batch("generate", 1, ["a"]).result(60)
+        trainer.call_rank0("publish", 2).result(60)
+        assert rollouts.call("load", [0, 2]).result(60) == [[1, 2], [1, 2]]
+        rollouts.wait(2, 60, serving=True)
+
+
+def test_without_a_keeper_weights_die_with_their_publisher_and_readers_are_told(
+    job: Coordinator,
+) -> None:
+    job.launch("trainer", 0, "programs:Trainer")
+    with joined(job, "rollout"):
+        RoleGroup("trainer").call_rank0("publish", 3).result(60)
+        held = weights.latest()
+        assert held is not None
+        job.kill("trainer", 0)
+        until(lambda: not weights.versions(), 60)
+        assert (held["w"] == 3).all(), "who holds it keeps it"
+        with pytest.raises(
+            InfrastructureError,
+            match="there is none now; version 3 was lost with the process that kept it",
+        ):
+            weights.latest(timeout=0.1)
+        del held
+        gc.collect()
+
+
+def test_the_process_that_keeps_weights_is_started_again_and_ends_with_the_job(
+    tmp_path: Path,
+) -> None:
+    with coordinator(tmp_path, keeps=True) as made:
+        first = until(lambda: made.keeper, 60)
+        os.kill(first, signal.SIGKILL)
+        second = until(lambda: made.keeper not in (0, first) and made.keeper, 60)
+    until(lambda: not holder._runs(second), 60)

@@ -1,0 +1,158 @@
+"""Jobs of several roles that cannot be: each is refused in one sentence, with exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dlrover.cli.main import app
+from dlrover.errors import ConfigurationError
+from dlrover.roles import Job, capacity
+from dlrover.roles.loading import load
+from dlrover.roles.spec import Failover, Form, Kind
+
+PROGRAM = "class Work:\n    def run(self): ...\n\ndef main(): ...\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "work.py").write_text(PROGRAM)
+    return tmp_path
+
+
+def refused(folder: Path, text: str, suffix: str = "yaml") -> str:
+    file = folder / f"job.{suffix}"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        load(str(file))
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+YAML = """
+name: grpo
+roles:
+  trainer: {entry: work.py --lr 0.1, kind: elastic, instances: [1, 2], processes: 2, depends_on: {rollout: restart}}
+  rollout:
+    entry: work:Work
+    instances: 2
+    env: {SEED: 1}
+    config: {temperature: 0.7}
+    resources: {cpu: 500m, memory: 1Gi}
+    failover: role
+    max_restarts: 3
+  main: {entry: work.main, kind: driver, depends_on: [trainer, rollout]}
+"""
+
+
+def test_yaml_and_python_say_the_same(folder: Path) -> None:
+    (folder / "job.yaml").write_text(YAML)
+    found = load(str(folder / "job.yaml"))
+    (folder / "job.py").write_text(
+        "from dlrover.roles import Job\n"
+        "job = (Job('grpo')\n"
+        " .role('trainer', 'work.py --lr 0.1', kind='elastic', instances=(1, 2), processes=2,"
+        " depends_on={'rollout': 'restart'})\n"
+        " .role('rollout', 'work:Work', instances=2, env={'SEED': '1'}, config={'temperature': 0.7},"
+        " resources={'cpu': 0.5, 'memory': '1Gi'}, failover='role', max_restarts=3)\n"
+        " .role('main', 'work.main', kind='driver', depends_on=['trainer', 'rollout']))\n"
+    )
+    assert load(str(folder / "job.py")) == found
+    trainer, rollout, main = found.roles
+    assert trainer.entry.args == ("--lr", "0.1")
+    assert (trainer.least, trainer.most, trainer.kind) == (1, 2, Kind.ELASTIC)
+    assert (rollout.size.cpu, rollout.size.memory) == (0.5, 1 << 30)
+    assert (rollout.failover, rollout.env, rollout.config) == (
+        Failover.ROLE,
+        {"SEED": "1"},
+        {"temperature": 0.7},
+    )
+    assert [role.entry.form for role in found.roles] == [Form.SCRIPT, Form.OBJECT, Form.FUNCTION]
+    assert (found.driver, main.depends_on) == ("main", {"trainer": "wait", "rollout": "wait"})
+
+
+@pytest.mark.parametrize(
+    ("roles", "says"),
+    [
+        ("a: {entry: work.py, depends_on: b}\n  b: {entry: work.py, depends_on: a}",
+         "The roles need each other in a circle: a -> b -> a; take one depends_on away."),
+        ("a: {entry: work.py, depends_on: a}",
+         "The roles need each other in a circle: a -> a; take one depends_on away."),
+        ("a: {entry: work.py, kind: driver}\n  b: {entry: work.py, kind: driver}",
+         "The roles a and b are both drivers; a job has at most one."),
+        ("a: {entry: gone.py}", "role a: entry gone.py: the script does not exist (looked in"),
+        ("a: {entry: 'gone:Work'}", "role a: entry gone: there is no module gone (looked in"),
+        ("a: {entry: 'work:Wrok'}", "role a: entry: module work has no Wrok; did you mean Work?"),
+        ("a: {entry: work.mian}", "role a: entry: module work has no mian; did you mean main?"),
+        ("a: {entry: python}", "role a: entry 'python': must be a script as 'train.py --lr 0.1', an object"),
+        ("a: {entry: work.py, instance: 2}",
+         "job.yaml: role a: the key instance is unknown; did you mean instances?"),
+        ("a: {entry: work.py, colour: red}",
+         "job.yaml: role a: the key colour is unknown; known keys are entry, kind, instances,"),
+        ("a: {entry: work.py, instances: 0}",
+         "role a: instances (0, 0): must be N or (MIN, MAX) with 1 <= MIN <= MAX."),
+        ("a: {entry: work.py, instances: two}", "role a: instances two: must be N or (MIN, MAX)."),
+        ("a: {entry: work.py, kind: worker}", "role a: kind worker: must be one of elastic, simple, driver."),
+        ("a: {entry: work.py, failover: node}",
+         "role a: failover node: must be one of instance, role, job."),
+        ("a: {entry: work.py, spares: 1}", "role a: spares 1: must be 0, or more for an elastic role."),
+        ("a: {entry: work.py, processes: 2}", "role a: processes 2: must be 1, or more for an elastic role."),
+        ("a: {entry: work.py, depends_on: roll}", "role a: depends_on roll: must be another role: a."),
+        ("a: {entry: work.py, depends_on: {a: never}}", "role a: depends_on never: must be wait or restart."),
+        ("a: {entry: work.py, resources: {gpus: 1}}", "role a: resources gpus: must be cpu or memory."),
+        ("a: {entry: work.py, resources: {memory: much}}",
+         "role a: resources memory much: must be a number of bytes, as 2Gi."),
+        ("a: {entry: work.py, kind: driver, instances: 2}",
+         "role a: kind driver: a driver is a script or a function with one instance."),
+        ("a: {entry: 'work:Work'}",
+         "All roles of job x are objects that others call, so it would never end; add a driver."),
+        ("a/b: {entry: work.py}", "role a/b: a name has letters, digits, - and _, begins with a letter"),
+    ],
+)  # fmt: skip
+def test_each_fault_is_one_sentence(folder: Path, roles: str, says: str) -> None:
+    assert refused(folder, f"name: x\nroles:\n  {roles}\n").startswith(says)
+
+
+def test_python_files_that_make_no_job(folder: Path) -> None:
+    assert "defines no job" in refused(folder, "jobs = 1\n", "py")
+    wrong = "from dlrover.roles import Job\njob = Job('x').role('a', 'work.py', instance=2)\n"
+    assert refused(folder, wrong, "py").endswith(
+        "unexpected keyword argument 'instance'; did you mean instances?"
+    )
+    assert "job.py:1: ZeroDivisionError" in refused(folder, "1 / 0\n", "py")
+
+
+def test_more_than_the_machine_has_is_said_at_once_for_each_role(folder: Path) -> None:
+    job = Job("x", directory=folder)
+    job.role("rollout", "work.py", instances=4, resources={"cpu": 2})
+    job.role("trainer", "work.py", resources={"cpu": 1.5})
+    job.role("free", "work.py")
+    with pytest.raises(ConfigurationError) as caught:
+        capacity.check(job.spec(), 8, 1 << 30)
+    assert str(caught.value) == (
+        "resources: the roles need 9.5 cores, and this machine has 8: rollout 4 x 2, trainer 1 x 1.5."
+    )
+    capacity.check(job.spec(), 10, 1 << 30)
+
+
+def test_roles_of_one_group_take_turns_with_what_they_need(folder: Path) -> None:
+    job = Job("x", directory=folder)
+    for name in ("rollout", "trainer"):
+        job.role(name, "work.py", resources={"memory": "6Gi"}, collocate="gpu")
+    capacity.check(job.spec(), 1, 8 << 30)
+    job.role("reward", "work.py", resources={"memory": "3Gi"})
+    with pytest.raises(ConfigurationError, match="need 9Gi of memory, and this machine has 8Gi"):
+        capacity.check(job.spec(), 1, 8 << 30)
+
+
+def test_the_command_exits_with_2(folder: Path) -> None:
+    (folder / "job.yaml").write_text("name: x\nroles: {a: {entry: work.py}}\n")
+    for words, says in (
+        ([str(folder / "gone.yaml")], "the file does not exist"),
+        ([str(folder / "job.yaml"), "--platform", "kubernetes"], "kubernetes is not supported yet"),
+        ([str(folder / "job.yaml"), "--platform", "slurm"], "must be local or ray"),
+    ):
+        result = CliRunner().invoke(app, ["roles", *words])
+        assert isinstance(result.exception, ConfigurationError)
+        assert (says in str(result.exception), result.exception.exit_code) == (True, 2)

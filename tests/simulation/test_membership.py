@@ -1,0 +1,136 @@
+"""Jobs that survive losses: no loss opens a round while another rank trains, and lost ranks come back."""
+
+import random
+
+import pytest
+
+from dlrover.errors import ExitCode
+from dlrover.spec.events import ReplicaJoined, ReplicaLost, RoundOpened
+from dlrover.spec.failure import FailureKind
+from dlrover.spec.job import JobSpec, Limits
+from tests.simulation.cluster import WORKER_KINDS, Cluster
+from tests.simulation.nodes import Delays
+
+ENOUGH = Limits(
+    max_infrastructure_restarts=1000, no_progress_restarts=1000, node_start_attempts=1000
+)
+SEEDS = range(8)
+
+
+def job(count: int) -> JobSpec:
+    return JobSpec(
+        name="simulated",
+        min_nodes=count,
+        max_nodes=count,
+        managed_nodes=count,
+        max_restarts=1000,
+        survive=True,
+        limits=ENOUGH,
+    )
+
+
+def started(count: int, seed: int, nproc: int = 2) -> Cluster:
+    cluster = Cluster(job(count), nodes=0, nproc=nproc, steps=300, seed=seed)
+    cluster.run_until(lambda: cluster.training)
+    return cluster
+
+
+def counts(cluster: Cluster, *kinds: type) -> tuple[int, ...]:
+    return tuple(sum(isinstance(e.body, kind) for e in cluster.events) for kind in kinds)
+
+
+def all_train(cluster: Cluster) -> bool:
+    membership = cluster.machine.state.membership
+    return membership.round > 0 and membership.attempts.keys() == membership.latest.keys()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_killed_worker_costs_no_round(seed):
+    cluster = started(3, seed)
+    cluster.kill_worker(cluster.nodes[seed % 3])
+    cluster.run_until(lambda: counts(cluster, ReplicaJoined) == (1,) and all_train(cluster))
+    assert counts(cluster, RoundOpened, ReplicaLost) == (1, 1)
+    assert cluster.finish().exit_code == ExitCode.SUCCESS
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_killed_node_costs_no_round_and_its_ranks_come_back(seed):
+    cluster = started(3, seed)
+    lost = cluster.nodes[seed % 3]
+    ranks = {lost.first_rank, lost.first_rank + 1}
+    cluster.kill_agent(lost)
+    cluster.run_until(lambda: counts(cluster, ReplicaJoined) == (2,))
+    assert counts(cluster, RoundOpened, ReplicaLost) == (1, 1)
+    membership = cluster.machine.state.membership
+    assert {membership.attempts[rank] for rank in ranks} == {1}
+    assert cluster.finish().exit_code == ExitCode.SUCCESS
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_losses_at_once_and_during_the_masters_absence_cost_no_round(seed):
+    cluster = started(4, seed)
+    cluster.kill_worker(cluster.nodes[0])
+    cluster.kill_worker(cluster.nodes[1])
+    cluster.kill_master(3.0)
+    cluster.kill_worker(cluster.nodes[2])
+    cluster.run_until(lambda: counts(cluster, ReplicaJoined) == (3,) and all_train(cluster))
+    assert counts(cluster, RoundOpened, ReplicaLost) == (1, 3)
+    assert cluster.finish().exit_code == ExitCode.SUCCESS
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_last_rank_opens_a_round(seed):
+    cluster = started(1, seed, nproc=1)
+    cluster.kill_worker(cluster.nodes[0])
+    cluster.run_until(lambda: cluster.machine.rendezvous.round == 2 and cluster.training)
+    assert counts(cluster, ReplicaLost) == (0,)
+    assert cluster.finish().exit_code == ExitCode.SUCCESS
+
+
+def test_a_mistake_of_the_program_is_no_loss():
+    cluster = started(3, 1)
+    cluster.kill_worker(cluster.nodes[0], FailureKind.EXCEPTION)
+    cluster.run_until(lambda: cluster.machine.rendezvous.round == 2 and cluster.training)
+    assert counts(cluster, ReplicaLost) == (0,)
+
+
+def troubled(seed: int) -> Cluster:
+    """A job of replicas whose faults of all kinds end after two minutes."""
+    chance = random.Random(seed)
+    cluster = Cluster(
+        job(chance.randint(1, 5)),
+        nodes=0,
+        nproc=chance.randint(1, 3),
+        steps=chance.choice([5, 40, 100]),
+        seed=seed,
+        delays=Delays(revive=(0.1, 20.0)),
+    )
+    away = [0.1, 1.0, 5.0, 30.0]
+    cluster.inject(
+        [
+            lambda n: cluster.kill_worker(n, chance.choice(WORKER_KINDS), chance.randrange(3)),
+            cluster.kill_worker,
+            cluster.kill_agent,
+            cluster.break_device,
+            lambda n: cluster.disconnect(n, chance.choice([0.0, 0.0, 1.0, 2.0, 5.0, 20.0])),
+            lambda n: cluster.silence(n, chance.choice([0.5, 2.0, 30.0, 70.0, 100.0])),
+            lambda _: cluster.kill_master(chance.choice(away)),
+            lambda _: cluster.kill_master(chance.choice(away), after_commands=chance.randrange(6)),
+        ],
+        every=chance.choice([0.5, 2.0, 5.0, 20.0]),
+        until=120.0,
+    )
+    return cluster
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "block", [pytest.param(b, marks=[pytest.mark.heavy] if b else []) for b in range(10)]
+)
+def test_a_job_of_replicas_whose_faults_end_succeeds(block):
+    for seed in range(block * 100, (block + 1) * 100):
+        cluster = troubled(seed)
+        outcome = cluster.finish(limit=3600.0)
+        assert outcome.exit_code == ExitCode.SUCCESS, f"seed {seed}: {outcome.reason}"
+        assert cluster.program.steps_done >= cluster.program.steps
