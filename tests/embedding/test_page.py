@@ -16,5 +16,5 @@ def test_the_blocks_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     names: dict[str, object] = {}
     for block in BLOCKS:
         exec(compile(block, str(PAGE), "exec"), names)
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
     assert (tmp_path / "users.table").exists()

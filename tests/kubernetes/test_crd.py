@@ -85,7 +85,7 @@ def test_rules_name_the_field_and_are_given_to_servers_that_know_cel() -> None:
     assert len(rules) == 14
     for rule in rules:
         assert rule["message"].partition(":")[0].rpartition(".")[2] in (
-            "name", "replicaSpecs", "minReplicas", "containers", "envs"
+            "name", "replicaSpecs", "minReplicas", "containers", "envs", "spares"
         )  # fmt: skip
 
 

@@ -75,7 +75,7 @@ def compiled(directory: Path, program: str) -> Path:
 def test_a_library_of_another_version(tmp_path: Path):
     program = 'extern "C" { int dlrover_abi() { return 7; } const char* dlrover_variant() { return ""; } }'
     loaded = library.load("auto", compiled(tmp_path, program))
-    assert loaded == library.Loaded(None, "the compiled library has interface 7 instead of 4")
+    assert loaded == library.Loaded(None, "the compiled library has interface 7 instead of 5")
 
 
 def test_a_library_of_another_project(tmp_path: Path):

@@ -31,6 +31,7 @@ from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.master.service import Master
+from dlrover.rpc.messages import StopRequest
 from dlrover.spec.brain import Similar
 from dlrover.spec.events import Event
 from dlrover.spec.failure import FailureKind
@@ -426,7 +427,7 @@ class Cluster:
 
     def stop(self, exit_code: int = ExitCode.STOPPED) -> None:
         """Stop the job as a user would."""
-        self._submit(inputs.StopRequested("stopped", exit_code))
+        self._submit(StopRequest("stopped", exit_code))
 
     def scale(
         self, nodes: int, source: Literal["user", "plan"] = "user", role: str = WORKER

@@ -92,7 +92,7 @@ class Run:
             self._begin()
 
     def _begin(self) -> None:
-        if not self._begun and self.nodes and len(self.nodes) >= self._awaited:
+        if not self._begun and 0 < self._awaited <= len(self.nodes):  # servers await nobody
             self._begun = True
             self._continue()
 
