@@ -22,6 +22,7 @@ from dlrover.roles.messages import (
     AckItems,
     GetItems,
     JobView,
+    JoinRole,
     Later,
     LookCursor,
     LookQueue,
@@ -174,6 +175,7 @@ class RolesService:
     async def _ask(self, request: RoleRequest) -> RoleReply:
         """Answer a request; it waits for what it asks for as long as it says."""
         try:
+            self._check_connected(request)
             if isinstance(request, LookCursor | LookQueue):
                 return self.shared.handle(request)
             if not await self._comes_true(request):
@@ -183,6 +185,16 @@ class RolesService:
             return Turned(str(error))
         except msgspec.MsgspecError as error:
             return Turned(f"The request cannot be handled: {error}.")
+
+    def _check_connected(self, request: RoleRequest) -> None:
+        """Have a process that lost its connection ask again once it has joined again; the same for a holder.
+
+        Raises:
+            InfrastructureError: It has not yet.
+        """
+        for place in (request.place, getattr(request, "holder", request.place)):
+            if not isinstance(request, JoinRole) and self.shared.members.is_away(place):
+                raise InfrastructureError(f"{place} has lost its connection and joins again.")
 
     def _replied(self, reply: RoleReply) -> RoleReply:
         if isinstance(reply, PublishedAs):
