@@ -47,3 +47,17 @@ def test_what_comes_before_a_process_has_joined_again_is_to_be_asked_again() -> 
     assert asked(service, SetCursor(TRAINER, b"x")) == Agreed()
     service.ended("trainer", 0, 1, "it was killed by SIGKILL")
     assert isinstance(asked(service, SetCursor(TRAINER, b"x")), Turned), "it is over"
+
+
+def test_the_views_of_another_coordinator_have_higher_numbers() -> None:
+    journal = Inputs()
+    service = RolesService(journal)
+    for index in range(3):
+        asked(service, JoinRole(Place("a", index, 1), Address("127.0.0.1", 1)))
+        asked(service, SetCursor(Place("a", index, 1), b"x"))
+    before = service._view
+    assert before.number > 1
+    for _ in range(2):
+        service = RolesService(journal, list(journal))
+        assert service._view.number >= before.number, "a publisher waits for the number"
+        assert service._view.roles == before.roles

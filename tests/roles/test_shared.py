@@ -351,7 +351,7 @@ def test_a_process_that_comes_back_puts_nothing_twice_and_serves_with_the_weight
     for place in (TRAINER, rollout(), KEEPER):
         shared.handle(MemberEnded(place, "no connection", final=False))
         shared.validate()
-        with pytest.raises(ProtocolError, match="it has ended .no connection"):
+        with pytest.raises(ProtocolError, match=r"it has ended .no connection"):
             shared.handle(LookCursor(place))
         shared.handle(JoinRole(place, AT))
     put(shared, 1, b"a")  # again: the first reply was lost with the connection

@@ -86,8 +86,11 @@ class RolesService:
         """The same for what views show."""
         self._watched: dict[Place, int] = {}
         self._timers: dict[Place, asyncio.TimerHandle] = {}
-        for entry in entries:
+        replayed = 0
+        for replayed, entry in enumerate(entries, 1):  # noqa: B007 - the number of them
             self._replay(entry)
+        # Each entry makes at most one view: this coordinator's have higher numbers than its predecessors'.
+        self._view = JobView(replayed)
         self._renew_view()
 
     def _replay(self, entry: bytes) -> None:
