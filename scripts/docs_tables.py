@@ -68,6 +68,7 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.WorkerFailed(_FAILURE, _VERDICT),
     events.InstanceStarted(3, "ps", 1, 2),
     events.InstanceRestarts(3, "ps", 1, 1, "it was killed by SIGKILL"),
+    events.InstanceStuck("rollout", 1, "work", 61.0),
     events.InstanceEnded("rollout", 1, "it was killed by SIGKILL"),
     events.RolesSubmitted("grpo", ("trainer", "rollout", "main")),
     events.CoordinatorRecovered(42),

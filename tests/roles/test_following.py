@@ -28,10 +28,10 @@ def test_instances_come_and_go_one_by_one() -> None:
         events.NodeSucceeded(5),
     )
     assert found == [
-        InstanceUp("a", 2, 0, 1, 1),
-        InstanceUp("a", 2, 1, 1, 2),
+        InstanceUp("a", 2, 0, 1, 1, 0),
+        InstanceUp("a", 2, 1, 1, 2, 1),
         InstanceDown("a", 2, 1, "it was killed", 3),
-        InstanceUp("a", 2, 1, 2, 4),
+        InstanceUp("a", 2, 1, 2, 4, 5),
         InstanceDown("a", 2, 1, "it has succeeded", 5, failed=False),
     ]
 

@@ -258,10 +258,31 @@ def test_another_coordinator_repeats_what_the_last_one_may_not_have_done() -> No
     assert [(c.role, c.index) for c in told] == [("rollout", 1)]
 
 
+def test_an_instance_without_progress_ends_as_after_any_failure_and_for_its_own_reason() -> None:
+    driver = running()
+    stuck = machine.InstanceStuck("rollout", 1, 1, 0, "work", 61.0)
+    (order,) = [c for c in driver.give(stuck) if isinstance(c, machine.EndInstance)]
+    why = "it had made no progress for 61 s in the phase work"
+    assert (order.role, order.index, order.attempt, order.round) == ("rollout", 1, 1, 0)
+    assert order.reason == why
+    assert driver.give(stuck) == [], "once"
+    assert order in driver.give(machine.CoordinatorStarted(9)), "another coordinator repeats it"
+    (told,) = [c for c in driver.down("rollout", 1) if isinstance(c, machine.MemberEnded)]
+    assert told.reason == why
+    assert driver.role("rollout").instance_restarts == 1
+    assert driver.give(stuck) == [], "it is down"
+    driver.up("rollout", 1, round_=1)
+    assert driver.give(stuck) == [], "another life"
+    again = machine.InstanceStuck("rollout", 1, 1, 1, "", 61.0)
+    assert [type(c) for c in driver.give(again)] == [machine.Emit, machine.EndInstance]
+    assert set(driver.status().values()) == {"running"}, "no other role is disturbed"
+
+
 NAMES = [role.name for role in GRPO]
 INPUTS = st.one_of(
     st.builds(machine.InstanceUp, st.sampled_from(NAMES), st.integers(1, 3), st.integers(0, 1), st.integers(0, 2), st.integers(0, 50)),
     st.builds(machine.InstanceDown, st.sampled_from(NAMES), st.integers(1, 3), st.integers(0, 1), st.just("killed"), st.integers(0, 50)),
+    st.builds(machine.InstanceStuck, st.sampled_from(NAMES), st.integers(1, 3), st.integers(0, 1), st.integers(0, 2), st.just("work"), st.just(9.0)),
     st.builds(machine.RoleExited, st.sampled_from(NAMES), st.integers(1, 3), st.sampled_from([0, 1, 3, 143]), st.just("It ended."), st.booleans(), st.booleans()),
     st.builds(machine.RoleLaunched, st.sampled_from(NAMES), st.integers(1, 3), st.just("1:1")),
     st.builds(machine.CoordinatorStarted, st.just(1)),

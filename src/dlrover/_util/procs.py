@@ -80,7 +80,7 @@ def command(pid: int) -> list[str]:
 def children() -> list[int]:
     """Return the pids of this process's children."""
     me = os.getpid()
-    return [pid for pid in pids() if _parent(pid) == me]
+    return [pid for pid in pids() if parent(pid) == me]
 
 
 def running(module: str) -> set[int]:
@@ -116,7 +116,8 @@ def end_in_order(pids: Iterable[int], timeout: float) -> None:
         _reap(pid, until - time.monotonic())
 
 
-def _parent(pid: int) -> int:
+def parent(pid: int) -> int:
+    """Return the pid of a process's parent; 0 if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -123,16 +123,19 @@ def render_status(report: RolesReport, console: Console) -> None:
         console.print(
             f"Exit code {report.outcome.exit_code}: {report.outcome.reason}", soft_wrap=True
         )
-    rows = [["role", "kind", "status", "restarts", "instance", "state", "weights", "last end"]]
+    rows = [
+        ["role", "kind", "status", "restarts", "instance", "state", "phase", "weights", "last end"]
+    ]
     for role in status.roles:
         waits = f" for {', '.join(role.waits_for)}" if role.waits_for else ""
         first = (role.name, role.kind, f"{role.status}{waits}", str(role.restarts))
         for number, one in enumerate(role.instances):
             using = ", ".join(f"{name} {version}" for name, version in one.weights.items())
             cells = first if number == 0 else ("",) * len(first)
-            rows.append([*cells, str(one.index), one.state, using or "-", one.reason or "-"])
+            phase = f"{one.phase} {one.phase_seconds:.0f} s" if one.phase else "-"
+            rows.append([*cells, str(one.index), one.state, phase, using or "-", one.reason or "-"])
         if not role.instances:
-            rows.append([*first, "-", "-", "-", "-"])
+            rows.append([*first, "-", "-", "-", "-", "-"])
     print_table(rows)
     for weights in status.weights:
         version = weights.version or "none yet"

@@ -50,6 +50,7 @@ class Job:
         failover: str = "instance",
         max_restarts: int = 10,
         window: float = 3600.0,
+        health: Mapping[str, float] | None = None,
         depends_on: str | Sequence[str] | Mapping[str, str] = (),
         collocate: str = "",
         shutdown_timeout: int = 30,
@@ -71,6 +72,8 @@ class Job:
             failover: What restarts when an instance fails: ``"instance"``, ``"role"`` or ``"job"``.
             max_restarts: Restarts within ``window`` seconds before the failure ends the job.
             window: See ``max_restarts``.
+            health: Seconds without progress after which an instance is restarted, by phase: ``start``, ``work``,
+                or one that the program names.
             depends_on: Roles that must run first; as a mapping, each with what happens when one of its
                 instances fails: ``"wait"`` (nothing) or ``"restart"`` (this role restarts).
             collocate: Name of a group of roles that use the same resources in turn.
@@ -95,6 +98,7 @@ class Job:
                 failover=_choice(name, "failover", failover, Failover),
                 max_restarts=_whole(name, "max_restarts", max_restarts),
                 window=float(window),
+                health=_limits(name, health or {}),
                 depends_on=_dependencies(name, depends_on),
                 collocate=collocate,
                 shutdown_timeout=_whole(name, "shutdown_timeout", shutdown_timeout),
@@ -143,6 +147,13 @@ def _texts(role: str, env: Mapping[str, str]) -> dict[str, str]:
         if isinstance(value, Mapping | list | None):
             raise _refuse(role, "env", name, "takes names of variables with texts")
     return {str(name): str(value) for name, value in env.items()}
+
+
+def _limits(role: str, health: Mapping[str, float]) -> dict[str, float]:
+    for phase, seconds in health.items():
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+            raise _refuse(role, f"health {phase}", seconds, "must be a number of seconds")
+    return {str(phase): float(seconds) for phase, seconds in health.items()}
 
 
 def _json(role: str, given: Mapping[str, Any]) -> dict[str, Any]:

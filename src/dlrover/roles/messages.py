@@ -21,6 +21,8 @@ MAX_CURSOR = 1024 * 1024
 """Maximum bytes of a cursor."""
 MAX_TEXT = 4000
 """Characters of a reason that are kept."""
+START, WORK, IDLE = "start", "work", "idle"
+"""Phases that an instance is in by itself; programs may name others."""
 HOLDER = ".holder"
 """Role of the processes that keep weights; no role of a user has a dot in its name."""
 
@@ -365,6 +367,28 @@ class WeightsView(msgspec.Struct, frozen=True, array_like=True):
     def valid(self, version: Version) -> bool:
         """Return whether no rollback has undone a version."""
         return all(version.step <= step for step in self.rollbacks[version.epoch :])
+
+
+class Pulse(msgspec.Struct, frozen=True, array_like=True):
+    """An instance's report of its phase; no journal has it."""
+
+    place: Place
+    phase: _Name
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    """Seconds since the phase began."""
+    still: Annotated[float, msgspec.Meta(ge=0)]
+    """Seconds since the phase began or the last progress was made, whatever is later."""
+    progress: _Number = 0
+    """Calls ended, items put or acknowledged, versions published, steps made, and what the program counts itself."""
+
+
+class PulseReply(msgspec.Struct, frozen=True, array_like=True):
+    """What `Pulse` gets."""
+
+    pause: float
+    """Seconds until the next report."""
+    end: str = ""
+    """Why the process must end itself; empty: it need not."""
 
 
 class WatchJob(msgspec.Struct, frozen=True, array_like=True):

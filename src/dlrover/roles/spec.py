@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from dlrover.errors import ConfigurationError
+from dlrover.roles.messages import IDLE
 from dlrover.spec.node import NodeLimits
 
 FORMAT = 1
@@ -83,6 +85,8 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_restarts: int = 10
     """Restarts within ``window``: of each instance, or of the role where it restarts as a whole."""
     window: float = 3600.0
+    health: dict[str, float] = {}
+    """Seconds without progress after which an instance is restarted, for each phase that has such a limit."""
     depends_on: dict[str, OnFailure] = {}
     """Roles that must run first. ``restart``: this role restarts when an instance of the other fails."""
     collocate: str = ""
@@ -160,6 +164,7 @@ def check(job: RolesJob) -> None:
         )
     for role in job.roles:
         _check_role(role)
+        _check_health(role)
         _check_dependencies(role, names)
     circle = _circle(job)
     if circle:
@@ -194,6 +199,16 @@ def _check_role(role: RoleSpec) -> None:
         refuse("window", role.window, "must be a number of seconds above 0")
     if role.kind is Kind.ELASTIC and role.is_service and role.failover is not Failover.INSTANCE:
         refuse("failover", role.failover.value, "an elastic role of objects takes instance")
+
+
+def _check_health(role: RoleSpec) -> None:
+    for phase, seconds in role.health.items():
+        why = "must be the name of a phase with seconds above 0"
+        if phase == IDLE:
+            why = "an idle instance waits for others, so that idle has no limit"
+        elif NAME.fullmatch(phase) and 0 < seconds < math.inf:
+            continue
+        raise ConfigurationError(f"role {role.name}: health {phase}: {seconds:g}: {why}.")
 
 
 def _check_dependencies(role: RoleSpec, names: Sequence[str]) -> None:

@@ -590,6 +590,27 @@ class RoleRestarts(msgspec.Struct, frozen=True, tag="role_restarts"):
         return f"Role {self.role} restarts: {self.reason}."
 
 
+class InstanceStuck(msgspec.Struct, frozen=True, tag="instance_stuck"):
+    """An instance of a role lives, but made no progress for longer than its phase may take; it is ended."""
+
+    role: str
+    index: int
+    phase: str
+    """``start``, ``work`` or one that the program names; empty if the instance said nothing."""
+    seconds: float
+    """Seconds without progress, or without a word."""
+
+    def why(self) -> str:
+        """Return the reason of its end, as part of a sentence."""
+        if not self.phase:
+            return f"it had not reported for {self.seconds:.0f} s"
+        return f"it had made no progress for {self.seconds:.0f} s in the phase {self.phase}"
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        return f"Instance {self.index} of {self.role} is ended: {self.why()}."
+
+
 class InstanceEnded(msgspec.Struct, frozen=True, tag="instance_ended"):
     """An instance of a role has failed or was stopped."""
 
@@ -827,6 +848,7 @@ EventBody: TypeAlias = (
     | WorkerFailed
     | InstanceStarted
     | InstanceRestarts
+    | InstanceStuck
     | InstanceEnded
     | RestartDecided
     | ReplicaLost

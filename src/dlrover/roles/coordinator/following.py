@@ -24,7 +24,7 @@ class Reader:
         match event.body:
             case events.InstanceStarted(node, _, index, start):
                 self._index[node] = index
-                yield self._up(index, start, event)
+                yield self._up(index, start, event, node)
             case events.InstanceRestarts(_, _, index, _, reason):
                 yield self._down(index, reason, event)
             case events.RoundOpened(_, reason):
@@ -41,8 +41,8 @@ class Reader:
             yield self._down(index, reason, event)
         self._world = 0
 
-    def _up(self, index: int, round_: int, event: Event) -> InstanceUp:
-        return InstanceUp(self._role, self._attempt, index, round_, event.seq)
+    def _up(self, index: int, round_: int, event: Event, node: int = -1) -> InstanceUp:
+        return InstanceUp(self._role, self._attempt, index, round_, event.seq, node)
 
     def _down(self, index: int, reason: str, event: Event, *, failed: bool = True) -> InstanceDown:
         return InstanceDown(self._role, self._attempt, index, reason, event.seq, failed)

@@ -25,11 +25,18 @@ CONNECT_PAUSE = 0.2
 """Seconds between attempts to reach the master of a role's job, which may be starting."""
 SERVE = "dlrover.roles.runtime.serve"
 """Module that runs the objects and functions of roles."""
+AGENT, ZYGOTE = "dlrover.agent", "zygote.main("
+"""What the command lines of agents, and of the processes of which workers are forks, have in them."""
 PREFIX = "[${role_name}${rank}]:"
 
 OnExit = Callable[[str, int, Outcome | None, int], None]
 """Callback for the end of a role's job: role, attempt, outcome (None if it left none), and the exit code of its
 launcher (0 if unknown)."""
+
+
+def option(command: list[str], name: str) -> str:
+    """Return the value of an option in a command; empty if it has none."""
+    return command[command.index(name) + 1] if name in command[:-1] else ""
 
 
 def directory_of(job_dir: Path, role: str) -> JobDir:
@@ -145,6 +152,23 @@ class RoleJobs:
             if procs.command(pid)[: len(command)] == command and (started := procs.start_time(pid))
         ]
         return "{1}:{0}".format(*min(ages)) if ages else ""
+
+    def workers(self, name: str, node: int) -> list[int]:
+        """Return the worker processes of a node of the role's job; -1: of all its nodes."""
+        words = {"--job-dir", str(directory_of(self._job_dir, name).path), AGENT}
+        parents = {pid: procs.parent(pid) for pid in procs.pids()}
+        commands = {pid: procs.command(pid) for pid in parents}
+        agents = {
+            pid
+            for pid, command in commands.items()
+            if words <= set(command) and (node < 0 or option(command, "--node-id") == str(node))
+        }
+        zygotes = {
+            pid
+            for pid, parent in parents.items()
+            if parent in agents and any(ZYGOTE in word for word in commands[pid])
+        }
+        return [pid for pid, parent in parents.items() if parent in zygotes]
 
     def watch(self, name: str, attempt: int, handle: str) -> None:
         """Report the end of a role's job."""

@@ -10,14 +10,17 @@ from collections.abc import Mapping
 
 import msgspec
 
+from dlrover._util import procs
 from dlrover.errors import DLRoverError, ExitCode, InfrastructureError
 from dlrover.master.app import read_outcome
 from dlrover.master.journal.history import History
 from dlrover.roles.coordinator.following import Reader
+from dlrover.roles.coordinator.health import HealthWatch
 from dlrover.roles.coordinator.jobs import RoleJobs, directory_of
 from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.coordinator.status import RolesStatus, StatusRequest, status_of
 from dlrover.roles.machine import job as machine
+from dlrover.roles.machine.health import Stuck
 from dlrover.roles.machine.job import RolesMachine
 from dlrover.roles.messages import HOLDER
 from dlrover.roles.runtime.environment import variables
@@ -35,6 +38,7 @@ logger = logging.getLogger(__name__)
 NOTABLE = (
     events.CoordinatorRecovered,
     events.RoleRestarts,
+    events.InstanceStuck,
     events.InstanceEnded,
     events.RoleEnded,
 )
@@ -90,10 +94,13 @@ class Coordinator:
                 if isinstance(command, machine.Emit):
                     history.add(command.body, now)
         self.service = RolesService(self._journal, served)
+        self._health = HealthWatch(config.job, self._found_stuck, self._kill)
+        self._looking: asyncio.Task[None] | None = None
 
     def register(self, server: Server) -> None:
         """Register the methods that processes of roles and users call."""
         self.service.register(server)
+        self._health.register(server)
         server.unary("Status", StatusRequest, self._status)
         server.unary("Stop", StopRequest, self._stop)
 
@@ -101,6 +108,7 @@ class Coordinator:
         """Begin the job, or go on with it; the server listens at ``address``."""
         self._address = address
         self.service.begin()
+        self._looking = asyncio.create_task(self._health.run())
         if self._lifeline_fd >= 0:
             own = variables(address, self._job_dir.token, HOLDER, 0, job=self._config.job.name)
             self._keeping = asyncio.create_task(keep(self.service, own, self._lifeline_fd))
@@ -114,8 +122,9 @@ class Coordinator:
 
     def close(self) -> None:
         """Leave the roles' jobs alone, which go on if the job does."""
-        if self._keeping is not None:
-            self._keeping.cancel()
+        for own in (self._keeping, self._looking):
+            if own is not None:
+                own.cancel()
         self.service.close()
         self._jobs.close()
         for task in self._following.values():
@@ -151,6 +160,14 @@ class Coordinator:
             machine.RoleExited(role, attempt, outcome.exit_code, outcome.reason, hopeless=hopeless)
         )
 
+    def _found_stuck(self, stuck: Stuck) -> None:
+        place = stuck.place
+        self.submit(
+            machine.InstanceStuck(
+                place.role, place.attempt, place.index, place.round, stuck.phase, stuck.seconds
+            )
+        )
+
     async def _follow(self, name: str, attempt: int) -> None:
         reader = Reader(self._config.job.role(name), attempt)
         seen = self.machine.roles[name].seen
@@ -162,7 +179,8 @@ class Coordinator:
                 say(f"{name}: {event.sentence()}")
 
     async def _status(self, _: StatusRequest) -> RolesStatus:
-        return status_of(self.machine, self.service.snapshot(), time.time())
+        phases = self._health.phases()
+        return status_of(self.machine, self.service.snapshot(), time.time(), phases)
 
     async def _stop(self, request: StopRequest) -> Done:
         self.submit(machine.StopRequested(request.reason, request.exit_code))
@@ -184,7 +202,10 @@ class Coordinator:
                 asyncio.get_running_loop().call_soon(self._stop_role, name, attempt)
             case machine.EndJob():
                 self._end(command)
+            case machine.EndInstance():
+                self._health.end(command)
             case _:
+                self._health.told(command)
                 self._tell(command)
 
     def _tell(self, command: machine.MemberStarted | machine.MemberEnded) -> None:
@@ -197,6 +218,23 @@ class Coordinator:
                     self.service.ended(role, index, attempt, reason, round_)
         except DLRoverError as error:  # a later life is known already
             logger.info("%s", error)
+
+    def _kill(self, order: machine.EndInstance) -> None:
+        """Kill the processes of an instance, if they are on this machine."""
+        member = self.machine.roles[order.role].members[order.index]
+        here = self._config.platform == "local"
+        if not (
+            here and member.up and (member.attempt, member.round) == (order.attempt, order.round)
+        ):
+            return
+        known = self.service.shared.members.get(order.role, order.index)
+        life = (order.attempt, order.round)
+        if known is not None and known.place.life == life and known.pid:
+            pids = [known.pid] if known.state != "ended" else []
+        else:
+            pids = self._jobs.workers(order.role, order.node)
+        logger.warning("%s %d is killed: %s", order.role, order.index, pids)
+        procs.kill(pids)
 
     def _start(self, name: str, attempt: int) -> None:
         """Start the job of a role, or go on with the one that runs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,9 @@ from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.machine.job import RolesMachine
 from dlrover.roles.messages import QueueStatus, ServiceStatus
 from dlrover.roles.serving import RolesService
+
+Phases = Mapping[tuple[str, int], tuple[str, float]]
+"""Phase of each instance, by its role and index, and for how many seconds it has lasted."""
 
 
 class StatusRequest(msgspec.Struct, frozen=True, array_like=True, tag="status"):
@@ -29,6 +33,10 @@ class InstanceState(msgspec.Struct, frozen=True):
     """Versions of weights that it works with, by their name."""
     reason: str = ""
     """Why it, or its life before, has ended."""
+    phase: str = ""
+    """``start``, ``work``, ``idle`` or one that the program names; empty if unknown."""
+    phase_seconds: float = 0.0
+    """Seconds since it began."""
 
 
 class RoleState(msgspec.Struct, frozen=True):
@@ -65,7 +73,9 @@ class RolesStatus(msgspec.Struct, frozen=True):
     queues: dict[str, QueueStatus] = {}
 
 
-def status_of(machine: RolesMachine, service: ServiceStatus, now: float) -> RolesStatus:
+def status_of(
+    machine: RolesMachine, service: ServiceStatus, now: float, phases: Phases | None = None
+) -> RolesStatus:
     """Return the status at time ``now``."""
     weights = tuple(
         WeightsState(name, view.role, str(view.versions[-1].version) if view.versions else "")
@@ -83,13 +93,22 @@ def status_of(machine: RolesMachine, service: ServiceStatus, now: float) -> Role
                 attempt=role.attempt,
                 restarts=role.restarted + role.instance_restarts,
                 waits_for=tuple(machine.waits_for(role)) if role.status.value == "waiting" else (),
-                instances=tuple(_instances(machine, service, name)),
+                instances=tuple(
+                    _with_phase(one, *(phases or {}).get((name, one.index), ("", 0.0)))
+                    for one in _instances(machine, service, name)
+                ),
             )
             for name, role in machine.roles.items()
         ),
         weights=weights,
         queues=service.queues,
     )
+
+
+def _with_phase(one: InstanceState, phase: str, seconds: float) -> InstanceState:
+    if one.state == "ended":
+        return one
+    return msgspec.structs.replace(one, phase=phase, phase_seconds=seconds)
 
 
 def replayed(journal: Path, now: float) -> RolesStatus:

@@ -49,6 +49,8 @@ class InstanceUp(msgspec.Struct, frozen=True, tag="up"):
     """Round of the role's own job, which grows with each start within the attempt."""
     seq: int
     """Number of the event in the role's job that says so."""
+    node: int = -1
+    """The node of the role's job that it has for itself; -1: it is a worker of a world."""
 
 
 class InstanceDown(msgspec.Struct, frozen=True, tag="down"):
@@ -60,6 +62,18 @@ class InstanceDown(msgspec.Struct, frozen=True, tag="down"):
     reason: str
     seq: int
     failed: bool = True
+
+
+class InstanceStuck(msgspec.Struct, frozen=True, tag="stuck"):
+    """An instance lives, but has made no progress for longer than its phase may take."""
+
+    role: str
+    attempt: int
+    index: int
+    round: int
+    phase: str
+    """Empty if it says nothing."""
+    seconds: float
 
 
 class RoleExited(msgspec.Struct, frozen=True, tag="exited"):
@@ -83,8 +97,8 @@ class StopRequested(msgspec.Struct, frozen=True, tag="stop"):
 
 
 Input: TypeAlias = (
-    Submitted | CoordinatorStarted | RoleLaunched | InstanceUp | InstanceDown | RoleExited
-    | StopRequested
+    Submitted | CoordinatorStarted | RoleLaunched | InstanceUp | InstanceDown | InstanceStuck
+    | RoleExited | StopRequested
 )  # fmt: skip
 
 # ---- commands
@@ -123,6 +137,18 @@ class MemberEnded(msgspec.Struct, frozen=True):
     reason: str
 
 
+class EndInstance(msgspec.Struct, frozen=True):
+    """End the processes of an instance; its role's job then restarts it, as after any failure."""
+
+    role: str
+    index: int
+    attempt: int
+    round: int
+    reason: str
+    node: int
+    """As in `InstanceUp`."""
+
+
 class EndJob(msgspec.Struct, frozen=True):
     """All roles have ended, and so does the job."""
 
@@ -138,7 +164,9 @@ class Emit(msgspec.Struct, frozen=True):
     body: events.EventBody
 
 
-Command: TypeAlias = StartRole | StopRole | MemberStarted | MemberEnded | EndJob | Emit
+Command: TypeAlias = (
+    StartRole | StopRole | MemberStarted | MemberEnded | EndInstance | EndJob | Emit
+)
 
 
 class RoleStatus(str, enum.Enum):
@@ -167,6 +195,9 @@ class Member:
     round: int
     up: bool = True
     reason: str = ""
+    node: int = -1
+    stuck: str = ""
+    """Why it is being ended; empty if it is not."""
 
 
 @dataclass
@@ -248,6 +279,8 @@ class RolesMachine:
             case RoleLaunched(name, attempt, handle):
                 if self._is_current(name, attempt):
                     self.roles[name].handle = handle
+            case InstanceStuck():
+                self._stuck(event)
             case RoleExited():
                 if self._is_current(event.role, event.attempt):
                     self._exited(self.roles[event.role], event, now)
@@ -277,15 +310,34 @@ class RolesMachine:
         member = role.members.get(event.index)
         if member is not None and (event.attempt, event.round) < (member.attempt, member.round):
             return
-        role.members[event.index] = Member(event.attempt, event.round)
+        role.members[event.index] = Member(event.attempt, event.round, node=event.node)
         self._send(MemberStarted(role.spec.name, event.index, event.attempt, event.round))
+
+    def _stuck(self, event: InstanceStuck) -> None:
+        """End an instance without progress, once."""
+        role = self.roles[event.role]
+        member = role.members.get(event.index)
+        life = (event.attempt, event.round)
+        if member is None or (member.attempt, member.round) != life or not member.up:
+            return
+        if role.status is RoleStatus.RUNNING and not member.stuck:
+            body = events.InstanceStuck(event.role, event.index, event.phase, event.seconds)
+            member.stuck = body.why()
+            self._emit(body)
+            self._end_instance(role, event.index, member)
+
+    def _end_instance(self, role: Role, index: int, member: Member) -> None:
+        name = role.spec.name
+        self._send(
+            EndInstance(name, index, member.attempt, member.round, member.stuck, member.node)
+        )
 
     def _down(self, role: Role, index: int, reason: str, *, failed: bool) -> bool:
         """Note an instance's end; return whether it was up."""
         member = role.members.get(index)
         if member is None or not member.up:
             return False
-        reason = reason.rstrip(".")
+        reason = member.stuck or reason.rstrip(".")
         member.up, member.reason = False, reason
         name = role.spec.name
         self._send(MemberEnded(name, index, member.attempt, member.round, reason))
@@ -384,6 +436,8 @@ class RolesMachine:
                     self._send(
                         MemberEnded(name, index, member.attempt, member.round, member.reason)
                     )
+                elif member.stuck:
+                    self._end_instance(role, index, member)
             if role.status in _ALIVE:
                 self._send(StartRole(name, role.attempt))
             if role.status in (RoleStatus.RESTARTING, RoleStatus.STOPPING):
@@ -439,6 +493,11 @@ class RolesMachine:
             assert role.status in _ALIVE or not role.up, "an instance of a role that does not run"
             assert role.status in _ALIVE or not role.handle, "a job of a role that does not run"
             assert len(role.restarts) <= role.spec.max_restarts, "a budget is overdrawn"
+            assert not any(
+                member.stuck and not member.reason
+                for member in role.members.values()
+                if not member.up
+            )
             assert all(member.attempt <= role.attempt for member in role.members.values())
             running = role.status in (RoleStatus.RUNNING, RoleStatus.RESTARTING, RoleStatus.WAITING)
             assert self.end is None or not running, "a role runs on after the end"

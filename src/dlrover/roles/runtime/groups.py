@@ -11,6 +11,7 @@ from dlrover.roles.messages import JobView, MemberView, RoleView
 from dlrover.roles.runtime import payload
 from dlrover.roles.runtime.calls import RoleCall
 from dlrover.roles.runtime.connections import EncodedCall
+from dlrover.roles.runtime.phases import Awaited
 from dlrover.roles.runtime.worker import current_worker
 
 WAIT = 600.0
@@ -178,7 +179,8 @@ class RoleGroup:
         return self._view().instances
 
     def _made(self, encoded: EncodedCall, index: int) -> RoleCall:
-        return RoleCall(self.role, index, encoded, self.wait_seconds)
+        future = Awaited[Any](self._worker.phases)
+        return RoleCall(self.role, index, encoded, self.wait_seconds, future)
 
     def _submit(self, calls: list[RoleCall]) -> None:
         if calls:

@@ -22,12 +22,15 @@ from dlrover.roles.messages import (
     JoinRole,
     MemberView,
     Place,
+    Pulse,
+    PulseReply,
     RoleReply,
     RoleRequest,
     RoleView,
     Turned,
     WatchJob,
 )
+from dlrover.roles.runtime.phases import Phases, end
 from dlrover.rpc.connection import Connection
 from dlrover.spec.jobdir import JobDir, MasterAddress
 
@@ -57,18 +60,24 @@ class CoordinatorClient(Connection):
         """Yield the job whenever it changes."""
         return self._follow("RoleWatch", WatchJob(place), JobView)
 
+    async def pulse(self, report: Pulse) -> PulseReply:
+        """Report the phase."""
+        reply: PulseReply = await self._call("RolePulse", report, PulseReply)
+        return reply
+
 
 class ServiceLink:
     """A link to the service; any thread may use it.
 
     Args:
         place: This life of the instance.
+        phases: What it reports, and who is idle while a thread waits here.
         address: Address of the coordinator.
         token_file: File with the token of the job. A coordinator that had to take another address writes it beside.
     """
 
-    def __init__(self, place: Place, address: str, token_file: Path) -> None:
-        self.place = place
+    def __init__(self, place: Place, phases: Phases, address: str, token_file: Path) -> None:
+        self.place, self.phases = place, phases
         self.view = JobView()
         self.pid = os.getpid()
         self.listeners: list[Callable[[JobView], None]] = []
@@ -87,6 +96,7 @@ class ServiceLink:
         self._loop = asyncio.new_event_loop()
         self._client: CoordinatorClient | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="roles-link", daemon=True)
         self._thread.start()
 
@@ -125,7 +135,8 @@ class ServiceLink:
             raise ConfigurationError(
                 "A fork of a process of a role uses its queues, groups or weights; only the process that joined may."
             )
-        reply = asyncio.run_coroutine_threadsafe(self._ask(request), self._loop).result()
+        with self.phases.waiting():
+            reply = asyncio.run_coroutine_threadsafe(self._ask(request), self._loop).result()
         if isinstance(reply, Turned):
             raise ConfigurationError(reply.why)
         return reply
@@ -174,11 +185,25 @@ class ServiceLink:
         self.ask(request)
         self._joined = request
         if self._watching is None:
-            watching = self._loop.create_task
-            self._loop.call_soon_threadsafe(
-                lambda: setattr(self, "_watching", watching(self._watch()))
-            )
+            self._loop.call_soon_threadsafe(self._begin)
             self.wait(lambda view: view.number > 0, MAX_WAIT, "the first view of the job")
+
+    def _begin(self) -> None:
+        self._watching = self._loop.create_task(self._watch())
+        self._reporting = self._loop.create_task(self._report())
+
+    async def _report(self) -> None:
+        """Report the phase for as long as this life lasts; end the process if the answer says so."""
+        while not self.over.is_set():
+            pause = RETRY[1]
+            try:
+                reply = await self._connected().pulse(self.phases.pulse(self.place))
+                pause = reply.pause
+                if reply.end:
+                    end(reply.end, self.phases)
+            except DLRoverError as error:
+                logger.debug("The phase cannot be reported now: %s", error)
+            await asyncio.sleep(pause)
 
     async def _watch(self) -> None:
         delays = backoff.delays(*RETRY)
@@ -228,7 +253,7 @@ class ServiceLink:
             ConfigurationError: This life of the instance is over.
         """
         until, warned = time.monotonic() + timeout, False
-        with self._changed:
+        with self.phases.waiting(), self._changed:
             while not (value := found(self.view)):
                 if self._failed is not None:
                     raise self._failed

@@ -17,10 +17,11 @@ import msgspec
 
 from dlrover._util import handshake
 from dlrover.errors import DLRoverError, ProtocolError
-from dlrover.roles.messages import Address
+from dlrover.roles.messages import WORK, Address
 from dlrover.roles.runtime import payload, wire
 from dlrover.roles.runtime.exporting import Exported, Exports
 from dlrover.roles.runtime.holding import Holding, Session, decode_hold
+from dlrover.roles.runtime.phases import Phases
 from dlrover.roles.runtime.wire import CallFrame, Op
 
 logger = logging.getLogger(__name__)
@@ -56,12 +57,19 @@ class CallListener:
         machine: Id of this machine.
         secret: Secret of the job's processes.
         holding: Weights that this process keeps.
+        phases: Learns of the calls.
     """
 
     def __init__(
-        self, exports: Exports, host: str, machine: str, secret: bytes, holding: Holding
+        self,
+        exports: Exports,
+        host: str,
+        machine: str,
+        secret: bytes,
+        holding: Holding,
+        phases: Phases,
     ) -> None:
-        self._holding = holding
+        self._holding, self._phases = holding, phases
         self._exports, self._secret = exports, secret
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._pool = ThreadPoolExecutor(CONCURRENT, thread_name_prefix="roles-concurrent")
@@ -159,11 +167,13 @@ class CallListener:
         with self._lock:
             self._running[id(call)] = call.method, time.monotonic()
         try:
-            op, head, buffers = _outcome(call)
+            with self._phases.entered(WORK):
+                op, head, buffers = _outcome(call)
         finally:
             with self._lock:
                 del self._running[id(call)]
                 self._done += 1
+            self._phases.progress()
         call.connection.reply(op, call.frame.call, head, buffers)
 
 

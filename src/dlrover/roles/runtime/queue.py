@@ -136,6 +136,7 @@ class Queue:
                         f" {len(items)} items were added."
                     )
                 added += len(group)
+                self._worker.progress(len(group))
 
     def _put(self, group: tuple[bytes, ...], cursor: bytes | None, until: float) -> bool:
         while True:
@@ -214,6 +215,7 @@ class Queue:
                 self._ask(AckItems(self._worker.place, self.name, tuple(part), step, last))
                 for number in part:
                     self._mine.pop(number, None)
+                self._worker.progress(len(part))
 
     def status(self) -> QueueStatus:
         """Return the queue in numbers."""

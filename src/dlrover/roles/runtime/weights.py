@@ -209,6 +209,7 @@ def _published(
         raise
     connection.ask(Listed(key, reply.view))
     worker.link.wait(lambda view: view.number >= reply.view, WAIT, "the view of what was published")
+    worker.progress()
     return reply.version
 
 

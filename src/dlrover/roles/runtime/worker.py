@@ -15,6 +15,8 @@ from dlrover._util.sockets import address_towards
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.roles.messages import (
     MAX_CURSOR,
+    START,
+    WORK,
     CursorIs,
     JoinRole,
     LookCursor,
@@ -28,6 +30,8 @@ from dlrover.roles.runtime.exporting import exports
 from dlrover.roles.runtime.holding import Holding
 from dlrover.roles.runtime.link import ServiceLink
 from dlrover.roles.runtime.listener import CallListener
+from dlrover.roles.runtime.phases import Phases
+from dlrover.roles.spec import NAME
 
 
 class Worker:
@@ -48,7 +52,9 @@ class Worker:
         self.config: Any = _settings(found.config)
         self.pid = os.getpid()
         self.place: Place = environment.place(found)
-        self.link = ServiceLink(self.place, found.address, Path(found.token_file))
+        self.phases = Phases()
+        self.phases.set(WORK if ready else START)
+        self.link = ServiceLink(self.place, self.phases, found.address, Path(found.token_file))
         self.machine = machine()
         self.holding = Holding(self.place)
         self.link.listeners.append(self.holding.follow)
@@ -58,7 +64,7 @@ class Worker:
         self._lock = threading.Lock()
         host = _own_address(found.address)
         secret = wire.secret_of(self.link.token)
-        self.listener = CallListener(exports, host, self.machine, secret, self.holding)
+        self.listener = CallListener(exports, host, self.machine, secret, self.holding, self.phases)
         self._join()
         exports.changed = self._join
         self.calls = Calls(self.link, self.machine)
@@ -78,6 +84,8 @@ class Worker:
 
     def serve(self, served: object) -> None:
         """Let other roles call the methods of an object: those with `rpc`, or all public ones if none has it."""
+        if not self._ready:
+            self.phases.leave()  # from now on, calls alone are its work
         self._ready = True
         exports.add_object(served)
 
@@ -90,6 +98,26 @@ class Worker:
         self.calls.close()
         self.listener.close()
         self.link.close()
+
+    # ---- phases
+
+    def phase(self, name: str) -> None:
+        """Say in which phase this thread is: ``"work"``, ``"idle"``, or a name of your own with a limit in ``health``.
+
+        Calls that are served are work, and waits for calls, queues and weights idle, without this.
+        """
+        if not NAME.fullmatch(name):
+            raise ConfigurationError(
+                f"phase {name!r}: must be a name of letters, digits, - and _, 63 at most."
+            )
+        self.phases.set(name)
+
+    def progress(self, count: int = 1) -> None:
+        """Note progress: the time that the phase may take begins anew.
+
+        Calls that end, items put or acknowledged, versions published and the steps of a training count without this.
+        """
+        self.phases.progress(count)
 
     # ---- cursor and steps
 

@@ -1,0 +1,91 @@
+"""Watches the phases of instances, and sees to it that those without progress end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from dlrover.roles.machine import health, job as machine
+from dlrover.roles.machine.health import Health, Stuck
+from dlrover.roles.messages import Place, Pulse, PulseReply
+from dlrover.roles.spec import RolesJob
+from dlrover.rpc.server import Server
+
+logger = logging.getLogger(__name__)
+
+LOOK = 0.5
+"""Seconds between two looks at the limits."""
+GRACE = 5.0
+"""Seconds in which a process that is told to end may do so itself, and leave its stacks, before it is killed."""
+
+
+class HealthWatch:
+    """Phases of all instances. All methods run on one event loop.
+
+    Args:
+        job: The job.
+        stuck: Called with each instance that is stuck.
+        kill: Called to kill the processes of one that does not end itself.
+    """
+
+    def __init__(
+        self,
+        job: RolesJob,
+        stuck: Callable[[Stuck], None],
+        kill: Callable[[machine.EndInstance], None],
+    ) -> None:
+        self.health = Health({role.name: role.health for role in job.roles})
+        self._stuck, self._kill = stuck, kill
+        self._ends: dict[Place, tuple[machine.EndInstance, float]] = {}
+        """Instances to end, and when they are killed."""
+
+    def register(self, server: Server) -> None:
+        """Register the method that instances call."""
+        server.unary("RolePulse", Pulse, self._pulse)
+
+    async def run(self) -> None:
+        """Look at the limits from time to time, until this is cancelled."""
+        while True:
+            now = time.monotonic()
+            for stuck in self.health.handle(health.Looked(), now):
+                self._stuck(stuck)
+            for place, (order, at) in list(self._ends.items()):
+                if at <= now:
+                    self._ends[place] = order, now + GRACE
+                    self._kill(order)
+            await asyncio.sleep(LOOK)
+
+    def told(self, command: machine.MemberStarted | machine.MemberEnded) -> None:
+        """Note that a life begins or is over."""
+        place = Place(command.role, command.index, command.attempt, command.round)
+        if isinstance(command, machine.MemberStarted):
+            self.health.handle(health.Started(place), time.monotonic())
+        else:
+            self.health.handle(health.Ended(place), time.monotonic())
+            self._ends.pop(place, None)
+        self._ends = {one: end for one, end in self._ends.items() if not _before(one, place)}
+
+    def end(self, order: machine.EndInstance) -> None:
+        """Have an instance end: it hears so when it reports next; one that does not report is killed."""
+        place = Place(order.role, order.index, order.attempt, order.round)
+        life = self.health.lives.get((order.role, order.index))
+        never = life is not None and life.heard is None
+        self._ends[place] = order, time.monotonic() + (0.0 if never else GRACE)
+
+    def phases(self) -> dict[tuple[str, int], tuple[str, float]]:
+        """Return the phase of each instance, and for how many seconds it has lasted."""
+        now = time.monotonic()
+        return {key: (life.phase, now - life.since) for key, life in self.health.lives.items()}
+
+    async def _pulse(self, pulse: Pulse) -> PulseReply:
+        self.health.handle(pulse, time.monotonic())
+        order = self._ends.get(pulse.place)
+        pause = self.health.pause(pulse.place.role)
+        return PulseReply(pause, f"{order[0].reason}." if order is not None else "")
+
+
+def _before(one: Place, other: Place) -> bool:
+    """Return whether a life is an earlier one of the same instance."""
+    return (one.role, one.index) == (other.role, other.index) and one.life < other.life

@@ -1,0 +1,133 @@
+"""Which phase this process is in, and what progress it makes, as it reports them to the coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dlrover import config, launched
+from dlrover.roles.messages import IDLE, Place, Pulse
+
+T = TypeVar("T")
+SHORT_WAIT = 1.0
+"""Seconds: a shorter wait does not interrupt the phase around it, so that one who polls for ever is found."""
+
+
+class Phases:
+    """Phases of the threads that count: those that take calls, and that of the program. Any thread may use it.
+
+    The process is idle while all of them are, and otherwise in the phase that has lasted longest.
+
+    Args:
+        clock: Seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._threads: dict[int, list[tuple[str, float]]] = {}
+        """Phases of each thread and when they began; the last one counts."""
+        self._done = self._steps = 0
+        self._moved = self._idle_since = clock()
+
+    def progress(self, count: int = 1) -> None:
+        """Note progress."""
+        with self._lock:
+            self._done += count
+            self._moved = self._clock()
+
+    def set(self, name: str) -> None:
+        """Change the phase of this thread, which counts from now on."""
+        with self._lock:
+            phases = self._threads.setdefault(threading.get_ident(), [])
+            phases[-1:] = [(name, self._clock())]
+
+    def leave(self) -> None:
+        """Have this thread count no more."""
+        with self._lock:
+            self._threads.pop(threading.get_ident(), None)
+            self._idle_since = self._clock()
+
+    @contextlib.contextmanager
+    def entered(self, name: str, least: float = 0.0) -> Iterator[None]:
+        """Be in a phase; then again in the one before, which begins anew if this lasted ``least`` seconds."""
+        thread, began = threading.get_ident(), self._clock()
+        with self._lock:
+            self._threads.setdefault(thread, []).append((name, began))
+        try:
+            yield
+        finally:
+            with self._lock:
+                phases, now = self._threads.get(thread, []), self._clock()
+                if phases[:-1]:
+                    before, since = phases[-2]
+                    phases[-2:] = [(before, now if now - began >= least else since)]
+                else:
+                    self._threads.pop(thread, None)
+                    self._idle_since = now
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Be idle, if this thread counts."""
+        known = threading.get_ident() in self._threads
+        return self.entered(IDLE, SHORT_WAIT) if known else contextlib.nullcontext()
+
+    def pulse(self, place: Place) -> Pulse:
+        """Return the report for the coordinator."""
+        steps = launched.steps_made()
+        with self._lock:
+            now = self._clock()
+            if steps != self._steps:
+                self._steps, self._moved = steps, now
+            last = [phases[-1] for phases in self._threads.values()]
+            busy = [(since, name) for name, since in last if name != IDLE]
+            idle = max([self._idle_since, *(since for _, since in last)])
+            since, name = min(busy) if busy else (idle, IDLE)
+            done = self._done + self._steps
+        return Pulse(place, name, now - since, max(0.0, now - max(since, self._moved)), done)
+
+    def stacks(self) -> str:
+        """Return the stacks of the threads that count."""
+        frames = sys._current_frames()  # noqa: SLF001 - documented
+        found = [frames[thread] for thread in list(self._threads) if thread in frames]
+        return "\n".join("".join(traceback.format_stack(frame)) for frame in found)
+
+
+class Awaited(Future[T]):
+    """A future; whoever waits for it is idle."""
+
+    def __init__(self, phases: Phases) -> None:
+        super().__init__()
+        self._phases = phases
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the result, and return it."""
+        with self._phases.waiting():
+            found = super().result(timeout)
+        self._phases.progress()
+        return found
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end, and return the exception if there was one."""
+        with self._phases.waiting():
+            return super().exception(timeout)
+
+
+def end(reason: str, phases: Phases) -> None:
+    """End this process, as if its program had raised an error where it is stuck."""
+    text = f"NoProgressError: {reason}"
+    stacks = f"{phases.stacks()}{text}\n"
+    with contextlib.suppress(OSError):
+        os.write(2, stacks.encode())
+        if path := config.environ().get("TORCHELASTIC_ERROR_FILE"):
+            extra: dict[str, Any] = {"py_callstack": stacks, "timestamp": str(int(time.time()))}
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+    os._exit(1)

@@ -1,0 +1,197 @@
+"""Phases of instances: liveness is not progress."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from dlrover.errors import ConfigurationError
+from dlrover.roles.builder import Job
+from dlrover.roles.machine.health import Ended, Health, Input, Looked, Started
+from dlrover.roles.messages import IDLE, START, WORK, Place, Pulse
+from dlrover.roles.runtime.phases import Awaited, Phases
+from dlrover.roles.spec import check
+
+A = Place("a", 0, 1, 1)
+LIMITS = {"a": {START: 100.0, WORK: 10.0, "compile": 50.0}, "free": {}}
+
+
+def looked(health: Health, *events: tuple[float, Input]) -> list[tuple[float, str]]:
+    """Handle events at their times, and look each second between them; return when who was found stuck."""
+    found = []
+    now = 0.0
+    for at, event in events:
+        while now < at:
+            found += [(now, stuck.phase) for stuck in health.handle(Looked(), now)]
+            now += 1.0
+        health.handle(event, at)
+        health.validate()
+    return found
+
+
+def pulses(phase: str, first: int, last: int, *, moves: bool = False) -> list[tuple[float, Input]]:
+    """Reports of an instance each second; one that ``moves`` makes progress all the time."""
+    return [
+        (float(at), Pulse(A, phase, at - first, 0.0 if moves else at - first))
+        for at in range(first, last)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("phase", "found"), [(START, 101.0), (WORK, 11.0), ("compile", 51.0), (IDLE, None), ("own", None)]
+)  # fmt: skip
+def test_an_instance_that_answers_but_makes_no_progress_is_found_by_the_limit_of_its_phase(
+    phase: str, found: float | None
+) -> None:
+    stuck = looked(Health(LIMITS), (0, Started(A)), *pulses(phase, 0, 300))
+    assert stuck == ([(found, phase)] if found else []), "once, and never in a phase without limit"
+
+
+def test_progress_begins_the_time_anew() -> None:
+    health = Health(LIMITS)
+    assert not looked(health, (0, Started(A)), *pulses(WORK, 0, 300, moves=True))
+
+
+def test_one_that_never_reports_has_the_limit_of_its_start() -> None:
+    assert looked(Health(LIMITS), (0, Started(A)), (300, Looked())) == [(101.0, START)]
+
+
+def test_one_that_falls_silent_is_found_even_if_it_was_idle() -> None:
+    last = (300, Looked())
+    assert looked(Health(LIMITS), (0, Started(A)), (5, Pulse(A, IDLE, 5, 5)), last) == [(16.0, "")]
+
+
+def test_each_life_is_found_for_itself() -> None:
+    health = Health(LIMITS)
+    later = Place("a", 0, 1, 2)
+    events = [(0, Started(A)), (120, Ended(A)), (120, Started(later)), (250, Looked())]
+    assert looked(health, *events) == [(101.0, START), (221.0, START)]
+    health.handle(Pulse(A, WORK, 500, 500), 251)
+    assert health.lives["a", 0].place == later, "a late report changes nothing"
+
+
+def test_nobody_is_blamed_for_the_time_in_which_the_coordinator_did_not_run() -> None:
+    health = Health(LIMITS)
+    looked(health, (0, Started(A)), *pulses(WORK, 0, 5))
+    assert not health.handle(Looked(), 500.0)
+
+
+LIVES = st.builds(
+    Place,
+    st.sampled_from(["a", "free", "none"]),
+    st.integers(0, 1),
+    st.integers(1, 2),
+    st.integers(0, 1),
+)
+EVENTS = st.one_of(
+    st.builds(Started, LIVES), st.builds(Ended, LIVES), st.builds(Looked),
+    st.builds(Pulse, LIVES, st.sampled_from([START, WORK, IDLE, "own"]), st.floats(0, 200), st.floats(0, 300)),
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 30), EVENTS), max_size=40))
+def test_any_inputs_keep_the_invariants_and_each_life_is_found_once(
+    given_: list[tuple[float, Input]],
+) -> None:
+    health, now = Health(LIMITS), 0.0
+    living: dict[tuple[str, int], list[Place]] = {}
+    for pause, event in given_:
+        now += pause
+        for stuck in health.handle(event, now):
+            limit = LIMITS[stuck.place.role][stuck.phase or WORK]
+            assert stuck.seconds > limit
+            assert stuck.phase != IDLE
+            known = health.lives[stuck.place.role, stuck.place.index]
+            assert known.stuck
+            assert known.place == stuck.place
+            earlier = living.setdefault((stuck.place.role, stuck.place.index), [])
+            assert stuck.place not in earlier
+            earlier.append(stuck.place)
+        if isinstance(event, Ended):
+            living.pop((event.place.role, event.place.index), None)
+        health.validate()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_process_says_by_itself_what_it_does() -> None:
+    clock = Clock()
+    phases = Phases(clock)
+
+    def said() -> tuple[str, float, float]:
+        pulse = phases.pulse(A)
+        return pulse.phase, pulse.seconds, pulse.still
+
+    assert said()[0] == IDLE
+    phases.set(START)
+    clock.now = 5
+    assert said() == (START, 5, 5)
+    phases.set(WORK)
+    clock.now = 9
+    assert said() == (WORK, 4, 4)
+    phases.progress()
+    clock.now = 10
+    assert said() == (WORK, 5, 1)
+    with phases.waiting():  # for a call or a queue
+        clock.now = 30
+        assert said() == (IDLE, 20, 20)
+    assert said() == (WORK, 0, 0), "a new piece of work"
+    clock.now = 40
+    with phases.waiting():
+        clock.now = 40.5
+    assert said() == (WORK, 10.5, 10.5), "who polls for ever is not idle"
+    phases.leave()
+    assert said()[0] == IDLE
+
+
+def test_a_process_with_a_call_in_any_thread_works() -> None:
+    phases = Phases()
+    phases.set(IDLE)
+    inside, out = threading.Event(), threading.Event()
+
+    def call() -> None:
+        with phases.entered(WORK):
+            inside.set()
+            out.wait()
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    inside.wait()
+    assert phases.pulse(A).phase == WORK
+    assert "out.wait()" in phases.stacks()
+    out.set()
+    thread.join()
+    assert phases.pulse(A).phase == IDLE
+
+
+def test_a_call_that_has_returned_is_progress_of_its_caller() -> None:
+    phases = Phases()
+    future = Awaited[int](phases)
+    future.set_result(3)
+    assert future.result() == 3
+    assert phases.pulse(A).progress == 1
+
+
+@pytest.mark.parametrize(
+    ("health", "words"),
+    [
+        ({"idle": 5}, "health idle: 5: an idle instance waits"),
+        ({"work": 0}, "health work: 0: must be the name of a phase with seconds above 0"),
+        ({"a phase": 5}, "health a phase: 5: must be the name"),
+        ({"work": float("inf")}, "health work: inf: must be"),
+        ({"work": "soon"}, "health work soon: must be a number of seconds"),
+        ({"work": True}, "health work True: must be a number of seconds"),
+    ],
+)
+def test_limits_that_cannot_be(health: dict, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        check(Job("job", directory=".").role("a", "json.dumps", health=health).spec())
