@@ -173,6 +173,14 @@ def test_a_process_with_a_call_in_any_thread_works() -> None:
     assert phases.pulse(A).phase == IDLE
 
 
+def test_a_thread_that_has_ended_works_no_more() -> None:
+    phases = Phases()
+    thread = threading.Thread(target=phases.set, args=(WORK,))
+    thread.start()
+    thread.join()
+    assert phases.pulse(A).phase == IDLE
+
+
 def test_a_call_that_has_returned_is_progress_of_its_caller() -> None:
     phases = Phases()
     future = Awaited[int](phases)

@@ -149,7 +149,7 @@ def _texts(role: str, env: Mapping[str, str]) -> dict[str, str]:
     return {str(name): str(value) for name, value in env.items()}
 
 
-def _limits(role: str, health: Mapping[str, float]) -> dict[str, float]:
+def _limits(role: str, health: Mapping[str, Any]) -> dict[str, float]:
     for phase, seconds in health.items():
         if not isinstance(seconds, int | float) or isinstance(seconds, bool):
             raise _refuse(role, f"health {phase}", seconds, "must be a number of seconds")

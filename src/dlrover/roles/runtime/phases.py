@@ -82,9 +82,12 @@ class Phases:
 
     def pulse(self, place: Place) -> Pulse:
         """Return the report for the coordinator."""
-        steps = launched.steps_made()
+        steps, alive = launched.steps_made(), sys._current_frames()  # noqa: SLF001 - documented
         with self._lock:
             now = self._clock()
+            for thread in self._threads.keys() - alive.keys():
+                del self._threads[thread]
+                self._idle_since = now
             if steps != self._steps:
                 self._steps, self._moved = steps, now
             last = [phases[-1] for phases in self._threads.values()]
