@@ -143,7 +143,7 @@ def events(
         print(text, flush=True)
 
     if follow and not found.outcome.exists():
-        asyncio.run(queries.follow(found, show))
+        asyncio.run((roles if found.roles.exists() else queries).follow(found, show))
     else:
         for event in queries.events(found):
             show(event)

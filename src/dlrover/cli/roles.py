@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -23,11 +25,14 @@ from dlrover.roles.coordinator.jobs import directory_of
 from dlrover.roles.coordinator.status import RolesStatus
 from dlrover.roles.loading import load
 from dlrover.roles.spec import RolesConfig
+from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import CAUSES, Outcome
 from dlrover.spec.words import counted
 
 PLATFORMS = ("local", "ray")
+AWAY, AGAIN = 60.0, 0.5
+"""Seconds that a follower waits for a coordinator that is away, and between its attempts to reach it."""
 SHUTDOWN = 30.0
 """Seconds that the roles' jobs have to end before everything is killed, beyond the supervisor's own wait."""
 
@@ -150,6 +155,33 @@ def render_status(report: RolesReport, console: Console) -> None:
             highlight=False,
         )
     console.print(f"Job directory: {report.job_dir}", highlight=False, soft_wrap=True)
+
+
+async def follow(job_dir: JobDir, show: Callable[[Event], None]) -> None:
+    """Show all events of a job, past and new, until it ends; the death of its coordinator is waited out.
+
+    Raises:
+        InfrastructureError: the coordinator stays away, and the job has not ended.
+    """
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415
+    from dlrover.roles.client import connect  # noqa: PLC0415
+
+    seen, heard = 0, time.monotonic()
+    while not job_dir.outcome.exists():
+        try:
+            async with connect(job_dir) as coordinator:
+                async for events in coordinator.events(seen):
+                    heard = math.inf  # the coordinator is there
+                    for event in events:
+                        seen = event.seq
+                        show(event)
+        except InfrastructureError:
+            heard = min(heard, time.monotonic())
+            if time.monotonic() - heard > AWAY:
+                raise
+        await asyncio.sleep(AGAIN)
+    for event in queries.events(job_dir)[seen:]:
+        show(event)  # events of the last moment
 
 
 def stop(job_dir: JobDir, reason: str) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+
 import msgspec
 
 from dlrover.errors import ConfigurationError
 from dlrover.roles.coordinator.status import RolesStatus, StatusRequest
+from dlrover.roles.coordinator.streaming import Events, EventsRequest
 from dlrover.roles.spec import RolesConfig
 from dlrover.rpc.connection import Connection
 from dlrover.rpc.messages import Done, StopRequest
+from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir, MasterAddress
 
 
@@ -21,6 +26,13 @@ class RolesClient(Connection):
         """Return the status of the job."""
         found: RolesStatus = await self._call("Status", StatusRequest(), RolesStatus)
         return found
+
+    async def events(self, since: int) -> AsyncIterator[tuple[Event, ...]]:
+        """Yield the events after number ``since``, and those to come, until the coordinator leaves; first none."""
+        found = self._follow("RoleEvents", EventsRequest(since), Events)
+        async with contextlib.aclosing(found) as batches:
+            async for batch in batches:
+                yield batch.events
 
     async def stop(self, reason: str, exit_code: int) -> None:
         """Ask the coordinator to end the job with ``exit_code``."""

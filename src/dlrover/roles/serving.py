@@ -84,6 +84,7 @@ class RolesService:
         """Set when a queue has changed, and replaced by another one."""
         self._view_changed = asyncio.Event()
         """The same for what views show."""
+        self._closed = False
         self._watched: dict[Place, int] = {}
         self._timers: dict[Place, asyncio.TimerHandle] = {}
         replayed = 0
@@ -140,7 +141,9 @@ class RolesService:
         return self.shared.status()
 
     def close(self) -> None:
-        """Forget all timers."""
+        """Forget all timers, and end the streams."""
+        self._closed = True
+        self._view_changed.set()
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -224,7 +227,7 @@ class RolesService:
         if (timer := self._timers.pop(place, None)) is not None:
             timer.cancel()
         try:
-            while True:
+            while not self._closed:
                 changed = self._view_changed
                 yield self._view
                 await changed.wait()

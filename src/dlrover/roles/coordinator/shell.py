@@ -19,6 +19,7 @@ from dlrover.roles.coordinator.health import HealthWatch
 from dlrover.roles.coordinator.jobs import RoleJobs, directory_of
 from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.coordinator.status import RolesStatus, StatusRequest, status_of
+from dlrover.roles.coordinator.streaming import EventStream
 from dlrover.roles.machine import job as machine
 from dlrover.roles.machine.health import Stuck
 from dlrover.roles.machine.job import RolesMachine
@@ -95,12 +96,14 @@ class Coordinator:
                     history.add(command.body, now)
         self.service = RolesService(self._journal, served)
         self._health = HealthWatch(config.job, self._found_stuck, self._kill)
+        self._events = EventStream(history)
         self._looking: asyncio.Task[None] | None = None
 
     def register(self, server: Server) -> None:
         """Register the methods that processes of roles and users call."""
         self.service.register(server)
         self._health.register(server)
+        self._events.register(server)
         server.unary("Status", StatusRequest, self._status)
         server.unary("Stop", StopRequest, self._stop)
 
@@ -126,6 +129,7 @@ class Coordinator:
             if own is not None:
                 own.cancel()
         self.service.close()
+        self._events.close()
         self._jobs.close()
         for task in self._following.values():
             task.cancel()

@@ -310,7 +310,9 @@ class RolesMachine:
         member = role.members.get(event.index)
         if member is not None and (event.attempt, event.round) < (member.attempt, member.round):
             return
-        role.members[event.index] = Member(event.attempt, event.round, node=event.node)
+        same = member is not None and (member.attempt, member.round) == (event.attempt, event.round)
+        stuck = member.stuck if same and member is not None else ""
+        role.members[event.index] = Member(event.attempt, event.round, node=event.node, stuck=stuck)
         self._send(MemberStarted(role.spec.name, event.index, event.attempt, event.round))
 
     def _stuck(self, event: InstanceStuck) -> None:
