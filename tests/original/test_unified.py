@@ -34,6 +34,7 @@ def test_options_of_the_builder_are_those_of_roles() -> None:
     hosts = {name: known(role) for name, role in job.roles.items()}
     for role in job.roles.values():
         role["env"].pop(VARIABLE)
+    shared = {"accelerator_type": "CPU", "roles": ["sft", "data"]}
     common = {"failover": "instance", "config": {"lr": 1}, "collocate": "sft-data"}
     assert job.roles == {
         "sft": common | {"entry": ENTRY, "kind": "elastic", "instances": 2, "processes": 4, "env": {"A": "1", "B": "2"}},
@@ -41,8 +42,8 @@ def test_options_of_the_builder_are_those_of_roles() -> None:
                           "resources": {"cpu": 1, "memory": "64Mi"}},
     }  # fmt: skip
     assert hosts == {
-        "sft": {"entry": "train.main", "is_elastic": True, "has_group": True, "per_group": 4, "accelerator_type": "CPU"},
-        "data": {"accelerator_type": "CPU"},
+        "sft": {"entry": "train.main", "is_elastic": True, "has_group": True, "per_group": 4} | shared,
+        "data": shared,
     }  # fmt: skip
 
 
@@ -170,15 +171,17 @@ from dlrover.python.unified.api.runtime import DataQueue, RoleGroup, current_wor
 
 def main():
     ended, group = DataQueue("ended"), RoleGroup("service")
-    found = {"ended": sorted(ended.get(2)), "length": len(group)}
+    while ended.qsize() < 2:  # both have run
+        pass
+    found = {"length": len(group)}
     found["where"] = group.call("where").result()
     found["batch"] = list(group.call_batch("double", 5, [1, 2, 3, 4, 5], 3))
     found["scatter"] = group.call("sum", [1, 2], [10, 20], _scatter=True).wait()
     found["one"] = [actor.call("of_module").result() for actor in group[1:]]
     found["shown"] = group.call_rank0("shown").result()
-    for name in ("hidden", "unmarked"):
+    for name in ("hidden", "unmarked", "typo"):
         try:
-            group.call_rank0(name).result()
+            (RoleGroup(name) if name == "typo" else group).call_rank0(name).result()
         except Exception as error:
             found[name] = str(error)
     queue = DataQueue("numbers", is_master=True, size=4)
@@ -187,6 +190,7 @@ def main():
     found["queue"] = [queue.qsize(), queue.get(3), queue.get_nowait(5), queue.get_nowait()]
     info = current_worker().job_info
     found["job"] = [info.name, info.user_config, info.accelerator_type]
+    found["ended"] = sorted(ended.get(2))
     json.dump(found, open("found", "w"))
 """
 JOB = """
@@ -211,6 +215,7 @@ def test_a_job_of_the_original_runs(tmp_path: Path) -> None:
     for name in ("hidden", "unmarked"):
         methods = "double, of_module, shown, sum, where"
         assert found.pop(name) == f"service has no method {name}; it has {methods}."
+    assert found.pop("typo") == "RoleGroup('typo'): must be a role of the job: service, main."
     assert found == {
         "ended": [0, 1],
         "length": 2,

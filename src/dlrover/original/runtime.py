@@ -45,6 +45,8 @@ class Hosted(msgspec.Struct, frozen=True, omit_defaults=True):
     """True to set up PyTorch's process group before the program."""
     per_group: int = 1
     accelerator_type: str = "GPU"
+    roles: tuple[str, ...] = ()
+    """All roles of the job."""
 
 
 def hosted() -> Hosted:
@@ -219,11 +221,19 @@ class RoleGroup(roles.RoleGroup):
 
     Args:
         role: Name of the role.
-        optional: True if the role may have no members.
+        optional: True if the role may have no members, or not be there.
+
+    Raises:
+        ConfigurationError: The job has no such role.
     """
 
     def __init__(self, role: str, optional: bool = False) -> None:
-        super().__init__(str(getattr(role, "value", role)), optional=optional)
+        name, known = str(getattr(role, "value", role)), hosted().roles
+        if known and name not in known and not optional:
+            raise ConfigurationError(
+                f"RoleGroup({name!r}): must be a role of the job: {', '.join(known)}."
+            )
+        super().__init__(name, optional=optional)
 
     def __len__(self) -> int:
         """Return the number of members; wait for the first."""

@@ -169,6 +169,7 @@ class _Role:
             has_group=self._has_group and not is_script,
             per_group=per_group,
             accelerator_type=self._job.accelerator_type,
+            roles=tuple(self._job.names),
         )
         found: dict[str, Any] = {
             "entry": self._entry if is_script else ENTRY,
@@ -211,6 +212,11 @@ class DLJobBuilder:
         self._config: dict[str, Any] = {}
         self._collocations: list[list[str]] = []
         self._without_effect: dict[str, None] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the roles."""
+        return list(self._roles)
 
     def add(self, name: Any, entry: str, kind: str) -> _Role:
         """Add a role.
