@@ -141,8 +141,9 @@ class RolesService:
         return self.shared.status()
 
     def close(self) -> None:
-        """Forget all timers, and end the streams."""
+        """End the calls that wait, and forget all timers."""
         self._closed = True
+        self._changed.set()
         self._view_changed.set()
         for timer in self._timers.values():
             timer.cancel()
@@ -216,6 +217,8 @@ class RolesService:
                 await asyncio.wait_for(changed.wait(), until - loop.time())
             except (asyncio.TimeoutError, TimeoutError):
                 return self.shared.ready(request)
+            if self._closed:
+                return False
         return True
 
     # ---- views
