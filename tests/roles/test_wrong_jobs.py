@@ -151,7 +151,11 @@ def test_the_command_exits_with_2(folder: Path) -> None:
     for words, says in (
         ([str(folder / "gone.yaml")], "the file does not exist"),
         ([str(folder / "job.yaml"), "--platform", "kubernetes"], "kubernetes is not supported yet"),
-        ([str(folder / "job.yaml"), "--platform", "slurm"], "must be local or ray"),
+        (
+            [str(folder / "job.yaml"), "--platform", "ray"],
+            "ray is not supported yet; must be local",
+        ),
+        ([str(folder / "job.yaml"), "--platform", "slurm"], "slurm: must be local"),
     ):
         result = CliRunner().invoke(app, ["roles", *words])
         assert isinstance(result.exception, ConfigurationError)

@@ -30,7 +30,7 @@ from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import CAUSES, Outcome
 from dlrover.spec.words import counted
 
-PLATFORMS = ("local", "ray")
+PLATFORMS, PLANNED = ("local",), ("ray", "kubernetes")
 AWAY, AGAIN = 60.0, 0.5
 """Seconds that a follower waits for a coordinator that is away, and between its attempts to reach it."""
 SHUTDOWN = 30.0
@@ -40,7 +40,7 @@ SHUTDOWN = 30.0
 def roles(
     file: Annotated[str, typer.Argument(metavar="FILE", help="The job: a .py file that makes a "
                                         "dlrover.roles.Job named job, or the same as .yaml.")],
-    platform: Annotated[str, typer.Option(help="Where the roles run: local or ray.")] = "local",
+    platform: Annotated[str, typer.Option(help="Where the roles run: local, on this machine.")] = "local",
     job_dir: Annotated[str, typer.Option("--job-dir", help="Directory for the job's journal, logs and roles.")] = "",
     output: Output = Form.TEXT,
 ) -> None:  # fmt: skip
@@ -63,7 +63,7 @@ def run(file: str, platform: str, directory: str) -> Outcome:
     from dlrover.roles import client  # noqa: PLC0415
 
     if platform not in PLATFORMS:
-        why = " kubernetes is not supported yet;" * (platform == "kubernetes")
+        why = f" {platform} is not supported yet;" * (platform in PLANNED)
         raise ConfigurationError(f"--platform {platform}:{why} must be {' or '.join(PLATFORMS)}.")
     job = load(file)
     if platform == "local":
