@@ -206,6 +206,9 @@ class Rounds:
                 continue
             world = membership.replace(lost, node_id, offer.nproc)
             rdzv.substitute(lost, node_id)
+            if node_id in state.spares.standing:
+                state.spares.standing.discard(node_id)
+                state.emit(events.SpareTakesPlace(node_id, lost))
             worlds = {**self.worlds, node_id: world}
             self.worlds = {member: worlds[member] for member in rdzv.members}
             state.move(state.nodes[node_id], NodeStatus.RUNNING)
