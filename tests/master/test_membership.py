@@ -3,7 +3,12 @@
 from dlrover.master.machine import inputs
 from dlrover.master.machine.membership import Membership
 from dlrover.spec import events
+from dlrover.spec.check import CheckReport, Component, ProbeResult
+from dlrover.spec.node import NodeStatus
 from tests.support.drivers import JobDriver
+
+SPEED = ProbeResult(component=Component.DEVICE, figure=100.0, unit="GFLOP/s")
+TIME = ProbeResult(component=Component.NETWORK, figure=1.0, unit="ms")
 
 
 def membership(job: JobDriver) -> Membership:
@@ -20,3 +25,21 @@ def test_a_node_that_waits_beyond_a_full_world_takes_a_lost_nodes_place():
     assert job.machine.spares.standing == set()
     assert job.emitted(events.SpareTakesPlace) == [events.SpareTakesPlace(2, 1)]
     assert membership(job).ranks == {0: range(2), 2: range(2, 4)}
+
+
+def test_a_spare_that_takes_a_place_owes_no_answer_to_its_check():
+    job = JobDriver(2, 2, managed_nodes=2, spares=1, survive=True, node_check=True)
+    for node in range(3):
+        job.give(inputs.NodePlaced(node, f"process {node}"))
+        job.connect(node, claims=node)
+    job.join(0, 1)
+    while (run := job.machine.checks.run) is not None:
+        report = CheckReport(check=run.number, round=run.round, results=(SPEED, TIME))
+        job.give(*(inputs.Reported(node, report) for node in run.orders))
+    job.join(2)
+    assert job.machine.checks.run is not None
+    job.give(inputs.NodeExited(1, "its pod was deleted"))
+    assert job.machine.rendezvous.members == (0, 2)
+    job.give(inputs.DeadlinePassed(), at=1000.0)
+    assert job.machine.rendezvous.members == (0, 2)
+    assert job.status(2) is NodeStatus.RUNNING

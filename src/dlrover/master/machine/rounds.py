@@ -215,6 +215,8 @@ class Rounds:
             state.nodes[node_id].has_run = True
             self.assign(node_id)
             filled.append(node_id)
+        if filled:
+            state.checks.cancel()  # workers start where the check was; the other spares' begins anew
         return filled
 
     def assign(self, node_id: int) -> None:
