@@ -4,6 +4,7 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.membership import Membership
 from dlrover.spec import events
 from dlrover.spec.check import CheckReport, Component, ProbeResult
+from dlrover.spec.membership import JoinMembers
 from dlrover.spec.node import NodeStatus
 from tests.support.drivers import JobDriver
 
@@ -43,3 +44,16 @@ def test_a_spare_that_takes_a_place_owes_no_answer_to_its_check():
     job.give(inputs.DeadlinePassed(), at=1000.0)
     assert job.machine.rendezvous.members == (0, 2)
     assert job.status(2) is NodeStatus.RUNNING
+
+
+def test_a_rank_of_a_lost_node_that_asks_too_late_does_not_join():
+    job = JobDriver.launched(3, 3, survive=True)
+    job.give(inputs.NodeExited(2, "its pod was deleted"))
+    job.give(inputs.MemberReported(JoinMembers(1, rank=4, attempt=0)))
+    assert membership(job).attempts.keys() == {0, 1, 2, 3}
+    job.give(inputs.NodePlaced(3, "process 3"))
+    job.connect(3, claims=3)
+    job.join(3)
+    assert membership(job).ranks[3] == range(4, 6)
+    job.give(inputs.MemberReported(JoinMembers(1, rank=4, attempt=1)))
+    assert membership(job).attempts[4] == 1

@@ -134,6 +134,8 @@ class Membership:
         """Take a rank's report; return whether the membership has changed."""
         if change.round != self.round or self.latest.get(change.rank) != change.attempt:
             return False
+        if not any(change.rank in ranks for ranks in self.ranks.values()):
+            return False  # its node is lost, and its process must not train on
         match change:
             case JoinMembers(_, rank, attempt):
                 if self.over or rank in self.attempts:
