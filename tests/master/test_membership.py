@@ -2,10 +2,12 @@
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.membership import Membership
+from dlrover.rpc.messages import Join
 from dlrover.spec import events
 from dlrover.spec.check import CheckReport, Component, ProbeResult
 from dlrover.spec.membership import JoinMembers
 from dlrover.spec.node import NodeStatus
+from dlrover.spec.world import Offer
 from tests.support.drivers import JobDriver
 
 SPEED = ProbeResult(component=Component.DEVICE, figure=100.0, unit="GFLOP/s")
@@ -57,3 +59,13 @@ def test_a_rank_of_a_lost_node_that_asks_too_late_does_not_join():
     assert membership(job).ranks[3] == range(4, 6)
     job.give(inputs.MemberReported(JoinMembers(1, rank=4, attempt=1)))
     assert membership(job).attempts[4] == 1
+
+
+def test_only_a_node_with_as_many_workers_takes_a_lost_ones_place():
+    job = JobDriver.running(2, 1, 2, survive=True)
+    job.give(inputs.NodeSilent(0, 60.0))
+    for node, nproc in ((2, 1), (3, 3), (4, 2)):
+        job.connect(node)
+        round_ = job.machine.rendezvous.next_round
+        job.give(inputs.Reported(node, Join(round_, Offer(nproc, f"host{node}", 29400))))
+    assert membership(job).ranks == {1: range(2, 4), 4: range(2)}

@@ -204,7 +204,7 @@ class Rounds:
             lost = membership.vacancy(offer.nproc)
             if lost is None:
                 continue
-            world = membership.replace(lost, node_id, offer.nproc)
+            world = membership.replace(lost, node_id)
             rdzv.substitute(lost, node_id)
             if node_id in state.spares.standing:
                 state.spares.standing.discard(node_id)
