@@ -122,6 +122,8 @@ def test_checkpoint_directories_are_listed_with_their_problems(tmp_path: Path) -
     assert found["path"] == str(tmp_path / "gone")
     assert found["steps"] == []
     assert found["problem"]
+    job_dir.checkpoints.write_bytes(b"/half of a charact\xc3")
+    assert [found["path"] for found in checkpoints.stored(job_dir)] == ["/half of a charact\ufffd"]
 
 
 @pytest.mark.parametrize(
