@@ -2,10 +2,11 @@
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.membership import Membership
+from dlrover.master.meeting import LEAST_VALUES, Meeting
 from dlrover.rpc.messages import Join
 from dlrover.spec import events
 from dlrover.spec.check import CheckReport, Component, ProbeResult
-from dlrover.spec.membership import JoinMembers
+from dlrover.spec.membership import MAX_VALUE, JoinMembers, Meet
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.world import Offer
 from tests.support.drivers import JobDriver
@@ -69,3 +70,20 @@ def test_only_a_node_with_as_many_workers_takes_a_lost_ones_place():
         round_ = job.machine.rendezvous.next_round
         job.give(inputs.Reported(node, Join(round_, Offer(nproc, f"host{node}", 29400))))
     assert membership(job).ranks == {1: range(2, 4), 4: range(2)}
+
+
+def test_the_keys_by_which_ranks_meet_have_a_size_in_all():
+    job = JobDriver.running(2, 2, 2, survive=True)
+    meeting, value = Meeting(), bytes(MAX_VALUE)
+
+    def put(number: int, value: bytes) -> str:
+        return meeting.handle(Meet(1, 0, {f"key {number}": value}), 7, membership(job)).refused
+
+    numbers = range(LEAST_VALUES - 1)
+    assert not any(put(number, value) for number in (*numbers, *numbers))
+    assert "at most 67108864 bytes" in put(LEAST_VALUES, value)
+    assert not put(0, b"")
+    assert not put(LEAST_VALUES, value)
+    assert "at most 65536 bytes" in put(0, value + b"x")
+    job.give(inputs.NodeSilent(1, 60.0))
+    assert "is over" in put(0, b"")
