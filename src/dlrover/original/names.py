@@ -52,17 +52,17 @@ _MEGATRON = {
 _BUILDER = {"DLJobBuilder": "`dlrover.roles.Job`"}
 _RULES = "the setting `diagnosis_rules`"
 _RUNTIME = {
-    "DataQueue": "`dlrover.roles`",
-    "FutureSequence": "`dlrover.roles`",
-    "RoleActor": "`dlrover.roles`",
-    "RoleGroup": "`dlrover.roles`",
-    "create_rpc_proxy": "`dlrover.roles`",
-    "current_worker": "`dlrover.roles`",
-    "export_rpc_instance": "`dlrover.roles`",
-    "export_rpc_method": "`dlrover.roles`",
-    "rpc": "`dlrover.roles`",
+    "DataQueue": "`dlrover.roles.Queue`",
+    "FutureSequence": "`dlrover.roles.runtime.groups.FutureSequence`",
+    "RoleActor": "an error: `dlrover.roles.RoleGroup`",
+    "RoleGroup": "`dlrover.roles.RoleGroup`",
+    "create_rpc_proxy": "an error: `dlrover.roles.RoleGroup`",
+    "current_worker": "`dlrover.roles.current_worker`",
+    "export_rpc_instance": "`dlrover.roles.current_worker().serve`",
+    "export_rpc_method": "`dlrover.roles.rpc`",
+    "rpc": "`dlrover.roles.rpc`",
 }
-_RAY_LOADER = {"patch_dataloader_ray": "`dlrover.data.ElasticDataset.loader`"}
+_RAY_LOADER = {"patch_dataloader_ray": "nothing: the workers of a loader need no patch"}
 
 MODULES = (
     Module(f"{_FLASH}.checkpointer", {
@@ -135,7 +135,7 @@ MODULES = (
     Module(f"{_UNIFIED}.api.builder.rl", {"RLJobBuilder": "`dlrover.roles.Job`"}, f"{_ORIGINAL}.unified"),
     Module(f"{_UNIFIED}.api.runtime", {**_RUNTIME, **_RAY_LOADER}, f"{_ORIGINAL}.runtime"),
     Module(f"{_UNIFIED}.api.runtime.ray_dataloader_iter", _RAY_LOADER, f"{_ORIGINAL}.runtime"),
-    Module(f"{_UNIFIED}.api.runtime.worker", {"current_worker": "`dlrover.roles`"}, f"{_ORIGINAL}.runtime"),
+    Module(f"{_UNIFIED}.api.runtime.worker", {"current_worker": "`dlrover.roles.current_worker`"}, f"{_ORIGINAL}.runtime"),
     Module(f"{_UNIFIED}.common.enums", {"RLRoleType": "names of roles"}, f"{_ORIGINAL}.unified"),
     Module(f"{_UNIFIED}.controller.extension", {"ManagerExtension": _RULES}, f"{_ORIGINAL}.failover"),
     Module(f"{_UNIFIED}.util.config_util", {

@@ -64,6 +64,9 @@ class Worker:
         self.calls = Calls(self.link, self.machine)
         self._loaded, launched.loaded = launched.loaded, self._has_loaded
 
+    def __repr__(self) -> str:
+        return f"Worker(job={self.job!r}, role={self.role!r}, index={self.index}, attempt={self.attempt})"
+
     def _join(self) -> None:
         self.link.join(
             JoinRole(
