@@ -1,12 +1,15 @@
 """Memberships of a job that survives losses: who takes a lost rank's place, and which reports come too late."""
 
+import pytest
+
+from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.membership import Membership
 from dlrover.master.meeting import LEAST_VALUES, Meeting
-from dlrover.rpc.messages import Join
+from dlrover.rpc.messages import Join, Succeeded
 from dlrover.spec import events
 from dlrover.spec.check import CheckReport, Component, ProbeResult
-from dlrover.spec.membership import MAX_VALUE, JoinMembers, Meet
+from dlrover.spec.membership import MAX_VALUE, FinishMembers, JoinMembers, Meet
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.world import Offer
 from tests.support.drivers import JobDriver
@@ -87,3 +90,17 @@ def test_the_keys_by_which_ranks_meet_have_a_size_in_all():
     assert "at most 65536 bytes" in put(0, value + b"x")
     job.give(inputs.NodeSilent(1, 60.0))
     assert "is over" in put(0, b"")
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_job_whose_rank_0_was_lost_at_its_end_does_not_end_without_it(lost: int):
+    job = JobDriver.running(2, 1, 2, survive=True)
+    job.give(inputs.NodeSilent(lost, 60.0))
+    job.give(inputs.MemberReported(FinishMembers(1, rank=2 * (1 - lost), attempt=0)))
+    job.give(inputs.Reported(1 - lost, Succeeded(1)))
+    if lost == 0:
+        assert job.machine.outcome is None
+        assert job.machine.rendezvous.collecting
+    else:
+        assert job.machine.outcome is not None
+        assert job.machine.outcome.exit_code == ExitCode.SUCCESS
