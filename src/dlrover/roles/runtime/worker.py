@@ -84,6 +84,11 @@ class Worker:
         self._ready = True
         exports.add_object(served)
 
+    def ready(self) -> None:
+        """Say that all is exported: others call this process from now on."""
+        self._ready = True
+        self._join()
+
     def close(self) -> None:
         """Leave the job's other processes alone: this one calls nobody and is called by nobody any more."""
         exports.changed = None
