@@ -56,7 +56,10 @@ class Keys:
 def drop(directory: Path) -> None:
     """Drop the files from the page cache."""
     for path in directory.glob("*/segment-*"):
-        file = os.open(path, os.O_RDONLY)
+        try:
+            file = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # compaction in the background has deleted it
         os.fdatasync(file)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(file)

@@ -34,6 +34,7 @@ namespace {
 constexpr size_t kGroup = 8, kBlock = 16;
 constexpr uint64_t kLog = 63;             // low bits of an index's address: the binary logarithm of its places
 constexpr uint64_t kStep = 2ull << 20;    // memory is made usable in multiples of this: a huge page
+constexpr uint64_t kPage = 4096;           // bytes of a page, at least
 constexpr uint64_t kMostAddresses = 1ull << 42;
 constexpr uint64_t kFewestBits = 3, kMostBits = 22;  // binary logarithms of an index's places
 constexpr uint32_t kNothing = 0;
@@ -243,8 +244,7 @@ DLROVER_INLINE uint64_t index_bytes(uint64_t bits) { return 8ull << bits; }
 
 // Memory for a shard's index of a size, empty; 0 if there is none. A size has a range of addresses of its own, which
 // stays reserved: whoever reads an index that is given up finds nothing there, and sees that the version has changed.
-uint64_t take_index(Table* table, size_t shard, uint64_t bits) {
-  if (bits > kMostBits || !charge(table, index_bytes(bits))) return 0;
+uint64_t begin_index(Table* table, size_t shard, uint64_t bits) {
   const uint64_t all = kShards * index_bytes(bits);
   hold(&table->lock);
   char* memory = table->indices[bits];
@@ -260,41 +260,69 @@ uint64_t take_index(Table* table, size_t shard, uint64_t bits) {
   }
   if (memory) ++table->users[bits];
   release(&table->lock);
-  if (!memory) {
-    table->memory.fetch_sub(index_bytes(bits));
-    return 0;
-  }
-  char* own = memory + shard * index_bytes(bits);
-  memset(own, 0, index_bytes(bits));
-  return reinterpret_cast<uint64_t>(own) | bits;
+  if (!memory) return 0;
+  const uint64_t index = reinterpret_cast<uint64_t>(memory + shard * index_bytes(bits)) | bits;
+  for (uint64_t i = 0; i <= mask_of(index); ++i) places_of(index)[i].store(0, std::memory_order_relaxed);
+  return index;
 }
 
-void give_index(Table* table, uint64_t index) {
+// Pages of an index are given to the system at once with `drop`, else when no shard has one of its size.
+void end_index(Table* table, uint64_t index, bool drop) {
   const uint64_t bits = index & kLog;
-  table->memory.fetch_sub(index_bytes(bits));
   hold(&table->lock);
   if (!--table->users[bits]) madvise(table->indices[bits], kShards * index_bytes(bits), MADV_DONTNEED);
+  else if (drop && index_bytes(bits) >= kPage) madvise(places_of(index), index_bytes(bits), MADV_DONTNEED);
   release(&table->lock);
 }
+
+uint64_t take_index(Table* table, size_t shard, uint64_t bits) {
+  if (bits > kMostBits || !charge(table, index_bytes(bits))) return 0;
+  const uint64_t index = begin_index(table, shard, bits);
+  if (!index) table->memory.fetch_sub(index_bytes(bits));
+  return index;
+}
+
+// Give up a shard's index for another one, or for none.
+void change_index(Table* table, Shard* shard, uint64_t index, bool drop) {
+  const uint64_t old = shard->index.load(std::memory_order_relaxed);
+  for (uint64_t i = 0; index && old && i <= mask_of(old); ++i) {
+    const uint64_t place = places_of(old)[i].load(std::memory_order_relaxed);
+    if (!place) continue;
+    uint64_t at = mixed(table->row(static_cast<uint32_t>(place))->key) & mask_of(index);
+    while (places_of(index)[at].load(std::memory_order_relaxed)) at = (at + 1) & mask_of(index);
+    places_of(index)[at].store(place, std::memory_order_relaxed);
+  }
+  shard->index.store(index, std::memory_order_release);
+  if (old) end_index(table, old, drop);
+}
+
+DLROVER_INLINE bool has_places(uint64_t keys, uint64_t bits) { return keys * 8 <= 7ull << bits; }
 
 // Make room for more keys in a shard's index.
 bool reserve_index(Table* table, Shard* shard, uint32_t more = 1) {
   const uint64_t old = shard->index.load(std::memory_order_relaxed);
-  const uint64_t size = old ? mask_of(old) + 1 : 0;
-  if ((static_cast<uint64_t>(shard->used) + more - 1) * 8 < size * 7) return true;
-  const uint64_t index = take_index(table, static_cast<size_t>(shard - table->shards), old ? (old & kLog) + 1 : kFewestBits);
+  uint64_t bits = old ? old & kLog : kFewestBits;
+  while (!has_places(static_cast<uint64_t>(shard->used) + more, bits)) ++bits;
+  if (old && bits == (old & kLog)) return true;
+  const uint64_t index = take_index(table, static_cast<size_t>(shard - table->shards), bits);
   if (!index) return false;
-  const uint64_t mask = mask_of(index);
-  for (uint64_t i = 0; i < size; ++i) {
-    const uint64_t place = places_of(old)[i].load(std::memory_order_relaxed);
-    if (!place) continue;
-    uint64_t at = mixed(table->row(static_cast<uint32_t>(place))->key) & mask;
-    while (places_of(index)[at].load(std::memory_order_relaxed)) at = (at + 1) & mask;
-    places_of(index)[at].store(place, std::memory_order_relaxed);
-  }
-  shard->index.store(index, std::memory_order_release);
-  if (old) give_index(table, old);
-  return more == 1 || reserve_index(table, shard, more);
+  change_index(table, shard, index, false);
+  if (old) table->memory.fetch_sub(index_bytes(old & kLog));
+  return true;
+}
+
+// Give up a shard's index for the smallest one that its keys have places in. That takes no memory that others might
+// have taken meanwhile: the smaller one is a part of what was charged.
+void shrink_index(Table* table, Shard* shard) {
+  const uint64_t old = shard->index.load(std::memory_order_relaxed);
+  if (!old) return;
+  uint64_t bits = kFewestBits, index = 0;
+  while (!has_places(shard->used, bits)) ++bits;
+  if (shard->used && bits >= (old & kLog)) return;
+  if (shard->used) index = begin_index(table, static_cast<size_t>(shard - table->shards), bits);
+  if (shard->used && !index) return;
+  change_index(table, shard, index, true);
+  table->memory.fetch_sub(index_bytes(old & kLog) - (index ? index_bytes(bits) : 0));
 }
 
 // ---- one key, with its shard held
@@ -380,8 +408,9 @@ bool reserve_rows(Table* table, Shard* shard, uint32_t more) {
   return take_block(table, shard);
 }
 
-// Move the rows of a shard together, and give blocks without rows to all shards.
+// Move the rows of a shard together, and give blocks without rows and places of the index to all shards.
 void pack(Table* table, Shard* shard) {
+  shrink_index(table, shard);
   const uint32_t kept = (shard->used + kBlock - 1) / kBlock, count = shard->block_count;
   if (kept >= count) return;
   auto* taken = static_cast<uint8_t*>(calloc(kept * kBlock + 1, 1));
@@ -703,13 +732,12 @@ template <class Rule>
 void apply(const Update& ask, size_t count) { update_all<Rule>(ask, count); }
 
 #if defined(__x86_64__)
+bool wide() { return strcmp(variant(), "plain") != 0; }
 __attribute__((target("avx2"))) int look_whole_avx2(const Lookup& ask, size_t count) { return look<true>(ask, count); }
 __attribute__((target("avx2"))) int look_half_avx2(const Lookup& ask, size_t count) { return look<false>(ask, count); }
 template <class Rule>
 __attribute__((target("avx2"))) void apply_avx2(const Update& ask, size_t count) { update_all<Rule>(ask, count); }
 #endif
-
-bool wide() { return strcmp(variant(), "plain") != 0; }
 
 template <class Rule>
 Apply chosen() {
@@ -924,8 +952,6 @@ DLROVER_EXPORT void dlrover_table_clear(Table* table, size_t slot) {
     if (!place) continue;
     free_row(table, shard, static_cast<uint32_t>(place));
   }
-  shard->index.store(0, std::memory_order_relaxed);
-  if (index) give_index(table, index);
   shard->used = shard->removed_count = shard->waiting_used = 0;
   pack(table, shard);
   if (shard->waiting) memset(shard->waiting, 0, shard->waiting_room * sizeof(Waiting));

@@ -1,5 +1,5 @@
 # The image of the examples and of the recipes for other schedulers, from the root of the repository:
-#   docker build -f deploy/containers/examples.Dockerfile -t dlrover-examples:0.8.0.dev0 .
+#   docker build -f deploy/containers/examples.Dockerfile -t dlrover-examples:1.0.0rc1 .
 # For several platforms: docker buildx build --platform linux/amd64,linux/arm64 ...
 # Without a registry: scripts/build-images. Behind a package index of your own: --secret id=pip,src=pip.conf
 ARG PYTHON=python:3.12.12-slim-bookworm

@@ -3,4 +3,4 @@
 Importing this package takes milliseconds: it loads neither grpc nor a training framework.
 """
 
-__version__ = "0.8.0.dev0"
+__version__ = "1.0.0rc1"

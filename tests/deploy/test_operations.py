@@ -55,7 +55,7 @@ def test_the_table_of_alerts_is_that_of_the_rules() -> None:
 def test_files_and_versions_on_a_page_are_there(page: str) -> None:
     for path in re.findall(r"\b(?:deploy|examples)/[\w./-]*\w", page):
         assert (ROOT / path).exists(), path
-    for version in re.findall(r"\b\d+\.\d+\.\d+\.dev\d+", page):
+    for version in re.findall(r"(?<=:)\d+\.\d+\.\d+\w*", page):
         assert version == dlrover.__version__
 
 

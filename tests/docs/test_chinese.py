@@ -15,9 +15,7 @@ MADE_BY_THE_CODE = {"events.md", "exit-codes.md", "settings.md", "metrics.md", "
 """Pages that are mostly tables from the code's own sentences."""
 FOR_CONTRIBUTORS = {"architecture.md", "job-directory.md"}
 PAGES = sorted(
-    page.name
-    for page in DOCS.glob("*.md")
-    if page.name not in MADE_BY_THE_CODE | FOR_CONTRIBUTORS
+    page.name for page in DOCS.glob("*.md") if page.name not in MADE_BY_THE_CODE | FOR_CONTRIBUTORS
 )
 
 pages = pytest.mark.parametrize("page", PAGES)

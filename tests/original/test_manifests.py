@@ -52,5 +52,5 @@ def test_manifests_of_the_examples_run_the_examples(
         words = shlex.split(command[-1]) if command[0] == "/bin/bash" else command
         words = words[words.index("dlrover-run") + 1 :]
         words = [word.replace("$(NODE_NUM)", "4").replace("$WORKER_NUM", "4") for word in words]
-        options = arguments.parse(words, {"PATH": os.defpath})
+        options = arguments.parse(words, {"PATH": os.defpath, "DLROVER_MASTER_ADDR": "master:1"})
         assert options.launch.target.startswith("examples/")

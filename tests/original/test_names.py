@@ -122,7 +122,6 @@ def test_what_cannot_be_says_what_to_write() -> None:
         f"{FLASH}.megatron save_checkpoint": "FlashSave",
         f"{FLASH}.megatron_dist_ckpt load_checkpoint": "FlashLoad",
         "dlrover.python.elastic_agent.sychronization.sync_client SyncClient": "barrier",
-        "dlrover.python.unified.api.builder DLJobBuilder": "dlrover.roles",
         "dlrover.python.unified.api.runtime.worker current_worker": "dlrover.roles",
     }
     for what, instead in refused.items():

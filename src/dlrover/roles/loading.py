@@ -22,7 +22,7 @@ OPTIONS = tuple(
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 )
 """Options of a role in a YAML file: those of `Job.role`."""
-TOP = ("name", "roles")
+TOP = ("name", "roles", "directory")
 
 
 def load(file: str) -> RolesJob:
@@ -87,7 +87,10 @@ def _from_yaml(path: Path) -> RolesJob:
             f"{path}: must have name and roles, a mapping from names to roles."
         )
     _check_keys(str(path), content, TOP)
-    job = Job(str(content.get("name", path.stem)), directory=path.parent)
+    job = Job(
+        str(content.get("name", path.stem)),
+        directory=path.parent / str(content.get("directory", "")),
+    )
     for name, role in content["roles"].items():
         where = f"{path}: role {name}"
         if not isinstance(role, dict) or "entry" not in role:

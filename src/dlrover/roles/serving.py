@@ -86,6 +86,7 @@ class RolesService:
         """The same for what views show."""
         self._watched: dict[Place, int] = {}
         self._timers: dict[Place, asyncio.TimerHandle] = {}
+        self._closed = False
         replayed = 0
         for replayed, entry in enumerate(entries, 1):  # noqa: B007 - the number of them
             self._replay(entry)
@@ -140,7 +141,10 @@ class RolesService:
         return self.shared.status()
 
     def close(self) -> None:
-        """Forget all timers."""
+        """End the calls that wait, and forget all timers."""
+        self._closed = True
+        self._changed.set()
+        self._view_changed.set()
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -213,6 +217,8 @@ class RolesService:
                 await asyncio.wait_for(changed.wait(), until - loop.time())
             except (asyncio.TimeoutError, TimeoutError):
                 return self.shared.ready(request)
+            if self._closed:
+                return False
         return True
 
     # ---- views
@@ -224,7 +230,7 @@ class RolesService:
         if (timer := self._timers.pop(place, None)) is not None:
             timer.cancel()
         try:
-            while True:
+            while not self._closed:
                 changed = self._view_changed
                 yield self._view
                 await changed.wait()

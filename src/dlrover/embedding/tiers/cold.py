@@ -117,8 +117,8 @@ class ColdRows:
     # ---- compaction
 
     def _make_room(self, records: int) -> None:
-        """Compact until there is room for records, and for the compaction of one more segment."""
-        while self._segments.room() < records + self._sizes.each:
+        """Compact until there is room for records, and for the compaction of two segments: here, and in the background."""
+        while self._segments.room() < records + 2 * self._sizes.each:
             victim = self._segments.victim(self._busy | self._damaged)
             if victim is None or not self._compact(victim):
                 break
