@@ -19,15 +19,22 @@ from dlrover.roles.messages import (
     SetCursor,
     Turned,
 )
+from dlrover.roles.runtime import holder
 from dlrover.roles.serving import RolesService
 
 TRAINER = Place("trainer", 0, 1)
 
 
 class Inputs(list[bytes]):
-    """A journal in memory, which outlives its service."""
+    """A journal in memory, which outlives its service; it may be full."""
+
+    refused = 0
+    full = False
 
     def append(self, entry: bytes, now: float = 0.0) -> None:
+        if self.full:
+            self.refused += 1
+            raise InfrastructureError("The journal is full.")
         super().append(entry)
 
 
@@ -61,3 +68,20 @@ def test_the_views_of_another_coordinator_have_higher_numbers() -> None:
         service = RolesService(journal, list(journal))
         assert service._view.number >= before.number, "a publisher waits for the number"
         assert service._view.roles == before.roles
+
+
+def test_the_process_that_keeps_weights_is_tried_for_until_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(holder, "PAUSE", 0.001)
+    journal = Inputs()
+    journal.full = True
+
+    async def run() -> None:
+        keeping = asyncio.create_task(holder.keep(RolesService(journal), {}, 0))
+        while journal.refused < 3 and not keeping.done():
+            await asyncio.sleep(0.001)
+        assert not keeping.done(), "it goes on trying"
+        keeping.cancel()
+
+    asyncio.run(run())

@@ -84,9 +84,9 @@ class RolesService:
         """Set when a queue has changed, and replaced by another one."""
         self._view_changed = asyncio.Event()
         """The same for what views show."""
-        self._closed = False
         self._watched: dict[Place, int] = {}
         self._timers: dict[Place, asyncio.TimerHandle] = {}
+        self._closed = False
         replayed = 0
         for replayed, entry in enumerate(entries, 1):  # noqa: B007 - the number of them
             self._replay(entry)

@@ -12,8 +12,9 @@ all ranks come with the same knowledge, so that no operation is abandoned for th
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -91,6 +92,9 @@ class Survivors:
         """Begin to train with the others; None if the training is already over.
 
         With ``later``, this rank takes the others' state when it calls `settle`; ``position`` is theirs, and they wait.
+
+        Raises:
+            InfrastructureError: The round is over: the training goes on elsewhere.
         """
         self._later = later
         ask = LookMembers(self._round)
@@ -98,7 +102,12 @@ class Survivors:
             ask if self._attempt == 0 else JoinMembers(self._round, self.rank, self._attempt)
         )
         assert isinstance(reply, MembersNow)
-        if reply.members is None or reply.members.over:
+        if (
+            reply.members is None
+        ):  # the agent ends this process, unless a master has lost its journal
+            self._link.wait(lambda _members: False, EXCLUDED_LIMIT)
+            raise InfrastructureError(f"Round {self._round} is over; rank {self.rank} cannot join.")
+        if reply.members.over:
             return None
         exchange = self._regroup(payload, complete=False)
         return exchange if self.usable or self._waiting is not None else None
@@ -118,6 +127,18 @@ class Survivors:
         """Report that the training is finished, and leave."""
         self._link.ask(FinishMembers(self._round, self.rank, self._attempt))
         self.close()
+
+    def leave(self) -> NoReturn:
+        """End a process that came too late: the others have finished the training, without their state for it.
+
+        Raises:
+            InfrastructureError: This is rank 0, which commonly stores what all have trained.
+        """
+        if self.rank == 0:
+            raise InfrastructureError(
+                "The others finished the training before rank 0 was back, which may have more to do: it starts again."
+            )
+        sys.exit(0)
 
     def close(self) -> None:
         """Leave the group."""

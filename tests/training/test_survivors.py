@@ -1,0 +1,109 @@
+"""What a rank does that asks to train when there is nothing to join."""
+
+import contextlib
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from dlrover import launched
+from dlrover._util import framing
+from dlrover.errors import InfrastructureError, UserCodeError
+from dlrover.launched import Given
+from dlrover.spec.membership import Members, MembersNow
+
+torch = pytest.importorskip("torch")
+
+from dlrover.training.replicas import survivors  # noqa: E402
+from dlrover.training.replicas.link import Link  # noqa: E402
+from dlrover.training.replicas.replicas import Replicas  # noqa: E402
+
+pytestmark = [pytest.mark.torch]
+
+
+@contextlib.contextmanager
+def listening(*pushed: bytes, answer: bytes = b"") -> Iterator[str]:
+    """An agent's socket, which pushes one message to each that connects, or answers alike; yields its address."""
+    address = f"dlrover-test-{os.getpid()}-{uuid.uuid4().hex}"
+    left = list(pushed)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                with connection, contextlib.suppress(OSError):
+                    if left:
+                        connection.sendall(framing.pack(left.pop(0)))
+                    while answer and framing.receive(connection.recv_into):
+                        connection.sendall(framing.pack(answer))
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"\0{address}")
+        server.listen()
+        threading.Thread(target=serve, daemon=True).start()
+        yield address
+        server.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def told(members: Members | None) -> Iterator[survivors.Survivors]:
+    """Rank 1, started again, whose master answers with a membership."""
+    with listening(answer=msgspec.msgpack.encode(MembersNow(members))) as relay:
+        given = Given(round=3, relay=relay, members="nobody listens here")
+        yield survivors.Survivors(Link(given), 3, 1, 1, None)
+
+
+def test_a_rank_whose_round_is_over_does_not_take_the_training_for_finished(monkeypatch):
+    monkeypatch.setattr(survivors, "EXCLUDED_LIMIT", 0.01)
+    with told(None) as rank, pytest.raises(InfrastructureError, match="Round 3 is over"):
+        rank.join(torch.zeros(1))
+    with told(Members(3, 5, {0: 0}, over=True)) as rank:
+        assert rank.join(torch.zeros(1)) is None
+
+
+def test_what_the_agent_pushes_is_read_after_garbage_too():
+    members = Members(3, 1, {0: 0, 1: 1})
+    with listening(b"\xc1", msgspec.msgpack.encode(members)) as address:
+        link = Link(Given(round=3, members=address))
+        assert link.wait(lambda m: m.number == 1, 30.0) == members
+
+
+def test_what_another_user_pushes_is_not_read(monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    with listening(*4 * [msgspec.msgpack.encode(Members(3, 1))]) as address:
+        link = Link(Given(round=3, members=address))
+        assert link.wait(lambda _members: True, 0.3) is None
+
+
+def replicas(relay: str, monkeypatch: pytest.MonkeyPatch, **given: int) -> Replicas:
+    settings = Given(round=3, relay=relay, members="nobody listens here", survive=True, **given)
+    monkeypatch.setattr(launched, "given", settings)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    return Replicas(model, optimizer, global_batch_size=2, micro_batch_size=2)
+
+
+def test_a_replica_that_comes_after_the_end_runs_nothing_of_what_follows_the_loop(monkeypatch):
+    over = msgspec.msgpack.encode(MembersNow(Members(3, 5, {2: 0}, over=True)))
+    with listening(answer=over) as relay, pytest.raises(SystemExit) as left:
+        list(replicas(relay, monkeypatch, rank=1, attempt=1).steps(4))
+    assert left.value.code == 0
+    with listening(answer=over) as relay, pytest.raises(InfrastructureError, match="rank 0"):
+        list(replicas(relay, monkeypatch, rank=0, attempt=1).steps(4))
+
+
+def test_a_second_loop_is_refused_as_it_would_have_no_steps(monkeypatch):
+    alone = msgspec.msgpack.encode(MembersNow(Members(3, 0, {0: 0})))
+    with listening(answer=alone) as relay:
+        trained = replicas(relay, monkeypatch)
+        for step in trained.steps(2):
+            for samples in step:
+                step.backward(
+                    next(iter(trained.optimizer.param_groups[0]["params"])).sum() * len(samples)
+                )
+        with pytest.raises(UserCodeError, match="called again"):
+            next(trained.steps(4))
