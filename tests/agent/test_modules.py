@@ -8,7 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dlrover.agent.workers.logs import RunLogs
 from dlrover.agent.workers.modules import ModuleList
+from dlrover.agent.workers.workers import WorkerGroup
 from dlrover.spec.job import Entry, LaunchSpec
 
 
@@ -70,3 +72,11 @@ def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
     modules = ModuleList(tmp_path / "cache", spec("train.py"), "/bin/python", "")
     modules.keep(listed(tmp_path))
     assert modules.find() == ""
+
+
+def test_a_spare_that_cannot_keep_the_list_starts_without_it(tmp_path: Path) -> None:
+    launch = spec("train.py")
+    logs = RunLogs(launch, tmp_path)
+    workers = WorkerGroup(launch, {}, logs, "host", lambda _local_rank, _failure: None)
+    logs.directory.rmdir()
+    workers.preload(LISTED.encode())

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from dlrover.errors import ExitCode
+from dlrover.rpc.messages import StartAgain
 from dlrover.spec.events import ReplicaJoined, ReplicaLost, RoundOpened
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec, Limits
@@ -92,6 +93,22 @@ def test_a_mistake_of_the_program_is_no_loss():
     cluster.kill_worker(cluster.nodes[0], FailureKind.EXCEPTION)
     cluster.run_until(lambda: cluster.machine.rendezvous.round == 2 and cluster.training)
     assert counts(cluster, ReplicaLost) == (0,)
+
+
+def test_a_worker_that_cannot_be_started_again_keeps_no_other_one_from_it(monkeypatch):
+    cluster, begun = started(3, 1), []
+    node = cluster.nodes[0]
+
+    def start_again(local_rank: int, attempt: int) -> None:
+        begun.append((local_rank, attempt))
+        if local_rank == 0:
+            raise OSError("no process can be made")
+
+    monkeypatch.setattr(node.workers, "start_again", start_again)
+    order = StartAgain(node.machine.running_round, {0: 1, 1: 1})
+    node.machine.running.clear()
+    cluster.time.loop.call_soon(node.agent._handle, order)
+    cluster.run_until(lambda: begun == [(0, 1), (1, 1)], 5.0)
 
 
 def troubled(seed: int) -> Cluster:

@@ -8,7 +8,7 @@ import logging
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -283,7 +283,7 @@ class Agent:
         for command in self._machine.handle(event):
             self._carry_out(command)
 
-    def _carry_out(self, command: agent_machine.Command) -> None:  # noqa: C901 - one case per command
+    def _carry_out(self, command: agent_machine.Command) -> None:  # noqa: C901, PLR0912 - one case per command
         match command:
             case agent_machine.JoinRound():
                 self._join(command.round)
@@ -299,7 +299,8 @@ class Agent:
                     self._workers.take_place(command.place)
                 self._start(command.world, command.fresh)
             case messages.StartAgain(round=_, attempts=attempts):
-                self._start_again(attempts)
+                for local_rank, attempt in attempts.items():
+                    self._start_again(local_rank, attempt)
             case Members():
                 self._workers.tell(command)
             case messages.StandBy():
@@ -326,13 +327,11 @@ class Agent:
             failure = self._spawn_failure(world, error)
             asyncio.get_running_loop().call_soon(self.worker_ended, 0, failure)
 
-    def _start_again(self, attempts: Mapping[int, int]) -> None:
+    def _start_again(self, local_rank: int, attempt: int) -> None:
         world = self._machine.world
         assert world is not None
-        local_rank = 0
         try:
-            for local_rank, attempt in attempts.items():
-                self._workers.start_again(local_rank, attempt)
+            self._workers.start_again(local_rank, attempt)
         except (OSError, ConfigurationError) as error:
             rank = world.first_rank + local_rank
             failure = msgspec.structs.replace(

@@ -51,7 +51,7 @@ class RelayedMaster:
         if self._pid != os.getpid():
             self.close()  # a fork of the process that opened it
         if self._sock is None:
-            self._sock, self._pid = _connected(self.address), os.getpid()
+            self._sock, self._pid = connected(self.address), os.getpid()
         self._sock.sendall(framing.pack(data))
         reply: WorkerReply = _reply.decode(framing.receive(self._sock.recv_into))
         return reply
@@ -64,7 +64,13 @@ class RelayedMaster:
             self._sock = None
 
 
-def _connected(address: str) -> socket.socket:
+def connected(address: str) -> socket.socket:
+    """Return a connection to a socket of this node's agent.
+
+    Raises:
+        OSError: Nobody listens there.
+        InfrastructureError: Another user does.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(CALL_TIMEOUT)

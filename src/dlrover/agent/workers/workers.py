@@ -319,10 +319,14 @@ class WorkerGroup:
 
     def preload(self, listed: bytes) -> None:
         """Start a zygote with a list of modules that the program has loaded on another node."""
-        if listed and self._warm is None and self._launch.entry is not Entry.COMMAND:
+        if not listed or self._warm is not None or self._launch.entry is Entry.COMMAND:
+            return
+        try:
             path = self._run_logs.directory / "modules.json"
             path.write_bytes(listed)
             self._warm = self._start_zygote(str(path))
+        except (OSError, ConfigurationError) as error:  # it starts without them
+            logger.warning("The spare cannot load what the program needs: %s", error)
 
     def _signal_zygotes(self, number: signal.Signals) -> None:
         procs.kill((z.process.pid for z in (self._cold, self._warm) if z is not None), number)

@@ -82,9 +82,7 @@ class Membership:
 
     def vacancy(self, nproc: int) -> int | None:
         """Return the lost node whose place a node with ``nproc`` workers can take; None if there is none."""
-        fitting = [
-            i for i, world in self.holes.items() if len(self._ranks_of(world, nproc)) == nproc
-        ]
+        fitting = [i for i, world in self.holes.items() if len(self._ranks_of(world)) == nproc]
         return min(fitting, default=None)
 
     # ---- changes
@@ -120,10 +118,10 @@ class Membership:
         self._drop(self.ranks.pop(node_id))
         self.holes[node_id] = world
 
-    def replace(self, lost: int, node_id: int, nproc: int) -> World:
+    def replace(self, lost: int, node_id: int) -> World:
         """Let a node take a lost one's place; return the world of its workers, which are new attempts."""
         world = self.holes.pop(lost)
-        ranks = self._ranks_of(world, nproc)
+        ranks = self._ranks_of(world)
         attempt = 1 + max(self.latest[rank] for rank in ranks)
         self.latest.update(dict.fromkeys(ranks, attempt))
         self.ranks[node_id] = ranks
@@ -134,6 +132,8 @@ class Membership:
         """Take a rank's report; return whether the membership has changed."""
         if change.round != self.round or self.latest.get(change.rank) != change.attempt:
             return False
+        if not any(change.rank in ranks for ranks in self.ranks.values()):
+            return False  # its node is lost, and its process must not train on
         match change:
             case JoinMembers(_, rank, attempt):
                 if self.over or rank in self.attempts:
@@ -155,12 +155,11 @@ class Membership:
             del self.attempts[rank]
         self.number += bool(lost)
 
-    def _ranks_of(self, world: World, nproc: int) -> range:
+    def _ranks_of(self, world: World) -> range:
         taken = [ranks.start for ranks in self.ranks.values()]
         taken += [other.first_rank for other in self.holes.values()]
         after = [first for first in taken if first > world.first_rank]
-        end = min(after, default=world.world_size)
-        return range(world.first_rank, min(end, world.first_rank + nproc))
+        return range(world.first_rank, min(after, default=world.world_size))
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first broken one."""

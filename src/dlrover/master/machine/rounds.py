@@ -204,14 +204,19 @@ class Rounds:
             lost = membership.vacancy(offer.nproc)
             if lost is None:
                 continue
-            world = membership.replace(lost, node_id, offer.nproc)
+            world = membership.replace(lost, node_id)
             rdzv.substitute(lost, node_id)
+            if node_id in state.spares.standing:
+                state.spares.standing.discard(node_id)
+                state.emit(events.SpareTakesPlace(node_id, lost))
             worlds = {**self.worlds, node_id: world}
             self.worlds = {member: worlds[member] for member in rdzv.members}
             state.move(state.nodes[node_id], NodeStatus.RUNNING)
             state.nodes[node_id].has_run = True
             self.assign(node_id)
             filled.append(node_id)
+        if filled:
+            state.checks.cancel()  # workers start where the check was; the other spares' begins anew
         return filled
 
     def assign(self, node_id: int) -> None:

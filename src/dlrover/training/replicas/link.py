@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import msgspec
 from dlrover import launched
 from dlrover._util import framing
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.rpc.relayed import RelayedMaster
+from dlrover.rpc.relayed import RelayedMaster, connected
 from dlrover.spec.membership import Members, MembershipReply, MembershipRequest, MembersNow, Met
 from dlrover.spec.requests import Unanswered
 
@@ -24,6 +23,7 @@ RETRY = 0.05
 """Seconds between two attempts to reach the master, or the agent's socket."""
 AWAY_LIMIT = 600.0
 """Seconds for which a rank waits for a master that is away."""
+_BROKEN = OSError, InfrastructureError, framing.FrameTooLongError, msgspec.DecodeError
 _decoder = msgspec.msgpack.Decoder(Members)
 
 
@@ -45,8 +45,8 @@ class Link:
 
     def _read(self) -> None:
         while True:
-            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
-                sock.connect(f"\0{self._given.members}")
+            with contextlib.suppress(*_BROKEN), connected(self._given.members) as sock:
+                sock.settimeout(None)
                 while True:
                     self._take(_decoder.decode(framing.receive(sock.recv_into)))
             self._pause.wait(RETRY)

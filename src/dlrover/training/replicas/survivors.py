@@ -91,6 +91,9 @@ class Survivors:
         """Begin to train with the others; None if the training is already over.
 
         With ``later``, this rank takes the others' state when it calls `settle`; ``position`` is theirs, and they wait.
+
+        Raises:
+            InfrastructureError: The round is over: the training goes on elsewhere.
         """
         self._later = later
         ask = LookMembers(self._round)
@@ -98,7 +101,12 @@ class Survivors:
             ask if self._attempt == 0 else JoinMembers(self._round, self.rank, self._attempt)
         )
         assert isinstance(reply, MembersNow)
-        if reply.members is None or reply.members.over:
+        if (
+            reply.members is None
+        ):  # the agent ends this process, unless a master has lost its journal
+            self._link.wait(lambda _members: False, EXCLUDED_LIMIT)
+            raise InfrastructureError(f"Round {self._round} is over; rank {self.rank} cannot join.")
+        if reply.members.over:
             return None
         exchange = self._regroup(payload, complete=False)
         return exchange if self.usable or self._waiting is not None else None
