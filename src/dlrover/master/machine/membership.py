@@ -67,6 +67,19 @@ class Membership:
         """Return whether all ranks of a node train."""
         return self.attempts.keys() >= set(self.ranks.get(node_id, ()))
 
+    @property
+    def lacks_ranks(self) -> bool:
+        """True while some ranks train and others do not."""
+        return self.active and len(self.attempts) < len(self.latest)
+
+    def missing(self) -> tuple[int, int]:
+        """Return how many ranks on the nodes of the first world do not train, and how many ranks these have."""
+        first = [
+            r for i, ranks in self.ranks.items() if i not in self.replacements for r in ranks
+        ]
+        trains = sum(rank in self.attempts for rank in first)
+        return (len(first) - trains if self.active else 0), len(first)
+
     def spares(self, ranks: Iterable[int]) -> bool:
         """Return whether other ranks than these train."""
         return bool(self.attempts.keys() - set(ranks))
