@@ -18,6 +18,7 @@ from dlrover.master.service import Master
 from dlrover.rpc import messages, wire
 from dlrover.spec.check import CheckReport
 from dlrover.spec.job import JobSpec, Limits
+from dlrover.spec.membership import JoinMembers, MembershipRequest
 from dlrover.spec.requests import WorkerReply, WorkerRequest
 from dlrover.spec.shards import DataSpec, Incarnation, TakeShards
 from tests.support.hostile import Hostile
@@ -63,6 +64,7 @@ class Peers:
             "spec": specs, "data": ("data", "data", "stream"), "worker": ("0-a", "1-b"),
             "incarnation": incarnations, "seq": (*range(20), 2**63), "acknowledged": ((), (), b""),
             "want": (0, 1, 1000), "server": (0, 1, 2), "start": (1, 1, 2, 0), "servers": (1, 2),
+            "rank": (0, 0, 1, 2), "attempt": (0, 1, 1, 2), "number": (0, 1, 2, 3),
             "stop": (2, 3, 5, 10, 2**63), "partition": (0, 0, 1, 2, 2**63), "epoch": (0, 0, 1, 3, 2**63),
         }  # fmt: skip
         with contextlib.suppress(ProtocolError, ValueError):
@@ -107,7 +109,8 @@ class Peers:
 
     async def work(self) -> None:
         """A worker or an embedding server asks for something."""
-        request = self.message(self.random.choice((TakeShards, TakeShards, WorkerRequest)))
+        kinds = (TakeShards, TakeShards, WorkerRequest, MembershipRequest, JoinMembers)
+        request = self.message(self.random.choice(kinds))
         if request is not None:
             reply = await self.master.use(request)
             assert wire.decode(wire.encode(reply), WorkerReply) is not None
@@ -170,6 +173,9 @@ async def play(path: Path, seed: int, watch: Callable[[Master], None] = lambda _
         node_check=seed % 3 == 1,
         exclude_stragglers=seed % 3 == 1,
         auto_scale=seed % 6 == 3,
+        spares=seed % 4 if managed else 0,
+        auto_spares=seed % 8 == 5,
+        survive=seed % 3 == 0 or seed % 12 == 7,
         limits=FORGIVING,
     )
     with master_at(path) as master:

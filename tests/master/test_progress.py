@@ -85,6 +85,13 @@ def test_the_time_left_is_that_of_the_slowest_at_its_pace_since_its_first_step()
     assert latest.seconds_left() is None, "no pace without a step"
 
 
+def test_two_reports_at_the_same_moment_tell_no_pace() -> None:
+    latest = Activities()
+    for node, steps in enumerate((2, 5)):
+        latest.note(node, messages.Heartbeat(1, steps), 7.0)
+    assert latest.rate(7.0) == 0.0
+
+
 def test_the_mean_is_over_all_workers_of_the_round() -> None:
     latest = Activities()
     latest.note(

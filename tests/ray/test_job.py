@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from dlrover.cli.cluster import onray as manifests
 from dlrover.cli.run import arguments
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.resources import validation
+from dlrover.ray import places
 from dlrover.ray.machine import job as jobs
 from dlrover.spec.job import Entry, JobSpec, LaunchSpec
 from dlrover.spec.jobdir import AgentConfig, MasterConfig
@@ -34,6 +38,34 @@ def test_a_later_master_reads_everything_about_a_node_from_its_name() -> None:
     assert (found.memory_factor, found.cpu_factor) == (1.5, 0.25)
     assert jobs.job_of(jobs.master_name("a/b")) == "a/b"
     assert jobs.job_of(name) == ""
+
+
+@pytest.mark.parametrize("name", ["..", ".", "../../home", "a/b", "/etc", ".hidden"])
+def test_a_jobs_directory_is_one_part_of_a_path_whatever_its_name(name: str) -> None:
+    assert Path("/state/ray", jobs.directory_of(name)).resolve().parent == Path("/state/ray")
+    assert jobs.directory_of("train-1.b") == "train-1.b"
+
+
+def test_roles_share_no_directory_on_a_machine_as_their_agents_differ() -> None:
+    roles = job().roles
+    spec = MasterConfig(job=JobSpec(name="j", servers=1))
+    both = msgspec.structs.replace(job(), master=spec, roles=roles | {"ps": roles[""]})
+    worker, other, server = map(both.nodes_place, (0, 1, FIRST_SERVER))
+    assert worker == other != server
+
+
+def test_a_state_directory_that_another_user_made_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    found = [tmp_path / "file" / "state", tmp_path / "foreign"]
+    monkeypatch.setattr(places.config, "state_dirs", lambda _env: found)
+    made = places.make("j", {"../token": b"secret"})
+    assert made.path == tmp_path / "foreign" / "jobs" / "j"
+    assert made.token.read_bytes() == b"secret"
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    with pytest.raises(RuntimeError, match="DLROVER_STATE_DIR"):
+        places.make("j", {})
 
 
 def test_a_job_comes_back_from_its_bytes() -> None:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from dlrover import launched
 from dlrover._util import framing
-from dlrover.errors import InfrastructureError
+from dlrover.errors import InfrastructureError, UserCodeError
 from dlrover.launched import Given
 from dlrover.spec.membership import Members, MembersNow
 
@@ -19,6 +20,7 @@ torch = pytest.importorskip("torch")
 
 from dlrover.training.replicas import survivors  # noqa: E402
 from dlrover.training.replicas.link import Link  # noqa: E402
+from dlrover.training.replicas.replicas import Replicas  # noqa: E402
 
 pytestmark = [pytest.mark.torch]
 
@@ -75,3 +77,33 @@ def test_what_another_user_pushes_is_not_read(monkeypatch):
     with listening(*4 * [msgspec.msgpack.encode(Members(3, 1))]) as address:
         link = Link(Given(round=3, members=address))
         assert link.wait(lambda _members: True, 0.3) is None
+
+
+def replicas(relay: str, monkeypatch: pytest.MonkeyPatch, **given: int) -> Replicas:
+    settings = Given(round=3, relay=relay, members="nobody listens here", survive=True, **given)
+    monkeypatch.setattr(launched, "given", settings)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    return Replicas(model, optimizer, global_batch_size=2, micro_batch_size=2)
+
+
+def test_a_replica_that_comes_after_the_end_runs_nothing_of_what_follows_the_loop(monkeypatch):
+    over = msgspec.msgpack.encode(MembersNow(Members(3, 5, {2: 0}, over=True)))
+    with listening(answer=over) as relay, pytest.raises(SystemExit) as left:
+        list(replicas(relay, monkeypatch, rank=1, attempt=1).steps(4))
+    assert left.value.code == 0
+    with listening(answer=over) as relay, pytest.raises(InfrastructureError, match="rank 0"):
+        list(replicas(relay, monkeypatch, rank=0, attempt=1).steps(4))
+
+
+def test_a_second_loop_is_refused_as_it_would_have_no_steps(monkeypatch):
+    alone = msgspec.msgpack.encode(MembersNow(Members(3, 0, {0: 0})))
+    with listening(answer=alone) as relay:
+        trained = replicas(relay, monkeypatch)
+        for step in trained.steps(2):
+            for samples in step:
+                step.backward(
+                    next(iter(trained.optimizer.param_groups[0]["params"])).sum() * len(samples)
+                )
+        with pytest.raises(UserCodeError, match="called again"):
+            next(trained.steps(4))

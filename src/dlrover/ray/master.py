@@ -16,11 +16,9 @@ from pathlib import Path
 import msgspec
 import ray
 
-from dlrover import config
-from dlrover._util import files
 from dlrover.errors import ExitCode
 from dlrover.master import app
-from dlrover.ray import cluster
+from dlrover.ray import cluster, places
 from dlrover.ray.machine import job as jobs
 from dlrover.spec.jobdir import JobDir, MasterAddress
 
@@ -129,26 +127,15 @@ class MasterActor:
     # ---- the master's life
 
     def _prepare(self) -> JobDir:
-        env = config.environ()
-        for state in config.state_dirs(env):
-            made = JobDir(state / "jobs" / self._job.place)
-            with contextlib.suppress(OSError):
-                made.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                host = ray.util.get_node_ip_address()
-                master = msgspec.structs.replace(self._job.master, host=host)
-                content = {
-                    made.token: self._job.token.encode(),
-                    made.job: msgspec.json.encode(master),
-                    made.path / jobs.FILE: self._data,
-                }
-                for name, data in (cluster.record(self._job.name) or {}).items():
-                    files.write_atomically(made.path / name, data, mode=0o600)  # the job has ended
-                for path, data in content.items():
-                    files.write_atomically(path, data, mode=0o600)
-                return made
-        raise RuntimeError(
-            "no state directory of this machine can be written: set DLROVER_STATE_DIR"
-        )
+        master = msgspec.structs.replace(self._job.master, host=ray.util.get_node_ip_address())
+        names = JobDir(Path())
+        content = {
+            names.token.name: self._job.token.encode(),
+            names.job.name: msgspec.json.encode(master),
+            jobs.FILE: self._data,
+        }
+        ended = cluster.record(self._job.name) or {}  # what remains of the job if it has ended
+        return places.make(self._job.place, ended | content)
 
     def _address(self) -> str:
         """Return the address of this actor's master; empty until it listens."""

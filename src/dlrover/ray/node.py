@@ -20,7 +20,7 @@ import ray
 from dlrover import config
 from dlrover._util import files, procs
 from dlrover.agent.workers.workers import SAVER
-from dlrover.ray import cluster
+from dlrover.ray import cluster, places
 from dlrover.ray.machine import job as jobs
 from dlrover.spec.jobdir import JobDir, MasterAddress
 
@@ -91,7 +91,7 @@ class NodeActor:
     def __init__(self, data: bytes, node_id: int, node_rank: int) -> None:
         self._job = jobs.decode(data)
         self._role = self._job.role(node_rank)
-        self._dir = self._prepare()
+        self._dir = self._prepare(node_rank)
         self._lifeline = procs.Lifeline()
         self._ended = threading.Event()
         self._reason = ""
@@ -120,18 +120,10 @@ class NodeActor:
 
     # ---- the agent
 
-    def _prepare(self) -> JobDir:
-        """Make the job's directory on this machine; all nodes here share it, as a replacement finds its saver by it."""
-        place = Path("jobs") / f"{self._job.place}-nodes"
-        for state in config.state_dirs(config.environ()):
-            with contextlib.suppress(OSError):
-                made = JobDir(state / place)
-                made.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                files.write_atomically(made.token, self._job.token.encode(), mode=0o600)
-                return made
-        raise RuntimeError(
-            "no state directory of this machine can be written: set DLROVER_STATE_DIR"
-        )
+    def _prepare(self, node_rank: int) -> JobDir:
+        """Make the role's directory on this machine; all its nodes here share it, as a replacement finds its saver by it."""
+        token = {JobDir(Path()).token.name: self._job.token.encode()}
+        return places.make(self._job.nodes_place(node_rank), token)
 
     def _host(self) -> str:
         return jobs.host_name(socket.gethostname(), ray.get_runtime_context().get_node_id())

@@ -64,7 +64,7 @@ def copy(env: Mapping[str, str], job: str, address: str) -> JobDir:
     cluster.connect(address)
     name, running = _choose(job, [jobs.job_of(n) for n in cluster.names() if jobs.job_of(n)])
     actor = cluster.actor(jobs.master_name(name)) if running else None
-    found = JobDir(config.state_dirs(env)[0] / "ray" / name)
+    found = JobDir(config.state_dirs(env)[0] / "ray" / jobs.directory_of(name))
     found.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in found.path.iterdir():
         path.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from urllib.parse import quote
 
 import msgspec
 
@@ -56,12 +57,20 @@ class RayJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def place(self) -> str:
         """Name of the job's directories on the machines of the cluster; that of no other job."""
-        return f"{self.name}-{hashlib.sha256(self.token.encode()).hexdigest()[:8]}"
+        return f"{directory_of(self.name)}-{hashlib.sha256(self.token.encode()).hexdigest()[:8]}"
+
+    def nodes_place(self, node_rank: int) -> str:
+        """Name of the directory that the nodes of a rank's role share on a machine: each role has another agent.json."""
+        role = self._role(node_rank)
+        return f"{self.place}-nodes-{role}" if role else f"{self.place}-nodes"
 
     def role(self, node_rank: int) -> RayRole:
         """Return what a node with this wanted rank starts."""
+        return self.roles[self._role(node_rank)]
+
+    def _role(self, node_rank: int) -> str:
         name, _ = self.master.job.place(node_rank)
-        return self.roles[name] if name in self.roles else self.roles[""]
+        return name if name in self.roles else ""
 
 
 def encode(job: RayJob) -> bytes:
@@ -84,6 +93,12 @@ def decode(data: bytes) -> RayJob:
 
 
 # ---- names
+
+
+def directory_of(job: str) -> str:
+    """Return a name for a job's directory: one part of a path, whatever somebody has named the job."""
+    plain = quote(job, safe="")
+    return plain if not plain.startswith(".") else f"%2E{plain[1:]}"
 
 
 def master_name(job: str) -> str:

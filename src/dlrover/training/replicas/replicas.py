@@ -81,6 +81,7 @@ class Replicas:
             open_link(), given.round, given.rank, given.attempt, self._healer
         )
         self._assigned: list[int] | None = None
+        self._finished = False
 
     @property
     def rank(self) -> int:
@@ -93,13 +94,23 @@ class Replicas:
         return list(self._survivors.ranks)
 
     def steps(self, count: int, first: int = 0) -> Iterator[Step]:
-        """Yield the steps ``first`` to ``count - 1``; a replica that joins begins with the step of the others."""
+        """Yield the steps ``first`` to ``count - 1``; a replica that joins begins with the step of the others.
+
+        One that comes when the others have finished ends; rank 0, which may store what they trained, starts all again.
+
+        Raises:
+            UserCodeError: The training is finished: an earlier call has yielded its last step.
+        """
+        if self._finished:
+            raise UserCodeError(
+                "steps was called again, but the training ended with its first loop."
+            )
         self.number = first
         survivors = self._survivors
         survivors.position = first
         exchange = survivors.join(self._nothing())
         if exchange is None:
-            return
+            survivors.leave()
         self._take(exchange)
         try:
             while self.number < count:
@@ -113,6 +124,7 @@ class Replicas:
                     )
                 self.number += 1
         finally:  # also after a break
+            self._finished = True
             survivors.finish()
 
     # ---- for steps

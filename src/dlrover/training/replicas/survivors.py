@@ -12,8 +12,9 @@ all ranks come with the same knowledge, so that no operation is abandoned for th
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -126,6 +127,18 @@ class Survivors:
         """Report that the training is finished, and leave."""
         self._link.ask(FinishMembers(self._round, self.rank, self._attempt))
         self.close()
+
+    def leave(self) -> NoReturn:
+        """End a process that came too late: the others have finished the training, without their state for it.
+
+        Raises:
+            InfrastructureError: This is rank 0, which commonly stores what all have trained.
+        """
+        if self.rank == 0:
+            raise InfrastructureError(
+                "The others finished the training before rank 0 was back, which may have more to do: it starts again."
+            )
+        sys.exit(0)
 
     def close(self) -> None:
         """Leave the group."""

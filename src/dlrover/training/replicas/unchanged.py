@@ -9,7 +9,6 @@ its loaders, schedulers and counters where they would be; there it takes their s
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -145,11 +144,11 @@ class Unchanged:
             self._survivors.edge(_NOTHING)
             return
         if self._link.over:
-            self._leave()
+            self._survivors.leave()
         if not self._asked and self.steps >= self._furthest():
             self._asked = True
             if self._survivors.join(_NOTHING, later=True) is None:
-                self._leave()
+                self._survivors.leave()
         if self._asked:
             self._arrive()
 
@@ -176,10 +175,6 @@ class Unchanged:
                 "--survive: the program made more steps from its beginning than the ranks that train, so it cannot"
                 " be continued at their place."
             )
-
-    def _leave(self) -> None:
-        """End a rank that came too late: the others have finished."""
-        sys.exit(0)
 
     def _remembered(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the output of the first pass with such arguments, as new tensors."""

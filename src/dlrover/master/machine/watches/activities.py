@@ -60,7 +60,8 @@ class Activities:
         if len(self._paces) < 2:
             return 0.0
         (since, first), (until, last) = self._paces[0], self._paces[-1]
-        return (last - first) / max(until - since, now - since - RATE_WINDOW / 2)
+        seconds = max(until - since, now - since - RATE_WINDOW / 2)
+        return (last - first) / seconds if seconds > 0 else 0.0
 
     def seconds_left(self) -> float | None:
         """Return how long the training will take at the pace of this round; None while unknown.
