@@ -6,7 +6,13 @@ import pytest
 
 from dlrover.errors import ExitCode
 from dlrover.rpc.messages import StartAgain
-from dlrover.spec.events import ReplicaJoined, ReplicaLost, RoundOpened
+from dlrover.spec.events import (
+    Recovered,
+    ReplicaJoined,
+    ReplicaLost,
+    RestartDecided,
+    RoundOpened,
+)
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec, Limits
 from tests.simulation.cluster import WORKER_KINDS, Cluster
@@ -51,6 +57,13 @@ def test_a_killed_worker_costs_no_round(seed):
     cluster.kill_worker(cluster.nodes[seed % 3])
     cluster.run_until(lambda: counts(cluster, ReplicaJoined) == (1,) and all_train(cluster))
     assert counts(cluster, RoundOpened, ReplicaLost) == (1, 1)
+    cluster.run_until(lambda: cluster.machine.incident is None)
+    assert counts(cluster, RestartDecided, Recovered) == (1, 1)
+    goodput = cluster.ledger.goodput(cluster.time.now)
+    (incident,) = goodput.incidents
+    assert incident.over
+    assert incident.seconds["degraded"] == goodput.seconds["degraded"] > 0
+    assert goodput.degraded_seconds <= incident.until - incident.since
     assert cluster.finish().exit_code == ExitCode.SUCCESS
 
 

@@ -74,9 +74,7 @@ class Membership:
 
     def missing(self) -> tuple[int, int]:
         """Return how many ranks on the nodes of the first world do not train, and how many ranks these have."""
-        first = [
-            r for i, ranks in self.ranks.items() if i not in self.replacements for r in ranks
-        ]
+        first = [r for i, ranks in self.ranks.items() if i not in self.replacements for r in ranks]
         trains = sum(rank in self.attempts for rank in first)
         return (len(first) - trains if self.active else 0), len(first)
 

@@ -175,7 +175,7 @@ class Ledger:
         for node_id in touched:
             self._note_presence(machine.nodes[node_id], at, machine)
         self._classify(touched, at, machine)
-        self._note_incident(at, machine)
+        self._note_incident(event, at, machine)
         if machine.outcome is not None and self.ended_at < 0:
             self.ended_at = at
         self._now = at
@@ -261,7 +261,8 @@ class Ledger:
         ):
             return
         succeeded = machine.outcome is not None and machine.outcome.exit_code == ExitCode.SUCCESS
-        fault = machine.incident is not None
+        incident = machine.incident
+        fault = incident is not None
         # The fault did not hold up a step that was completed after its first sign.
         sign = max(round_.proved, self._first_sign(event, now, machine)) if fault else now
         failed_start = isinstance(event, events.WorkerFailed) and not round_.steps
@@ -276,6 +277,14 @@ class Ledger:
             self._leave_world(account, now, last)
             account.cause = _RENDEZVOUS
             self._begin(_RENDEZVOUS, now)
+        opened = self.incidents.open
+        if (
+            opened is not None
+            and opened.survived
+            and incident is not None
+            and not incident.survived
+        ):
+            self.incidents.end(now, self.sums(now))  # this fault stops all ranks
         if fault and self.incidents.open is None:
             lost = (a.node for a in members if machine.nodes[a.node].status.final)
             entry = IncidentAccount(sign, round_.number, self.sums(now), next(lost, -1))
@@ -431,15 +440,18 @@ class Ledger:
 
     # ---- incidents
 
-    def _note_incident(self, now: int, machine: JobMachine) -> None:
+    def _note_incident(self, event: inputs.Input, now: int, machine: JobMachine) -> None:
         book, incident = self.incidents, machine.incident
         over = machine.outcome is not None
         away = any(not self.accounts[i].pending for i in self._away)
         if book.master is not None and (over or not away):
             book.end_master(now, self.sums(now), trains=self.round is not None)
         if book.open is None and incident is not None and not over:
-            # A fault while no world runs: the loss of another node, or a late report.
-            book.begin(IncidentAccount(now, incident.round, self.sums(now)))
+            # A fault that ends no world: others go on, no world runs, or the report is late.
+            entry = IncidentAccount(now, incident.round, self.sums(now), survived=incident.survived)
+            if incident.survived:
+                entry.since, entry.steps_lost = self._first_sign(event, now, machine), 0
+            book.begin(entry)
         if book.open is None:
             return
         if incident is not None and (incident.decided or over):
