@@ -1,13 +1,16 @@
 """Memberships of a job that survives losses: who takes a lost rank's place, and which reports come too late."""
 
+import msgspec
+
 from dlrover.master.machine import inputs
 from dlrover.master.machine.membership import Membership
-from dlrover.rpc.messages import Join
+from dlrover.rpc.messages import Hello, Join
 from dlrover.spec import events
 from dlrover.spec.check import CheckReport, Component, ProbeResult
-from dlrover.spec.membership import JoinMembers
+from dlrover.spec.failure import FailureKind
+from dlrover.spec.membership import JoinMembers, Members, RenewMembers
 from dlrover.spec.node import NodeStatus
-from dlrover.spec.world import Offer
+from dlrover.spec.world import Holding, Offer, World
 from tests.support.drivers import JobDriver
 
 SPEED = ProbeResult(component=Component.DEVICE, figure=100.0, unit="GFLOP/s")
@@ -69,3 +72,59 @@ def test_only_a_node_with_as_many_workers_takes_a_lost_ones_place():
         round_ = job.machine.rendezvous.next_round
         job.give(inputs.Reported(node, Join(round_, Offer(nproc, f"host{node}", 29400))))
     assert membership(job).ranks == {1: range(2, 4), 4: range(2)}
+
+
+def held(node: int, **facts: object) -> Holding:
+    """What a node with two workers holds of round 5 of two nodes."""
+    world = World(5, 1, node, 2, 2 * node, 4, "host0", 29400)
+    return msgspec.structs.replace(Holding(round=5, world=world, nproc=2, steps=7), **facts)
+
+
+def adopted(*holdings: Holding) -> JobDriver:
+    job = JobDriver(2, 2, survive=True)
+    for node, holding in enumerate(holdings):
+        job.give(Hello(f"agent {node}", node, -1, f"host{node}", 5, holding))
+    assert job.emitted(events.MasterAdopted)
+    return job
+
+
+def test_an_adopted_round_has_its_membership_so_that_a_loss_opens_no_round():
+    job = adopted(held(0), held(1))
+    assert membership(job).attempts == dict.fromkeys(range(4), 0)
+    job.fail(1, {"kind": FailureKind.SIGNAL, "signal": 9, "rank": 2})
+    assert (membership(job).attempts.keys(), membership(job).number) == ({0, 1, 3}, 1)
+    assert not job.machine.rendezvous.collecting
+
+
+def test_a_rank_that_only_the_lost_master_knew_to_have_joined_joins_when_it_connects_anew():
+    job = adopted(held(0), held(1, attempts={0: 1, 1: 0}))
+    for late in (RenewMembers(5, 2, 0, 7), RenewMembers(5, 2, 1, 0), RenewMembers(5, 2, 1, 2**40)):
+        job.give(inputs.MemberReported(late))
+    assert membership(job).lacks_ranks
+    job.give(inputs.MemberReported(RenewMembers(5, 2, 1, 7)))
+    assert membership(job).members() == Members(5, 8, {0: 0, 1: 0, 2: 1, 3: 0})
+
+
+def test_the_adopted_membership_is_the_newest_that_an_agent_was_told():
+    older = Members(5, 3, {0: 0, 1: 0, 3: 0})
+    newest = Members(5, 4, {0: 0, 1: 0, 2: 1, 3: 0})
+    job = adopted(held(0, members=newest), held(1, members=older, attempts={0: 1, 1: 0}))
+    assert membership(job).members() == newest
+    assert not membership(job).lacks_ranks
+
+
+def test_a_rank_that_was_started_again_before_the_journal_was_lost_joins_the_adopted_round():
+    job = adopted(held(0), held(1, attempts={0: 1, 1: 0}))
+    assert (membership(job).attempts.keys(), membership(job).number) == ({0, 1, 3}, 1)
+    job.give(inputs.MemberReported(JoinMembers(5, rank=2, attempt=0)))
+    assert membership(job).lacks_ranks
+    job.give(inputs.MemberReported(JoinMembers(5, rank=2, attempt=1)))
+    assert not membership(job).lacks_ranks
+
+
+def test_a_world_with_a_node_in_a_lost_ones_place_is_adopted():
+    world = held(1).world
+    assert world is not None
+    again = {"world": world.as_attempt(1), "attempts": {0: 1, 1: 1}}
+    job = adopted(held(0, members=Members(5, 2, {0: 0, 1: 0, 2: 1, 3: 1})), held(1, **again))
+    assert membership(job).attempts == {0: 0, 1: 0, 2: 1, 3: 1}

@@ -7,6 +7,7 @@ import pytest
 from dlrover.errors import ExitCode
 from dlrover.rpc.messages import StartAgain
 from dlrover.spec.events import (
+    MasterAdopted,
     Recovered,
     ReplicaJoined,
     ReplicaLost,
@@ -93,6 +94,24 @@ def test_losses_at_once_and_during_the_masters_absence_cost_no_round(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_lost_disk_takes_no_membership_away(seed):
+    cluster = started(3, seed)
+    cluster.kill_worker(cluster.nodes[0])
+    if seed % 2:
+        cluster.run_until(lambda: counts(cluster, ReplicaJoined) == (1,) and all_train(cluster))
+    else:
+        cluster.run_until(lambda: counts(cluster, ReplicaLost) == (1,))
+    cluster.lose_disk()
+    cluster.run_until(lambda: counts(cluster, MasterAdopted) == (1,) and all_train(cluster))
+    lost = cluster.nodes[1]
+    cluster.kill_worker(lost)
+    cluster.run_until(lambda: not cluster.machine.state.membership.trains(lost.machine.node_id))
+    cluster.run_until(lambda: all_train(cluster))
+    assert counts(cluster, RoundOpened) == (1,)
+    assert cluster.finish().exit_code == ExitCode.SUCCESS
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_last_rank_opens_a_round(seed):
     cluster = started(1, seed, nproc=1)
     cluster.kill_worker(cluster.nodes[0])
@@ -145,6 +164,7 @@ def troubled(seed: int) -> Cluster:
             lambda n: cluster.disconnect(n, chance.choice([0.0, 0.0, 1.0, 2.0, 5.0, 20.0])),
             lambda n: cluster.silence(n, chance.choice([0.5, 2.0, 30.0, 70.0, 100.0])),
             lambda _: cluster.kill_master(chance.choice(away)),
+            lambda _: cluster.lose_disk(chance.choice(away)),
             lambda _: cluster.kill_master(chance.choice(away), after_commands=chance.randrange(6)),
         ],
         every=chance.choice([0.5, 2.0, 5.0, 20.0]),

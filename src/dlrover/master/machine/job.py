@@ -399,6 +399,8 @@ class JobMachine:
         surplus = self.scaling.due and rdzv.exceeds(size)
         if members and (surplus or rdzv.usable(size) == size):
             rounds.adopt(members, now)
+            for node_id in members:
+                self.survival.catch_up(self.nodes[node_id])
             for report in held_back.values():
                 if not self.state.has_ended():
                     self._dispatch(report, now)

@@ -141,6 +141,7 @@ class Rounds:
         self.worlds = {i: held.world for i, held in members.items() if held.world is not None}
         some_world = next(iter(self.worlds.values()))
         state.rendezvous.adopt(some_world.round, tuple(self.worlds))
+        state.membership.adopt(self.worlds, members)
         state.restarts.count = some_world.restart_count
         state.autoscaling.batch = some_world.global_batch
         self.since = now

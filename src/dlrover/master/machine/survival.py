@@ -16,7 +16,7 @@ from dlrover.master.machine.state import JobState, Node, loss_of
 from dlrover.rpc.messages import StartAgain
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Origin
-from dlrover.spec.membership import JoinMembers, Members, MembershipChange
+from dlrover.spec.membership import Members, MembershipChange
 
 
 @dataclass
@@ -108,10 +108,12 @@ class Survival:
 
     def report(self, change: MembershipChange) -> None:
         """Take a rank's report: it is ready to train with the others, or has finished."""
-        if not self.state.membership.report(change):
+        membership = self.state.membership
+        away = change.rank not in membership.attempts
+        if not membership.report(change):
             return
-        if isinstance(change, JoinMembers):
-            self.state.emit(events.ReplicaJoined(change.rank, len(self.state.membership.attempts)))
+        if away and change.rank in membership.attempts:
+            self.state.emit(events.ReplicaJoined(change.rank, len(membership.attempts)))
             if self.state.incident is not None and self.state.incident.survived:
                 self.state.incident.steps = self.state.progress.steps
         self._tell()
