@@ -6,7 +6,7 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.membership import Membership
 from dlrover.rpc.messages import Hello, Join
 from dlrover.spec import events
-from dlrover.spec.check import CheckReport, Component, ProbeResult
+from dlrover.spec.check import CheckReport, Component, ProbeResult, ProbeState
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.membership import JoinMembers, Members, RenewMembers
 from dlrover.spec.node import NodeStatus
@@ -14,6 +14,9 @@ from dlrover.spec.world import Holding, Offer, World
 from tests.support.drivers import JobDriver
 
 SPEED = ProbeResult(component=Component.DEVICE, figure=100.0, unit="GFLOP/s")
+BROKEN = ProbeResult(
+    component=Component.DEVICE, state=ProbeState.FAILED, message="it computes wrongly"
+)
 TIME = ProbeResult(component=Component.NETWORK, figure=1.0, unit="ms")
 
 
@@ -33,22 +36,83 @@ def test_a_node_that_waits_beyond_a_full_world_takes_a_lost_nodes_place():
     assert membership(job).ranks == {0: range(2), 2: range(2, 4)}
 
 
-def test_a_spare_that_takes_a_place_owes_no_answer_to_its_check():
-    job = JobDriver(2, 2, managed_nodes=2, spares=1, survive=True, node_check=True)
-    for node in range(3):
+def checking(spares: int) -> JobDriver:
+    """A job of two launched nodes that train, whose nodes are checked."""
+    job = JobDriver(2, 2, managed_nodes=2, spares=spares, survive=True, node_check=True)
+    for node in range(2 + spares):
         job.give(inputs.NodePlaced(node, f"process {node}"))
         job.connect(node, claims=node)
     job.join(0, 1)
+    answer(job)
+    return job
+
+
+def answer(job: JobDriver, *results: ProbeResult) -> None:
+    """Report the results of all nodes that are checked until the check is over."""
     while (run := job.machine.checks.run) is not None:
-        report = CheckReport(check=run.number, round=run.round, results=(SPEED, TIME))
+        found = results or (SPEED, TIME)
+        report = CheckReport(check=run.number, round=run.round, results=found)
         job.give(*(inputs.Reported(node, report) for node in run.orders))
+
+
+def test_a_spare_takes_a_lost_nodes_place_once_it_has_passed_its_check():
+    job = checking(spares=1)
     job.join(2)
     assert job.machine.checks.run is not None
     job.give(inputs.NodeExited(1, "its pod was deleted"))
+    assert membership(job).holes.keys() == {1}
+    answer(job)
     assert job.machine.rendezvous.members == (0, 2)
     job.give(inputs.DeadlinePassed(), at=1000.0)
     assert job.machine.rendezvous.members == (0, 2)
     assert job.status(2) is NodeStatus.RUNNING
+
+
+def test_a_node_in_a_lost_ones_place_is_checked_while_the_others_train():
+    job = checking(spares=0)
+    job.give(inputs.NodeExited(1, "its pod was deleted"))
+    for node, results in ((2, (BROKEN,)), (3, ())):
+        job.give(inputs.NodePlaced(node, f"process {node}"))
+        job.connect(node, claims=node)
+        job.join(node)
+        assert job.machine.checks.run is not None
+        assert job.machine.checks.run.orders.keys() == {node}
+        assert membership(job).holes.keys() == {1}
+        answer(job, *results)
+    assert job.status(2) is NodeStatus.LOST
+    assert job.machine.rendezvous.members == (0, 3)
+    assert job.emitted(events.NodeCheckStarted)[1].reason == "a lost node is to be replaced"
+    assert len(job.emitted(events.RoundOpened)) == 1
+
+
+def test_a_node_that_comes_by_itself_and_is_broken_does_not_end_a_job_that_trains():
+    job = JobDriver(2, 2, survive=True, node_check=True)
+    for node in range(2):
+        job.connect(node)
+    job.join(0, 1)
+    answer(job)
+    job.give(inputs.NodeSilent(1, 60.0))
+    for node, results in ((2, (BROKEN,)), (3, ())):
+        job.connect(node)
+        job.join(node)
+        answer(job, *results)
+    assert job.machine.rendezvous.members == (0, 3)
+    assert len(job.emitted(events.RoundOpened)) == 1
+
+
+def test_a_node_that_is_checked_for_a_lost_ones_place_opens_no_round_to_grow():
+    job = JobDriver(1, 3, survive=True, node_check=True)
+    for node in range(2):
+        job.connect(node)
+    job.join(0, 1)
+    job.give(inputs.DeadlinePassed(), at=job.machine.deadline())
+    answer(job)
+    job.give(inputs.NodeSilent(1, 60.0))
+    job.connect(2)
+    job.join(2)
+    assert job.machine.rounds.grow_at is None
+    answer(job)
+    assert job.machine.rendezvous.members == (0, 2)
 
 
 def test_a_rank_of_a_lost_node_that_asks_too_late_does_not_join():

@@ -25,7 +25,7 @@ ENOUGH = Limits(
 SEEDS = range(8)
 
 
-def job(count: int) -> JobSpec:
+def job(count: int, *, node_check: bool = False) -> JobSpec:
     return JobSpec(
         name="simulated",
         min_nodes=count,
@@ -33,6 +33,7 @@ def job(count: int) -> JobSpec:
         managed_nodes=count,
         max_restarts=1000,
         survive=True,
+        node_check=node_check,
         limits=ENOUGH,
     )
 
@@ -147,7 +148,7 @@ def troubled(seed: int) -> Cluster:
     """A job of replicas whose faults of all kinds end after two minutes."""
     chance = random.Random(seed)
     cluster = Cluster(
-        job(chance.randint(1, 5)),
+        job(chance.randint(1, 5), node_check=seed % 3 == 0),
         nodes=0,
         nproc=chance.randint(1, 3),
         steps=chance.choice([5, 40, 100]),

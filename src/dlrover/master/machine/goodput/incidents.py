@@ -25,8 +25,8 @@ KEPT = 200
 _IDLE = INDEX[Cause.IDLE]
 _STANDSTILL = {INDEX[Cause.RENDEZVOUS], INDEX[Cause.WAITING_FOR_RESOURCES], INDEX[Cause.NODE_CHECK]}
 """Causes of time that nodes spend while they wait for a master; a running world spends none on them."""
-_AWAY = {DEGRADED, DETECTION, RECOMPUTED}
-"""Causes of time that ranks spend away while the others train."""
+_AWAY = {DEGRADED, DETECTION, RECOMPUTED, INDEX[Cause.NODE_CHECK]}
+"""Causes of time that ranks, and the nodes that replace lost ones, spend away while the others train."""
 
 
 @dataclass
