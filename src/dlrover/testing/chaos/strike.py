@@ -192,14 +192,13 @@ def sight(happened: Sequence[Event], injected_at: float) -> Sighting:
     signs = [event for event in happened if isinstance(event.body, SIGNS)]
     if not signs:
         return Sighting()
-    decided = [event for event in signs if isinstance(event.body, events.RestartDecided)]
-    restarts = [event for event in decided if event.body.rung is not Rung.IN_PROCESS]
+    decided = [event.body for event in signs if isinstance(event.body, events.RestartDecided)]
     ends = [event for event in happened if isinstance(event.body, events.Recovered)]
     return Sighting(
         detected=max(0.0, signs[0].time - injected_at),
-        restarted=bool(restarts),
+        restarted=any(body.rung is not Rung.IN_PROCESS for body in decided),
         recovered=ends[-1].time - injected_at if ends else None,
-        verdict=(decided or signs)[0].sentence(),
+        verdict=(decided[0] if decided else signs[0].body).sentence(),
     )
 
 
