@@ -18,6 +18,13 @@ settings.register_profile("project", deadline=None, derandomize=True)
 settings.load_profile("project")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Heavy tests run only where ``-m`` names them, whatever else it says."""
+    chosen = config.option.markexpr
+    if "heavy" not in chosen:
+        config.option.markexpr = f"({chosen}) and not heavy" if chosen else "not heavy"
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest tests come first: at the end, no test process waits long for the last test of another one."""

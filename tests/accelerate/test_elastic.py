@@ -3,12 +3,14 @@
 import itertools
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
-from dlrover.accelerate import choosing, elastic
+from dlrover.accelerate import choosing, elastic, strategies, world
 from dlrover.accelerate.anatomy import analyse
 from dlrover.accelerate.loading import dataloader
+from dlrover.errors import InfrastructureError
 from tests.accelerate.scripts.models import HEADS, HIDDEN, LAYERS, SEQUENCE, VOCAB, Plain
 
 
@@ -36,6 +38,25 @@ def test_without_a_job_each_rank_plans(monkeypatch):
     plan = {2: [(choosing.Strategy(dp_shard=2), 1.0)], 3: []}
     assert elastic.agreed("k", lambda n: iter(plan[n]), 2, 1, 0) == choosing.Strategy(dp_shard=2)
     assert elastic.agreed("k", lambda n: iter(plan[n]), 3, 1, 0) is None
+
+
+def test_ranks_with_different_strategies_do_not_wait_for_each_other(monkeypatch):
+    task = choosing.Task(anatomy(), SEQUENCE, 8)
+    (one, _), (other, _) = itertools.islice(
+        choosing.candidates(task, choosing.cluster_of("h100-80", 8, 4)), 2
+    )
+    said = []
+
+    def all_reduce(tensor, _op):
+        said.append(tensor.clone())
+        tensor.copy_(torch.stack(said).max(0).values)
+
+    monkeypatch.setattr(world, "size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    world.check_same(one, torch.device("cpu"))
+    world.check_same(strategies.load(msgspec.json.encode(one), 8), torch.device("cpu"))
+    with pytest.raises(InfrastructureError, match="different strategies"):
+        world.check_same(other, torch.device("cpu"))
 
 
 def samples(loader):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from dlrover.agent.workers.folding import FoldingFormatter, Tracebacks
+from dlrover.agent.workers.folding import KNOWN, LONGEST, FoldingFormatter, Tracebacks
 
 MINE = b"""Traceback (most recent call last):
   File "/home/me/train.py", line 3, in <module>
@@ -76,3 +76,31 @@ def test_what_is_no_traceback_does_not_wait() -> None:
     formatter = FoldingFormatter(0, "", Tracebacks())
     assert formatter.feed(b"50 %|####") == b"50 %|####"
     assert formatter.feed(b"\r60 %|#####") == b"\r60 %|#####"
+
+
+@pytest.mark.parametrize("before", [ECHO, ECHO[: ECHO.index(b"[rank2]: RuntimeError")]])
+def test_a_progress_bar_is_shown_after_a_traceback_too(before: bytes) -> None:
+    formatter = FoldingFormatter(2, "", Tracebacks())
+    formatter.feed(before)
+    assert formatter.feed(b"\r60 %|#####").endswith(b"\r60 %|#####")
+    assert formatter.feed(b"\r70 %|######") == b"\r70 %|######"
+
+
+def test_what_goes_on_without_an_end_is_not_kept() -> None:
+    formatter = FoldingFormatter(2, "", Tracebacks())
+    begin, frame = b"Traceback (most recent call last):\n", b"  File x\n"
+    assert formatter.feed(begin + frame) == b""
+    long = b"y" * (LONGEST + 1)
+    assert formatter.feed(long) == begin + frame + long
+    assert formatter.feed(b"\n" + begin) == b"\n"
+    frames = LONGEST // len(frame) * frame
+    assert formatter.feed(frames + frame) + formatter.feed(frame) == begin + frames + 2 * frame
+
+
+def test_of_many_different_tracebacks_a_bounded_number_is_known() -> None:
+    seen = Tracebacks()
+    for number in range(KNOWN + 1):
+        text = "".join(chr(ord("a") + int(digit)) for digit in str(number)).encode()
+        assert not seen.meaning(0, text, text)
+    assert seen.meaning(1, b"b", b"") == "has the same traceback as rank 0"
+    assert not seen.meaning(1, text, b"")

@@ -118,3 +118,12 @@ def test_ranks_that_begin_at_once_get_one_identity(tmp_path, monkeypatch):
     ranks = [(world, open_store(url)) for world in worlds(4)]
     found = each(*(partial(shared.identity, *rank, create=True) for rank in ranks))
     assert found == [storage.identity(open_store(url))] * 4
+
+
+def test_half_a_line_in_the_list_for_people_stops_no_training(tmp_path):
+    listed, world, place = tmp_path / "checkpoints.txt", worlds(1)[0], tmp_path / "ckpt"
+    place.mkdir()
+    listed.write_bytes(b"/half of a charact\xc3\n")
+    for _ in range(2):
+        shared.note(world, open_store(str(place)), str(listed))
+    assert listed.read_text(errors="replace").splitlines()[1:] == [str(place)]

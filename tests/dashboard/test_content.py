@@ -48,6 +48,7 @@ def test_the_list_has_every_job_once_and_roles_below_theirs(tmp_path: Path) -> N
         job = next(row["id"] for row in found.jobs() if row["dir"] == str(job_dir.path))
         assert found.find(job).path == job_dir.path  # type: ignore[union-attr]
     assert found.find("../../etc") is None
+    role.master.write_text(f'{{"address": "127.0.0.1:1", "pid": {2**62}}}')
     every = found.jobs()
     asyncio.run(listing.ask_masters(every))
     assert {row["phase"] for row in every} == {"failed", "interrupted"}
@@ -122,10 +123,20 @@ def test_checkpoint_directories_are_listed_with_their_problems(tmp_path: Path) -
     assert found["path"] == str(tmp_path / "gone")
     assert found["steps"] == []
     assert found["problem"]
+    job_dir.checkpoints.write_bytes(b"/half of a charact\xc3")
+    assert [found["path"] for found in checkpoints.stored(job_dir)] == ["/half of a charact\ufffd"]
 
 
 @pytest.mark.parametrize(
-    "body", [b'{"action":"stop","x":1}', b'{"action":"rm"}', b"[]", b'{"action":"drain"}']
+    "body",
+    [
+        b'{"action":"stop","x":1}',
+        b'{"action":"rm"}',
+        b"[]",
+        b'{"action":"drain"}',
+        b'{"action":"drain","node":-1}',
+        b'{"action":"scale","nodes":18446744073709551616}',
+    ],
 )
 def test_an_action_is_one_that_is_known(body: bytes) -> None:
     with pytest.raises(msgspec.ValidationError):

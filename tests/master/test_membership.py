@@ -1,14 +1,24 @@
 """Memberships of a job that survives losses: who takes a lost rank's place, and which reports come too late."""
 
 import msgspec
+import pytest
 
+from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.membership import Membership
-from dlrover.rpc.messages import Hello, Join
+from dlrover.master.meeting import LEAST_VALUES, Meeting
+from dlrover.rpc.messages import Hello, Join, Succeeded
 from dlrover.spec import events
 from dlrover.spec.check import CheckReport, Component, ProbeResult, ProbeState
 from dlrover.spec.failure import FailureKind
-from dlrover.spec.membership import JoinMembers, Members, RenewMembers
+from dlrover.spec.membership import (
+    MAX_VALUE,
+    FinishMembers,
+    JoinMembers,
+    Meet,
+    Members,
+    RenewMembers,
+)
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.world import Holding, Offer, World
 from tests.support.drivers import JobDriver
@@ -192,3 +202,34 @@ def test_a_world_with_a_node_in_a_lost_ones_place_is_adopted():
     again = {"world": world.as_attempt(1), "attempts": {0: 1, 1: 1}}
     job = adopted(held(0, members=Members(5, 2, {0: 0, 1: 0, 2: 1, 3: 1})), held(1, **again))
     assert membership(job).attempts == {0: 0, 1: 0, 2: 1, 3: 1}
+
+
+def test_the_keys_by_which_ranks_meet_have_a_size_in_all():
+    job = JobDriver.running(2, 2, 2, survive=True)
+    meeting, value = Meeting(), bytes(MAX_VALUE)
+
+    def put(number: int, value: bytes) -> str:
+        return meeting.handle(Meet(1, 0, {f"key {number}": value}), 7, membership(job)).refused
+
+    numbers = range(LEAST_VALUES - 1)
+    assert not any(put(number, value) for number in (*numbers, *numbers))
+    assert "at most 67108864 bytes" in put(LEAST_VALUES, value)
+    assert not put(0, b"")
+    assert not put(LEAST_VALUES, value)
+    assert "at most 65536 bytes" in put(0, value + b"x")
+    job.give(inputs.NodeSilent(1, 60.0))
+    assert "is over" in put(0, b"")
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_job_whose_rank_0_was_lost_at_its_end_does_not_end_without_it(lost: int):
+    job = JobDriver.running(2, 1, 2, survive=True)
+    job.give(inputs.NodeSilent(lost, 60.0))
+    job.give(inputs.MemberReported(FinishMembers(1, rank=2 * (1 - lost), attempt=0)))
+    job.give(inputs.Reported(1 - lost, Succeeded(1)))
+    if lost == 0:
+        assert job.machine.outcome is None
+        assert job.machine.rendezvous.collecting
+    else:
+        assert job.machine.outcome is not None
+        assert job.machine.outcome.exit_code == ExitCode.SUCCESS

@@ -125,6 +125,7 @@ def auto_accelerate(  # noqa: PLR0913 - the original's signature
     Raises:
         ConfigurationError: an argument is wrong, or the strategy cannot be applied; before any process group
             is built.
+        InfrastructureError: the ranks have chosen different strategies.
     """
     _check(kargs, model_input_format, finetune_strategy, load_strategy)
     anatomy = analyse(model, kargs.get("blocks"))
@@ -137,6 +138,7 @@ def auto_accelerate(  # noqa: PLR0913 - the original's signature
     device = world.device()
     Materialiser(model, device).check()
     world.join(device)
+    world.check_same(strategy, device)
     if save_strategy_to_file is not None and (world.size() == 1 or torch.distributed.get_rank() == 0):  # fmt: skip
         strategies.save(strategy, save_strategy_to_file)
     grid = Grid(strategy, device, checks.expert_ranks(strategy, anatomy))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dlrover import config
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.planning.parallel.records import Strategy
 
 
@@ -45,6 +47,27 @@ def join(where: torch.device) -> None:
         torch.accelerator.set_device_index(where.index)
     if size() > 1 and not dist.is_initialized():
         dist.init_process_group()
+
+
+def check_same(strategy: Strategy, where: torch.device) -> None:
+    """Check that all ranks have the same strategy. Collective.
+
+    Ranks that could not reach the job's master, or reached another one that has lost its journal, may have chosen
+    another one; they would wait for each other without an end.
+
+    Raises:
+        InfrastructureError: they have not.
+    """
+    if size() == 1:
+        return
+    content = msgspec.json.encode(strategy, order="sorted")
+    digest = int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
+    most = torch.tensor([digest, -digest], device=where)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    if int(most.sum()):
+        raise InfrastructureError(
+            f"The ranks have chosen different strategies; this one has {strategy}."
+        )
 
 
 @dataclass(frozen=True)

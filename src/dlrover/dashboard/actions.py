@@ -12,6 +12,7 @@ from dlrover.errors import ExitCode
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.node import WORKER
+from dlrover.spec.numbers import Count
 
 REASON = "asked for on the dashboard"
 
@@ -21,7 +22,7 @@ class Scale(
 ):
     """Another number of nodes of a role."""
 
-    nodes: int
+    nodes: Count
     role: str = WORKER
 
 
@@ -40,7 +41,7 @@ class Drain(
 ):
     """Another node in place of one, which trains until then."""
 
-    node: int
+    node: Count
 
 
 Action = Scale | Stop | Stacks | Drain

@@ -18,9 +18,10 @@ STEPS = 50
 def stored(job_dir: JobDir) -> list[dict[str, Any]]:
     """Return the checkpoint directories of a job, each with its stored steps, the newest first."""
     try:
-        places = job_dir.checkpoints.read_text(encoding="utf-8").splitlines()[:PLACES]
+        listed = job_dir.checkpoints.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
+    places = listed.splitlines()[:PLACES]
     return [{"path": place, **_steps(place)} for place in places]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Collection
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
@@ -92,8 +91,8 @@ class Guard:
 
     def _from_here(self, headers: Headers) -> bool:
         """Return whether a request that changes something comes from this server's own page."""
-        origin = urlsplit(headers.get("origin", ""))
-        own = origin.scheme in ("http", "https") and origin.netloc == headers.get("host", "")
+        host = headers.get("host", "")
+        own = headers.get("origin", "") in (f"http://{host}", f"https://{host}")
         return own and headers.get("sec-fetch-site", "same-origin") == "same-origin"
 
     def _opened(self, request: HTTPConnection) -> Response:

@@ -74,7 +74,7 @@ async def ask_masters(rows: list[dict[str, Any]]) -> None:
 async def _ask(row: dict[str, Any]) -> None:
     job_dir = JobDir(Path(row["dir"]))
     row["phase"] = "interrupted"  # without a master and an outcome
-    with contextlib.suppress(DLRoverError, OSError, msgspec.DecodeError):
+    with contextlib.suppress(DLRoverError, OSError, OverflowError, msgspec.DecodeError):
         address = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress)
         os.kill(address.pid, 0)
         async with connect(job_dir, ANSWER_TIME) as master:

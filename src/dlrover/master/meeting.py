@@ -7,7 +7,10 @@ a rank that sees another one sets its keys again.
 from __future__ import annotations
 
 from dlrover.master.machine.membership import Membership
-from dlrover.spec.membership import MAX_KEYS, MAX_VALUE, Meet, Met
+from dlrover.spec.membership import MAX_VALUE, Meet, Met
+
+LEAST_VALUES = 1024
+"""Values of the greatest size for which there is room in a membership of few ranks; larger ones have one for each rank."""
 
 
 class Meeting:
@@ -16,6 +19,7 @@ class Meeting:
     def __init__(self) -> None:
         self._of = (0, 0)
         self._keys: dict[str, bytes] = {}
+        self._size = 0
 
     def handle(self, request: Meet, epoch: int, membership: Membership) -> Met:
         """Set and read keys; refuse those of a membership that is over."""
@@ -23,11 +27,18 @@ class Meeting:
         if of != (membership.round, membership.number):
             return Met(epoch, refused=f"Membership {of[1]} of round {of[0]} is over.")
         if of != self._of:
-            self._of, self._keys = of, {}
-        most = MAX_KEYS * len(membership.latest)
-        if len(self._keys.keys() | request.put.keys()) > most:
-            return Met(epoch, refused=f"A membership has at most {most} keys.")
+            self._of, self._keys, self._size = of, {}, 0
         if any(len(value) > MAX_VALUE for value in request.put.values()):
             return Met(epoch, refused=f"A value has at most {MAX_VALUE} bytes.")
+        most = MAX_VALUE * max(LEAST_VALUES, len(membership.latest))
+        size = self._size + sum(
+            len(key) + len(value) - self._size_of(key) for key, value in request.put.items()
+        )
+        if size > most:
+            return Met(epoch, refused=f"All keys of a membership have at most {most} bytes.")
         self._keys.update(request.put)
+        self._size = size
         return Met(epoch, {key: self._keys[key] for key in request.get if key in self._keys})
+
+    def _size_of(self, key: str) -> int:
+        return len(key) + len(self._keys[key]) if key in self._keys else 0

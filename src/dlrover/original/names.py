@@ -49,20 +49,31 @@ _MEGATRON = {
     "save_checkpoint": "`dlrover.integrations.megatron.FlashSave`",
     **_STORAGE_TYPE,
 }
-_BUILDER = {"DLJobBuilder": "`dlrover.roles.Job`"}
+_BUILDER = {"DLJob": "`dlrover.roles.Job`", "DLJobBuilder": "`dlrover.roles.Job`"}
 _RULES = "the setting `diagnosis_rules`"
+_WORKER = {
+    "ActorInfo": "`dlrover.roles.current_worker`",
+    "JobInfo": "`dlrover.roles.current_worker`",
+    "Worker": "`dlrover.roles.current_worker`",
+    "current_worker": "`dlrover.roles.current_worker`",
+}
 _RUNTIME = {
+    **_WORKER,
     "DataQueue": "`dlrover.roles.Queue`",
     "FutureSequence": "`dlrover.roles.runtime.groups.FutureSequence`",
-    "RoleActor": "an error: `dlrover.roles.RoleGroup`",
+    "PrimeMasterApi": "an error: `dlrover.roles.RoleGroup`",
+    "RoleActor": "`dlrover.roles.RoleGroup.call_member`",
     "RoleGroup": "`dlrover.roles.RoleGroup`",
+    "UserRpcProxy": "an error: `dlrover.roles.RoleGroup`",
     "create_rpc_proxy": "an error: `dlrover.roles.RoleGroup`",
-    "current_worker": "`dlrover.roles.current_worker`",
     "export_rpc_instance": "`dlrover.roles.current_worker().serve`",
     "export_rpc_method": "`dlrover.roles.rpc`",
     "rpc": "`dlrover.roles.rpc`",
 }
-_RAY_LOADER = {"patch_dataloader_ray": "nothing: the workers of a loader need no patch"}
+_RAY_LOADER = {
+    "RayDataLoaderIter": "an error: `torch.utils.data.DataLoader`",
+    "patch_dataloader_ray": "nothing: the workers of a loader need no patch",
+}
 
 MODULES = (
     Module(f"{_FLASH}.checkpointer", {
@@ -129,13 +140,13 @@ MODULES = (
         "WarningType": "`logging`",
     }, f"{_ORIGINAL}.events"),
     Module(f"{_UNIFIED}.api.builder", {
-        **_BUILDER, "RLJobBuilder": "`dlrover.roles.Job`",
+        **_BUILDER, "RLJobBuilder": "`dlrover.roles.Job`", "RLRoleType": "names of roles",
     }, f"{_ORIGINAL}.unified"),
     Module(f"{_UNIFIED}.api.builder.base", _BUILDER, f"{_ORIGINAL}.unified"),
     Module(f"{_UNIFIED}.api.builder.rl", {"RLJobBuilder": "`dlrover.roles.Job`"}, f"{_ORIGINAL}.unified"),
     Module(f"{_UNIFIED}.api.runtime", {**_RUNTIME, **_RAY_LOADER}, f"{_ORIGINAL}.runtime"),
     Module(f"{_UNIFIED}.api.runtime.ray_dataloader_iter", _RAY_LOADER, f"{_ORIGINAL}.runtime"),
-    Module(f"{_UNIFIED}.api.runtime.worker", {"current_worker": "`dlrover.roles.current_worker`"}, f"{_ORIGINAL}.runtime"),
+    Module(f"{_UNIFIED}.api.runtime.worker", _WORKER, f"{_ORIGINAL}.runtime"),
     Module(f"{_UNIFIED}.common.enums", {"RLRoleType": "names of roles"}, f"{_ORIGINAL}.unified"),
     Module(f"{_UNIFIED}.controller.extension", {"ManagerExtension": _RULES}, f"{_ORIGINAL}.failover"),
     Module(f"{_UNIFIED}.util.config_util", {

@@ -2,64 +2,218 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import asyncio
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from dlrover import roles
+import msgspec
+
+from dlrover import config, roles
 from dlrover.errors import ConfigurationError
+from dlrover.roles.messages import MAX_ITEMS, LookQueue
 from dlrover.roles.runtime.exporting import Marked, exports
 from dlrover.roles.runtime.groups import FutureSequence
+from dlrover.roles.runtime.queue import WAIT
 
 __all__ = ["FutureSequence"]
+
+VARIABLE = "ORIGINAL_DLROVER_ROLE"
+"""Variable with `Hosted`, as JSON."""
+_MARK = "_original_rpc"
+_POLL = 0.1
+"""Seconds between two looks whether a queue is there."""
 
 
 def _refuse(name: str, instead: str) -> NoReturn:
     raise ConfigurationError(f"{name} does not exist here: use {instead}.")
 
 
-def current_worker() -> Any:
+class Hosted(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the processes of a role know of it beyond `dlrover.roles`."""
+
+    entry: str = ""
+    """``module.function`` or ``module.Class``; empty: a script, which runs as it is."""
+    is_driver: bool = True
+    is_elastic: bool = False
+    has_group: bool = False
+    """True to set up PyTorch's process group before the program."""
+    per_group: int = 1
+    accelerator_type: str = "GPU"
+    roles: tuple[str, ...] = ()
+    """All roles of the job."""
+
+
+def hosted() -> Hosted:
+    """Return what this process knows of its role."""
+    return msgspec.json.decode(config.environ().get(VARIABLE, "{}"), type=Hosted)
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    """The job of a process."""
+
+    name: str
+    job_id: str
+    user_config: Any
+    accelerator_type: str
+
+
+@dataclass(frozen=True)
+class ActorInfo:
+    """The place of a process in its role."""
+
+    name: str
+    role: str
+    rank: int
+    node_rank: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class Worker:
+    """This process."""
+
+    job_info: JobInfo
+    actor_info: ActorInfo
+
+
+def current_worker() -> Worker:
     """Return this process: ``job_info`` and ``actor_info``."""
-    worker = roles.current_worker()
-    return SimpleNamespace(
-        job_info=SimpleNamespace(name=worker.job, job_id=worker.job, user_config=worker.config),
-        actor_info=SimpleNamespace(
-            name=f"{worker.role}-{worker.index}", role=worker.role, rank=worker.index
-        ),
+    worker, known, env = roles.current_worker(), hosted(), config.environ()
+    place = divmod(worker.index, known.per_group)
+    if known.is_elastic:
+        place = int(env["GROUP_RANK"]), int(env["LOCAL_RANK"])
+    return Worker(
+        JobInfo(worker.job, worker.job, worker.config, known.accelerator_type),
+        ActorInfo(f"{worker.role}-{worker.index}", worker.role, worker.index, *place),
     )
 
 
 def rpc(name: Any = None, export: bool = False) -> Any:
-    """Mark a function that other roles may call; one of a module is exported at once, others with ``export``."""
+    """Mark a function that other roles may call.
+
+    Those of the entry point's module and of the object of its class are exported when the role starts; one of another
+    module with ``export``; one of a script at once.
+
+    Args:
+        name: Its name for others, or a function with that name.
+        export: True to export it at once.
+    """
     known = name if isinstance(name, str) else getattr(name, "__name__", "")
 
     def mark(function: Any) -> Any:
-        marked = roles.rpc(name=known)(function)
-        if export:
-            exports.add(known or function.__name__, function, Marked(known))
-        return marked
+        setattr(function, _MARK, known or function.__name__)
+        of_script = function.__module__ == "__main__" and "." not in function.__qualname__
+        if export or of_script:
+            export_rpc_method(known or function.__name__, function)
+        return function
 
     return mark
 
 
 def export_rpc_method(name: str, func: Any) -> None:
-    """Let other roles call a function."""
-    exports.add(name, func, Marked(name))
+    """Let other roles call a function, in a thread of its own."""
+    if inspect.iscoroutinefunction(func):
+        func = _awaited(func)
+    exports.add(name, func, Marked(name, concurrent=True))
 
 
 def export_rpc_instance(ns: str | None, instance: Any) -> None:
-    """Let other roles call the methods of an object; a name before theirs cannot be given."""
-    if ns:
-        _refuse(f"export_rpc_instance({ns!r})", "@rpc with the whole name on its methods")
-    roles.current_worker().serve(instance)
+    """Let other roles call the marked methods of an object, as ``ns.method`` if it has a name.
+
+    Raises:
+        ConfigurationError: It has none.
+    """
+    if not export_marked(ns or "", instance):
+        raise ConfigurationError(
+            f"{type(instance).__qualname__} has no method with @rpc(); other roles have nothing to call."
+        )
+
+
+def export_marked(prefix: str, source: Any) -> int:
+    """Export what is marked in a module or an object; return how many."""
+    home = source if inspect.ismodule(source) else type(source)
+    found = 0
+    for attribute in dir(home):
+        name = getattr(getattr(home, attribute, None), _MARK, None)
+        if isinstance(name, str):
+            export_rpc_method(f"{prefix}.{name}" if prefix else name, getattr(source, attribute))
+            found += 1
+    return found
+
+
+def _awaited(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return asyncio.run(function(*args, **kwargs))
+
+    return call
 
 
 def create_rpc_proxy(owner: str, name: str, cls: type) -> Any:
     """Say what to write instead."""
-    _refuse("create_rpc_proxy", "dlrover.roles.RoleGroup")
+    _refuse("create_rpc_proxy", f'RoleGroup(role)[rank].call("{name}.method", ...)')
+
+
+class _Refused:
+    """What no program can make here."""
+
+    _instead = ""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        _refuse(type(self).__name__, self._instead)
+
+
+class UserRpcProxy(_Refused):
+    """Says what to write instead."""
+
+    _instead = 'RoleGroup(role)[rank].call("name.method", ...)'
+
+
+class RayDataLoaderIter(_Refused):
+    """Says what to write instead."""
+
+    _instead = "torch.utils.data.DataLoader as it is"
+
+
+class _Master(type):
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        _refuse(
+            f"PrimeMasterApi.{name}", "dlrover.roles.RoleGroup(role).members() or dlrover status"
+        )
+
+
+class PrimeMasterApi(metaclass=_Master):
+    """Says what to write instead."""
 
 
 def patch_dataloader_ray() -> None:
     """Do nothing: the workers of a loader are processes as anywhere."""
+
+
+class RoleActor:
+    """A member of a group.
+
+    Args:
+        group: The group.
+        rank: Its number in the role.
+    """
+
+    def __init__(self, group: RoleGroup, rank: int) -> None:
+        self.name, self.rank = f"{group.role}-{rank}", rank
+        self._group = group
+
+    def call(self, method: Any, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a method; return the future result."""
+        return self._group.call_member(self.rank, method, *args, **kwargs)
 
 
 class RoleGroup(roles.RoleGroup):
@@ -67,18 +221,29 @@ class RoleGroup(roles.RoleGroup):
 
     Args:
         role: Name of the role.
-        optional: True if the role may have no members.
+        optional: True if the role may have no members, or not be there.
+
+    Raises:
+        ConfigurationError: The job has no such role.
     """
 
     def __init__(self, role: str, optional: bool = False) -> None:
-        super().__init__(str(getattr(role, "value", role)), optional=optional)
+        name, known = str(getattr(role, "value", role)), hosted().roles
+        if known and name not in known and not optional:
+            raise ConfigurationError(
+                f"RoleGroup({name!r}): must be a role of the job: {', '.join(known)}."
+            )
+        super().__init__(name, optional=optional)
 
+    def __len__(self) -> int:
+        """Return the number of members; wait for the first."""
+        return self._wanted()
 
-class RoleActor:
-    """A member of a group that no program can make."""
+    def __getitem__(self, index: Any) -> Any:
+        return [RoleActor(self, rank) for rank in range(len(self))][index]
 
-    def __init__(self, *_: Any) -> None:
-        _refuse("RoleActor", "dlrover.roles.RoleGroup")
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self[:])
 
 
 class DataQueue:
@@ -86,26 +251,57 @@ class DataQueue:
 
     Args:
         name: Name of the queue.
-        is_master: Without effect: the queue belongs to the job.
-        size: Items that may wait.
+        is_master: True to make the queue; otherwise wait until it is made. It belongs to the job.
+        size: Items that may wait; that of the master counts.
     """
 
     def __init__(self, name: str, is_master: bool = False, size: int = 1000) -> None:
-        self._queue = roles.Queue(name, size)
+        self._name, self._size = name, size if is_master else _size(name)
+        self._queue = roles.Queue(name, self._size)
+        self._putting: ThreadPoolExecutor | None = None
 
     def put(self, *obj: Any) -> None:
-        """Add items."""
-        self._queue.put(*obj)
+        """Add items; wait for room."""
+        if self._putting is None:
+            self._queue.put(*obj)
+        else:
+            self.put_async(*obj).result()
+
+    def put_async(self, *obj: Any) -> Future[None]:
+        """Add items, in the order of the calls; return the future end of it."""
+        if self._putting is None:
+            self._putting = ThreadPoolExecutor(1, thread_name_prefix="original-put")
+            self._puts = roles.Queue(self._name, self._size)
+        return self._putting.submit(self._puts.put, *obj)
+
+    def qsize(self) -> int:
+        """Return the number of items that wait."""
+        return len(self._queue)
 
     def get(self, batch_size: int = 1) -> list[Any]:
-        """Return items, once there are so many."""
-        return self._taken(self._queue.get(batch_size))
+        """Return items, once there are so many; at most as many as may wait."""
+        return self._taken(self._queue.get(min(batch_size, self._size, MAX_ITEMS)))
 
     def get_nowait(self, max_size: int = 1) -> list[Any]:
         """Return the items that are there."""
-        return self._taken(self._queue.get(max_size, wait=False))
+        return self._taken(self._queue.get(min(max_size, self._size, MAX_ITEMS), wait=False))
 
     def _taken(self, items: Any) -> list[Any]:
         if items:
             self._queue.ack(items)
         return list(items)
+
+
+def _size(name: str) -> int:
+    """Wait until a queue is there; return its size."""
+    worker = roles.current_worker()
+    for _ in range(int(WAIT / _POLL)):
+        with contextlib.suppress(ConfigurationError):
+            return _looked(worker, name)
+        threading.Event().wait(_POLL)
+    return _looked(worker, name)
+
+
+def _looked(worker: Any, name: str) -> int:
+    size: int = worker.link.ask(LookQueue(worker.place, name)).size
+    return size

@@ -85,6 +85,7 @@ class RolesService:
         """The same for what views show."""
         self._watched: dict[Place, int] = {}
         self._timers: dict[Place, asyncio.TimerHandle] = {}
+        self._closed = False
         for entry in entries:
             self._replay(entry)
         self._renew_view()
@@ -136,7 +137,10 @@ class RolesService:
         return self.shared.status()
 
     def close(self) -> None:
-        """Forget all timers."""
+        """End the calls that wait, and forget all timers."""
+        self._closed = True
+        self._changed.set()
+        self._view_changed.set()
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -198,6 +202,8 @@ class RolesService:
                 await asyncio.wait_for(changed.wait(), until - loop.time())
             except (asyncio.TimeoutError, TimeoutError):
                 return self.shared.ready(request)
+            if self._closed:
+                return False
         return True
 
     # ---- views
@@ -209,7 +215,7 @@ class RolesService:
         if (timer := self._timers.pop(place, None)) is not None:
             timer.cancel()
         try:
-            while True:
+            while not self._closed:
                 changed = self._view_changed
                 yield self._view
                 await changed.wait()

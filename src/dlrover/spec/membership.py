@@ -14,7 +14,7 @@ from dlrover.spec.numbers import Count
 
 MAX_KEY = 400
 MAX_KEYS = 10_000
-"""Maximum number of keys in a request or of one membership."""
+"""Maximum number of keys in a request."""
 MAX_VALUE = 64 * 1024
 """Maximum bytes of a value."""
 _Key = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY)]

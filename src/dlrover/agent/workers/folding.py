@@ -7,6 +7,7 @@ the workers' log files have all of them.
 
 from __future__ import annotations
 
+import hashlib
 import re
 
 START = b"Traceback (most recent call last):"
@@ -25,6 +26,10 @@ CHAINS = (
 _DETAIL = re.compile(rb"frame #\d+: |Exception raised from |C\+\+ CapturedTraceback|[ \t]")
 """Lines that may follow an exception's line and belong to it."""
 _NUMBERS = re.compile(rb"\d+")
+LONGEST = 256 * 1024
+"""Most bytes of a traceback that waits for its end, and of an unfinished line."""
+KNOWN = 10_000
+"""Most tracebacks that are told apart; further ones are shown by each rank."""
 SHOWN = 160
 """Most bytes of an exception's line in the line that takes its traceback's place."""
 
@@ -34,12 +39,16 @@ class Tracebacks:
 
     def __init__(self) -> None:
         self._first: dict[bytes, int] = {}
+        """The first rank by digest of the text; at most `KNOWN`."""
 
     def meaning(self, rank: int, text: bytes, exception: bytes) -> str:
         """Return why a rank's traceback need not be shown; empty if it is to be shown."""
         if ECHO.search(exception):
             return "lost a peer"
-        first = self._first.setdefault(_NUMBERS.sub(b"", text), rank)
+        key = hashlib.blake2b(_NUMBERS.sub(b"", text), digest_size=16).digest()
+        first = self._first.get(key, rank)
+        if len(self._first) < KNOWN:
+            self._first.setdefault(key, rank)
         return f"has the same traceback as rank {first}" if first != rank else ""
 
 
@@ -61,6 +70,8 @@ class FoldingFormatter:
         """True if the beginning of the current line is shown already."""
         self._held: list[bytes] = []
         """Lines of a traceback whose exception is not known yet."""
+        self._size = 0
+        """Bytes of these lines."""
         self._follows = False
         """True after a folded traceback: what belongs to it is dropped."""
 
@@ -71,6 +82,8 @@ class FoldingFormatter:
         for line in lines:
             shown += line + b"\n" if self._midway else self._line(line + b"\n")
             self._midway = False
+        if len(rest) > LONGEST or b"\r" in rest[:-1]:
+            shown += self._give_up()  # no line of a traceback, but a progress bar, say
         self._midway = self._midway or not self._waits(rest)
         self._partial = b"" if self._midway else rest
         return shown + rest if self._midway else shown
@@ -91,15 +104,24 @@ class FoldingFormatter:
         text = RANK.sub(b"", line, count=1).rstrip(b"\r\n")
         if self._held:
             self._held.append(line)
+            self._size += len(line)
+            if self._size > LONGEST:
+                return self._give_up()
             inside = text.startswith((b" ", b"\t"))  # a frame; the exception's line is not indented
             return b"" if inside else self._judge(text)
         if text == START:
             self._held.append(line)
+            self._size = len(line)
             return b""
         if self._follows and (not text or text in CHAINS or _DETAIL.match(text)):
             return b""
         self._follows = False
         return line
+
+    def _give_up(self) -> bytes:
+        """Return what is held: it is no traceback that can be folded, and nothing follows a folded one any more."""
+        held, self._held, self._follows = self._held, [], False
+        return b"".join(held)
 
     def _judge(self, exception: bytes) -> bytes:
         """Return the traceback that is held, or the line in its place; nothing if it belongs to a folded one."""

@@ -60,7 +60,10 @@ def note(world: TorchWorld, store: Store, file: str) -> None:
     """Add the directory to the job's list for people, ``file``, if it is not there yet; rank 0 does."""
     if world.rank or not file:
         return
-    with contextlib.suppress(OSError), Path(file).open("a+", encoding="utf-8") as listed:
+    with (
+        contextlib.suppress(OSError),
+        Path(file).open("a+", encoding="utf-8", errors="replace") as listed,
+    ):
         listed.seek(0)
         if store.location not in listed.read().splitlines():
             listed.write(f"{store.location}\n")

@@ -383,6 +383,10 @@ class JobMachine:
             state.end(ExitCode.INFRASTRUCTURE, too_few(self), now)
         elif rdzv.ready(now):
             self.rounds.complete(now)
+        elif self.rounds.has_succeeded and state.membership.lacks_first:
+            self.rounds.open(
+                "rank 0 was lost before its end, which commonly stores the result", now
+            )
         elif self.rounds.has_succeeded:
             state.end(ExitCode.SUCCESS, "All workers succeeded.", now)
         elif self.instances.have_succeeded:

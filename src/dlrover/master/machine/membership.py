@@ -57,6 +57,11 @@ class Membership:
         """True if a lost rank of the running world need not end the round."""
         return self.round > 0 and not self.over
 
+    @property
+    def lacks_first(self) -> bool:
+        """True if the node of rank 0 was lost, and no node is in its place yet."""
+        return any(world.first_rank == 0 for world in self.holes.values())
+
     def members(self, steps: int = 0) -> Members:
         """Return the membership as a message."""
         return Members(self.round, self.number, dict(self.attempts), self.over, steps)

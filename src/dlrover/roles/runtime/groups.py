@@ -113,7 +113,13 @@ class RoleGroup:
         self, method: str | Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Future[Any]:
         """Call a method of the member with index 0; return the future result. Otherwise as `call`."""
-        call = self._made(_encoded(method, args, kwargs), 0)
+        return self.call_member(0, method, *args, **kwargs)
+
+    def call_member(
+        self, index: int, method: str | Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Future[Any]:
+        """Call a method of one member; return the future result. Otherwise as `call`."""
+        call = self._made(_encoded(method, args, kwargs), index)
         self._submit([call])
         return call.future
 

@@ -64,6 +64,9 @@ class Worker:
         self.calls = Calls(self.link, self.machine)
         self._loaded, launched.loaded = launched.loaded, self._has_loaded
 
+    def __repr__(self) -> str:
+        return f"Worker(job={self.job!r}, role={self.role!r}, index={self.index}, attempt={self.attempt})"
+
     def _join(self) -> None:
         self.link.join(
             JoinRole(
@@ -80,6 +83,11 @@ class Worker:
         """Let other roles call the methods of an object: those with `rpc`, or all public ones if none has it."""
         self._ready = True
         exports.add_object(served)
+
+    def ready(self) -> None:
+        """Say that all is exported: others call this process from now on."""
+        self._ready = True
+        self._join()
 
     def close(self) -> None:
         """Leave the job's other processes alone: this one calls nobody and is called by nobody any more."""

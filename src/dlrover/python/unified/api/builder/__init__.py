@@ -1,5 +1,5 @@
 """Names of the original. See docs/from-dlrover.md; made by scripts/original-names."""
 
-from dlrover.original.unified import DLJobBuilder, RLJobBuilder
+from dlrover.original.unified import DLJob, DLJobBuilder, RLJobBuilder, RLRoleType
 
-__all__ = ["DLJobBuilder", "RLJobBuilder"]
+__all__ = ["DLJob", "DLJobBuilder", "RLJobBuilder", "RLRoleType"]

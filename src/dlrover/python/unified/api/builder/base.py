@@ -1,5 +1,5 @@
 """Names of the original. See docs/from-dlrover.md; made by scripts/original-names."""
 
-from dlrover.original.unified import DLJobBuilder
+from dlrover.original.unified import DLJob, DLJobBuilder
 
-__all__ = ["DLJobBuilder"]
+__all__ = ["DLJob", "DLJobBuilder"]

@@ -1,10 +1,16 @@
 """Names of the original. See docs/from-dlrover.md; made by scripts/original-names."""
 
 from dlrover.original.runtime import (
+    ActorInfo,
     DataQueue,
     FutureSequence,
+    JobInfo,
+    PrimeMasterApi,
+    RayDataLoaderIter,
     RoleActor,
     RoleGroup,
+    UserRpcProxy,
+    Worker,
     create_rpc_proxy,
     current_worker,
     export_rpc_instance,
@@ -14,10 +20,16 @@ from dlrover.original.runtime import (
 )
 
 __all__ = [
+    "ActorInfo",
     "DataQueue",
     "FutureSequence",
+    "JobInfo",
+    "PrimeMasterApi",
+    "RayDataLoaderIter",
     "RoleActor",
     "RoleGroup",
+    "UserRpcProxy",
+    "Worker",
     "create_rpc_proxy",
     "current_worker",
     "export_rpc_instance",

@@ -1,5 +1,5 @@
 """Names of the original. See docs/from-dlrover.md; made by scripts/original-names."""
 
-from dlrover.original.runtime import patch_dataloader_ray
+from dlrover.original.runtime import RayDataLoaderIter, patch_dataloader_ray
 
-__all__ = ["patch_dataloader_ray"]
+__all__ = ["RayDataLoaderIter", "patch_dataloader_ray"]
