@@ -12,6 +12,7 @@ import pytest
 from dlrover import launched
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.roles import Queue, current_worker
+from dlrover.roles.messages import RoleReply, RoleRequest
 from tests.roles.coordinators import Coordinator, coordinator, joined
 from tests.waiting import until
 
@@ -20,6 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 PROGRAM = """
 import os, signal, sys
 from dlrover.roles import Queue, current_worker
+from dlrover.roles.messages import RoleReply, RoleRequest
 
 me = current_worker()
 prompts, samples = Queue("prompts", 8), Queue("samples", 500)
@@ -115,3 +117,25 @@ def test_what_a_loaded_checkpoint_has_not_learned_is_leased_again(job: Coordinat
         launched.loaded(1)
         assert list(Queue("samples").get(4)) == [2, 3, 4, 5]
         assert current_worker().attempt == 2
+
+
+def test_items_whose_answer_was_lost_come_with_the_next_get(
+    job: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with joined(job, "main") as me:
+        queue = Queue("items")
+        queue.put(*"abc")
+        ask = me.link.ask
+
+        def lose(request: RoleRequest) -> RoleReply:
+            ask(request)
+            raise InfrastructureError("The coordinator cannot be reached.")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(me.link, "ask", lose)
+            with pytest.raises(InfrastructureError, match="cannot be reached"):
+                queue.get(2)
+        assert list(queue.get(1)) == ["a"]
+        queue.ack()
+        assert queue.status().leased == 1, "what nobody has seen is not acknowledged"
+        assert list(queue.get(2)) == ["b", "c"]

@@ -54,10 +54,15 @@ TRAINER = Place("trainer", 0, 1)
 
 
 def publish(
-    shared: Shared, step: int, place: Place = TRAINER, part: int = 0, parts: int = 1
+    shared: Shared,
+    step: int,
+    place: Place = TRAINER,
+    part: int = 0,
+    parts: int = 1,
+    holder: Place = KEEPER,
 ) -> Version:
     key = f"{place.life}-{step}-{part}"
-    reply = shared.handle(PublishPart(place, "w", step, part, parts, KEEPER, key, 10))
+    reply = shared.handle(PublishPart(place, "w", step, part, parts, holder, key, 10))
     shared.validate()
     assert isinstance(reply, PublishedAs)
     return reply.version
@@ -330,6 +335,40 @@ def test_the_end_of_a_trainer_ends_no_version_and_that_of_a_keeper_only_its_own(
     assert current(shared) is None
     assert shared.weights["w"].lost == Version(0, 1)
     assert serving(shared) == {0}, "it has its copy"
+
+
+# ---- a connection that was lost
+
+
+def test_a_process_that_comes_back_puts_nothing_twice_and_serves_with_the_weights_that_it_has() -> (
+    None
+):
+    shared = queue()
+    version = publish(shared, 1)
+    shared.handle(UseVersion(rollout(), "w", version))
+    put(shared, 1, b"a")
+    assert lease(shared, rollout(), 1) == {0: b"a"}
+    for place in (TRAINER, rollout(), KEEPER):
+        shared.handle(MemberEnded(place, "no connection", final=False))
+        shared.validate()
+        with pytest.raises(ProtocolError, match=r"it has ended .no connection"):
+            shared.handle(LookCursor(place))
+        shared.handle(JoinRole(place, AT))
+    put(shared, 1, b"a")  # again: the first reply was lost with the connection
+    assert shared.queues.get("q").status().added == 1
+    assert lease(shared, rollout(1), 1) == {0: b"a"}, "others got it meanwhile"
+    assert lease(shared, rollout(), 1) == {}
+    assert current(shared) == version
+    assert serving(shared) == {0}
+    shared.handle(MemberEnded(rollout(), "no connection", final=False))
+    shared.handle(RolledBack("trainer", 0))
+    shared.handle(JoinRole(rollout(), AT))
+    assert serving(shared) == set(), "what it has was rolled back meanwhile"
+    shared.handle(MemberEnded(KEEPER, "no connection", final=False))
+    assert publish(shared, 2, holder=rollout(1)) == current(shared)
+    shared.handle(MemberEnded(rollout(1), "no connection", final=False))
+    shared.handle(MemberEnded(rollout(1), "killed by SIGKILL"))
+    assert current(shared) is None, "now it is known to be dead"
 
 
 # ---- any order

@@ -22,6 +22,7 @@ from dlrover.roles.messages import (
     AckItems,
     GetItems,
     JobView,
+    JoinRole,
     Later,
     LookCursor,
     LookQueue,
@@ -86,8 +87,11 @@ class RolesService:
         self._watched: dict[Place, int] = {}
         self._timers: dict[Place, asyncio.TimerHandle] = {}
         self._closed = False
-        for entry in entries:
+        replayed = 0
+        for replayed, entry in enumerate(entries, 1):  # noqa: B007 - the number of them
             self._replay(entry)
+        # Each entry makes at most one view: this coordinator's have higher numbers than its predecessors'.
+        self._view = JobView(replayed)
         self._renew_view()
 
     def _replay(self, entry: bytes) -> None:
@@ -178,6 +182,7 @@ class RolesService:
     async def _ask(self, request: RoleRequest) -> RoleReply:
         """Answer a request; it waits for what it asks for as long as it says."""
         try:
+            self._check_connected(request)
             if isinstance(request, LookCursor | LookQueue):
                 return self.shared.handle(request)
             if not await self._comes_true(request):
@@ -187,6 +192,16 @@ class RolesService:
             return Turned(str(error))
         except msgspec.MsgspecError as error:
             return Turned(f"The request cannot be handled: {error}.")
+
+    def _check_connected(self, request: RoleRequest) -> None:
+        """Have a process that lost its connection ask again once it has joined again; the same for a holder.
+
+        Raises:
+            InfrastructureError: It has not yet.
+        """
+        for place in (request.place, getattr(request, "holder", request.place)):
+            if not isinstance(request, JoinRole) and self.shared.members.is_away(place):
+                raise InfrastructureError(f"{place} has lost its connection and joins again.")
 
     def _replied(self, reply: RoleReply) -> RoleReply:
         if isinstance(reply, PublishedAs):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from dlrover.errors import FencedError, InfrastructureError
 from dlrover.master.journal.file import FileJournal
 from dlrover.master.journal.journal import Codec
 from dlrover.roles.machine.job import Input
+
+logger = logging.getLogger(__name__)
 
 _decoder = msgspec.msgpack.Decoder(Input)
 _encoder = msgspec.msgpack.Encoder()
@@ -41,10 +46,28 @@ class RolesJournal:
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self._file: Any = FileJournal(path, read_only=read_only, codec=CODEC)
+        self._backlog: deque[tuple[float, Input | bytes]] = deque()
+        """What has taken effect and is not in the file yet."""
 
     def append(self, entry: Input | bytes, now: float) -> None:
         """Add an entry; it outlives this process when this returns."""
+        while self._backlog:
+            at, older = self._backlog[0]
+            self._file.append(older, at)
+            self._backlog.popleft()
         self._file.append(entry, now)
+
+    def append_or_keep(self, entry: Input, now: float) -> None:
+        """Add an entry that nobody would bring again; while the disk is full, keep it in memory."""
+        try:
+            self.append(entry, now)
+        except FencedError:
+            raise
+        except InfrastructureError as error:
+            self._file.check()  # this needs no disk space
+            if not self._backlog:
+                logger.warning("%s The job goes on; its state is kept in memory.", error)
+            self._backlog.append((now, entry))
 
     def entries(self) -> Iterator[tuple[float, Input | bytes]]:
         """Yield all entries with their times, oldest first."""

@@ -124,9 +124,12 @@ class Coordinator:
     # ---- inputs
 
     def submit(self, event: machine.Input) -> None:
-        """Journal an input, then do what follows from it."""
+        """Journal an input, then do what follows from it; a job may go on with a full disk, but not begin."""
         now = time.time()
-        self._journal.append(event, now)
+        if isinstance(event, machine.Submitted):
+            self._journal.append(event, now)
+        else:
+            self._journal.append_or_keep(event, now)
         for command in self.machine.handle(event, now):
             self._carry_out(command, now)
 

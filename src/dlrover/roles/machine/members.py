@@ -73,6 +73,16 @@ class Members:
         if member.place != place or member.state == ENDED:
             raise ProtocolError(_over(place, member))
 
+    def is_over(self, place: Place) -> bool:
+        """Return whether a life has ended for good; one that only lost its connection has not."""
+        member = self.get(place.role, place.index)
+        return member is None or member.place != place or place in self.final
+
+    def is_away(self, place: Place) -> bool:
+        """Return whether a life has lost its connection and may join again."""
+        member = self.get(place.role, place.index)
+        return member is not None and member.state == ENDED and not self.is_over(place)
+
     def update(self, member: MemberView) -> None:
         """Put a changed member in the place of the same life."""
         self._put(member)
@@ -104,8 +114,7 @@ class Members:
         if known is not None and (known.place.life > place.life or place in self.final):
             raise ProtocolError(_over(place, known))
         over = [known.place] if known is not None and known.place != place else []
-        same = known is not None and known.place == place and known.state != ENDED
-        using = known.using if same and known is not None else {}
+        using = known.using if known is not None and known.place == place else {}
         reason = known.reason if known is not None else ""
         self.instances[place.role] = event.instances
         self._put(
@@ -131,9 +140,13 @@ class Members:
         if known is not None and known.place == place and known.state == ENDED:
             if event.final and place not in self.final:  # now the coordinator says why
                 self.final.add(place)
-                self._put(replace(known, reason=event.reason or known.reason))
+                self._put(MemberView(place, ENDED, reason=event.reason or known.reason))
+                return [place]
             return []
-        self._put(MemberView(place, ENDED, reason=event.reason))
+        if known is not None and known.place == place and not event.final:  # it may come back
+            self._put(replace(known, state=ENDED, serving=False, reason=event.reason))
+        else:
+            self._put(MemberView(place, ENDED, reason=event.reason))
         if event.final:
             self.final.add(place)
         over = [place]

@@ -154,10 +154,16 @@ class ItemQueue:
         del self.deliveries[number]
 
     def release(self, place: Place) -> None:
-        """Let others have what a life that is over has leased; it asks for nothing more."""
+        """Let others have what a life has leased."""
         for number in [n for n, holder in self.leases.items() if holder == place]:
             del self.leases[number]
             self._again(number)
+        for key, (consumer, sequence, _) in self.consumers.items():
+            if consumer == place:
+                self.consumers[key] = consumer, sequence, ()
+
+    def forget(self, place: Place) -> None:
+        """Forget the requests of a life that is over: it repeats none."""
         self.producers = {key: one for key, one in self.producers.items() if one[0] != place}
         self.consumers = {key: one for key, one in self.consumers.items() if one[0] != place}
 

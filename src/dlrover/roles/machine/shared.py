@@ -8,7 +8,7 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from dlrover.errors import ProtocolError
-from dlrover.roles.machine.members import ENDED, LIVE, Members
+from dlrover.roles.machine.members import LIVE, Members
 from dlrover.roles.machine.queues import Queues
 from dlrover.roles.machine.versions import MAX_NAMES, Weights
 from dlrover.roles.messages import (
@@ -69,7 +69,7 @@ class Shared:
             weights.validate()
         for key, names in self.admitted.items():
             member = self.members.get(*key)
-            assert not names or (member is not None and member.state != ENDED)
+            assert not names or (member is not None and not self.members.is_over(member.place))
             for name in names:
                 assert member is not None
                 assert self.weights[name].view().valid(member.using[name])
@@ -157,8 +157,14 @@ class Shared:
             self.cursors[place.role, place.index] = cursor
 
     def _release(self, place: Place) -> None:
+        """Let others have what a life held. One that may come back keeps its place in queues, and its weights."""
+        over = self.members.is_over(place)
         for queue in self.queues.queues.values():
             queue.release(place)
+            if over:
+                queue.forget(place)
+        if not over:
+            return
         for weights in self.weights.values():
             weights.release(place)
         self.admitted.pop((place.role, place.index), None)

@@ -44,6 +44,8 @@ class RoleCall:
     future: Future[Any] = field(default_factory=Future)
     since: float = field(default_factory=time.monotonic)
     """When it began to wait for a member."""
+    idempotent: bool = False
+    """Whether the member that it was sent to may run it twice."""
     deaths: int = 0
     lost: Place | None = None
     """The member that was lost, while it is not yet known why."""
@@ -70,6 +72,8 @@ class Calls:
         """Calls for any member that each member has."""
         self._unreachable: dict[Place, float] = {}
         self._turn = 0
+        self._due = 0.0
+        """When the next look at calls that wait for too long is due."""
         self._wake = threading.Event()
         self._closed = False
         link.listeners.append(lambda _view: self._wake.set())
@@ -118,18 +122,22 @@ class Calls:
             connection.close()
 
     def _expire(self) -> None:
-        now = time.monotonic()
+        now, view = time.monotonic(), self._link.view
         with self._lock:
-            late = [
-                call
-                for calls in self._waiting.values()
-                for call in calls
-                if now - call.since >= call.wait
-            ]
+            for (role, index), calls in self._waiting.items():
+                if index < 0 and self._reachable(role, view, now):
+                    for call in calls:
+                        call.since = now  # it waits for its turn only
+            waiting = [call for calls in self._waiting.values() for call in calls]
+            late = [call for call in waiting if now - call.since >= call.wait]
             for call in late:
                 self._waiting[call.role, call.index].remove(call)
         for call in late:
             _fail(call, MemberLostError(self._explain(call)))
+        due = min((call.since + call.wait for call in waiting if call not in late), default=0.0)
+        if due and not now < self._due <= due:
+            self._due = due
+            self._wake_later(due - now)
 
     def _explain(self, call: RoleCall) -> str:
         view = self._link.view
@@ -172,10 +180,15 @@ class Calls:
             if placed is None:
                 return
             call, connection, counts = placed
+            if isinstance(connection, ConfigurationError):
+                _fail(call, connection)
+                continue
             connection.call(call.call, self._callback(call, connection.place, counts=counts))
 
-    def _next(self, view: JobView) -> tuple[RoleCall, MemberConnection, bool] | None:
-        """Take a waiting call that has a member; the lock is held."""
+    def _next(
+        self, view: JobView
+    ) -> tuple[RoleCall, MemberConnection | ConfigurationError, bool] | None:
+        """Take a waiting call that has a member, or one with an error; the lock is held."""
         for key, calls in list(self._waiting.items()):
             while calls and (found := self._choose(*key, view)) is not None:
                 call = calls.popleft()
@@ -184,8 +197,8 @@ class Calls:
                 if call.call.method not in found.methods:
                     known = ", ".join(sorted(found.methods)) or "none"
                     error = f"{call.role} has no method {call.call.method}; it has {known}."
-                    _fail(call, ConfigurationError(error))
-                    continue
+                    return call, ConfigurationError(error), False
+                call.idempotent = found.methods[call.call.method]
                 if call.index < 0:
                     self._busy[found.place] = self._busy.get(found.place, 0) + 1
                 return call, self._connection(found), call.index < 0
@@ -201,17 +214,19 @@ class Calls:
             if found is None or not usable or self._unreachable.get(found.place, 0.0) > now:
                 return None
             return found
-        members = [
-            one
-            for one in view.roles.get(role, RoleView(0, ())).members
-            if one.serving
-            and not self._busy.get(one.place)
-            and self._unreachable.get(one.place, 0.0) <= now
-        ]
+        members = [one for one in self._reachable(role, view, now) if not self._busy.get(one.place)]
         if not members:
             return None
         self._turn += 1
         return members[self._turn % len(members)]
+
+    def _reachable(self, role: str, view: JobView, now: float) -> list[MemberView]:
+        """Return the members that serve; those that have calls are among them."""
+        return [
+            one
+            for one in view.roles.get(role, RoleView(0, ())).members
+            if one.serving and self._unreachable.get(one.place, 0.0) <= now
+        ]
 
     def _connection(self, found: MemberView) -> MemberConnection:
         key = (found.place.role, found.place.index)
@@ -244,12 +259,11 @@ class Calls:
 
     def _again(self, call: RoleCall, place: Place, lost: Lost) -> None:
         """Have a lost call wait for a member again, if it may run twice or has not run."""
-        found = _member(self._link.view, place.role, place.index)
-        idempotent = found is not None and found.methods.get(call.call.method, False)
         with self._lock:
-            call.since = time.monotonic()
+            if lost.began:  # otherwise it still waits for a member
+                call.since = time.monotonic()
             call.deaths += lost.began
-            if lost.began and (not idempotent or call.deaths >= MAX_DEATHS):
+            if lost.began and (not call.idempotent or call.deaths >= MAX_DEATHS):
                 call.lost, call.why = place, lost.why
                 self._mourned.append(call)
                 delay = REASON_WAIT

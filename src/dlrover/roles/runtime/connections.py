@@ -159,5 +159,5 @@ def _outcome(where: str, frame: CallFrame) -> Outcome:
             kind, text, traceback = msgspec.msgpack.decode(frame.head, type=tuple[str, str, str])
             return Failed(RemoteError(where, kind, text, traceback))
         return Failed(ProtocolError(frame.head.decode(errors="replace")))
-    except (msgspec.DecodeError, ProtocolError) as error:
-        return Failed(ProtocolError(f"{where}: {error}"))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the caller must get it: a type without its module too
+        return Failed(ProtocolError(f"{where}: its answer cannot be read: {error}"))

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from dlrover import config
 from dlrover._util import procs
+from dlrover.errors import InfrastructureError
 from dlrover.roles.messages import HOLDER
 from dlrover.roles.runtime import worker
 from dlrover.roles.serving import RolesService
@@ -51,22 +52,33 @@ async def keep(service: RolesService, variables: Mapping[str, str], lifeline_fd:
         variables: Environment of the role `HOLDER`; see `environment.variables`.
         lifeline_fd: Closes at the end of the job, with which the process ends.
     """
-    name = config.ROLE_VARIABLES["attempt"]
     while True:
-        known = service.shared.members.get(HOLDER, 0)
-        attempt = known.place.attempt if known is not None else 0
-        if known is not None and known.state != "ended" and _runs(known.pid):
-            with contextlib.suppress(ProcessLookupError):
-                await procs.ended(known.pid)
-        else:
-            attempt += 1
-            service.started(HOLDER, 0, attempt)
-            pid = _start({**variables, name: str(attempt)}, lifeline_fd)
-            await procs.ended(pid)
-            os.waitpid(pid, 0)  # noqa: ASYNC222 - it has ended
-        logger.warning("The process that keeps weights has died")
-        service.ended(HOLDER, 0, attempt, "it has died")
+        try:
+            await _keep_one(service, variables, lifeline_fd)
+        except (
+            OSError,
+            InfrastructureError,
+        ) as error:  # no room in the journal, or no process can be started
+            logger.warning("No process keeps weights now: %s", error)
         await asyncio.sleep(PAUSE)
+
+
+async def _keep_one(service: RolesService, variables: Mapping[str, str], lifeline_fd: int) -> None:
+    """Find the process or start it, and wait for its end."""
+    known = service.shared.members.get(HOLDER, 0)
+    attempt = known.place.attempt if known is not None else 0
+    # One that has lost its connection joins again.
+    if known is not None and not service.shared.members.is_over(known.place) and _runs(known.pid):
+        with contextlib.suppress(ProcessLookupError):
+            await procs.ended(known.pid)
+    else:
+        attempt += 1
+        service.started(HOLDER, 0, attempt)
+        pid = _start({**variables, config.ROLE_VARIABLES["attempt"]: str(attempt)}, lifeline_fd)
+        await procs.ended(pid)
+        os.waitpid(pid, 0)  # noqa: ASYNC222 - it has ended
+    logger.warning("The process that keeps weights has died")
+    service.ended(HOLDER, 0, attempt, "it has died")
 
 
 def _start(variables: Mapping[str, str], lifeline_fd: int) -> int:

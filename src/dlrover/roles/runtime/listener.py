@@ -25,6 +25,8 @@ from dlrover.roles.runtime.wire import CallFrame, Op
 
 logger = logging.getLogger(__name__)
 
+ACCEPT_PAUSE = 0.1
+"""Seconds until the next attempt to take a connection, where files or threads are short."""
 CONCURRENT = 32
 """Maximum number of concurrent methods that run at once."""
 
@@ -69,6 +71,7 @@ class CallListener:
         self._lock = threading.Lock()
         self._running: dict[int, tuple[str, float]] = {}
         self._done = 0
+        self._closed = threading.Event()
         self._tcp = socket.create_server((host, 0), backlog=1024)
         local = f"dlrover-roles-{secrets.token_hex(12)}"
         self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -83,6 +86,7 @@ class CallListener:
 
     def close(self) -> None:
         """Close all connections; a method that runs ends by itself."""
+        self._closed.set()
         self._calls.put(None)
         self._pool.shutdown(wait=False, cancel_futures=True)
         for sock in (self._tcp, self._unix, *self._open):
@@ -96,21 +100,29 @@ class CallListener:
         return CallState(running, self._calls.qsize(), self._done)
 
     def _accept(self, listening: socket.socket) -> None:
-        while True:
+        while not self._closed.is_set():
+            sock = None
             try:
                 sock, _ = listening.accept()
-            except OSError:
-                return
-            self._open.add(sock)
-            threading.Thread(
-                target=self._serve, args=(sock,), name="roles-connection", daemon=True
-            ).start()
+                self._open.add(sock)
+                threading.Thread(
+                    target=self._serve, args=(sock,), name="roles-connection", daemon=True
+                ).start()
+            except (OSError, RuntimeError) as error:
+                if self._closed.is_set():
+                    return
+                logger.warning("A connection cannot be taken now: %s", error)
+                if sock is not None:
+                    self._open.discard(sock)
+                    sock.close()
+                self._closed.wait(ACCEPT_PAUSE)
 
     def _serve(self, sock: socket.socket) -> None:
         connection = None
         try:
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            wire.bound_sends(sock)
             connection = _Connection(sock) if handshake.accept(sock, self._secret) else None
             if connection is None:
                 logger.warning("A caller does not know the job's secret")
@@ -192,8 +204,13 @@ class _Connection:
         self, op: Op, call: int, head: bytes = b"", buffers: list[memoryview] | None = None
     ) -> None:
         """Send a reply; a caller that is gone needs none."""
-        with self._lock, contextlib.suppress(OSError):
-            wire.send(self._sock, op, call, head, buffers or ())
+        with self._lock:
+            try:
+                wire.send(self._sock, op, call, head, buffers or ())
+            except OSError as error:
+                logger.debug("A caller takes no reply: %s", error)
+                with contextlib.suppress(OSError):  # half a reply may be out
+                    self._sock.shutdown(socket.SHUT_RDWR)
 
 
 def _method(frame: CallFrame) -> str:
@@ -210,11 +227,27 @@ def _outcome(call: _Call) -> tuple[Op, bytes, list[memoryview]]:
         _, args, kwargs = payload.decode(call.frame.head, call.frame.body)
         value = call.exported.function(*args, **kwargs)
         return Op.RESULT, *payload.encode_named(f"the result of {call.method}", value)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is the caller's
+    except BaseException as error:  # noqa: BLE001 - it is the caller's, and the thread goes on with the next call
         own = error.__traceback__.tb_next if error.__traceback__ is not None else None
         shown = error.with_traceback(own if not isinstance(error, DLRoverError) else None)
         text = "".join(traceback.format_exception(shown))
         kind = type(error).__qualname__
         if type(error).__module__ not in ("builtins", "__main__"):
             kind = f"{type(error).__module__}.{kind}"
-        return Op.RAISED, msgspec.msgpack.encode((kind, str(error), text)), []
+        return (
+            Op.RAISED,
+            msgspec.msgpack.encode((kind, _sendable(_words(error)), _sendable(text))),
+            [],
+        )
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - the error is the user's, too
+        return "its text cannot be made"
+
+
+def _sendable(text: str) -> str:
+    """Return a text without what UTF-8 does not have, as names of files may hold."""
+    return text.encode(errors="backslashreplace").decode()

@@ -28,6 +28,8 @@ from dlrover.roles.runtime.holding import (
 from dlrover.roles.runtime.payload import Bytes
 from dlrover.roles.runtime.wire import Op
 
+ANSWER_TIMEOUT = 120.0
+"""Seconds without progress after which a process that keeps weights counts as gone; large memory takes a while."""
 MADV_POPULATE_READ = 22
 """Enters memory in the page tables at once, without a copy of it."""
 
@@ -41,6 +43,7 @@ class HolderConnection:
 
     def __init__(self, address: Address, machine: str, secret: bytes) -> None:
         self._sock = wire.connect(address, machine, secret)
+        self._sock.settimeout(ANSWER_TIMEOUT)
         self.local = self._sock.family == socket.AF_UNIX
         self._lock = threading.RLock()
         self._written: dict[int, mmap.mmap] = {}
@@ -59,6 +62,13 @@ class HolderConnection:
             return self._ask(request)
 
     def _ask(self, request: HoldRequest) -> tuple[Held, int, Bytes | None]:
+        try:
+            return self._answer(request)
+        except OSError:
+            self.close()  # a late answer must not be taken for that of the next request
+            raise
+
+    def _answer(self, request: HoldRequest) -> tuple[Held, int, Bytes | None]:
         wire.send(self._sock, Op.HOLD, 0, msgspec.msgpack.encode(request))
         frame = wire.receive(self._sock)
         if frame.op is Op.REFUSED:

@@ -101,6 +101,8 @@ class Queue:
         self._puts = self._gets = 0
         self._lock = threading.Lock()
         self._mine: dict[int, None] = {}
+        self._unseen = Items()
+        """What was leased by a `get` that failed; the next one returns it."""
         self._ask(OpenQueue(self._worker.place, name, size, kind))
 
     def _ask(self, request: Any) -> Any:
@@ -163,15 +165,15 @@ class Queue:
             raise ConfigurationError(
                 f"get({count}): a get takes 1 to {min(self.size, MAX_ITEMS)} items of the queue {self.name}."
             )
-        found = Items()
         with self._lock:
             until = time.monotonic() + (timeout if wait else 0.0)
-            while len(found) < count:
+            while (missing := count - len(self._unseen)) > 0:
                 left = until - time.monotonic()
-                more = self._get(count - len(found), count - len(found) if left > 0 else 1, left)
-                found += more
+                more = self._get(missing, missing if left > 0 else 1, left)
+                self._unseen += more
                 if not more and left <= 0:
                     break
+            found, self._unseen = self._unseen[:count], self._unseen[count:]
             self._mine |= dict.fromkeys(found.numbers)
         if not found and wait:
             raise InfrastructureError(
@@ -180,11 +182,12 @@ class Queue:
         return found
 
     def _get(self, count: int, least: int, left: float) -> Items:
-        self._gets += 1
         wait = min(MAX_WAIT, max(0.0, left))
         place = self._worker.place
+        # The next request has another number once this one is answered: an answer that was lost comes again.
         request = GetItems(place, self.name, self._id, self._gets, count, least, wait)
         reply = self._ask(request)
+        self._gets += 1
         if isinstance(reply, Later):
             return Items()
         if not isinstance(reply, LeasedItems):

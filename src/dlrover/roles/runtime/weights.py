@@ -6,6 +6,7 @@ machine. Each rank publishes its own parts of spread tensors, and each reader ta
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import mmap
@@ -207,7 +208,10 @@ def _published(
     except DLRoverError:
         connection.ask(Discard(key))
         raise
-    connection.ask(Listed(key, reply.view))
+    with contextlib.suppress(
+        OSError
+    ):  # what was published is lost with who kept it, as at any later time
+        connection.ask(Listed(key, reply.view))
     worker.link.wait(lambda view: view.number >= reply.view, WAIT, "the view of what was published")
     return reply.version
 

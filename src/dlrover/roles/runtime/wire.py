@@ -29,6 +29,8 @@ MAX_HEAD = 1 << 28
 MAX_BODY = 1 << 38
 """Maximum bytes of a body."""
 CONNECT_TIMEOUT = 5.0
+SEND_TIMEOUT = 60
+"""Seconds without progress after which a peer that takes no bytes counts as gone: others wait for their turn."""
 SMALL = 1 << 20
 """Bytes of a body from which on its memory is worth to be kept."""
 KEPT = 2
@@ -181,7 +183,13 @@ def connect(
     if not handshake.offer(sock, secret):
         raise InfrastructureError(f"{address.host}:{address.port} is no process of this job.")
     sock.settimeout(None)
+    bound_sends(sock)
     return sock
+
+
+def bound_sends(sock: socket.socket, seconds: int = SEND_TIMEOUT) -> None:
+    """Let sends to a peer that is stopped fail with an OSError after a while; receiving may take for ever."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, 0))
 
 
 def end(sock: socket.socket) -> None:

@@ -1,0 +1,142 @@
+"""Calls to members that are not what the job says they are: unreachable, stopped, busy, or with answers that are damaged."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dlrover._util import handshake
+from dlrover.errors import ConfigurationError, MemberLostError, ProtocolError
+from dlrover.roles import RoleGroup, current_worker
+from dlrover.roles.messages import Address, JoinRole, MemberEnded, Place
+from dlrover.roles.runtime import payload, wire
+from dlrover.roles.runtime.wire import CallFrame, Op
+from tests.roles.coordinators import TOKEN, Coordinator, coordinator, joined
+from tests.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+ROLLOUT = Place("rollout", 0, 1)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Coordinator]:
+    with coordinator(tmp_path) as made, joined(made, "driver"):
+        yield made
+
+
+Answer = Callable[[socket.socket, CallFrame], None]
+
+
+@pytest.fixture
+def member(job: Coordinator) -> Iterator[Callable[[Answer], list[CallFrame]]]:
+    """Makes a member of which the test decides how it answers; returns the calls that it gets."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    threads: list[threading.Thread] = []
+
+    def made(answer: Answer) -> list[CallFrame]:
+        got: list[CallFrame] = []
+
+        def serve() -> None:
+            sock, _ = listening.accept()
+            with sock:
+                handshake.accept(sock, wire.secret_of(TOKEN))
+                try:
+                    while True:
+                        got.append(wire.receive(sock))
+                        answer(sock, got[-1])
+                except ConnectionError:
+                    return
+
+        threads.append(threading.Thread(target=serve))
+        threads[0].start()
+        join(job, listening.getsockname()[1])
+        return got
+
+    yield made
+    listening.close()
+    job.run(lambda: job.service.ended("rollout", 0, 1, "the test is over", 0))
+    for thread in threads:
+        thread.join(60)
+
+
+def join(job: Coordinator, port: int) -> None:
+    event = JoinRole(ROLLOUT, Address("127.0.0.1", port), {"ask": True})
+    job.run(lambda: job.service._submit(event))
+
+
+def test_a_call_of_a_member_that_cannot_be_reached_waits_no_longer_than_it_says(
+    job: Coordinator,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    join(job, port)
+    with pytest.raises(MemberLostError, match="ask waited 1 s for rollout 0: rollout 0 serves"):
+        RoleGroup("rollout", wait=1.0).call_rank0("ask").result(60)
+
+
+def test_an_idempotent_call_is_made_again_though_the_job_noticed_the_end_before_the_caller(
+    job: Coordinator, member: Callable[[Answer], list[CallFrame]]
+) -> None:
+    got = member(lambda sock, call: None)  # as one that is stopped
+    called = RoleGroup("rollout", wait=0.5).call_rank0("ask")
+    until(lambda: got, 60)
+    job.run(lambda: job.service._submit(MemberEnded(ROLLOUT, "stopped")))
+    with pytest.raises(MemberLostError, match=r"ask waited 0 s for rollout 0: .*stopped"):
+        called.result(60)
+
+
+def test_an_answer_that_cannot_be_read_fails_its_own_call_only(
+    member: Callable[[Answer], list[CallFrame]],
+) -> None:
+    heads = [b"\x91" * 100_000 + b"\x01", payload.encode([1])[0]]  # the first is nested too deep
+    member(lambda sock, call: wire.send(sock, Op.RESULT, call.call, heads.pop(0)))
+    group = RoleGroup("rollout", wait=30)
+    with pytest.raises(ProtocolError, match="rollout 0: ask: its answer cannot be read"):
+        group.call_rank0("ask").result(60)
+    assert group.call_rank0("ask").result(60) == [1]
+
+
+def test_what_follows_a_failed_call_may_call_again(
+    member: Callable[[Answer], list[CallFrame]],
+) -> None:
+    head = payload.encode(7)[0]
+    group = RoleGroup("rollout", wait=30)
+    again, failed = [], threading.Event()
+
+    def follow(_: object) -> None:
+        again.append(group.call_rank0("ask"))
+        failed.set()
+
+    future = group.call_rank0("ask_nobody")
+    future.add_done_callback(follow)
+    member(lambda sock, call: wire.send(sock, Op.RESULT, call.call, head))
+    with pytest.raises(ConfigurationError, match="rollout has no method ask_nobody; it has ask"):
+        future.result(60)
+    assert failed.wait(60)
+    assert again[0].result(60) == 7
+
+
+def test_a_part_of_a_batch_that_waits_for_its_turn_does_not_wait_in_vain(
+    member: Callable[[Answer], list[CallFrame]],
+) -> None:
+    released, head = threading.Event(), payload.encode([7])[0]
+
+    def answer(sock: socket.socket, call: CallFrame) -> None:
+        assert released.wait(60)
+        wire.send(sock, Op.RESULT, call.call, head)
+
+    got = member(answer)
+    batch = RoleGroup("rollout", wait=600).call_batch("ask", 2, [1, 2], _chunk=1)
+    until(lambda: got, 60)
+    calls = current_worker().calls
+    (waiting,) = calls._waiting["rollout", -1]
+    waiting.since -= 1000  # as after many minutes
+    calls._expire()
+    assert not waiting.future.done()
+    released.set()
+    assert batch.result(60) == [7, 7]

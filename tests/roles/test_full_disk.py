@@ -1,0 +1,65 @@
+"""A coordinator whose journal finds no room: the end of a role is not lost."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from dlrover.errors import ExitCode, InfrastructureError
+from dlrover.master.journal.history import History
+from dlrover.roles.coordinator.journal import RolesJournal
+from dlrover.roles.coordinator.shell import Coordinator
+from dlrover.roles.machine.job import RoleExited, StopRequested, Submitted
+from dlrover.roles.spec import Entry, Form, RolesConfig, RolesJob, RoleSpec
+from dlrover.spec.jobdir import JobDir
+from dlrover.spec.outcome import Outcome
+
+ROLE = RoleSpec(name="a", entry=Entry(Form.SCRIPT, "/a.py"), max_restarts=0)
+JOB = RolesJob(name="job", roles=(ROLE,))
+LONG = "x" * 10_000
+
+
+def limit(journal: RolesJournal, pages: int) -> None:
+    journal._file._db.execute(f"PRAGMA max_page_count={pages}")
+
+
+def test_a_role_that_ends_while_the_disk_is_full_ends_and_is_journalled_later(
+    tmp_path: Path,
+) -> None:
+    directory = JobDir(tmp_path)
+    path = directory.journal
+
+    async def run() -> Outcome:
+        first = RolesJournal(path)
+        first.append(Submitted(JOB), 1.0)
+        first.close()
+        journal = RolesJournal(path)
+        history = History(directory.events)
+        coordinator = Coordinator(directory, RolesConfig(job=JOB), journal, history, {}, -1)
+        limit(journal, 1)
+        coordinator._exited("a", 1, Outcome(exit_code=3, reason=LONG), 3)
+        with pytest.raises(InfrastructureError, match="full"):
+            coordinator.service.started("a", 0, 1)
+        limit(journal, 1 << 20)
+        coordinator.service.started("a", 0, 1)
+        journal.close()
+        history.close()
+        return await coordinator.ended
+
+    assert asyncio.run(run()).exit_code == ExitCode.INFRASTRUCTURE
+    again = RolesJournal(path, read_only=True)
+    entries = [entry for _, entry in again.entries()]
+    again.close()
+    assert isinstance(entries[1], RoleExited), "in the order in which they took effect"
+    assert isinstance(entries[2], bytes)
+    assert len(entries) == 3
+
+
+def test_an_input_of_a_coordinator_that_was_replaced_is_not_kept(tmp_path: Path) -> None:
+    old = RolesJournal(tmp_path / "journal")
+    RolesJournal(tmp_path / "journal").close()
+    with pytest.raises(InfrastructureError, match="Another master has taken over"):
+        old.append_or_keep(StopRequested("x", 5), 1.0)
+    old.close()

@@ -1,0 +1,118 @@
+"""The listener of a process of a role: methods that fail in odd ways, and callers that take no answers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from dlrover.roles.messages import Place
+from dlrover.roles.runtime import payload, wire
+from dlrover.roles.runtime.exporting import Exports, Marked
+from dlrover.roles.runtime.holding import Holding
+from dlrover.roles.runtime.listener import CallListener
+from dlrover.roles.runtime.wire import CallFrame, Op
+from tests.waiting import until
+
+pytestmark = pytest.mark.slow
+
+SECRET = wire.secret_of("a-token-of-tests")
+
+
+class Silent(Exception):  # noqa: N818
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def cancel() -> None:
+    raise asyncio.CancelledError
+
+
+def missing() -> None:
+    os.stat(os.fsdecode(b"/nowhere/\xff"))
+
+
+def silent() -> None:
+    raise Silent
+
+
+def large() -> object:
+    return np.zeros(32 << 20, np.uint8)
+
+
+def one() -> int:
+    return 1
+
+
+@pytest.fixture
+def listener() -> Iterator[CallListener]:
+    exports = Exports()
+    for function in (cancel, missing, silent, large, one):
+        exports.add(function.__name__, function, Marked())
+    made = CallListener(exports, "127.0.0.1", "here", SECRET, Holding(Place("a", 0)))
+    yield made
+    made.close()
+
+
+def connected(listener: CallListener) -> socket.socket:
+    sock = wire.connect(listener.address, "here", SECRET)
+    sock.settimeout(60)
+    return sock
+
+
+def called(sock: socket.socket, method: str) -> CallFrame:
+    wire.send(sock, Op.CALL, 0, *payload.encode_call(method, (), {}))
+    return wire.receive(sock)
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [("cancel", ""), ("missing", r"/nowhere/\udcff"), ("silent", "its text cannot be made")],
+)
+def test_whatever_a_method_raises_the_next_call_is_answered(
+    listener: CallListener, method: str, why: str
+) -> None:
+    with connected(listener) as sock:
+        failed = called(sock, method)
+        assert failed.op is Op.RAISED
+        assert why in msgspec.msgpack.decode(failed.head)[1]
+        assert called(sock, "one").op is Op.RESULT
+
+
+def test_a_process_that_had_no_more_files_takes_connections_again(listener: CallListener) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first, second = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    free = os.dup(0)
+    os.close(free)
+    with first, second:
+        first.settimeout(60)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            first.connect(f"\0{listener.address.local}")
+            assert first.recv(1), "the kernel had a number for it already"
+            second.connect(f"\0{listener.address.local}")
+            second.settimeout(0.3)
+            with pytest.raises(TimeoutError):  # nobody takes it
+                second.recv(1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        second.settimeout(20)
+        assert second.recv(1)
+
+
+def test_a_caller_that_is_stopped_holds_up_others_for_a_while_only(
+    listener: CallListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire.bound_sends, "__defaults__", (1,))
+    with connected(listener) as stopped, connected(listener) as well:
+        wire.send(stopped, Op.CALL, 0, *payload.encode_call("large", (), {}))
+        until(lambda: listener.state().done, 60)
+        assert called(well, "one").op is Op.RESULT
+        with pytest.raises(ConnectionError):
+            wire.receive(stopped)
