@@ -116,9 +116,9 @@ class Job:
         return [Line(int(f[0]), int(f[1]), int(f[2]), float(f[3]), float(f[4])) for f in fields]
 
     def wait_until_all_train(self, seconds: float, since: float = 0.0) -> bool:
-        """Wait until all replicas have made some steps together in their present processes."""
+        """Wait until all replicas have made some steps together in their present processes; False if the job ends."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        while time.monotonic() < end and self._children[0].poll() is None:
             recent = [self.lines(rank)[-STEPS_BEFORE:] for rank in range(self.replicas)]
             if all(
                 len(lines) == STEPS_BEFORE
@@ -235,7 +235,7 @@ def main() -> None:
                         ready = job.wait_until_all_train(START_LIMIT)
                         while ready and len(faults) < args.faults:
                             faults.append(job.strike(name, chance))
-                            ready = job.wait_until_all_train(CATCH_LIMIT)
+                            ready = job.wait_until_all_train(CATCH_LIMIT, time.monotonic())
                     finally:
                         job.close()
                     row = {"kind": kind, "replicas": replicas, "signal": name}
@@ -243,7 +243,7 @@ def main() -> None:
                     row["stalls"] = [round(fault.stall, 4) for fault in faults]
                     results.append(row)
                     print(json.dumps(row), flush=True)
-                    if not faults:
+                    if len(faults) < args.faults:
                         print((job.out / "output").read_text()[-2000:], flush=True)
     finally:
         shutil.rmtree(base, ignore_errors=True)

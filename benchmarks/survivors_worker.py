@@ -127,7 +127,8 @@ def restart(out: Path) -> None:
     def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int | None) -> int:
         state = {"model": model, "optimizer": optimizer}
         if step is None:
-            return checkpointer.load(state) or 0
+            loaded = checkpointer.load(state)
+            return loaded.step if loaded is not None else 0
         checkpointer.save(step, state)
         return step
 

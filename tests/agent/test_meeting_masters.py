@@ -2,6 +2,8 @@
 
 from dlrover.agent.machine.node import AgentMachine, Stage, WorkerEnded, WorkersStopped
 from dlrover.rpc import messages
+from dlrover.spec.failure import Failure, FailureKind
+from dlrover.spec.membership import Members
 from dlrover.spec.world import Holding, World
 
 WORLD = World(5, 2, 1, 4, 2, 8, "10.0.0.1", 29400)
@@ -21,6 +23,25 @@ def test_an_agent_tells_its_world_and_how_far_it_is() -> None:
     for local_rank in range(2):
         machine.handle(WorkerEnded(local_rank, None))
     assert machine.holding(20).succeeded
+
+
+def test_an_agent_tells_who_trains_and_which_processes_of_its_ranks_run() -> None:
+    machine = running()
+    failure = Failure(
+        id="1", kind=FailureKind.SIGNAL, signal=9, node_id=3, rank=2, local_rank=0, round=5
+    )
+    machine.handle(WorkerEnded(0, failure))
+    machine.handle(messages.StartAgain(5, {0: 1}))
+    newest = Members(5, 2, {0: 0, 2: 1})
+    for members in (newest, Members(5, 1, {0: 0}), Members(4, 9, {0: 0})):
+        machine.handle(members)
+        machine.validate()
+    assert machine.holding(0).members == newest
+    assert machine.holding(0).attempts == {0: 1, 1: 0}
+    machine.handle(messages.CallToRound(6, "a fault"))
+    machine.handle(WorkersStopped())
+    machine.validate()
+    assert machine.holding(0) == Holding(round=6, nproc=2)
 
 
 def test_an_agent_tells_of_the_highest_round_also_after_its_workers() -> None:

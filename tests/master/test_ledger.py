@@ -13,6 +13,7 @@ from dlrover.rpc.messages import Hello, StopRequest, Succeeded
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
+from dlrover.spec.membership import JoinMembers
 from dlrover.spec.outcome import IncidentKind
 from tests.support.drivers import JobDriver
 
@@ -547,3 +548,37 @@ class TestRoundTime:
         for last in (round_.done(now), round_.cut_off(now, detection)):
             assert min(last) >= 0
             assert sum(round_.spent) + sum(last) == now - round_.since
+
+
+# ---- jobs that survive losses
+
+
+def test_the_share_of_ranks_that_do_not_train_is_degraded() -> None:
+    job = JobDriver.launched(2, 2, survive=True)
+    progress(job, 20.0, 5, 2.0, 8.0)
+    killed(job, 0, at=30.0, steps=6)
+    job.now = 34.0
+    assert job.spent()["degraded"] == 2.0, "one of the four ranks on two nodes"
+    assert job.ledger.goodput(34.0).degraded_seconds == 4.0
+    progress(job, 38.0, 9, 2.0, 26.0)
+    job.give(inputs.MemberReported(JoinMembers(1, rank=0, attempt=1)), at=40.0)
+    progress(job, 60.0, 20, 2.0, 48.0)
+    assert job.spent()["degraded"] == 5.0
+    assert job.spent()["productive"] == 2 * 48.0 - 5.0
+    assert job.ledger.goodput(60.0).degraded_seconds == 10.0
+
+
+def test_a_world_without_a_lost_nodes_ranks_is_degraded_until_its_successors_train() -> None:
+    job = JobDriver.launched(2, 2, survive=True)
+    progress(job, 20.0, 5, 2.0, 8.0)
+    job.give(inputs.NodeExited(1, "its pod was deleted"), at=30.0)
+    job.give(inputs.NodePlaced(2, "process 2"), at=35.0)
+    job.connect(2, claims=2)
+    job.join(2, at=50.0)
+    for rank in (2, 3):
+        job.give(inputs.MemberReported(JoinMembers(1, rank=rank, attempt=1)), at=55.0)
+    progress(job, 60.0, 20, 2.0, 48.0)
+    job.now = 65.0
+    assert job.spent()["degraded"] == 25.0, "node 2, from its launch until its ranks train"
+    assert job.ledger.goodput(job.now).degraded_seconds == 25.0
+    assert len(job.emitted(events.RoundOpened)) == 1

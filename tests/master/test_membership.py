@@ -1,20 +1,32 @@
 """Memberships of a job that survives losses: who takes a lost rank's place, and which reports come too late."""
 
+import msgspec
 import pytest
 
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.membership import Membership
 from dlrover.master.meeting import LEAST_VALUES, Meeting
-from dlrover.rpc.messages import Join, Succeeded
+from dlrover.rpc.messages import Hello, Join, Succeeded
 from dlrover.spec import events
-from dlrover.spec.check import CheckReport, Component, ProbeResult
-from dlrover.spec.membership import MAX_VALUE, FinishMembers, JoinMembers, Meet
+from dlrover.spec.check import CheckReport, Component, ProbeResult, ProbeState
+from dlrover.spec.failure import FailureKind
+from dlrover.spec.membership import (
+    MAX_VALUE,
+    FinishMembers,
+    JoinMembers,
+    Meet,
+    Members,
+    RenewMembers,
+)
 from dlrover.spec.node import NodeStatus
-from dlrover.spec.world import Offer
+from dlrover.spec.world import Holding, Offer, World
 from tests.support.drivers import JobDriver
 
 SPEED = ProbeResult(component=Component.DEVICE, figure=100.0, unit="GFLOP/s")
+BROKEN = ProbeResult(
+    component=Component.DEVICE, state=ProbeState.FAILED, message="it computes wrongly"
+)
 TIME = ProbeResult(component=Component.NETWORK, figure=1.0, unit="ms")
 
 
@@ -34,22 +46,83 @@ def test_a_node_that_waits_beyond_a_full_world_takes_a_lost_nodes_place():
     assert membership(job).ranks == {0: range(2), 2: range(2, 4)}
 
 
-def test_a_spare_that_takes_a_place_owes_no_answer_to_its_check():
-    job = JobDriver(2, 2, managed_nodes=2, spares=1, survive=True, node_check=True)
-    for node in range(3):
+def checking(spares: int) -> JobDriver:
+    """A job of two launched nodes that train, whose nodes are checked."""
+    job = JobDriver(2, 2, managed_nodes=2, spares=spares, survive=True, node_check=True)
+    for node in range(2 + spares):
         job.give(inputs.NodePlaced(node, f"process {node}"))
         job.connect(node, claims=node)
     job.join(0, 1)
+    answer(job)
+    return job
+
+
+def answer(job: JobDriver, *results: ProbeResult) -> None:
+    """Report the results of all nodes that are checked until the check is over."""
     while (run := job.machine.checks.run) is not None:
-        report = CheckReport(check=run.number, round=run.round, results=(SPEED, TIME))
+        found = results or (SPEED, TIME)
+        report = CheckReport(check=run.number, round=run.round, results=found)
         job.give(*(inputs.Reported(node, report) for node in run.orders))
+
+
+def test_a_spare_takes_a_lost_nodes_place_once_it_has_passed_its_check():
+    job = checking(spares=1)
     job.join(2)
     assert job.machine.checks.run is not None
     job.give(inputs.NodeExited(1, "its pod was deleted"))
+    assert membership(job).holes.keys() == {1}
+    answer(job)
     assert job.machine.rendezvous.members == (0, 2)
     job.give(inputs.DeadlinePassed(), at=1000.0)
     assert job.machine.rendezvous.members == (0, 2)
     assert job.status(2) is NodeStatus.RUNNING
+
+
+def test_a_node_in_a_lost_ones_place_is_checked_while_the_others_train():
+    job = checking(spares=0)
+    job.give(inputs.NodeExited(1, "its pod was deleted"))
+    for node, results in ((2, (BROKEN,)), (3, ())):
+        job.give(inputs.NodePlaced(node, f"process {node}"))
+        job.connect(node, claims=node)
+        job.join(node)
+        assert job.machine.checks.run is not None
+        assert job.machine.checks.run.orders.keys() == {node}
+        assert membership(job).holes.keys() == {1}
+        answer(job, *results)
+    assert job.status(2) is NodeStatus.LOST
+    assert job.machine.rendezvous.members == (0, 3)
+    assert job.emitted(events.NodeCheckStarted)[1].reason == "a lost node is to be replaced"
+    assert len(job.emitted(events.RoundOpened)) == 1
+
+
+def test_a_node_that_comes_by_itself_and_is_broken_does_not_end_a_job_that_trains():
+    job = JobDriver(2, 2, survive=True, node_check=True)
+    for node in range(2):
+        job.connect(node)
+    job.join(0, 1)
+    answer(job)
+    job.give(inputs.NodeSilent(1, 60.0))
+    for node, results in ((2, (BROKEN,)), (3, ())):
+        job.connect(node)
+        job.join(node)
+        answer(job, *results)
+    assert job.machine.rendezvous.members == (0, 3)
+    assert len(job.emitted(events.RoundOpened)) == 1
+
+
+def test_a_node_that_is_checked_for_a_lost_ones_place_opens_no_round_to_grow():
+    job = JobDriver(1, 3, survive=True, node_check=True)
+    for node in range(2):
+        job.connect(node)
+    job.join(0, 1)
+    job.give(inputs.DeadlinePassed(), at=job.machine.deadline())
+    answer(job)
+    job.give(inputs.NodeSilent(1, 60.0))
+    job.connect(2)
+    job.join(2)
+    assert job.machine.rounds.grow_at is None
+    answer(job)
+    assert job.machine.rendezvous.members == (0, 2)
 
 
 def test_a_rank_of_a_lost_node_that_asks_too_late_does_not_join():
@@ -73,6 +146,62 @@ def test_only_a_node_with_as_many_workers_takes_a_lost_ones_place():
         round_ = job.machine.rendezvous.next_round
         job.give(inputs.Reported(node, Join(round_, Offer(nproc, f"host{node}", 29400))))
     assert membership(job).ranks == {1: range(2, 4), 4: range(2)}
+
+
+def held(node: int, **facts: object) -> Holding:
+    """What a node with two workers holds of round 5 of two nodes."""
+    world = World(5, 1, node, 2, 2 * node, 4, "host0", 29400)
+    return msgspec.structs.replace(Holding(round=5, world=world, nproc=2, steps=7), **facts)
+
+
+def adopted(*holdings: Holding) -> JobDriver:
+    job = JobDriver(2, 2, survive=True)
+    for node, holding in enumerate(holdings):
+        job.give(Hello(f"agent {node}", node, -1, f"host{node}", 5, holding))
+    assert job.emitted(events.MasterAdopted)
+    return job
+
+
+def test_an_adopted_round_has_its_membership_so_that_a_loss_opens_no_round():
+    job = adopted(held(0), held(1))
+    assert membership(job).attempts == dict.fromkeys(range(4), 0)
+    job.fail(1, {"kind": FailureKind.SIGNAL, "signal": 9, "rank": 2})
+    assert (membership(job).attempts.keys(), membership(job).number) == ({0, 1, 3}, 1)
+    assert not job.machine.rendezvous.collecting
+
+
+def test_a_rank_that_only_the_lost_master_knew_to_have_joined_joins_when_it_connects_anew():
+    job = adopted(held(0), held(1, attempts={0: 1, 1: 0}))
+    for late in (RenewMembers(5, 2, 0, 7), RenewMembers(5, 2, 1, 0), RenewMembers(5, 2, 1, 2**40)):
+        job.give(inputs.MemberReported(late))
+    assert membership(job).lacks_ranks
+    job.give(inputs.MemberReported(RenewMembers(5, 2, 1, 7)))
+    assert membership(job).members() == Members(5, 8, {0: 0, 1: 0, 2: 1, 3: 0})
+
+
+def test_the_adopted_membership_is_the_newest_that_an_agent_was_told():
+    older = Members(5, 3, {0: 0, 1: 0, 3: 0})
+    newest = Members(5, 4, {0: 0, 1: 0, 2: 1, 3: 0})
+    job = adopted(held(0, members=newest), held(1, members=older, attempts={0: 1, 1: 0}))
+    assert membership(job).members() == newest
+    assert not membership(job).lacks_ranks
+
+
+def test_a_rank_that_was_started_again_before_the_journal_was_lost_joins_the_adopted_round():
+    job = adopted(held(0), held(1, attempts={0: 1, 1: 0}))
+    assert (membership(job).attempts.keys(), membership(job).number) == ({0, 1, 3}, 1)
+    job.give(inputs.MemberReported(JoinMembers(5, rank=2, attempt=0)))
+    assert membership(job).lacks_ranks
+    job.give(inputs.MemberReported(JoinMembers(5, rank=2, attempt=1)))
+    assert not membership(job).lacks_ranks
+
+
+def test_a_world_with_a_node_in_a_lost_ones_place_is_adopted():
+    world = held(1).world
+    assert world is not None
+    again = {"world": world.as_attempt(1), "attempts": {0: 1, 1: 1}}
+    job = adopted(held(0, members=Members(5, 2, {0: 0, 1: 0, 2: 1, 3: 1})), held(1, **again))
+    assert membership(job).attempts == {0: 0, 1: 0, 2: 1, 3: 1}
 
 
 def test_the_keys_by_which_ranks_meet_have_a_size_in_all():

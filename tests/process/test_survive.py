@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from dlrover.spec import events
+from dlrover.spec.failure import Rung
 from tests.process.conftest import Launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(180)]
@@ -127,7 +128,8 @@ def test_survivors_keep_their_processes(train) -> None:
         assert {rank: training.pid(rank) for rank in survivors} == survivors
         training.wait_until_all_train(step)
     training.check()
-    assert not training.launch.events_of(events.RestartDecided)
+    decided = training.launch.events_of(events.RestartDecided)
+    assert [event.body.rung for event in decided] == [Rung.IN_PROCESS] * 3
     assert len(training.launch.events_of(events.RoundOpened)) == 1
     assert len(training.launch.events_of(events.ReplicaLost)) == 3
     assert len(training.launch.events_of(events.ReplicaJoined)) == 3

@@ -485,7 +485,7 @@ class Cluster:
         self.process = MasterProcess(self, self._store)
         self.process.begin()
         if over is not None:
-            self._submit(inputs.StopRequested(over.reason, over.exit_code))
+            self._submit(StopRequest(over.reason, over.exit_code))
 
     def master_left(self, ended: bool) -> None:
         """Act as the supervisor of a master that has left: restart it, unless the job has ended."""

@@ -290,6 +290,8 @@ class SimulatedWorkers:
         self._since = 0.0
         self._usage_at = 0.0
         self._failures = itertools.count()
+        # attempt in which each worker has joined, by local rank
+        self._joined: dict[int, int] = {}
         self.progressed: Callable[[], None] = lambda: None
 
     @property
@@ -314,6 +316,7 @@ class SimulatedWorkers:
         self.place = node_rank
 
     def start(self, world: World) -> None:
+        self._joined = {}
         self.run = self._program.run_of(world)
         self._since = self._time.now
         self._time.after(self._program.delays.start, self._started, self.run)
@@ -340,9 +343,19 @@ class SimulatedWorkers:
         rank = machine.world.first_rank + local_rank
         if not self._program.ask(JoinMembers(machine.world.round, rank, attempt)):
             self._time.after((0.2, 0.5), self._join, run, local_rank, attempt)
+        else:
+            self._joined[local_rank] = attempt
 
     def tell(self, members: Members) -> None:
-        """Do nothing: the run knows who trains."""
+        """Let workers join again whose joining a master has lost with its journal."""
+        machine = self._node.machine
+        if machine.world is None or self.run is None or members.over:
+            return
+        for local_rank in sorted(machine.running):
+            attempt = machine.attempts[local_rank]
+            away = machine.world.first_rank + local_rank not in members.attempts
+            if away and attempt and self._joined.get(local_rank) == attempt:
+                self._time.after((2.0, 2.5), self._join, self.run, local_rank, attempt)
 
     async def watch(self, progressed: Callable[[], None]) -> None:
         self.progressed = progressed

@@ -34,6 +34,7 @@ def troubled(seed: int) -> Cluster:
         max_nodes=maximum,
         managed_nodes=maximum * chance.randrange(2),
         max_restarts=1000,
+        survive=seed % 5 == 4,
         limits=limits,
     )
     nodes = 0 if job.managed_nodes else maximum + chance.randrange(2)
@@ -80,6 +81,7 @@ def coarse(machine: JobMachine, node_id: int) -> set[str]:
     if status is NodeStatus.RUNNING:
         return {
             "productive", "start_up", "recomputed_steps", "fault_detection", "shutdown", "not_measured",
+            *(["degraded"] if machine.job.survive else []),
         }  # fmt: skip
     return {"shutdown"} if status is NodeStatus.SUCCEEDED else {"idle", "degraded"}
 

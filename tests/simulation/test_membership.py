@@ -6,7 +6,14 @@ import pytest
 
 from dlrover.errors import ExitCode
 from dlrover.rpc.messages import StartAgain
-from dlrover.spec.events import ReplicaJoined, ReplicaLost, RoundOpened
+from dlrover.spec.events import (
+    MasterAdopted,
+    Recovered,
+    ReplicaJoined,
+    ReplicaLost,
+    RestartDecided,
+    RoundOpened,
+)
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec, Limits
 from tests.simulation.cluster import WORKER_KINDS, Cluster
@@ -18,7 +25,7 @@ ENOUGH = Limits(
 SEEDS = range(8)
 
 
-def job(count: int) -> JobSpec:
+def job(count: int, *, node_check: bool = False) -> JobSpec:
     return JobSpec(
         name="simulated",
         min_nodes=count,
@@ -26,6 +33,7 @@ def job(count: int) -> JobSpec:
         managed_nodes=count,
         max_restarts=1000,
         survive=True,
+        node_check=node_check,
         limits=ENOUGH,
     )
 
@@ -51,6 +59,13 @@ def test_a_killed_worker_costs_no_round(seed):
     cluster.kill_worker(cluster.nodes[seed % 3])
     cluster.run_until(lambda: counts(cluster, ReplicaJoined) == (1,) and all_train(cluster))
     assert counts(cluster, RoundOpened, ReplicaLost) == (1, 1)
+    cluster.run_until(lambda: cluster.machine.incident is None)
+    assert counts(cluster, RestartDecided, Recovered) == (1, 1)
+    goodput = cluster.ledger.goodput(cluster.time.now)
+    (incident,) = goodput.incidents
+    assert incident.over
+    assert incident.seconds["degraded"] == goodput.seconds["degraded"] > 0
+    assert goodput.degraded_seconds <= incident.until - incident.since
     assert cluster.finish().exit_code == ExitCode.SUCCESS
 
 
@@ -76,6 +91,24 @@ def test_losses_at_once_and_during_the_masters_absence_cost_no_round(seed):
     cluster.kill_worker(cluster.nodes[2])
     cluster.run_until(lambda: counts(cluster, ReplicaJoined) == (3,) and all_train(cluster))
     assert counts(cluster, RoundOpened, ReplicaLost) == (1, 3)
+    assert cluster.finish().exit_code == ExitCode.SUCCESS
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_lost_disk_takes_no_membership_away(seed):
+    cluster = started(3, seed)
+    cluster.kill_worker(cluster.nodes[0])
+    if seed % 2:
+        cluster.run_until(lambda: counts(cluster, ReplicaJoined) == (1,) and all_train(cluster))
+    else:
+        cluster.run_until(lambda: counts(cluster, ReplicaLost) == (1,))
+    cluster.lose_disk()
+    cluster.run_until(lambda: counts(cluster, MasterAdopted) == (1,) and all_train(cluster))
+    lost = cluster.nodes[1]
+    cluster.kill_worker(lost)
+    cluster.run_until(lambda: not cluster.machine.state.membership.trains(lost.machine.node_id))
+    cluster.run_until(lambda: all_train(cluster))
+    assert counts(cluster, RoundOpened) == (1,)
     assert cluster.finish().exit_code == ExitCode.SUCCESS
 
 
@@ -115,7 +148,7 @@ def troubled(seed: int) -> Cluster:
     """A job of replicas whose faults of all kinds end after two minutes."""
     chance = random.Random(seed)
     cluster = Cluster(
-        job(chance.randint(1, 5)),
+        job(chance.randint(1, 5), node_check=seed % 3 == 0),
         nodes=0,
         nproc=chance.randint(1, 3),
         steps=chance.choice([5, 40, 100]),
@@ -132,6 +165,7 @@ def troubled(seed: int) -> Cluster:
             lambda n: cluster.disconnect(n, chance.choice([0.0, 0.0, 1.0, 2.0, 5.0, 20.0])),
             lambda n: cluster.silence(n, chance.choice([0.5, 2.0, 30.0, 70.0, 100.0])),
             lambda _: cluster.kill_master(chance.choice(away)),
+            lambda _: cluster.lose_disk(chance.choice(away)),
             lambda _: cluster.kill_master(chance.choice(away), after_commands=chance.randrange(6)),
         ],
         every=chance.choice([0.5, 2.0, 5.0, 20.0]),

@@ -498,7 +498,7 @@ class Master:
             return  # its optimizer's steps are not training steps
         self._activities.note(node_id, message, self.clock())
         new = message.steps > self.machine.progress.steps
-        first = new and (self.machine.incident is not None or self.machine.progress.steps == 0)
+        first = new and (self.machine.state.awaits_step or self.machine.progress.steps == 0)
         if first or self._shows_first_step(message):
             self._journal_progress()
         elif (new or message.workers) and self._progress_timer is None:

@@ -342,6 +342,8 @@ class RestartDecided(msgspec.Struct, frozen=True, tag="restart_decided"):
     """Rung of the ladder of responses."""
     successor: int = -1
     """Node that takes the place of ``node`` at once; -1 if none does."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that start again, if the others go on."""
 
     def sentence(self) -> str:
         """Return the event as one sentence."""
@@ -351,12 +353,17 @@ class RestartDecided(msgspec.Struct, frozen=True, tag="restart_decided"):
             Action.MORE_MEMORY: f"; node {self.node} needs more memory",
         }
         then = {
-            Rung.IN_PROCESS: "; the others go on in their processes",
+            Rung.IN_PROCESS: f"; the others go on in their processes; {_ranks(self.ranks)} started again",
             Rung.SPARE: f"; spare node {self.successor} takes the place of node {self.node}",
             Rung.ELSEWHERE: f"; another node is to take the place of node {self.node}",
             Rung.SMALLER: "; the job has fewer nodes from now on",
         }
         return f"Restart {self.restart}: {self.reason}{done.get(self.action, '')}{then.get(self.rung, '')}."
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    named = ", ".join(map(str, ranks))
+    return f"rank {named} is" if len(ranks) == 1 else f"ranks {named} are"
 
 
 class ReplicaLost(msgspec.Struct, frozen=True, tag="replica_lost"):
@@ -490,10 +497,13 @@ class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
 
     round: int
     seconds: float
+    survived: bool = False
+    """True if other ranks trained meanwhile."""
 
     def sentence(self) -> str:
         """Return the event as one sentence."""
-        return f"Training steps again, {self.seconds:.2f} s after the fault was seen."
+        what = "All ranks train" if self.survived else "Training steps"
+        return f"{what} again, {self.seconds:.2f} s after the fault was seen."
 
 
 class StepsUndone(msgspec.Struct, frozen=True, tag="steps_undone"):

@@ -45,7 +45,7 @@ class JoinMembers(msgspec.Struct, frozen=True, array_like=True, tag="join_member
 class RenewMembers(msgspec.Struct, frozen=True, array_like=True, tag="renew_members"):
     """The ranks of a membership cannot reach each other although none is lost: they connect anew.
 
-    Only the first such report about a membership counts.
+    Only the first such report about a membership counts. A rank that the master does not count joins with it.
     """
 
     round: Count

@@ -35,7 +35,7 @@ class Cause(str, enum.Enum):
     WAITING_FOR_RESOURCES = "waiting_for_resources"
     """Until a requested node connects while no world trains, and while nodes wait because there are too few."""
     DEGRADED = "degraded"
-    """A node that the job wants is not there yet, and the others train without it."""
+    """A node that the job wants is not there yet, or ranks do not train yet, and the others train without them."""
     IDLE = "idle"
     """A spare, while the world trains without it."""
     SHUTDOWN = "shutdown"
@@ -113,7 +113,7 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """Total cost of the earlier incidents in seconds."""
     degraded_seconds: float = 0.0
     """Wall time of the job in which a world trained with fewer nodes than the job wants, or once had where nodes
-    come by themselves."""
+    come by themselves, or without some of its ranks."""
     rounds_without_first_step: int = 0
     """Rounds after the first whose programs did not report their first step. The steps that they made again
     count as productive, so the ratio is then an upper bound."""

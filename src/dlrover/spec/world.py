@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from dlrover.spec.membership import Members
 from dlrover.spec.node import SERVER, WORKER
 from dlrover.spec.numbers import Count, Port, Workers
 
@@ -83,3 +84,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     """True if all workers ended with exit code 0."""
     stopping: bool = False
     """True while the workers are being stopped because the world is over."""
+    members: Members | None = None
+    """The ranks that train in ``world``, as the agent was told last; None if it was told of no change."""
+    attempts: dict[Count, Count] = {}
+    """Attempt of each worker's process, by local rank; empty if each is the first."""

@@ -101,6 +101,8 @@ class AgentMachine:
     running: set[int] = field(default_factory=set)
     #: attempt of each worker's process, by local rank
     attempts: dict[int, int] = field(default_factory=dict)
+    #: the newest membership of ``world``; None if none was told
+    members: Members | None = None
     #: failures in ``world``, until the next one or until the worker is started again
     failures: list[Failure] = field(default_factory=list)
     #: the highest round that a master has announced
@@ -128,6 +130,8 @@ class AgentMachine:
             steps=steps,
             succeeded=self.stage is Stage.SUCCEEDED,
             stopping=self.stage is Stage.STOPPING,
+            members=self.members,
+            attempts=dict(self.attempts) if any(self.attempts.values()) else {},
         )
 
     def refuses(self, event: Input) -> bool:
@@ -148,7 +152,7 @@ class AgentMachine:
             case messages.StartAgain():
                 return self._start_again(event)
             case Members():
-                return [event] if event.round == self.running_round else []
+                return self._note_members(event)
             case CheckOrder():
                 return self._order_check(event)
             case CheckReport():
@@ -189,6 +193,14 @@ class AgentMachine:
             return [StopWorkers()]
         return []
 
+    def _note_members(self, event: Members) -> list[Command]:
+        if event.round != self.running_round:
+            return []
+        known = self.members
+        if known is None or (event.number, event.over) > (known.number, known.over):
+            self.members = event
+        return [event]
+
     def _order_check(self, order: CheckOrder) -> list[Command]:
         if self.stage is not Stage.JOINED:
             return []
@@ -214,6 +226,7 @@ class AgentMachine:
         self.failures = []
         self.running = set(range(self.nproc))
         self.attempts = dict.fromkeys(self.running, world.attempt)
+        self.members = None
         return [event]
 
     def _start_again(self, event: messages.StartAgain) -> list[Command]:
@@ -249,7 +262,8 @@ class AgentMachine:
 
     def _workers_stopped(self) -> list[Command]:
         self.running = set()
-        self.world = None
+        self.world = self.members = None
+        self.attempts = {}
         if self.outcome is not None:
             self.stage = Stage.LEFT
             return [messages.Dismiss(self.outcome)]
@@ -280,6 +294,9 @@ class AgentMachine:
         assert self.order is None or self.world is None, "a check beside workers"
         assert self.world is None or self.running <= self.attempts.keys(), (
             "a worker without an attempt"
+        )
+        assert self.members is None or self.members.round == self.running_round, (
+            "a membership of another world"
         )
         assert self.report is None or self.order is not None, "a report without an order"
         assert self.stage is not Stage.LEFT or self.outcome is not None, "left without an outcome"

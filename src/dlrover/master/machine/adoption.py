@@ -138,7 +138,7 @@ class Adoption:
 
 def _shared(world: World) -> World:
     """Return a world without its node-specific fields."""
-    return msgspec.structs.replace(world, node_rank=0, first_rank=0)
+    return msgspec.structs.replace(world, node_rank=0, first_rank=0, attempt=0)
 
 
 def _place(holding: Holding) -> tuple[int, int]:

@@ -1,5 +1,7 @@
 """The open incident of a job: its failures with their verdicts, and limits on the texts kept of them.
 
+Where the others go on without lost ranks, it lasts until these train again.
+
 Thousands of workers may fail at once. The first failures keep their full texts, later ones only the ends. The
 root cause may be reported last. So a later failure also keeps its full texts if it is earlier than all before
 it and echoes nothing, up to a limit.
@@ -23,7 +25,7 @@ LATER_TEXT = 1024
 
 @dataclass
 class Incident:
-    """An interruption from a fault's first sign to the first new step."""
+    """An interruption of all or of some ranks, from a fault's first sign to the first new step of all."""
 
     since: float
     round: int
@@ -40,6 +42,10 @@ class Incident:
     hang: str = ""
     #: True once the restart policy has decided
     decided: bool = False
+    #: True if other ranks go on
+    survived: bool = False
+    #: steps of the round after which a step is new
+    steps: int = 0
 
     def admit(self, failure: Failure, table: RuleTable) -> WorkerFailed:
         """Return a failure with its verdict, and with as much of its texts as the limits allow."""

@@ -403,6 +403,8 @@ class JobMachine:
         surplus = self.scaling.due and rdzv.exceeds(size)
         if members and (surplus or rdzv.usable(size) == size):
             rounds.adopt(members, now)
+            for node_id in members:
+                self.survival.catch_up(self.nodes[node_id])
             for report in held_back.values():
                 if not self.state.has_ended():
                     self._dispatch(report, now)
@@ -438,6 +440,7 @@ class JobMachine:
             rdzv.settle(now)
         for node_id, finding in out.items():
             self._leave_out(self.nodes[node_id], finding, now)
+        self.survival.fill_holes()
         return self._checking(now)
 
     def _begin_check(self, now: float) -> bool:
@@ -459,14 +462,17 @@ class JobMachine:
         return True
 
     def _check_spares(self, now: float) -> None:
-        """Check new spares while the world trains."""
+        """Check new spares, and nodes that are to take lost ones' places, while the world trains."""
         rdzv, checks = self.rendezvous, self.checks
         if rdzv.collecting or self.adoption.pending:
             return
-        offers = self.spares.offers | {i: rdzv.offers[i] for i in self.spares.standing}
+        fitting = self.rounds.fitting()
+        offers = self.spares.offers | {i: rdzv.offers[i] for i in self.spares.standing} | fitting
         due = checks.due(offers)
         if due:
             reason = "it is a spare" if len(due) == 1 else "they are spares"
+            if due & fitting.keys():
+                reason = "a lost node is to be replaced"
             self.state.emit(events.NodeCheckStarted(len(due), reason))
             self.state.send(*checks.begin(sorted(offers), offers, now, aside=True))
 
@@ -481,7 +487,9 @@ class JobMachine:
         if node.connected:
             state.send(inputs.Say(node.id, Dismiss(excluded(node, reason))))
         self.recovery.lose(node.id, reason, now)
-        if not (state.has_ended() or node.launched or fleet.is_enough()):
+        if state.has_ended() or node.launched or not self.rendezvous.collecting:
+            return  # another node comes, or a world trains without it
+        if not fleet.is_enough():
             living = sum(not n.status.final for n in self.nodes.values())
             state.end(
                 ExitCode.INFRASTRUCTURE,

@@ -9,7 +9,7 @@ Invariant: a rank trains (`attempts`), or it is out; a rank that is out may ask 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dlrover.spec.job import JobSpec
@@ -20,7 +20,10 @@ from dlrover.spec.membership import (
     MembershipChange,
     RenewMembers,
 )
-from dlrover.spec.world import World
+from dlrover.spec.world import Holding, World
+
+LEAP = 1000
+"""Maximum number of memberships that a master may have lost with its journal."""
 
 
 @dataclass
@@ -72,6 +75,17 @@ class Membership:
         """Return whether all ranks of a node train."""
         return self.attempts.keys() >= set(self.ranks.get(node_id, ()))
 
+    @property
+    def lacks_ranks(self) -> bool:
+        """True while some ranks train and others do not."""
+        return self.active and len(self.attempts) < len(self.latest)
+
+    def missing(self) -> tuple[int, int]:
+        """Return how many ranks on the nodes of the first world do not train, and how many ranks these have."""
+        first = [r for i, ranks in self.ranks.items() if i not in self.replacements for r in ranks]
+        trains = sum(rank in self.attempts for rank in first)
+        return (len(first) - trains if self.active else 0), len(first)
+
     def spares(self, ranks: Iterable[int]) -> bool:
         """Return whether other ranks than these train."""
         return bool(self.attempts.keys() - set(ranks))
@@ -105,6 +119,29 @@ class Membership:
             self.ranks[node_id] = range(first, end)
         self.attempts = dict.fromkeys(range(size), 0)
         self.latest = dict(self.attempts)
+
+    def adopt(self, worlds: dict[int, World], held: Mapping[int, Holding]) -> None:
+        """Go on with a running world's membership, from what its agents were told last, and what they run."""
+        self.form(worlds)
+        if not self.round:
+            return
+        for node_id, ranks in self.ranks.items():
+            for local_rank, attempt in held[node_id].attempts.items():
+                if local_rank < len(ranks):
+                    self.latest[ranks[local_rank]] = attempt
+        told = [holding.members for holding in held.values() if holding.members is not None]
+        newest = max(
+            (members for members in told if members.round == self.round),
+            key=lambda members: (members.number, members.over),
+            default=Members(self.round, 0, self.attempts),
+        )
+        alive = {r: a for r, a in newest.attempts.items() if self.latest.get(r) == a}
+        if not (alive or newest.over):
+            self.end()
+            return
+        self.attempts, self.over = alive, newest.over
+        # Without a rank that was started again since then, it is another membership.
+        self.number = newest.number + (alive.keys() != newest.attempts.keys())
 
     def end(self) -> None:
         """End the membership: a new round opens."""
@@ -144,9 +181,13 @@ class Membership:
                 if self.over or rank in self.attempts:
                     return False
                 self.attempts[rank] = attempt
-            case RenewMembers(number=number):
-                if number != self.number:
+            case RenewMembers(_, rank, attempt, number):
+                if not self.number <= number <= self.number + LEAP:
                     return False
+                # A master that has lost its journal may not know the newest membership, or that this rank joined.
+                self.number = number
+                if not self.over:
+                    self.attempts[rank] = attempt
             case FinishMembers():
                 if self.over:
                     return False

@@ -52,7 +52,8 @@ class Recovery:
         if state.adoption.pending:
             return state.adoption.admit(failure, state.table)
         current = failure.round == rdzv.round and not rdzv.collecting
-        if current and failure.id not in state.membership.seen:
+        prolongs = incident is not None and incident.survived and incident.round == failure.round
+        if current and not prolongs and failure.id not in state.membership.seen:
             return state.table.failed(failure.bounded())  # it opens an incident
         if incident is None or incident.round != failure.round or failure.id in incident.seen:
             return None
@@ -107,9 +108,13 @@ class Recovery:
         if event.round != rdzv.round or rdzv.collecting:
             return
         progress.steps = max(progress.steps, event.steps)
-        if state.incident is not None and event.steps > 0:
-            state.emit(events.Recovered(event.round, now - state.incident.since))
-            state.incident = None
+        incident = state.incident
+        if incident is not None and state.awaits_step:
+            before = incident.steps if incident.round == event.round else 0
+            if event.steps > before:
+                survived = incident.survived and incident.round == event.round
+                state.emit(events.Recovered(event.round, now - incident.since, survived))
+                state.incident = None
         if event.first_step >= 0 > progress.first_step:
             progress.first_step = event.first_step
             if progress.reached > progress.first_step:
@@ -190,10 +195,11 @@ class Recovery:
 
     def _begin(self, now: float) -> Incident:
         old, round_ = self.state.incident, self.state.rendezvous.last_round
-        if old is not None and old.round == round_:
+        if old is not None and old.round == round_ and not old.survived:
             return old
         # A fault before the first step after another fault prolongs the interruption.
-        self.state.incident = Incident(since=now if old is None else old.since, round=round_)
+        since = now if old is None or old.survived else old.since
+        self.state.incident = Incident(since=since, round=round_)
         return self.state.incident
 
     # ---- the decision

@@ -11,7 +11,7 @@ from dlrover.master.machine.state import JobState, Node
 from dlrover.rpc.messages import AssignWorld, CallToRound, StandBy
 from dlrover.spec import events
 from dlrover.spec.node import NodeStatus, Size
-from dlrover.spec.world import Holding, World
+from dlrover.spec.world import Holding, Offer, World
 
 _BUSY = (NodeStatus.RUNNING, NodeStatus.SUCCEEDED)
 
@@ -56,11 +56,18 @@ class Rounds:
     def can_grow(self) -> bool:
         """True if a new round would form a larger world than the running one."""
         rdzv = self.state.rendezvous
-        if self.state.adoption.pending or self.is_about_to_end:
+        if self.state.adoption.pending or self.is_about_to_end or self.fitting():
             return False
         running, joined = rdzv.size, rdzv.joined
         larger = Size(running.workers + joined.workers, running.servers + joined.servers)
         return rdzv.usable(larger).nodes > running.nodes
+
+    def fitting(self) -> dict[int, Offer]:
+        """Return the offers of the nodes that can take lost ones' places, once they have passed their checks."""
+        membership, offers = self.state.membership, self.state.rendezvous.offers
+        if not membership.holes:
+            return {}
+        return {i: o for i, o in offers.items() if membership.vacancy(o.nproc) is not None}
 
     @property
     def is_about_to_end(self) -> bool:
@@ -141,6 +148,7 @@ class Rounds:
         self.worlds = {i: held.world for i, held in members.items() if held.world is not None}
         some_world = next(iter(self.worlds.values()))
         state.rendezvous.adopt(some_world.round, tuple(self.worlds))
+        state.membership.adopt(self.worlds, members)
         state.restarts.count = some_world.restart_count
         state.autoscaling.batch = some_world.global_batch
         self.since = now
@@ -197,12 +205,12 @@ class Rounds:
             self.grow_at = now + self.state.job.limits.scale_up_delay
 
     def fill_holes(self) -> list[int]:
-        """Let nodes that have joined take the places of lost ones; return their ids."""
+        """Let nodes that have joined, and passed their checks, take the places of lost ones; return their ids."""
         state, rdzv, membership = self.state, self.state.rendezvous, self.state.membership
         filled = []
-        for node_id, offer in sorted(rdzv.offers.items()):
+        for node_id, offer in sorted(self.fitting().items()):
             lost = membership.vacancy(offer.nproc)
-            if lost is None:
+            if lost is None or state.checks.due((node_id,)):
                 continue
             world = membership.replace(lost, node_id)
             rdzv.substitute(lost, node_id)

@@ -197,6 +197,11 @@ class JobState:
         return self.incident is None and self.outcome is None and not away
 
     @property
+    def awaits_step(self) -> bool:
+        """True if the next new step ends an incident."""
+        return self.incident is not None and not self.membership.lacks_ranks
+
+    @property
     def phase(self) -> Phase:
         """Current phase of the job."""
         if self.outcome is not None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dlrover.master.machine import inputs
-from dlrover.master.machine.restarts import Stop, cause_of
+from dlrover.master.machine import inputs, ladder
+from dlrover.master.machine.incident import Incident
+from dlrover.master.machine.restarts import Restart, Stop, cause_of
 from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.state import JobState, Node, loss_of
 from dlrover.rpc.messages import StartAgain
 from dlrover.spec import events
-from dlrover.spec.failure import Origin
-from dlrover.spec.membership import JoinMembers, Members, MembershipChange
+from dlrover.spec.failure import Action, Origin
+from dlrover.spec.membership import Members, MembershipChange
 
 
 @dataclass
@@ -36,10 +37,13 @@ class Survival:
         if verdict.hopeless or (verdict.origin is Origin.USER and not verdict.echo):
             return False  # the others run the same program
         state.emit(report)
-        if not self._granted(report, now):
+        incident = self._incident(now)
+        incident.add(report)
+        decision = self._decide(report, now)
+        if decision is None:
             return True
         attempt = membership.lose_worker(failure.id, failure.node_id, failure.local_rank)
-        state.emit(events.ReplicaLost((failure.rank,), verdict.title, len(membership.attempts)))
+        self._emit_lost(decision, report, (failure.rank,), verdict.title)
         self._say(failure.node_id, StartAgain(failure.round, {failure.local_rank: attempt}))
         self._tell()
         return True
@@ -50,17 +54,33 @@ class Survival:
         if not membership.survives_node(node.id):
             return False
         report = self.state.table.failed(loss_of(node, membership.round, now))
-        if not self._granted(report, now):
+        incident = self._incident(now)
+        if incident.lost_node is None:
+            incident.lost_node = report
+        decision = self._decide(report, now)
+        if decision is None:
             return True
         ranks = tuple(membership.ranks[node.id])
         membership.lose_node(node.id, self.rounds.worlds[node.id])
         why = f"node {node.id} was lost: {node.reason}"
-        self.state.emit(events.ReplicaLost(ranks, why, len(membership.attempts)))
+        self._emit_lost(decision, report, ranks, why)
         self._tell()
         return True
 
-    def _granted(self, report: events.WorkerFailed, now: float) -> bool:
-        """Ask the restart policy; end the job if it grants nothing."""
+    def _incident(self, now: float) -> Incident:
+        """Return the open incident of the ranks that are away, or open one."""
+        state, old = self.state, self.state.incident
+        if old is None or not old.survived or old.round != state.membership.round:
+            since, steps = now if old is None else old.since, state.progress.steps
+            state.incident = Incident(
+                since, state.membership.round, decided=True, survived=True, steps=steps
+            )
+            return state.incident
+        old.steps = state.progress.steps
+        return old
+
+    def _decide(self, report: events.WorkerFailed, now: float) -> Restart | None:
+        """Ask the restart policy; end the job and return None if it grants nothing."""
         state = self.state
         cause = cause_of(
             report.failure, report.verdict, state.progress.steps, now - self.rounds.since
@@ -68,16 +88,34 @@ class Survival:
         decision = state.restarts.decide(cause, now)
         if isinstance(decision, Stop):
             state.end(decision.exit_code, decision.reason, now, report)
-        return not isinstance(decision, Stop)
+            return None
+        return decision
+
+    def _emit_lost(
+        self, decision: Restart, report: events.WorkerFailed, ranks: tuple[int, ...], why: str
+    ) -> None:
+        state, node = self.state, report.failure.node_id
+        leaves = state.nodes[node].status.final
+        facts = ladder.Facts(action=Action.RESTART, leaves=leaves, survives=True)
+        rung = ladder.choose(facts)
+        count, cause = state.restarts.count, report.verdict.cause
+        decided = events.RestartDecided(
+            count, decision.reason, cause, facts.action, node, rung, ranks=ranks
+        )
+        state.emit(decided, events.ReplicaLost(ranks, why, len(state.membership.attempts)))
 
     # ---- returns
 
     def report(self, change: MembershipChange) -> None:
         """Take a rank's report: it is ready to train with the others, or has finished."""
-        if not self.state.membership.report(change):
+        membership = self.state.membership
+        away = change.rank not in membership.attempts
+        if not membership.report(change):
             return
-        if isinstance(change, JoinMembers):
-            self.state.emit(events.ReplicaJoined(change.rank, len(self.state.membership.attempts)))
+        if away and change.rank in membership.attempts:
+            self.state.emit(events.ReplicaJoined(change.rank, len(membership.attempts)))
+            if self.state.incident is not None and self.state.incident.survived:
+                self.state.incident.steps = self.state.progress.steps
         self._tell()
 
     def fill_holes(self) -> None:

@@ -12,6 +12,7 @@ from dlrover._util import procs
 from dlrover.errors import InfrastructureError
 from dlrover.spec import events
 from dlrover.spec.events import Event
+from dlrover.spec.failure import Rung
 from dlrover.spec.outcome import IncidentCost
 from dlrover.testing.chaos.report import FaultRow
 from dlrover.testing.chaos.targets import Targets
@@ -191,13 +192,13 @@ def sight(happened: Sequence[Event], injected_at: float) -> Sighting:
     signs = [event for event in happened if isinstance(event.body, SIGNS)]
     if not signs:
         return Sighting()
-    restarts = [event for event in signs if isinstance(event.body, events.RestartDecided)]
+    decided = [event.body for event in signs if isinstance(event.body, events.RestartDecided)]
     ends = [event for event in happened if isinstance(event.body, events.Recovered)]
     return Sighting(
         detected=max(0.0, signs[0].time - injected_at),
-        restarted=bool(restarts),
+        restarted=any(body.rung is not Rung.IN_PROCESS for body in decided),
         recovered=ends[-1].time - injected_at if ends else None,
-        verdict=(restarts or signs)[0].sentence(),
+        verdict=(decided[0] if decided else signs[0].body).sentence(),
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn, Protocol
 
@@ -36,6 +37,8 @@ NEWS_LIMIT = 2.0
 """Seconds after an error without a lost rank until the ranks connect anew."""
 EXCLUDED_LIMIT = 60.0
 """Seconds for which a rank that does not train waits to be ended."""
+AGAIN = 0.2
+"""Seconds until a rank asks again to join a round that the master does not know."""
 RENEWALS = 5
 """Consecutive new groups, none of which completes an operation, after which the error is the program's."""
 
@@ -98,19 +101,23 @@ class Survivors:
         """
         self._later = later
         ask = LookMembers(self._round)
-        reply = self._link.ask(
-            ask if self._attempt == 0 else JoinMembers(self._round, self.rank, self._attempt)
-        )
-        assert isinstance(reply, MembersNow)
-        if (
-            reply.members is None
-        ):  # the agent ends this process, unless a master has lost its journal
-            self._link.wait(lambda _members: False, EXCLUDED_LIMIT)
+        request = ask if self._attempt == 0 else JoinMembers(self._round, self.rank, self._attempt)
+        members, end = self._ask(request), time.monotonic() + EXCLUDED_LIMIT
+        while members is None and time.monotonic() < end:
+            # The agent ends this process, or a master that has lost its journal still adopts the round.
+            self._link.wait(lambda _members: False, AGAIN)
+            members = self._ask(request)
+        if members is None:
             raise InfrastructureError(f"Round {self._round} is over; rank {self.rank} cannot join.")
-        if reply.members.over:
+        if members.over:
             return None
         exchange = self._regroup(payload, complete=False)
         return exchange if self.usable or self._waiting is not None else None
+
+    def _ask(self, request: LookMembers | JoinMembers) -> Members | None:
+        reply = self._link.ask(request)
+        assert isinstance(reply, MembersNow)
+        return reply.members
 
     def settle(self, payload: torch.Tensor) -> bool:
         """Take the state of the others, which wait for it; False if they are at another place now."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from dlrover.master.machine.diagnosis.diagnosis import root_cause
 from dlrover.master.machine.goodput.roundtime import (
+    DEGRADED,
     DETECTION,
     INDEX,
     MICRO,
@@ -24,6 +25,8 @@ KEPT = 200
 _IDLE = INDEX[Cause.IDLE]
 _STANDSTILL = {INDEX[Cause.RENDEZVOUS], INDEX[Cause.WAITING_FOR_RESOURCES], INDEX[Cause.NODE_CHECK]}
 """Causes of time that nodes spend while they wait for a master; a running world spends none on them."""
+_AWAY = {DEGRADED, DETECTION, RECOMPUTED, INDEX[Cause.NODE_CHECK]}
+"""Causes of time that ranks, and the nodes that replace lost ones, spend away while the others train."""
 
 
 @dataclass
@@ -42,6 +45,8 @@ class IncidentAccount:
     kind: IncidentKind = IncidentKind.TRAINING
     #: True if a world ran when the master died
     trained: bool = False
+    #: True if other ranks train meanwhile
+    survived: bool = False
 
     def cost(self, now: int, sums: Sequence[int]) -> IncidentCost:
         """Return the incident as it stands at ``now``."""
@@ -77,6 +82,8 @@ class IncidentAccount:
         spent = [s + n - b for s, n, b in zip(self.spent, sums, self.before, strict=True)]
         if self.kind is IncidentKind.MASTER:
             return [part if i in _STANDSTILL else 0 for i, part in enumerate(spent)]
+        if self.survived:
+            return [part if i in _AWAY else 0 for i, part in enumerate(spent)]
         spent[PRODUCTIVE] = spent[_IDLE] = spent[NOT_MEASURED] = 0
         return spent
 
@@ -129,7 +136,9 @@ class IncidentBook:
         if entry is None or entry.title:
             return
         if incident.lost_node is not None:
-            entry.title = incident.lost_node.verdict.title
+            lost = incident.lost_node
+            entry.title = lost.verdict.title
+            entry.node = lost.failure.node_id if entry.node < 0 else entry.node
         elif incident.hang:
             entry.title = f"the training hung in {incident.hang}"
         elif not incident.reports:

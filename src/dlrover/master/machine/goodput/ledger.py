@@ -17,6 +17,7 @@ from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.goodput.incidents import IncidentAccount, IncidentBook
 from dlrover.master.machine.goodput.roundtime import (
+    DEGRADED,
     INDEX,
     MICRO,
     PRODUCTIVE,
@@ -38,8 +39,6 @@ _WAITING = INDEX[Cause.WAITING_FOR_RESOURCES]
 _RENDEZVOUS = INDEX[Cause.RENDEZVOUS]
 _NODE_CHECK = INDEX[Cause.NODE_CHECK]
 _IDLE = INDEX[Cause.IDLE]
-_START_UP = INDEX[Cause.START_UP]
-_DEGRADED = INDEX[Cause.DEGRADED]
 _WORLD = -1
 """Placeholder for a cause: the node's workers run in the world, and its `RoundTime` has the causes."""
 
@@ -86,10 +85,12 @@ class Ledger:
         #: the running world; None without one
         self.round: RoundTime | None = None
         self.rounds_without_first_step = 0
-        #: time of completed worlds with fewer nodes than wanted
+        #: past time of worlds with fewer nodes than wanted, or in which not all ranks trained
         self.degraded = 0
-        # since when such a world has run; -1 without one
+        # since when the running world has been such a one; -1 if it is none
         self._short_since = -1
+        # True if the running world was formed with fewer nodes than wanted
+        self._formed_short = False
         # most nodes of any world, for jobs whose nodes come by themselves
         self._largest = 0
         self.submitted_at = 0
@@ -174,7 +175,7 @@ class Ledger:
         for node_id in touched:
             self._note_presence(machine.nodes[node_id], at, machine)
         self._classify(touched, at, machine)
-        self._note_incident(at, machine)
+        self._note_incident(event, at, machine)
         if machine.outcome is not None and self.ended_at < 0:
             self.ended_at = at
         self._now = at
@@ -260,7 +261,8 @@ class Ledger:
         ):
             return
         succeeded = machine.outcome is not None and machine.outcome.exit_code == ExitCode.SUCCESS
-        fault = machine.incident is not None
+        incident = machine.incident
+        fault = incident is not None
         # The fault did not hold up a step that was completed after its first sign.
         sign = max(round_.proved, self._first_sign(event, now, machine)) if fault else now
         failed_start = isinstance(event, events.WorkerFailed) and not round_.steps
@@ -275,6 +277,14 @@ class Ledger:
             self._leave_world(account, now, last)
             account.cause = _RENDEZVOUS
             self._begin(_RENDEZVOUS, now)
+        opened = self.incidents.open
+        if (
+            opened is not None
+            and opened.survived
+            and incident is not None
+            and not incident.survived
+        ):
+            self.incidents.end(now, self.sums(now))  # this fault stops all ranks
         if fault and self.incidents.open is None:
             lost = (a.node for a in members if machine.nodes[a.node].status.final)
             entry = IncidentAccount(sign, round_.number, self.sums(now), next(lost, -1))
@@ -285,12 +295,19 @@ class Ledger:
         if round_.first_step >= 0:
             self._furthest = max(self._furthest, round_.first_step + round_.steps)
         self.rounds_without_first_step += self._lacks_first_step()
-        self.degraded += self._short_for(now)
-        self._short_since = -1
+        self._note_short(now, short=False)
         self.round = None
 
+    def _note_short(self, now: int, *, short: bool) -> None:
+        """Note whether the running world lacks nodes or ranks from now on."""
+        if not short:
+            self.degraded += self._short_for(now)
+            self._short_since = -1
+        elif self._short_since < 0:
+            self._short_since = now
+
     def _short_for(self, now: int) -> int:
-        """Return how long the running world has trained with fewer nodes than wanted."""
+        """Return for how long the running world has lacked nodes or ranks."""
         return now - self._short_since if self._short_since >= 0 else 0
 
     def _lacks_first_step(self) -> bool:
@@ -319,17 +336,20 @@ class Ledger:
             )
             size, wanted = rdzv.size.nodes, machine.scaling.world.nodes
             self._largest = max(self._largest, size)
-            if size < (wanted or self._largest):
-                self._short_since = now
+            self._formed_short = size < (wanted or self._largest)
+        membership = machine.state.membership
+        if self.round is not None:
+            self._note_short(now, short=self._formed_short or membership.lacks_ranks)
         here = len(self.accounts) - self._pending - len(machine.spares.offers)
         serving = sum(i in self.accounts and not self.accounts[i].pending for i in rdzv.servers)
         short = rdzv.collecting and not rdzv.usable(Size(here - serving, serving)).nodes
         checking = machine.checks.count if machine.checks.run is not None else 0
         adopting, leaving = machine.adoption.pending, len(machine.scaling.leaving)
-        membership = machine.state.membership
-        members = membership.number, len(membership.replacements)
+        members = membership.number, len(membership.replacements), len(membership.ranks)
         key = (rdzv.round, rdzv.collecting, short, over, checking, adopting, leaving, members)
         changed, self._key = key != self._key, key
+        if changed and self.round is not None:
+            self.round.miss(*membership.missing(), now)
         for node_id in list(self.accounts) if changed else touched:
             account, node = self.accounts.get(node_id), machine.nodes[node_id]
             if account is not None and _is_there(node, machine):
@@ -343,7 +363,7 @@ class Ledger:
             return SHUTDOWN
         if node.status is NodeStatus.PENDING:
             trains = self.round is not None and not machine.state.is_spare(node)
-            return _DEGRADED if trains else _WAITING
+            return DEGRADED if trains else _WAITING
         run = machine.checks.run
         if run is not None and node.id in run.offers:
             return _NODE_CHECK
@@ -355,9 +375,9 @@ class Ledger:
         membership, running = machine.state.membership, _WORLD
         if node.id in membership.replacements:
             # The time of the world's nodes is counted for all of them from its beginning.
-            running = PRODUCTIVE if membership.trains(node.id) else _START_UP
+            running = PRODUCTIVE if membership.trains(node.id) else DEGRADED
         after = {NodeStatus.RUNNING: running, NodeStatus.SUCCEEDED: SHUTDOWN}
-        return after.get(node.status, _DEGRADED if lacks else _IDLE)
+        return after.get(node.status, DEGRADED if lacks else _IDLE)
 
     def _switch(self, account: _Account, cause: int, now: int) -> None:
         if cause == account.cause:
@@ -420,15 +440,18 @@ class Ledger:
 
     # ---- incidents
 
-    def _note_incident(self, now: int, machine: JobMachine) -> None:
+    def _note_incident(self, event: inputs.Input, now: int, machine: JobMachine) -> None:
         book, incident = self.incidents, machine.incident
         over = machine.outcome is not None
         away = any(not self.accounts[i].pending for i in self._away)
         if book.master is not None and (over or not away):
             book.end_master(now, self.sums(now), trains=self.round is not None)
         if book.open is None and incident is not None and not over:
-            # A fault while no world runs: the loss of another node, or a late report.
-            book.begin(IncidentAccount(now, incident.round, self.sums(now)))
+            # A fault that ends no world: others go on, no world runs, or the report is late.
+            entry = IncidentAccount(now, incident.round, self.sums(now), survived=incident.survived)
+            if incident.survived:
+                entry.since, entry.steps_lost = self._first_sign(event, now, machine), 0
+            book.begin(entry)
         if book.open is None:
             return
         if incident is not None and (incident.decided or over):

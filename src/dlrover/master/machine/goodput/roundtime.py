@@ -1,7 +1,8 @@
 """Accounting of the time of one round's workers; all members of a world share it.
 
 Times are whole microseconds, so that parts add up exactly. Time since the last new step is *pending*: it
-counts as what it seems to be until a new step confirms it or an interruption undoes it.
+counts as what it seems to be until a new step confirms it or an interruption undoes it. While some of a world's
+ranks do not train and the others go on, their share of the time in steps is degraded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ PRODUCTIVE = INDEX[Cause.PRODUCTIVE]
 START_UP = INDEX[Cause.START_UP]
 RECOMPUTED = INDEX[Cause.RECOMPUTED_STEPS]
 DETECTION = INDEX[Cause.FAULT_DETECTION]
+DEGRADED = INDEX[Cause.DEGRADED]
 SHUTDOWN = INDEX[Cause.SHUTDOWN]
 NOT_MEASURED = INDEX[Cause.NOT_MEASURED]
 
@@ -91,6 +93,10 @@ class RoundTime:
         self._reports_steps = reports_steps
         self._trained = trained
         self._reported: tuple[int, ...] = (0,) * len(Activity)
+        # ranks that do not train, of how many; since when; their share of the time from ``settled`` until then
+        self._missing = 0, 1
+        self._missing_since = now
+        self._missed = 0
 
     @property
     def reports_steps(self) -> bool:
@@ -109,9 +115,29 @@ class RoundTime:
             self.redo = max(0, self._furthest - first_step)
         self._settle(now, seconds)
         if steps > self.steps:
-            self.pending[PRODUCTIVE] += now - self.settled
-            self.settled = now
+            self._add_steps(self.pending, now - self.settled, now)
+            self._settle_at(now)
             self._prove(steps)
+
+    def miss(self, missing: int, ranks: int, now: int) -> None:
+        """Note that ``missing`` of the ``ranks`` on the world's nodes do not train from now on."""
+        self._missed = self._missed_until(now)
+        self._missing_since, self._missing = now, (missing, max(1, ranks))
+
+    def _missed_until(self, now: int) -> int:
+        missing, ranks = self._missing
+        return self._missed + (now - self._missing_since) * missing // ranks
+
+    def _add_steps(self, sums: list[int], time: int, now: int) -> None:
+        """Add ``time`` in steps since ``settled``: the share of ranks that did not train is degraded."""
+        since = now - self.settled
+        lost = time * self._missed_until(now) // since if since else 0
+        sums[PRODUCTIVE] += time - lost
+        sums[DEGRADED] += lost
+
+    def _settle_at(self, now: int) -> None:
+        self.settled = self._missing_since = now
+        self._missed = 0
 
     def _settle(self, now: int, seconds: Sequence[float]) -> None:
         """Split the time since the last report by the workers' activities in it."""
@@ -128,9 +154,12 @@ class RoundTime:
             for activity in Activity:
                 reached += parts[activity]
                 share = time * reached // total
-                self.pending[_CAUSE_OF[activity]] += share - before
+                if activity is Activity.STEP:
+                    self._add_steps(self.pending, share - before, now)
+                else:
+                    self.pending[_CAUSE_OF[activity]] += share - before
                 before = share
-            self.settled = now
+            self._settle_at(now)
             self._reported = reported
 
     def _first_parts(self, reported: Sequence[int], now: int) -> list[int]:
@@ -147,7 +176,7 @@ class RoundTime:
             cause = _CAUSE_OF[activity]
             booked = self.spent[cause] + self.pending[cause]
             if activity is Activity.STEP:
-                booked += self.spent[RECOMPUTED]
+                booked += self.spent[RECOMPUTED] + self.spent[DEGRADED] + self.pending[DEGRADED]
             parts[activity] = max(0, parts[activity] - booked)
         return parts
 
@@ -175,8 +204,10 @@ class RoundTime:
     def unproved(self, now: int) -> list[int]:
         """Return a node's time since the last new step, by cause."""
         sums = list(self.pending)
-        cause = PRODUCTIVE if self.steps else START_UP if self.reports_steps else NOT_MEASURED
-        sums[cause] += now - self.settled
+        if self.steps:
+            self._add_steps(sums, now - self.settled, now)
+        else:
+            sums[START_UP if self.reports_steps else NOT_MEASURED] += now - self.settled
         return sums
 
     def done(self, now: int) -> list[int]:
