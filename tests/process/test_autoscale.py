@@ -11,7 +11,7 @@ from dlrover.spec.plan import ScaleKind
 
 pytest.importorskip("scipy")
 
-pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(330)]
 
 SCALES = [0.1, 0.11, 0.115, 0.12]
 """Seconds of a step by the number of workers."""
@@ -47,7 +47,7 @@ def test_a_job_reaches_the_best_size_from_one_worker(run, law) -> None:
         *("--nnodes=1:4", "--local-nodes=1", "--auto-scale", "--rdzv-conf=autoscale_window=2"),
         *(run.scripts / "law.py", out, ",".join(map(str, law))),
     )
-    launch.until(lambda: of_kind(launch, events.SizeSettled), 120, "a size that is settled")
+    launch.until(lambda: of_kind(launch, events.SizeSettled), 240, "a size that is settled")
     rounds = [body.nodes for body in of_kind(launch, events.RoundCompleted)]
     assert rounds[0] == 1
     assert worth(law, rounds[-1]) >= WITHIN * worth(law, best_of(law)), rounds
