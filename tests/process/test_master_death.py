@@ -43,7 +43,8 @@ def lasting(status: dict) -> dict:
     passing = {"steps": 0, "connected": True, "doing": ""}
     passing |= dict.fromkeys(("memory", "memory_limit", "cpu", "cores", "busy"), 0)
     nodes = [{**node, **passing} for node in status["status"]["nodes"]]
-    return {**status["status"], "nodes": nodes, "steps": 0, "total_steps": 0, "seconds": 0}
+    measured = dict.fromkeys(("steps", "total_steps", "seconds", "rate", "seconds_left"), 0)
+    return {**status["status"], **measured, "nodes": nodes}
 
 
 @pytest.mark.torch
