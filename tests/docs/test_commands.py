@@ -313,7 +313,7 @@ def follow(session: Session, page: Path) -> None:
 
 def page_params() -> Iterator[object]:
     for page in PAGES:
-        if commands_of(page.read_text()):
+        if not all(map(not_run, commands_of(page.read_text()))):
             name = str(page.relative_to(ROOT))
             torch = [pytest.mark.torch] if TORCH & set(page.parts) else []
             yield pytest.param(page, id=name, marks=torch)
