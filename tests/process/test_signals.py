@@ -82,7 +82,10 @@ def test_a_second_signal_kills_at_once(run, out: Path, second: signal.Signals) -
         "dlrover: SIGINT: the job is being stopped. Its workers have 30 s to end (--shutdown-timeout); after "
         "90 s everything is killed. To kill it now, press Ctrl-C again."
     )
-    assert rest.startswith("The job was killed after SIGINT.\n")
+    killed = (
+        f"dlrover: {second.name}: everything is killed now.\nThe job was killed after SIGINT.\n"
+    )
+    assert rest.startswith(killed)
 
 
 @pytest.mark.parametrize("kind", ["master", "agent", "zygote"])

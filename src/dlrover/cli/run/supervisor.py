@@ -203,9 +203,9 @@ class Supervisor:
 
         def on_signal(number: signal.Signals) -> None:
             if self._lifeline_fd < 0 and not impatient.is_set():
-                again = f"{number.name} again: everything is killed now."
+                second = f"{number.name}: everything is killed now."
                 first = stopping_line(number, patience)
-                progress.say(again if interrupted.is_set() else first, self._screen)
+                progress.say(second if interrupted.is_set() else first, self._screen)
             (impatient if interrupted.is_set() else interrupted).set()
             self.stopped_by = self.stopped_by or number
 
