@@ -119,7 +119,8 @@ def lint(families: dict[str, Metric]) -> None:
         assert family.type in ("counter", "gauge")
         for sample in family.samples:
             assert sample.name == family.name + ("_total" if family.type == "counter" else "")
-            assert sample.labels.keys() == LABELS.get(family.name, set())
+            of_node = {"node"} if family.name.startswith("dlrover_node_") else set()
+            assert sample.labels.keys() == LABELS.get(family.name, of_node)
             assert sample.value >= 0
         assert not re.search(r"_(total|count|sum|bucket|info|milliseconds|minutes)$", family.name)
         units = [unit for unit in BASE_UNITS if unit in family.name]
