@@ -17,6 +17,7 @@ from dlrover.roles.runtime import payload, wire
 from dlrover.roles.runtime.exporting import Exports, Marked
 from dlrover.roles.runtime.holding import Holding
 from dlrover.roles.runtime.listener import CallListener
+from dlrover.roles.runtime.phases import Phases
 from dlrover.roles.runtime.wire import CallFrame, Op
 from tests.waiting import until
 
@@ -55,7 +56,7 @@ def listener() -> Iterator[CallListener]:
     exports = Exports()
     for function in (cancel, missing, silent, large, one):
         exports.add(function.__name__, function, Marked())
-    made = CallListener(exports, "127.0.0.1", "here", SECRET, Holding(Place("a", 0)))
+    made = CallListener(exports, "127.0.0.1", "here", SECRET, Holding(Place("a", 0)), Phases())
     yield made
     made.close()
 
