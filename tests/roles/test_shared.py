@@ -84,6 +84,26 @@ def lease(shared: Shared, place: Place, sequence: int, count: int = 1) -> dict[i
     return {item.number: item.body for item in reply.items}
 
 
+@pytest.mark.parametrize("step", [-1, 7])
+def test_an_item_that_another_has_learned_is_not_acknowledged_again(step: int) -> None:
+    """A consumer that was stopped comes back after its item was leased to another one and acknowledged."""
+    shared = job(rollout(), rollout(1))
+    shared.handle(OpenQueue(rollout(), "q", 2))
+    shared.handle(PutItems(rollout(), "q", 9, 0, (b"a",)))
+    assert lease(shared, rollout(), 0) == {0: b"a"}
+    shared.handle(MemberEnded(rollout(), "its connection has ended", final=False))
+    shared.handle(JoinRole(rollout(), AT))
+    shared.queues.get("q").release(rollout())
+    assert lease(shared, rollout(1), 0) == {0: b"a"}
+    learned = AckItems(rollout(1), "q", (0,), step=step)
+    shared.handle(learned)
+    shared.handle(learned)  # again: the first reply was lost
+    with pytest.raises(ProtocolError, match="is not leased to rollout 0"):
+        shared.handle(AckItems(rollout(), "q", (0,), step=step))
+    shared.validate()
+    assert shared.queues.get("q").done == 1
+
+
 # ---- members
 
 

@@ -41,6 +41,8 @@ class ItemQueue:
     leases: dict[int, Place] = field(default_factory=dict)
     kept: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Role and step that acknowledged each kept item, in the order of the acknowledgements."""
+    takers: dict[int, Place] = field(default_factory=dict)
+    """Who acknowledged the latest ``KEPT * size`` items, kept or gone: the one that may repeat it."""
     forgotten: Counter[tuple[str, int]] = field(default_factory=Counter)
     """Acknowledged items that are kept no longer, by role and step."""
     deliveries: Counter[int] = field(default_factory=Counter)
@@ -66,6 +68,8 @@ class ItemQueue:
         assert len(waiting) + len(self.leases) + self.done + self.lost == self.added
         assert self.done == len(self.kept) + self.forgotten.total() + self.settled
         assert len(self.kept) <= KEPT * self.size
+        assert len(self.takers) <= KEPT * self.size
+        assert not self.takers.keys() & (waiting | self.leases.keys())
         assert self.deliveries.keys() <= self.bodies.keys()
 
     def has_room(self, event: PutItems) -> bool:
@@ -121,9 +125,9 @@ class ItemQueue:
         return tuple(numbers)
 
     def check_ack(self, event: AckItems) -> None:
-        """Refuse an acknowledgement of items that another has, or that nobody was given."""
+        """Refuse an acknowledgement of items that another has or has acknowledged, or that were not leased."""
         for number in event.numbers:
-            holder = self.leases.get(number)
+            holder = self.leases.get(number) or self.takers.get(number)
             waits = number in self.bodies and holder is None and number not in self.kept
             if number >= self.added or waits or (holder is not None and holder != event.place):
                 raise ProtocolError(
@@ -137,6 +141,7 @@ class ItemQueue:
             if self.leases.pop(number, None) is None:
                 continue
             self.done += 1
+            self.takers[number] = event.place
             if event.step < 0:
                 self._drop(number)
                 self.settled += 1
@@ -146,6 +151,8 @@ class ItemQueue:
             number = next(iter(self.kept))
             self.forgotten[self.kept.pop(number)] += 1
             self._drop(number)
+        while len(self.takers) > KEPT * self.size:
+            del self.takers[next(iter(self.takers))]
         while len(self.forgotten) > MAX_FORGOTTEN:
             self.settled += self.forgotten.pop(next(iter(self.forgotten)))
 
@@ -171,6 +178,7 @@ class ItemQueue:
         """Lease again what a role has learned from after a step."""
         for number in [n for n, (by, at) in self.kept.items() if by == role and at > step]:
             del self.kept[number]
+            self.takers.pop(number, None)
             self.done -= 1
             self._again(number)
         for key in [key for key in self.forgotten if key[0] == role and key[1] > step]:
