@@ -169,7 +169,7 @@ class MemoryTable(RowTable, Protocol):
         """Make room for more rows of slots, uint64; return whether there is too little memory for each, bool."""
 
     def take(self, slots: Any, numbers: Any) -> Copied:
-        """Copy the coldest rows of slots, at most so many of each, and remove them. Nothing remembers them."""
+        """Remove the coldest rows of slots, up to ``numbers`` of each, and return copies; no tombstones are kept."""
 
     def pack(self, slot: int) -> None:
         """Give memory that a slot does not need to all slots."""

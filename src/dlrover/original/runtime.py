@@ -279,7 +279,7 @@ class DataQueue:
         return len(self._queue)
 
     def get(self, batch_size: int = 1) -> list[Any]:
-        """Return items, once there are so many; at most as many as may wait."""
+        """Wait for ``batch_size`` items, at most as many as the queue holds, and return them."""
         return self._taken(self._queue.get(min(batch_size, self._size, MAX_ITEMS)))
 
     def get_nowait(self, max_size: int = 1) -> list[Any]:

@@ -192,7 +192,7 @@ class PublishPart(msgspec.Struct, frozen=True, array_like=True, tag="publish"):
     step: _Number
     part: _Number
     parts: Annotated[int, msgspec.Meta(ge=1)]
-    """The version is visible once it has so many parts."""
+    """Number of parts of the version, which is visible once it has all of them."""
     holder: Place
     key: _Name
     """What the holder knows the part by."""
@@ -276,7 +276,7 @@ class QueueStatus(msgspec.Struct, frozen=True, array_like=True, tag="queue_is"):
     """One queue."""
 
     waiting: int = 0
-    """Items that nobody has."""
+    """Items that wait to be leased."""
     leased: int = 0
     size: int = 0
     added: int = 0

@@ -85,6 +85,6 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     stopping: bool = False
     """True while the workers are being stopped because the world is over."""
     members: Members | None = None
-    """The ranks that train in ``world``, as the agent was told last; None if it was told of no change."""
+    """The ranks that train in ``world``, by the master's latest order; None if it has sent none."""
     attempts: dict[Count, Count] = {}
     """Attempt of each worker's process, by local rank; empty if each is the first."""

@@ -101,7 +101,7 @@ class AgentMachine:
     running: set[int] = field(default_factory=set)
     #: attempt of each worker's process, by local rank
     attempts: dict[int, int] = field(default_factory=dict)
-    #: the newest membership of ``world``; None if none was told
+    #: the newest membership of ``world``; None before the master has sent one
     members: Members | None = None
     #: failures in ``world``, until the next one or until the worker is started again
     failures: list[Failure] = field(default_factory=list)

@@ -29,7 +29,7 @@ _NUMBERS = re.compile(rb"\d+")
 LONGEST = 256 * 1024
 """Most bytes of a traceback that waits for its end, and of an unfinished line."""
 KNOWN = 10_000
-"""Most tracebacks that are told apart; further ones are shown by each rank."""
+"""Maximum number of known tracebacks; each rank shows further ones itself."""
 SHOWN = 160
 """Most bytes of an exception's line in the line that takes its traceback's place."""
 

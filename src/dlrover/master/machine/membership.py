@@ -121,7 +121,7 @@ class Membership:
         self.latest = dict(self.attempts)
 
     def adopt(self, worlds: dict[int, World], held: Mapping[int, Holding]) -> None:
-        """Go on with a running world's membership, from what its agents were told last, and what they run."""
+        """Go on with a running world's membership, from the latest order that its agents have, and what they run."""
         self.form(worlds)
         if not self.round:
             return

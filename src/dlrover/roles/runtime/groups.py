@@ -143,7 +143,7 @@ class RoleGroup:
             size: Number of elements.
             sequences: Each has ``size`` elements, and is cut into parts; others than lists, tuples and arrays are
                 passed whole.
-            _chunk: Elements of a part; 0: so many that each member gets one part.
+            _chunk: Elements of a part; 0: one part for each member.
             kwargs: Passed whole.
 
         Raises:

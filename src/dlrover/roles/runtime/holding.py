@@ -23,7 +23,7 @@ from dlrover.roles.messages import JobView, Place
 FREE = 2
 """Buffers that are kept for later versions."""
 WASTE = 2
-"""A buffer is used for a part if it is at most so many times larger."""
+"""Maximum size of a reused buffer, as a multiple of the part."""
 ORPHAN = 30.0
 """Seconds after which a complete part whose publisher is gone is dropped, if the job does not list it."""
 MAX_READ = 1 << 26

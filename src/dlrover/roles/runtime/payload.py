@@ -19,7 +19,7 @@ from dlrover.errors import ConfigurationError, ProtocolError
 
 Bytes: TypeAlias = NDArray[np.uint8]
 ALIGNMENT = 64
-"""Each array begins at a multiple of so many bytes."""
+"""Alignment of each array, in bytes."""
 _ARRAY = 1
 """Code of the MessagePack extension that describes an array."""
 ACCEPTED = "None, numbers, texts, bytes, lists, dicts, NumPy arrays and PyTorch tensors"

@@ -98,7 +98,7 @@ class Worker:
         self._join()
 
     def close(self) -> None:
-        """Leave the job's other processes alone: this one calls nobody and is called by nobody any more."""
+        """Leave the job: this process makes no more calls, and takes none."""
         exports.changed = None
         launched.loaded = self._loaded
         for close in self.closing:
