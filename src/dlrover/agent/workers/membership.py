@@ -8,25 +8,15 @@ is killed, and the world goes on without it.
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import socket
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from dlrover._util import framing
-from dlrover._util.sockets import peer
+from dlrover.agent.localserver import LocalServer
 from dlrover.spec.membership import Members
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-logger = logging.getLogger(__name__)
 
 STOPPED_STEPS = 3.0
 """Steps that a stopped worker may miss before it is killed."""
@@ -36,47 +26,23 @@ STOPPED_LIMITS = 0.5, 60.0
 """Least and most seconds of that time; the most counts where no step's duration is known."""
 
 
-class MembersSocket:
-    """A server that tells each worker that connects who trains; use it as an async context manager."""
+class MembersSocket(LocalServer):
+    """A server that sends each worker that connects who trains."""
 
     def __init__(self) -> None:
-        self.address = f"dlrover-members-{os.getuid()}-{uuid.uuid4().hex}"
-        """Address of the socket, without the leading NUL."""
-        self._server: asyncio.Server | None = None
+        super().__init__("members", self._send)
         self._last: bytes = b""
-        self._open: set[asyncio.StreamWriter] = set()
-
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_unix_server(self._serve, f"\0{self.address}")
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        if self._server is not None:
-            self._server.close()
-        for writer in self._open:
-            writer.close()
 
     def publish(self, members: Members) -> None:
-        """Tell all connected workers, and those that connect later."""
+        """Send this to all connected workers, and to those that connect later."""
         self._last = framing.pack(msgspec.msgpack.encode(members))
-        for writer in self._open:
+        for writer in self.open:
             writer.write(self._last)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        sock: socket.socket = writer.get_extra_info("socket")
-        if peer(sock).uid != os.getuid():
-            logger.warning("Refused a process of another user on the workers' socket")
-            writer.close()
-            return
-        self._open.add(writer)
-        try:
-            writer.write(self._last)
-            await reader.read()  # a worker says nothing; this ends with its connection
-        except ConnectionError:
+    async def _send(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(self._last)
+        while await reader.read(4096):  # until the worker's connection ends; it has nothing to say
             pass
-        finally:
-            self._open.discard(writer)
-            writer.close()
 
 
 @dataclass
