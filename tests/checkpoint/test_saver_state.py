@@ -102,6 +102,23 @@ def test_two_generations_are_written_in_turn_while_a_third_is_persisted():
     assert worker.steps == [1, 4, 5]
 
 
+def test_the_newest_save_is_not_overwritten_while_both_others_are_to_be_persisted():
+    """A process that is killed while it writes must lose one save, not all since the last one for the storage."""
+    saver_state = SaverState()
+    worker = Worker(saver_state, 0, generations=3)
+    worker.save(1, to_storage=True)
+    worker.save(2, to_storage=True)
+    worker.save(3)
+    saving = threading.Thread(target=worker.save, args=(4,))
+    saving.start()
+    task = saver_state.tasks.next()
+    assert saver_state.tasks.pause(task, 5.0, yielding=True), "the task's memory is wanted"
+    assert worker.steps == [1, 2, 3]
+    saver_state.tasks.finish(task, "")
+    saving.join(5)
+    assert worker.steps == [2, 3, 4]
+
+
 def test_a_save_waits_while_both_generations_are_to_be_persisted():
     saver_state = SaverState()
     worker = Worker(saver_state, 0)

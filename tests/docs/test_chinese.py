@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from markdown.extensions.toc import slugify
+
+slugify = pytest.importorskip("markdown.extensions.toc").slugify
 
 DOCS = Path(__file__).parents[2] / "docs"
 FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2[ ]*$\n?", re.MULTILINE | re.DOTALL)

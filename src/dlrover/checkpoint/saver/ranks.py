@@ -148,6 +148,20 @@ class RankMemory:
         """Session of the world; 0 if there is none."""
         return self.group.joined.session if self.group is not None else 0
 
+    def has_room(self, ready: int) -> bool:
+        """Return whether a generation may be written that is neither pinned nor the newest valid one.
+
+        Only the first ``ready`` generations have memory. A rank whose memory does not suffice for three of them
+        overwrites the newest one rather than wait for the storage.
+        """
+        newest = max(self.slots, key=_age)
+        short = len(self.slots) <= ENOUGH
+        return any(
+            not slot.pinned
+            and (slot is not newest or slot.saved is None or (short and ready == len(self.slots)))
+            for slot in self.slots[:ready]
+        )
+
 
 class Ranks:
     """Memory of all ranks. Hold ``changed`` while using it."""
@@ -221,15 +235,8 @@ class Ranks:
                     )
 
     def must_wait(self, mine: RankMemory, ready: int) -> bool:
-        """Return True if the next generation to write is one that has no memory yet.
-
-        This is so if each of the first ``ready`` ones is pinned or is the newest valid one.
-        """
-        newest = max(mine.slots, key=_age)
-        return ready < len(mine.slots) and all(
-            slot.pinned or (slot is newest and slot.saved is not None)
-            for slot in mine.slots[:ready]
-        )
+        """Return True if the next generation to write is one that has no memory yet."""
+        return ready < len(mine.slots) and not mine.has_room(ready)
 
     def grant(
         self,

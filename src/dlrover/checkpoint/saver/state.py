@@ -245,7 +245,7 @@ class SaverState:
     # ---- saves
 
     def begin(self, rank: int, save: SaveId, ready: int = protocol.GENERATIONS) -> int:
-        """Return the number of the generation to write; wait while all are still to be persisted.
+        """Return the number of the generation to write; wait while all but the newest are still to be persisted.
 
         Only the first ``ready`` generations have their memory. If none of them but the newest may be
         overwritten, return the next one, which is not granted: ask again when it has its memory.
@@ -254,7 +254,7 @@ class SaverState:
             mine = self._known(rank)
             if self._ranks.must_wait(mine, ready):
                 return ready
-            if all(slot.pinned for slot in mine.slots):
+            if not mine.has_room(ready):
                 logger.warning(
                     "Step %d waits: storage is slower than the steps sent to it", save.step
                 )

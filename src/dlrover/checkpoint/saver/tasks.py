@@ -178,10 +178,10 @@ class Tasks:
         return rank in self._starved
 
     def wait_for_memory(self, rank: int, mine: RankMemory) -> None:
-        """Wait while all of a rank's generations are pinned."""
+        """Wait until a rank has a generation to write."""
         self._starved.add(rank)
         self._changed.notify_all()
-        self._changed.wait_for(lambda: any(not slot.pinned for slot in mine.slots))
+        self._changed.wait_for(lambda: mine.has_room(len(mine.slots)))
         self._starved.discard(rank)
 
     # ---- for the thread that persists
