@@ -54,7 +54,7 @@ def _from_python(path: Path) -> RolesJob:
     except Exception as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
         line = f":{frames[-1].lineno}" if frames else ""
-        words = f"{type(error).__name__}: {error}{_nearest(str(error))}"
+        words = f"{type(error).__name__}: {_with_nearest(str(error))}"
         raise ConfigurationError(f"{path}{line}: {words}") from error
     finally:
         sys.path.remove(directory)
@@ -63,11 +63,14 @@ def _from_python(path: Path) -> RolesJob:
     return found.spec()
 
 
-def _nearest(error: str) -> str:
-    """Return the option that a call of `Job.role` may have meant; empty if none is near."""
+def _with_nearest(error: str) -> str:
+    """Return an error; where a call of `Job.role` has an unknown option, with the nearest one on every Python."""
+    error = re.sub(
+        r"\. Did you mean '\w+'\?$", "", error
+    )  # Python 3.13 and later find one of all arguments
     wrong = re.search(r"unexpected keyword argument '(\w+)'$", error)
     near = difflib.get_close_matches(wrong[1], OPTIONS, 1) if wrong else []
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"{error}; did you mean {near[0]}?" if near else error
 
 
 def _from_yaml(path: Path) -> RolesJob:
