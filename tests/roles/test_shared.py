@@ -29,7 +29,6 @@ from dlrover.roles.messages import (
     PutItems,
     Resumed,
     RoleInput,
-    RolledBack,
     SetCursor,
     UseVersion,
     Version,
@@ -248,7 +247,6 @@ def test_what_a_role_learned_after_the_step_it_goes_back_to_is_leased_again() ->
     assert lease(shared, again, 1, 8).keys() == {2, 3, 4, 5}
     shared.handle(AckItems(again, "q", (2, 3), 1))
     shared.handle(Resumed(Place("trainer", 1, 1, 2), 0))
-    shared.handle(RolledBack("trainer", 0))  # the coordinator has heard of it later
     assert lease(shared, again, 2, 8) == {}
     shared.handle(Resumed(again, 0, 2))  # it went back once more, in the same process
     assert lease(shared, again, 3, 8).keys() == {2, 3}
@@ -260,7 +258,7 @@ def test_acknowledged_items_that_are_kept_no_longer_are_counted_as_lost() -> Non
         put(shared, n + 1, b"x")
         lease(shared, TRAINER, n + 1)
         shared.handle(AckItems(TRAINER, "q", (n,), n))
-    shared.handle(RolledBack("trainer", 0))
+    shared.handle(Resumed(TRAINER, 0))
     shared.validate()
     status = shared.queues.get("q").status()
     assert (status.waiting, status.lost, status.done) == (2, 1, 1), "step 0 is not undone"
@@ -339,7 +337,7 @@ def test_a_member_with_a_version_that_was_rolled_back_serves_no_more() -> None:
     shared.handle(UseVersion(rollout(), "w", None))
     publish(shared, 1)
     shared.handle(UseVersion(rollout(), "w", publish(shared, 2)))
-    shared.handle(RolledBack("trainer", 1))
+    shared.handle(Resumed(TRAINER, 1))
     assert serving(shared) == set()
     shared.handle(UseVersion(rollout(), "w", Version(0, 1)))
     assert serving(shared) == {0}
@@ -381,7 +379,7 @@ def test_a_process_that_comes_back_puts_nothing_twice_and_serves_with_the_weight
     assert current(shared) == version
     assert serving(shared) == {0}
     shared.handle(MemberEnded(rollout(), "no connection", final=False))
-    shared.handle(RolledBack("trainer", 0))
+    shared.handle(Resumed(TRAINER, 0))
     shared.handle(JoinRole(rollout(), AT))
     assert serving(shared) == set(), "what it has was rolled back meanwhile"
     shared.handle(MemberEnded(KEEPER, "no connection", final=False))
@@ -401,7 +399,6 @@ _inputs: st.SearchStrategy[RoleInput] = st.one_of(
     st.builds(MemberEnded, _places, st.just("why"), st.booleans(), st.booleans()),
     st.builds(JoinRole, _places, st.just(AT), ready=st.booleans()),
     st.builds(JoinRole, _places, st.just(AT)),
-    st.builds(RolledBack, st.sampled_from(["a", "b"]), st.integers(0, 3)),
     st.builds(Resumed, _places, st.integers(0, 3), st.integers(1, 2)),
     st.builds(OpenQueue, _places, st.just("q"), st.sampled_from([2, 2, 2, 3])),
     st.builds(PutItems, _places, st.just("q"), st.integers(0, 1), st.integers(0, 9), st.sampled_from([(b"x",), (b"x", b"y")])),
@@ -433,7 +430,7 @@ def test_the_invariants_hold_after_any_inputs_and_a_replay_has_the_same_state(
             continue
         finally:
             shared.validate()
-        if isinstance(event, Resumed | RolledBack):
+        if isinstance(event, Resumed):
             done.clear()
         if isinstance(reply, LeasedItems):
             assert not done & {item.number for item in reply.items}, "acknowledged for ever"

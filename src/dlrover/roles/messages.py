@@ -94,16 +94,6 @@ class MemberEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """True if its latest round has ended, whatever that is."""
 
 
-class RolledBack(msgspec.Struct, frozen=True, array_like=True, tag="rolled_back"):
-    """A role goes on from a step: what it has published and learned after it never was.
-
-    If its processes have said so themselves since their start, this changes nothing.
-    """
-
-    role: _Name
-    step: _Number
-
-
 # ---- from processes
 
 
@@ -122,7 +112,10 @@ class JoinRole(msgspec.Struct, frozen=True, array_like=True, tag="join"):
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True, tag="resumed"):
-    """The process's role goes on from a step, as `RolledBack`. All processes of the role may say so; it counts once."""
+    """The process's role goes on from a step: what it has published and learned after it never was.
+
+    All processes of the role may say so after each of its starts; it counts once.
+    """
 
     place: Place
     step: _Number
@@ -224,8 +217,8 @@ class LookQueue(msgspec.Struct, frozen=True, array_like=True, tag="look_queue"):
 
 
 RoleInput: TypeAlias = (
-    MemberStarted | MemberEnded | RolledBack | JoinRole | Resumed | OpenQueue | PutItems | GetItems
-    | AckItems | SetCursor | PublishPart | UseVersion
+    MemberStarted | MemberEnded | JoinRole | Resumed | OpenQueue | PutItems | GetItems | AckItems
+    | SetCursor | PublishPart | UseVersion
 )  # fmt: skip
 """What changes the state of the service; the journal holds these."""
 RoleRequest: TypeAlias = (

@@ -34,7 +34,6 @@ from dlrover.roles.messages import (
     RoleInput,
     RoleReply,
     RoleRequest,
-    RolledBack,
     ServiceStatus,
     SetCursor,
     Turned,
@@ -131,10 +130,6 @@ class RolesService:
         """
         place = Place(role, index, attempt, round_ or 0)
         self._submit(MemberEnded(place, reason[:MAX_TEXT], any_round=round_ is None))
-
-    def rolled_back(self, role: str, step: int) -> None:
-        """Note that a role goes on from a step: what it published and learned after it never was."""
-        self._submit(RolledBack(role, step))
 
     def snapshot(self) -> ServiceStatus:
         """Return members, versions of weights and queues, for people."""

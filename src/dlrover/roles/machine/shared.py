@@ -34,7 +34,6 @@ from dlrover.roles.messages import (
     RoleReply,
     RoleRequest,
     RoleView,
-    RolledBack,
     ServiceStatus,
     SetCursor,
     UseVersion,
@@ -103,10 +102,6 @@ class Shared:
             case MemberStarted() | MemberEnded() | JoinRole():
                 for place in self.members.handle(event):
                     self._release(place)
-            case RolledBack():
-                members = self.members.roles.get(event.role, {}).values()
-                life = max((member.place.life for member in members), default=(0, 0))
-                self._roll_back(event.role, event.step, (*life, 0))
             case _:
                 self.members.check(event.place)
                 return self._ask(event)
