@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover.errors import ProtocolError
+from dlrover.roles.machine.members import Members
 from dlrover.roles.machine.shared import Shared
 from dlrover.roles.messages import (
     HOLDER,
@@ -38,8 +39,8 @@ AT = Address("127.0.0.1", 1)
 KEEPER = Place(HOLDER, 0, 1)
 
 
-def job(*places: Place) -> Shared:
-    shared = Shared()
+def job(*places: Place, worlds: tuple[str, ...] = ()) -> Shared:
+    shared = Shared(Members(frozenset(worlds)))
     for place in (KEEPER, *places):
         shared.handle(JoinRole(place, AT))
     return shared
@@ -312,6 +313,47 @@ def test_what_a_rolled_back_trainer_published_never_counts_as_newer() -> None:
     assert shared.weights["w"].view().valid(Version(1, 11))
 
 
+def test_a_new_round_of_a_world_ends_the_earlier_lives_of_all_its_ranks() -> None:
+    """Rank 1 says where the role goes on before rank 0's last messages of the dead round arrive."""
+    ranks = [Place("trainer", rank, 1, 1) for rank in range(3)]
+    again = [Place("trainer", rank, 1, 2) for rank in range(2)]
+    shared = job(*ranks, worlds=("trainer",))
+    shared.handle(OpenQueue(ranks[0], "q", 4))
+    for step in (10, 11):
+        publish(shared, step, ranks[0])
+    shared.handle(PutItems(ranks[1], "q", 1, 1, (b"a",)))
+    assert lease(shared, ranks[0], 1) == {0: b"a"}
+    shared.handle(JoinRole(again[1], AT))
+    shared.handle(Resumed(again[1], 10))
+    for late in (
+        PublishPart(ranks[0], "w", 12, 0, 1, KEEPER, "late", 10),
+        AckItems(ranks[0], "q", (0,), step=12),
+    ):
+        with pytest.raises(ProtocolError, match="of trainer 0 is over: round 2 of the attempt has"):
+            shared.handle(late)
+    for late in (JoinRole(ranks[0], AT), JoinRole(Place("trainer", 3, 1, 1), AT)):
+        with pytest.raises(ProtocolError, match="round 2 of the attempt has begun"):
+            shared.handle(late)
+    shared.handle(MemberStarted(ranks[2]))  # the coordinator reads of the first round only now
+    shared.handle(MemberEnded(ranks[2], "killed by SIGKILL"))
+    assert [one.state for one in shared.view(0).roles["trainer"].members] == [
+        "ended",
+        "live",
+        "ended",
+    ]
+    assert shared.members.roles["trainer"][2].reason == "killed by SIGKILL"
+    assert current(shared) == Version(0, 10)
+    assert lease(shared, again[1], 1) == {0: b"a"}
+    shared.handle(JoinRole(again[0], AT))
+    assert publish(shared, 11, again[0]) == current(shared) == Version(1, 11)
+
+
+def test_instances_that_are_no_world_live_on_when_another_starts_anew() -> None:
+    shared = job(rollout(), rollout(1))
+    shared.handle(JoinRole(Place("rollout", 1, 1, 2), AT))
+    assert serving(shared) == {0, 1}
+
+
 def test_a_recovered_member_serves_once_it_has_the_current_version() -> None:
     shared = job(TRAINER, rollout(), rollout(1))
     for index in range(2):
@@ -415,7 +457,7 @@ _inputs: st.SearchStrategy[RoleInput] = st.one_of(
 def test_the_invariants_hold_after_any_inputs_and_a_replay_has_the_same_state(
     inputs: list[RoleInput],
 ) -> None:
-    shared, delivered = Shared(), Counter[int]()
+    shared, delivered = Shared(Members(frozenset("a"))), Counter[int]()
     done: set[int] = set()
     for event in [JoinRole(Place("a", 0, 1), AT), OpenQueue(Place("a", 0, 1), "q", 2), *inputs]:
         before = msgspec.msgpack.encode(shared.status())
@@ -438,7 +480,7 @@ def test_the_invariants_hold_after_any_inputs_and_a_replay_has_the_same_state(
         if isinstance(event, AckItems) and event.step < 0:
             done.update(event.numbers)
     journal = msgspec.msgpack.Decoder(RoleInput)
-    again = Shared()
+    again = Shared(Members(frozenset("a")))
     for event in [JoinRole(Place("a", 0, 1), AT), OpenQueue(Place("a", 0, 1), "q", 2), *inputs]:
         if isinstance(event, PutItems | GetItems) and not again.ready(event):
             continue

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from dlrover.errors import InfrastructureError, ProtocolError
-from dlrover.roles.machine.members import ENDED
+from dlrover.roles.machine.members import ENDED, Members
 from dlrover.roles.machine.shared import Shared
 from dlrover.roles.messages import (
     MAX_TEXT,
@@ -67,6 +67,7 @@ class RolesService:
     Args:
         journal: Takes each input before it takes effect.
         entries: What an earlier coordinator's journal holds, oldest first.
+        worlds: Roles whose instances start together, as those of an elastic role.
         clock: Seconds; for the journal only.
     """
 
@@ -74,9 +75,10 @@ class RolesService:
         self,
         journal: RoleJournal,
         entries: Iterable[bytes] = (),
+        worlds: Iterable[str] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.shared = Shared()
+        self.shared = Shared(Members(frozenset(worlds)))
         self._journal, self._clock = journal, clock
         self._view = JobView()
         self._changed = asyncio.Event()

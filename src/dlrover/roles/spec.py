@@ -122,6 +122,11 @@ class RolesJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return next((role.name for role in self.roles if role.kind is Kind.DRIVER), "")
 
     @property
+    def worlds(self) -> tuple[str, ...]:
+        """Names of the roles whose instances start together."""
+        return tuple(role.name for role in self.roles if role.kind is Kind.ELASTIC)
+
+    @property
     def deciding(self) -> tuple[str, ...]:
         """Names of the roles whose success ends the job."""
         if self.driver:

@@ -94,7 +94,7 @@ class Coordinator:
             for command in self.machine.handle(entry, now):
                 if isinstance(command, machine.Emit):
                     history.add(command.body, now)
-        self.service = RolesService(self._journal, served)
+        self.service = RolesService(self._journal, served, config.job.worlds)
         self._health = HealthWatch(config.job, self._found_stuck, self._kill)
         self._events = EventStream(history)
         self._looking: asyncio.Task[None] | None = None

@@ -125,7 +125,8 @@ def replayed(journal: Path, now: float) -> RolesStatus:
                 served.append(entry)
             else:
                 machine.handle(entry, at)
-    return status_of(machine, RolesService(_Read(), served).snapshot(), now)
+    service = RolesService(_Read(), served, machine.job.worlds)
+    return status_of(machine, service.snapshot(), now)
 
 
 class _Read:
