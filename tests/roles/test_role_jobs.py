@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from dlrover._util import procs
 from dlrover.cli.run.arguments import parse
 from dlrover.cli.run.launchspec import RunOptions
-from dlrover.roles.coordinator.jobs import arguments
-from dlrover.roles.spec import Entry, Failover, Form, Kind, RoleSpec
+from dlrover.roles.coordinator.jobs import RoleJobs, arguments
+from dlrover.roles.spec import Entry, Failover, Form, Kind, RolesConfig, RolesJob, RoleSpec
+from tests.waiting import until
 
 
 def options(tmp_path: Path, **spec: Any) -> RunOptions:
@@ -56,3 +63,26 @@ def test_objects_run_in_the_process_that_serves_them() -> None:
     assert arguments(role, "ray")[-5:] == [
         "--platform", "ray", "--module", "dlrover.roles.runtime.serve", "serving:Rollout",
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_launcher_that_is_stopped_ends_all_the_same(tmp_path: Path, *, ignores: bool) -> None:
+    """One that was stopped by SIGSTOP takes the request; one that ignores it is killed after a while."""
+    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" if ignores else ""
+    program = f"{ignore}\nprint(flush=True)\nwhile True: __import__('time').sleep(9)"
+    launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert launcher.stdout is not None
+    launcher.stdout.readline()
+    launcher.send_signal(signal.SIGSTOP)
+    until(lambda: psutil.Process(launcher.pid).status() == psutil.STATUS_STOPPED)
+    config = RolesConfig(job=RolesJob(name="job", roles=()))
+
+    async def stop() -> None:
+        jobs = RoleJobs(tmp_path, config, {}, -1, lambda *_: None)
+        jobs.stop(f"{launcher.pid}:{procs.start_time(launcher.pid)}", 0.1 if ignores else 600)
+        await procs.ended(launcher.pid)
+
+    with launcher:
+        asyncio.run(asyncio.wait_for(stop(), 60))
+    assert launcher.returncode == -(signal.SIGKILL if ignores else signal.SIGTERM)

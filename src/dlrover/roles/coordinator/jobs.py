@@ -185,11 +185,11 @@ class RoleJobs:
         code = child.wait() if child is not None else 0
         self._on_exit(name, attempt, read_outcome(directory_of(self._job_dir, name).outcome), code)
 
-    def stop(self, handle: str, number: signal.Signals = signal.SIGTERM) -> None:
-        """Ask the launcher of a role's job to stop it."""
-        pid, _, started = handle.partition(":")
-        if handle and procs.runs(int(pid), int(started)):
-            procs.kill([int(pid)], number)
+    def stop(self, handle: str, within: float) -> None:
+        """Ask the launcher of a role's job to stop it; kill a launcher that runs on after ``within`` seconds."""
+        _signal(handle, signal.SIGTERM)
+        _signal(handle, signal.SIGCONT)  # a stopped process gets SIGTERM only then
+        asyncio.get_running_loop().call_later(within, _signal, handle, signal.SIGKILL)
 
     async def follow(self, name: str) -> AsyncIterator[Event]:
         """Yield all events of the role's running job; endlessly, through deaths of its master."""
@@ -207,3 +207,10 @@ class RoleJobs:
         """Stop watching; the jobs go on."""
         for task in self._waits:
             task.cancel()
+
+
+def _signal(handle: str, number: signal.Signals) -> None:
+    """Send a signal to the launcher of a role's job if it runs."""
+    pid, _, started = handle.partition(":")
+    if handle and procs.runs(int(pid), int(started)):
+        procs.kill([int(pid)], number)

@@ -53,6 +53,9 @@ OF_ROLES = (
 )
 """Events of a role's own job that are shown without asking."""
 
+LAUNCHER_WAIT = 90.0
+"""Seconds beyond a role's shutdown time-out after which its launcher is killed; one that is well gives up earlier."""
+
 
 class Coordinator:
     """One job of several roles. All methods run on one event loop.
@@ -275,7 +278,7 @@ class Coordinator:
     def _stop_role(self, name: str, attempt: int) -> None:
         role = self.machine.roles[name]
         if role.attempt == attempt:
-            self._jobs.stop(role.handle)
+            self._jobs.stop(role.handle, role.spec.shutdown_timeout + LAUNCHER_WAIT)
 
     def _end(self, command: machine.EndJob) -> None:
         """Give the job's outcome: the root cause is that of the role which failed."""
