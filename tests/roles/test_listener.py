@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import socket
+import threading
 from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
 
+from dlrover._util import handshake
 from dlrover.roles.messages import Place
-from dlrover.roles.runtime import payload, wire
+from dlrover.roles.runtime import listener as listening, payload, wire
 from dlrover.roles.runtime.exporting import Exports, Marked
 from dlrover.roles.runtime.holding import Holding
 from dlrover.roles.runtime.listener import CallListener
@@ -117,3 +120,42 @@ def test_a_caller_that_is_stopped_holds_up_others_for_a_while_only(
         assert called(well, "one").op is Op.RESULT
         with pytest.raises(ConnectionError):
             wire.receive(stopped)
+
+
+def test_strangers_have_few_threads_and_a_process_of_the_job_is_served_beside_them(
+    listener: CallListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "MAX_STRANGERS", 2)
+    with contextlib.ExitStack() as stack:
+        strangers = []
+        for _ in range(4):
+            strangers.append(stack.enter_context(socket.socket(socket.AF_UNIX)))
+            strangers[-1].settimeout(60)
+            strangers[-1].connect(f"\0{listener.address.local}")
+            assert len(strangers[-1].recv(64)) == handshake.NONCE
+        assert [sock.recv(1) for sock in strangers[:2]] == [b"", b""], "the oldest two have ended"
+        with connected(listener) as sock:
+            assert called(sock, "one").op is Op.RESULT
+        assert len(listener._strangers) <= 2
+
+
+def test_a_caller_that_proves_its_secret_byte_by_byte_has_no_more_time_than_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handshake, "TIMEOUT", 0.3)
+    here, there = socket.socketpair()
+    over = threading.Event()
+
+    def drip() -> None:
+        for _ in range(2 * handshake.NONCE):
+            there.send(b"x")
+            if over.wait(0.05):
+                return
+
+    thread = threading.Thread(target=drip)
+    with here, there:
+        thread.start()
+        with pytest.raises(TimeoutError):
+            handshake.accept(here, SECRET)
+        over.set()
+        thread.join()

@@ -31,6 +31,9 @@ ACCEPT_PAUSE = 0.1
 CONCURRENT = 32
 """Maximum number of concurrent methods that run at once."""
 
+MAX_STRANGERS = 256
+"""Maximum number of connections whose callers have not proved yet that they know the secret; the oldest ends first."""
+
 
 class CallState(msgspec.Struct, frozen=True, array_like=True):
     """What a member answers while its methods run: that it lives, not that it makes progress."""
@@ -76,6 +79,8 @@ class CallListener:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._pool = ThreadPoolExecutor(CONCURRENT, thread_name_prefix="roles-concurrent")
         self._open: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, None] = {}
+        """Those of them that have not proved yet that they know the secret, oldest first."""
         self._lock = threading.Lock()
         self._running: dict[int, tuple[str, float]] = {}
         self._done = 0
@@ -113,6 +118,7 @@ class CallListener:
             try:
                 sock, _ = listening.accept()
                 self._open.add(sock)
+                self._greet(sock)
                 threading.Thread(
                     target=self._serve, args=(sock,), name="roles-connection", daemon=True
                 ).start()
@@ -122,8 +128,19 @@ class CallListener:
                 logger.warning("A connection cannot be taken now: %s", error)
                 if sock is not None:
                     self._open.discard(sock)
+                    self._strangers.pop(sock, None)
                     sock.close()
                 self._closed.wait(ACCEPT_PAUSE)
+
+    def _greet(self, sock: socket.socket) -> None:
+        """Take a new connection; end the oldest of too many that prove nothing: each has a thread."""
+        with self._lock:
+            oldest = next(iter(self._strangers)) if len(self._strangers) >= MAX_STRANGERS else None
+            self._strangers[sock] = None
+            if oldest is not None:
+                del self._strangers[oldest]
+                with contextlib.suppress(OSError):  # its thread closes it
+                    oldest.shutdown(socket.SHUT_RDWR)
 
     def _serve(self, sock: socket.socket) -> None:
         connection = None
@@ -132,6 +149,7 @@ class CallListener:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             wire.bound_sends(sock)
             connection = _Connection(sock) if handshake.accept(sock, self._secret) else None
+            self._strangers.pop(sock, None)
             if connection is None:
                 logger.warning("A caller does not know the job's secret")
             memory = wire.BodyMemory()
@@ -143,6 +161,7 @@ class CallListener:
             logger.debug("A connection has ended: %s", error)
         finally:
             self._open.discard(sock)
+            self._strangers.pop(sock, None)
             sock.close()
             if connection is not None and connection.session is not None:
                 connection.session.end()
