@@ -57,6 +57,27 @@ def test_a_role_that_ends_while_the_disk_is_full_ends_and_is_journalled_later(
     assert len(entries) == 3
 
 
+def test_the_state_of_the_service_replaces_its_inputs_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal = RolesJournal(path)
+    for entry in (Submitted(JOB), b"a", b"b", StopRequested("x", 5)):
+        journal.append(entry, 1.0)
+    limit(journal, 1)
+    with pytest.raises(InfrastructureError, match="full"):
+        journal.replace(LONG.encode(), 2.0)
+    limit(journal, 1 << 20)
+    assert [entry for _, entry in journal.entries()][1:3] == [b"a", b"b"]
+    journal.replace(b"state", 2.0)
+    journal.append(b"c", 3.0)
+    left = [Submitted(JOB), StopRequested("x", 5), b"state", b"c"]
+    assert [entry for _, entry in journal.entries()] == left
+    RolesJournal(path).close()
+    with pytest.raises(InfrastructureError, match="Another master has taken over"):
+        journal.replace(b"late", 4.0)
+    assert [entry for _, entry in journal.entries()] == left
+    journal.close()
+
+
 def test_an_input_of_a_coordinator_that_was_replaced_is_not_kept(tmp_path: Path) -> None:
     old = RolesJournal(tmp_path / "journal")
     RolesJournal(tmp_path / "journal").close()

@@ -7,17 +7,25 @@ import asyncio
 import pytest
 
 from dlrover.errors import InfrastructureError
+from dlrover.roles import serving
 from dlrover.roles.messages import (
+    AckItems,
     Address,
     Agreed,
+    GetItems,
     JoinRole,
     LookCursor,
     MemberEnded,
+    OpenQueue,
     Place,
+    PublishPart,
+    PutItems,
     RoleReply,
     RoleRequest,
     SetCursor,
     Turned,
+    UseVersion,
+    Version,
 )
 from dlrover.roles.runtime import holder
 from dlrover.roles.serving import RolesService
@@ -36,6 +44,10 @@ class Inputs(list[bytes]):
             self.refused += 1
             raise InfrastructureError("The journal is full.")
         super().append(entry)
+
+    def replace(self, entry: bytes, now: float) -> None:
+        self.append(entry)
+        self[:-1] = []
 
 
 def asked(service: RolesService, request: RoleRequest) -> RoleReply:
@@ -68,6 +80,34 @@ def test_the_views_of_another_coordinator_have_higher_numbers() -> None:
         service = RolesService(journal, list(journal))
         assert service._view.number >= before.number, "a publisher waits for the number"
         assert service._view.roles == before.roles
+
+
+def test_the_journal_holds_what_is_not_settled_and_another_coordinator_goes_on_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving, "COMPACT", 5000)
+    journal = Inputs()
+    service = RolesService(journal, worlds=["trainer"])
+    longest = 0
+    for number in range(60):
+        for request in (
+            JoinRole(TRAINER, Address("127.0.0.1", 1)),
+            OpenQueue(TRAINER, "q", 4),
+            PutItems(TRAINER, "q", 1, number, (bytes(300),), cursor=b"%d" % number),
+            GetItems(TRAINER, "q", 2, number, 1),
+            AckItems(TRAINER, "q", (number,), number % 2 - 1),
+            PublishPart(TRAINER, "w", number, 0, 1, TRAINER, f"k{number}", 10),
+            UseVersion(TRAINER, "w", Version(0, number)),
+        ):
+            asked(service, request)
+        longest = max(longest, sum(map(len, journal)))
+        if number % 7 == 0:
+            again = RolesService(journal, list(journal), worlds=["trainer"])
+            assert again.shared == service.shared
+            assert again._view.number >= service._view.number
+            service = again
+    assert service.shared.queues.get("q").done == 60
+    assert longest < 15_000, "the bodies alone have 18,000 bytes"
 
 
 def test_the_process_that_keeps_weights_is_tried_for_until_there_is_room(

@@ -1,7 +1,8 @@
 """The service that the processes of roles talk to; the job's coordinator runs it on its server.
 
 Each input is journalled before it takes effect: a coordinator that reads the journal again has the same state, and
-no process notices that it was another one, but for the time in which it was away.
+no process notices that it was another one, but for the time in which it was away. Once the inputs are large, one entry
+with the state replaces them: items that are done cost no room.
 """
 
 from __future__ import annotations
@@ -47,7 +48,21 @@ CONNECTION_GRACE = 3.0
 """Seconds without a connection after which a process counts as ended, if nobody has seen it end."""
 RECOVERY_GRACE = 30.0
 """The same after the start of a coordinator: processes look for it at intervals."""
-_decoder = msgspec.msgpack.Decoder(RoleInput)
+COMPACT = 64 << 20
+"""Least bytes of inputs that one entry with the state replaces; of a larger state, at least as many as it has."""
+MAX_STATE = 512 << 20
+"""Maximum bytes of such an entry."""
+
+
+class ServiceState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
+    """All that the service knows: what it replaces in the journal is not needed any more."""
+
+    shared: Shared
+    view: int
+    """Number of the latest view."""
+
+
+_decoder = msgspec.msgpack.Decoder(RoleInput | ServiceState)
 
 
 class RoleJournal(Protocol):
@@ -59,6 +74,9 @@ class RoleJournal(Protocol):
         Raises:
             InfrastructureError: It was not added.
         """
+
+    def replace(self, entry: bytes, now: float) -> None:
+        """Put an entry in the place of all others, or raise the same error."""
 
 
 class RolesService:
@@ -88,18 +106,26 @@ class RolesService:
         self._watched: dict[Place, int] = {}
         self._timers: dict[Place, asyncio.TimerHandle] = {}
         self._closed = False
-        replayed = 0
-        for replayed, entry in enumerate(entries, 1):  # noqa: B007 - the number of them
-            self._replay(entry)
-        # Each entry makes at most one view: this coordinator's have higher numbers than its predecessors'.
-        self._view = JobView(replayed)
+        self._grown, self._limit = 0, COMPACT
+        """Bytes of the inputs since the last entry with the state, and with how many the next one comes."""
+        number = 0
+        for entry in entries:
+            number = self._replay(entry, number)
+        self._view = JobView(number)
         self._renew_view()
 
-    def _replay(self, entry: bytes) -> None:
+    def _replay(self, entry: bytes, number: int) -> int:
+        """Take in an entry after which no earlier coordinator had a view above the returned number."""
+        found = _decoder.decode(entry)
+        if isinstance(found, ServiceState):
+            self.shared, self._grown, self._limit = found.shared, 0, max(COMPACT, len(entry))
+            return found.view
+        self._grown += len(entry)
         try:
-            self.shared.handle(_decoder.decode(entry))
+            self.shared.handle(found)
         except ProtocolError as error:  # it was refused the first time, too
             logger.debug("Refused again: %s", error)
+        return number + 1  # each input makes at most one view
 
     # ---- for the coordinator
 
@@ -155,11 +181,25 @@ class RolesService:
             ProtocolError: It contradicts the known state.
             InfrastructureError: It could not be journalled; nothing has changed.
         """
-        self._journal.append(msgspec.msgpack.encode(event), self._clock())
+        entry = msgspec.msgpack.encode(event)
+        self._journal.append(entry, self._clock())
         try:
             return self.shared.handle(event)
         finally:
             self._tell(event)
+            self._grown += len(entry)
+            if self._grown > self._limit:
+                self._compact()
+
+    def _compact(self) -> None:
+        """Have one entry with the state replace all inputs, if that is possible now."""
+        state = msgspec.msgpack.encode(ServiceState(self.shared, self._view.number))
+        self._grown, self._limit = 0, max(COMPACT, len(state))
+        try:
+            if len(state) <= MAX_STATE:
+                self._journal.replace(state, self._clock())
+        except InfrastructureError as error:  # it is tried again after as many inputs
+            logger.warning("The journal stays as long as it is: %s", error)
 
     def _tell(self, event: RoleInput) -> None:
         """Wake whoever waits for what an input has changed."""

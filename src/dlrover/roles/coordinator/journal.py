@@ -57,6 +57,10 @@ class RolesJournal:
             self._backlog.popleft()
         self._file.append(entry, now)
 
+    def replace(self, entry: bytes, now: float) -> None:
+        """Put an entry of the service in the place of all of its entries."""
+        self._file.replace(entry, now)
+
     def append_or_keep(self, entry: Input, now: float) -> None:
         """Add an entry that nobody would bring again; while the disk is full, keep it in memory."""
         try:

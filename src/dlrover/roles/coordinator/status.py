@@ -135,6 +135,8 @@ class _Read:
     def append(self, entry: bytes, now: float) -> None:
         raise InfrastructureError("This journal is only read.")
 
+    replace = append
+
 
 def _phase(machine: RolesMachine) -> str:
     if machine.end is None:
