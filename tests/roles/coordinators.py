@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dlrover.roles.coordinator.journal import RolesJournal
-from dlrover.roles.messages import HOLDER
+from dlrover.roles.messages import HOLDER, MemberEnded, MemberStarted, Place
 from dlrover.roles.runtime import environment, holder, worker
 from dlrover.roles.runtime.worker import Worker
 from dlrover.roles.serving import RolesService
@@ -120,7 +120,7 @@ class Coordinator:
     ) -> subprocess.Popen[str]:
         """Start an instance: ``module:Class`` or a script."""
         self._launched[role, index] = attempt, target, instances, args
-        self.run(lambda: self.service.started(role, index, attempt))
+        self.run(lambda: self.service.tell(MemberStarted(Place(role, index, attempt))))
         command = ["-m", "dlrover.roles.runtime.serve"] if not target.endswith(".py") else []
         env = {
             **os.environ,
@@ -161,7 +161,8 @@ class Coordinator:
         """Tell the service that an instance was killed."""
         self.processes.pop((role, index)).communicate()
         attempt = self.attempt(role, index)
-        self.run(lambda: self.service.ended(role, index, attempt, "it was killed by SIGKILL", 0))
+        ended = MemberEnded(Place(role, index, attempt), "it was killed by SIGKILL")
+        self.run(lambda: self.service.tell(ended))
 
     def close(self) -> None:
         for process in self.processes.values():

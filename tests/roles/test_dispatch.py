@@ -59,7 +59,7 @@ def member(job: Coordinator) -> Iterator[Callable[[Answer], list[CallFrame]]]:
 
     yield made
     listening.close()
-    job.run(lambda: job.service.ended("rollout", 0, 1, "the test is over", 0))
+    job.run(lambda: job.service.tell(MemberEnded(ROLLOUT, "the test is over")))
     for thread in threads:
         thread.join(60)
 

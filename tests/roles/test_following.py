@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlrover.roles.coordinator.following import Reader
-from dlrover.roles.machine.job import InstanceDown, InstanceUp
+from dlrover.roles.machine.inputs import InstanceDown, InstanceUp
 from dlrover.roles.spec import Entry, Form, Kind, RoleSpec
 from dlrover.spec import events
 from dlrover.spec.events import Event, EventBody

@@ -64,7 +64,7 @@ def test_what_comes_before_a_process_has_joined_again_is_to_be_asked_again() -> 
             asked(service, request)
     asked(service, join)
     assert asked(service, SetCursor(TRAINER, b"x")) == Agreed()
-    service.ended("trainer", 0, 1, "it was killed by SIGKILL")
+    service.tell(MemberEnded(TRAINER, "it was killed by SIGKILL"))
     assert isinstance(asked(service, SetCursor(TRAINER, b"x")), Turned), "it is over"
 
 

@@ -135,7 +135,7 @@ def test_a_second_end_of_an_instance_counts_as_the_first() -> None:
 def test_an_end_that_is_told_late_ends_no_later_life() -> None:
     shared = job(rollout(attempt=2))
     shared.handle(MemberEnded(rollout(), "late"))
-    shared.handle(MemberEnded(Place("rollout", 0, 1, 7), "late", any_round=True))
+    shared.handle(MemberEnded(Place("rollout", 0, 1, 7), "late"))
     assert serving(shared) == {0}
 
 
@@ -438,7 +438,7 @@ _places = st.builds(
 )
 _inputs: st.SearchStrategy[RoleInput] = st.one_of(
     st.builds(MemberStarted, _places),
-    st.builds(MemberEnded, _places, st.just("why"), st.booleans(), st.booleans()),
+    st.builds(MemberEnded, _places, st.just("why"), st.booleans()),
     st.builds(JoinRole, _places, st.just(AT), ready=st.booleans()),
     st.builds(JoinRole, _places, st.just(AT)),
     st.builds(Resumed, _places, st.integers(0, 3), st.integers(1, 2)),

@@ -74,7 +74,7 @@ class Version(msgspec.Struct, frozen=True, array_like=True, order=True):
         return f"{self.step}" if not self.epoch else f"{self.step} (epoch {self.epoch})"
 
 
-# ---- from the coordinator: `RolesService` makes these
+# ---- from the coordinator
 
 
 class MemberStarted(msgspec.Struct, frozen=True, array_like=True, tag="started"):
@@ -90,8 +90,6 @@ class MemberEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     reason: _Text
     final: bool = True
     """False if only its connection was lost: it may come back."""
-    any_round: bool = False
-    """True if its latest round has ended, whatever that is."""
 
 
 # ---- from processes

@@ -141,23 +141,15 @@ class RolesService:
                 if member.pid and member.state != ENDED and member.place not in self._watched:
                     self._miss(member.place, RECOVERY_GRACE)
 
-    def started(self, role: str, index: int, attempt: int, round_: int = 0) -> None:
-        """Note that an instance is being started; earlier lives of it are over.
+    def tell(self, event: MemberStarted | MemberEnded) -> None:
+        """Note that a life of an instance begins or has ended; whoever called it gets the reason.
 
-        ``round_`` numbers the starts within an attempt: the round of the events of the role's own job, which its
-        process has as `launched.given`.
+        Raises:
+            DLRoverError: A later life is known, or the journal takes nothing now.
         """
-        self._submit(MemberStarted(Place(role, index, attempt, round_)))
-
-    def ended(
-        self, role: str, index: int, attempt: int, reason: str, round_: int | None = None
-    ) -> None:
-        """Note that an instance has ended, and why: whoever called it gets the reason.
-
-        ``round_`` None: whatever round of the attempt is the latest.
-        """
-        place = Place(role, index, attempt, round_ or 0)
-        self._submit(MemberEnded(place, reason[:MAX_TEXT], any_round=round_ is None))
+        if isinstance(event, MemberEnded):
+            event = msgspec.structs.replace(event, reason=event.reason[:MAX_TEXT])
+        self._submit(event)
 
     def snapshot(self) -> ServiceStatus:
         """Return members, versions of weights and queues, for people."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dlrover.roles.machine.job import InstanceDown, InstanceUp
+from dlrover.roles.machine.inputs import InstanceDown, InstanceUp
 from dlrover.roles.spec import Kind, RoleSpec
 from dlrover.spec import events
 from dlrover.spec.events import Event

@@ -13,7 +13,7 @@ import msgspec
 from dlrover.errors import FencedError, InfrastructureError
 from dlrover.master.journal.file import FileJournal
 from dlrover.master.journal.journal import Codec
-from dlrover.roles.machine.job import Input
+from dlrover.roles.machine.inputs import Input
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,6 @@ Phases = Mapping[tuple[str, int], tuple[str, float]]
 """Phase of each instance, by its role and index, and for how many seconds it has lasted."""
 
 
-class StatusRequest(msgspec.Struct, frozen=True, array_like=True, tag="status"):
-    """Request for the status."""
-
-
 class InstanceState(msgspec.Struct, frozen=True):
     """One instance of a role."""
 
@@ -151,9 +147,9 @@ def _instances(machine: RolesMachine, service: ServiceStatus, name: str) -> list
     view = service.roles.get(name)
     joined = {member.place.index: member for member in view.members} if view is not None else {}
     found = []
-    for index, member in sorted(machine.roles[name].members.items()):
+    for index, member in sorted(machine.roles[name].instances.items()):
         own = joined.get(index)
-        known = own is not None and own.place.life == (member.attempt, member.round)
+        known = own is not None and own.place == member.place
         if own is None or not known or own.state != "live":
             state = "running" if member.up else "ended"
             found.append(InstanceState(index, state, reason=member.reason))

@@ -162,8 +162,6 @@ class Members:
     def _ended(self, event: MemberEnded) -> list[Place]:
         known = self.get(event.place.role, event.place.index)
         place = event.place
-        if event.any_round and known is not None and known.place.attempt == place.attempt:
-            place = known.place
         if known is not None and known.place == place and known.state == ENDED:
             if event.final and (place not in self.final or not known.reason):  # now it is known why
                 self.final.add(place)
