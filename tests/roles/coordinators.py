@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from dlrover.roles.coordinator.journal import RolesJournal
-from dlrover.roles.messages import HOLDER, MemberEnded, MemberStarted, Place
+from dlrover.roles.messages import HOLDER, MemberEnded, MemberPlace, MemberStarted
 from dlrover.roles.runtime import environment, holder, worker
-from dlrover.roles.runtime.worker import Worker
+from dlrover.roles.runtime.worker import RoleWorker
 from dlrover.roles.serving import RolesService
 from dlrover.rpc.server import Server
 from dlrover.spec.jobdir import JobDir
@@ -120,7 +120,7 @@ class Coordinator:
     ) -> subprocess.Popen[str]:
         """Start an instance: ``module:Class`` or a script."""
         self._launched[role, index] = attempt, target, instances, args
-        self.run(lambda: self.service.tell(MemberStarted(Place(role, index, attempt))))
+        self.run(lambda: self.service.tell(MemberStarted(MemberPlace(role, index, attempt))))
         command = ["-m", "dlrover.roles.runtime.serve"] if not target.endswith(".py") else []
         env = {
             **os.environ,
@@ -161,7 +161,7 @@ class Coordinator:
         """Tell the service that an instance was killed."""
         self.processes.pop((role, index)).communicate()
         attempt = self.attempt(role, index)
-        ended = MemberEnded(Place(role, index, attempt), "it was killed by SIGKILL")
+        ended = MemberEnded(MemberPlace(role, index, attempt), "it was killed by SIGKILL")
         self.run(lambda: self.service.tell(ended))
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ def coordinator(path: Path, *, keeps: bool = False) -> Iterator[Coordinator]:
 @contextmanager
 def joined(
     job: Coordinator, role: str, index: int = 0, attempt: int = 1, instances: int = 1
-) -> Iterator[Worker]:
+) -> Iterator[RoleWorker]:
     """This process as an instance of a role."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in job.variables(role, index, attempt, instances).items():

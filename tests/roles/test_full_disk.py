@@ -12,12 +12,12 @@ from dlrover.master.journal.history import History
 from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.coordinator.shell import Coordinator
 from dlrover.roles.machine.inputs import RoleExited, StopRequested, Submitted
-from dlrover.roles.messages import MemberStarted, Place
-from dlrover.roles.spec import Entry, Form, RolesConfig, RolesJob, RoleSpec
+from dlrover.roles.messages import MemberPlace, MemberStarted
+from dlrover.roles.spec import EntryForm, EntryPoint, RolesConfig, RolesJob, RoleSpec
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import Outcome
 
-ROLE = RoleSpec(name="a", entry=Entry(Form.SCRIPT, "/a.py"), max_restarts=0)
+ROLE = RoleSpec(name="a", entry=EntryPoint(EntryForm.SCRIPT, "/a.py"), max_restarts=0)
 JOB = RolesJob(name="job", roles=(ROLE,))
 LONG = "x" * 10_000
 
@@ -42,9 +42,9 @@ def test_a_role_that_ends_while_the_disk_is_full_ends_and_is_journalled_later(
         limit(journal, 1)
         coordinator._exited("a", 1, Outcome(exit_code=3, reason=LONG), 3)
         with pytest.raises(InfrastructureError, match="full"):
-            coordinator.service.tell(MemberStarted(Place("a", 0, 1)))
+            coordinator.service.tell(MemberStarted(MemberPlace("a", 0, 1)))
         limit(journal, 1 << 20)
-        coordinator.service.tell(MemberStarted(Place("a", 0, 1)))
+        coordinator.service.tell(MemberStarted(MemberPlace("a", 0, 1)))
         journal.close()
         history.close()
         return await coordinator.ended

@@ -10,11 +10,11 @@ from hypothesis import given, settings, strategies as st
 from dlrover.errors import ConfigurationError
 from dlrover.roles.builder import Job
 from dlrover.roles.machine.health import Health, Input, Looked
-from dlrover.roles.messages import IDLE, START, WORK, MemberEnded, MemberStarted, Place, Pulse
+from dlrover.roles.messages import IDLE, START, WORK, MemberEnded, MemberPlace, MemberStarted, Pulse
 from dlrover.roles.runtime.phases import Awaited, Phases
 from dlrover.roles.spec import check
 
-A = Place("a", 0, 1, 1)
+A = MemberPlace("a", 0, 1, 1)
 LIMITS = {"a": {START: 100.0, WORK: 10.0, "compile": 50.0}, "free": {}}
 
 
@@ -67,7 +67,7 @@ def test_one_that_falls_silent_is_found_even_if_it_was_idle() -> None:
 
 def test_each_life_is_found_for_itself() -> None:
     health = Health(LIMITS)
-    later = Place("a", 0, 1, 2)
+    later = MemberPlace("a", 0, 1, 2)
     events = [
         (0, MemberStarted(A)),
         (120, MemberEnded(A, "why")),
@@ -86,7 +86,7 @@ def test_nobody_is_blamed_for_the_time_in_which_the_coordinator_did_not_run() ->
 
 
 LIVES = st.builds(
-    Place,
+    MemberPlace,
     st.sampled_from(["a", "free", "none"]),
     st.integers(0, 1),
     st.integers(1, 2),
@@ -104,7 +104,7 @@ def test_any_inputs_keep_the_invariants_and_each_life_is_found_once(
     given_: list[tuple[float, Input]],
 ) -> None:
     health, now = Health(LIMITS), 0.0
-    living: dict[tuple[str, int], list[Place]] = {}
+    living: dict[tuple[str, int], list[MemberPlace]] = {}
     for pause, event in given_:
         now += pause
         for stuck in health.handle(event, now):

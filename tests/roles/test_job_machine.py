@@ -11,17 +11,17 @@ from dlrover.errors import ExitCode
 from dlrover.roles.machine import inputs
 from dlrover.roles.machine.health import Stuck
 from dlrover.roles.machine.job import Role, RolesMachine, RoleStatus
-from dlrover.roles.messages import MemberEnded, MemberStarted, Place
-from dlrover.roles.spec import Entry, Failover, Form, Kind, RolesJob, RoleSpec
+from dlrover.roles.messages import MemberEnded, MemberPlace, MemberStarted
+from dlrover.roles.spec import EntryForm, EntryPoint, Failover, RoleKind, RolesJob, RoleSpec
 from dlrover.spec import events
 
-SCRIPT = Entry(Form.SCRIPT, "/job/work.py")
-OBJECT = Entry(Form.OBJECT, "work:Work")
+SCRIPT = EntryPoint(EntryForm.SCRIPT, "/job/work.py")
+OBJECT = EntryPoint(EntryForm.OBJECT, "work:Work")
 GRPO = (
-    RoleSpec(name="trainer", entry=SCRIPT, kind=Kind.ELASTIC, processes=2, depends_on={"reward": "wait"}),
+    RoleSpec(name="trainer", entry=SCRIPT, kind=RoleKind.ELASTIC, processes=2, depends_on={"reward": "wait"}),
     RoleSpec(name="rollout", entry=OBJECT, least=1, most=2),
     RoleSpec(name="reward", entry=OBJECT, failover=Failover.ROLE, most=2, least=2),
-    RoleSpec(name="main", entry=SCRIPT, kind=Kind.DRIVER, depends_on={"trainer": "wait", "rollout": "wait"}),
+    RoleSpec(name="main", entry=SCRIPT, kind=RoleKind.DRIVER, depends_on={"trainer": "wait", "rollout": "wait"}),
 )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def test_the_success_of_the_driver_ends_the_job_once_all_others_are_stopped() ->
 
 def test_without_a_driver_the_job_ends_with_all_roles_that_are_no_services() -> None:
     driver = running(
-        RoleSpec(name="sft", entry=SCRIPT, kind=Kind.ELASTIC),
+        RoleSpec(name="sft", entry=SCRIPT, kind=RoleKind.ELASTIC),
         RoleSpec(name="evaluation", entry=SCRIPT),
         RoleSpec(name="judge", entry=OBJECT),
     )
@@ -176,7 +176,7 @@ def test_restarts_out_of_the_window_do_not_count() -> None:
 
 def test_the_whole_job_restarts_with_a_role_whose_failover_says_so() -> None:
     driver = running(
-        RoleSpec(name="actor", entry=SCRIPT, kind=Kind.ELASTIC, failover=Failover.JOB),
+        RoleSpec(name="actor", entry=SCRIPT, kind=RoleKind.ELASTIC, failover=Failover.JOB),
         RoleSpec(name="critic", entry=SCRIPT, depends_on={"actor": "wait"}),
     )
     commands = driver.exit("actor", 1)
@@ -260,10 +260,10 @@ def test_another_coordinator_repeats_what_the_last_one_may_not_have_done() -> No
 
 def test_an_instance_without_progress_ends_as_after_any_failure_and_for_its_own_reason() -> None:
     driver = running()
-    stuck = Stuck(Place("rollout", 1, 1, 0), "work", 61.0)
+    stuck = Stuck(MemberPlace("rollout", 1, 1, 0), "work", 61.0)
     (order,) = [c for c in driver.give(stuck) if isinstance(c, inputs.EndInstance)]
     why = "it had made no progress for 61 s in the phase work"
-    assert order.place == Place("rollout", 1, 1, 0)
+    assert order.place == MemberPlace("rollout", 1, 1, 0)
     assert order.reason == why
     assert driver.give(stuck) == [], "once"
     assert order in driver.give(inputs.CoordinatorStarted(9)), "another coordinator repeats it"
@@ -274,7 +274,7 @@ def test_an_instance_without_progress_ends_as_after_any_failure_and_for_its_own_
     assert driver.give(stuck) == [], "it is down"
     driver.up("rollout", 1, round_=1)
     assert driver.give(stuck) == [], "another life"
-    again = Stuck(Place("rollout", 1, 1, 1), "", 61.0)
+    again = Stuck(MemberPlace("rollout", 1, 1, 1), "", 61.0)
     assert [type(c) for c in driver.give(again)] == [inputs.Emit, inputs.EndInstance]
     assert set(driver.status().values()) == {"running"}, "no other role is disturbed"
 
@@ -283,7 +283,7 @@ NAMES = [role.name for role in GRPO]
 INPUTS = st.one_of(
     st.builds(inputs.InstanceUp, st.sampled_from(NAMES), st.integers(1, 3), st.integers(0, 1), st.integers(0, 2), st.integers(0, 50)),
     st.builds(inputs.InstanceDown, st.sampled_from(NAMES), st.integers(1, 3), st.integers(0, 1), st.just("killed"), st.integers(0, 50)),
-    st.builds(Stuck, st.builds(Place, st.sampled_from(NAMES), st.integers(0, 1), st.integers(1, 3), st.integers(0, 2)), st.just("work"), st.just(9.0)),
+    st.builds(Stuck, st.builds(MemberPlace, st.sampled_from(NAMES), st.integers(0, 1), st.integers(1, 3), st.integers(0, 2)), st.just("work"), st.just(9.0)),
     st.builds(inputs.RoleExited, st.sampled_from(NAMES), st.integers(1, 3), st.sampled_from([0, 1, 3, 143]), st.just("It ended."), st.booleans(), st.booleans()),
     st.builds(inputs.RoleLaunched, st.sampled_from(NAMES), st.integers(1, 3), st.just("1:1")),
     st.builds(inputs.CoordinatorStarted, st.just(1)),
@@ -298,7 +298,7 @@ def test_any_inputs_keep_the_invariants_and_every_job_can_end(
 ) -> None:
     on = {"rollout": "restart" if restart else "wait"}
     trainer = RoleSpec(
-        name="trainer", entry=SCRIPT, kind=Kind.ELASTIC, failover=failover, max_restarts=2, depends_on=on
+        name="trainer", entry=SCRIPT, kind=RoleKind.ELASTIC, failover=failover, max_restarts=2, depends_on=on
     )  # fmt: skip
     driver = Driver(trainer, *GRPO[1:])
     for event in given_:

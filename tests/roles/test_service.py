@@ -10,14 +10,14 @@ from dlrover.errors import InfrastructureError
 from dlrover.roles import serving
 from dlrover.roles.messages import (
     AckItems,
-    Address,
     Agreed,
+    CallAddress,
     GetItems,
     JoinRole,
     LookCursor,
     MemberEnded,
+    MemberPlace,
     OpenQueue,
-    Place,
     PublishPart,
     PutItems,
     RoleReply,
@@ -30,7 +30,7 @@ from dlrover.roles.messages import (
 from dlrover.roles.runtime import holder
 from dlrover.roles.serving import RolesService
 
-TRAINER = Place("trainer", 0, 1)
+TRAINER = MemberPlace("trainer", 0, 1)
 
 
 class Inputs(list[bytes]):
@@ -56,7 +56,7 @@ def asked(service: RolesService, request: RoleRequest) -> RoleReply:
 
 def test_what_comes_before_a_process_has_joined_again_is_to_be_asked_again() -> None:
     service = RolesService(Inputs())
-    join = JoinRole(TRAINER, Address("127.0.0.1", 1))
+    join = JoinRole(TRAINER, CallAddress("127.0.0.1", 1))
     asked(service, join)
     service._submit(MemberEnded(TRAINER, "its connection has ended", final=False))
     for request in (SetCursor(TRAINER, b"x"), LookCursor(TRAINER)):
@@ -72,8 +72,8 @@ def test_the_views_of_another_coordinator_have_higher_numbers() -> None:
     journal = Inputs()
     service = RolesService(journal)
     for index in range(3):
-        asked(service, JoinRole(Place("a", index, 1), Address("127.0.0.1", 1)))
-        asked(service, SetCursor(Place("a", index, 1), b"x"))
+        asked(service, JoinRole(MemberPlace("a", index, 1), CallAddress("127.0.0.1", 1)))
+        asked(service, SetCursor(MemberPlace("a", index, 1), b"x"))
     before = service._view
     assert before.number > 1
     for _ in range(2):
@@ -91,7 +91,7 @@ def test_the_journal_holds_what_is_not_settled_and_another_coordinator_goes_on_f
     longest = 0
     for number in range(60):
         for request in (
-            JoinRole(TRAINER, Address("127.0.0.1", 1)),
+            JoinRole(TRAINER, CallAddress("127.0.0.1", 1)),
             OpenQueue(TRAINER, "q", 4),
             PutItems(TRAINER, "q", 1, number, (bytes(300),), cursor=b"%d" % number),
             GetItems(TRAINER, "q", 2, number, 1),

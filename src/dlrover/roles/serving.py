@@ -16,8 +16,8 @@ from typing import Protocol
 import msgspec
 
 from dlrover.errors import InfrastructureError, ProtocolError
-from dlrover.roles.machine.members import ENDED, Members
-from dlrover.roles.machine.shared import Shared
+from dlrover.roles.machine.members import ENDED, RoleMembers
+from dlrover.roles.machine.shared import SharedState
 from dlrover.roles.messages import (
     MAX_TEXT,
     AckItems,
@@ -28,8 +28,8 @@ from dlrover.roles.messages import (
     LookCursor,
     LookQueue,
     MemberEnded,
+    MemberPlace,
     MemberStarted,
-    Place,
     PublishedAs,
     PutItems,
     RoleInput,
@@ -57,7 +57,7 @@ MAX_STATE = 512 << 20
 class ServiceState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     """All that the service knows: what it replaces in the journal is not needed any more."""
 
-    shared: Shared
+    shared: SharedState
     view: int
     """Number of the latest view."""
 
@@ -96,15 +96,15 @@ class RolesService:
         worlds: Iterable[str] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.shared = Shared(Members(frozenset(worlds)))
+        self.shared = SharedState(RoleMembers(frozenset(worlds)))
         self._journal, self._clock = journal, clock
         self._view = JobView()
         self._changed = asyncio.Event()
         """Set when a queue has changed, and replaced by another one."""
         self._view_changed = asyncio.Event()
         """The same for what views show."""
-        self._watched: dict[Place, int] = {}
-        self._timers: dict[Place, asyncio.TimerHandle] = {}
+        self._watched: dict[MemberPlace, int] = {}
+        self._timers: dict[MemberPlace, asyncio.TimerHandle] = {}
         self._closed = False
         self._grown, self._limit = 0, COMPACT
         """Bytes of the inputs since the last entry with the state, and with how many the next one comes."""
@@ -269,7 +269,7 @@ class RolesService:
                 del self._watched[place]
                 self._miss(place, CONNECTION_GRACE)
 
-    def _miss(self, place: Place, grace: float) -> None:
+    def _miss(self, place: MemberPlace, grace: float) -> None:
         """Let a process that has lost its connection count as ended after a while."""
         member = self.shared.members.get(place.role, place.index)
         if member is None or member.place != place or member.state == ENDED:
@@ -277,7 +277,7 @@ class RolesService:
         loop = asyncio.get_running_loop()
         self._timers[place] = loop.call_later(grace, self._give_up, place)
 
-    def _give_up(self, place: Place) -> None:
+    def _give_up(self, place: MemberPlace) -> None:
         self._timers.pop(place, None)
         if place in self._watched:
             return

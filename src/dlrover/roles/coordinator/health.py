@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from dlrover.roles.machine.health import Health, Looked, Stuck
 from dlrover.roles.machine.inputs import EndInstance
-from dlrover.roles.messages import MemberEnded, MemberStarted, Place, Pulse, PulseReply
+from dlrover.roles.messages import MemberEnded, MemberPlace, MemberStarted, Pulse, PulseReply
 from dlrover.roles.spec import RolesJob
 from dlrover.rpc.server import Server
 
@@ -38,7 +38,7 @@ class HealthWatch:
     ) -> None:
         self.health = Health({role.name: role.health for role in job.roles})
         self._stuck, self._kill = stuck, kill
-        self._ends: dict[Place, tuple[EndInstance, float]] = {}
+        self._ends: dict[MemberPlace, tuple[EndInstance, float]] = {}
         """Instances to end, and when they are killed."""
 
     def register(self, server: Server) -> None:
@@ -82,6 +82,6 @@ class HealthWatch:
         return PulseReply(pause, f"{order[0].reason}." if order is not None else "")
 
 
-def _before(one: Place, other: Place) -> bool:
+def _before(one: MemberPlace, other: MemberPlace) -> bool:
     """Return whether a life is an earlier one of the same instance."""
     return (one.role, one.index) == (other.role, other.index) and one.life < other.life

@@ -14,7 +14,7 @@ from dlrover._util import procs
 from dlrover.errors import DLRoverError, ExitCode, InfrastructureError
 from dlrover.master.app import read_outcome
 from dlrover.master.journal.history import History
-from dlrover.roles.coordinator.following import Reader
+from dlrover.roles.coordinator.following import EventReader
 from dlrover.roles.coordinator.health import HealthWatch
 from dlrover.roles.coordinator.jobs import RoleJobs, directory_of
 from dlrover.roles.coordinator.journal import RolesJournal
@@ -170,7 +170,7 @@ class Coordinator:
         )
 
     async def _follow(self, name: str, attempt: int) -> None:
-        reader = Reader(self._config.job.role(name), attempt)
+        reader = EventReader(self._config.job.role(name), attempt)
         seen = self.machine.roles[name].seen
         async for event in self._jobs.follow(name):
             for found in reader.read(event):

@@ -14,7 +14,7 @@ from dlrover.roles.machine.job import RolesMachine
 from dlrover.roles.messages import QueueStatus, ServiceStatus
 from dlrover.roles.serving import RolesService
 
-Phases = Mapping[tuple[str, int], tuple[str, float]]
+PhaseTimes = Mapping[tuple[str, int], tuple[str, float]]
 """Phase of each instance, by its role and index, and for how many seconds it has lasted."""
 
 
@@ -70,7 +70,7 @@ class RolesStatus(msgspec.Struct, frozen=True):
 
 
 def status_of(
-    machine: RolesMachine, service: ServiceStatus, now: float, phases: Phases | None = None
+    machine: RolesMachine, service: ServiceStatus, now: float, phases: PhaseTimes | None = None
 ) -> RolesStatus:
     """Return the status at time ``now``."""
     weights = tuple(

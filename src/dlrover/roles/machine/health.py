@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dlrover.roles.messages import START, WORK, MemberEnded, MemberStarted, Place, Pulse
+from dlrover.roles.messages import START, WORK, MemberEnded, MemberPlace, MemberStarted, Pulse
 
 MAX_PAUSE = 5.0
 """Seconds without a look beyond which the coordinator itself did not run; instances are not blamed for them."""
@@ -27,7 +27,7 @@ class Looked(msgspec.Struct, frozen=True):
 class Stuck(msgspec.Struct, frozen=True, tag="stuck"):
     """An instance has exceeded the limit of its phase."""
 
-    place: Place
+    place: MemberPlace
     phase: str
     """Empty if it has not said anything for so long."""
     seconds: float
@@ -40,7 +40,7 @@ Input = MemberStarted | MemberEnded | Looked | Pulse
 class Life:
     """The latest life of an instance."""
 
-    place: Place
+    place: MemberPlace
     since: float
     """When its phase began."""
     moved: float
@@ -92,10 +92,10 @@ class Health:
         least, most = PAUSES
         return min(most, max(least, min(limits.values()) / 5)) if limits else CALM
 
-    def _known(self, place: Place) -> Life | None:
+    def _known(self, place: MemberPlace) -> Life | None:
         return self.lives.get((place.role, place.index))
 
-    def _life(self, place: Place, now: float) -> Life | None:
+    def _life(self, place: MemberPlace, now: float) -> Life | None:
         """Return a life, which begins if it is new; None if it is over or of no role."""
         known = self._known(place)
         if place.role not in self.limits or (known and known.place.life > place.life):

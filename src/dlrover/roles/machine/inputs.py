@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from dlrover.roles.machine.health import Stuck
-from dlrover.roles.messages import MemberEnded, MemberStarted, Place
+from dlrover.roles.messages import MemberEnded, MemberPlace, MemberStarted
 from dlrover.roles.spec import RolesJob
 from dlrover.spec import events
 
@@ -104,7 +104,7 @@ class StopRole(msgspec.Struct, frozen=True):
 class EndInstance(msgspec.Struct, frozen=True):
     """End the processes of an instance; its role's job then restarts it, as after any failure."""
 
-    place: Place
+    place: MemberPlace
     reason: str
     node: int
     """As in `InstanceUp`."""

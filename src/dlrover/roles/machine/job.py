@@ -29,8 +29,8 @@ from dlrover.roles.machine.inputs import (
     StopRole,
     Submitted,
 )
-from dlrover.roles.messages import MemberEnded, MemberStarted, Place
-from dlrover.roles.spec import Failover, Kind, RolesJob, RoleSpec
+from dlrover.roles.messages import MemberEnded, MemberPlace, MemberStarted
+from dlrover.roles.spec import Failover, RoleKind, RolesJob, RoleSpec
 from dlrover.spec import events
 
 
@@ -56,7 +56,7 @@ _ALIVE = (RoleStatus.RUNNING, RoleStatus.RESTARTING, RoleStatus.STOPPING)
 class Instance:
     """The latest life of an instance."""
 
-    place: Place
+    place: MemberPlace
     up: bool = True
     reason: str = ""
     node: int = -1
@@ -98,7 +98,7 @@ class Role:
         return self.status is RoleStatus.RUNNING and self.up >= wanted
 
 
-class End(msgspec.Struct, frozen=True):
+class JobEnd(msgspec.Struct, frozen=True):
     """Why the job ends."""
 
     exit_code: int
@@ -114,7 +114,7 @@ class RolesMachine:
     roles: dict[str, Role] = field(default_factory=dict)
     submitted_at: float = 0.0
     #: set once the job is to end; its roles may still be ending
-    end: End | None = None
+    end: JobEnd | None = None
     #: when the job ended with all its roles; None before
     ended_at: float | None = None
     commands: list[Command] = field(default_factory=list)
@@ -139,7 +139,7 @@ class RolesMachine:
             case CoordinatorStarted(replayed):
                 self._recovered(replayed)
             case StopRequested(reason, exit_code):
-                self._finish(End(exit_code, reason))
+                self._finish(JobEnd(exit_code, reason))
             case RoleLaunched(name, attempt, handle):
                 if self._is_current(name, attempt):
                     self.roles[name].handle = handle
@@ -171,7 +171,7 @@ class RolesMachine:
                     role.instance_restarts += 1
 
     def _up(self, role: Role, event: InstanceUp) -> None:
-        place = Place(event.role, event.index, event.attempt, event.round)
+        place = MemberPlace(event.role, event.index, event.attempt, event.round)
         known = role.instances.get(event.index)
         if known is not None and place.life < known.place.life:
             return
@@ -237,16 +237,16 @@ class RolesMachine:
         role.status = RoleStatus.FAILED
         self._emit(events.RoleEnded(name, event.exit_code, event.reason))
         own = spec.failover is Failover.INSTANCE or (
-            spec.kind is Kind.ELASTIC and spec.failover is Failover.ROLE
+            spec.kind is RoleKind.ELASTIC and spec.failover is Failover.ROLE
         )
         reason = event.reason.rstrip(".")
         if event.hopeless or (own and not event.vanished):
-            self._finish(End(event.exit_code, f"role {name}: {event.reason}", name))
+            self._finish(JobEnd(event.exit_code, f"role {name}: {event.reason}", name))
             return
         role.restarts = [at for at in role.restarts if at > now - spec.window]
         if len(role.restarts) >= spec.max_restarts:
             used = f"all {spec.max_restarts} restarts within {spec.window:g} s are used"
-            self._finish(End(event.exit_code, f"role {name}: {reason}; {used}.", name))
+            self._finish(JobEnd(event.exit_code, f"role {name}: {reason}; {used}.", name))
             return
         role.restarts.append(now)
         self._restart(role, reason)
@@ -273,7 +273,7 @@ class RolesMachine:
         else:
             role.status = RoleStatus.WAITING
 
-    def _finish(self, end: End) -> None:
+    def _finish(self, end: JobEnd) -> None:
         """Begin to end the job; the first reason stays."""
         if self.end is not None:
             return
@@ -312,7 +312,7 @@ class RolesMachine:
             and all(r.status is RoleStatus.SUCCEEDED for r in deciding)
         ):
             what = f"the driver, {self.job.driver}," if self.job.driver else "all roles that end"
-            self._finish(End(ExitCode.SUCCESS, f"{what} succeeded.".capitalize()))
+            self._finish(JobEnd(ExitCode.SUCCESS, f"{what} succeeded.".capitalize()))
         if self.end is None:
             for role in self.roles.values():
                 if role.status is RoleStatus.WAITING and self._may_start(role):

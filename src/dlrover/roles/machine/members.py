@@ -10,16 +10,16 @@ from dlrover.errors import ProtocolError
 from dlrover.roles.messages import (
     JoinRole,
     MemberEnded,
+    MemberPlace,
     MemberStarted,
     MemberView,
-    Place,
 )
 
 STARTING, LIVE, ENDED = "starting", "live", "ended"
 
 
 @dataclass
-class Members:
+class RoleMembers:
     """All instances of all roles. Only `handle` changes them."""
 
     worlds: frozenset[str] = frozenset()
@@ -30,10 +30,10 @@ class Members:
     """Number of changes of each role's members."""
     instances: dict[str, int] = field(default_factory=dict)
     """Wanted instances of each role, as the latest that joined knows it."""
-    final: set[Place] = field(default_factory=set)
+    final: set[MemberPlace] = field(default_factory=set)
     """Latest lives that have ended for good."""
 
-    def handle(self, event: MemberStarted | MemberEnded | JoinRole) -> list[Place]:
+    def handle(self, event: MemberStarted | MemberEnded | JoinRole) -> list[MemberPlace]:
         """Handle an input; return the lives that are over by it.
 
         Raises:
@@ -68,7 +68,7 @@ class Members:
         """Return the latest life of an instance."""
         return self.roles.get(role, {}).get(index)
 
-    def check(self, place: Place) -> None:
+    def check(self, place: MemberPlace) -> None:
         """Refuse what comes from a life that is over.
 
         Raises:
@@ -80,12 +80,12 @@ class Members:
         if member is None or member.place != place or not member.pid:
             raise ProtocolError(f"{place} has not joined the job.")
 
-    def is_over(self, place: Place) -> bool:
+    def is_over(self, place: MemberPlace) -> bool:
         """Return whether a life has ended for good; one that only lost its connection has not."""
         member = self.get(place.role, place.index)
         return member is None or member.place != place or place in self.final
 
-    def is_away(self, place: Place) -> bool:
+    def is_away(self, place: MemberPlace) -> bool:
         """Return whether a life has lost its connection and may join again."""
         member = self.get(place.role, place.index)
         return member is not None and member.state == ENDED and not self.is_over(place)
@@ -104,13 +104,13 @@ class Members:
         self.roles.setdefault(place.role, {})[place.index] = member
         self.epochs[place.role] = self.epochs.get(place.role, 0) + 1
 
-    def _later(self, place: Place) -> MemberView | None:
+    def _later(self, place: MemberPlace) -> MemberView | None:
         """Return an instance whose life ends a given one: of the same instance, or of the same world."""
         members = self.roles.get(place.role, {})
         same = members.values() if place.role in self.worlds else [members.get(place.index)]
         return next((one for one in same if one is not None and one.place.life > place.life), None)
 
-    def _end_earlier(self, place: Place) -> list[Place]:
+    def _end_earlier(self, place: MemberPlace) -> list[MemberPlace]:
         """End the lives in a world that are earlier than a given one; the coordinator may still say why."""
         over = []
         for member in list(
@@ -123,7 +123,7 @@ class Members:
                 over.append(member.place)
         return over
 
-    def _started(self, place: Place) -> list[Place]:
+    def _started(self, place: MemberPlace) -> list[MemberPlace]:
         later = self._later(place)
         if later is not None:
             if later.place.attempt == place.attempt:
@@ -135,7 +135,7 @@ class Members:
         self._put(MemberView(place, STARTING, reason=known.reason if known is not None else ""))
         return [known.place] if known is not None else []
 
-    def _join(self, event: JoinRole) -> list[Place]:
+    def _join(self, event: JoinRole) -> list[MemberPlace]:
         place = event.place
         known = self.get(place.role, place.index)
         if (later := self._later(place)) is not None:
@@ -159,7 +159,7 @@ class Members:
         )
         return over
 
-    def _ended(self, event: MemberEnded) -> list[Place]:
+    def _ended(self, event: MemberEnded) -> list[MemberPlace]:
         known = self.get(event.place.role, event.place.index)
         place = event.place
         if known is not None and known.place == place and known.state == ENDED:
@@ -182,7 +182,7 @@ class Members:
         return over
 
 
-def _over(place: Place, known: MemberView) -> str:
+def _over(place: MemberPlace, known: MemberView) -> str:
     why = f" ({known.reason})" if known.reason else ""
     later = "it has ended"
     if known.place.attempt != place.attempt:

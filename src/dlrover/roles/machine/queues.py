@@ -11,8 +11,8 @@ from dlrover.roles.messages import (
     AckItems,
     GetItems,
     LeasedItem,
+    MemberPlace,
     OpenQueue,
-    Place,
     PutItems,
     QueueStatus,
 )
@@ -37,17 +37,17 @@ class ItemQueue:
     """Items that are not gone."""
     waiting: list[int] = field(default_factory=list)
     """A heap."""
-    leases: dict[int, Place] = field(default_factory=dict)
+    leases: dict[int, MemberPlace] = field(default_factory=dict)
     kept: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Role and step that acknowledged each kept item, in the order of the acknowledgements."""
-    takers: dict[int, Place] = field(default_factory=dict)
+    takers: dict[int, MemberPlace] = field(default_factory=dict)
     """Who acknowledged the latest ``KEPT * size`` items, kept or gone: the one that may repeat it."""
     forgotten: dict[tuple[str, int], int] = field(default_factory=dict)
     """Acknowledged items that are kept no longer, by role and step."""
     deliveries: dict[int, int] = field(default_factory=dict)
-    producers: dict[int, tuple[Place, int]] = field(default_factory=dict)
+    producers: dict[int, tuple[MemberPlace, int]] = field(default_factory=dict)
     """Each producer's process, and its last sequence number."""
-    consumers: dict[int, tuple[Place, int, tuple[int, ...]]] = field(default_factory=dict)
+    consumers: dict[int, tuple[MemberPlace, int, tuple[int, ...]]] = field(default_factory=dict)
     """Each consumer's process, its last sequence number, and the items that it got."""
     added: int = 0
     done: int = 0
@@ -160,7 +160,7 @@ class ItemQueue:
         del self.bodies[number]
         del self.deliveries[number]
 
-    def release(self, place: Place) -> None:
+    def release(self, place: MemberPlace) -> None:
         """Let others have what a life has leased."""
         for number in [n for n, holder in self.leases.items() if holder == place]:
             del self.leases[number]
@@ -169,7 +169,7 @@ class ItemQueue:
             if consumer == place:
                 self.consumers[key] = consumer, sequence, ()
 
-    def forget(self, place: Place) -> None:
+    def forget(self, place: MemberPlace) -> None:
         """Forget the requests of a life that is over: it repeats none."""
         self.producers = {key: one for key, one in self.producers.items() if one[0] != place}
         self.consumers = {key: one for key, one in self.consumers.items() if one[0] != place}

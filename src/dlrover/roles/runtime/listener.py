@@ -17,12 +17,12 @@ import msgspec
 
 from dlrover._util import handshake
 from dlrover.errors import DLRoverError, ProtocolError
-from dlrover.roles.messages import WORK, Address
+from dlrover.roles.messages import WORK, CallAddress
 from dlrover.roles.runtime import payload, wire
-from dlrover.roles.runtime.exporting import Exported, Exports
-from dlrover.roles.runtime.holding import Holding, Session, decode_hold
+from dlrover.roles.runtime.exporting import ExportedMethod, Exports
+from dlrover.roles.runtime.holding import HeldParts, Session, decode_hold
 from dlrover.roles.runtime.phases import Phases
-from dlrover.roles.runtime.wire import CallFrame, Op
+from dlrover.roles.runtime.wire import CallFrame, CallOp
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class _Call(NamedTuple):
     connection: _Connection
     frame: CallFrame
     method: str
-    exported: Exported
+    exported: ExportedMethod
 
 
 class CallListener:
@@ -71,7 +71,7 @@ class CallListener:
         host: str,
         machine: str,
         secret: bytes,
-        holding: Holding,
+        holding: HeldParts,
         phases: Phases,
     ) -> None:
         self._holding, self._phases = holding, phases
@@ -90,7 +90,7 @@ class CallListener:
         self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._unix.bind(f"\0{local}")
         self._unix.listen(1024)
-        self.address = Address(host, self._tcp.getsockname()[1], machine, local)
+        self.address = CallAddress(host, self._tcp.getsockname()[1], machine, local)
         for sock in (self._tcp, self._unix):
             threading.Thread(
                 target=self._accept, args=(sock,), name="roles-accept", daemon=True
@@ -167,21 +167,21 @@ class CallListener:
                 connection.session.end()
 
     def _take(self, connection: _Connection, frame: CallFrame) -> None:
-        if frame.op is Op.PING:
-            connection.reply(Op.RESULT, frame.call, msgspec.msgpack.encode(self.state()))
+        if frame.op is CallOp.PING:
+            connection.reply(CallOp.RESULT, frame.call, msgspec.msgpack.encode(self.state()))
             return
-        if frame.op is Op.HOLD:
+        if frame.op is CallOp.HOLD:
             connection.session = connection.session or self._holding.session()
             connection.hold(frame)
             return
-        if frame.op is not Op.CALL:
+        if frame.op is not CallOp.CALL:
             raise ProtocolError(f"A caller sent {frame.op.name}.")
         method = _method(frame)
         exported = self._exports.get(method)
         if exported is None:
             known = ", ".join(self._exports.table()) or "none"
             why = f"There is no method {method}; there are {known}."
-            connection.reply(Op.REFUSED, frame.call, why.encode())
+            connection.reply(CallOp.REFUSED, frame.call, why.encode())
             return
         call = _Call(connection, frame, method, exported)
         if exported.concurrent:
@@ -223,14 +223,16 @@ class _Connection:
         try:
             reply, fd, data = self.session.handle(decode_hold(frame.head))
         except DLRoverError as error:
-            self.reply(Op.REFUSED, frame.call, str(error).encode())
+            self.reply(CallOp.REFUSED, frame.call, str(error).encode())
             return
-        self.reply(Op.RESULT, frame.call, msgspec.msgpack.encode(reply), [data] if data else None)
+        self.reply(
+            CallOp.RESULT, frame.call, msgspec.msgpack.encode(reply), [data] if data else None
+        )
         if fd >= 0 and self._sock.family == socket.AF_UNIX:
             socket.send_fds(self._sock, [b"F"], [fd])
 
     def reply(
-        self, op: Op, call: int, head: bytes = b"", buffers: list[memoryview] | None = None
+        self, op: CallOp, call: int, head: bytes = b"", buffers: list[memoryview] | None = None
     ) -> None:
         """Send a reply; a caller that is gone needs none."""
         with self._lock:
@@ -251,11 +253,11 @@ def _method(frame: CallFrame) -> str:
     return str(method)
 
 
-def _outcome(call: _Call) -> tuple[Op, bytes, list[memoryview]]:
+def _outcome(call: _Call) -> tuple[CallOp, bytes, list[memoryview]]:
     try:
         _, args, kwargs = payload.decode(call.frame.head, call.frame.body)
         value = call.exported.function(*args, **kwargs)
-        return Op.RESULT, *payload.encode_named(f"the result of {call.method}", value)
+        return CallOp.RESULT, *payload.encode_named(f"the result of {call.method}", value)
     except BaseException as error:  # noqa: BLE001 - it is the caller's, and the thread goes on with the next call
         own = error.__traceback__.tb_next if error.__traceback__ is not None else None
         shown = error.with_traceback(own if not isinstance(error, DLRoverError) else None)
@@ -264,7 +266,7 @@ def _outcome(call: _Call) -> tuple[Op, bytes, list[memoryview]]:
         if type(error).__module__ not in ("builtins", "__main__"):
             kind = f"{type(error).__module__}.{kind}"
         return (
-            Op.RAISED,
+            CallOp.RAISED,
             msgspec.msgpack.encode((kind, _sendable(_words(error)), _sendable(text))),
             [],
         )
