@@ -68,6 +68,8 @@ class NoJournal:
     def append(self, entry: bytes, now: float) -> None:
         """Take an entry."""
 
+    replace = append
+
 
 def serve(token_file: Path, started: Callable[[str], None], lifeline: int) -> None:
     """Run the service of a coordinator, and keep a process for weights."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -17,33 +16,15 @@ from typing import Any
 
 import pytest
 
-from dlrover.roles.messages import HOLDER
+from dlrover.roles.coordinator.journal import RolesJournal
+from dlrover.roles.messages import HOLDER, MemberEnded, MemberPlace, MemberStarted
 from dlrover.roles.runtime import environment, holder, worker
-from dlrover.roles.runtime.worker import Worker
+from dlrover.roles.runtime.worker import RoleWorker
 from dlrover.roles.serving import RolesService
 from dlrover.rpc.server import Server
 from dlrover.spec.jobdir import JobDir
 
 TOKEN = "a-token-of-tests"
-
-
-class FileOfInputs:
-    """A journal in a file, which outlives its service."""
-
-    def __init__(self, path: Path) -> None:
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        self._db.execute("CREATE TABLE IF NOT EXISTS entries (seq INTEGER PRIMARY KEY, body BLOB)")
-
-    def append(self, entry: bytes, now: float) -> None:
-        self._db.execute("INSERT INTO entries (body) VALUES (?)", (entry,))
-
-    def entries(self) -> list[bytes]:
-        return [row[0] for row in self._db.execute("SELECT body FROM entries ORDER BY seq")]
-
-    def close(self) -> None:
-        self._db.close()
 
 
 @dataclass
@@ -65,14 +46,15 @@ class Coordinator:
         self.start()
 
     def start(self) -> None:
-        self.journal = FileOfInputs(self.directory.journal)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         self.run(self._serve)
 
     async def _serve(self) -> None:
-        self.service = RolesService(self.journal, self.journal.entries())
+        self.journal = RolesJournal(self.directory.journal)
+        entries = [entry for _, entry in self.journal.entries() if isinstance(entry, bytes)]
+        self.service = RolesService(self.journal, entries)
         self._server = Server(TOKEN, program="coordinator")
         self.service.register(self._server)
         self.port = await self._server.start("127.0.0.1", self.port)
@@ -138,7 +120,7 @@ class Coordinator:
     ) -> subprocess.Popen[str]:
         """Start an instance: ``module:Class`` or a script."""
         self._launched[role, index] = attempt, target, instances, args
-        self.run(lambda: self.service.started(role, index, attempt))
+        self.run(lambda: self.service.tell(MemberStarted(MemberPlace(role, index, attempt))))
         command = ["-m", "dlrover.roles.runtime.serve"] if not target.endswith(".py") else []
         env = {
             **os.environ,
@@ -179,7 +161,8 @@ class Coordinator:
         """Tell the service that an instance was killed."""
         self.processes.pop((role, index)).communicate()
         attempt = self.attempt(role, index)
-        self.run(lambda: self.service.ended(role, index, attempt, "it was killed by SIGKILL", 0))
+        ended = MemberEnded(MemberPlace(role, index, attempt), "it was killed by SIGKILL")
+        self.run(lambda: self.service.tell(ended))
 
     def close(self) -> None:
         for process in self.processes.values():
@@ -208,7 +191,7 @@ def coordinator(path: Path, *, keeps: bool = False) -> Iterator[Coordinator]:
 @contextmanager
 def joined(
     job: Coordinator, role: str, index: int = 0, attempt: int = 1, instances: int = 1
-) -> Iterator[Worker]:
+) -> Iterator[RoleWorker]:
     """This process as an instance of a role."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in job.variables(role, index, attempt, instances).items():

@@ -15,7 +15,7 @@ from dlrover.errors import ConfigurationError, InfrastructureError, MemberLostEr
 from dlrover.roles import RoleGroup, current_worker
 from dlrover.roles.runtime import wire
 from dlrover.roles.runtime.listener import CallState
-from dlrover.roles.runtime.wire import Op
+from dlrover.roles.runtime.wire import CallOp
 from tests.roles.coordinators import Coordinator, coordinator, joined
 from tests.waiting import until
 
@@ -183,7 +183,7 @@ def test_a_member_answers_that_it_lives_while_its_method_runs(
     ) as sock:
 
         def state() -> CallState:
-            wire.send(sock, Op.PING, 1)
+            wire.send(sock, CallOp.PING, 1)
             return msgspec.msgpack.decode(wire.receive(sock).head, type=CallState)
 
         running = until(lambda: state().running)

@@ -12,15 +12,15 @@ import pytest
 from dlrover._util import handshake
 from dlrover.errors import ConfigurationError, MemberLostError, ProtocolError
 from dlrover.roles import RoleGroup, current_worker
-from dlrover.roles.messages import Address, JoinRole, MemberEnded, Place
+from dlrover.roles.messages import CallAddress, JoinRole, MemberEnded, MemberPlace
 from dlrover.roles.runtime import payload, wire
-from dlrover.roles.runtime.wire import CallFrame, Op
+from dlrover.roles.runtime.wire import CallFrame, CallOp
 from tests.roles.coordinators import TOKEN, Coordinator, coordinator, joined
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-ROLLOUT = Place("rollout", 0, 1)
+ROLLOUT = MemberPlace("rollout", 0, 1)
 
 
 @pytest.fixture
@@ -59,13 +59,13 @@ def member(job: Coordinator) -> Iterator[Callable[[Answer], list[CallFrame]]]:
 
     yield made
     listening.close()
-    job.run(lambda: job.service.ended("rollout", 0, 1, "the test is over", 0))
+    job.run(lambda: job.service.tell(MemberEnded(ROLLOUT, "the test is over")))
     for thread in threads:
         thread.join(60)
 
 
 def join(job: Coordinator, port: int) -> None:
-    event = JoinRole(ROLLOUT, Address("127.0.0.1", port), {"ask": True})
+    event = JoinRole(ROLLOUT, CallAddress("127.0.0.1", port), {"ask": True})
     job.run(lambda: job.service._submit(event))
 
 
@@ -94,7 +94,7 @@ def test_an_answer_that_cannot_be_read_fails_its_own_call_only(
     member: Callable[[Answer], list[CallFrame]],
 ) -> None:
     heads = [b"\x91" * 100_000 + b"\x01", payload.encode([1])[0]]  # the first is nested too deep
-    member(lambda sock, call: wire.send(sock, Op.RESULT, call.call, heads.pop(0)))
+    member(lambda sock, call: wire.send(sock, CallOp.RESULT, call.call, heads.pop(0)))
     group = RoleGroup("rollout", wait=30)
     with pytest.raises(ProtocolError, match="rollout 0: ask: its answer cannot be read"):
         group.call_rank0("ask").result(60)
@@ -114,7 +114,7 @@ def test_what_follows_a_failed_call_may_call_again(
 
     future = group.call_rank0("ask_nobody")
     future.add_done_callback(follow)
-    member(lambda sock, call: wire.send(sock, Op.RESULT, call.call, head))
+    member(lambda sock, call: wire.send(sock, CallOp.RESULT, call.call, head))
     with pytest.raises(ConfigurationError, match="rollout has no method ask_nobody; it has ask"):
         future.result(60)
     assert failed.wait(60)
@@ -128,7 +128,7 @@ def test_a_part_of_a_batch_that_waits_for_its_turn_does_not_wait_in_vain(
 
     def answer(sock: socket.socket, call: CallFrame) -> None:
         assert released.wait(60)
-        wire.send(sock, Op.RESULT, call.call, head)
+        wire.send(sock, CallOp.RESULT, call.call, head)
 
     got = member(answer)
     batch = RoleGroup("rollout", wait=600).call_batch("ask", 2, [1, 2], _chunk=1)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dlrover.roles.coordinator.following import Reader
-from dlrover.roles.machine.job import InstanceDown, InstanceUp
-from dlrover.roles.spec import Entry, Form, Kind, RoleSpec
+from dlrover.roles.coordinator.following import EventReader
+from dlrover.roles.machine.inputs import InstanceDown, InstanceUp
+from dlrover.roles.spec import EntryForm, EntryPoint, RoleKind, RoleSpec
 from dlrover.spec import events
 from dlrover.spec.events import Event, EventBody
 
 
-def read(kind: Kind, *bodies: EventBody) -> list[InstanceUp | InstanceDown]:
-    reader = Reader(RoleSpec(name="a", entry=Entry(Form.SCRIPT, "/a.py"), kind=kind), 2)
+def read(kind: RoleKind, *bodies: EventBody) -> list[InstanceUp | InstanceDown]:
+    reader = EventReader(
+        RoleSpec(name="a", entry=EntryPoint(EntryForm.SCRIPT, "/a.py"), kind=kind), 2
+    )
     return [
         found
         for seq, body in enumerate(bodies, 1)
@@ -20,7 +22,7 @@ def read(kind: Kind, *bodies: EventBody) -> list[InstanceUp | InstanceDown]:
 
 def test_instances_come_and_go_one_by_one() -> None:
     found = read(
-        Kind.SIMPLE,
+        RoleKind.SIMPLE,
         events.InstanceStarted(0, "a", 0, 1),
         events.InstanceStarted(1, "a", 1, 1),
         events.InstanceRestarts(1, "a", 1, 1, "it was killed"),
@@ -38,7 +40,7 @@ def test_instances_come_and_go_one_by_one() -> None:
 
 def test_the_workers_of_a_world_come_and_go_together() -> None:
     found = read(
-        Kind.ELASTIC,
+        RoleKind.ELASTIC,
         events.RoundOpened(1, "the job starts", 1),
         events.RoundCompleted(1, 1, 2, 0.5),
         events.RestartDecided(1, "rank 0 was killed"),

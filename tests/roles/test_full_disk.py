@@ -11,12 +11,13 @@ from dlrover.errors import ExitCode, InfrastructureError
 from dlrover.master.journal.history import History
 from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.coordinator.shell import Coordinator
-from dlrover.roles.machine.job import RoleExited, StopRequested, Submitted
-from dlrover.roles.spec import Entry, Form, RolesConfig, RolesJob, RoleSpec
+from dlrover.roles.machine.inputs import RoleExited, StopRequested, Submitted
+from dlrover.roles.messages import MemberPlace, MemberStarted
+from dlrover.roles.spec import EntryForm, EntryPoint, RolesConfig, RolesJob, RoleSpec
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import Outcome
 
-ROLE = RoleSpec(name="a", entry=Entry(Form.SCRIPT, "/a.py"), max_restarts=0)
+ROLE = RoleSpec(name="a", entry=EntryPoint(EntryForm.SCRIPT, "/a.py"), max_restarts=0)
 JOB = RolesJob(name="job", roles=(ROLE,))
 LONG = "x" * 10_000
 
@@ -41,9 +42,9 @@ def test_a_role_that_ends_while_the_disk_is_full_ends_and_is_journalled_later(
         limit(journal, 1)
         coordinator._exited("a", 1, Outcome(exit_code=3, reason=LONG), 3)
         with pytest.raises(InfrastructureError, match="full"):
-            coordinator.service.started("a", 0, 1)
+            coordinator.service.tell(MemberStarted(MemberPlace("a", 0, 1)))
         limit(journal, 1 << 20)
-        coordinator.service.started("a", 0, 1)
+        coordinator.service.tell(MemberStarted(MemberPlace("a", 0, 1)))
         journal.close()
         history.close()
         return await coordinator.ended
@@ -55,6 +56,27 @@ def test_a_role_that_ends_while_the_disk_is_full_ends_and_is_journalled_later(
     assert isinstance(entries[1], RoleExited), "in the order in which they took effect"
     assert isinstance(entries[2], bytes)
     assert len(entries) == 3
+
+
+def test_the_state_of_the_service_replaces_its_inputs_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal = RolesJournal(path)
+    for entry in (Submitted(JOB), b"a", b"b", StopRequested("x", 5)):
+        journal.append(entry, 1.0)
+    limit(journal, 1)
+    with pytest.raises(InfrastructureError, match="full"):
+        journal.replace(LONG.encode(), 2.0)
+    limit(journal, 1 << 20)
+    assert [entry for _, entry in journal.entries()][1:3] == [b"a", b"b"]
+    journal.replace(b"state", 2.0)
+    journal.append(b"c", 3.0)
+    left = [Submitted(JOB), StopRequested("x", 5), b"state", b"c"]
+    assert [entry for _, entry in journal.entries()] == left
+    RolesJournal(path).close()
+    with pytest.raises(InfrastructureError, match="Another master has taken over"):
+        journal.replace(b"late", 4.0)
+    assert [entry for _, entry in journal.entries()] == left
+    journal.close()
 
 
 def test_an_input_of_a_coordinator_that_was_replaced_is_not_kept(tmp_path: Path) -> None:

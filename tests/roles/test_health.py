@@ -9,12 +9,12 @@ from hypothesis import given, settings, strategies as st
 
 from dlrover.errors import ConfigurationError
 from dlrover.roles.builder import Job
-from dlrover.roles.machine.health import Ended, Health, Input, Looked, Started
-from dlrover.roles.messages import IDLE, START, WORK, Place, Pulse
+from dlrover.roles.machine.health import Health, Input, Looked
+from dlrover.roles.messages import IDLE, START, WORK, MemberEnded, MemberPlace, MemberStarted, Pulse
 from dlrover.roles.runtime.phases import Awaited, Phases
 from dlrover.roles.spec import check
 
-A = Place("a", 0, 1, 1)
+A = MemberPlace("a", 0, 1, 1)
 LIMITS = {"a": {START: 100.0, WORK: 10.0, "compile": 50.0}, "free": {}}
 
 
@@ -45,28 +45,35 @@ def pulses(phase: str, first: int, last: int, *, moves: bool = False) -> list[tu
 def test_an_instance_that_answers_but_makes_no_progress_is_found_by_the_limit_of_its_phase(
     phase: str, found: float | None
 ) -> None:
-    stuck = looked(Health(LIMITS), (0, Started(A)), *pulses(phase, 0, 300))
+    stuck = looked(Health(LIMITS), (0, MemberStarted(A)), *pulses(phase, 0, 300))
     assert stuck == ([(found, phase)] if found else []), "once, and never in a phase without limit"
 
 
 def test_progress_begins_the_time_anew() -> None:
     health = Health(LIMITS)
-    assert not looked(health, (0, Started(A)), *pulses(WORK, 0, 300, moves=True))
+    assert not looked(health, (0, MemberStarted(A)), *pulses(WORK, 0, 300, moves=True))
 
 
 def test_one_that_never_reports_has_the_limit_of_its_start() -> None:
-    assert looked(Health(LIMITS), (0, Started(A)), (300, Looked())) == [(101.0, START)]
+    assert looked(Health(LIMITS), (0, MemberStarted(A)), (300, Looked())) == [(101.0, START)]
 
 
 def test_one_that_falls_silent_is_found_even_if_it_was_idle() -> None:
     last = (300, Looked())
-    assert looked(Health(LIMITS), (0, Started(A)), (5, Pulse(A, IDLE, 5, 5)), last) == [(16.0, "")]
+    assert looked(Health(LIMITS), (0, MemberStarted(A)), (5, Pulse(A, IDLE, 5, 5)), last) == [
+        (16.0, "")
+    ]
 
 
 def test_each_life_is_found_for_itself() -> None:
     health = Health(LIMITS)
-    later = Place("a", 0, 1, 2)
-    events = [(0, Started(A)), (120, Ended(A)), (120, Started(later)), (250, Looked())]
+    later = MemberPlace("a", 0, 1, 2)
+    events = [
+        (0, MemberStarted(A)),
+        (120, MemberEnded(A, "why")),
+        (120, MemberStarted(later)),
+        (250, Looked()),
+    ]
     assert looked(health, *events) == [(101.0, START), (221.0, START)]
     health.handle(Pulse(A, WORK, 500, 500), 251)
     assert health.lives["a", 0].place == later, "a late report changes nothing"
@@ -74,19 +81,19 @@ def test_each_life_is_found_for_itself() -> None:
 
 def test_nobody_is_blamed_for_the_time_in_which_the_coordinator_did_not_run() -> None:
     health = Health(LIMITS)
-    looked(health, (0, Started(A)), *pulses(WORK, 0, 5))
+    looked(health, (0, MemberStarted(A)), *pulses(WORK, 0, 5))
     assert not health.handle(Looked(), 500.0)
 
 
 LIVES = st.builds(
-    Place,
+    MemberPlace,
     st.sampled_from(["a", "free", "none"]),
     st.integers(0, 1),
     st.integers(1, 2),
     st.integers(0, 1),
 )
 EVENTS = st.one_of(
-    st.builds(Started, LIVES), st.builds(Ended, LIVES), st.builds(Looked),
+    st.builds(MemberStarted, LIVES), st.builds(MemberEnded, LIVES, st.just("why")), st.builds(Looked),
     st.builds(Pulse, LIVES, st.sampled_from([START, WORK, IDLE, "own"]), st.floats(0, 200), st.floats(0, 300)),
 )  # fmt: skip
 
@@ -97,7 +104,7 @@ def test_any_inputs_keep_the_invariants_and_each_life_is_found_once(
     given_: list[tuple[float, Input]],
 ) -> None:
     health, now = Health(LIMITS), 0.0
-    living: dict[tuple[str, int], list[Place]] = {}
+    living: dict[tuple[str, int], list[MemberPlace]] = {}
     for pause, event in given_:
         now += pause
         for stuck in health.handle(event, now):
@@ -110,7 +117,7 @@ def test_any_inputs_keep_the_invariants_and_each_life_is_found_once(
             earlier = living.setdefault((stuck.place.role, stuck.place.index), [])
             assert stuck.place not in earlier
             earlier.append(stuck.place)
-        if isinstance(event, Ended):
+        if isinstance(event, MemberEnded):
             living.pop((event.place.role, event.place.index), None)
         health.validate()
 

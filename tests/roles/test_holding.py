@@ -8,10 +8,10 @@ import threading
 import pytest
 
 from dlrover._util import handshake
-from dlrover.roles.messages import Address
+from dlrover.roles.messages import CallAddress
 from dlrover.roles.runtime import memory, wire
-from dlrover.roles.runtime.holding import Discard
-from dlrover.roles.runtime.wire import Op
+from dlrover.roles.runtime.holding import DiscardPart
+from dlrover.roles.runtime.wire import CallOp
 
 SECRET = wire.secret_of("a-token-of-tests")
 
@@ -29,12 +29,12 @@ def test_a_process_that_is_stopped_counts_as_gone_and_its_late_answer_is_read_by
 
         thread = threading.Thread(target=accept)
         thread.start()
-        address = Address("127.0.0.1", listening.getsockname()[1])
+        address = CallAddress("127.0.0.1", listening.getsockname()[1])
         connection = memory.HolderConnection(address, "elsewhere", SECRET)
         thread.join()
         with served[0] as stopped:
             with pytest.raises(TimeoutError):
-                connection.ask(Discard("a"))
-            wire.send(stopped, Op.RESULT, 0, b"late")
+                connection.ask(DiscardPart("a"))
+            wire.send(stopped, CallOp.RESULT, 0, b"late")
             with pytest.raises(OSError, match="Bad file descriptor"):
-                connection.ask(Discard("b"))
+                connection.ask(DiscardPart("b"))

@@ -8,18 +8,20 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover.errors import ExitCode
-from dlrover.roles.machine import job as machine
-from dlrover.roles.machine.job import RolesMachine, RoleStatus
-from dlrover.roles.spec import Entry, Failover, Form, Kind, RolesJob, RoleSpec
+from dlrover.roles.machine import inputs
+from dlrover.roles.machine.health import Stuck
+from dlrover.roles.machine.job import Role, RolesMachine, RoleStatus
+from dlrover.roles.messages import MemberEnded, MemberPlace, MemberStarted
+from dlrover.roles.spec import EntryForm, EntryPoint, Failover, RoleKind, RolesJob, RoleSpec
 from dlrover.spec import events
 
-SCRIPT = Entry(Form.SCRIPT, "/job/work.py")
-OBJECT = Entry(Form.OBJECT, "work:Work")
+SCRIPT = EntryPoint(EntryForm.SCRIPT, "/job/work.py")
+OBJECT = EntryPoint(EntryForm.OBJECT, "work:Work")
 GRPO = (
-    RoleSpec(name="trainer", entry=SCRIPT, kind=Kind.ELASTIC, processes=2, depends_on={"reward": "wait"}),
+    RoleSpec(name="trainer", entry=SCRIPT, kind=RoleKind.ELASTIC, processes=2, depends_on={"reward": "wait"}),
     RoleSpec(name="rollout", entry=OBJECT, least=1, most=2),
     RoleSpec(name="reward", entry=OBJECT, failover=Failover.ROLE, most=2, least=2),
-    RoleSpec(name="main", entry=SCRIPT, kind=Kind.DRIVER, depends_on={"trainer": "wait", "rollout": "wait"}),
+    RoleSpec(name="main", entry=SCRIPT, kind=RoleKind.DRIVER, depends_on={"trainer": "wait", "rollout": "wait"}),
 )  # fmt: skip
 
 
@@ -30,11 +32,11 @@ class Driver:
         self.machine = RolesMachine()
         self.now = 0.0
         self.seq = 0
-        self.inputs: list[machine.Input] = []
-        self.commands: list[machine.Command] = []
-        self.give(machine.Submitted(RolesJob(name="job", roles=roles or GRPO, **options)))
+        self.inputs: list[inputs.Input] = []
+        self.commands: list[inputs.Command] = []
+        self.give(inputs.Submitted(RolesJob(name="job", roles=roles or GRPO, **options)))
 
-    def give(self, event: machine.Input) -> list[machine.Command]:
+    def give(self, event: inputs.Input) -> list[inputs.Command]:
         self.now += 1.0
         self.inputs.append(event)
         commands = list(self.machine.handle(event, self.now))
@@ -45,39 +47,39 @@ class Driver:
     def status(self) -> dict[str, str]:
         return {name: role.status.value for name, role in self.machine.roles.items()}
 
-    def role(self, name: str) -> machine.Role:
+    def role(self, name: str) -> Role:
         return self.machine.roles[name]
 
-    def up(self, name: str, *indexes: int, round_: int = 0) -> list[machine.Command]:
+    def up(self, name: str, *indexes: int, round_: int = 0) -> list[inputs.Command]:
         role = self.role(name)
         every = indexes or range(role.spec.most * role.spec.processes)
         found = []
         for index in every:
             self.seq += 1
-            found += self.give(machine.InstanceUp(name, role.attempt, index, round_, self.seq))
+            found += self.give(inputs.InstanceUp(name, role.attempt, index, round_, self.seq))
         return found
 
-    def down(self, name: str, index: int, reason: str = "killed") -> list[machine.Command]:
+    def down(self, name: str, index: int, reason: str = "killed") -> list[inputs.Command]:
         self.seq += 1
         return self.give(
-            machine.InstanceDown(name, self.role(name).attempt, index, reason, self.seq)
+            inputs.InstanceDown(name, self.role(name).attempt, index, reason, self.seq)
         )
 
-    def exit(self, name: str, code: int = 0, **facts: Any) -> list[machine.Command]:
+    def exit(self, name: str, code: int = 0, **facts: Any) -> list[inputs.Command]:
         attempt = self.role(name).attempt
-        return self.give(machine.RoleExited(name, attempt, code, "It has ended.", **facts))
+        return self.give(inputs.RoleExited(name, attempt, code, "It has ended.", **facts))
 
     def events(self, kind: type) -> list[Any]:
-        emitted = [c.body for c in self.commands if isinstance(c, machine.Emit)]
+        emitted = [c.body for c in self.commands if isinstance(c, inputs.Emit)]
         return [body for body in emitted if isinstance(body, kind)]
 
 
-def started(commands: list[machine.Command]) -> list[str]:
-    return [c.role for c in commands if isinstance(c, machine.StartRole)]
+def started(commands: list[inputs.Command]) -> list[str]:
+    return [c.role for c in commands if isinstance(c, inputs.StartRole)]
 
 
-def stopped(commands: list[machine.Command]) -> list[str]:
-    return [c.role for c in commands if isinstance(c, machine.StopRole)]
+def stopped(commands: list[inputs.Command]) -> list[str]:
+    return [c.role for c in commands if isinstance(c, inputs.StopRole)]
 
 
 def running(*roles: RoleSpec) -> Driver:
@@ -108,14 +110,14 @@ def test_the_success_of_the_driver_ends_the_job_once_all_others_are_stopped() ->
     driver.exit("trainer", ExitCode.SIGNAL_BASE + 15)
     driver.exit("rollout", ExitCode.SIGNAL_BASE + 15)
     assert driver.machine.ended_at is None
-    (end,) = [c for c in driver.exit("reward", 143) if isinstance(c, machine.EndJob)]
+    (end,) = [c for c in driver.exit("reward", 143) if isinstance(c, inputs.EndJob)]
     assert (end.exit_code, end.role) == (0, "")
     assert driver.status()["main"] == "succeeded"
 
 
 def test_without_a_driver_the_job_ends_with_all_roles_that_are_no_services() -> None:
     driver = running(
-        RoleSpec(name="sft", entry=SCRIPT, kind=Kind.ELASTIC),
+        RoleSpec(name="sft", entry=SCRIPT, kind=RoleKind.ELASTIC),
         RoleSpec(name="evaluation", entry=SCRIPT),
         RoleSpec(name="judge", entry=OBJECT),
     )
@@ -131,14 +133,12 @@ def test_an_instance_that_fails_disturbs_no_other_role() -> None:
         commands = driver.down("rollout", 1)
         assert not stopped(commands)
         assert not started(commands)
-        told = [c for c in commands if isinstance(c, machine.MemberEnded)]
-        assert [(c.index, c.attempt, c.round) for c in told] == [(1, 1, number - 1)]
+        told = [c for c in commands if isinstance(c, MemberEnded)]
+        assert [(c.place.index, *c.place.life) for c in told] == [(1, 1, number - 1)]
         (joined,) = [
-            c
-            for c in driver.up("rollout", 1, round_=number)
-            if isinstance(c, machine.MemberStarted)
+            c for c in driver.up("rollout", 1, round_=number) if isinstance(c, MemberStarted)
         ]
-        assert joined.round == number
+        assert joined.place.round == number
     assert driver.role("rollout").instance_restarts == 3
 
 
@@ -176,7 +176,7 @@ def test_restarts_out_of_the_window_do_not_count() -> None:
 
 def test_the_whole_job_restarts_with_a_role_whose_failover_says_so() -> None:
     driver = running(
-        RoleSpec(name="actor", entry=SCRIPT, kind=Kind.ELASTIC, failover=Failover.JOB),
+        RoleSpec(name="actor", entry=SCRIPT, kind=RoleKind.ELASTIC, failover=Failover.JOB),
         RoleSpec(name="critic", entry=SCRIPT, depends_on={"actor": "wait"}),
     )
     commands = driver.exit("actor", 1)
@@ -211,14 +211,14 @@ def test_a_role_whose_own_budget_is_used_ends_the_job_with_its_root_cause() -> N
 def test_what_is_hopeless_is_not_restarted() -> None:
     driver = running(RoleSpec(name="a", entry=SCRIPT, failover=Failover.ROLE))
     driver.exit("a", 1, hopeless=True)
-    assert driver.commands[-1] == machine.EndJob(1, "role a: It has ended.", "a")
+    assert driver.commands[-1] == inputs.EndJob(1, "role a: It has ended.", "a")
 
 
 def test_a_launcher_that_died_is_replaced_whatever_the_failover() -> None:
     driver = running()
     commands = driver.exit("rollout", 3, vanished=True)
     assert started(commands) == ["rollout"]
-    assert {c.index for c in commands if isinstance(c, machine.MemberEnded)} == {0, 1}
+    assert {c.place.index for c in commands if isinstance(c, MemberEnded)} == {0, 1}
     assert driver.status()["main"] == "running"
 
 
@@ -229,10 +229,10 @@ def test_late_reports_of_an_earlier_attempt_change_nothing() -> None:
     driver.exit("a", 1)
     before = driver.status()
     for late in (
-        machine.RoleExited("a", 1, 0, "late"),
-        machine.InstanceUp("a", 1, 0, 5, 99),
-        machine.InstanceDown("a", 1, 0, "late", 99),
-        machine.RoleLaunched("a", 1, "1:2"),
+        inputs.RoleExited("a", 1, 0, "late"),
+        inputs.InstanceUp("a", 1, 0, 5, 99),
+        inputs.InstanceDown("a", 1, 0, "late", 99),
+        inputs.RoleLaunched("a", 1, "1:2"),
     ):
         assert driver.give(late) == []
     assert driver.status() == before
@@ -241,75 +241,75 @@ def test_late_reports_of_an_earlier_attempt_change_nothing() -> None:
 
 def test_a_user_stops_the_job_and_the_first_reason_stays() -> None:
     driver = running()
-    assert len(stopped(driver.give(machine.StopRequested("enough", 5)))) == 4
-    assert driver.give(machine.StopRequested("again", 130)) == []
+    assert len(stopped(driver.give(inputs.StopRequested("enough", 5)))) == 4
+    assert driver.give(inputs.StopRequested("again", 130)) == []
     for name in list(driver.machine.roles):
         driver.exit(name, 143)
-    assert driver.commands[-1] == machine.EndJob(5, "enough", "")
+    assert driver.commands[-1] == inputs.EndJob(5, "enough", "")
 
 
 def test_another_coordinator_repeats_what_the_last_one_may_not_have_done() -> None:
     driver = running()
     driver.down("rollout", 1)
-    driver.give(machine.StopRequested("enough", 5))
-    commands = driver.give(machine.CoordinatorStarted(9))
+    driver.give(inputs.StopRequested("enough", 5))
+    commands = driver.give(inputs.CoordinatorStarted(9))
     assert started(commands) == stopped(commands) == list(driver.machine.roles)
-    told = [c for c in commands if isinstance(c, machine.MemberEnded)]
-    assert [(c.role, c.index) for c in told] == [("rollout", 1)]
+    told = [c for c in commands if isinstance(c, MemberEnded)]
+    assert [(c.place.role, c.place.index) for c in told] == [("rollout", 1)]
 
 
 def test_an_instance_without_progress_ends_as_after_any_failure_and_for_its_own_reason() -> None:
     driver = running()
-    stuck = machine.InstanceStuck("rollout", 1, 1, 0, "work", 61.0)
-    (order,) = [c for c in driver.give(stuck) if isinstance(c, machine.EndInstance)]
+    stuck = Stuck(MemberPlace("rollout", 1, 1, 0), "work", 61.0)
+    (order,) = [c for c in driver.give(stuck) if isinstance(c, inputs.EndInstance)]
     why = "it had made no progress for 61 s in the phase work"
-    assert (order.role, order.index, order.attempt, order.round) == ("rollout", 1, 1, 0)
+    assert order.place == MemberPlace("rollout", 1, 1, 0)
     assert order.reason == why
     assert driver.give(stuck) == [], "once"
-    assert order in driver.give(machine.CoordinatorStarted(9)), "another coordinator repeats it"
+    assert order in driver.give(inputs.CoordinatorStarted(9)), "another coordinator repeats it"
     driver.up("rollout", 1)  # again, as another coordinator reads it
-    (told,) = [c for c in driver.down("rollout", 1) if isinstance(c, machine.MemberEnded)]
+    (told,) = [c for c in driver.down("rollout", 1) if isinstance(c, MemberEnded)]
     assert told.reason == why
     assert driver.role("rollout").instance_restarts == 1
     assert driver.give(stuck) == [], "it is down"
     driver.up("rollout", 1, round_=1)
     assert driver.give(stuck) == [], "another life"
-    again = machine.InstanceStuck("rollout", 1, 1, 1, "", 61.0)
-    assert [type(c) for c in driver.give(again)] == [machine.Emit, machine.EndInstance]
+    again = Stuck(MemberPlace("rollout", 1, 1, 1), "", 61.0)
+    assert [type(c) for c in driver.give(again)] == [inputs.Emit, inputs.EndInstance]
     assert set(driver.status().values()) == {"running"}, "no other role is disturbed"
 
 
 NAMES = [role.name for role in GRPO]
 INPUTS = st.one_of(
-    st.builds(machine.InstanceUp, st.sampled_from(NAMES), st.integers(1, 3), st.integers(0, 1), st.integers(0, 2), st.integers(0, 50)),
-    st.builds(machine.InstanceDown, st.sampled_from(NAMES), st.integers(1, 3), st.integers(0, 1), st.just("killed"), st.integers(0, 50)),
-    st.builds(machine.InstanceStuck, st.sampled_from(NAMES), st.integers(1, 3), st.integers(0, 1), st.integers(0, 2), st.just("work"), st.just(9.0)),
-    st.builds(machine.RoleExited, st.sampled_from(NAMES), st.integers(1, 3), st.sampled_from([0, 1, 3, 143]), st.just("It ended."), st.booleans(), st.booleans()),
-    st.builds(machine.RoleLaunched, st.sampled_from(NAMES), st.integers(1, 3), st.just("1:1")),
-    st.builds(machine.CoordinatorStarted, st.just(1)),
-    st.builds(machine.StopRequested, st.just("enough"), st.just(5)),
+    st.builds(inputs.InstanceUp, st.sampled_from(NAMES), st.integers(1, 3), st.integers(0, 1), st.integers(0, 2), st.integers(0, 50)),
+    st.builds(inputs.InstanceDown, st.sampled_from(NAMES), st.integers(1, 3), st.integers(0, 1), st.just("killed"), st.integers(0, 50)),
+    st.builds(Stuck, st.builds(MemberPlace, st.sampled_from(NAMES), st.integers(0, 1), st.integers(1, 3), st.integers(0, 2)), st.just("work"), st.just(9.0)),
+    st.builds(inputs.RoleExited, st.sampled_from(NAMES), st.integers(1, 3), st.sampled_from([0, 1, 3, 143]), st.just("It ended."), st.booleans(), st.booleans()),
+    st.builds(inputs.RoleLaunched, st.sampled_from(NAMES), st.integers(1, 3), st.just("1:1")),
+    st.builds(inputs.CoordinatorStarted, st.just(1)),
+    st.builds(inputs.StopRequested, st.just("enough"), st.just(5)),
 )  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(INPUTS, max_size=30), st.sampled_from(Failover), st.booleans())
 def test_any_inputs_keep_the_invariants_and_every_job_can_end(
-    given_: list[machine.Input], failover: Failover, restart: bool
+    given_: list[inputs.Input], failover: Failover, restart: bool
 ) -> None:
     on = {"rollout": "restart" if restart else "wait"}
     trainer = RoleSpec(
-        name="trainer", entry=SCRIPT, kind=Kind.ELASTIC, failover=failover, max_restarts=2, depends_on=on
+        name="trainer", entry=SCRIPT, kind=RoleKind.ELASTIC, failover=failover, max_restarts=2, depends_on=on
     )  # fmt: skip
     driver = Driver(trainer, *GRPO[1:])
     for event in given_:
         driver.give(event)
     twin = RolesMachine()
-    driver.give(machine.StopRequested("enough", 5))
+    driver.give(inputs.StopRequested("enough", 5))
     for name in NAMES:
         if driver.machine.ended_at is None:
             driver.exit(name, 143)
     assert driver.machine.ended_at is not None
-    ends = [c for c in driver.commands if isinstance(c, machine.EndJob)]
+    ends = [c for c in driver.commands if isinstance(c, inputs.EndJob)]
     assert len(ends) == 1
     for now, event in enumerate(driver.inputs, 1):
         twin.handle(event, float(now))

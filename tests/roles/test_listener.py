@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import socket
+import threading
 from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
 
-from dlrover.roles.messages import Place
-from dlrover.roles.runtime import payload, wire
+from dlrover._util import handshake
+from dlrover.roles.messages import MemberPlace
+from dlrover.roles.runtime import listener as listening, payload, wire
 from dlrover.roles.runtime.exporting import Exports, Marked
-from dlrover.roles.runtime.holding import Holding
+from dlrover.roles.runtime.holding import HeldParts
 from dlrover.roles.runtime.listener import CallListener
 from dlrover.roles.runtime.phases import Phases
-from dlrover.roles.runtime.wire import CallFrame, Op
+from dlrover.roles.runtime.wire import CallFrame, CallOp
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -56,7 +59,9 @@ def listener() -> Iterator[CallListener]:
     exports = Exports()
     for function in (cancel, missing, silent, large, one):
         exports.add(function.__name__, function, Marked())
-    made = CallListener(exports, "127.0.0.1", "here", SECRET, Holding(Place("a", 0)), Phases())
+    made = CallListener(
+        exports, "127.0.0.1", "here", SECRET, HeldParts(MemberPlace("a", 0)), Phases()
+    )
     yield made
     made.close()
 
@@ -68,7 +73,7 @@ def connected(listener: CallListener) -> socket.socket:
 
 
 def called(sock: socket.socket, method: str) -> CallFrame:
-    wire.send(sock, Op.CALL, 0, *payload.encode_call(method, (), {}))
+    wire.send(sock, CallOp.CALL, 0, *payload.encode_call(method, (), {}))
     return wire.receive(sock)
 
 
@@ -81,9 +86,9 @@ def test_whatever_a_method_raises_the_next_call_is_answered(
 ) -> None:
     with connected(listener) as sock:
         failed = called(sock, method)
-        assert failed.op is Op.RAISED
+        assert failed.op is CallOp.RAISED
         assert why in msgspec.msgpack.decode(failed.head)[1]
-        assert called(sock, "one").op is Op.RESULT
+        assert called(sock, "one").op is CallOp.RESULT
 
 
 def test_a_process_that_had_no_more_files_takes_connections_again(listener: CallListener) -> None:
@@ -112,8 +117,47 @@ def test_a_caller_that_is_stopped_holds_up_others_for_a_while_only(
 ) -> None:
     monkeypatch.setattr(wire.bound_sends, "__defaults__", (1,))
     with connected(listener) as stopped, connected(listener) as well:
-        wire.send(stopped, Op.CALL, 0, *payload.encode_call("large", (), {}))
+        wire.send(stopped, CallOp.CALL, 0, *payload.encode_call("large", (), {}))
         until(lambda: listener.state().done, 60)
-        assert called(well, "one").op is Op.RESULT
+        assert called(well, "one").op is CallOp.RESULT
         with pytest.raises(ConnectionError):
             wire.receive(stopped)
+
+
+def test_strangers_have_few_threads_and_a_process_of_the_job_is_served_beside_them(
+    listener: CallListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "MAX_STRANGERS", 2)
+    with contextlib.ExitStack() as stack:
+        strangers = []
+        for _ in range(4):
+            strangers.append(stack.enter_context(socket.socket(socket.AF_UNIX)))
+            strangers[-1].settimeout(60)
+            strangers[-1].connect(f"\0{listener.address.local}")
+            assert len(strangers[-1].recv(64)) == handshake.NONCE
+        assert [sock.recv(1) for sock in strangers[:2]] == [b"", b""], "the oldest two have ended"
+        with connected(listener) as sock:
+            assert called(sock, "one").op is CallOp.RESULT
+        assert len(listener._strangers) <= 2
+
+
+def test_a_caller_that_proves_its_secret_byte_by_byte_has_no_more_time_than_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handshake, "TIMEOUT", 0.3)
+    here, there = socket.socketpair()
+    over = threading.Event()
+
+    def drip() -> None:
+        for _ in range(2 * handshake.NONCE):
+            there.send(b"x")
+            if over.wait(0.05):
+                return
+
+    thread = threading.Thread(target=drip)
+    with here, there:
+        thread.start()
+        with pytest.raises(TimeoutError):
+            handshake.accept(here, SECRET)
+        over.set()
+        thread.join()

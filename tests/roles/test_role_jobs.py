@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from dlrover._util import procs
 from dlrover.cli.run.arguments import parse
 from dlrover.cli.run.launchspec import RunOptions
-from dlrover.roles.coordinator.jobs import arguments
-from dlrover.roles.spec import Entry, Failover, Form, Kind, RoleSpec
+from dlrover.roles.coordinator.jobs import RoleJobs, arguments
+from dlrover.roles.spec import (
+    EntryForm,
+    EntryPoint,
+    Failover,
+    RoleKind,
+    RolesConfig,
+    RolesJob,
+    RoleSpec,
+)
+from tests.waiting import until
 
 
 def options(tmp_path: Path, **spec: Any) -> RunOptions:
     script = tmp_path / "work.py"
     script.touch()
-    role = RoleSpec(name="a", entry=Entry(Form.SCRIPT, str(script), ("--lr", "1")), **spec)
+    role = RoleSpec(
+        name="a", entry=EntryPoint(EntryForm.SCRIPT, str(script), ("--lr", "1")), **spec
+    )
     return parse(arguments(role, "local"), {})
 
 
@@ -30,7 +47,7 @@ def test_instances_of_a_simple_role(tmp_path: Path) -> None:
 
 
 def test_a_world_of_an_elastic_role(tmp_path: Path) -> None:
-    found = options(tmp_path, kind=Kind.ELASTIC, least=1, most=2, processes=4, spares=1)
+    found = options(tmp_path, kind=RoleKind.ELASTIC, least=1, most=2, processes=4, spares=1)
     assert (found.job.min_nodes, found.job.max_nodes, found.launch.nproc_per_node) == (1, 2, 4)
     assert (found.job.instances, found.job.spares, found.launch.role) == ("", 1, "a")
 
@@ -38,21 +55,44 @@ def test_a_world_of_an_elastic_role(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("failover", "kind", "restarts"),
     [
-        (Failover.INSTANCE, Kind.SIMPLE, 10),
-        (Failover.ROLE, Kind.SIMPLE, 0),
-        (Failover.JOB, Kind.SIMPLE, 0),
-        (Failover.ROLE, Kind.ELASTIC, 10),
-        (Failover.JOB, Kind.ELASTIC, 0),
+        (Failover.INSTANCE, RoleKind.SIMPLE, 10),
+        (Failover.ROLE, RoleKind.SIMPLE, 0),
+        (Failover.JOB, RoleKind.SIMPLE, 0),
+        (Failover.ROLE, RoleKind.ELASTIC, 10),
+        (Failover.JOB, RoleKind.ELASTIC, 0),
     ],
 )
 def test_the_coordinator_decides_where_more_than_an_instance_restarts(
-    tmp_path: Path, failover: Failover, kind: Kind, restarts: int
+    tmp_path: Path, failover: Failover, kind: RoleKind, restarts: int
 ) -> None:
     assert options(tmp_path, failover=failover, kind=kind).job.max_restarts == restarts
 
 
 def test_objects_run_in_the_process_that_serves_them() -> None:
-    role = RoleSpec(name="a", entry=Entry(Form.OBJECT, "serving:Rollout"))
+    role = RoleSpec(name="a", entry=EntryPoint(EntryForm.OBJECT, "serving:Rollout"))
     assert arguments(role, "ray")[-5:] == [
         "--platform", "ray", "--module", "dlrover.roles.runtime.serve", "serving:Rollout",
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_launcher_that_is_stopped_ends_all_the_same(tmp_path: Path, *, ignores: bool) -> None:
+    """One that was stopped by SIGSTOP takes the request; one that ignores it is killed after a while."""
+    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" if ignores else ""
+    program = f"{ignore}\nprint(flush=True)\nwhile True: __import__('time').sleep(9)"
+    launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert launcher.stdout is not None
+    launcher.stdout.readline()
+    launcher.send_signal(signal.SIGSTOP)
+    until(lambda: psutil.Process(launcher.pid).status() == psutil.STATUS_STOPPED)
+    config = RolesConfig(job=RolesJob(name="job", roles=()))
+
+    async def stop() -> None:
+        jobs = RoleJobs(tmp_path, config, {}, -1, lambda *_: None)
+        jobs.stop(f"{launcher.pid}:{procs.start_time(launcher.pid)}", 0.1 if ignores else 600)
+        await procs.ended(launcher.pid)
+
+    with launcher:
+        asyncio.run(asyncio.wait_for(stop(), 60))
+    assert launcher.returncode == -(signal.SIGKILL if ignores else signal.SIGTERM)

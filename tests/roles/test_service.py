@@ -7,22 +7,30 @@ import asyncio
 import pytest
 
 from dlrover.errors import InfrastructureError
+from dlrover.roles import serving
 from dlrover.roles.messages import (
-    Address,
+    AckItems,
     Agreed,
+    CallAddress,
+    GetItems,
     JoinRole,
     LookCursor,
     MemberEnded,
-    Place,
+    MemberPlace,
+    OpenQueue,
+    PublishPart,
+    PutItems,
     RoleReply,
     RoleRequest,
     SetCursor,
     Turned,
+    UseVersion,
+    Version,
 )
 from dlrover.roles.runtime import holder
 from dlrover.roles.serving import RolesService
 
-TRAINER = Place("trainer", 0, 1)
+TRAINER = MemberPlace("trainer", 0, 1)
 
 
 class Inputs(list[bytes]):
@@ -37,6 +45,10 @@ class Inputs(list[bytes]):
             raise InfrastructureError("The journal is full.")
         super().append(entry)
 
+    def replace(self, entry: bytes, now: float) -> None:
+        self.append(entry)
+        self[:-1] = []
+
 
 def asked(service: RolesService, request: RoleRequest) -> RoleReply:
     return asyncio.run(service._ask(request))
@@ -44,7 +56,7 @@ def asked(service: RolesService, request: RoleRequest) -> RoleReply:
 
 def test_what_comes_before_a_process_has_joined_again_is_to_be_asked_again() -> None:
     service = RolesService(Inputs())
-    join = JoinRole(TRAINER, Address("127.0.0.1", 1))
+    join = JoinRole(TRAINER, CallAddress("127.0.0.1", 1))
     asked(service, join)
     service._submit(MemberEnded(TRAINER, "its connection has ended", final=False))
     for request in (SetCursor(TRAINER, b"x"), LookCursor(TRAINER)):
@@ -52,7 +64,7 @@ def test_what_comes_before_a_process_has_joined_again_is_to_be_asked_again() -> 
             asked(service, request)
     asked(service, join)
     assert asked(service, SetCursor(TRAINER, b"x")) == Agreed()
-    service.ended("trainer", 0, 1, "it was killed by SIGKILL")
+    service.tell(MemberEnded(TRAINER, "it was killed by SIGKILL"))
     assert isinstance(asked(service, SetCursor(TRAINER, b"x")), Turned), "it is over"
 
 
@@ -60,14 +72,42 @@ def test_the_views_of_another_coordinator_have_higher_numbers() -> None:
     journal = Inputs()
     service = RolesService(journal)
     for index in range(3):
-        asked(service, JoinRole(Place("a", index, 1), Address("127.0.0.1", 1)))
-        asked(service, SetCursor(Place("a", index, 1), b"x"))
+        asked(service, JoinRole(MemberPlace("a", index, 1), CallAddress("127.0.0.1", 1)))
+        asked(service, SetCursor(MemberPlace("a", index, 1), b"x"))
     before = service._view
     assert before.number > 1
     for _ in range(2):
         service = RolesService(journal, list(journal))
         assert service._view.number >= before.number, "a publisher waits for the number"
         assert service._view.roles == before.roles
+
+
+def test_the_journal_holds_what_is_not_settled_and_another_coordinator_goes_on_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving, "COMPACT", 5000)
+    journal = Inputs()
+    service = RolesService(journal, worlds=["trainer"])
+    longest = 0
+    for number in range(60):
+        for request in (
+            JoinRole(TRAINER, CallAddress("127.0.0.1", 1)),
+            OpenQueue(TRAINER, "q", 4),
+            PutItems(TRAINER, "q", 1, number, (bytes(300),), cursor=b"%d" % number),
+            GetItems(TRAINER, "q", 2, number, 1),
+            AckItems(TRAINER, "q", (number,), number % 2 - 1),
+            PublishPart(TRAINER, "w", number, 0, 1, TRAINER, f"k{number}", 10),
+            UseVersion(TRAINER, "w", Version(0, number)),
+        ):
+            asked(service, request)
+        longest = max(longest, sum(map(len, journal)))
+        if number % 7 == 0:
+            again = RolesService(journal, list(journal), worlds=["trainer"])
+            assert again.shared == service.shared
+            assert again._view.number >= service._view.number
+            service = again
+    assert service.shared.queues.get("q").done == 60
+    assert longest < 15_000, "the bodies alone have 18,000 bytes"
 
 
 def test_the_process_that_keeps_weights_is_tried_for_until_there_is_room(

@@ -9,57 +9,57 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover.errors import ProtocolError
-from dlrover.roles.machine.shared import Shared
+from dlrover.roles.machine.members import RoleMembers
+from dlrover.roles.machine.shared import SharedState
 from dlrover.roles.messages import (
     HOLDER,
     AckItems,
-    Address,
     Agreed,
+    CallAddress,
     CursorIs,
     GetItems,
     JoinRole,
     LeasedItems,
     LookCursor,
     MemberEnded,
+    MemberPlace,
     MemberStarted,
     OpenQueue,
-    Place,
     PublishedAs,
     PublishPart,
     PutItems,
     Resumed,
     RoleInput,
-    RolledBack,
     SetCursor,
     UseVersion,
     Version,
 )
 
-AT = Address("127.0.0.1", 1)
-KEEPER = Place(HOLDER, 0, 1)
+AT = CallAddress("127.0.0.1", 1)
+KEEPER = MemberPlace(HOLDER, 0, 1)
 
 
-def job(*places: Place) -> Shared:
-    shared = Shared()
+def job(*places: MemberPlace, worlds: tuple[str, ...] = ()) -> SharedState:
+    shared = SharedState(RoleMembers(frozenset(worlds)))
     for place in (KEEPER, *places):
         shared.handle(JoinRole(place, AT))
     return shared
 
 
-def rollout(index: int = 0, attempt: int = 1) -> Place:
-    return Place("rollout", index, attempt)
+def rollout(index: int = 0, attempt: int = 1) -> MemberPlace:
+    return MemberPlace("rollout", index, attempt)
 
 
-TRAINER = Place("trainer", 0, 1)
+TRAINER = MemberPlace("trainer", 0, 1)
 
 
 def publish(
-    shared: Shared,
+    shared: SharedState,
     step: int,
-    place: Place = TRAINER,
+    place: MemberPlace = TRAINER,
     part: int = 0,
     parts: int = 1,
-    holder: Place = KEEPER,
+    holder: MemberPlace = KEEPER,
 ) -> Version:
     key = f"{place.life}-{step}-{part}"
     reply = shared.handle(PublishPart(place, "w", step, part, parts, holder, key, 10))
@@ -68,16 +68,18 @@ def publish(
     return reply.version
 
 
-def current(shared: Shared) -> Version | None:
+def current(shared: SharedState) -> Version | None:
     return shared.weights["w"].current if "w" in shared.weights else None
 
 
-def serving(shared: Shared, role: str = "rollout") -> set[int]:
+def serving(shared: SharedState, role: str = "rollout") -> set[int]:
     shared.validate()
     return {m.place.index for m in shared.view(0).roles[role].members if m.serving}
 
 
-def lease(shared: Shared, place: Place, sequence: int, count: int = 1) -> dict[int, bytes]:
+def lease(
+    shared: SharedState, place: MemberPlace, sequence: int, count: int = 1
+) -> dict[int, bytes]:
     reply = shared.handle(GetItems(place, "q", place.index, sequence, count))
     shared.validate()
     assert isinstance(reply, LeasedItems)
@@ -135,7 +137,7 @@ def test_a_second_end_of_an_instance_counts_as_the_first() -> None:
 def test_an_end_that_is_told_late_ends_no_later_life() -> None:
     shared = job(rollout(attempt=2))
     shared.handle(MemberEnded(rollout(), "late"))
-    shared.handle(MemberEnded(Place("rollout", 0, 1, 7), "late", any_round=True))
+    shared.handle(MemberEnded(MemberPlace("rollout", 0, 1, 7), "late"))
     assert serving(shared) == {0}
 
 
@@ -162,13 +164,13 @@ def test_a_cursor_is_that_of_the_instance_in_whatever_life() -> None:
 # ---- queues
 
 
-def queue(size: int = 4) -> Shared:
+def queue(size: int = 4) -> SharedState:
     shared = job(TRAINER, rollout(), rollout(1))
     shared.handle(OpenQueue(TRAINER, "q", size, "prompts"))
     return shared
 
 
-def put(shared: Shared, sequence: int, *bodies: bytes, cursor: bytes | None = None) -> None:
+def put(shared: SharedState, sequence: int, *bodies: bytes, cursor: bytes | None = None) -> None:
     assert shared.handle(PutItems(TRAINER, "q", 1, sequence, bodies, cursor)) == Agreed()
     shared.validate()
 
@@ -241,14 +243,13 @@ def test_what_a_role_learned_after_the_step_it_goes_back_to_is_leased_again() ->
     for step in range(3):
         for number in lease(shared, TRAINER, step + 1, 2):
             shared.handle(AckItems(TRAINER, "q", (number,), step))
-    again = Place("trainer", 0, 1, 2)
+    again = MemberPlace("trainer", 0, 1, 2)
     for rank in (0, 1):  # both ranks of the role say so
-        shared.handle(JoinRole(Place("trainer", rank, 1, 2), AT))
+        shared.handle(JoinRole(MemberPlace("trainer", rank, 1, 2), AT))
     shared.handle(Resumed(again, 0))
     assert lease(shared, again, 1, 8).keys() == {2, 3, 4, 5}
     shared.handle(AckItems(again, "q", (2, 3), 1))
-    shared.handle(Resumed(Place("trainer", 1, 1, 2), 0))
-    shared.handle(RolledBack("trainer", 0))  # the coordinator has heard of it later
+    shared.handle(Resumed(MemberPlace("trainer", 1, 1, 2), 0))
     assert lease(shared, again, 2, 8) == {}
     shared.handle(Resumed(again, 0, 2))  # it went back once more, in the same process
     assert lease(shared, again, 3, 8).keys() == {2, 3}
@@ -260,7 +261,7 @@ def test_acknowledged_items_that_are_kept_no_longer_are_counted_as_lost() -> Non
         put(shared, n + 1, b"x")
         lease(shared, TRAINER, n + 1)
         shared.handle(AckItems(TRAINER, "q", (n,), n))
-    shared.handle(RolledBack("trainer", 0))
+    shared.handle(Resumed(TRAINER, 0))
     shared.validate()
     status = shared.queues.get("q").status()
     assert (status.waiting, status.lost, status.done) == (2, 1, 1), "step 0 is not undone"
@@ -270,7 +271,7 @@ def test_acknowledged_items_that_are_kept_no_longer_are_counted_as_lost() -> Non
 
 
 def test_a_version_is_there_once_all_parts_are() -> None:
-    second = Place("trainer", 1, 1)
+    second = MemberPlace("trainer", 1, 1)
     shared = job(TRAINER, second)
     publish(shared, 1, parts=2)
     assert current(shared) is None
@@ -303,7 +304,7 @@ def test_what_a_rolled_back_trainer_published_never_counts_as_newer() -> None:
     shared = job(TRAINER)
     for step in (9, 10, 11):
         publish(shared, step)
-    again = Place("trainer", 0, 2)
+    again = MemberPlace("trainer", 0, 2)
     shared.handle(JoinRole(again, AT))
     shared.handle(Resumed(again, 10))
     assert current(shared) == Version(0, 10)
@@ -312,6 +313,47 @@ def test_what_a_rolled_back_trainer_published_never_counts_as_newer() -> None:
     assert publish(shared, 11, again) == Version(1, 11) > Version(0, 11)
     assert current(shared) == Version(1, 11)
     assert shared.weights["w"].view().valid(Version(1, 11))
+
+
+def test_a_new_round_of_a_world_ends_the_earlier_lives_of_all_its_ranks() -> None:
+    """Rank 1 says where the role goes on before rank 0's last messages of the dead round arrive."""
+    ranks = [MemberPlace("trainer", rank, 1, 1) for rank in range(3)]
+    again = [MemberPlace("trainer", rank, 1, 2) for rank in range(2)]
+    shared = job(*ranks, worlds=("trainer",))
+    shared.handle(OpenQueue(ranks[0], "q", 4))
+    for step in (10, 11):
+        publish(shared, step, ranks[0])
+    shared.handle(PutItems(ranks[1], "q", 1, 1, (b"a",)))
+    assert lease(shared, ranks[0], 1) == {0: b"a"}
+    shared.handle(JoinRole(again[1], AT))
+    shared.handle(Resumed(again[1], 10))
+    for late in (
+        PublishPart(ranks[0], "w", 12, 0, 1, KEEPER, "late", 10),
+        AckItems(ranks[0], "q", (0,), step=12),
+    ):
+        with pytest.raises(ProtocolError, match="of trainer 0 is over: round 2 of the attempt has"):
+            shared.handle(late)
+    for late in (JoinRole(ranks[0], AT), JoinRole(MemberPlace("trainer", 3, 1, 1), AT)):
+        with pytest.raises(ProtocolError, match="round 2 of the attempt has begun"):
+            shared.handle(late)
+    shared.handle(MemberStarted(ranks[2]))  # the coordinator reads of the first round only now
+    shared.handle(MemberEnded(ranks[2], "killed by SIGKILL"))
+    assert [one.state for one in shared.view(0).roles["trainer"].members] == [
+        "ended",
+        "live",
+        "ended",
+    ]
+    assert shared.members.roles["trainer"][2].reason == "killed by SIGKILL"
+    assert current(shared) == Version(0, 10)
+    assert lease(shared, again[1], 1) == {0: b"a"}
+    shared.handle(JoinRole(again[0], AT))
+    assert publish(shared, 11, again[0]) == current(shared) == Version(1, 11)
+
+
+def test_instances_that_are_no_world_live_on_when_another_starts_anew() -> None:
+    shared = job(rollout(), rollout(1))
+    shared.handle(JoinRole(MemberPlace("rollout", 1, 1, 2), AT))
+    assert serving(shared) == {0, 1}
 
 
 def test_a_recovered_member_serves_once_it_has_the_current_version() -> None:
@@ -339,7 +381,7 @@ def test_a_member_with_a_version_that_was_rolled_back_serves_no_more() -> None:
     shared.handle(UseVersion(rollout(), "w", None))
     publish(shared, 1)
     shared.handle(UseVersion(rollout(), "w", publish(shared, 2)))
-    shared.handle(RolledBack("trainer", 1))
+    shared.handle(Resumed(TRAINER, 1))
     assert serving(shared) == set()
     shared.handle(UseVersion(rollout(), "w", Version(0, 1)))
     assert serving(shared) == {0}
@@ -381,7 +423,7 @@ def test_a_process_that_comes_back_puts_nothing_twice_and_serves_with_the_weight
     assert current(shared) == version
     assert serving(shared) == {0}
     shared.handle(MemberEnded(rollout(), "no connection", final=False))
-    shared.handle(RolledBack("trainer", 0))
+    shared.handle(Resumed(TRAINER, 0))
     shared.handle(JoinRole(rollout(), AT))
     assert serving(shared) == set(), "what it has was rolled back meanwhile"
     shared.handle(MemberEnded(KEEPER, "no connection", final=False))
@@ -394,14 +436,17 @@ def test_a_process_that_comes_back_puts_nothing_twice_and_serves_with_the_weight
 # ---- any order
 
 _places = st.builds(
-    Place, st.sampled_from(["a", "b"]), st.integers(0, 1), st.integers(1, 2), st.integers(0, 1)
+    MemberPlace,
+    st.sampled_from(["a", "b"]),
+    st.integers(0, 1),
+    st.integers(1, 2),
+    st.integers(0, 1),
 )
 _inputs: st.SearchStrategy[RoleInput] = st.one_of(
     st.builds(MemberStarted, _places),
-    st.builds(MemberEnded, _places, st.just("why"), st.booleans(), st.booleans()),
+    st.builds(MemberEnded, _places, st.just("why"), st.booleans()),
     st.builds(JoinRole, _places, st.just(AT), ready=st.booleans()),
     st.builds(JoinRole, _places, st.just(AT)),
-    st.builds(RolledBack, st.sampled_from(["a", "b"]), st.integers(0, 3)),
     st.builds(Resumed, _places, st.integers(0, 3), st.integers(1, 2)),
     st.builds(OpenQueue, _places, st.just("q"), st.sampled_from([2, 2, 2, 3])),
     st.builds(PutItems, _places, st.just("q"), st.integers(0, 1), st.integers(0, 9), st.sampled_from([(b"x",), (b"x", b"y")])),
@@ -418,9 +463,13 @@ _inputs: st.SearchStrategy[RoleInput] = st.one_of(
 def test_the_invariants_hold_after_any_inputs_and_a_replay_has_the_same_state(
     inputs: list[RoleInput],
 ) -> None:
-    shared, delivered = Shared(), Counter[int]()
+    shared, delivered = SharedState(RoleMembers(frozenset("a"))), Counter[int]()
     done: set[int] = set()
-    for event in [JoinRole(Place("a", 0, 1), AT), OpenQueue(Place("a", 0, 1), "q", 2), *inputs]:
+    for event in [
+        JoinRole(MemberPlace("a", 0, 1), AT),
+        OpenQueue(MemberPlace("a", 0, 1), "q", 2),
+        *inputs,
+    ]:
         before = msgspec.msgpack.encode(shared.status())
         if isinstance(event, PutItems | GetItems) and not shared.ready(event):
             continue
@@ -433,7 +482,7 @@ def test_the_invariants_hold_after_any_inputs_and_a_replay_has_the_same_state(
             continue
         finally:
             shared.validate()
-        if isinstance(event, Resumed | RolledBack):
+        if isinstance(event, Resumed):
             done.clear()
         if isinstance(reply, LeasedItems):
             assert not done & {item.number for item in reply.items}, "acknowledged for ever"
@@ -441,8 +490,12 @@ def test_the_invariants_hold_after_any_inputs_and_a_replay_has_the_same_state(
         if isinstance(event, AckItems) and event.step < 0:
             done.update(event.numbers)
     journal = msgspec.msgpack.Decoder(RoleInput)
-    again = Shared()
-    for event in [JoinRole(Place("a", 0, 1), AT), OpenQueue(Place("a", 0, 1), "q", 2), *inputs]:
+    again = SharedState(RoleMembers(frozenset("a")))
+    for event in [
+        JoinRole(MemberPlace("a", 0, 1), AT),
+        OpenQueue(MemberPlace("a", 0, 1), "q", 2),
+        *inputs,
+    ]:
         if isinstance(event, PutItems | GetItems) and not again.ready(event):
             continue
         try:

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from dlrover.errors import ProtocolError
 from dlrover.roles.runtime import payload, wire
-from dlrover.roles.runtime.wire import Op
+from dlrover.roles.runtime.wire import CallOp
 
 _plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -30,10 +30,10 @@ def test_values_and_arrays_come_through_a_socket_as_they_are(
     here, there = socket.socketpair()
     with here, there:
         head, buffers = payload.encode_call("method", [value, *arrays], {"key": value})
-        wire.send(here, Op.CALL, 7, head, buffers)
+        wire.send(here, CallOp.CALL, 7, head, buffers)
         frame = wire.receive(there, wire.BodyMemory())
         method, (back, *same), kwargs = payload.decode(frame.head, frame.body)
-    assert (frame.op, frame.call, method) == (Op.CALL, 7, "method")
+    assert (frame.op, frame.call, method) == (CallOp.CALL, 7, "method")
     assert back == value == kwargs["key"]
     for array, copy in zip(arrays, same, strict=True):
         np.testing.assert_array_equal(array, copy)

@@ -11,7 +11,7 @@ from dlrover.cli.main import app
 from dlrover.errors import ConfigurationError
 from dlrover.roles import Job, capacity
 from dlrover.roles.loading import load
-from dlrover.roles.spec import Failover, Form, Kind
+from dlrover.roles.spec import EntryForm, Failover, RoleKind
 
 PROGRAM = "class Work:\n    def run(self): ...\n\ndef main(): ...\n"
 
@@ -61,14 +61,18 @@ def test_yaml_and_python_say_the_same(folder: Path) -> None:
     assert load(str(folder / "job.py")) == found
     trainer, rollout, main = found.roles
     assert trainer.entry.args == ("--lr", "0.1")
-    assert (trainer.least, trainer.most, trainer.kind) == (1, 2, Kind.ELASTIC)
+    assert (trainer.least, trainer.most, trainer.kind) == (1, 2, RoleKind.ELASTIC)
     assert (rollout.size.cpu, rollout.size.memory) == (0.5, 1 << 30)
     assert (rollout.failover, rollout.env, rollout.config) == (
         Failover.ROLE,
         {"SEED": "1"},
         {"temperature": 0.7},
     )
-    assert [role.entry.form for role in found.roles] == [Form.SCRIPT, Form.OBJECT, Form.FUNCTION]
+    assert [role.entry.form for role in found.roles] == [
+        EntryForm.SCRIPT,
+        EntryForm.OBJECT,
+        EntryForm.FUNCTION,
+    ]
     assert (found.driver, main.depends_on) == ("main", {"trainer": "wait", "rollout": "wait"})
 
 

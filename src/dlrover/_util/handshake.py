@@ -5,11 +5,12 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+import time
 
 NONCE = 32
 """Bytes of a challenge, and of a proof."""
 TIMEOUT = 10.0
-"""Seconds that a peer has to prove that it knows the secret."""
+"""Seconds that a peer has to prove that it knows the secret, all in all."""
 
 
 def accept(sock: socket.socket, secret: bytes) -> bool:
@@ -21,7 +22,7 @@ def accept(sock: socket.socket, secret: bytes) -> bool:
     sock.settimeout(TIMEOUT)
     nonce = secrets.token_bytes(NONCE)
     sock.sendall(nonce)
-    answer = _exactly(sock, 2 * NONCE)
+    answer = _exactly(sock, 2 * NONCE, time.monotonic() + TIMEOUT)
     proof, challenge = answer[:NONCE], answer[NONCE:]
     if not hmac.compare_digest(proof, _proof(secret, b"client", nonce, challenge)):
         return False
@@ -35,7 +36,8 @@ def accept(sock: socket.socket, secret: bytes) -> bool:
 def offer(sock: socket.socket, secret: bytes) -> bool:
     """Prove to a server that this client knows the secret; return whether the server does.
 
-    The socket is closed if it does not, or if this fails.
+    The socket's time-out, or `TIMEOUT` without one, is that of the whole. The socket is closed if the server does not
+    know the secret, or if this fails.
 
     Raises:
         OSError: The server does not answer in time, or is gone.
@@ -43,11 +45,14 @@ def offer(sock: socket.socket, secret: bytes) -> bool:
     try:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        nonce = _exactly(sock, NONCE)
+        timeout = sock.gettimeout()
+        until = time.monotonic() + (TIMEOUT if timeout is None else timeout)
+        nonce = _exactly(sock, NONCE, until)
         challenge = secrets.token_bytes(NONCE)
         sock.sendall(_proof(secret, b"client", nonce, challenge) + challenge)
         proof = _proof(secret, b"server", nonce, challenge)
-        known = hmac.compare_digest(_exactly(sock, NONCE), proof)
+        known = hmac.compare_digest(_exactly(sock, NONCE, until), proof)
+        sock.settimeout(timeout)
     except BaseException:
         sock.close()
         raise
@@ -60,9 +65,13 @@ def _proof(secret: bytes, side: bytes, nonce: bytes, challenge: bytes) -> bytes:
     return hmac.digest(secret, side + nonce + challenge, "sha256")
 
 
-def _exactly(sock: socket.socket, count: int) -> bytes:
+def _exactly(sock: socket.socket, count: int, until: float) -> bytes:
     data = b""
     while len(data) < count:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the peer has not proved in time that it knows the secret")
+        sock.settimeout(left)
         more = sock.recv(count - len(data))
         if not more:
             raise ConnectionResetError("the peer has closed the connection")

@@ -33,8 +33,6 @@ from dlrover.spec.words import counted
 PLATFORMS, PLANNED = ("local",), ("ray", "kubernetes")
 AWAY, AGAIN = 60.0, 0.5
 """Seconds that a follower waits for a coordinator that is away, and between its attempts to reach it."""
-SHUTDOWN = 30.0
-"""Seconds that the roles' jobs have to end before everything is killed, beyond the supervisor's own wait."""
 
 
 def roles(
@@ -79,7 +77,8 @@ def run(file: str, platform: str, directory: str) -> Outcome:
         supervisor = Supervisor(job_dir, env, connect=client.connect)
         supervisor.add_coordinator()
         ends = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
-        outcome = asyncio.run(supervisor.run(ends, SHUTDOWN))
+        patience = max(role.shutdown_timeout for role in job.roles)
+        outcome = asyncio.run(supervisor.run(ends, patience))
     return msgspec.structs.replace(outcome, job_dir=str(job_dir.path))
 
 

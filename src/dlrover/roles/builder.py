@@ -12,10 +12,10 @@ import msgspec
 
 from dlrover.errors import ConfigurationError
 from dlrover.roles.entries import entry_point
-from dlrover.roles.spec import Failover, Kind, RolesJob, RoleSpec
+from dlrover.roles.spec import Failover, RoleKind, RolesJob, RoleSpec
 from dlrover.spec.node import NodeLimits
 
-E = TypeVar("E", Kind, Failover)
+E = TypeVar("E", RoleKind, Failover)
 UNITS = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12} | {
     f"{unit}i": 1024**power for power, unit in enumerate("KMGT", 1)
 }
@@ -87,7 +87,7 @@ class Job:
             RoleSpec(
                 name=str(name),
                 entry=entry_point(name, entry, self._directory),
-                kind=_choice(name, "kind", kind, Kind),
+                kind=_choice(name, "kind", kind, RoleKind),
                 least=least,
                 most=most,
                 processes=_whole(name, "processes", processes),

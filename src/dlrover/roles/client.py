@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from dlrover.errors import ConfigurationError
-from dlrover.roles.coordinator.status import RolesStatus, StatusRequest
+from dlrover.roles.coordinator.status import RolesStatus
 from dlrover.roles.coordinator.streaming import Events, EventsRequest
 from dlrover.roles.spec import RolesConfig
 from dlrover.rpc.connection import Connection
-from dlrover.rpc.messages import Done, StopRequest
+from dlrover.rpc.messages import Done, StatusRequest, StopRequest
 from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir, MasterAddress
 

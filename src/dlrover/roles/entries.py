@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 
 from dlrover.errors import ConfigurationError
-from dlrover.roles.spec import Entry, Form
+from dlrover.roles.spec import EntryForm, EntryPoint
 
 _NAME = r"[A-Za-z_]\w*"
 _DOTTED = rf"{_NAME}(\.{_NAME})*"
 
 
-def entry_point(role: str, text: str, directory: Path) -> Entry:
+def entry_point(role: str, text: str, directory: Path) -> EntryPoint:
     """Return the entry point that ``text`` names; scripts and modules are found in ``directory``.
 
     Raises:
@@ -30,15 +30,15 @@ def entry_point(role: str, text: str, directory: Path) -> Entry:
             raise ConfigurationError(
                 f"role {role}: entry {words[0]}: the script does not exist (looked in {directory})."
             )
-        return Entry(Form.SCRIPT, str(path), tuple(words[1:]))
+        return EntryPoint(EntryForm.SCRIPT, str(path), tuple(words[1:]))
     if len(words) == 1 and re.fullmatch(rf"{_DOTTED}:{_NAME}", words[0]):
         module, _, name = words[0].partition(":")
         _check_module(role, module, name, directory)
-        return Entry(Form.OBJECT, words[0])
+        return EntryPoint(EntryForm.OBJECT, words[0])
     if len(words) == 1 and re.fullmatch(rf"{_NAME}\.{_DOTTED}", words[0]):
         module, _, function = words[0].rpartition(".")
         _check_module(role, module, function, directory)
-        return Entry(Form.FUNCTION, words[0])
+        return EntryPoint(EntryForm.FUNCTION, words[0])
     raise ConfigurationError(
         f"role {role}: entry {text!r}: must be a script as 'train.py --lr 0.1', an object as 'module:Class' or "
         "a function as 'module.function'."

@@ -34,7 +34,7 @@ _Cursor = Annotated[bytes, msgspec.Meta(max_length=MAX_CURSOR)] | None
 _Numbers = Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_ITEMS)]
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True, order=True):
+class MemberPlace(msgspec.Struct, frozen=True, array_like=True, order=True):
     """One life of one instance of a role."""
 
     role: _Name
@@ -53,7 +53,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True, order=True):
         return f"{self.role} {self.index}"
 
 
-class Address(msgspec.Struct, frozen=True, array_like=True):
+class CallAddress(msgspec.Struct, frozen=True, array_like=True):
     """Where a process takes calls."""
 
     host: str = ""
@@ -74,34 +74,22 @@ class Version(msgspec.Struct, frozen=True, array_like=True, order=True):
         return f"{self.step}" if not self.epoch else f"{self.step} (epoch {self.epoch})"
 
 
-# ---- from the coordinator: `RolesService` makes these
+# ---- from the coordinator
 
 
 class MemberStarted(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     """The coordinator starts an instance; earlier lives of it are over."""
 
-    place: Place
+    place: MemberPlace
 
 
 class MemberEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """An instance has ended. What it held goes to others."""
 
-    place: Place
+    place: MemberPlace
     reason: _Text
     final: bool = True
     """False if only its connection was lost: it may come back."""
-    any_round: bool = False
-    """True if its latest round has ended, whatever that is."""
-
-
-class RolledBack(msgspec.Struct, frozen=True, array_like=True, tag="rolled_back"):
-    """A role goes on from a step: what it has published and learned after it never was.
-
-    If its processes have said so themselves since their start, this changes nothing.
-    """
-
-    role: _Name
-    step: _Number
 
 
 # ---- from processes
@@ -110,8 +98,8 @@ class RolledBack(msgspec.Struct, frozen=True, array_like=True, tag="rolled_back"
 class JoinRole(msgspec.Struct, frozen=True, array_like=True, tag="join"):
     """The process has started and takes calls at an address."""
 
-    place: Place
-    address: Address
+    place: MemberPlace
+    address: CallAddress
     methods: dict[str, bool] = {}
     """Names of the methods that others may call; True for idempotent ones."""
     pid: Annotated[int, msgspec.Meta(ge=1)] = 1
@@ -122,9 +110,12 @@ class JoinRole(msgspec.Struct, frozen=True, array_like=True, tag="join"):
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True, tag="resumed"):
-    """The process's role goes on from a step, as `RolledBack`. All processes of the role may say so; it counts once."""
+    """The process's role goes on from a step: what it has published and learned after it never was.
 
-    place: Place
+    All processes of the role may say so after each of its starts; it counts once.
+    """
+
+    place: MemberPlace
     step: _Number
     count: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Which of the process's messages of this kind it is."""
@@ -133,7 +124,7 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True, tag="resumed"):
 class OpenQueue(msgspec.Struct, frozen=True, array_like=True, tag="queue"):
     """A queue that the process uses, and how. All must use it alike."""
 
-    place: Place
+    place: MemberPlace
     queue: _Name
     size: Annotated[int, msgspec.Meta(ge=1)]
     kind: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
@@ -142,7 +133,7 @@ class OpenQueue(msgspec.Struct, frozen=True, array_like=True, tag="queue"):
 class PutItems(msgspec.Struct, frozen=True, array_like=True, tag="put"):
     """Items to add to a queue: all or none. A repeated request counts once."""
 
-    place: Place
+    place: MemberPlace
     queue: _Name
     producer: _Number
     sequence: _Number
@@ -155,7 +146,7 @@ class PutItems(msgspec.Struct, frozen=True, array_like=True, tag="put"):
 class GetItems(msgspec.Struct, frozen=True, array_like=True, tag="get"):
     """Lease up to ``count`` items. A repeated request gets the same items."""
 
-    place: Place
+    place: MemberPlace
     queue: _Name
     consumer: _Number
     sequence: _Number
@@ -168,7 +159,7 @@ class GetItems(msgspec.Struct, frozen=True, array_like=True, tag="get"):
 class AckItems(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
     """Leased items that are done, and are never leased again."""
 
-    place: Place
+    place: MemberPlace
     queue: _Name
     numbers: _Numbers
     step: Annotated[int, msgspec.Meta(ge=-1)] = -1
@@ -180,20 +171,20 @@ class AckItems(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
 class SetCursor(msgspec.Struct, frozen=True, array_like=True, tag="cursor"):
     """The instance's cursor, which its next life finds."""
 
-    place: Place
+    place: MemberPlace
     cursor: Annotated[bytes, msgspec.Meta(max_length=MAX_CURSOR)]
 
 
 class PublishPart(msgspec.Struct, frozen=True, array_like=True, tag="publish"):
     """One rank's part of a version of weights lies complete at a holder."""
 
-    place: Place
+    place: MemberPlace
     name: _Name
     step: _Number
     part: _Number
     parts: Annotated[int, msgspec.Meta(ge=1)]
     """Number of parts of the version, which is visible once it has all of them."""
-    holder: Place
+    holder: MemberPlace
     key: _Name
     """What the holder knows the part by."""
     nbytes: _Number = 0
@@ -202,7 +193,7 @@ class PublishPart(msgspec.Struct, frozen=True, array_like=True, tag="publish"):
 class UseVersion(msgspec.Struct, frozen=True, array_like=True, tag="use"):
     """The instance works with a version from now on; None: with none yet, but it will."""
 
-    place: Place
+    place: MemberPlace
     name: _Name
     version: Version | None
 
@@ -213,19 +204,19 @@ class UseVersion(msgspec.Struct, frozen=True, array_like=True, tag="use"):
 class LookCursor(msgspec.Struct, frozen=True, array_like=True, tag="look_cursor"):
     """Request for the instance's cursor."""
 
-    place: Place
+    place: MemberPlace
 
 
 class LookQueue(msgspec.Struct, frozen=True, array_like=True, tag="look_queue"):
     """Request for the length of a queue."""
 
-    place: Place
+    place: MemberPlace
     queue: _Name
 
 
 RoleInput: TypeAlias = (
-    MemberStarted | MemberEnded | RolledBack | JoinRole | Resumed | OpenQueue | PutItems | GetItems
-    | AckItems | SetCursor | PublishPart | UseVersion
+    MemberStarted | MemberEnded | JoinRole | Resumed | OpenQueue | PutItems | GetItems | AckItems
+    | SetCursor | PublishPart | UseVersion
 )  # fmt: skip
 """What changes the state of the service; the journal holds these."""
 RoleRequest: TypeAlias = (
@@ -305,12 +296,12 @@ RoleReply: TypeAlias = Agreed | Later | Turned | LeasedItems | CursorIs | QueueS
 class MemberView(msgspec.Struct, frozen=True, array_like=True):
     """One instance of a role as others see it: its latest life."""
 
-    place: Place
+    place: MemberPlace
     state: str
     """``starting``, ``live`` (it takes calls) or ``ended``."""
     serving: bool = False
     """True if it is live and, where its role uses weights, has the version that counts."""
-    address: Address = Address()
+    address: CallAddress = CallAddress()
     methods: dict[str, bool] = {}
     using: dict[str, Version] = {}
     """Version of each named weights that it works with."""
@@ -333,7 +324,7 @@ class PartView(msgspec.Struct, frozen=True, array_like=True):
     """Where a part of a version lies."""
 
     part: int
-    holder: Place
+    holder: MemberPlace
     key: str
     nbytes: int
 
@@ -359,7 +350,7 @@ class WeightsView(msgspec.Struct, frozen=True, array_like=True):
     pending: tuple[PartView, ...] = ()
     """Parts of a version that is not visible yet, because others are missing."""
 
-    def listed(self, holder: Place) -> set[str]:
+    def listed(self, holder: MemberPlace) -> set[str]:
         """Return the keys of all parts that a holder keeps."""
         parts = [*self.pending, *(part for version in self.versions for part in version.parts)]
         return {part.key for part in parts if part.holder == holder}
@@ -372,7 +363,7 @@ class WeightsView(msgspec.Struct, frozen=True, array_like=True):
 class Pulse(msgspec.Struct, frozen=True, array_like=True):
     """An instance's report of its phase; no journal has it."""
 
-    place: Place
+    place: MemberPlace
     phase: _Name
     seconds: Annotated[float, msgspec.Meta(ge=0)]
     """Seconds since the phase began."""
@@ -394,7 +385,7 @@ class PulseReply(msgspec.Struct, frozen=True, array_like=True):
 class WatchJob(msgspec.Struct, frozen=True, array_like=True):
     """Request for the stream of views. The process counts as connected while it reads the stream."""
 
-    place: Place
+    place: MemberPlace
 
 
 class JobView(msgspec.Struct, frozen=True, array_like=True):

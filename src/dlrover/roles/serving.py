@@ -1,7 +1,8 @@
 """The service that the processes of roles talk to; the job's coordinator runs it on its server.
 
 Each input is journalled before it takes effect: a coordinator that reads the journal again has the same state, and
-no process notices that it was another one, but for the time in which it was away.
+no process notices that it was another one, but for the time in which it was away. Once the inputs are large, one entry
+with the state replaces them: items that are done cost no room.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Protocol
 import msgspec
 
 from dlrover.errors import InfrastructureError, ProtocolError
-from dlrover.roles.machine.members import ENDED
-from dlrover.roles.machine.shared import Shared
+from dlrover.roles.machine.members import ENDED, RoleMembers
+from dlrover.roles.machine.shared import SharedState
 from dlrover.roles.messages import (
     MAX_TEXT,
     AckItems,
@@ -27,14 +28,13 @@ from dlrover.roles.messages import (
     LookCursor,
     LookQueue,
     MemberEnded,
+    MemberPlace,
     MemberStarted,
-    Place,
     PublishedAs,
     PutItems,
     RoleInput,
     RoleReply,
     RoleRequest,
-    RolledBack,
     ServiceStatus,
     SetCursor,
     Turned,
@@ -48,7 +48,21 @@ CONNECTION_GRACE = 3.0
 """Seconds without a connection after which a process counts as ended, if nobody has seen it end."""
 RECOVERY_GRACE = 30.0
 """The same after the start of a coordinator: processes look for it at intervals."""
-_decoder = msgspec.msgpack.Decoder(RoleInput)
+COMPACT = 64 << 20
+"""Least bytes of inputs that one entry with the state replaces; of a larger state, at least as many as it has."""
+MAX_STATE = 512 << 20
+"""Maximum bytes of such an entry."""
+
+
+class ServiceState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
+    """All that the service knows: what it replaces in the journal is not needed any more."""
+
+    shared: SharedState
+    view: int
+    """Number of the latest view."""
+
+
+_decoder = msgspec.msgpack.Decoder(RoleInput | ServiceState)
 
 
 class RoleJournal(Protocol):
@@ -61,6 +75,9 @@ class RoleJournal(Protocol):
             InfrastructureError: It was not added.
         """
 
+    def replace(self, entry: bytes, now: float) -> None:
+        """Put an entry in the place of all others, or raise the same error."""
+
 
 class RolesService:
     """Members, queues and weights of one job. All methods run on one event loop.
@@ -68,6 +85,7 @@ class RolesService:
     Args:
         journal: Takes each input before it takes effect.
         entries: What an earlier coordinator's journal holds, oldest first.
+        worlds: Roles whose instances start together, as those of an elastic role.
         clock: Seconds; for the journal only.
     """
 
@@ -75,30 +93,39 @@ class RolesService:
         self,
         journal: RoleJournal,
         entries: Iterable[bytes] = (),
+        worlds: Iterable[str] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.shared = Shared()
+        self.shared = SharedState(RoleMembers(frozenset(worlds)))
         self._journal, self._clock = journal, clock
         self._view = JobView()
         self._changed = asyncio.Event()
         """Set when a queue has changed, and replaced by another one."""
         self._view_changed = asyncio.Event()
         """The same for what views show."""
-        self._watched: dict[Place, int] = {}
-        self._timers: dict[Place, asyncio.TimerHandle] = {}
+        self._watched: dict[MemberPlace, int] = {}
+        self._timers: dict[MemberPlace, asyncio.TimerHandle] = {}
         self._closed = False
-        replayed = 0
-        for replayed, entry in enumerate(entries, 1):  # noqa: B007 - the number of them
-            self._replay(entry)
-        # Each entry makes at most one view: this coordinator's have higher numbers than its predecessors'.
-        self._view = JobView(replayed)
+        self._grown, self._limit = 0, COMPACT
+        """Bytes of the inputs since the last entry with the state, and with how many the next one comes."""
+        number = 0
+        for entry in entries:
+            number = self._replay(entry, number)
+        self._view = JobView(number)
         self._renew_view()
 
-    def _replay(self, entry: bytes) -> None:
+    def _replay(self, entry: bytes, number: int) -> int:
+        """Take in an entry after which no earlier coordinator had a view above the returned number."""
+        found = _decoder.decode(entry)
+        if isinstance(found, ServiceState):
+            self.shared, self._grown, self._limit = found.shared, 0, max(COMPACT, len(entry))
+            return found.view
+        self._grown += len(entry)
         try:
-            self.shared.handle(_decoder.decode(entry))
+            self.shared.handle(found)
         except ProtocolError as error:  # it was refused the first time, too
             logger.debug("Refused again: %s", error)
+        return number + 1  # each input makes at most one view
 
     # ---- for the coordinator
 
@@ -114,27 +141,15 @@ class RolesService:
                 if member.pid and member.state != ENDED and member.place not in self._watched:
                     self._miss(member.place, RECOVERY_GRACE)
 
-    def started(self, role: str, index: int, attempt: int, round_: int = 0) -> None:
-        """Note that an instance is being started; earlier lives of it are over.
+    def tell(self, event: MemberStarted | MemberEnded) -> None:
+        """Note that a life of an instance begins or has ended; whoever called it gets the reason.
 
-        ``round_`` numbers the starts within an attempt: the round of the events of the role's own job, which its
-        process has as `launched.given`.
+        Raises:
+            DLRoverError: A later life is known, or the journal takes nothing now.
         """
-        self._submit(MemberStarted(Place(role, index, attempt, round_)))
-
-    def ended(
-        self, role: str, index: int, attempt: int, reason: str, round_: int | None = None
-    ) -> None:
-        """Note that an instance has ended, and why: whoever called it gets the reason.
-
-        ``round_`` None: whatever round of the attempt is the latest.
-        """
-        place = Place(role, index, attempt, round_ or 0)
-        self._submit(MemberEnded(place, reason[:MAX_TEXT], any_round=round_ is None))
-
-    def rolled_back(self, role: str, step: int) -> None:
-        """Note that a role goes on from a step: what it published and learned after it never was."""
-        self._submit(RolledBack(role, step))
+        if isinstance(event, MemberEnded):
+            event = msgspec.structs.replace(event, reason=event.reason[:MAX_TEXT])
+        self._submit(event)
 
     def snapshot(self) -> ServiceStatus:
         """Return members, versions of weights and queues, for people."""
@@ -158,11 +173,25 @@ class RolesService:
             ProtocolError: It contradicts the known state.
             InfrastructureError: It could not be journalled; nothing has changed.
         """
-        self._journal.append(msgspec.msgpack.encode(event), self._clock())
+        entry = msgspec.msgpack.encode(event)
+        self._journal.append(entry, self._clock())
         try:
             return self.shared.handle(event)
         finally:
             self._tell(event)
+            self._grown += len(entry)
+            if self._grown > self._limit:
+                self._compact()
+
+    def _compact(self) -> None:
+        """Have one entry with the state replace all inputs, if that is possible now."""
+        state = msgspec.msgpack.encode(ServiceState(self.shared, self._view.number))
+        self._grown, self._limit = 0, max(COMPACT, len(state))
+        try:
+            if len(state) <= MAX_STATE:
+                self._journal.replace(state, self._clock())
+        except InfrastructureError as error:  # it is tried again after as many inputs
+            logger.warning("The journal stays as long as it is: %s", error)
 
     def _tell(self, event: RoleInput) -> None:
         """Wake whoever waits for what an input has changed."""
@@ -240,7 +269,7 @@ class RolesService:
                 del self._watched[place]
                 self._miss(place, CONNECTION_GRACE)
 
-    def _miss(self, place: Place, grace: float) -> None:
+    def _miss(self, place: MemberPlace, grace: float) -> None:
         """Let a process that has lost its connection count as ended after a while."""
         member = self.shared.members.get(place.role, place.index)
         if member is None or member.place != place or member.state == ENDED:
@@ -248,7 +277,7 @@ class RolesService:
         loop = asyncio.get_running_loop()
         self._timers[place] = loop.call_later(grace, self._give_up, place)
 
-    def _give_up(self, place: Place) -> None:
+    def _give_up(self, place: MemberPlace) -> None:
         self._timers.pop(place, None)
         if place in self._watched:
             return

@@ -20,7 +20,7 @@ OnFailure = Literal["wait", "restart"]
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,62}")
 
 
-class Kind(str, enum.Enum):
+class RoleKind(str, enum.Enum):
     """How the instances of a role belong together."""
 
     ELASTIC = "elastic"
@@ -42,7 +42,7 @@ class Failover(str, enum.Enum):
     """All roles."""
 
 
-class Form(str, enum.Enum):
+class EntryForm(str, enum.Enum):
     """Form of an entry point."""
 
     SCRIPT = "script"
@@ -53,10 +53,10 @@ class Form(str, enum.Enum):
     """``module.function``, called without arguments."""
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EntryPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The program of a role."""
 
-    form: Form
+    form: EntryForm
     target: str
     """Absolute path of a script; ``module:Class`` or ``module.function`` otherwise."""
     args: tuple[str, ...] = ()
@@ -66,8 +66,8 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One role as its user asked for it."""
 
     name: str
-    entry: Entry
-    kind: Kind = Kind.SIMPLE
+    entry: EntryPoint
+    kind: RoleKind = RoleKind.SIMPLE
     least: int = 1
     """Instances that those who depend on the role wait for; in an elastic role, the least that train."""
     most: int = 1
@@ -97,7 +97,7 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def is_service(self) -> bool:
         """True if others call it, so that it never ends by itself."""
-        return self.entry.form is Form.OBJECT
+        return self.entry.form is EntryForm.OBJECT
 
 
 class RolesJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,7 +119,12 @@ class RolesJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def driver(self) -> str:
         """Name of the driver; empty if there is none."""
-        return next((role.name for role in self.roles if role.kind is Kind.DRIVER), "")
+        return next((role.name for role in self.roles if role.kind is RoleKind.DRIVER), "")
+
+    @property
+    def worlds(self) -> tuple[str, ...]:
+        """Names of the roles whose instances start together."""
+        return tuple(role.name for role in self.roles if role.kind is RoleKind.ELASTIC)
 
     @property
     def deciding(self) -> tuple[str, ...]:
@@ -157,7 +162,7 @@ def check(job: RolesJob) -> None:
             raise ConfigurationError(
                 f"role {name} is defined twice; each role has a name of its own."
             )
-    drivers = [role.name for role in job.roles if role.kind is Kind.DRIVER]
+    drivers = [role.name for role in job.roles if role.kind is RoleKind.DRIVER]
     if len(drivers) > 1:
         raise ConfigurationError(
             f"The roles {' and '.join(drivers)} are both drivers; a job has at most one."
@@ -187,17 +192,17 @@ def _check_role(role: RoleSpec) -> None:
             f"({role.least}, {role.most})",
             "must be N or (MIN, MAX) with 1 <= MIN <= MAX",
         )
-    if role.kind is Kind.DRIVER and (role.most > 1 or role.is_service):
+    if role.kind is RoleKind.DRIVER and (role.most > 1 or role.is_service):
         refuse("kind", "driver", "a driver is a script or a function with one instance")
-    if role.processes < 1 or (role.processes > 1 and role.kind is not Kind.ELASTIC):
+    if role.processes < 1 or (role.processes > 1 and role.kind is not RoleKind.ELASTIC):
         refuse("processes", role.processes, "must be 1, or more for an elastic role")
-    if role.spares and (role.spares < 0 or role.kind is not Kind.ELASTIC):
+    if role.spares and (role.spares < 0 or role.kind is not RoleKind.ELASTIC):
         refuse("spares", role.spares, "must be 0, or more for an elastic role")
     if role.max_restarts < 0:
         refuse("max_restarts", role.max_restarts, "must be 0 or a positive whole number")
     if role.window <= 0:
         refuse("window", role.window, "must be a number of seconds above 0")
-    if role.kind is Kind.ELASTIC and role.is_service and role.failover is not Failover.INSTANCE:
+    if role.kind is RoleKind.ELASTIC and role.is_service and role.failover is not Failover.INSTANCE:
         refuse("failover", role.failover.value, "an elastic role of objects takes instance")
 
 

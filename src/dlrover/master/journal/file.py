@@ -126,6 +126,21 @@ class FileJournal:
         with self._transaction():
             return self._db.executemany(_INSERT, rows).rowcount
 
+    def replace(self, entry: Entry, now: float) -> None:
+        """Put an entry in the place of all entries of its kind, in one transaction; their room is used again."""
+        self._check_file()
+        kind, body = self._codec.encode(entry)
+        try:
+            with self._transaction():
+                added = self._db.execute(_INSERT, (now, kind, body, self.epoch))
+                if added.rowcount:
+                    last = "DELETE FROM entries WHERE kind = ? AND seq < ?"
+                    self._db.execute(last, (kind, added.lastrowid))
+        except sqlite3.Error as error:
+            raise self._problem("cannot be written", error) from error
+        if not added.rowcount:
+            self.check()
+
     def entries(self) -> Iterator[tuple[float, Entry]]:
         """Yield all entries with their times, oldest first."""
         try:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dlrover.roles.machine.job import InstanceDown, InstanceUp
-from dlrover.roles.spec import Kind, RoleSpec
+from dlrover.roles.machine.inputs import InstanceDown, InstanceUp
+from dlrover.roles.spec import RoleKind, RoleSpec
 from dlrover.spec import events
 from dlrover.spec.events import Event
 
 
-class Reader:
+class EventReader:
     """Reads the events of one attempt of a role, from the first on."""
 
     def __init__(self, role: RoleSpec, attempt: int) -> None:
         self._role, self._attempt = role.name, attempt
-        self._elastic = role.kind is Kind.ELASTIC
+        self._elastic = role.kind is RoleKind.ELASTIC
         self._index: dict[int, int] = {}  # by node
         self._world = 0
 

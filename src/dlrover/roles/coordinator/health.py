@@ -7,9 +7,9 @@ import logging
 import time
 from collections.abc import Callable
 
-from dlrover.roles.machine import health, job as machine
-from dlrover.roles.machine.health import Health, Stuck
-from dlrover.roles.messages import Place, Pulse, PulseReply
+from dlrover.roles.machine.health import Health, Looked, Stuck
+from dlrover.roles.machine.inputs import EndInstance
+from dlrover.roles.messages import MemberEnded, MemberPlace, MemberStarted, Pulse, PulseReply
 from dlrover.roles.spec import RolesJob
 from dlrover.rpc.server import Server
 
@@ -34,11 +34,11 @@ class HealthWatch:
         self,
         job: RolesJob,
         stuck: Callable[[Stuck], None],
-        kill: Callable[[machine.EndInstance], None],
+        kill: Callable[[EndInstance], None],
     ) -> None:
         self.health = Health({role.name: role.health for role in job.roles})
         self._stuck, self._kill = stuck, kill
-        self._ends: dict[Place, tuple[machine.EndInstance, float]] = {}
+        self._ends: dict[MemberPlace, tuple[EndInstance, float]] = {}
         """Instances to end, and when they are killed."""
 
     def register(self, server: Server) -> None:
@@ -49,7 +49,7 @@ class HealthWatch:
         """Look at the limits from time to time, until this is cancelled."""
         while True:
             now = time.monotonic()
-            for stuck in self.health.handle(health.Looked(), now):
+            for stuck in self.health.handle(Looked(), now):
                 self._stuck(stuck)
             for place, (order, at) in list(self._ends.items()):
                 if at <= now:
@@ -57,22 +57,18 @@ class HealthWatch:
                     self._kill(order)
             await asyncio.sleep(LOOK)
 
-    def told(self, command: machine.MemberStarted | machine.MemberEnded) -> None:
+    def tell(self, event: MemberStarted | MemberEnded) -> None:
         """Note that a life begins or is over."""
-        place = Place(command.role, command.index, command.attempt, command.round)
-        if isinstance(command, machine.MemberStarted):
-            self.health.handle(health.Started(place), time.monotonic())
-        else:
-            self.health.handle(health.Ended(place), time.monotonic())
-            self._ends.pop(place, None)
-        self._ends = {one: end for one, end in self._ends.items() if not _before(one, place)}
+        self.health.handle(event, time.monotonic())
+        if isinstance(event, MemberEnded):
+            self._ends.pop(event.place, None)
+        self._ends = {one: end for one, end in self._ends.items() if not _before(one, event.place)}
 
-    def end(self, order: machine.EndInstance) -> None:
+    def end(self, order: EndInstance) -> None:
         """Have an instance end: it hears so when it reports next; one that does not report is killed."""
-        place = Place(order.role, order.index, order.attempt, order.round)
-        life = self.health.lives.get((order.role, order.index))
+        life = self.health.lives.get((order.place.role, order.place.index))
         never = life is not None and life.heard is None
-        self._ends[place] = order, time.monotonic() + (0.0 if never else GRACE)
+        self._ends[order.place] = order, time.monotonic() + (0.0 if never else GRACE)
 
     def phases(self) -> dict[tuple[str, int], tuple[str, float]]:
         """Return the phase of each instance, and for how many seconds it has lasted."""
@@ -86,6 +82,6 @@ class HealthWatch:
         return PulseReply(pause, f"{order[0].reason}." if order is not None else "")
 
 
-def _before(one: Place, other: Place) -> bool:
+def _before(one: MemberPlace, other: MemberPlace) -> bool:
     """Return whether a life is an earlier one of the same instance."""
     return (one.role, one.index) == (other.role, other.index) and one.life < other.life

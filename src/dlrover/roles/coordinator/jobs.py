@@ -14,7 +14,7 @@ from pathlib import Path
 from dlrover._util import procs
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.master.app import read_outcome
-from dlrover.roles.spec import Entry, Failover, Form, Kind, RolesConfig, RoleSpec
+from dlrover.roles.spec import EntryForm, EntryPoint, Failover, RoleKind, RolesConfig, RoleSpec
 from dlrover.rpc.client import connect
 from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir
@@ -47,7 +47,7 @@ def directory_of(job_dir: Path, role: str) -> JobDir:
 def arguments(role: RoleSpec, platform: str) -> list[str]:
     """Return the options and the program of a role's ``dlrover-run``."""
     own = role.failover is Failover.INSTANCE or (
-        role.kind is Kind.ELASTIC and role.failover is Failover.ROLE
+        role.kind is RoleKind.ELASTIC and role.failover is Failover.ROLE
     )
     budget = role.max_restarts if own else 0
     limits = {
@@ -58,7 +58,7 @@ def arguments(role: RoleSpec, platform: str) -> list[str]:
     words = ["--role", role.name, "--local-nodes", str(role.most), "--tee", "3"]
     words += ["--max-restarts", str(budget), "--shutdown-timeout", str(role.shutdown_timeout)]
     words += ["--rdzv-conf", ",".join(f"{key}={value}" for key, value in limits.items())]
-    if role.kind is Kind.ELASTIC:
+    if role.kind is RoleKind.ELASTIC:
         words += ["--nnodes", f"{role.least}:{role.most}"]
         words += ["--nproc-per-node", str(role.processes)]
         words += ["--spares", str(role.spares)] if role.spares else []
@@ -69,9 +69,9 @@ def arguments(role: RoleSpec, platform: str) -> list[str]:
     return [*words, *program(role.entry)]
 
 
-def program(entry: Entry) -> list[str]:
+def program(entry: EntryPoint) -> list[str]:
     """Return the words that run an entry point."""
-    if entry.form is Form.SCRIPT:
+    if entry.form is EntryForm.SCRIPT:
         return [entry.target, *entry.args]
     return ["--module", SERVE, entry.target]
 
@@ -185,11 +185,11 @@ class RoleJobs:
         code = child.wait() if child is not None else 0
         self._on_exit(name, attempt, read_outcome(directory_of(self._job_dir, name).outcome), code)
 
-    def stop(self, handle: str, number: signal.Signals = signal.SIGTERM) -> None:
-        """Ask the launcher of a role's job to stop it."""
-        pid, _, started = handle.partition(":")
-        if handle and procs.runs(int(pid), int(started)):
-            procs.kill([int(pid)], number)
+    def stop(self, handle: str, within: float) -> None:
+        """Ask the launcher of a role's job to stop it; kill a launcher that runs on after ``within`` seconds."""
+        _signal(handle, signal.SIGTERM)
+        _signal(handle, signal.SIGCONT)  # a stopped process gets SIGTERM only then
+        asyncio.get_running_loop().call_later(within, _signal, handle, signal.SIGKILL)
 
     async def follow(self, name: str) -> AsyncIterator[Event]:
         """Yield all events of the role's running job; endlessly, through deaths of its master."""
@@ -207,3 +207,10 @@ class RoleJobs:
         """Stop watching; the jobs go on."""
         for task in self._waits:
             task.cancel()
+
+
+def _signal(handle: str, number: signal.Signals) -> None:
+    """Send a signal to the launcher of a role's job if it runs."""
+    pid, _, started = handle.partition(":")
+    if handle and procs.runs(int(pid), int(started)):
+        procs.kill([int(pid)], number)

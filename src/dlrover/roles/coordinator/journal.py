@@ -13,7 +13,7 @@ import msgspec
 from dlrover.errors import FencedError, InfrastructureError
 from dlrover.master.journal.file import FileJournal
 from dlrover.master.journal.journal import Codec
-from dlrover.roles.machine.job import Input
+from dlrover.roles.machine.inputs import Input
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,10 @@ class RolesJournal:
             self._file.append(older, at)
             self._backlog.popleft()
         self._file.append(entry, now)
+
+    def replace(self, entry: bytes, now: float) -> None:
+        """Put an entry of the service in the place of all of its entries."""
+        self._file.replace(entry, now)
 
     def append_or_keep(self, entry: Input, now: float) -> None:
         """Add an entry that nobody would bring again; while the disk is full, keep it in memory."""

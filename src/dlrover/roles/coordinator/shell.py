@@ -14,21 +14,20 @@ from dlrover._util import procs
 from dlrover.errors import DLRoverError, ExitCode, InfrastructureError
 from dlrover.master.app import read_outcome
 from dlrover.master.journal.history import History
-from dlrover.roles.coordinator.following import Reader
+from dlrover.roles.coordinator.following import EventReader
 from dlrover.roles.coordinator.health import HealthWatch
 from dlrover.roles.coordinator.jobs import RoleJobs, directory_of
 from dlrover.roles.coordinator.journal import RolesJournal
-from dlrover.roles.coordinator.status import RolesStatus, StatusRequest, status_of
+from dlrover.roles.coordinator.status import RolesStatus, status_of
 from dlrover.roles.coordinator.streaming import EventStream
-from dlrover.roles.machine import job as machine
-from dlrover.roles.machine.health import Stuck
+from dlrover.roles.machine import inputs
 from dlrover.roles.machine.job import RolesMachine
 from dlrover.roles.messages import HOLDER
 from dlrover.roles.runtime.environment import variables
 from dlrover.roles.runtime.holder import keep
 from dlrover.roles.serving import RolesService
 from dlrover.roles.spec import RolesConfig
-from dlrover.rpc.messages import Done, StopRequest
+from dlrover.rpc.messages import Done, StatusRequest, StopRequest
 from dlrover.rpc.server import Server
 from dlrover.spec import events
 from dlrover.spec.jobdir import JobDir
@@ -52,6 +51,9 @@ OF_ROLES = (
     events.StepsUndone,
 )
 """Events of a role's own job that are shown without asking."""
+
+LAUNCHER_WAIT = 90.0
+"""Seconds beyond a role's shutdown time-out after which its launcher is killed; one that is well gives up earlier."""
 
 
 class Coordinator:
@@ -92,10 +94,10 @@ class Coordinator:
                 served.append(entry)
                 continue
             for command in self.machine.handle(entry, now):
-                if isinstance(command, machine.Emit):
+                if isinstance(command, inputs.Emit):
                     history.add(command.body, now)
-        self.service = RolesService(self._journal, served)
-        self._health = HealthWatch(config.job, self._found_stuck, self._kill)
+        self.service = RolesService(self._journal, served, config.job.worlds)
+        self._health = HealthWatch(config.job, self.submit, self._kill)
         self._events = EventStream(history)
         self._looking: asyncio.Task[None] | None = None
 
@@ -116,12 +118,12 @@ class Coordinator:
             own = variables(address, self._job_dir.token, HOLDER, 0, job=self._config.job.name)
             self._keeping = asyncio.create_task(keep(self.service, own, self._lifeline_fd))
         if not self._replayed:
-            self.submit(machine.Submitted(self._config.job))
+            self.submit(inputs.Submitted(self._config.job))
         elif self.machine.ended_at is not None and self.machine.end is not None:
             end = self.machine.end
-            self._end(machine.EndJob(end.exit_code, end.reason, end.role))
+            self._end(inputs.EndJob(end.exit_code, end.reason, end.role))
         else:
-            self.submit(machine.CoordinatorStarted(self._replayed))
+            self.submit(inputs.CoordinatorStarted(self._replayed))
 
     def close(self) -> None:
         """Leave the roles' jobs alone, which go on if the job does."""
@@ -136,10 +138,10 @@ class Coordinator:
 
     # ---- inputs
 
-    def submit(self, event: machine.Input) -> None:
+    def submit(self, event: inputs.Input) -> None:
         """Journal an input, then do what follows from it; a job may go on with a full disk, but not begin."""
         now = time.time()
-        if isinstance(event, machine.Submitted):
+        if isinstance(event, inputs.Submitted):
             self._journal.append(event, now)
         else:
             self._journal.append_or_keep(event, now)
@@ -158,25 +160,17 @@ class Coordinator:
             )
             known = ExitCode.USAGE if refused else ExitCode.INFRASTRUCTURE
             self.submit(
-                machine.RoleExited(role, attempt, known, reason, hopeless=refused, vanished=True)
+                inputs.RoleExited(role, attempt, known, reason, hopeless=refused, vanished=True)
             )
             return
         hopeless = outcome.verdict is not None and outcome.verdict.hopeless
         hopeless = hopeless or outcome.exit_code == ExitCode.USAGE
         self.submit(
-            machine.RoleExited(role, attempt, outcome.exit_code, outcome.reason, hopeless=hopeless)
-        )
-
-    def _found_stuck(self, stuck: Stuck) -> None:
-        place = stuck.place
-        self.submit(
-            machine.InstanceStuck(
-                place.role, place.attempt, place.index, place.round, stuck.phase, stuck.seconds
-            )
+            inputs.RoleExited(role, attempt, outcome.exit_code, outcome.reason, hopeless=hopeless)
         )
 
     async def _follow(self, name: str, attempt: int) -> None:
-        reader = Reader(self._config.job.role(name), attempt)
+        reader = EventReader(self._config.job.role(name), attempt)
         seen = self.machine.roles[name].seen
         async for event in self._jobs.follow(name):
             for found in reader.read(event):
@@ -190,57 +184,48 @@ class Coordinator:
         return status_of(self.machine, self.service.snapshot(), time.time(), phases)
 
     async def _stop(self, request: StopRequest) -> Done:
-        self.submit(machine.StopRequested(request.reason, request.exit_code))
+        self.submit(inputs.StopRequested(request.reason, request.exit_code))
         return Done()
 
     # ---- commands
 
-    def _carry_out(self, command: machine.Command, now: float) -> None:
+    def _carry_out(self, command: inputs.Command, now: float) -> None:
         match command:
-            case machine.Emit(body):
+            case inputs.Emit(body):
                 event = self._history.add(body, now)
                 logger.info("%s", event.sentence())
                 if isinstance(body, NOTABLE):
                     say(event.sentence())
-            case machine.StartRole(name, attempt):
+            case inputs.StartRole(name, attempt):
                 asyncio.get_running_loop().call_soon(self._start, name, attempt)
-            case machine.StopRole(name, attempt):
+            case inputs.StopRole(name, attempt):
                 # Behind a start of the same role.
                 asyncio.get_running_loop().call_soon(self._stop_role, name, attempt)
-            case machine.EndJob():
+            case inputs.EndJob():
                 self._end(command)
-            case machine.EndInstance():
+            case inputs.EndInstance():
                 self._health.end(command)
             case _:
-                self._health.told(command)
-                self._tell(command)
+                self._health.tell(command)
+                try:
+                    self.service.tell(command)
+                except (
+                    DLRoverError
+                ) as error:  # a later life is known; or no room: its lost connection says it
+                    logger.info("%s", error)
 
-    def _tell(self, command: machine.MemberStarted | machine.MemberEnded) -> None:
-        """Tell the other roles about a member."""
-        try:
-            match command:
-                case machine.MemberStarted(role, index, attempt, round_):
-                    self.service.started(role, index, attempt, round_)
-                case machine.MemberEnded(role, index, attempt, round_, reason):
-                    self.service.ended(role, index, attempt, reason, round_)
-        except DLRoverError as error:  # a later life is known already
-            logger.info("%s", error)
-
-    def _kill(self, order: machine.EndInstance) -> None:
+    def _kill(self, order: inputs.EndInstance) -> None:
         """Kill the processes of an instance, if they are on this machine."""
-        member = self.machine.roles[order.role].members[order.index]
-        here = self._config.platform == "local"
-        if not (
-            here and member.up and (member.attempt, member.round) == (order.attempt, order.round)
-        ):
+        place = order.place
+        one = self.machine.roles[place.role].instances[place.index]
+        if self._config.platform != "local" or not one.up or one.place != place:
             return
-        known = self.service.shared.members.get(order.role, order.index)
-        life = (order.attempt, order.round)
-        if known is not None and known.place.life == life and known.pid:
+        known = self.service.shared.members.get(place.role, place.index)
+        if known is not None and known.place == place and known.pid:
             pids = [known.pid] if known.state != "ended" else []
         else:
-            pids = self._jobs.workers(order.role, order.node)
-        logger.warning("%s %d is killed: %s", order.role, order.index, pids)
+            pids = self._jobs.workers(place.role, order.node)
+        logger.warning("%s is killed: %s", place, pids)
         procs.kill(pids)
 
     def _start(self, name: str, attempt: int) -> None:
@@ -255,11 +240,11 @@ class Coordinator:
             try:
                 handle = self._jobs.start(name, attempt, self._variables(name, attempt))
             except InfrastructureError as error:
-                self.submit(machine.RoleExited(name, attempt, error.exit_code, str(error)))
+                self.submit(inputs.RoleExited(name, attempt, error.exit_code, str(error)))
                 return
         self._following[name] = asyncio.create_task(self._follow(name, attempt))
         if handle != role.handle:
-            self.submit(machine.RoleLaunched(name, attempt, handle))
+            self.submit(inputs.RoleLaunched(name, attempt, handle))
 
     def _variables(self, name: str, attempt: int) -> dict[str, str]:
         job = self._config.job
@@ -275,9 +260,9 @@ class Coordinator:
     def _stop_role(self, name: str, attempt: int) -> None:
         role = self.machine.roles[name]
         if role.attempt == attempt:
-            self._jobs.stop(role.handle)
+            self._jobs.stop(role.handle, role.spec.shutdown_timeout + LAUNCHER_WAIT)
 
-    def _end(self, command: machine.EndJob) -> None:
+    def _end(self, command: inputs.EndJob) -> None:
         """Give the job's outcome: the root cause is that of the role which failed."""
         started = self.machine.submitted_at
         cause = None

@@ -14,12 +14,8 @@ from dlrover.roles.machine.job import RolesMachine
 from dlrover.roles.messages import QueueStatus, ServiceStatus
 from dlrover.roles.serving import RolesService
 
-Phases = Mapping[tuple[str, int], tuple[str, float]]
+PhaseTimes = Mapping[tuple[str, int], tuple[str, float]]
 """Phase of each instance, by its role and index, and for how many seconds it has lasted."""
-
-
-class StatusRequest(msgspec.Struct, frozen=True, array_like=True, tag="status"):
-    """Request for the status."""
 
 
 class InstanceState(msgspec.Struct, frozen=True):
@@ -74,7 +70,7 @@ class RolesStatus(msgspec.Struct, frozen=True):
 
 
 def status_of(
-    machine: RolesMachine, service: ServiceStatus, now: float, phases: Phases | None = None
+    machine: RolesMachine, service: ServiceStatus, now: float, phases: PhaseTimes | None = None
 ) -> RolesStatus:
     """Return the status at time ``now``."""
     weights = tuple(
@@ -125,7 +121,8 @@ def replayed(journal: Path, now: float) -> RolesStatus:
                 served.append(entry)
             else:
                 machine.handle(entry, at)
-    return status_of(machine, RolesService(_Read(), served).snapshot(), now)
+    service = RolesService(_Read(), served, machine.job.worlds)
+    return status_of(machine, service.snapshot(), now)
 
 
 class _Read:
@@ -133,6 +130,8 @@ class _Read:
 
     def append(self, entry: bytes, now: float) -> None:
         raise InfrastructureError("This journal is only read.")
+
+    replace = append
 
 
 def _phase(machine: RolesMachine) -> str:
@@ -148,9 +147,9 @@ def _instances(machine: RolesMachine, service: ServiceStatus, name: str) -> list
     view = service.roles.get(name)
     joined = {member.place.index: member for member in view.members} if view is not None else {}
     found = []
-    for index, member in sorted(machine.roles[name].members.items()):
+    for index, member in sorted(machine.roles[name].instances.items()):
         own = joined.get(index)
-        known = own is not None and own.place.life == (member.attempt, member.round)
+        known = own is not None and own.place == member.place
         if own is None or not known or own.state != "live":
             state = "running" if member.up else "ended"
             found.append(InstanceState(index, state, reason=member.reason))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dlrover.roles.messages import START, WORK, Place, Pulse
+from dlrover.roles.messages import START, WORK, MemberEnded, MemberPlace, MemberStarted, Pulse
 
 MAX_PAUSE = 5.0
 """Seconds without a look beyond which the coordinator itself did not run; instances are not blamed for them."""
@@ -20,39 +20,27 @@ Limits = Mapping[str, Mapping[str, float]]
 """Limits of the phases of each role, in seconds; idle has none."""
 
 
-class Started(msgspec.Struct, frozen=True):
-    """A life of an instance begins."""
-
-    place: Place
-
-
-class Ended(msgspec.Struct, frozen=True):
-    """A life of an instance is over."""
-
-    place: Place
-
-
 class Looked(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-class Stuck(msgspec.Struct, frozen=True):
+class Stuck(msgspec.Struct, frozen=True, tag="stuck"):
     """An instance has exceeded the limit of its phase."""
 
-    place: Place
+    place: MemberPlace
     phase: str
     """Empty if it has not said anything for so long."""
     seconds: float
 
 
-Input = Started | Ended | Looked | Pulse
+Input = MemberStarted | MemberEnded | Looked | Pulse
 
 
 @dataclass
 class Life:
     """The latest life of an instance."""
 
-    place: Place
+    place: MemberPlace
     since: float
     """When its phase began."""
     moved: float
@@ -78,9 +66,9 @@ class Health:
     def handle(self, event: Input, now: float) -> list[Stuck]:
         """Handle an input at time ``now`` (seconds that only grow); return the instances that are stuck since."""
         match event:
-            case Started(place):
+            case MemberStarted(place):
                 self._life(place, now)
-            case Ended(place):
+            case MemberEnded(place):
                 life = self._known(place)
                 if life is not None and life.place.life <= place.life:
                     del self.lives[place.role, place.index]
@@ -104,10 +92,10 @@ class Health:
         least, most = PAUSES
         return min(most, max(least, min(limits.values()) / 5)) if limits else CALM
 
-    def _known(self, place: Place) -> Life | None:
+    def _known(self, place: MemberPlace) -> Life | None:
         return self.lives.get((place.role, place.index))
 
-    def _life(self, place: Place, now: float) -> Life | None:
+    def _life(self, place: MemberPlace, now: float) -> Life | None:
         """Return a life, which begins if it is new; None if it is over or of no role."""
         known = self._known(place)
         if place.role not in self.limits or (known and known.place.life > place.life):

@@ -8,165 +8,30 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import msgspec
 
 from dlrover.errors import ExitCode
-from dlrover.roles.spec import Failover, Kind, RolesJob, RoleSpec
-from dlrover.spec import events
-
-# ---- inputs
-
-
-class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
-    """The job begins."""
-
-    job: RolesJob
-
-
-class CoordinatorStarted(msgspec.Struct, frozen=True, tag="coordinator_started"):
-    """Another coordinator process goes on."""
-
-    replayed: int
-
-
-class RoleLaunched(msgspec.Struct, frozen=True, tag="launched"):
-    """The job of a role runs; ``handle`` finds it again."""
-
-    role: str
-    attempt: int
-    handle: str
-
-
-class InstanceUp(msgspec.Struct, frozen=True, tag="up"):
-    """The processes of an instance are being started."""
-
-    role: str
-    attempt: int
-    index: int
-    round: int
-    """Round of the role's own job, which grows with each start within the attempt."""
-    seq: int
-    """Number of the event in the role's job that says so."""
-    node: int = -1
-    """The node of the role's job that it has for itself; -1: it is a worker of a world."""
-
-
-class InstanceDown(msgspec.Struct, frozen=True, tag="down"):
-    """An instance has ended; its role's job decides about its restart."""
-
-    role: str
-    attempt: int
-    index: int
-    reason: str
-    seq: int
-    failed: bool = True
-
-
-class InstanceStuck(msgspec.Struct, frozen=True, tag="stuck"):
-    """An instance lives, but has made no progress for longer than its phase may take."""
-
-    role: str
-    attempt: int
-    index: int
-    round: int
-    phase: str
-    """Empty if it says nothing."""
-    seconds: float
-
-
-class RoleExited(msgspec.Struct, frozen=True, tag="exited"):
-    """The job of a role has ended."""
-
-    role: str
-    attempt: int
-    exit_code: int
-    reason: str
-    hopeless: bool = False
-    """True if a restart would fail in the same way."""
-    vanished: bool = False
-    """True if its launcher died without an outcome: the program did not fail."""
-
-
-class StopRequested(msgspec.Struct, frozen=True, tag="stop"):
-    """A user stops the job."""
-
-    reason: str
-    exit_code: int
-
-
-Input: TypeAlias = (
-    Submitted | CoordinatorStarted | RoleLaunched | InstanceUp | InstanceDown | InstanceStuck
-    | RoleExited | StopRequested
-)  # fmt: skip
-
-# ---- commands
-
-
-class StartRole(msgspec.Struct, frozen=True):
-    """Start the job of a role."""
-
-    role: str
-    attempt: int
-
-
-class StopRole(msgspec.Struct, frozen=True):
-    """Stop the job of a role; `RoleExited` follows."""
-
-    role: str
-    attempt: int
-
-
-class MemberStarted(msgspec.Struct, frozen=True):
-    """An instance starts: tell the other roles."""
-
-    role: str
-    index: int
-    attempt: int
-    round: int
-
-
-class MemberEnded(msgspec.Struct, frozen=True):
-    """An instance has ended: tell the other roles."""
-
-    role: str
-    index: int
-    attempt: int
-    round: int
-    reason: str
-
-
-class EndInstance(msgspec.Struct, frozen=True):
-    """End the processes of an instance; its role's job then restarts it, as after any failure."""
-
-    role: str
-    index: int
-    attempt: int
-    round: int
-    reason: str
-    node: int
-    """As in `InstanceUp`."""
-
-
-class EndJob(msgspec.Struct, frozen=True):
-    """All roles have ended, and so does the job."""
-
-    exit_code: int
-    reason: str
-    role: str
-    """The role with the root cause; empty if there is none."""
-
-
-class Emit(msgspec.Struct, frozen=True):
-    """Record an event."""
-
-    body: events.EventBody
-
-
-Command: TypeAlias = (
-    StartRole | StopRole | MemberStarted | MemberEnded | EndInstance | EndJob | Emit
+from dlrover.roles.machine.health import Stuck
+from dlrover.roles.machine.inputs import (
+    Command,
+    CoordinatorStarted,
+    Emit,
+    EndInstance,
+    EndJob,
+    Input,
+    InstanceDown,
+    InstanceUp,
+    RoleExited,
+    RoleLaunched,
+    StartRole,
+    StopRequested,
+    StopRole,
+    Submitted,
 )
+from dlrover.roles.messages import MemberEnded, MemberPlace, MemberStarted
+from dlrover.roles.spec import Failover, RoleKind, RolesJob, RoleSpec
+from dlrover.spec import events
 
 
 class RoleStatus(str, enum.Enum):
@@ -188,11 +53,10 @@ _ALIVE = (RoleStatus.RUNNING, RoleStatus.RESTARTING, RoleStatus.STOPPING)
 
 
 @dataclass
-class Member:
-    """One instance: its latest life."""
+class Instance:
+    """The latest life of an instance."""
 
-    attempt: int
-    round: int
+    place: MemberPlace
     up: bool = True
     reason: str = ""
     node: int = -1
@@ -212,7 +76,7 @@ class Role:
     handle: str = ""
     #: number of the last event of its job's current attempt that was handled
     seen: int = 0
-    members: dict[int, Member] = field(default_factory=dict)
+    instances: dict[int, Instance] = field(default_factory=dict)
     #: times of the restarts that its failures have cost, within its window
     restarts: list[float] = field(default_factory=list)
     #: all restarts of its job
@@ -223,7 +87,7 @@ class Role:
     @property
     def up(self) -> int:
         """Instances that run."""
-        return sum(member.up for member in self.members.values())
+        return sum(one.up for one in self.instances.values())
 
     @property
     def is_there(self) -> bool:
@@ -234,7 +98,7 @@ class Role:
         return self.status is RoleStatus.RUNNING and self.up >= wanted
 
 
-class End(msgspec.Struct, frozen=True):
+class JobEnd(msgspec.Struct, frozen=True):
     """Why the job ends."""
 
     exit_code: int
@@ -250,7 +114,7 @@ class RolesMachine:
     roles: dict[str, Role] = field(default_factory=dict)
     submitted_at: float = 0.0
     #: set once the job is to end; its roles may still be ending
-    end: End | None = None
+    end: JobEnd | None = None
     #: when the job ended with all its roles; None before
     ended_at: float | None = None
     commands: list[Command] = field(default_factory=list)
@@ -275,11 +139,11 @@ class RolesMachine:
             case CoordinatorStarted(replayed):
                 self._recovered(replayed)
             case StopRequested(reason, exit_code):
-                self._finish(End(exit_code, reason))
+                self._finish(JobEnd(exit_code, reason))
             case RoleLaunched(name, attempt, handle):
                 if self._is_current(name, attempt):
                     self.roles[name].handle = handle
-            case InstanceStuck():
+            case Stuck():
                 self._stuck(event)
             case RoleExited():
                 if self._is_current(event.role, event.attempt):
@@ -307,42 +171,37 @@ class RolesMachine:
                     role.instance_restarts += 1
 
     def _up(self, role: Role, event: InstanceUp) -> None:
-        member = role.members.get(event.index)
-        if member is not None and (event.attempt, event.round) < (member.attempt, member.round):
+        place = MemberPlace(event.role, event.index, event.attempt, event.round)
+        known = role.instances.get(event.index)
+        if known is not None and place.life < known.place.life:
             return
-        same = member is not None and (member.attempt, member.round) == (event.attempt, event.round)
-        stuck = member.stuck if same and member is not None else ""
-        role.members[event.index] = Member(event.attempt, event.round, node=event.node, stuck=stuck)
-        self._send(MemberStarted(role.spec.name, event.index, event.attempt, event.round))
+        stuck = known.stuck if known is not None and known.place == place else ""
+        role.instances[event.index] = Instance(place, node=event.node, stuck=stuck)
+        self._send(MemberStarted(place))
 
-    def _stuck(self, event: InstanceStuck) -> None:
+    def _stuck(self, event: Stuck) -> None:
         """End an instance without progress, once."""
-        role = self.roles[event.role]
-        member = role.members.get(event.index)
-        life = (event.attempt, event.round)
-        if member is None or (member.attempt, member.round) != life or not member.up:
+        role = self.roles[event.place.role]
+        known = role.instances.get(event.place.index)
+        if known is None or known.place != event.place or not known.up or known.stuck:
             return
-        if role.status is RoleStatus.RUNNING and not member.stuck:
-            body = events.InstanceStuck(event.role, event.index, event.phase, event.seconds)
-            member.stuck = body.why()
+        if role.status is RoleStatus.RUNNING:
+            body = events.InstanceStuck(
+                role.spec.name, event.place.index, event.phase, event.seconds
+            )
+            known.stuck = body.why()
             self._emit(body)
-            self._end_instance(role, event.index, member)
-
-    def _end_instance(self, role: Role, index: int, member: Member) -> None:
-        name = role.spec.name
-        self._send(
-            EndInstance(name, index, member.attempt, member.round, member.stuck, member.node)
-        )
+            self._send(EndInstance(known.place, known.stuck, known.node))
 
     def _down(self, role: Role, index: int, reason: str, *, failed: bool) -> bool:
         """Note an instance's end; return whether it was up."""
-        member = role.members.get(index)
-        if member is None or not member.up:
+        known = role.instances.get(index)
+        if known is None or not known.up:
             return False
-        reason = member.stuck or reason.rstrip(".")
-        member.up, member.reason = False, reason
+        reason = known.stuck or reason.rstrip(".")
+        known.up, known.reason = False, reason
         name = role.spec.name
-        self._send(MemberEnded(name, index, member.attempt, member.round, reason))
+        self._send(MemberEnded(known.place, reason))
         if failed:
             self._emit(events.InstanceEnded(name, index, reason))
             self._with_dependents(name, f"instance {index} of {name} failed, on which it depends")
@@ -358,7 +217,7 @@ class RolesMachine:
         """Respond to the end of a role's job."""
         name, before = role.spec.name, role.status
         succeeded = event.exit_code == ExitCode.SUCCESS
-        for index in list(role.members):
+        for index in list(role.instances):
             failed = not succeeded and before is RoleStatus.RUNNING
             self._down(role, index, event.reason, failed=failed)
         role.handle = ""
@@ -378,16 +237,16 @@ class RolesMachine:
         role.status = RoleStatus.FAILED
         self._emit(events.RoleEnded(name, event.exit_code, event.reason))
         own = spec.failover is Failover.INSTANCE or (
-            spec.kind is Kind.ELASTIC and spec.failover is Failover.ROLE
+            spec.kind is RoleKind.ELASTIC and spec.failover is Failover.ROLE
         )
         reason = event.reason.rstrip(".")
         if event.hopeless or (own and not event.vanished):
-            self._finish(End(event.exit_code, f"role {name}: {event.reason}", name))
+            self._finish(JobEnd(event.exit_code, f"role {name}: {event.reason}", name))
             return
         role.restarts = [at for at in role.restarts if at > now - spec.window]
         if len(role.restarts) >= spec.max_restarts:
             used = f"all {spec.max_restarts} restarts within {spec.window:g} s are used"
-            self._finish(End(event.exit_code, f"role {name}: {reason}; {used}.", name))
+            self._finish(JobEnd(event.exit_code, f"role {name}: {reason}; {used}.", name))
             return
         role.restarts.append(now)
         self._restart(role, reason)
@@ -414,7 +273,7 @@ class RolesMachine:
         else:
             role.status = RoleStatus.WAITING
 
-    def _finish(self, end: End) -> None:
+    def _finish(self, end: JobEnd) -> None:
         """Begin to end the job; the first reason stays."""
         if self.end is not None:
             return
@@ -432,14 +291,12 @@ class RolesMachine:
         self._emit(events.CoordinatorRecovered(replayed))
         for role in self.roles.values():
             name = role.spec.name
-            for index, member in role.members.items():
-                self._send(MemberStarted(name, index, member.attempt, member.round))
-                if not member.up:
-                    self._send(
-                        MemberEnded(name, index, member.attempt, member.round, member.reason)
-                    )
-                elif member.stuck:
-                    self._end_instance(role, index, member)
+            for one in role.instances.values():
+                self._send(MemberStarted(one.place))
+                if not one.up:
+                    self._send(MemberEnded(one.place, one.reason))
+                elif one.stuck:
+                    self._send(EndInstance(one.place, one.stuck, one.node))
             if role.status in _ALIVE:
                 self._send(StartRole(name, role.attempt))
             if role.status in (RoleStatus.RESTARTING, RoleStatus.STOPPING):
@@ -455,7 +312,7 @@ class RolesMachine:
             and all(r.status is RoleStatus.SUCCEEDED for r in deciding)
         ):
             what = f"the driver, {self.job.driver}," if self.job.driver else "all roles that end"
-            self._finish(End(ExitCode.SUCCESS, f"{what} succeeded.".capitalize()))
+            self._finish(JobEnd(ExitCode.SUCCESS, f"{what} succeeded.".capitalize()))
         if self.end is None:
             for role in self.roles.values():
                 if role.status is RoleStatus.WAITING and self._may_start(role):
@@ -495,12 +352,9 @@ class RolesMachine:
             assert role.status in _ALIVE or not role.up, "an instance of a role that does not run"
             assert role.status in _ALIVE or not role.handle, "a job of a role that does not run"
             assert len(role.restarts) <= role.spec.max_restarts, "a budget is overdrawn"
-            assert not any(
-                member.stuck and not member.reason
-                for member in role.members.values()
-                if not member.up
-            )
-            assert all(member.attempt <= role.attempt for member in role.members.values())
+            for one in role.instances.values():
+                assert one.up or one.reason or not one.stuck
+                assert one.place.attempt <= role.attempt
             running = role.status in (RoleStatus.RUNNING, RoleStatus.RESTARTING, RoleStatus.WAITING)
             assert self.end is None or not running, "a role runs on after the end"
             assert self.end is not None or role.status is not RoleStatus.FAILED, (

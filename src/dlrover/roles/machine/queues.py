@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from dataclasses import dataclass, field
 
 from dlrover.errors import ProtocolError
@@ -12,8 +11,8 @@ from dlrover.roles.messages import (
     AckItems,
     GetItems,
     LeasedItem,
+    MemberPlace,
     OpenQueue,
-    Place,
     PutItems,
     QueueStatus,
 )
@@ -38,17 +37,17 @@ class ItemQueue:
     """Items that are not gone."""
     waiting: list[int] = field(default_factory=list)
     """A heap."""
-    leases: dict[int, Place] = field(default_factory=dict)
+    leases: dict[int, MemberPlace] = field(default_factory=dict)
     kept: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Role and step that acknowledged each kept item, in the order of the acknowledgements."""
-    takers: dict[int, Place] = field(default_factory=dict)
+    takers: dict[int, MemberPlace] = field(default_factory=dict)
     """Who acknowledged the latest ``KEPT * size`` items, kept or gone: the one that may repeat it."""
-    forgotten: Counter[tuple[str, int]] = field(default_factory=Counter)
+    forgotten: dict[tuple[str, int], int] = field(default_factory=dict)
     """Acknowledged items that are kept no longer, by role and step."""
-    deliveries: Counter[int] = field(default_factory=Counter)
-    producers: dict[int, tuple[Place, int]] = field(default_factory=dict)
+    deliveries: dict[int, int] = field(default_factory=dict)
+    producers: dict[int, tuple[MemberPlace, int]] = field(default_factory=dict)
     """Each producer's process, and its last sequence number."""
-    consumers: dict[int, tuple[Place, int, tuple[int, ...]]] = field(default_factory=dict)
+    consumers: dict[int, tuple[MemberPlace, int, tuple[int, ...]]] = field(default_factory=dict)
     """Each consumer's process, its last sequence number, and the items that it got."""
     added: int = 0
     done: int = 0
@@ -66,7 +65,7 @@ class ItemQueue:
         assert self.bodies.keys() == waiting | self.leases.keys() | self.kept.keys()
         assert all(0 <= number < self.added for number in self.bodies)
         assert len(waiting) + len(self.leases) + self.done + self.lost == self.added
-        assert self.done == len(self.kept) + self.forgotten.total() + self.settled
+        assert self.done == len(self.kept) + sum(self.forgotten.values()) + self.settled
         assert len(self.kept) <= KEPT * self.size
         assert len(self.takers) <= KEPT * self.size
         assert not self.takers.keys() & (waiting | self.leases.keys())
@@ -120,7 +119,7 @@ class ItemQueue:
                 break
             number = heapq.heappop(self.waiting)
             self.leases[number] = event.place
-            self.deliveries[number] += 1
+            self.deliveries[number] = self.deliveries.get(number, 0) + 1
             numbers.append(number)
         return tuple(numbers)
 
@@ -149,7 +148,8 @@ class ItemQueue:
                 self.kept[number] = (event.place.role, event.step)
         while len(self.kept) > KEPT * self.size:
             number = next(iter(self.kept))
-            self.forgotten[self.kept.pop(number)] += 1
+            learned = self.kept.pop(number)
+            self.forgotten[learned] = self.forgotten.get(learned, 0) + 1
             self._drop(number)
         while len(self.takers) > KEPT * self.size:
             del self.takers[next(iter(self.takers))]
@@ -160,7 +160,7 @@ class ItemQueue:
         del self.bodies[number]
         del self.deliveries[number]
 
-    def release(self, place: Place) -> None:
+    def release(self, place: MemberPlace) -> None:
         """Let others have what a life has leased."""
         for number in [n for n, holder in self.leases.items() if holder == place]:
             del self.leases[number]
@@ -169,7 +169,7 @@ class ItemQueue:
             if consumer == place:
                 self.consumers[key] = consumer, sequence, ()
 
-    def forget(self, place: Place) -> None:
+    def forget(self, place: MemberPlace) -> None:
         """Forget the requests of a life that is over: it repeats none."""
         self.producers = {key: one for key, one in self.producers.items() if one[0] != place}
         self.consumers = {key: one for key, one in self.consumers.items() if one[0] != place}

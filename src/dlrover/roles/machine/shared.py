@@ -8,9 +8,9 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from dlrover.errors import ProtocolError
-from dlrover.roles.machine.members import LIVE, Members
+from dlrover.roles.machine.members import LIVE, RoleMembers
 from dlrover.roles.machine.queues import Queues
-from dlrover.roles.machine.versions import MAX_NAMES, Weights
+from dlrover.roles.machine.versions import MAX_NAMES, PublishedWeights
 from dlrover.roles.messages import (
     AckItems,
     Agreed,
@@ -22,10 +22,10 @@ from dlrover.roles.messages import (
     LookCursor,
     LookQueue,
     MemberEnded,
+    MemberPlace,
     MemberStarted,
     MemberView,
     OpenQueue,
-    Place,
     PublishedAs,
     PublishPart,
     PutItems,
@@ -34,7 +34,6 @@ from dlrover.roles.messages import (
     RoleReply,
     RoleRequest,
     RoleView,
-    RolledBack,
     ServiceStatus,
     SetCursor,
     UseVersion,
@@ -46,12 +45,12 @@ Key: TypeAlias = tuple[str, int]
 
 
 @dataclass
-class Shared:
+class SharedState:
     """State of one job's roles as their processes see it. Only `handle` changes it."""
 
-    members: Members = field(default_factory=Members)
+    members: RoleMembers = field(default_factory=RoleMembers)
     queues: Queues = field(default_factory=Queues)
-    weights: dict[str, Weights] = field(default_factory=dict)
+    weights: dict[str, PublishedWeights] = field(default_factory=dict)
     cursors: dict[Key, bytes] = field(default_factory=dict)
     """Kept for ever: the next life of an instance goes on from it."""
     resumed: dict[str, tuple[int, int, int]] = field(default_factory=dict)
@@ -103,10 +102,6 @@ class Shared:
             case MemberStarted() | MemberEnded() | JoinRole():
                 for place in self.members.handle(event):
                     self._release(place)
-            case RolledBack():
-                members = self.members.roles.get(event.role, {}).values()
-                life = max((member.place.life for member in members), default=(0, 0))
-                self._roll_back(event.role, event.step, (*life, 0))
             case _:
                 self.members.check(event.place)
                 return self._ask(event)
@@ -152,11 +147,11 @@ class Shared:
                 self._use(event)
         self._admit()
 
-    def _set_cursor(self, place: Place, cursor: bytes | None) -> None:
+    def _set_cursor(self, place: MemberPlace, cursor: bytes | None) -> None:
         if cursor is not None:
             self.cursors[place.role, place.index] = cursor
 
-    def _release(self, place: Place) -> None:
+    def _release(self, place: MemberPlace) -> None:
         """Let others have what a life held. One that may come back keeps its place in queues, and its weights."""
         over = self.members.is_over(place)
         for queue in self.queues.queues.values():
@@ -187,7 +182,7 @@ class Shared:
                 raise ProtocolError(
                     f"The job has {MAX_NAMES} named weights; {event.name} is one more."
                 )
-            known = Weights(event.place.role)
+            known = PublishedWeights(event.place.role)
         version = known.publish(event)
         self.weights[event.name] = known
         return version

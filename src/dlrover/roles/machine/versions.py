@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from dlrover.errors import ProtocolError
 from dlrover.roles.messages import (
+    MemberPlace,
     PartView,
-    Place,
     PublishPart,
     Version,
     VersionView,
@@ -20,7 +20,7 @@ KEPT = 2
 
 
 @dataclass
-class Weights:
+class PublishedWeights:
     """Versions of one named weights, which one role publishes."""
 
     role: str
@@ -30,7 +30,7 @@ class Weights:
     """Parts of a version that is not complete."""
     pending_of: tuple[int, int] = (-1, 0)
     """Its step and its number of parts."""
-    publishers: set[Place] = field(default_factory=set)
+    publishers: set[MemberPlace] = field(default_factory=set)
     """The processes that have published these parts."""
     complete: dict[Version, dict[int, PartView]] = field(default_factory=dict)
     """Versions that may be read, oldest first."""
@@ -135,7 +135,7 @@ class Weights:
         if self.lost is not None and self.lost.step > step:
             self.lost = None
 
-    def release(self, place: Place) -> None:
+    def release(self, place: MemberPlace) -> None:
         """Forget what a process that has ended has begun to publish, and the versions of which it held a part."""
         current = self.current
         self.complete = {

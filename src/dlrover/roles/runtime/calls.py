@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlrover.errors import ConfigurationError, MemberLostError
-from dlrover.roles.messages import HOLDER, JobView, MemberView, Place, RoleView
+from dlrover.roles.messages import HOLDER, JobView, MemberPlace, MemberView, RoleView
 from dlrover.roles.runtime import wire
 from dlrover.roles.runtime.connections import (
+    CallFailed,
+    CallLost,
+    CallOutcome,
+    CallReturned,
     EncodedCall,
-    Failed,
-    Lost,
     MemberConnection,
-    Outcome,
-    Returned,
 )
 from dlrover.roles.runtime.link import ServiceLink
 
@@ -47,7 +47,7 @@ class RoleCall:
     idempotent: bool = False
     """Whether the member that it was sent to may run it twice."""
     deaths: int = 0
-    lost: Place | None = None
+    lost: MemberPlace | None = None
     """The member that was lost, while it is not yet known why."""
     why: str = ""
 
@@ -68,9 +68,9 @@ class Calls:
         """Calls without a member, by role and index."""
         self._mourned: list[RoleCall] = []
         self._connections: dict[tuple[str, int], MemberConnection] = {}
-        self._busy: dict[Place, int] = {}
+        self._busy: dict[MemberPlace, int] = {}
         """Calls for any member that each member has."""
-        self._unreachable: dict[Place, float] = {}
+        self._unreachable: dict[MemberPlace, float] = {}
         self._turn = 0
         self._due = 0.0
         """When the next look at calls that wait for too long is due."""
@@ -238,26 +238,28 @@ class Calls:
         self._connections[key] = made
         return made
 
-    def _callback(self, call: RoleCall, place: Place, *, counts: bool) -> Callable[[Outcome], None]:
-        def done(outcome: Outcome) -> None:
+    def _callback(
+        self, call: RoleCall, place: MemberPlace, *, counts: bool
+    ) -> Callable[[CallOutcome], None]:
+        def done(outcome: CallOutcome) -> None:
             with self._lock:
                 if counts:
                     self._busy[place] -= 1
                     if not self._busy[place]:
                         del self._busy[place]
             match outcome:
-                case Returned(value):
+                case CallReturned(value):
                     _finish(call, value)
-                case Failed(error):
+                case CallFailed(error):
                     _fail(call, error)
-                case Lost():
+                case CallLost():
                     self._again(call, place, outcome)
             if counts:
                 self._pump()
 
         return done
 
-    def _again(self, call: RoleCall, place: Place, lost: Lost) -> None:
+    def _again(self, call: RoleCall, place: MemberPlace, lost: CallLost) -> None:
         """Have a lost call wait for a member again, if it may run twice or has not run."""
         with self._lock:
             if lost.began:  # otherwise it still waits for a member

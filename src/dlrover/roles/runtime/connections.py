@@ -14,24 +14,24 @@ import msgspec
 from dlrover.errors import InfrastructureError, ProtocolError, RemoteError
 from dlrover.roles.messages import MemberView
 from dlrover.roles.runtime import payload, wire
-from dlrover.roles.runtime.wire import CallFrame, Op
+from dlrover.roles.runtime.wire import CallFrame, CallOp
 
 logger = logging.getLogger(__name__)
 
 
-class Returned(NamedTuple):
+class CallReturned(NamedTuple):
     """The method has returned."""
 
     value: Any
 
 
-class Failed(NamedTuple):
+class CallFailed(NamedTuple):
     """The method has raised, or there is none."""
 
     error: Exception
 
 
-class Lost(NamedTuple):
+class CallLost(NamedTuple):
     """The member is gone."""
 
     began: bool
@@ -39,7 +39,7 @@ class Lost(NamedTuple):
     why: str
 
 
-Outcome: TypeAlias = Returned | Failed | Lost
+CallOutcome: TypeAlias = CallReturned | CallFailed | CallLost
 
 
 class EncodedCall(NamedTuple):
@@ -66,11 +66,11 @@ class MemberConnection:
         self._sending = threading.Lock()
         self._sock: socket.socket | None = None
         self._early: list[tuple[int, EncodedCall]] = []
-        self._waiting: dict[int, tuple[str, Callable[[Outcome], None]]] = {}
+        self._waiting: dict[int, tuple[str, Callable[[CallOutcome], None]]] = {}
         self._sent: set[int] = set()
         threading.Thread(target=self._run, name=f"roles-to-{self.place}", daemon=True).start()
 
-    def call(self, call: EncodedCall, done: Callable[[Outcome], None]) -> None:
+    def call(self, call: EncodedCall, done: Callable[[CallOutcome], None]) -> None:
         """Send a call; ``done`` gets its outcome, on another thread or at once."""
         with self._lock:
             number = next(self._numbers)
@@ -86,7 +86,7 @@ class MemberConnection:
         if sock is not None:
             self._send(sock, number, call)
         elif not early:
-            done(Lost(began=False, why="the connection has ended"))
+            done(CallLost(began=False, why="the connection has ended"))
 
     def close(self) -> None:
         """End the connection: calls that are under way are lost."""
@@ -99,7 +99,7 @@ class MemberConnection:
     def _send(self, sock: socket.socket, number: int, call: EncodedCall) -> None:
         try:
             with self._sending:
-                wire.send(sock, Op.CALL, number, call.head, call.buffers)
+                wire.send(sock, CallOp.CALL, number, call.head, call.buffers)
         except OSError as error:
             logger.debug("%s takes no calls: %s", self.place, error)
             wire.end(sock)  # the thread that receives tells the callers
@@ -148,16 +148,16 @@ class MemberConnection:
         if sock is not None:
             wire.end(sock)
         for number, (_, done) in waiting.items():
-            done(Lost(number in sent, why))
+            done(CallLost(number in sent, why))
 
 
-def _outcome(where: str, frame: CallFrame) -> Outcome:
+def _outcome(where: str, frame: CallFrame) -> CallOutcome:
     try:
-        if frame.op is Op.RESULT:
-            return Returned(payload.decode(frame.head, frame.body))
-        if frame.op is Op.RAISED:
+        if frame.op is CallOp.RESULT:
+            return CallReturned(payload.decode(frame.head, frame.body))
+        if frame.op is CallOp.RAISED:
             kind, text, traceback = msgspec.msgpack.decode(frame.head, type=tuple[str, str, str])
-            return Failed(RemoteError(where, kind, text, traceback))
-        return Failed(ProtocolError(frame.head.decode(errors="replace")))
+            return CallFailed(RemoteError(where, kind, text, traceback))
+        return CallFailed(ProtocolError(frame.head.decode(errors="replace")))
     except Exception as error:  # noqa: BLE001 - whatever it is, the caller must get it: a type without its module too
-        return Failed(ProtocolError(f"{where}: its answer cannot be read: {error}"))
+        return CallFailed(ProtocolError(f"{where}: its answer cannot be read: {error}"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from dlrover import config, launched
 from dlrover.errors import ConfigurationError
-from dlrover.roles.messages import Place
+from dlrover.roles.messages import MemberPlace
 
 
 def variables(
@@ -56,6 +56,6 @@ def given() -> config.RolePlace:
     return found
 
 
-def place(found: config.RolePlace) -> Place:
+def place(found: config.RolePlace) -> MemberPlace:
     """Return the life of this instance."""
-    return Place(found.role, found.index, found.attempt, launched.given.round)
+    return MemberPlace(found.role, found.index, found.attempt, launched.given.round)

@@ -24,7 +24,7 @@ class Marked:
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedMethod:
     """A function that others may call."""
 
     function: Callable[..., Any]
@@ -36,7 +36,7 @@ class Exports:
     """Functions by name."""
 
     def __init__(self) -> None:
-        self._functions: dict[str, Exported] = {}
+        self._functions: dict[str, ExportedMethod] = {}
         self._lock = threading.Lock()
         self.changed: Callable[[], None] | None = None
         """Called after a change."""
@@ -54,7 +54,7 @@ class Exports:
                     f"Both {_home(known.function)} and {_home(function)} are exported as {name}; give one another"
                     " name: @rpc(name=...)."
                 )
-            self._functions[name] = Exported(function, marked.idempotent, marked.concurrent)
+            self._functions[name] = ExportedMethod(function, marked.idempotent, marked.concurrent)
         if self.changed is not None:
             self.changed()
 
@@ -80,7 +80,7 @@ class Exports:
         if changed is not None:
             changed()
 
-    def get(self, name: str) -> Exported | None:
+    def get(self, name: str) -> ExportedMethod | None:
         """Return a function."""
         return self._functions.get(name)
 

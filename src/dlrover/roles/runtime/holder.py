@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dlrover import config
 from dlrover._util import procs
 from dlrover.errors import InfrastructureError
-from dlrover.roles.messages import HOLDER
+from dlrover.roles.messages import HOLDER, MemberEnded, MemberPlace, MemberStarted
 from dlrover.roles.runtime import worker
 from dlrover.roles.serving import RolesService
 
@@ -73,12 +73,12 @@ async def _keep_one(service: RolesService, variables: Mapping[str, str], lifelin
             await procs.ended(known.pid)
     else:
         attempt += 1
-        service.started(HOLDER, 0, attempt)
+        service.tell(MemberStarted(MemberPlace(HOLDER, 0, attempt)))
         pid = _start({**variables, config.ROLE_VARIABLES["attempt"]: str(attempt)}, lifeline_fd)
         await procs.ended(pid)
         os.waitpid(pid, 0)  # noqa: ASYNC222 - it has ended
     logger.warning("The process that keeps weights has died")
-    service.ended(HOLDER, 0, attempt, "it has died")
+    service.tell(MemberEnded(MemberPlace(HOLDER, 0, attempt), "it has died"))
 
 
 def _start(variables: Mapping[str, str], lifeline_fd: int) -> int:

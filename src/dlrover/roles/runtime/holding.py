@@ -18,7 +18,7 @@ from typing import TypeAlias
 import msgspec
 
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
-from dlrover.roles.messages import JobView, Place
+from dlrover.roles.messages import JobView, MemberPlace
 
 FREE = 2
 """Buffers that are kept for later versions."""
@@ -30,14 +30,14 @@ MAX_READ = 1 << 26
 """Maximum bytes of one read over a connection."""
 
 
-class Reserve(msgspec.Struct, frozen=True, array_like=True, tag="reserve"):
+class ReservePart(msgspec.Struct, frozen=True, array_like=True, tag="reserve"):
     """Memory for a part that the publisher will write. The reply comes with its file."""
 
     key: str
     nbytes: int
 
 
-class Commit(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
+class CommitPart(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
     """The part is complete."""
 
     key: str
@@ -46,13 +46,13 @@ class Commit(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
     index_sum: int
 
 
-class Discard(msgspec.Struct, frozen=True, array_like=True, tag="discard"):
+class DiscardPart(msgspec.Struct, frozen=True, array_like=True, tag="discard"):
     """The part is not needed: it was not published."""
 
     key: str
 
 
-class Listed(msgspec.Struct, frozen=True, array_like=True, tag="listed"):
+class PartListed(msgspec.Struct, frozen=True, array_like=True, tag="listed"):
     """The job lists the part, as views from a number on show."""
 
     key: str
@@ -79,7 +79,9 @@ class ClosePart(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     key: str
 
 
-HoldRequest: TypeAlias = Reserve | Commit | Discard | Listed | OpenPart | ReadPart | ClosePart
+HoldRequest: TypeAlias = (
+    ReservePart | CommitPart | DiscardPart | PartListed | OpenPart | ReadPart | ClosePart
+)
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
@@ -129,14 +131,14 @@ class _Part:
     wanted: bool = True
 
 
-class Holding:
+class HeldParts:
     """The parts that this process keeps. Any thread may use it.
 
     Args:
         place: This process, as the job's views name it.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: MemberPlace) -> None:
         self._place = place
         self._lock = threading.Lock()
         self._parts: dict[str, _Part] = {}
@@ -261,7 +263,7 @@ class Holding:
 class Session:
     """What one connection has of the parts; one thread uses it."""
 
-    def __init__(self, holding: Holding) -> None:
+    def __init__(self, holding: HeldParts) -> None:
         self._holding = holding
         self._open: dict[str, int] = {}
 
@@ -270,14 +272,14 @@ class Session:
     ) -> tuple[Held, int, memoryview | None]:
         """Return the reply to a request, the file that goes with it or -1, and the body."""
         match request:
-            case Reserve(key, nbytes):
+            case ReservePart(key, nbytes):
                 part = self._holding.reserve(key, nbytes, self)
                 return part.held, part.buffer.fd, None
-            case Commit():
+            case CommitPart():
                 return self._commit(request), -1, None
-            case Discard(key):
+            case DiscardPart(key):
                 return self._holding.discarded(key, self), -1, None
-            case Listed(key, view):
+            case PartListed(key, view):
                 part = self._holding.part(key)
                 part.listed = view if part.listed < 0 else min(view, part.listed)
                 return part.held, -1, None
@@ -290,7 +292,7 @@ class Session:
             case ClosePart(key):
                 return self._close(key), -1, None
 
-    def _commit(self, request: Commit) -> Held:
+    def _commit(self, request: CommitPart) -> Held:
         part = self._holding._parts.get(request.key)  # noqa: SLF001 - of this module
         if part is None or part.publisher is not self or part.complete:
             raise ProtocolError(f"The part {request.key} of weights was not reserved.")

@@ -20,8 +20,8 @@ from dlrover.roles.messages import (
     MAX_WAIT,
     JobView,
     JoinRole,
+    MemberPlace,
     MemberView,
-    Place,
     Pulse,
     PulseReply,
     RoleReply,
@@ -56,7 +56,7 @@ class CoordinatorClient(Connection):
         reply: RoleReply = await self._call("RoleAsk", request, RoleReply, wait)
         return reply
 
-    def watch(self, place: Place) -> AsyncGenerator[JobView, None]:
+    def watch(self, place: MemberPlace) -> AsyncGenerator[JobView, None]:
         """Yield the job whenever it changes."""
         return self._follow("RoleWatch", WatchJob(place), JobView)
 
@@ -76,7 +76,7 @@ class ServiceLink:
         token_file: File with the token of the job. A coordinator that had to take another address writes it beside.
     """
 
-    def __init__(self, place: Place, phases: Phases, address: str, token_file: Path) -> None:
+    def __init__(self, place: MemberPlace, phases: Phases, address: str, token_file: Path) -> None:
         self.place, self.phases = place, phases
         self.view = JobView()
         self.pid = os.getpid()

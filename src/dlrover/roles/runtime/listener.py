@@ -17,12 +17,12 @@ import msgspec
 
 from dlrover._util import handshake
 from dlrover.errors import DLRoverError, ProtocolError
-from dlrover.roles.messages import WORK, Address
+from dlrover.roles.messages import WORK, CallAddress
 from dlrover.roles.runtime import payload, wire
-from dlrover.roles.runtime.exporting import Exported, Exports
-from dlrover.roles.runtime.holding import Holding, Session, decode_hold
+from dlrover.roles.runtime.exporting import ExportedMethod, Exports
+from dlrover.roles.runtime.holding import HeldParts, Session, decode_hold
 from dlrover.roles.runtime.phases import Phases
-from dlrover.roles.runtime.wire import CallFrame, Op
+from dlrover.roles.runtime.wire import CallFrame, CallOp
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,9 @@ ACCEPT_PAUSE = 0.1
 """Seconds until the next attempt to take a connection, where files or threads are short."""
 CONCURRENT = 32
 """Maximum number of concurrent methods that run at once."""
+
+MAX_STRANGERS = 256
+"""Maximum number of connections whose callers have not proved yet that they know the secret; the oldest ends first."""
 
 
 class CallState(msgspec.Struct, frozen=True, array_like=True):
@@ -47,7 +50,7 @@ class _Call(NamedTuple):
     connection: _Connection
     frame: CallFrame
     method: str
-    exported: Exported
+    exported: ExportedMethod
 
 
 class CallListener:
@@ -68,7 +71,7 @@ class CallListener:
         host: str,
         machine: str,
         secret: bytes,
-        holding: Holding,
+        holding: HeldParts,
         phases: Phases,
     ) -> None:
         self._holding, self._phases = holding, phases
@@ -76,6 +79,8 @@ class CallListener:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._pool = ThreadPoolExecutor(CONCURRENT, thread_name_prefix="roles-concurrent")
         self._open: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, None] = {}
+        """Those of them that have not proved yet that they know the secret, oldest first."""
         self._lock = threading.Lock()
         self._running: dict[int, tuple[str, float]] = {}
         self._done = 0
@@ -85,7 +90,7 @@ class CallListener:
         self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._unix.bind(f"\0{local}")
         self._unix.listen(1024)
-        self.address = Address(host, self._tcp.getsockname()[1], machine, local)
+        self.address = CallAddress(host, self._tcp.getsockname()[1], machine, local)
         for sock in (self._tcp, self._unix):
             threading.Thread(
                 target=self._accept, args=(sock,), name="roles-accept", daemon=True
@@ -113,6 +118,7 @@ class CallListener:
             try:
                 sock, _ = listening.accept()
                 self._open.add(sock)
+                self._greet(sock)
                 threading.Thread(
                     target=self._serve, args=(sock,), name="roles-connection", daemon=True
                 ).start()
@@ -122,8 +128,19 @@ class CallListener:
                 logger.warning("A connection cannot be taken now: %s", error)
                 if sock is not None:
                     self._open.discard(sock)
+                    self._strangers.pop(sock, None)
                     sock.close()
                 self._closed.wait(ACCEPT_PAUSE)
+
+    def _greet(self, sock: socket.socket) -> None:
+        """Take a new connection; end the oldest of too many that prove nothing: each has a thread."""
+        with self._lock:
+            oldest = next(iter(self._strangers)) if len(self._strangers) >= MAX_STRANGERS else None
+            self._strangers[sock] = None
+            if oldest is not None:
+                del self._strangers[oldest]
+                with contextlib.suppress(OSError):  # its thread closes it
+                    oldest.shutdown(socket.SHUT_RDWR)
 
     def _serve(self, sock: socket.socket) -> None:
         connection = None
@@ -132,6 +149,7 @@ class CallListener:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             wire.bound_sends(sock)
             connection = _Connection(sock) if handshake.accept(sock, self._secret) else None
+            self._strangers.pop(sock, None)
             if connection is None:
                 logger.warning("A caller does not know the job's secret")
             memory = wire.BodyMemory()
@@ -143,26 +161,27 @@ class CallListener:
             logger.debug("A connection has ended: %s", error)
         finally:
             self._open.discard(sock)
+            self._strangers.pop(sock, None)
             sock.close()
             if connection is not None and connection.session is not None:
                 connection.session.end()
 
     def _take(self, connection: _Connection, frame: CallFrame) -> None:
-        if frame.op is Op.PING:
-            connection.reply(Op.RESULT, frame.call, msgspec.msgpack.encode(self.state()))
+        if frame.op is CallOp.PING:
+            connection.reply(CallOp.RESULT, frame.call, msgspec.msgpack.encode(self.state()))
             return
-        if frame.op is Op.HOLD:
+        if frame.op is CallOp.HOLD:
             connection.session = connection.session or self._holding.session()
             connection.hold(frame)
             return
-        if frame.op is not Op.CALL:
+        if frame.op is not CallOp.CALL:
             raise ProtocolError(f"A caller sent {frame.op.name}.")
         method = _method(frame)
         exported = self._exports.get(method)
         if exported is None:
             known = ", ".join(self._exports.table()) or "none"
             why = f"There is no method {method}; there are {known}."
-            connection.reply(Op.REFUSED, frame.call, why.encode())
+            connection.reply(CallOp.REFUSED, frame.call, why.encode())
             return
         call = _Call(connection, frame, method, exported)
         if exported.concurrent:
@@ -204,14 +223,16 @@ class _Connection:
         try:
             reply, fd, data = self.session.handle(decode_hold(frame.head))
         except DLRoverError as error:
-            self.reply(Op.REFUSED, frame.call, str(error).encode())
+            self.reply(CallOp.REFUSED, frame.call, str(error).encode())
             return
-        self.reply(Op.RESULT, frame.call, msgspec.msgpack.encode(reply), [data] if data else None)
+        self.reply(
+            CallOp.RESULT, frame.call, msgspec.msgpack.encode(reply), [data] if data else None
+        )
         if fd >= 0 and self._sock.family == socket.AF_UNIX:
             socket.send_fds(self._sock, [b"F"], [fd])
 
     def reply(
-        self, op: Op, call: int, head: bytes = b"", buffers: list[memoryview] | None = None
+        self, op: CallOp, call: int, head: bytes = b"", buffers: list[memoryview] | None = None
     ) -> None:
         """Send a reply; a caller that is gone needs none."""
         with self._lock:
@@ -232,11 +253,11 @@ def _method(frame: CallFrame) -> str:
     return str(method)
 
 
-def _outcome(call: _Call) -> tuple[Op, bytes, list[memoryview]]:
+def _outcome(call: _Call) -> tuple[CallOp, bytes, list[memoryview]]:
     try:
         _, args, kwargs = payload.decode(call.frame.head, call.frame.body)
         value = call.exported.function(*args, **kwargs)
-        return Op.RESULT, *payload.encode_named(f"the result of {call.method}", value)
+        return CallOp.RESULT, *payload.encode_named(f"the result of {call.method}", value)
     except BaseException as error:  # noqa: BLE001 - it is the caller's, and the thread goes on with the next call
         own = error.__traceback__.tb_next if error.__traceback__ is not None else None
         shown = error.with_traceback(own if not isinstance(error, DLRoverError) else None)
@@ -245,7 +266,7 @@ def _outcome(call: _Call) -> tuple[Op, bytes, list[memoryview]]:
         if type(error).__module__ not in ("builtins", "__main__"):
             kind = f"{type(error).__module__}.{kind}"
         return (
-            Op.RAISED,
+            CallOp.RAISED,
             msgspec.msgpack.encode((kind, _sendable(_words(error)), _sendable(text))),
             [],
         )

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
-from dlrover.roles.messages import Address
+from dlrover.roles.messages import CallAddress
 from dlrover.roles.runtime import wire
 from dlrover.roles.runtime.holding import (
     MAX_READ,
@@ -23,10 +23,10 @@ from dlrover.roles.runtime.holding import (
     HoldRequest,
     OpenPart,
     ReadPart,
-    Reserve,
+    ReservePart,
 )
 from dlrover.roles.runtime.payload import Bytes
-from dlrover.roles.runtime.wire import Op
+from dlrover.roles.runtime.wire import CallOp
 
 ANSWER_TIMEOUT = 120.0
 """Seconds without progress after which a process that keeps weights counts as gone; large memory takes a while."""
@@ -41,7 +41,7 @@ class HolderConnection:
         OSError: Every method does if the process is gone.
     """
 
-    def __init__(self, address: Address, machine: str, secret: bytes) -> None:
+    def __init__(self, address: CallAddress, machine: str, secret: bytes) -> None:
         self._sock = wire.connect(address, machine, secret)
         self._sock.settimeout(ANSWER_TIMEOUT)
         self.local = self._sock.family == socket.AF_UNIX
@@ -69,14 +69,14 @@ class HolderConnection:
             raise
 
     def _answer(self, request: HoldRequest) -> tuple[Held, int, Bytes | None]:
-        wire.send(self._sock, Op.HOLD, 0, msgspec.msgpack.encode(request))
+        wire.send(self._sock, CallOp.HOLD, 0, msgspec.msgpack.encode(request))
         frame = wire.receive(self._sock)
-        if frame.op is Op.REFUSED:
+        if frame.op is CallOp.REFUSED:
             raise ConfigurationError(frame.head.decode(errors="replace"))
-        if frame.op is not Op.RESULT:
+        if frame.op is not CallOp.RESULT:
             raise ProtocolError(f"A process that keeps weights answered {frame.op.name}.")
         fd = -1
-        if self.local and isinstance(request, Reserve | OpenPart):
+        if self.local and isinstance(request, ReservePart | OpenPart):
             _, fds, _, _ = socket.recv_fds(self._sock, 1, 1)
             if not fds:
                 raise ConnectionResetError("the memory of weights has not come")
@@ -90,7 +90,7 @@ class HolderConnection:
     def writable(self, key: str, nbytes: int) -> mmap.mmap:
         """Return memory for a part; the same mapping again where the memory is the same."""
         with self._lock:
-            held, fd, _ = self.ask(Reserve(key, nbytes))
+            held, fd, _ = self.ask(ReservePart(key, nbytes))
             try:
                 if held.buffer not in self._written:
                     while len(self._written) > 3:

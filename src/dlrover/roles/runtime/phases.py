@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dlrover import config, launched
-from dlrover.roles.messages import IDLE, Place, Pulse
+from dlrover.roles.messages import IDLE, MemberPlace, Pulse
 
 T = TypeVar("T")
 SHORT_WAIT = 1.0
@@ -80,7 +80,7 @@ class Phases:
         known = threading.get_ident() in self._threads
         return self.entered(IDLE, SHORT_WAIT) if known else contextlib.nullcontext()
 
-    def pulse(self, place: Place) -> Pulse:
+    def pulse(self, place: MemberPlace) -> Pulse:
         """Return the report for the coordinator."""
         steps, alive = launched.steps_made(), sys._current_frames()  # noqa: SLF001 - documented
         with self._lock:

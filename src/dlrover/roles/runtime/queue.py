@@ -114,7 +114,7 @@ class Queue:
         Args:
             items: Values as for calls between roles: no pickle.
             timeout: Seconds to wait for room.
-            cursor: New `Worker.cursor`, set at the same instant as all items are added; None: unchanged.
+            cursor: New `RoleWorker.cursor`, set at the same instant as all items are added; None: unchanged.
 
         Raises:
             InfrastructureError: There was no room in time; the error says how many items were added.
@@ -202,7 +202,7 @@ class Queue:
             items: What `get` has returned, or a part of it; None: all that this object has leased.
             step: Step whose state learns from them: if the role goes on from an earlier step, they are leased again.
                 Acknowledge before you save that step. -1: they are done for ever.
-            cursor: New `Worker.cursor`, set at the same instant; None: unchanged.
+            cursor: New `RoleWorker.cursor`, set at the same instant; None: unchanged.
 
         Raises:
             ConfigurationError: An item is not leased to this process.

@@ -25,10 +25,10 @@ from dlrover.checkpoint.saver.memory import kernels
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError, ProtocolError
 from dlrover.roles.messages import (
     HOLDER,
-    Address,
+    CallAddress,
     JobView,
+    MemberPlace,
     PartView,
-    Place,
     PublishedAs,
     PublishPart,
     RoleView,
@@ -37,11 +37,11 @@ from dlrover.roles.messages import (
     VersionView,
 )
 from dlrover.roles.runtime import payload, wire
-from dlrover.roles.runtime.holding import Commit, Discard, Listed
+from dlrover.roles.runtime.holding import CommitPart, DiscardPart, PartListed
 from dlrover.roles.runtime.link import member
 from dlrover.roles.runtime.memory import HolderConnection, PartReader
 from dlrover.roles.runtime.payload import ALIGNMENT
-from dlrover.roles.runtime.worker import Worker, current_worker
+from dlrover.roles.runtime.worker import RoleWorker, current_worker
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ THREADS = 4
 """Maximum number of threads that copy or check."""
 
 
-class _Entry(msgspec.Struct, frozen=True, array_like=True):
+class _TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     """One tensor, or a rank's part of it, in the memory of a part."""
 
     name: str
@@ -70,7 +70,7 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Index(msgspec.Struct, frozen=True, array_like=True):
-    entries: tuple[_Entry, ...]
+    entries: tuple[_TensorEntry, ...]
     values: bytes
     """What else is in the state, as `payload` encodes it."""
 
@@ -83,14 +83,16 @@ class _Holders:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[Place, HolderConnection] = {}
-        self._worker: Worker | None = None
+        self._open: dict[MemberPlace, HolderConnection] = {}
+        self._worker: RoleWorker | None = None
         self._declared: set[str] = set()
         self.publishing = threading.Lock()
         self.numbers = itertools.count()
         self.id = secrets.token_hex(6)
 
-    def connection(self, worker: Worker, place: Place, address: Address) -> HolderConnection:
+    def connection(
+        self, worker: RoleWorker, place: MemberPlace, address: CallAddress
+    ) -> HolderConnection:
         """Return the connection to a process.
 
         Raises:
@@ -103,13 +105,13 @@ class _Holders:
                 self._open[place] = HolderConnection(address, worker.machine, secret)
             return self._open[place]
 
-    def declared(self, worker: Worker) -> set[str]:
+    def declared(self, worker: RoleWorker) -> set[str]:
         """Return the names of the weights that this process has said that it works with."""
         with self._lock:
             self._follow(worker)
             return self._declared
 
-    def _follow(self, worker: Worker) -> None:
+    def _follow(self, worker: RoleWorker) -> None:
         if self._worker is not worker:  # it has left the job and joined again
             self._open, self._declared, self._worker = {}, set(), worker
             worker.closing.append(self._close)
@@ -119,7 +121,7 @@ class _Holders:
             for connection in self._open.values():
                 connection.close()
 
-    def drop(self, place: Place) -> None:
+    def drop(self, place: MemberPlace) -> None:
         """Connect anew next time."""
         with self._lock:
             known = self._open.pop(place, None)
@@ -180,9 +182,9 @@ def publish(state: Mapping[str, Any], version: int, *, name: str = NAME) -> Vers
 
 
 def _published(
-    worker: Worker,
+    worker: RoleWorker,
     connection: HolderConnection,
-    holder: Place,
+    holder: MemberPlace,
     mine: Sequence[tuple[str, Any]],
     values: Mapping[str, Any],
     what: tuple[str, int, int],
@@ -191,14 +193,14 @@ def _published(
     for key, (array, dtype, extent) in mine:
         box = extent or entire(array.shape)
         nbytes = array.nbytes
-        entries.append(_Entry(key, dtype, box.whole, box.at, box.shape, offset, nbytes))
+        entries.append(_TensorEntry(key, dtype, box.whole, box.at, box.shape, offset, nbytes))
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
     key = f"{worker.place.role}-{worker.index}-{_holders.id}-{next(_holders.numbers)}"
     memory = connection.writable(key, offset + 2 * len(_encoded(entries, values)) + mmap.PAGESIZE)
     try:
         index = _encoded(_copied([array for _, (array, _, _) in mine], entries, memory), values)
         memory[offset : offset + len(index)] = index
-        connection.ask(Commit(key, offset, len(index), _hash(index)))
+        connection.ask(CommitPart(key, offset, len(index), _hash(index)))
         name, version, parts = what
         reply = worker.link.ask(
             PublishPart(worker.place, name, version, worker.index, parts, holder, key, offset)
@@ -206,18 +208,20 @@ def _published(
         if not isinstance(reply, PublishedAs):
             raise ProtocolError(f"The coordinator answered {type(reply).__name__}.")
     except DLRoverError:
-        connection.ask(Discard(key))
+        connection.ask(DiscardPart(key))
         raise
     with contextlib.suppress(
         OSError
     ):  # what was published is lost with who kept it, as at any later time
-        connection.ask(Listed(key, reply.view))
+        connection.ask(PartListed(key, reply.view))
     worker.link.wait(lambda view: view.number >= reply.view, WAIT, "the view of what was published")
     worker.progress()
     return reply.version
 
 
-def _copied(arrays: Sequence[Any], entries: Sequence[_Entry], memory: mmap.mmap) -> list[_Entry]:
+def _copied(
+    arrays: Sequence[Any], entries: Sequence[_TensorEntry], memory: mmap.mmap
+) -> list[_TensorEntry]:
     """Copy arrays to their places; return their entries with checksums, from the same pass."""
     target = np.frombuffer(memory, np.uint8)
     sources = [_flat(array) for array in arrays]
@@ -233,7 +237,7 @@ def _copied(arrays: Sequence[Any], entries: Sequence[_Entry], memory: mmap.mmap)
     ]
 
 
-def _encoded(entries: Sequence[_Entry], values: Mapping[str, Any]) -> bytes:
+def _encoded(entries: Sequence[_TensorEntry], values: Mapping[str, Any]) -> bytes:
     packed = wire.packed(*payload.encode(dict(values)))
     return msgspec.msgpack.encode(_Index(tuple(entries), packed))
 
@@ -284,7 +288,7 @@ def _piece(key: str, value: Any) -> tuple[Any, str, Extent | None] | None:
     return None
 
 
-def _holder(worker: Worker) -> tuple[Place, Address]:
+def _holder(worker: RoleWorker) -> tuple[MemberPlace, CallAddress]:
     """Return the process that keeps weights on this machine: one for that, or else this process itself."""
     for one in worker.link.view.roles.get(HOLDER, RoleView(0, ())).members:
         if one.state == "live" and one.address.machine == worker.machine:
@@ -304,18 +308,18 @@ class Weights:
     """
 
     def __init__(
-        self, worker: Worker, name: str, version: Version, parts: Sequence[PartReader]
+        self, worker: RoleWorker, name: str, version: Version, parts: Sequence[PartReader]
     ) -> None:
         self.name, self.version = name, version
         self._worker = worker
-        self._entries: dict[str, list[tuple[_Entry, PartReader]]] = {}
+        self._entries: dict[str, list[tuple[_TensorEntry, PartReader]]] = {}
         self._values: dict[str, Any] = {}
         for part in parts:
             index = _read_index(part)
             for entry in index.entries:
                 self._entries.setdefault(entry.name, []).append((entry, part))
             self._values |= payload.decode(*wire.unpacked(index.values))
-        self._memories: dict[_Entry, payload.Bytes] = {}
+        self._memories: dict[_TensorEntry, payload.Bytes] = {}
         """What was read and compared with its checksum."""
 
     def __iter__(self) -> Iterator[str]:
@@ -354,7 +358,7 @@ class Weights:
             InfrastructureError: The memory is damaged; the target must not be used.
         """
         state = target if isinstance(target, Mapping) else target.state_dict()
-        direct: list[tuple[_Entry, PartReader, int]] = []
+        direct: list[tuple[_TensorEntry, PartReader, int]] = []
         for key, value in state.items():
             piece = _piece(key, value)
             if piece is None:
@@ -371,7 +375,7 @@ class Weights:
         self._copy(direct)
         self.use()
 
-    def _copy(self, targets: Sequence[tuple[_Entry, PartReader, int]]) -> None:
+    def _copy(self, targets: Sequence[tuple[_TensorEntry, PartReader, int]]) -> None:
         """Copy tensors to addresses, and compare their checksums in the same pass."""
         memories = [part.bytes(entry.offset, entry.nbytes) for entry, part, _ in targets]
         sums = kernels().copy_hash(
@@ -388,7 +392,7 @@ class Weights:
         worker = self._worker
         worker.link.ask(UseVersion(worker.place, self.name, self.version))
 
-    def _entry(self, key: str) -> _Entry:
+    def _entry(self, key: str) -> _TensorEntry:
         if key not in self._entries:
             raise ConfigurationError(f"Version {self.version} of {self.name} has no tensor {key}.")
         return self._entries[key][0][0]
@@ -425,7 +429,7 @@ class Weights:
             whole[box.target] = _array(entry, self._memories[entry])[box.source]
         return whole
 
-    def _check(self, sources: Sequence[tuple[_Entry, PartReader]]) -> None:
+    def _check(self, sources: Sequence[tuple[_TensorEntry, PartReader]]) -> None:
         """Compare checksums, once for each tensor.
 
         Raises:
@@ -442,7 +446,7 @@ class Weights:
             self._compare(entry, int(found))
             self._memories[entry] = memory
 
-    def _compare(self, entry: _Entry, found: int) -> None:
+    def _compare(self, entry: _TensorEntry, found: int) -> None:
         if found != entry.sum:
             raise InfrastructureError(
                 f"The tensor {entry.name} of version {self.version} of {self.name} is damaged in memory."
@@ -485,7 +489,7 @@ def latest(
 
 
 def _awaited_view(
-    worker: Worker, name: str, newer_than: Version | None, seen: int, until: float
+    worker: RoleWorker, name: str, newer_than: Version | None, seen: int, until: float
 ) -> JobView:
     """Wait for a view with a version that is wanted, and return it."""
 
@@ -537,7 +541,7 @@ def _awaited(view: JobView, name: str, newer_than: Version | None) -> str:
     return f"a version of the weights {name}{than} from {weights.role}: {now}{lost}"
 
 
-def _opened(worker: Worker, name: str, view: JobView) -> Weights | None:
+def _opened(worker: RoleWorker, name: str, view: JobView) -> Weights | None:
     """Return the current version of a view; None if a part of it has gone."""
     weights = view.weights[name]
     current = weights.versions[-1]
@@ -555,7 +559,7 @@ def _opened(worker: Worker, name: str, view: JobView) -> Weights | None:
     return Weights(worker, name, current.version, readers)
 
 
-def _reader(worker: Worker, view: JobView, part: PartView) -> PartReader | None:
+def _reader(worker: RoleWorker, view: JobView, part: PartView) -> PartReader | None:
     holder = member(view, part.holder.role, part.holder.index)
     if holder is None or holder.place != part.holder:
         return None
@@ -569,7 +573,7 @@ def _reader(worker: Worker, view: JobView, part: PartView) -> PartReader | None:
     return None
 
 
-def _declare(worker: Worker, name: str) -> None:
+def _declare(worker: RoleWorker, name: str) -> None:
     """Say that this role works with the weights: from now on a member of it serves only with a current version."""
     known = worker.link.view.weights.get(name)
     if name not in _holders.declared(worker) and (known is None or known.role != worker.role):
@@ -590,7 +594,7 @@ def _read_index(part: PartReader) -> _Index:
     return _index.decode(data)
 
 
-def _array(entry: _Entry, memory: payload.Bytes) -> Any:
+def _array(entry: _TensorEntry, memory: payload.Bytes) -> Any:
     if entry.dtype.startswith("torch."):
         return payload.tensor_of(memory, entry.dtype, entry.shape)
     return memory.view(np.dtype(entry.dtype)).reshape(entry.shape)

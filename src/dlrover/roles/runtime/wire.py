@@ -19,7 +19,7 @@ import numpy as np
 
 from dlrover._util import handshake
 from dlrover.errors import InfrastructureError, ProtocolError
-from dlrover.roles.messages import Address
+from dlrover.roles.messages import CallAddress
 from dlrover.roles.runtime.payload import ALIGNMENT, Bytes
 
 _HEADER = struct.Struct("<4sB3xIQQ")
@@ -40,7 +40,7 @@ UNUSED = 3
 _PADDING = bytes(ALIGNMENT)
 
 
-class Op(enum.IntEnum):
+class CallOp(enum.IntEnum):
     """What a frame is."""
 
     CALL = 1
@@ -59,7 +59,7 @@ class Op(enum.IntEnum):
 class CallFrame(NamedTuple):
     """A frame."""
 
-    op: Op
+    op: CallOp
     call: int
     """Number of the call on its connection."""
     head: bytes = b""
@@ -72,7 +72,11 @@ def secret_of(token: str) -> bytes:
 
 
 def send(
-    sock: socket.socket, op: Op, call: int, head: bytes = b"", buffers: Sequence[memoryview] = ()
+    sock: socket.socket,
+    op: CallOp,
+    call: int,
+    head: bytes = b"",
+    buffers: Sequence[memoryview] = (),
 ) -> None:
     """Send a frame without copying its buffers."""
     body = sum(-(-view.nbytes // ALIGNMENT) * ALIGNMENT for view in buffers)
@@ -117,7 +121,7 @@ def receive(sock: socket.socket, memory: BodyMemory | None = None) -> CallFrame:
     header = bytearray(_HEADER.size)
     fill(sock, memoryview(header))
     magic, op, head_size, call, body_size = _HEADER.unpack(header)
-    if magic != _MAGIC or op not in Op.__members__.values():
+    if magic != _MAGIC or op not in CallOp.__members__.values():
         raise ProtocolError(f"A call begins with {magic!r} and operation {op}, not {_MAGIC!r}.")
     if head_size > MAX_HEAD or body_size > MAX_BODY:
         raise ProtocolError(
@@ -130,7 +134,7 @@ def receive(sock: socket.socket, memory: BodyMemory | None = None) -> CallFrame:
     if body_size:
         body = (memory or BodyMemory()).take(body_size)
         fill(sock, memoryview(body))
-    return CallFrame(Op(op), call, bytes(head), body)
+    return CallFrame(CallOp(op), call, bytes(head), body)
 
 
 def packed(head: bytes, buffers: Sequence[memoryview]) -> bytes:
@@ -162,7 +166,7 @@ def fill(sock: socket.socket, view: memoryview) -> None:
 
 
 def connect(
-    address: Address, machine: str, secret: bytes, timeout: float = CONNECT_TIMEOUT
+    address: CallAddress, machine: str, secret: bytes, timeout: float = CONNECT_TIMEOUT
 ) -> socket.socket:
     """Return a connection to a process of the job: by its Unix socket if it runs on this ``machine``.
 

@@ -20,21 +20,21 @@ from dlrover.roles.messages import (
     CursorIs,
     JoinRole,
     LookCursor,
-    Place,
+    MemberPlace,
     Resumed,
     SetCursor,
 )
 from dlrover.roles.runtime import environment, payload, wire
 from dlrover.roles.runtime.calls import Calls
 from dlrover.roles.runtime.exporting import exports
-from dlrover.roles.runtime.holding import Holding
+from dlrover.roles.runtime.holding import HeldParts
 from dlrover.roles.runtime.link import ServiceLink
 from dlrover.roles.runtime.listener import CallListener
 from dlrover.roles.runtime.phases import Phases
 from dlrover.roles.spec import NAME
 
 
-class Worker:
+class RoleWorker:
     """This process: its place in the job, and its link to the others. `current_worker` returns it.
 
     Attributes:
@@ -51,12 +51,12 @@ class Worker:
         self.index, self.instances, self.attempt = found.index, found.instances, found.attempt
         self.config: Any = _settings(found.config)
         self.pid = os.getpid()
-        self.place: Place = environment.place(found)
+        self.place: MemberPlace = environment.place(found)
         self.phases = Phases()
         self.phases.set(WORK if ready else START)
         self.link = ServiceLink(self.place, self.phases, found.address, Path(found.token_file))
         self.machine = machine()
-        self.holding = Holding(self.place)
+        self.holding = HeldParts(self.place)
         self.link.listeners.append(self.holding.follow)
         self.closing: list[Callable[[], None]] = []
         """Called when this process leaves the job."""
@@ -171,11 +171,11 @@ def encode_cursor(value: Any) -> bytes:
     return data
 
 
-_current: Worker | None = None
+_current: RoleWorker | None = None
 _making = threading.Lock()
 
 
-def current_worker() -> Worker:
+def current_worker() -> RoleWorker:
     """Return this process as a member of its role; the first call joins the job.
 
     Raises:
@@ -185,12 +185,12 @@ def current_worker() -> Worker:
     return start(ready=True)
 
 
-def start(*, ready: bool) -> Worker:
+def start(*, ready: bool) -> RoleWorker:
     """Join the job if this process has not; without ``ready``, others do not call it yet."""
     global _current  # noqa: PLW0603 - one process, one place in the job
     with _making:
         if _current is None:
-            _current = Worker(environment.given(), ready=ready)
+            _current = RoleWorker(environment.given(), ready=ready)
         elif _current.pid != os.getpid():
             raise ConfigurationError(
                 "A fork of a process of a role takes no part in the job; only the process that joined does."
