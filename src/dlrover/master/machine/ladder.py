@@ -9,14 +9,13 @@ that repeat on one node (``node_fault_limit``) make the node leave, which takes 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import msgspec
 
 from dlrover.spec.failure import Action, Rung
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class FaultFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the choice of a rung depends on."""
 
     action: Action
@@ -33,24 +32,17 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """True if the other nodes are enough for a world."""
 
 
-class Step(NamedTuple):
-    """One rung of the ladder."""
-
-    rung: Rung
-    applies: Callable[[Facts], bool]
-
-
-LADDER = (
-    Step(Rung.IN_PROCESS, lambda f: f.survives),
-    Step(Rung.PROCESS, lambda f: not f.leaves and f.action is not Action.RESTART_FRESH),
-    Step(Rung.NODE, lambda f: not f.leaves),
-    Step(Rung.SPARE, lambda f: f.spare),
-    Step(Rung.ELSEWHERE, lambda f: f.launched or not f.enough),
-    Step(Rung.SMALLER, lambda f: f.enough),
-)
-"""The rungs, the cheapest first. Below the last one, the job ends."""
+LADDER: dict[Rung, Callable[[FaultFacts], bool]] = {
+    Rung.IN_PROCESS: lambda f: f.survives,
+    Rung.PROCESS: lambda f: not f.leaves and f.action is not Action.RESTART_FRESH,
+    Rung.NODE: lambda f: not f.leaves,
+    Rung.SPARE: lambda f: f.spare,
+    Rung.ELSEWHERE: lambda f: f.launched or not f.enough,
+    Rung.SMALLER: lambda f: f.enough,
+}
+"""The rungs and when each applies, the cheapest first. Below the last one, the job ends."""
 
 
-def choose(facts: Facts) -> Rung:
+def choose(facts: FaultFacts) -> Rung:
     """Return the first rung that applies; `Rung.END` if none does."""
-    return next((step.rung for step in LADDER if step.applies(facts)), Rung.END)
+    return next((rung for rung, applies in LADDER.items() if applies(facts)), Rung.END)

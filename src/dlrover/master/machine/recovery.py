@@ -293,7 +293,7 @@ class Recovery:
             gives_up = action is Action.RELAUNCH
             spare = self.fleet.spare_for(node, now, on_its_host=not gives_up)
         rung = ladder.choose(
-            ladder.Facts(
+            ladder.FaultFacts(
                 action=action,
                 leaves=leaves,
                 spare=spare >= 0,

@@ -96,7 +96,7 @@ class Survival:
     ) -> None:
         state, node = self.state, report.failure.node_id
         leaves = state.nodes[node].status.final
-        facts = ladder.Facts(action=Action.RESTART, leaves=leaves, survives=True)
+        facts = ladder.FaultFacts(action=Action.RESTART, leaves=leaves, survives=True)
         rung = ladder.choose(facts)
         count, cause = state.restarts.count, report.verdict.cause
         decided = events.RestartDecided(

@@ -92,7 +92,7 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
         return reply.values
 
 
-class Group:
+class MembershipGroup:
     """The process group of one membership; a rank alone has no connections."""
 
     def __init__(
