@@ -43,7 +43,7 @@ class Survival:
         if decision is None:
             return True
         attempt = membership.lose_worker(failure.id, failure.node_id, failure.local_rank)
-        self._emit_lost(decision, report, (failure.rank,), verdict.title)
+        self._emit_restart(decision, report, (failure.rank,))
         self._say(failure.node_id, StartAgain(failure.round, {failure.local_rank: attempt}))
         self._tell()
         return True
@@ -62,8 +62,7 @@ class Survival:
             return True
         ranks = tuple(membership.ranks[node.id])
         membership.lose_node(node.id, self.rounds.worlds[node.id])
-        why = f"node {node.id} was lost: {node.reason}"
-        self._emit_lost(decision, report, ranks, why)
+        self._emit_restart(decision, report, ranks)
         self._tell()
         return True
 
@@ -91,18 +90,19 @@ class Survival:
             return None
         return decision
 
-    def _emit_lost(
-        self, decision: Restart, report: events.WorkerFailed, ranks: tuple[int, ...], why: str
+    def _emit_restart(
+        self, decision: Restart, report: events.WorkerFailed, ranks: tuple[int, ...]
     ) -> None:
         state, node = self.state, report.failure.node_id
         leaves = state.nodes[node].status.final
         facts = ladder.FaultFacts(action=Action.RESTART, leaves=leaves, survives=True)
         rung = ladder.choose(facts)
         count, cause = state.restarts.count, report.verdict.cause
-        decided = events.RestartDecided(
-            count, decision.reason, cause, facts.action, node, rung, ranks=ranks
+        state.emit(
+            events.RestartDecided(
+                count, decision.reason, cause, facts.action, node, rung, ranks=ranks
+            )
         )
-        state.emit(decided, events.ReplicaLost(ranks, why, len(state.membership.attempts)))
 
     # ---- returns
 
