@@ -3,10 +3,12 @@
 import msgspec
 import pytest
 
+from dlrover._util import framing
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.membership import Membership
 from dlrover.master.meeting import LEAST_VALUES, Meeting
+from dlrover.rpc import wire
 from dlrover.rpc.messages import Hello, Join, Succeeded
 from dlrover.spec import events
 from dlrover.spec.check import CheckReport, Component, ProbeResult, ProbeState
@@ -219,6 +221,21 @@ def test_the_keys_by_which_ranks_meet_have_a_size_in_all():
     assert "at most 65536 bytes" in put(0, value + b"x")
     job.give(inputs.NodeSilent(1, 60.0))
     assert "is over" in put(0, b"")
+
+
+def test_the_keys_of_a_thousand_ranks_are_read_in_messages_of_a_bounded_size():
+    job = JobDriver.running(2, 2, 2, survive=True)
+    meeting, values = Meeting(), {f"0/{rank}": bytes(8000) for rank in range(1000)}
+    for key, value in values.items():
+        meeting.handle(Meet(1, 0, {key: value}), 7, membership(job))
+    read: dict[str, bytes] = {}
+    while found := meeting.handle(Meet(1, 0, {}, len(read)), 7, membership(job)):
+        assert len(wire.encode(found)) < framing.MAX_FRAME
+        if not found.values:
+            break
+        assert not read.keys() & found.values.keys()
+        read |= found.values
+    assert read == values
 
 
 @pytest.mark.parametrize("lost", [0, 1])
