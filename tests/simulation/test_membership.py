@@ -137,7 +137,7 @@ def test_a_worker_that_cannot_be_started_again_keeps_no_other_one_from_it(monkey
     cluster, begun = started(3, 1), []
     node = cluster.nodes[0]
 
-    def start_again(local_rank: int, attempt: int) -> None:
+    def start_again(local_rank: int, attempt: int, *, fresh: bool) -> None:
         begun.append((local_rank, attempt))
         if local_rank == 0:
             raise OSError("no process can be made")
@@ -146,7 +146,28 @@ def test_a_worker_that_cannot_be_started_again_keeps_no_other_one_from_it(monkey
     order = StartAgain(node.machine.running_round, {0: 1, 1: 1})
     node.machine.running.clear()
     cluster.time.loop.call_soon(node.agent._handle, order)
-    cluster.run_until(lambda: begun == [(0, 1), (1, 1)], 5.0)
+    cluster.run_until(lambda: begun[:2] == [(0, 1), (1, 1)], 5.0)
+
+
+def test_a_worker_that_cannot_be_started_costs_few_restarts(monkeypatch):
+    """Without pauses, its restarts would use up a budget within a second."""
+    cluster, begun = started(3, 1), []
+    node = cluster.nodes[0]
+    start_again = node.workers.start_again
+
+    def fail(local_rank: int, attempt: int, *, fresh: bool) -> None:
+        begun.append(cluster.time.now)
+        if len(begun) < 3:
+            raise OSError("Resource temporarily unavailable")
+        start_again(local_rank, attempt, fresh=fresh)
+
+    monkeypatch.setattr(node.workers, "start_again", fail)
+    cluster.kill_worker(node)
+    cluster.run_until(lambda: counts(cluster, ReplicaJoined) == (1,))
+    assert begun[-1] - begun[0] > 2.0
+    cluster.kill_worker(node)
+    failed = len(begun)
+    cluster.run_until(lambda: len(begun) > failed, 1.0)
 
 
 def troubled(seed: int) -> Cluster:

@@ -137,6 +137,8 @@ class StartAgain(msgspec.Struct, frozen=True, tag="start_again"):
     round: int
     attempts: dict[int, int]
     """Attempt of each worker's process, by local rank; who runs in that attempt is not started again."""
+    fresh: bool = False
+    """True if they are to start from a process that has loaded nothing yet."""
 
 
 class Dismiss(msgspec.Struct, frozen=True, tag="dismiss"):

@@ -97,7 +97,6 @@ class MembershipGroup:
         self.place = self.ranks.index(rank)
         self._sockets: list[socket.socket] = []
         self._backend: Any = None
-        self._left = False
         if len(self.ranks) > 1:
             self._connect(MeetingStore(link, round_, number))
 
@@ -115,7 +114,6 @@ class MembershipGroup:
 
     def abandon(self) -> None:
         """End all collectives with an error, also one that another thread waits in."""
-        self._left = True
         for sock in self._sockets:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
