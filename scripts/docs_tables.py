@@ -76,7 +76,6 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.RoleRestarts("rollout", "its launcher died"),
     events.RoleEnded("rollout", 3, "its launcher died."),
     events.RestartDecided(1, f"node 1 was lost: {_GONE}"),
-    events.ReplicaLost((2,), "rank 2 was killed by SIGKILL (signal 9) on node 0 (vm)", 3),
     events.ReplicaJoined(2, 4),
     events.HostExcluded(
         "host1", 3600.0, "rank 8 lost its device to a hardware error on node 1 (host1)"

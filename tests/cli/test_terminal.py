@@ -31,7 +31,9 @@ STATUS = messages.Status(
     nodes=tuple(messages.NodeState(i, i, "running", f"host{i}", True, 17, memory=1 << 30, memory_limit=2 << 30) for i in range(4)),
 )  # fmt: skip
 WORKER = WorkerActivity(20, 1, 0.5, (1.0, 9.0, 1.0, 0.0, 0.0, 0.0), compute=4.0)
-RANKS = messages.Ranks(1, tuple(messages.RankState(rank, rank // 2, WORKER) for rank in range(8)))
+RANKS = messages.RanksReply(
+    1, tuple(messages.RankActivity(rank, rank // 2, WORKER) for rank in range(8))
+)
 
 
 def test_the_line_has_the_rate_and_the_time_left_and_ones_are_singular() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlrover.master.machine import inputs
-from dlrover.master.machine.ladder import LADDER, Facts, choose
+from dlrover.master.machine.ladder import LADDER, FaultFacts, choose
 from dlrover.rpc.messages import Join
 from dlrover.spec import events
 from dlrover.spec.failure import Action, FailureKind, Rung
@@ -35,11 +35,11 @@ STAYS = {"action": Action.RESTART, "leaves": False}
     ],
 )
 def test_the_first_rung_that_applies_is_taken(facts: dict, rung: Rung) -> None:
-    assert choose(Facts(**facts)) is rung
+    assert choose(FaultFacts(**facts)) is rung
 
 
 def test_the_ladder_has_every_rung_but_the_end() -> None:
-    assert [step.rung for step in LADDER] == [rung for rung in Rung if rung is not Rung.END]
+    assert list(LADDER) == [rung for rung in Rung if rung is not Rung.END]
 
 
 def decided(job: JobDriver) -> events.RestartDecided:

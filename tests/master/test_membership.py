@@ -3,14 +3,17 @@
 import msgspec
 import pytest
 
+from dlrover._util import framing
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.membership import Membership
 from dlrover.master.meeting import LEAST_VALUES, Meeting
-from dlrover.rpc.messages import Hello, Join, Succeeded
+from dlrover.rpc import wire
+from dlrover.rpc.messages import Hello, Join, StartAgain, Succeeded
 from dlrover.spec import events
 from dlrover.spec.check import CheckReport, Component, ProbeResult, ProbeState
-from dlrover.spec.failure import FailureKind
+from dlrover.spec.failure import Failure, FailureKind, Rung
+from dlrover.spec.job import Limits
 from dlrover.spec.membership import (
     MAX_VALUE,
     FinishMembers,
@@ -221,6 +224,21 @@ def test_the_keys_by_which_ranks_meet_have_a_size_in_all():
     assert "is over" in put(0, b"")
 
 
+def test_the_keys_of_a_thousand_ranks_are_read_in_messages_of_a_bounded_size():
+    job = JobDriver.running(2, 2, 2, survive=True)
+    meeting, values = Meeting(), {f"0/{rank}": bytes(8000) for rank in range(1000)}
+    for key, value in values.items():
+        meeting.handle(Meet(1, 0, {key: value}), 7, membership(job))
+    read: dict[str, bytes] = {}
+    while found := meeting.handle(Meet(1, 0, {}, len(read)), 7, membership(job)):
+        assert len(wire.encode(found)) < framing.MAX_FRAME
+        if not found.values:
+            break
+        assert not read.keys() & found.values.keys()
+        read |= found.values
+    assert read == values
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_job_whose_rank_0_was_lost_at_its_end_does_not_end_without_it(lost: int):
     job = JobDriver.running(2, 1, 2, survive=True)
@@ -233,3 +251,72 @@ def test_a_job_whose_rank_0_was_lost_at_its_end_does_not_end_without_it(lost: in
     else:
         assert job.machine.outcome is not None
         assert job.machine.outcome.exit_code == ExitCode.SUCCESS
+
+
+KILLED = {"kind": FailureKind.SIGNAL, "signal": 9}
+
+
+def kill(job: JobDriver, node: int, attempt: int, **facts: object) -> list[inputs.Command]:
+    """Kill the first worker of a node; it asks to join again."""
+    commands = job.fail(node, KILLED | facts, id=f"node {node}, {attempt}")
+    job.give(inputs.MemberReported(JoinMembers(1, rank=2 * node, attempt=attempt)))
+    return commands
+
+
+def test_a_worker_that_may_have_broken_its_process_starts_from_a_fresh_one():
+    job = JobDriver.launched(2, 2, survive=True)
+    says = [c.message for c in kill(job, 1, 1, signal=11) if isinstance(c, inputs.Say)]
+    assert StartAgain(1, {0: 1}, fresh=True) in says
+    assert StartAgain(1, {0: 2}) in [
+        c.message for c in kill(job, 1, 2) if isinstance(c, inputs.Say)
+    ]
+
+
+def test_a_node_with_too_many_faults_is_given_up_while_the_others_train():
+    job = JobDriver.launched(2, 2, survive=True, limits=Limits(node_fault_limit=2))
+    kill(job, 1, 1)
+    assert job.status(1) is NodeStatus.RUNNING
+    kill(job, 1, 2)
+    assert job.status(1) is NodeStatus.LOST
+    (_, decided) = job.emitted(events.RestartDecided)
+    assert (decided.rung, decided.ranks) == (Rung.IN_PROCESS, (2, 3))
+    assert "the job goes on without node 1; the others go on" in decided.sentence()
+    assert membership(job).attempts == {0: 0, 1: 0}
+    other = Failure(
+        id="its other worker", kind=FailureKind.SIGNAL, node_id=1, rank=3, local_rank=1, round=1
+    )
+    assert job.machine.recovery.admitted(other) is None
+    job.give(inputs.NodePlaced(2, "process 2"))
+    job.connect(2, claims=2)
+    job.join(2)
+    assert job.machine.rendezvous.members == (0, 2)
+    assert len(job.emitted(events.RoundOpened)) == 1
+
+
+def test_a_node_with_too_many_faults_is_given_up_although_no_other_one_trains():
+    job = JobDriver.launched(1, 1, survive=True, limits=Limits(node_fault_limit=2))
+    kill(job, 0, 1)
+    kill(job, 0, 2)
+    assert job.status(0) is NodeStatus.LOST
+    assert job.emitted(events.RestartDecided)[-1].rung is Rung.ELSEWHERE
+    assert job.machine.rendezvous.collecting
+    job.give(inputs.NodePlaced(1, "process 1"))
+    job.connect(1, claims=1)
+    job.join(1)
+    job.give(inputs.Progressed(2, 1))
+    assert job.machine.incident is None
+
+
+def test_a_node_that_needs_more_memory_gets_it_while_the_others_train():
+    job = JobDriver.launched(2, 2, survive=True, grows_memory=True, most_memory_factor=2.0)
+    kill(job, 1, 1, oom_killed=True)
+    assert job.status(1) is NodeStatus.LOST
+    assert job.machine.nodes[2].memory_factor == 2.0
+    job.give(inputs.NodePlaced(2, "process 2"))
+    job.connect(2, claims=2)
+    job.join(2)
+    assert job.machine.rendezvous.members == (0, 2)
+    job.fail(2, KILLED, oom_killed=True, rank=2)
+    assert job.emitted(events.MemoryBound) == [events.MemoryBound(2, 2.0)]
+    assert job.status(2) is NodeStatus.RUNNING
+    assert len(job.emitted(events.RoundOpened)) == 1

@@ -10,18 +10,18 @@ from hypothesis import given, strategies as st
 
 from dlrover.errors import ProtocolError
 from dlrover.master.machine.strategies import Strategies, pick
-from dlrover.spec.strategies import ChooseStrategy, OfferLadder, Rung, StrategyReply
+from dlrover.spec.strategies import ChooseStrategy, OfferLadder, SizedStrategy, StrategyReply
 
 DP, TP = (1, 1, 1, 1), (2, 1, 1, 1)
 GB = 10**9
 
 
-def rung(ranks: int, degrees: tuple[int, ...], seconds: float) -> Rung:
+def rung(ranks: int, degrees: tuple[int, ...], seconds: float) -> SizedStrategy:
     layout = "tp" if degrees == TP else "dp"
-    return Rung(ranks, degrees, f'{{"{layout}": {ranks}}}', f"{layout} {ranks}", seconds)
+    return SizedStrategy(ranks, degrees, f'{{"{layout}": {ranks}}}', f"{layout} {ranks}", seconds)
 
 
-def offer(*rungs: Rung, of_round: int = 1, state: int = GB, key: str = "k") -> OfferLadder:
+def offer(*rungs: SizedStrategy, of_round: int = 1, state: int = GB, key: str = "k") -> OfferLadder:
     return OfferLadder(key, of_round, rungs[0], rungs, state)
 
 

@@ -329,7 +329,7 @@ class SimulatedWorkers:
                 if attempts[local_rank]:
                     self._join(run, local_rank, attempts[local_rank])
 
-    def start_again(self, local_rank: int, attempt: int) -> None:
+    def start_again(self, local_rank: int, attempt: int, *, fresh: bool) -> None:
         self._time.after(self._program.delays.start, self._join, self.run, local_rank, attempt)
 
     def _join(self, run: Run, local_rank: int, attempt: int) -> None:

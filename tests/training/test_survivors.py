@@ -14,11 +14,15 @@ from dlrover import launched
 from dlrover._util import framing
 from dlrover.errors import InfrastructureError, UserCodeError
 from dlrover.launched import Given
-from dlrover.spec.membership import Members, MembersNow
+from dlrover.master.machine.membership import Membership
+from dlrover.master.meeting import Meeting
+from dlrover.spec.job import JobSpec
+from dlrover.spec.membership import Meet, Members, MembersNow, Met
 
 torch = pytest.importorskip("torch")
 
 from dlrover.training.replicas import survivors  # noqa: E402
+from dlrover.training.replicas.groups import Changed, MeetingStore  # noqa: E402
 from dlrover.training.replicas.link import Link  # noqa: E402
 from dlrover.training.replicas.replicas import Replicas  # noqa: E402
 
@@ -77,6 +81,36 @@ def test_what_another_user_pushes_is_not_read(monkeypatch):
     with listening(*4 * [msgspec.msgpack.encode(Members(3, 1))]) as address:
         link = Link(Given(round=3, members=address))
         assert link.wait(lambda _members: True, 0.3) is None
+
+
+class DirectLink:
+    """A way to the keys of a master in this process."""
+
+    def __init__(self) -> None:
+        job = JobSpec(name="job", min_nodes=1, max_nodes=1, survive=True)
+        self.membership = Membership(job, round=3, attempts={0: 0, 1: 0}, latest={0: 0, 1: 0})
+        self.start_master(1)
+
+    def start_master(self, epoch: int) -> None:
+        self.meeting, self.epoch = Meeting(), epoch
+
+    def ask(self, request: Meet) -> Met:
+        return self.meeting.handle(request, self.epoch, self.membership)
+
+
+def test_ranks_meet_although_the_master_that_had_their_keys_is_lost():
+    link = DirectLink()
+    one, two = MeetingStore(link, 3, 0), MeetingStore(link, 3, 0)
+    one.set("one", b"1")
+    two.set("two", b"2")
+    assert (one.get("two"), two.get("one")) == (b"2", b"1")
+    link.start_master(2)
+    two.set("later", b"3")
+    assert one.get("later") == b"3"
+    assert sorted(link.ask(Meet(3, 0)).values) == ["later", "one", "two"]
+    link.membership.number += 1
+    with pytest.raises(Changed, match="is over"):
+        one.get("never")
 
 
 def replicas(relay: str, monkeypatch: pytest.MonkeyPatch, **given: int) -> Replicas:

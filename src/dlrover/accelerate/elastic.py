@@ -25,7 +25,7 @@ from dlrover.spec.requests import Unanswered
 from dlrover.spec.strategies import (
     ChooseStrategy,
     OfferLadder,
-    Rung,
+    SizedStrategy,
     StrategyReply,
     StrategyRequest,
 )
@@ -91,10 +91,12 @@ def _sizes(ranks: int, per_node: int) -> list[int]:
     return [each * per_node for each in nearest[:SIZES]]
 
 
-def _rungs(plan: Plan, ranks: int) -> list[Rung]:
+def _rungs(plan: Plan, ranks: int) -> list[SizedStrategy]:
     """Return the fastest strategies for a number of ranks; none if nothing fits."""
     return [
-        Rung(ranks, _degrees(one), msgspec.json.encode(one).decode(), in_words(one), seconds)
+        SizedStrategy(
+            ranks, _degrees(one), msgspec.json.encode(one).decode(), in_words(one), seconds
+        )
         for one, seconds in itertools.islice(plan(ranks), LAYOUTS)
     ]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -36,6 +37,8 @@ PROGRESS_REPORT = 1.0
 """Seconds between two progress reports of the node with node rank 0; other nodes report with heartbeats."""
 RECONNECT = 0.05, 1.0
 """Seconds until the first retry after the master could not be reached, and between later ones."""
+SPAWN_RETRY = 1.0, 60.0
+"""Seconds, at first and at most, until a worker that could not be started is started again beside the others."""
 _SIGNALS = signal.valid_signals()
 
 
@@ -95,6 +98,8 @@ class Agent:
         self._listed = b""
         """List of modules that the master has got."""
         self._looks: set[asyncio.Task[None]] = set()
+        self._spawn_delays: dict[int, Iterator[float]] = {}
+        """Pauses before each worker that could not be started is started again, by local rank."""
 
     def _draw(self) -> str:
         """Return a random text, which is unique and cannot be guessed."""
@@ -141,6 +146,11 @@ class Agent:
 
     def worker_ended(self, local_rank: int, failure: Failure | None) -> None:
         """Handle the end of a worker; called by the worker group."""
+        if failure is None or failure.kind is not FailureKind.SPAWN:
+            self._spawn_delays.pop(local_rank, None)
+        elif local_rank not in self._spawn_delays:
+            delays = backoff.delays(*SPAWN_RETRY, chance=self._chance)
+            self._spawn_delays[local_rank] = delays
         self._handle(agent_machine.WorkerEnded(local_rank, failure))
 
     # ---- the stream
@@ -298,9 +308,12 @@ class Agent:
                 if command.place >= 0:
                     self._workers.take_place(command.place)
                 self._start(command.world, command.fresh)
-            case messages.StartAgain(round=_, attempts=attempts):
+            case messages.StartAgain(round_, attempts, fresh):
+                loop = asyncio.get_running_loop()
                 for local_rank, attempt in attempts.items():
-                    self._start_again(local_rank, attempt)
+                    delays = self._spawn_delays.get(local_rank, itertools.repeat(0.0))
+                    again = round_, local_rank, attempt, fresh
+                    loop.call_later(next(delays), self._start_again, *again)
             case Members():
                 self._workers.tell(command)
             case messages.StandBy():
@@ -327,11 +340,13 @@ class Agent:
             failure = self._spawn_failure(world, error)
             asyncio.get_running_loop().call_soon(self.worker_ended, 0, failure)
 
-    def _start_again(self, local_rank: int, attempt: int) -> None:
+    def _start_again(self, round_: int, local_rank: int, attempt: int, fresh: bool) -> None:
+        """Start a worker again, unless it is not wanted any more after a pause."""
         world = self._machine.world
-        assert world is not None
+        if world is None or not self._machine.awaits(round_, local_rank, attempt):
+            return
         try:
-            self._workers.start_again(local_rank, attempt)
+            self._workers.start_again(local_rank, attempt, fresh=fresh)
         except (OSError, ConfigurationError) as error:
             rank = world.first_rank + local_rank
             failure = msgspec.structs.replace(

@@ -79,20 +79,20 @@ def top(job_dir: JobDir, console: Console) -> None:
                 view = view.after(pressed, rows, room)
 
 
-async def _look(job_dir: JobDir) -> tuple[messages.Status, messages.Ranks]:
+async def _look(job_dir: JobDir) -> tuple[messages.Status, messages.RanksReply]:
     """Return a job's status and ranks; without a master, the status at the end of its journal."""
     try:
         return await queries.ask(job_dir, _both)
     except (ConfigurationError, InfrastructureError):
         status = await asyncio.to_thread(queries.status, job_dir)
-        return status.status, messages.Ranks(status.status.round, ())
+        return status.status, messages.RanksReply(status.status.round, ())
 
 
-async def _both(master: MasterClient) -> tuple[messages.Status, messages.Ranks]:
+async def _both(master: MasterClient) -> tuple[messages.Status, messages.RanksReply]:
     return await master.status(), await master.ranks()
 
 
-def render(status: messages.Status, ranks: messages.Ranks, view: View, room: int) -> Group:
+def render(status: messages.Status, ranks: messages.RanksReply, view: View, room: int) -> Group:
     """Return the screen: the job, a table of its nodes or ranks, and the keys."""
     table = _ranks(ranks, view, room) if view.by_rank else _nodes(status, view, room)
     total = len(ranks.ranks if view.by_rank else status.nodes)
@@ -123,7 +123,7 @@ def _nodes(status: messages.Status, view: View, room: int) -> Table:
     return table
 
 
-def _ranks(ranks: messages.Ranks, view: View, room: int) -> Table:
+def _ranks(ranks: messages.RanksReply, view: View, room: int) -> Table:
     table = _table(("rank", "node", "doing", "steps", "step time", "waits for data"))
     for state in ranks.ranks[view.first : view.first + room]:
         worker = state.worker

@@ -15,7 +15,7 @@ from dlrover.dashboard.inspect.goodput import GoodputReport
 from dlrover.data.machine.queue import ShardQueue
 from dlrover.master.machine.diagnosis.diagnosis import root_cause
 from dlrover.master.machine.goodput.roundtime import MICRO
-from dlrover.rpc.messages import Ranks, Status
+from dlrover.rpc.messages import RanksReply, Status
 from dlrover.spec import events
 from dlrover.spec.activity import Activity
 from dlrover.spec.events import Event, WorkerFailed
@@ -51,7 +51,7 @@ def of_status(status: Status) -> dict[str, Any]:
     return plain
 
 
-def of_ranks(ranks: Ranks) -> list[dict[str, Any]]:
+def of_ranks(ranks: RanksReply) -> list[dict[str, Any]]:
     """Return what the ranks do: their steps, their current activity, and their seconds by activity."""
     return [
         {

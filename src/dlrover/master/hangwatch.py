@@ -176,16 +176,16 @@ class HangWatch:
 
     # ---- questions
 
-    async def ranks(self, _request: messages.RanksRequest) -> messages.Ranks:
+    async def ranks(self, _request: messages.RanksRequest) -> messages.RanksReply:
         """Return what every rank does, as its node reported last."""
         worlds = self._machine.rounds.worlds
         found = [
-            messages.RankState(worlds[node].first_rank + place, node, worker)
+            messages.RankActivity(worlds[node].first_rank + place, node, worker)
             for node, workers in self._told.items()
             if node in worlds
             for place, worker in enumerate(workers)
         ]
-        return messages.Ranks(self._machine.rendezvous.round, tuple(sorted(found, key=_rank)))
+        return messages.RanksReply(self._machine.rendezvous.round, tuple(sorted(found, key=_rank)))
 
     async def stacks(self, _request: messages.StacksRequest) -> messages.Stacks:
         """Return where every rank is now."""
@@ -245,5 +245,5 @@ class HangWatch:
         return tuple(found.sentence() for found in self._speed.named.values())
 
 
-def _rank(state: messages.RankState) -> int:
+def _rank(state: messages.RankActivity) -> int:
     return state.rank

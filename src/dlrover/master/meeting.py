@@ -6,11 +6,15 @@ a rank that sees another one sets its keys again.
 
 from __future__ import annotations
 
+from itertools import islice
+
 from dlrover.master.machine.membership import Membership
 from dlrover.spec.membership import MAX_VALUE, Meet, Met
 
 LEAST_VALUES = 1024
 """Values of the greatest size for which there is room in a membership of few ranks; larger ones have one for each rank."""
+REPLY_BYTES = 1 << 20
+"""Bytes of keys and values after which a reply ends: the rank asks again."""
 
 
 class Meeting:
@@ -38,7 +42,16 @@ class Meeting:
             return Met(epoch, refused=f"All keys of a membership have at most {most} bytes.")
         self._keys.update(request.put)
         self._size = size
-        return Met(epoch, {key: self._keys[key] for key in request.get if key in self._keys})
+        return Met(epoch, self._page(request.after))
+
+    def _page(self, after: int) -> dict[str, bytes]:
+        found, size = {}, 0
+        for key, value in islice(self._keys.items(), after, None):
+            found[key] = value
+            size += len(key) + len(value)
+            if size > REPLY_BYTES:
+                break
+        return found
 
     def _size_of(self, key: str) -> int:
         return len(key) + len(self._keys[key]) if key in self._keys else 0

@@ -59,9 +59,9 @@ class MasterClient(Connection):
         reply: messages.ScaleReply = await self._call("Drain", request, messages.ScaleReply)
         return reply
 
-    async def ranks(self) -> messages.Ranks:
+    async def ranks(self) -> messages.RanksReply:
         """Return what every rank does, as its node reported last."""
-        return await self._call("Ranks", messages.RanksRequest(), messages.Ranks)
+        return await self._call("Ranks", messages.RanksRequest(), messages.RanksReply)
 
     async def stacks(self) -> messages.Stacks:
         """Return the current stacks of every rank, collected by the nodes for this call."""

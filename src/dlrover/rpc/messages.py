@@ -137,6 +137,8 @@ class StartAgain(msgspec.Struct, frozen=True, tag="start_again"):
     round: int
     attempts: dict[int, int]
     """Attempt of each worker's process, by local rank; who runs in that attempt is not started again."""
+    fresh: bool = False
+    """True if they are to start from a process that has loaded nothing yet."""
 
 
 class Dismiss(msgspec.Struct, frozen=True, tag="dismiss"):
@@ -240,19 +242,19 @@ class RanksRequest(msgspec.Struct, frozen=True):
     """Request for what every rank does."""
 
 
-class RankState(msgspec.Struct, frozen=True, array_like=True):
-    """One rank in `Ranks`: the latest report of its worker."""
+class RankActivity(msgspec.Struct, frozen=True, array_like=True):
+    """One rank in `RanksReply`: the latest report of its worker."""
 
     rank: int
     node: int
     worker: WorkerActivity
 
 
-class Ranks(msgspec.Struct, frozen=True):
+class RanksReply(msgspec.Struct, frozen=True):
     """What every rank of the running round does, as far as its node has reported it."""
 
     round: int
-    ranks: tuple[RankState, ...]
+    ranks: tuple[RankActivity, ...]
 
 
 class StacksRequest(msgspec.Struct, frozen=True):

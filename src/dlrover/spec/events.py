@@ -366,21 +366,6 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     return f"rank {named} is" if len(ranks) == 1 else f"ranks {named} are"
 
 
-class ReplicaLost(msgspec.Struct, frozen=True, tag="replica_lost"):
-    """Ranks were lost, and the others train on in their own processes."""
-
-    ranks: tuple[int, ...]
-    reason: str
-    left: int
-
-    def sentence(self) -> str:
-        """Return the event as one sentence."""
-        noun = "Rank" if len(self.ranks) == 1 else "Ranks"
-        ranks = ", ".join(map(str, self.ranks))
-        trains = "trains" if self.left == 1 else "train"
-        return f"{noun} {ranks} lost ({self.reason}); {counted(self.left, 'rank')} {trains} on."
-
-
 class ReplicaJoined(msgspec.Struct, frozen=True, tag="replica_joined"):
     """A rank that was started again trains with the others."""
 
@@ -861,7 +846,6 @@ EventBody: TypeAlias = (
     | InstanceStuck
     | InstanceEnded
     | RestartDecided
-    | ReplicaLost
     | ReplicaJoined
     | HostExcluded
     | HangFound

@@ -63,16 +63,17 @@ class FinishMembers(msgspec.Struct, frozen=True, array_like=True, tag="finish_me
 
 
 class Meet(msgspec.Struct, frozen=True, array_like=True, tag="meet"):
-    """Set and read keys by which the ranks of a membership connect to each other.
+    """Set keys by which the ranks of a membership connect to each other, each once, and read those of the others.
 
     The keys are in the memory of one master only: a reply has its epoch, and who sees another epoch sets its keys
-    again.
+    again, and reads from the beginning.
     """
 
     round: Count
     number: Count
     put: Annotated[dict[_Key, bytes], msgspec.Meta(max_length=MAX_KEYS)] = {}
-    get: Annotated[tuple[_Key, ...], msgspec.Meta(max_length=MAX_KEYS)] = ()
+    after: Count = 0
+    """Number of keys that the rank has read: it gets the next ones, in the order in which they were set."""
 
 
 class LookMembers(msgspec.Struct, frozen=True, array_like=True, tag="look_members"):
@@ -82,7 +83,7 @@ class LookMembers(msgspec.Struct, frozen=True, array_like=True, tag="look_member
 
 
 class Met(msgspec.Struct, frozen=True, array_like=True, tag="met"):
-    """The answer to `Meet`: those of the keys that are set."""
+    """The answer to `Meet`: the keys after those that the rank has, as many as a message takes."""
 
     epoch: int
     values: dict[str, bytes] = {}

@@ -18,7 +18,7 @@ _Key = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
-class Rung(msgspec.Struct, frozen=True, array_like=True):
+class SizedStrategy(msgspec.Struct, frozen=True, array_like=True):
     """One strategy for a world of one size."""
 
     ranks: Annotated[int, msgspec.Meta(ge=1)]
@@ -38,9 +38,9 @@ class OfferLadder(msgspec.Struct, frozen=True, array_like=True, tag="ladder"):
     key: _Key
     """Identifies the model, the batch and the options that the ladder is for."""
     round: _Number
-    chosen: Rung
+    chosen: SizedStrategy
     """The one that the round of the offer trains with."""
-    rungs: Annotated[tuple[Rung, ...], msgspec.Meta(max_length=MAX_RUNGS)]
+    rungs: Annotated[tuple[SizedStrategy, ...], msgspec.Meta(max_length=MAX_RUNGS)]
     state_bytes: _Number
     """Bytes of the parameters and the optimizer's state, on all ranks together."""
 

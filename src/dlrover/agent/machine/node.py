@@ -244,7 +244,12 @@ class AgentMachine:
         self.running |= due.keys()
         self.failures = [f for f in self.failures if f.local_rank not in due]
         self.stage = Stage.FAILED if self.failures else Stage.RUNNING
-        return [messages.StartAgain(event.round, due)]
+        return [messages.StartAgain(event.round, due, event.fresh)]
+
+    def awaits(self, round_: int, local_rank: int, attempt: int) -> bool:
+        """Return whether a worker is still to be started in this attempt."""
+        at_work = self.stage in (Stage.RUNNING, Stage.FAILED) and round_ == self.running_round
+        return at_work and local_rank in self.running and self.attempts[local_rank] == attempt
 
     def _worker_ended(self, event: WorkerEnded) -> list[Command]:
         if self.world is None:

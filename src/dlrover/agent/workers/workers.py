@@ -182,8 +182,10 @@ class WorkerGroup:
         if self.members is not None and self._launch.survive and not world.attempt:
             self.members.publish(Members(world.round, 0, dict.fromkeys(range(world.workers), 0)))
 
-    def start_again(self, local_rank: int, attempt: int) -> None:
+    def start_again(self, local_rank: int, attempt: int, *, fresh: bool) -> None:
         """Start a worker of the running round that has ended; the others go on.
+
+        A ``fresh`` one starts from a process that has loaded nothing yet.
 
         Raises:
             ConfigurationError: The options do not fit this node.
@@ -200,7 +202,8 @@ class WorkerGroup:
         self._workers[local_rank] = self._by_id[order.spawn] = worker
         self._away.add(local_rank)
         self._board.clear(local_rank)
-        self._pick_zygote().spawn(order)
+        zygote = self._cold_zygote() if fresh else self._pick_zygote()
+        zygote.spawn(order)
 
     def tell(self, members: Members) -> None:
         """Tell the workers who trains."""

@@ -1,8 +1,8 @@
 """The job machine: it routes each input to the part that responds, and completes what the state then allows.
 
 Its parts, each of which uses only those before it: `JobState` (what all share), `Fleet` (nodes), `Rounds`,
-`Resizer` (changes of the nodes), `Instances` (nodes outside the world), `Survival` (losses that stop nobody)
-and `Recovery` (faults).
+`Resizer` (changes of the nodes), `Instances` (nodes outside the world), `Ladder` (responses), `Survival` (losses that
+stop nobody) and `Recovery` (faults).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dlrover.master.machine.diagnosis.diagnosis import RuleTable
 from dlrover.master.machine.fleet import Fleet
 from dlrover.master.machine.incident import Incident
 from dlrover.master.machine.instances import Instances
+from dlrover.master.machine.ladder import Ladder
 from dlrover.master.machine.recovery import Recovery
 from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.resizer import ResizeInput, Resizer
@@ -54,9 +55,10 @@ class JobMachine:
         self.rounds = Rounds(state, self.fleet)
         self.resizer = Resizer(state, self.fleet, self.rounds)
         self.instances = Instances(state, self.fleet)
-        self.survival = Survival(state, self.rounds)
+        ladder = Ladder(state, self.fleet, self.rounds, self.resizer, self.instances)
+        self.survival = Survival(state, self.rounds, ladder)
         self.recovery = Recovery(
-            state, self.fleet, self.rounds, self.resizer, self.instances, self.survival
+            state, self.fleet, self.rounds, self.resizer, self.instances, ladder, self.survival
         )
         # What readers of the state ask for most.
         self.job, self.nodes, self.progress = state.job, state.nodes, state.progress

@@ -9,14 +9,24 @@ that repeat on one node (``node_fault_limit``) make the node leave, which takes 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import msgspec
 
-from dlrover.spec.failure import Action, Rung
+from dlrover.master.machine.fleet import Fleet
+from dlrover.master.machine.instances import Instances
+from dlrover.master.machine.restarts import Restart
+from dlrover.master.machine.rounds import Rounds
+from dlrover.master.machine.scaling.resizer import Resizer
+from dlrover.master.machine.state import JobState, Node
+from dlrover.spec import events
+from dlrover.spec.failure import Action, Rung, Verdict
+
+MEMORY_GROWTH = 2.0
+"""Memory multiplier for the successor of a node killed for lack of memory, if the platform supports it."""
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class FaultFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the choice of a rung depends on."""
 
     action: Action
@@ -33,24 +43,99 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """True if the other nodes are enough for a world."""
 
 
-class Step(NamedTuple):
-    """One rung of the ladder."""
-
-    rung: Rung
-    applies: Callable[[Facts], bool]
-
-
-LADDER = (
-    Step(Rung.IN_PROCESS, lambda f: f.survives),
-    Step(Rung.PROCESS, lambda f: not f.leaves and f.action is not Action.RESTART_FRESH),
-    Step(Rung.NODE, lambda f: not f.leaves),
-    Step(Rung.SPARE, lambda f: f.spare),
-    Step(Rung.ELSEWHERE, lambda f: f.launched or not f.enough),
-    Step(Rung.SMALLER, lambda f: f.enough),
-)
-"""The rungs, the cheapest first. Below the last one, the job ends."""
+LADDER: dict[Rung, Callable[[FaultFacts], bool]] = {
+    Rung.IN_PROCESS: lambda f: f.survives,
+    Rung.PROCESS: lambda f: not f.leaves and f.action is not Action.RESTART_FRESH,
+    Rung.NODE: lambda f: not f.leaves,
+    Rung.SPARE: lambda f: f.spare,
+    Rung.ELSEWHERE: lambda f: f.launched or not f.enough,
+    Rung.SMALLER: lambda f: f.enough,
+}
+"""The rungs and when each applies, the cheapest first. Below the last one, the job ends."""
 
 
-def choose(facts: Facts) -> Rung:
+def choose(facts: FaultFacts) -> Rung:
     """Return the first rung that applies; `Rung.END` if none does."""
-    return next((step.rung for step in LADDER if step.applies(facts)), Rung.END)
+    return next((rung for rung, applies in LADDER.items() if applies(facts)), Rung.END)
+
+
+@dataclass
+class Ladder:
+    """Chooses what becomes of a node after a fault, and carries out what goes beyond a restart of its workers."""
+
+    state: JobState = field(compare=False, repr=False)
+    fleet: Fleet = field(compare=False, repr=False)
+    rounds: Rounds = field(compare=False, repr=False)
+    resizer: Resizer = field(compare=False, repr=False)
+    instances: Instances = field(compare=False, repr=False)
+
+    def action(self, node: Node, decision: Restart, verdict: Verdict, now: float) -> Action:
+        """Return the action for a fault: what its verdict or its repetition asks for, if possible."""
+        if decision.suspect == node.id:
+            verdict = msgspec.structs.replace(verdict, action=Action.RELAUNCH)
+        if node.status.final:
+            return verdict.action
+        action = self.state.faults.action(node.id, verdict, now)
+        stays = not node.launched and not self.fleet.is_enough(without=node)
+        return Action.RESTART if action is Action.RELAUNCH and stays else action
+
+    def _grows(self, node: Node, action: Action) -> bool:
+        """Return whether another node is to take the place of one with more memory."""
+        return action is Action.MORE_MEMORY and node.launched and self.state.job.grows_memory
+
+    def leaves(self, node: Node, action: Action) -> bool:
+        """Return whether a node is lost, or is given up by ``action``."""
+        grows = self._grows(node, action) and self.resizer.may_grow(node)
+        return node.status.final or action is Action.RELAUNCH or grows
+
+    def emit(
+        self,
+        decision: Restart,
+        report: events.WorkerFailed,
+        action: Action,
+        now: float,
+        ranks: tuple[int, ...] = (),
+    ) -> None:
+        """Emit which rung is taken after a failure; ``ranks`` start again if the others go on."""
+        state, node_id, cause = self.state, report.failure.node_id, report.verdict.cause
+        rung, successor = Rung.PROCESS, -1
+        if node_id in state.nodes:
+            rung, successor = self._rung(state.nodes[node_id], action, now, bool(ranks))
+        count, reason = state.restarts.count, decision.reason
+        state.emit(
+            events.RestartDecided(count, reason, cause, action, node_id, rung, successor, ranks)
+        )
+
+    def _rung(self, node: Node, action: Action, now: float, survives: bool) -> tuple[Rung, int]:
+        """Return the rung, and the spare that takes the node's place at once or -1."""
+        leaves, spare = self.leaves(node, action), -1
+        if leaves and not survives and not self._grows(node, action):
+            gives_up = action is Action.RELAUNCH
+            spare = self.fleet.spare_for(node, now, on_its_host=not gives_up)
+        facts = FaultFacts(
+            action=action,
+            leaves=leaves,
+            survives=survives,
+            spare=spare >= 0,
+            launched=node.launched,
+            enough=leaves and self.fleet.is_enough(without=node),
+        )
+        return choose(facts), spare
+
+    def act(self, node: Node, action: Action, title: str, now: float) -> None:
+        """Do what goes beyond a restart of workers, because of a failure with this title."""
+        fleet = self.fleet
+        match action:
+            case Action.RESTART_FRESH if self.state.is_instance(node):
+                self.instances.fresh.add(node.id)
+            case Action.RESTART_FRESH:
+                self.rounds.fresh = (node.id, self.state.rendezvous.last_round + 1)
+            case Action.RELAUNCH:
+                fleet.exclude(node, title, now)
+                fleet.give_up(node, title, now)
+            case Action.MORE_MEMORY if self._grows(node, action):
+                if not self.resizer.may_grow(node):
+                    self.state.emit(events.MemoryBound(node.id, node.memory_factor))
+                    return
+                node.memory_factor = self.resizer.bounded(MEMORY_GROWTH * node.memory_factor)
+                fleet.give_up(node, title, now)

@@ -13,22 +13,20 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dlrover.master.machine import inputs, ladder
+from dlrover.master.machine import inputs
 from dlrover.master.machine.diagnosis.diagnosis import root_cause
 from dlrover.master.machine.fleet import Fleet
 from dlrover.master.machine.incident import Incident
 from dlrover.master.machine.instances import Instances
+from dlrover.master.machine.ladder import Ladder
 from dlrover.master.machine.restarts import Restart, RestartCause, Stop, cause_of, hang_cause
 from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.resizer import Resizer
 from dlrover.master.machine.state import JobState, Node, loss_of
 from dlrover.master.machine.survival import Survival
 from dlrover.spec import events
-from dlrover.spec.failure import Action, Failure, Origin, Rung, Verdict
+from dlrover.spec.failure import Action, Failure, Origin
 from dlrover.spec.node import NodeStatus
-
-MEMORY_GROWTH = 2.0
-"""Memory multiplier for the successor of a node killed for lack of memory, if the platform supports it."""
 
 
 @dataclass
@@ -40,12 +38,15 @@ class Recovery:
     rounds: Rounds = field(compare=False, repr=False)
     resizer: Resizer = field(compare=False, repr=False)
     instances: Instances = field(compare=False, repr=False)
+    ladder: Ladder = field(compare=False, repr=False)
     survival: Survival = field(compare=False, repr=False)
 
     def admitted(self, failure: Failure) -> events.WorkerFailed | None:
         """Return a reported failure as it should be journalled; None if the report changes nothing."""
         state, rdzv, incident = self.state, self.state.rendezvous, self.state.incident
-        if state.has_ended():
+        node = state.nodes.get(failure.node_id)
+        given_up = node is not None and node.status.final and not rdzv.collecting
+        if state.has_ended() or (given_up and state.membership.active):
             return None
         if self.instances.owns(failure.node_id):
             return self.instances.admitted(failure)
@@ -189,9 +190,8 @@ class Recovery:
         if isinstance(decision, Stop):
             self.state.end(decision.exit_code, decision.reason, now, root)
             return
-        if decision.suspect == node.id:
-            verdict = msgspec.structs.replace(verdict, action=Action.RELAUNCH)
-        self._act(node, self._action(node, verdict, now), verdict, now)
+        action = self.ladder.action(node, decision, verdict, now)
+        self.ladder.act(node, action, verdict.title, now)
 
     def _begin(self, now: float) -> Incident:
         old, round_ = self.state.incident, self.state.rendezvous.last_round
@@ -215,7 +215,9 @@ class Recovery:
             decision = self._ask(cause, None, now)
             if decision is None:
                 return False
-            self._emit_restart(decision.reason, "hang")
+            self.state.emit(
+                events.RestartDecided(self.state.restarts.count, decision.reason, "hang")
+            )
             return True
         root = root_cause(incident.reports)
         return self._goes_back(incident, root, now) or self._decide_failure(
@@ -235,13 +237,12 @@ class Recovery:
         decision = self._ask(self._cause_of(incident, report, node, now), root, now)
         if decision is None:
             return False
-        if node is not None and decision.suspect == node.id:
-            verdict = msgspec.structs.replace(verdict, action=Action.RELAUNCH)
-        action = Action.RESTART if node is None else self._action(node, verdict, now)
-        rung, successor = self._rung(node, action, now)
-        self._emit_restart(decision.reason, verdict.cause, action, failure.node_id, rung, successor)
+        action = Action.RESTART
         if node is not None:
-            self._act(node, action, verdict, now)
+            action = self.ladder.action(node, decision, verdict, now)
+        self.ladder.emit(decision, report, action, now)
+        if node is not None:
+            self.ladder.act(node, action, verdict.title, now)
         if verdict.origin is Origin.INFRASTRUCTURE:
             state.checks.doubt({other.failure.node_id for other in incident.reports})
         return True
@@ -278,65 +279,7 @@ class Recovery:
         self.resizer.apply(*back)
         if not (back[0] or scaling.returning(size)):
             return False
-        reason = self.state.restarts.after_trial(verdict.title).reason
-        self._emit_restart(reason, verdict.cause, Action.RESTART, root.failure.node_id)
+        restarts, node_id = self.state.restarts, root.failure.node_id
+        reason = restarts.after_trial(verdict.title).reason
+        self.state.emit(events.RestartDecided(restarts.count, reason, verdict.cause, node=node_id))
         return True
-
-    def _rung(self, node: Node | None, action: Action, now: float) -> tuple[Rung, int]:
-        """Return the rung of the ladder for a node's failure or loss, and the spare that takes its place or -1."""
-        if node is None:
-            return Rung.PROCESS, -1
-        grows = action is Action.MORE_MEMORY and node.launched and self.state.job.grows_memory
-        leaves = node.status.final or action is Action.RELAUNCH or grows
-        spare = -1
-        if leaves and not grows:
-            gives_up = action is Action.RELAUNCH
-            spare = self.fleet.spare_for(node, now, on_its_host=not gives_up)
-        rung = ladder.choose(
-            ladder.Facts(
-                action=action,
-                leaves=leaves,
-                spare=spare >= 0,
-                launched=node.launched,
-                enough=leaves and self.fleet.is_enough(without=node),
-            )
-        )
-        return rung, spare
-
-    def _emit_restart(
-        self,
-        reason: str,
-        cause: str,
-        action: Action = Action.RESTART,
-        node: int = -1,
-        rung: Rung = Rung.PROCESS,
-        successor: int = -1,
-    ) -> None:
-        count = self.state.restarts.count
-        self.state.emit(events.RestartDecided(count, reason, cause, action, node, rung, successor))
-
-    def _action(self, node: Node, verdict: Verdict, now: float) -> Action:
-        """Return the action for a failure: what its verdict or its repetition asks for, if possible."""
-        if node.status.final:
-            return verdict.action
-        action = self.state.faults.action(node.id, verdict, now)
-        stays = not node.launched and not self.fleet.is_enough(without=node)
-        return Action.RESTART if action is Action.RELAUNCH and stays else action
-
-    def _act(self, node: Node, action: Action, verdict: Verdict, now: float) -> None:
-        """Do what goes beyond a restart of all workers."""
-        fleet = self.fleet
-        match action:
-            case Action.RESTART_FRESH if self.state.is_instance(node):
-                self.instances.fresh.add(node.id)
-            case Action.RESTART_FRESH:
-                self.rounds.fresh = (node.id, self.state.rendezvous.last_round + 1)
-            case Action.RELAUNCH:
-                fleet.exclude(node, verdict.title, now)
-                fleet.give_up(node, verdict.title, now)
-            case Action.MORE_MEMORY if node.launched and self.state.job.grows_memory:
-                if not self.resizer.may_grow(node):
-                    self.state.emit(events.MemoryBound(node.id, node.memory_factor))
-                    return
-                node.memory_factor = self.resizer.bounded(MEMORY_GROWTH * node.memory_factor)
-                fleet.give_up(node, verdict.title, now)

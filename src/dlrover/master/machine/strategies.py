@@ -18,7 +18,7 @@ from dlrover.spec.strategies import (
     MAX_RUNGS,
     ChooseStrategy,
     OfferLadder,
-    Rung,
+    SizedStrategy,
     StrategyReply,
     StrategyRequest,
 )
@@ -36,7 +36,7 @@ class Chosen:
     """The strategy of one round."""
 
     round: int
-    rung: Rung
+    rung: SizedStrategy
     reason: str
 
 
@@ -115,8 +115,8 @@ class Strategies:
 
 
 def pick(
-    ladder: OfferLadder | None, before: Rung | None, request: ChooseStrategy
-) -> tuple[Rung | None, str]:
+    ladder: OfferLadder | None, before: SizedStrategy | None, request: ChooseStrategy
+) -> tuple[SizedStrategy | None, str]:
     """Return the strategy for a round, and why; None if the ladder has none for its size.
 
     Args:

@@ -1,15 +1,17 @@
 """The response to losses that stop nobody: the ranks that are left go on, the lost ones start again.
 
-The world, its round and its ranks stay. Where this part declines (no rank is left, a mistake of the program, a job
-without ``survive``), the loss is an incident like any other.
+The world, its round and its ranks stay; a node that is given up because of its faults is lost with all its ranks.
+Where no other rank trains, after a mistake of the program, and in a job without ``survive``, the loss is an incident
+like any other.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dlrover.master.machine import inputs, ladder
+from dlrover.master.machine import inputs
 from dlrover.master.machine.incident import Incident
+from dlrover.master.machine.ladder import Ladder
 from dlrover.master.machine.restarts import Restart, Stop, cause_of
 from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.state import JobState, Node, loss_of
@@ -25,6 +27,7 @@ class Survival:
 
     state: JobState = field(compare=False, repr=False)
     rounds: Rounds = field(compare=False, repr=False)
+    ladder: Ladder = field(compare=False, repr=False)
 
     # ---- losses
 
@@ -42,11 +45,42 @@ class Survival:
         decision = self._decide(report, now)
         if decision is None:
             return True
+        node = state.nodes[failure.node_id]
+        action = self.ladder.action(node, decision, verdict, now)
+        if self.ladder.leaves(node, action):
+            self._give_up(node, decision, report, action, now)
+            return True
         attempt = membership.lose_worker(failure.id, failure.node_id, failure.local_rank)
-        self._emit_lost(decision, report, (failure.rank,), verdict.title)
-        self._say(failure.node_id, StartAgain(failure.round, {failure.local_rank: attempt}))
+        self.ladder.emit(decision, report, action, now, (failure.rank,))
+        self.ladder.act(node, action, verdict.title, now)
+        fresh = action is Action.RESTART_FRESH
+        self._say(failure.node_id, StartAgain(failure.round, {failure.local_rank: attempt}, fresh))
         self._tell()
         return True
+
+    def _give_up(
+        self,
+        node: Node,
+        decision: Restart,
+        report: events.WorkerFailed,
+        action: Action,
+        now: float,
+    ) -> None:
+        """Go on without a node that is still there; open a round if no other node's rank trains."""
+        state, membership, title = self.state, self.state.membership, report.verdict.title
+        if membership.survives_node(node.id):
+            ranks = tuple(membership.ranks[node.id])
+            membership.lose_node(node.id, self.rounds.worlds[node.id])
+            self.ladder.emit(decision, report, action, now, ranks)
+            self.ladder.act(node, action, title, now)
+            self._tell()
+            return
+        state.incident = Incident(since=now, round=membership.round, decided=True)
+        state.incident.add(report)
+        self.ladder.emit(decision, report, action, now)
+        self.ladder.act(node, action, title, now)
+        if not state.has_ended():
+            self.rounds.open(title, now)
 
     def without_node(self, node: Node, now: float) -> bool:
         """Go on without a lost node; return False if that is not possible."""
@@ -62,8 +96,7 @@ class Survival:
             return True
         ranks = tuple(membership.ranks[node.id])
         membership.lose_node(node.id, self.rounds.worlds[node.id])
-        why = f"node {node.id} was lost: {node.reason}"
-        self._emit_lost(decision, report, ranks, why)
+        self.ladder.emit(decision, report, Action.RESTART, now, ranks)
         self._tell()
         return True
 
@@ -90,19 +123,6 @@ class Survival:
             state.end(decision.exit_code, decision.reason, now, report)
             return None
         return decision
-
-    def _emit_lost(
-        self, decision: Restart, report: events.WorkerFailed, ranks: tuple[int, ...], why: str
-    ) -> None:
-        state, node = self.state, report.failure.node_id
-        leaves = state.nodes[node].status.final
-        facts = ladder.Facts(action=Action.RESTART, leaves=leaves, survives=True)
-        rung = ladder.choose(facts)
-        count, cause = state.restarts.count, report.verdict.cause
-        decided = events.RestartDecided(
-            count, decision.reason, cause, facts.action, node, rung, ranks=ranks
-        )
-        state.emit(decided, events.ReplicaLost(ranks, why, len(state.membership.attempts)))
 
     # ---- returns
 

@@ -34,12 +34,15 @@ class Changed(Exception):  # noqa: N818 - control flow: the membership is over
 
 
 class MeetingStore(dist.Store):  # type: ignore[misc]
-    """torch's store for one membership, in the memory of the job's master: no rank holds it."""
+    """torch's store for one membership, in the memory of the job's master: no rank holds it. Each key is set once."""
 
     def __init__(self, link: Link, round_: int, number: int) -> None:
         super().__init__()
         self._link, self._of = link, (round_, number)
         self._own: dict[str, bytes] = {}
+        self._known: dict[str, bytes] = {}
+        self._read = 0
+        """Number of keys that were read from the master of this epoch."""
         self._epoch = 0
         self._pause = threading.Event()  # never set
 
@@ -48,51 +51,37 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
         data = bytes(value, "utf-8") if isinstance(value, str) else bytes(value)
         assert len(data) <= MAX_VALUE
         self._own[key] = data
-        self._ask({key: data}, ())
+        self._ask({key: data})
 
     def get(self, key: str) -> bytes:
         """Return a key's value, once it is set."""
-        return self._wait([key])[key]
+        self.wait([key])
+        return self._known[key]
 
     def wait(self, keys: list[str], _timeout: timedelta | None = None) -> None:
         """Wait until all keys are set."""
-        self._wait(keys)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return the keys' values, once all are set."""
-        found = self._wait(keys)
-        return [found[key] for key in keys]
-
-    def multi_set(self, keys: list[str], values: list[Any]) -> None:
-        """Set several keys."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def has_extended_api(self) -> bool:
-        """Return whether several keys can be read at once."""
-        return True
-
-    def _wait(self, keys: list[str]) -> dict[str, bytes]:
         delay, most = POLL
-        while True:
-            found = self._ask({}, tuple(keys))
-            if len(found) == len(set(keys)):
-                return found
-            self._pause.wait(delay)
-            delay = min(most, 1.5 * delay)
+        while not self._known.keys() >= set(keys):
+            if not self._ask({}):
+                self._pause.wait(delay)
+                delay = min(most, 1.5 * delay)
 
-    def _ask(self, put: dict[str, bytes], get: tuple[str, ...]) -> dict[str, bytes]:
-        reply = self._link.ask(Meet(*self._of, put, get))
+    def _ask(self, put: dict[str, bytes]) -> bool:
+        """Set keys; return whether there are new ones."""
+        reply = self._link.ask(Meet(*self._of, put, self._read))
         assert isinstance(reply, Met)
         if reply.refused:
             raise Changed(reply.refused)
-        if self._epoch not in (0, reply.epoch) and self._own:
-            self._link.ask(Meet(*self._of, self._own, ()))  # a new master has none of the keys
-        self._epoch = reply.epoch
-        return reply.values
+        if reply.epoch != self._epoch:
+            first, self._epoch, self._read = not self._epoch, reply.epoch, 0
+            if not first:  # a new master has none of the keys
+                return self._ask(self._own)
+        self._read += len(reply.values)
+        self._known |= reply.values
+        return bool(reply.values)
 
 
-class Group:
+class MembershipGroup:
     """The process group of one membership; a rank alone has no connections."""
 
     def __init__(
@@ -108,7 +97,6 @@ class Group:
         self.place = self.ranks.index(rank)
         self._sockets: list[socket.socket] = []
         self._backend: Any = None
-        self._left = False
         if len(self.ranks) > 1:
             self._connect(MeetingStore(link, round_, number))
 
@@ -126,7 +114,6 @@ class Group:
 
     def abandon(self) -> None:
         """End all collectives with an error, also one that another thread waits in."""
-        self._left = True
         for sock in self._sockets:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

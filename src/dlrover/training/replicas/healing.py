@@ -14,7 +14,7 @@ import torch
 
 from dlrover.checkpoint.engine import tree
 from dlrover.checkpoint.machine import layout as layouts
-from dlrover.training.replicas.groups import Group
+from dlrover.training.replicas.groups import MembershipGroup
 
 CHUNK = 64 * 1024 * 1024
 """Bytes of a state that are sent in one collective."""
@@ -35,7 +35,7 @@ class Healer:
         self.seconds = 0.0
         """Duration of the last healing on this rank."""
 
-    def heal(self, group: Group, source: int, joining: list[int], rank: int) -> None:
+    def heal(self, group: MembershipGroup, source: int, joining: list[int], rank: int) -> None:
         """Send the state of ``source`` to the ranks ``joining``; all ranks of the group call this."""
         began = time.monotonic()
         if rank == source:
@@ -46,7 +46,7 @@ class Healer:
                 self._load(taken)
         self.seconds = time.monotonic() - began
 
-    def _send(self, group: Group, source: int) -> None:
+    def _send(self, group: MembershipGroup, source: int) -> None:
         flat = tree.flatten({name: part.state_dict() for name, part in self._parts.items()})
         shapes = [(tree.DTYPE_NAMES[t.dtype], tuple(t.shape)) for t in flat.tensors]
         header = msgspec.msgpack.encode(_Header(layouts.encode(flat.packed), shapes))
@@ -61,7 +61,7 @@ class Healer:
             part.load_state_dict(state[name])
 
 
-def _receive(group: Group, source: int) -> dict[str, Any]:
+def _receive(group: MembershipGroup, source: int) -> dict[str, Any]:
     length = torch.zeros(1, dtype=torch.int64)
     group.send_all([length], source)
     encoded = torch.empty(int(length), dtype=torch.uint8)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dlrover import launched
 from dlrover.errors import ConfigurationError
-from dlrover.training.replicas.groups import Group
+from dlrover.training.replicas.groups import MembershipGroup
 from dlrover.training.replicas.unchanged import Unchanged
 
 NAME = "dlrover"
@@ -37,7 +37,7 @@ class ManagedGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Reduce tensors among the ranks that train."""
         reduction = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
 
-        def operation(group: Group) -> list[torch.Tensor]:
+        def operation(group: MembershipGroup) -> list[torch.Tensor]:
             copies = [tensor.detach().cpu().clone() for tensor in tensors]
             group.reduce(copies, reduction)
             return copies
@@ -52,7 +52,7 @@ class ManagedGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Send tensors of a rank to the others; if it does not train, those of the lowest rank that does."""
         root = getattr(opts, "rootRank", 0)
 
-        def operation(group: Group) -> list[torch.Tensor]:
+        def operation(group: MembershipGroup) -> list[torch.Tensor]:
             copies = [tensor.detach().cpu().clone().contiguous() for tensor in tensors]
             group.send_all(copies, root if root in group.ranks else group.ranks[0])
             return copies
@@ -70,7 +70,7 @@ class ManagedGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._gather(list(output.view(self._size, *own.shape)), own)
 
     def _gather(self, outputs: list[torch.Tensor], own: torch.Tensor) -> Any:
-        def operation(group: Group) -> list[torch.Tensor]:
+        def operation(group: MembershipGroup) -> list[torch.Tensor]:
             found = group.gather(own.detach().cpu().contiguous())
             by_rank = dict(zip(group.ranks, found, strict=True))
             return [by_rank.get(rank, found[0]) for rank in range(self._size)]
@@ -84,7 +84,7 @@ class ManagedGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def _run(
         self,
-        operation: Callable[[Group], list[torch.Tensor]],
+        operation: Callable[[MembershipGroup], list[torch.Tensor]],
         outputs: list[torch.Tensor],
         alone: list[torch.Tensor] | None = None,
     ) -> Any:

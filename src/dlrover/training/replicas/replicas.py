@@ -15,7 +15,7 @@ from dlrover import launched
 from dlrover.errors import ConfigurationError, UserCodeError
 from dlrover.training.replicas.healing import Healer
 from dlrover.training.replicas.link import open_link
-from dlrover.training.replicas.survivors import Exchange, Survivors
+from dlrover.training.replicas.survivors import Regrouping, Survivors
 
 BUCKET_BYTES = 32 * 1024 * 1024
 """Bytes of gradients that are added up in one collective."""
@@ -108,10 +108,10 @@ class Replicas:
         self.number = first
         survivors = self._survivors
         survivors.position = first
-        exchange = survivors.join(self._nothing())
-        if exchange is None:
+        regrouped = survivors.join(self._nothing())
+        if regrouped is None:
             survivors.leave()
-        self._take(exchange)
+        self._take(regrouped)
         try:
             while self.number < count:
                 survivors.position = self.number
@@ -133,15 +133,15 @@ class Replicas:
         return torch.zeros(len(self._micro_batches), dtype=torch.uint8)
 
     def _take_in(self) -> None:
-        exchange = self._survivors.edge(self._nothing())
-        if exchange is not None:
-            self._take(exchange)
+        regrouped = self._survivors.edge(self._nothing())
+        if regrouped is not None:
+            self._take(regrouped)
 
-    def _take(self, exchange: Exchange) -> None:
+    def _take(self, regrouped: Regrouping) -> None:
         """Deal the micro-batches that no rank has done to all ranks."""
-        done = torch.stack(list(exchange.payloads.values())).sum(0)
+        done = torch.stack(list(regrouped.payloads.values())).sum(0)
         missing = [i for i, times in enumerate(done.tolist()) if not times]
-        self._assigned = deal(missing, exchange.ranks, self.rank)
+        self._assigned = deal(missing, regrouped.ranks, self.rank)
 
     def _own(self) -> list[int]:
         """Return the numbers of this rank's micro-batches in a step that begins."""
@@ -151,22 +151,22 @@ class Replicas:
             return deal(every, self._survivors.ranks, self.rank)
         return assigned
 
-    def _sum(self, step: Step, done: torch.Tensor) -> Exchange | None:
+    def _sum(self, step: Step, done: torch.Tensor) -> Regrouping | None:
         """Add up the gradients and the loss of all ranks; they are in place unless the step is to go on."""
         gradients = [_gradient(p) for p in self._parameters]
         buckets = _buckets(gradients)
         flats = [torch.cat([g.reshape(-1) for g in bucket]).cpu() for bucket in buckets]
         loss = step.part.to("cpu", torch.float64).reshape(1).clone()
         originals = [*flats, loss]
-        exchange = self._survivors.run(lambda group: group.sum(originals), done)
-        if exchange is None or exchange.complete:
+        regrouped = self._survivors.run(lambda group: group.sum(originals), done)
+        if regrouped is None or regrouped.complete:
             for flat, bucket in zip(flats, buckets, strict=True):
                 for gradient, total in zip(
                     bucket, flat.split([g.numel() for g in bucket]), strict=True
                 ):
                     gradient.copy_(total.view_as(gradient))
             step.loss = float(loss)
-        return exchange
+        return regrouped
 
 
 class Step:
@@ -207,10 +207,10 @@ class Step:
                         f"Step {self.number}: backward was not called for a micro-batch."
                     )
                 done[index] = 1
-            exchange = replicas._sum(self, done)  # noqa: SLF001
-            self.complete = exchange is None or exchange.complete
-            if exchange is not None:
-                replicas._take(exchange)  # noqa: SLF001
+            regrouped = replicas._sum(self, done)  # noqa: SLF001
+            self.complete = regrouped is None or regrouped.complete
+            if regrouped is not None:
+                replicas._take(regrouped)  # noqa: SLF001
             if not self.complete:
                 todo = replicas._own()  # noqa: SLF001
 

@@ -28,7 +28,7 @@ from dlrover.spec.membership import (
     MembersNow,
     RenewMembers,
 )
-from dlrover.training.replicas.groups import Changed, Group
+from dlrover.training.replicas.groups import Changed, MembershipGroup
 from dlrover.training.replicas.link import Link
 
 logger = logging.getLogger(__name__)
@@ -46,12 +46,12 @@ RENEWALS = 5
 class Healed(Protocol):
     """What a rank gives to those that join, and takes when it joins itself."""
 
-    def heal(self, group: Group, source: int, joining: list[int], rank: int) -> None:
+    def heal(self, group: MembershipGroup, source: int, joining: list[int], rank: int) -> None:
         """Send the state of ``source`` to the ranks ``joining``; all ranks of the group call this."""
         ...
 
 
-class Exchange(NamedTuple):
+class Regrouping(NamedTuple):
     """What the ranks of a new group have told each other."""
 
     ranks: list[int]
@@ -71,7 +71,7 @@ class Survivors:
         self.usable = attempt == 0
         """True if this rank has the state that belongs to its position."""
         self._link, self._round, self._attempt, self._state = link, round_, attempt, state
-        self._group: Group | None = None
+        self._group: MembershipGroup | None = None
         self._settled = self._later = False
         self._waiting: tuple[int, list[int]] | None = None
         self._renewed = 0
@@ -91,7 +91,7 @@ class Survivors:
 
     # ---- life
 
-    def join(self, payload: torch.Tensor, *, later: bool = False) -> Exchange | None:
+    def join(self, payload: torch.Tensor, *, later: bool = False) -> Regrouping | None:
         """Begin to train with the others; None if the training is already over.
 
         With ``later``, this rank takes the others' state when it calls `settle`; ``position`` is theirs, and they wait.
@@ -111,8 +111,8 @@ class Survivors:
             raise InfrastructureError(f"Round {self._round} is over; rank {self.rank} cannot join.")
         if members.over:
             return None
-        exchange = self._regroup(payload, complete=False)
-        return exchange if self.usable or self._waiting is not None else None
+        regrouped = self._regroup(payload, complete=False)
+        return regrouped if self.usable or self._waiting is not None else None
 
     def _ask(self, request: LookMembers | JoinMembers) -> Members | None:
         reply = self._link.ask(request)
@@ -155,10 +155,12 @@ class Survivors:
 
     # ---- operations
 
-    def run(self, operation: Callable[[Group], None], payload: torch.Tensor) -> Exchange | None:
+    def run(
+        self, operation: Callable[[MembershipGroup], None], payload: torch.Tensor
+    ) -> Regrouping | None:
         """Carry out an operation of all ranks; None once it is complete on all of them.
 
-        Otherwise, a rank was lost: what the operation has written is undefined, unless the `Exchange` says that it
+        Otherwise, a rank was lost: what the operation has written is undefined, unless the `Regrouping` says that it
         is complete.
         """
         has_all = False
@@ -174,7 +176,7 @@ class Survivors:
         self._renewed = 0
         return None
 
-    def edge(self, payload: torch.Tensor) -> Exchange | None:
+    def edge(self, payload: torch.Tensor) -> Regrouping | None:
         """Take in ranks that join, between two operations on all ranks; None if there are none."""
         group = self._group
         newer = group is not None and self._agreed > group.number
@@ -182,7 +184,7 @@ class Survivors:
             return None if self._link.over else self._regroup(payload, complete=False)
         return None
 
-    def _present(self) -> Group:
+    def _present(self) -> MembershipGroup:
         """Return the group, if all its ranks are alive."""
         group, members = self._group, self._link.members
         if group is None or (members is not None and _lacks(members, group)):
@@ -191,7 +193,7 @@ class Survivors:
 
     # ---- a new group
 
-    def _regroup(self, payload: torch.Tensor, *, complete: bool) -> Exchange:
+    def _regroup(self, payload: torch.Tensor, *, complete: bool) -> Regrouping:
         """Form the group of the next membership and exchange where the ranks are; heal those that join."""
         while True:
             members = self._next_members()
@@ -201,16 +203,18 @@ class Survivors:
             self._last = members.number
             try:
                 attempts = dict(sorted(members.attempts.items()))
-                self._group = Group(self._link, self._round, members.number, attempts, self.rank)
+                self._group = MembershipGroup(
+                    self._link, self._round, members.number, attempts, self.rank
+                )
                 return self._exchange(self._present(), payload, complete)
             except Changed as change:
                 logger.debug("Rank %d: membership %d: %s", self.rank, members.number, change)
 
-    def _alone(self, complete: bool) -> Exchange:
+    def _alone(self, complete: bool) -> Regrouping:
         """End the training: a rank has finished it, so the last operation was complete on all."""
         if self.usable and not complete:
             raise InfrastructureError("The training is over, but this rank lacks its last step.")
-        return Exchange([self.rank], {}, complete=complete)
+        return Regrouping([self.rank], {}, complete=complete)
 
     def _next_members(self) -> Members:
         """Return the membership to train in; it is newer than that of the last group."""
@@ -230,7 +234,9 @@ class Survivors:
             raise InfrastructureError(f"The job goes on without rank {self.rank}.")
         return mine
 
-    def _exchange(self, group: Group, payload: torch.Tensor, complete: bool) -> Exchange:
+    def _exchange(
+        self, group: MembershipGroup, payload: torch.Tensor, complete: bool
+    ) -> Regrouping:
         own = [self.position, self.usable, complete, self._settled]
         every = group.gather(torch.tensor(own, dtype=torch.int64))
         places = {r: t.tolist() for r, t in zip(group.ranks, every, strict=True)}
@@ -250,21 +256,21 @@ class Survivors:
             self.position = top
             if self._later:
                 self._waiting = source, joining
-                return Exchange(group.ranks, at_top, complete=False)
+                return Regrouping(group.ranks, at_top, complete=False)
         if joining:
             self._heal(group, source, joining)
         self._settled = True
         if self.rank in joining:
             self.usable = True
-            return Exchange(group.ranks, at_top, complete=False)
-        return Exchange(group.ranks, at_top, self.position < top)
+            return Regrouping(group.ranks, at_top, complete=False)
+        return Regrouping(group.ranks, at_top, self.position < top)
 
-    def _heal(self, group: Group, source: int, joining: list[int]) -> None:
+    def _heal(self, group: MembershipGroup, source: int, joining: list[int]) -> None:
         self._state.heal(group, source, joining, self.rank)
         group.gather(torch.ones(1))
 
 
-def _lacks(members: Members, group: Group) -> bool:
+def _lacks(members: Members, group: MembershipGroup) -> bool:
     """Return whether a rank of the group is lost; one that was started again is another process."""
     newer = members.number > group.number
     return newer and any(members.attempts.get(r) != a for r, a in group.attempts.items())

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from dlrover import launched
 from dlrover.errors import ConfigurationError
 from dlrover.spec.membership import LookMembers, MembersNow
-from dlrover.training.replicas.groups import Group
+from dlrover.training.replicas.groups import MembershipGroup
 from dlrover.training.replicas.healing import Healer
 from dlrover.training.replicas.link import Link
 from dlrover.training.replicas.survivors import Survivors
@@ -67,7 +67,7 @@ class Unchanged:
     # ---- collectives
 
     def collective(
-        self, operation: Callable[[Group], list[torch.Tensor]], alone: list[torch.Tensor]
+        self, operation: Callable[[MembershipGroup], list[torch.Tensor]], alone: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Return the results of a collective, or of a rank ``alone`` while this one replays."""
         if self._local:
@@ -82,7 +82,7 @@ class Unchanged:
     def reduce(self, gradients: list[torch.Tensor]) -> None:
         """Replace gradients by their means over the ranks that train."""
 
-        def operation(group: Group) -> list[torch.Tensor]:
+        def operation(group: MembershipGroup) -> list[torch.Tensor]:
             flat = torch.cat([g.detach().reshape(-1).cpu() for g in gradients])
             group.sum([flat])
             return [flat.div_(len(group.ranks))]
@@ -95,16 +95,18 @@ class Unchanged:
         self._reductions += 1
         self._others = 0
 
-    def _carry_out(self, operation: Callable[[Group], list[torch.Tensor]]) -> list[torch.Tensor]:
+    def _carry_out(
+        self, operation: Callable[[MembershipGroup], list[torch.Tensor]]
+    ) -> list[torch.Tensor]:
         results: list[torch.Tensor] = []
 
-        def keep(group: Group) -> None:
+        def keep(group: MembershipGroup) -> None:
             results[:] = operation(group)
 
         self._survivors.position = self._position
         while True:
-            exchange = self._survivors.run(keep, _NOTHING)
-            if exchange is None or exchange.complete:
+            regrouped = self._survivors.run(keep, _NOTHING)
+            if regrouped is None or regrouped.complete:
                 return results
 
     @property
