@@ -1,6 +1,6 @@
 """Files of rows on disk: segments of one size, to which records are appended, and which are deleted as a whole.
 
-A record is a checksum, a key and a row. A record's place is its segment's number times the records of a segment, and
+A record is a checksum, the number of uses, a key and a row. A record's place is its segment's number times the records of a segment, and
 its number there. A segment's bytes are taken from the disk when it is begun, so that a full disk is noticed then.
 
 The files are an extension of one process's memory, not a copy that outlives it: a row that was used after it came to
@@ -30,8 +30,8 @@ BLOCK = 4096
 """Bytes that file systems take from a disk at a time."""
 FULL = SEGMENTS * 7 // 8
 """Segments that live rows may fill: the others are room for what is dead and not yet deleted."""
-_KEY, _ROW = 8, 16
-"""Where a record's key and row begin, after the checksum."""
+_USES, _KEY, _ROW = 6, 8, 16
+"""Where a record's uses, key and row begin, after the checksum."""
 
 
 class SegmentLayout(NamedTuple):
@@ -58,7 +58,7 @@ def layout(nbytes: int, width: int) -> SegmentLayout:
     """
     record = _ROW + (width + 7) // 8 * 8
     segment = nbytes // SEGMENTS // BLOCK * BLOCK
-    each = min(segment // record, (cold.NOWHERE - 1) // SEGMENTS)
+    each = min(segment // record, cold.RECORDS // SEGMENTS)
     if each < 1:
         least = SEGMENTS * ((record + BLOCK - 1) // BLOCK * BLOCK)
         raise ConfigurationError(
@@ -106,16 +106,17 @@ class Segments:
 
     # ---- records
 
-    def append(self, keys: Any, rows: Any) -> Any:
-        """Write rows; return their places, uint32. `room` says how many there is room for.
+    def append(self, keys: Any, counts: Any, rows: Any) -> Any:
+        """Write rows with their uses; return their places, uint32. `room` says how many there is room for.
 
         Raises:
             InfrastructureError: The disk does not take them; nothing counts as written then.
         """
         records = np.zeros((len(keys), self._sizes.record), np.uint8)
+        records[:, _USES:_KEY] = counts.view(np.uint8).reshape(-1, 2)
         records[:, _KEY:_ROW] = keys.view(np.uint8).reshape(-1, 8)
         records[:, _ROW : _ROW + self._width] = rows
-        records[:, :_KEY] = self._checksums(records)
+        records[:, :_USES] = self._checksums(records)
         places = np.empty(len(keys), np.uint32)
         done = 0
         while done < len(keys):
@@ -145,8 +146,8 @@ class Segments:
             if segment != self._active and segment not in busy:
                 self.delete(segment)
 
-    def read(self, keys: Any, places: Any) -> Any:
-        """Return the rows of keys from their places, ``(n, width)``.
+    def read(self, keys: Any, places: Any) -> tuple[Any, Any]:
+        """Return the uses of keys, uint16, and their rows, ``(n, width)``, from their places.
 
         Raises:
             InfrastructureError: A file cannot be read, or is damaged.
@@ -167,10 +168,12 @@ class Segments:
             )
         rows = np.empty((len(keys), self._width), np.uint8)
         rows[order] = records[:, _ROW : _ROW + self._width]
-        return rows
+        counts = np.empty(len(keys), np.uint16)
+        counts[order] = self._counts(records)
+        return counts, rows
 
-    def scan(self, segment: int, first: int, most: int) -> tuple[Any, Any, Any, Any]:
-        """Return keys, rows and places of records of a segment from the ``first`` on, and whether each is damaged.
+    def scan(self, segment: int, first: int, most: int) -> tuple[Any, Any, Any, Any, Any]:
+        """Return keys, uses, rows, places of a segment's records from the ``first`` on, and whether each is damaged.
 
         Raises:
             InfrastructureError: The file cannot be read.
@@ -186,20 +189,24 @@ class Segments:
             raise self._failure(segment, "read", error) from error
         rows = records[:, _ROW : _ROW + self._width]
         places = (places + segment * self._sizes.each).astype(np.uint32)
-        return self._keys(records), rows, places, self._damaged(records)
+        return self._keys(records), self._counts(records), rows, places, self._damaged(records)
+
+    @staticmethod
+    def _counts(records: Any) -> Any:
+        return np.ascontiguousarray(records[:, _USES:_KEY]).view(np.uint16)[:, 0]
 
     @staticmethod
     def _keys(records: Any) -> Any:
         return np.ascontiguousarray(records[:, _KEY:_ROW]).view(np.uint64)[:, 0]
 
     def _damaged(self, records: Any) -> Any:
-        return (records[:, :_KEY] != self._checksums(records)).any(1)
+        return (records[:, :_USES] != self._checksums(records)).any(1)
 
     def _checksums(self, records: Any) -> Any:
         count, size = records.shape
-        starts = records.ctypes.data + _KEY + size * np.arange(count, dtype=np.uint64)
-        sizes = np.full(count, size - _KEY, np.uint64)
-        return self._kernels.hash(starts, sizes).view(np.uint8).reshape(-1, 8)
+        starts = records.ctypes.data + _USES + size * np.arange(count, dtype=np.uint64)
+        sizes = np.full(count, size - _USES, np.uint64)
+        return self._kernels.hash(starts, sizes).view(np.uint8).reshape(-1, 8)[:, :_USES]
 
     # ---- files
 

@@ -48,8 +48,7 @@ class TieredTable:
         self._options, self._spill = options, spill
         sizes = segments.layout(spill.nbytes, options.width)
         stride = (_HEADER + options.width + 7) // 8 * 8
-        self._index_bytes = cold.places(sizes.most) * cold.ENTRY
-        own = self._index_bytes + options.counters
+        own = cold.index_bytes(sizes.most) + options.counters
         rest = options.memory_bytes - own
         self._buffers = rest // _SHARE * _COPIES
         rows, index = _division(rest - self._buffers - _FIXED, stride)
@@ -260,8 +259,10 @@ class TieredTable:
             return self._hot.rows() + self._cold.rows()
 
     def memory(self) -> int:
-        """Return the bytes in use, with those set aside for the index of the disk and for batches on their way."""
-        return self._hot.memory() + self._index_bytes + self._options.counters + self._buffers
+        """Return the bytes in use, with those set aside for batches on their way between the tiers."""
+        with self._lock:
+            index = self._cold.memory()
+        return self._hot.memory() + index + self._options.counters + self._buffers
 
     def spilled(self) -> tuple[int, int]:
         """Return the number of rows on disk, and the bytes of the files."""
