@@ -113,7 +113,7 @@ class ColdRows:
                 self._index.put(Headers(some.keys, some.last, some.flags, places))
                 self._segments.keep(places)
                 done += step
-        except BaseException:
+        except BaseException:  # also an interrupt: the rows must not be here and in memory
             self.remove(rows.keys[:done])
             raise
         self._compact_in_background()

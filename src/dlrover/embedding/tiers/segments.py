@@ -75,6 +75,7 @@ class Segments:
         self._kernels: Kernels = kernels(choice)
         self._reader = cold.reader(choice)
         self._directory: Path | None = None
+        self._process = os.getpid()
         self._files = np.full(SEGMENTS, -1, np.int32)
         self._filled = np.zeros(SEGMENTS, np.int64)
         self.live = np.zeros(SEGMENTS, np.int64)
@@ -104,6 +105,18 @@ class Segments:
         chosen[[*busy, *([self._active] if self._active >= 0 else [])]] = False
         return int(np.where(chosen, self.live, self._sizes.each).argmin()) if chosen.any() else None
 
+    def _check_process(self) -> None:
+        """Check that this process began the files: a forked one shares their offsets, and would write over its rows.
+
+        Raises:
+            InfrastructureError: It is a forked one.
+        """
+        if os.getpid() != self._process:
+            raise InfrastructureError(
+                "An embedding table with a spill cannot be used in a forked process; open it there, or ask the process"
+                " that made it."
+            )
+
     # ---- records
 
     def append(self, keys: Any, counts: Any, rows: Any) -> Any:
@@ -112,6 +125,7 @@ class Segments:
         Raises:
             InfrastructureError: The disk does not take them; nothing counts as written then.
         """
+        self._check_process()
         records = np.zeros((len(keys), self._sizes.record), np.uint8)
         records[:, _USES:_KEY] = counts.view(np.uint8).reshape(-1, 2)
         records[:, _KEY:_ROW] = keys.view(np.uint8).reshape(-1, 8)
@@ -157,9 +171,11 @@ class Segments:
         records = np.empty((len(keys), self._sizes.record), np.uint8)
         offsets = (at * self._sizes.record).astype(np.uint64)
         try:
-            self._reader.read(np.ascontiguousarray(self._files[segments]), offsets, records)
+            self._read(np.ascontiguousarray(self._files[segments]), offsets, records)
         except OSError as error:
-            raise self._failure(int(segments[0]), "read", error) from error
+            raise InfrastructureError(
+                f"A file in {self._directory} cannot be read: {error.strerror}."
+            ) from error
         wrong = self._damaged(records) | (self._keys(records) != keys[order])
         if wrong.any():
             file = self._file(int(segments[wrong][0]))
@@ -184,7 +200,7 @@ class Segments:
         offsets = (places * self._sizes.record).astype(np.uint64)
         files = np.full(count, self._files[segment], np.int32)
         try:
-            self._reader.read(files, offsets, records)
+            self._read(files, offsets, records)
         except OSError as error:
             raise self._failure(segment, "read", error) from error
         rows = records[:, _ROW : _ROW + self._width]
@@ -194,6 +210,10 @@ class Segments:
     @staticmethod
     def _counts(records: Any) -> Any:
         return np.ascontiguousarray(records[:, _USES:_KEY]).view(np.uint16)[:, 0]
+
+    def _read(self, files: Any, offsets: Any, records: Any) -> None:
+        self._check_process()
+        self._reader.read(files, offsets, records)
 
     @staticmethod
     def _keys(records: Any) -> Any:

@@ -130,7 +130,7 @@ class TieredTable:
         rows = self._hot.take(slots, numbers)
         try:
             self._cold.put(rows)
-        except BaseException:
+        except BaseException:  # also an interrupt: rows that are nowhere would be lost
             self._hot.restore(rows)
             raise
 
