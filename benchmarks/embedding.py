@@ -33,9 +33,9 @@ ROW = 16 + 8 * DIM
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGESIZE")
+    """Bytes of this process in memory that are no pages of files."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
 class Keys:
@@ -101,6 +101,7 @@ def tiers(count: int, seconds: float, place: str) -> dict[str, Any]:
 def measured(count: int, seconds: float, directory: Path) -> dict[str, Any]:
     """Measure a table whose memory holds a tenth."""
     limit, disk = count * ROW // TENTH, int(count * ROW * 1.4)
+    keys = Keys(count)
     empty = resident()
     table = HashTable(DIM, memory_bytes=limit, spill=Spill(directory=str(directory), nbytes=disk))
     most = {"nbytes": 0, "spilled": 0, "resident": 0}
@@ -112,7 +113,6 @@ def measured(count: int, seconds: float, directory: Path) -> dict[str, Any]:
         most["resident"] = max(most["resident"], resident() - empty)
 
     found: dict[str, Any] = {"insert, M keys/s": fill(table, count, watch)}
-    keys = Keys(count)
     steps(table, keys, seconds, watch)
     held = resident()
     found["page cache"] = steps(table, keys, seconds, watch)

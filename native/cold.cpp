@@ -1,8 +1,8 @@
-// The C ABI of dlrover._native: rows on disk. An index in memory says where the row of a key lies, and holds the rest
-// of its header; a reader fetches many records at once, by io_uring where the kernel allows it, else by threads.
+// The C ABI of dlrover._native: rows on disk. An index in memory says where the row of a key lies, when it was used
+// and what its flags are; a reader fetches many records at once, by io_uring where the kernel allows it, else by threads.
 //
-// The index has a fixed number of places. A key's place is its hash scaled to that number, so that keys of one hash
-// slot lie together, in the order of the slots. Whoever uses it excludes others.
+// The index has a hash table for each slot, which grows and shrinks with the slot's keys: a server holds some slots
+// only. Whoever uses it excludes others.
 #include <errno.h>
 #include <sched.h>
 #include <stdlib.h>
@@ -37,53 +37,90 @@ constexpr unsigned kDepth = 256;     // reads that the kernel has at a time
 constexpr size_t kReaders = 16;      // threads without io_uring
 constexpr uint64_t kRead = kPart / 32;  // what a read costs, as if it were so many bytes of a copy
 
-struct Cold {
-  size_t capacity = 0;
-  Header* headers = nullptr;
-  uint32_t* places = nullptr;  // of records, plus 1; 0: no key here
-  uint64_t used[kShards] = {};
-
-  size_t home(uint64_t key) const { return scaled(mixed(key)); }
-  size_t scaled(uint64_t hash) const {
-    return static_cast<size_t>(static_cast<unsigned __int128>(hash) * capacity >> 64);
+// Sizes of a slot's table; `cold_bytes` of dlrover._native.cold has the bytes that follow from them.
+constexpr unsigned kLevels = 340;
+struct Sizes {
+  size_t at[kLevels] = {};
+  constexpr Sizes() {
+    for (unsigned i = 1; i < kLevels; ++i) at[i] = at[i - 1] + at[i - 1] / 16 + 4;
   }
-  size_t next(size_t at) const { return at + 1 == capacity ? 0 : at + 1; }
-  size_t bytes() const { return capacity * (sizeof(Header) + sizeof(uint32_t)); }
+};
+constexpr Sizes kSizes;
 
-  size_t find(uint64_t key) const {  // where the key is, or would be
+constexpr unsigned kFlagsAt = 30;
+constexpr uint32_t kRecord = (1u << kFlagsAt) - 1;
+
+struct Entry {
+  uint64_t key;
+  uint32_t last;
+  uint32_t where;  // number of the record plus 1, and the flags above it; 0: no key here
+
+  uint32_t record() const { return (where & kRecord) - 1; }
+  uint16_t flags() const { return static_cast<uint16_t>(where >> kFlagsAt); }
+};
+
+struct Slot {
+  Entry* entries = nullptr;
+  uint32_t level = 0, used = 0;
+
+  size_t size() const { return kSizes.at[level]; }
+  size_t home(uint64_t key) const {
+    return static_cast<size_t>(static_cast<unsigned __int128>(mixed(key) << 10) * size() >> 64);
+  }
+  size_t next(size_t at) const { return at + 1 == size() ? 0 : at + 1; }
+
+  size_t find(uint64_t key) const {  // where the key is, or would be, in a table that has places
     size_t at = home(key);
-    while (places[at] && headers[at].key != key) at = next(at);
+    while (entries[at].where && entries[at].key != key) at = next(at);
     return at;
   }
 
-  void fetch(const uint64_t* keys, size_t i, size_t count) const {
-    if (i >= count) return;
-    const size_t at = home(keys[i]);
-    __builtin_prefetch(&places[at]);
-    __builtin_prefetch(&headers[at]);
+  Entry* entry(uint64_t key) const {
+    Entry* found = used ? &entries[find(key)] : nullptr;
+    return found && found->where ? found : nullptr;
+  }
+
+  bool resize(uint32_t wanted) {
+    Entry* old = entries;
+    const size_t count = size(), bytes = kSizes.at[wanted] * sizeof(Entry);
+    auto* made = bytes ? static_cast<Entry*>(calloc(bytes, 1)) : nullptr;
+    if (bytes && !made) return false;
+    entries = made, level = wanted;
+    for (size_t i = 0; i < count; ++i)
+      if (old[i].where) entries[find(old[i].key)] = old[i];
+    free(old);
+    return true;
+  }
+
+  bool reserve(size_t keys) {
+    uint32_t wanted = level;
+    while (keys * 10 > kSizes.at[wanted] * 9) ++wanted;
+    return wanted == level || resize(wanted);
   }
 
   void erase(size_t hole) {  // close the gap: move back whatever may lie there
-    places[hole] = 0;
-    --used[mixed(headers[hole].key) >> 54];
-    for (size_t at = next(hole); places[at]; at = next(at)) {
-      const size_t from_home = (at + capacity - home(headers[at].key)) % capacity;
-      if (from_home < (at + capacity - hole) % capacity) continue;
-      headers[hole] = headers[at], places[hole] = places[at];
-      places[at] = 0;
+    entries[hole].where = 0;
+    --used;
+    for (size_t at = next(hole); entries[at].where; at = next(at)) {
+      const size_t from_home = (at + size() - home(entries[at].key)) % size();
+      if (from_home < (at + size() - hole) % size()) continue;
+      entries[hole] = entries[at];
+      entries[at].where = 0;
       hole = at;
     }
+    if (used * 100ull <= kSizes.at[level - 1] * 87) resize(level - 1);  // without memory it stays as it is
   }
+};
 
-  template <class Work>
-  void each(size_t slot, const Work& work) const {  // all keys of a slot: from its first place to an empty one after it
-    const size_t first = scaled(static_cast<uint64_t>(slot) << 54);
-    const size_t last = slot + 1 == kShards ? capacity : scaled(static_cast<uint64_t>(slot + 1) << 54);
-    for (size_t i = first; i < first + capacity; ++i) {
-      const size_t at = i < capacity ? i : i - capacity;
-      if (i >= last && !places[at]) break;
-      if (places[at] && mixed(headers[at].key) >> 54 == slot) work(at);
-    }
+struct Cold {
+  Slot slots[kShards];
+
+  Slot& of(uint64_t key) { return slots[mixed(key) >> 54]; }
+
+  void fetch(const uint64_t* keys, size_t i, size_t count) {
+    if (i >= count) return;
+    const Slot& slot = of(keys[i]);
+    if (slot.entries) __builtin_prefetch(&slot.entries[slot.home(keys[i])]);
   }
 };
 
@@ -210,92 +247,97 @@ int read_by_ring(const Reader& reader, const Reads& ask) {
 }  // namespace
 
 DLROVER_EXPORT void dlrover_cold_free(Cold* cold) {
-  if (cold->headers) munmap(cold->headers, cold->bytes());
+  for (Slot& slot : cold->slots) free(slot.entries);
   free(cold);
 }
 
-// A new index with so many places; null without memory. Pages of it become memory when they are written.
-DLROVER_EXPORT Cold* dlrover_cold_new(size_t capacity) {
+// A new index; null without memory.
+DLROVER_EXPORT Cold* dlrover_cold_new() {
   void* own = malloc(sizeof(Cold));
-  if (!own) return nullptr;
-  auto* cold = new (own) Cold();
-  cold->capacity = capacity;
-  void* memory =
-      mmap(nullptr, cold->bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) {
-    free(own);
-    return nullptr;
-  }
-  cold->headers = static_cast<Header*>(memory);
-  cold->places = reinterpret_cast<uint32_t*>(cold->headers + capacity);
-  return cold;
+  return own ? new (own) Cold() : nullptr;
 }
 
-// Headers of rows and where they lie; what is known of these keys is replaced. At least one place must stay empty.
-DLROVER_EXPORT void dlrover_cold_put(Cold* cold, size_t count, const uint64_t* keys, const uint32_t* last,
-                                     const uint16_t* counts, const uint16_t* flags, const uint32_t* places) {
+// Headers of rows and where they lie; what is known of these keys is replaced. Returns 0, or ENOMEM: then nothing has
+// changed.
+DLROVER_EXPORT int dlrover_cold_put(Cold* cold, size_t count, const uint64_t* keys, const uint32_t* last,
+                                    const uint16_t* flags, const uint32_t* places) {
+  size_t more[kShards] = {};
   for (size_t i = 0; i < count; ++i) {
     cold->fetch(keys, i + kAhead, count);
-    const size_t at = cold->find(keys[i]);
-    cold->used[mixed(keys[i]) >> 54] += !cold->places[at];
-    cold->headers[at] = {keys[i], last[i], counts[i], flags[i]};
-    cold->places[at] = places[i] + 1;
+    more[mixed(keys[i]) >> 54] += !cold->of(keys[i]).entry(keys[i]);
   }
+  for (size_t slot = 0; slot < kShards; ++slot)
+    if (more[slot] && !cold->slots[slot].reserve(cold->slots[slot].used + more[slot])) return ENOMEM;
+  for (size_t i = 0; i < count; ++i) {
+    cold->fetch(keys, i + kAhead, count);
+    Slot& slot = cold->of(keys[i]);
+    Entry& entry = slot.entries[slot.find(keys[i])];
+    slot.used += !entry.where;
+    entry = {keys[i], last[i], (places[i] + 1) | static_cast<uint32_t>(flags[i]) << kFlagsAt};
+  }
+  return 0;
 }
 
 // Where the rows of keys lie, UINT32_MAX for those that are not here; with `headers` set, their headers as well.
 DLROVER_EXPORT void dlrover_cold_find(Cold* cold, size_t count, const uint64_t* keys, uint32_t* places,
-                                      uint32_t headers, uint32_t* last, uint16_t* counts, uint16_t* flags) {
+                                      uint32_t headers, uint32_t* last, uint16_t* flags) {
   for (size_t i = 0; i < count; ++i) {
     cold->fetch(keys, i + kAhead, count);
-    const size_t at = cold->find(keys[i]);
-    places[i] = cold->places[at] ? cold->places[at] - 1 : kNowhere;
-    if (!headers || !cold->places[at]) continue;
-    const Header& header = cold->headers[at];
-    last[i] = header.last, counts[i] = header.count, flags[i] = header.flags;
+    const Entry* entry = cold->of(keys[i]).entry(keys[i]);
+    places[i] = entry ? entry->record() : kNowhere;
+    if (headers && entry) last[i] = entry->last, flags[i] = entry->flags();
   }
 }
 
 DLROVER_EXPORT void dlrover_cold_remove(Cold* cold, size_t count, const uint64_t* keys) {
   for (size_t i = 0; i < count; ++i) {
     cold->fetch(keys, i + kAhead, count);
-    const size_t at = cold->find(keys[i]);
-    if (cold->places[at]) cold->erase(at);
+    Slot& slot = cold->of(keys[i]);
+    const Entry* entry = slot.entry(keys[i]);
+    if (entry) slot.erase(static_cast<size_t>(entry - slot.entries));
   }
 }
 
 // Say that rows lie elsewhere now.
 DLROVER_EXPORT void dlrover_cold_move(Cold* cold, size_t count, const uint64_t* keys, const uint32_t* places) {
   for (size_t i = 0; i < count; ++i) {
-    const size_t at = cold->find(keys[i]);
-    if (cold->places[at]) cold->places[at] = places[i] + 1;
+    Entry* entry = cold->of(keys[i]).entry(keys[i]);
+    if (entry) entry->where = (entry->where & ~kRecord) | (places[i] + 1);
   }
 }
 
 // Keys of a slot with any of these flags, or all with 0. Returns their number; what there is no room for is left out.
 DLROVER_EXPORT size_t dlrover_cold_list(Cold* cold, size_t slot, uint32_t flagged, size_t room, uint64_t* keys,
-                                        uint32_t* last, uint16_t* counts, uint16_t* flags, uint32_t* places) {
+                                        uint32_t* last, uint16_t* flags, uint32_t* places) {
+  const Slot& listed = cold->slots[slot];
   size_t found = 0;
-  cold->each(slot, [&](size_t at) {
-    const Header& header = cold->headers[at];
-    if (flagged && !(header.flags & flagged)) return;
+  for (size_t at = 0; at < listed.size(); ++at) {
+    const Entry& entry = listed.entries[at];
+    if (!entry.where || (flagged && !(entry.flags() & flagged))) continue;
     if (found < room) {
-      keys[found] = header.key, last[found] = header.last, counts[found] = header.count;
-      flags[found] = header.flags, places[found] = cold->places[at] - 1;
+      keys[found] = entry.key, last[found] = entry.last, flags[found] = entry.flags(), places[found] = entry.record();
     }
     ++found;
-  });
+  }
   return found;
 }
 
 // Remove some flags of all keys of a slot.
 DLROVER_EXPORT void dlrover_cold_unflag(Cold* cold, size_t slot, uint32_t flags) {
-  cold->each(slot, [&](size_t at) { cold->headers[at].flags &= static_cast<uint16_t>(~flags); });
+  const Slot& changed = cold->slots[slot];
+  for (size_t at = 0; at < changed.size(); ++at) changed.entries[at].where &= ~(flags << kFlagsAt);
 }
 
 // The number of keys of each slot.
 DLROVER_EXPORT void dlrover_cold_used(Cold* cold, uint64_t* out) {
-  memcpy(out, cold->used, sizeof cold->used);
+  for (const Slot& slot : cold->slots) *out++ = slot.used;
+}
+
+// Bytes of the index.
+DLROVER_EXPORT uint64_t dlrover_cold_bytes(Cold* cold) {
+  uint64_t bytes = 0;
+  for (const Slot& slot : cold->slots) bytes += slot.size() * sizeof(Entry);
+  return bytes;
 }
 
 DLROVER_EXPORT void dlrover_reader_free(Reader* reader) {

@@ -7,13 +7,6 @@
 namespace dlrover {
 
 constexpr size_t kShards = 1024;
-constexpr uint16_t kChanged = 1, kBlocked = 2;
-
-struct Header {
-  uint64_t key;
-  uint32_t last;
-  uint16_t count, flags;
-};
 
 __attribute__((always_inline)) inline uint64_t mixed(uint64_t key) {
   // the finalizer of MurmurHash3, which maps keys one to one

@@ -44,6 +44,8 @@ constexpr bool kPeaceful = true;  // readers hold shards, too: the tool knows no
 constexpr bool kPeaceful = false;
 #endif
 
+constexpr uint16_t kChanged = 1, kBlocked = 2;
+
 enum Kind : uint32_t { kFloat32, kBfloat16, kFloat16 };
 enum Initial : uint32_t { kConstant, kUniform, kNormal };
 enum Admission : uint32_t { kAll, kCounted, kBloom, kChance };
@@ -53,6 +55,12 @@ struct Options {
   uint64_t dim, kind, rule, states, steps, memory_bytes, row_bytes, seed, initial, admission, threshold, counters;
   float scale, chance;
   Hyper hyper;
+};
+
+struct Header {
+  uint64_t key;
+  uint32_t last;
+  uint16_t count, flags;
 };
 
 struct Waiting {

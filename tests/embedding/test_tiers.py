@@ -225,8 +225,34 @@ def test_damage_is_named_and_other_rows_are_read(choice: str, tmp_path: Path) ->
     whole = [i for i in range(400) if i != broken(table)]
     assert not table.look(KEYS[whole], out[:399], 1, insert=False, count=False).any()
     os.truncate(file, 30)
-    with pytest.raises(InfrastructureError, match=r"segment-0 .*(cannot be read|damaged)"):
+    with pytest.raises(InfrastructureError, match=r"cannot be read: Input/output error"):
         table.look(KEYS, out, 1, insert=False, count=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_forked_process_leaves_the_rows_alone(choice: str, tmp_path: Path) -> None:
+    """It has the same open files: what it wrote would be where the first process writes next."""
+    table = tiered(choice, tmp_path)
+    out = np.empty((400, DIM), np.float32)
+    table.look(KEYS[:200], out[:200], 1, insert=True, count=True)
+    demote(table, np.random.default_rng(0), 1.0)
+    table.look(KEYS[200:], out[200:], 1, insert=True, count=True)
+    process = os.fork()
+    if process == 0:
+        try:
+            with pytest.raises(InfrastructureError, match="forked process"):
+                demote(table, np.random.default_rng(0), 1.0)
+            with pytest.raises(InfrastructureError, match="forked process"):
+                table.look(KEYS, out, 1, insert=False, count=False)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(process, 0)[1] == 0
+    before = out.copy()
+    demote(table, np.random.default_rng(0), 1.0)
+    assert not table.look(KEYS, out, 1, insert=False, count=False).any()
+    np.testing.assert_array_equal(out, before)
 
 
 @pytest.mark.slow

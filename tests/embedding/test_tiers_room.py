@@ -58,6 +58,11 @@ def test_limits_are_never_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     loaded = HashTable.load(tmp_path / "saved")
     compare(loaded, table, ALL)
     del loaded
+    fill_to_the_limit(table, model, tmp_path)
+
+
+def fill_to_the_limit(table: HashTable, model: HashTable, directory: Path) -> None:
+    """Insert until keys are refused: the rows that are there stay usable, also in a table that is loaded."""
     before = len(table)
 
     def fill() -> None:
@@ -72,6 +77,16 @@ def test_limits_are_never_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(table) > before
     keys = np.arange(110_000)
     assert (table.peek(keys) == model.peek(keys)).all()
+    table.save(directory / "full")
+    loaded = HashTable.load(directory / "full")
+    for few in np.array_split(
+        np.random.default_rng(1).permutation(keys), 10
+    ):  # rows that it has are no new ones
+        assert (loaded.lookup(few) == model.lookup(few)).all()
+    with pytest.raises(InfrastructureError, match="has no room for more"):
+        loaded.lookup(np.arange(1 << 22, (1 << 22) + 10_000))
+    assert (table.lookup(keys) == model.peek(keys)).all()
+    del loaded
     assert table.remove(keys[:60_000]) == 60_000
     table.lookup(np.arange(1 << 21, (1 << 21) + 20_000))
     assert (table.peek(keys[60_000:]) == model.peek(keys[60_000:])).all()

@@ -49,16 +49,16 @@ int dlrover_table_export(Table* table, size_t slot, uint32_t changed, uint32_t k
 void dlrover_table_used(Table* table, uint64_t* out);
 uint64_t dlrover_table_memory(Table* table);
 struct Cold;
-Cold* dlrover_cold_new(size_t capacity);
+Cold* dlrover_cold_new();
 void dlrover_cold_free(Cold* cold);
-void dlrover_cold_put(Cold* cold, size_t count, const uint64_t* keys, const uint32_t* last, const uint16_t* counts,
-                      const uint16_t* flags, const uint32_t* places);
+int dlrover_cold_put(Cold* cold, size_t count, const uint64_t* keys, const uint32_t* last, const uint16_t* flags,
+                     const uint32_t* places);
 void dlrover_cold_find(Cold* cold, size_t count, const uint64_t* keys, uint32_t* places, uint32_t headers,
-                       uint32_t* last, uint16_t* counts, uint16_t* flags);
+                       uint32_t* last, uint16_t* flags);
 void dlrover_cold_remove(Cold* cold, size_t count, const uint64_t* keys);
 void dlrover_cold_move(Cold* cold, size_t count, const uint64_t* keys, const uint32_t* places);
 size_t dlrover_cold_list(Cold* cold, size_t slot, uint32_t flagged, size_t room, uint64_t* keys, uint32_t* last,
-                         uint16_t* counts, uint16_t* flags, uint32_t* places);
+                         uint16_t* flags, uint32_t* places);
 void dlrover_cold_unflag(Cold* cold, size_t slot, uint32_t flags);
 void dlrover_cold_used(Cold* cold, uint64_t* out);
 struct Reader;
@@ -237,19 +237,20 @@ void check_table(uint64_t rule, uint64_t states, uint64_t kind, uint64_t admissi
 // An index of rows on disk beside a plain list, and records that are read by io_uring and by threads.
 void check_cold() {
   constexpr size_t kKeys = 3000;
-  Cold* cold = dlrover_cold_new(4000);
+  Cold* cold = dlrover_cold_new();
   require(cold != nullptr, "no memory for an index", 0);
   std::vector<uint64_t> known(kKeys), keys, used(1024);
   std::vector<uint32_t> places(kKeys, UINT32_MAX), last, found;
-  std::vector<uint16_t> counts, flags;
+  std::vector<uint16_t> flags;
   for (size_t i = 0; i < kKeys; ++i) known[i] = i % 2 ? i : chance();
   for (uint32_t turn = 0; turn < 200; ++turn) {
     keys.clear();
     std::vector<size_t> chosen;
     for (size_t i = chance() % 50; i < kKeys; i += 1 + chance() % 90) chosen.push_back(i), keys.push_back(known[i]);
     const size_t count = keys.size();
-    last.assign(count, turn), counts.assign(count, 2), flags.assign(count, turn % 2), found.assign(count, turn);
-    if (turn % 4 < 2) dlrover_cold_put(cold, count, keys.data(), last.data(), counts.data(), flags.data(), found.data());
+    last.assign(count, turn), flags.assign(count, turn % 2), found.assign(count, turn);
+    if (turn % 4 < 2)
+      require(dlrover_cold_put(cold, count, keys.data(), last.data(), flags.data(), found.data()) == 0, "put", turn);
     if (turn % 4 == 2) dlrover_cold_remove(cold, count, keys.data());
     if (turn % 4 == 3) dlrover_cold_move(cold, count, keys.data(), found.data());
     for (size_t i : chosen) {
@@ -257,18 +258,17 @@ void check_cold() {
       if (turn % 4 < 2 || (turn % 4 == 3 && there)) places[i] = turn;
       if (turn % 4 == 2) places[i] = UINT32_MAX;
     }
-    found.resize(kKeys), last.resize(kKeys), counts.resize(kKeys), flags.resize(kKeys);
-    dlrover_cold_find(cold, kKeys, known.data(), found.data(), 1, last.data(), counts.data(), flags.data());
+    found.resize(kKeys), last.resize(kKeys), flags.resize(kKeys);
+    dlrover_cold_find(cold, kKeys, known.data(), found.data(), 1, last.data(), flags.data());
     for (size_t i = 0; i < kKeys; ++i) require(found[i] == places[i], "the place of a key", i);
   }
   dlrover_cold_used(cold, used.data());
   keys.resize(kKeys);
   for (size_t slot = 0; slot < 1024; ++slot) {
-    const size_t there = dlrover_cold_list(cold, slot, 0, kKeys, keys.data(), last.data(), counts.data(), flags.data(),
-                                           found.data());
+    const size_t there = dlrover_cold_list(cold, slot, 0, kKeys, keys.data(), last.data(), flags.data(), found.data());
     require(there == used[slot], "the keys of a slot", slot);
     dlrover_cold_unflag(cold, slot, 1);
-    require(dlrover_cold_list(cold, slot, 1, 0, nullptr, nullptr, nullptr, nullptr, nullptr) == 0, "flags", slot);
+    require(dlrover_cold_list(cold, slot, 1, 0, nullptr, nullptr, nullptr, nullptr) == 0, "flags", slot);
   }
   dlrover_cold_free(cold);
 

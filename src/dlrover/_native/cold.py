@@ -1,7 +1,7 @@
 """Rows on disk: an index of where they lie, and a reader of many records, by the compiled library or by its twin.
 
-The index holds a key's header and the number of its record; 24 bytes a key. It has room for a fixed number of keys,
-and is used by one thread at a time. Arguments are contiguous numpy arrays.
+The index holds the time of a key's last use, its flags and the number of its record. It grows and shrinks with its
+keys, and is used by one thread at a time. Arguments are contiguous numpy arrays.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from dlrover._native.tables import SLOTS, slots_of
 
 NOWHERE = (1 << 32) - 1
 """Place of a key that is not in the index."""
-ENTRY = 20
-"""Bytes of an index for each of its places."""
-LOAD = 0.84
-"""Share of its places that are used at most."""
+RECORDS = (1 << 30) - 1
+"""Records that an index can name."""
 
 
 class Headers(NamedTuple):
@@ -31,8 +29,6 @@ class Headers(NamedTuple):
     keys: Any
     last: Any
     """Time of the last use, uint32."""
-    counts: Any
-    """Uses, uint16."""
     flags: Any
     """1: changed, 2: set to zero by penalties; uint16."""
     places: Any
@@ -43,7 +39,11 @@ class ColdIndex(Protocol):
     """An index; see the module."""
 
     def put(self, headers: Headers) -> None:
-        """Add keys, or replace what is known of them."""
+        """Add keys, or replace what is known of them.
+
+        Raises:
+            MemoryError: There is no memory; nothing has changed.
+        """
 
     def find(self, keys: Any) -> Any:
         """Return the place of each key, uint32; `NOWHERE` for others."""
@@ -66,8 +66,11 @@ class ColdIndex(Protocol):
     def used(self) -> Any:
         """Return the number of keys of each slot, uint64."""
 
+    def nbytes(self) -> int:
+        """Return the bytes of the index, at most `index_bytes`."""
 
-class Reader(Protocol):
+
+class RecordReader(Protocol):
     """Reads records from files."""
 
     @property
@@ -85,14 +88,14 @@ class Reader(Protocol):
 class NativeIndex:
     """ColdIndex in the compiled library."""
 
-    def __init__(self, loaded: ctypes.CDLL, keys: int) -> None:
-        """Make an index for a number of keys.
+    def __init__(self, loaded: ctypes.CDLL) -> None:
+        """Make an index.
 
         Raises:
             MemoryError: There is no memory.
         """
         self._library = loaded
-        self._index = _functions(loaded)("cold_new")(places(keys))
+        self._index = _functions(loaded)("cold_new")()
         if self._index is None:
             raise MemoryError("There is no memory for an index.")
 
@@ -105,18 +108,21 @@ class NativeIndex:
 
     def put(self, headers: Headers) -> None:
         """Add keys, or replace what is known of them."""
-        self._call("put", len(headers.keys), *map(_at, headers))
+        if self._call("put", len(headers.keys), *map(_at, headers)):
+            raise MemoryError("There is no memory for an index.")
 
     def find(self, keys: Any) -> Any:
         """Return the place of each key."""
         found = np.empty(len(keys), np.uint32)
-        self._call("find", len(keys), _at(keys), _at(found), 0, None, None, None)
+        self._call("find", len(keys), _at(keys), _at(found), 0, None, None)
         return found
 
     def headers(self, keys: Any) -> Headers:
         """Return what is known of keys."""
         found = _empty(len(keys))._replace(keys=keys)
-        self._call("find", len(keys), _at(keys), _at(found.places), 1, *map(_at, found[1:4]))
+        self._call(
+            "find", len(keys), _at(keys), _at(found.places), 1, _at(found.last), _at(found.flags)
+        )
         return found
 
     def remove(self, keys: Any) -> None:
@@ -147,9 +153,13 @@ class NativeIndex:
         self._call("used", _at(used))
         return used
 
+    def nbytes(self) -> int:
+        """Return the bytes of the index."""
+        return int(self._call("bytes"))
+
 
 class NativeReader:
-    """Reader in the compiled library: io_uring where the kernel allows it, else threads."""
+    """RecordReader in the compiled library: io_uring where the kernel allows it, else threads."""
 
     def __init__(self, loaded: ctypes.CDLL, *, ring: bool = True) -> None:
         self._library = loaded
@@ -191,8 +201,8 @@ class TwinIndex:
 
     def find(self, keys: Any) -> Any:
         """Return the place of each key."""
-        nothing = [0, 0, 0, NOWHERE]
-        places = [self._slots[slot].get(key, nothing)[3] for key, slot in self._pairs(keys)]
+        nothing = [0, 0, NOWHERE]
+        places = [self._slots[slot].get(key, nothing)[2] for key, slot in self._pairs(keys)]
         return np.array(places, np.uint32)
 
     def headers(self, keys: Any) -> Headers:
@@ -207,29 +217,33 @@ class TwinIndex:
     def move(self, keys: Any, places: Any) -> None:
         """Say where the records of keys lie now."""
         for (key, slot), place in zip(self._pairs(keys), places.tolist(), strict=True):
-            self._slots[slot][key][3] = place
+            self._slots[slot][key][2] = place
 
     def list(self, slot: int, flagged: int = 0) -> Headers:
         """Return the keys of a slot."""
         chosen = {
             key: header
             for key, header in self._slots[slot].items()
-            if not flagged or header[2] & flagged
+            if not flagged or header[1] & flagged
         }
         return _made(np.array([*chosen], np.uint64), [*chosen.values()])
 
     def unflag(self, slot: int, flags: int) -> None:
         """Remove flags of all keys of a slot."""
         for header in self._slots[slot].values():
-            header[2] &= ~flags
+            header[1] &= ~flags
 
     def used(self) -> Any:
         """Return the number of keys of each slot."""
         return np.array([len(keys) for keys in self._slots], np.uint64)
 
+    def nbytes(self) -> int:
+        """Return nothing: Python's objects are not counted."""
+        return 0
+
 
 class TwinReader:
-    """Reader with one call for each record."""
+    """RecordReader with one call for each record."""
 
     @property
     def ring(self) -> bool:
@@ -247,13 +261,13 @@ class TwinReader:
                 done += got
 
 
-def places(keys: int) -> int:
-    """Return the number of places of an index for some keys."""
-    return int(keys / LOAD) + 16
+def index_bytes(keys: int) -> int:
+    """Return the most bytes of an index with so many keys: 16 for each place, of which 0.82 or more are used."""
+    return int(16 * (keys * 17 / 16 / 0.87 + 4 * SLOTS))
 
 
 def _empty(count: int) -> Headers:
-    types = (np.uint64, np.uint32, np.uint16, np.uint16, np.uint32)
+    types = (np.uint64, np.uint32, np.uint16, np.uint32)
     return Headers._make(np.empty(count, each) for each in types)
 
 
@@ -271,15 +285,16 @@ def _at(array: Any) -> ctypes.c_void_p:
 
 _SIZE, _WORD, _PLACE, _NUMBER = ctypes.c_size_t, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int
 _FORMS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "cold_new": (_PLACE, (_SIZE,)),
+    "cold_new": (_PLACE, ()),
     "cold_free": (None, (_PLACE,)),
-    "cold_put": (None, (_PLACE, _SIZE, *(_PLACE,) * 5)),
-    "cold_find": (None, (_PLACE, _SIZE, _PLACE, _PLACE, _WORD, *(_PLACE,) * 3)),
+    "cold_put": (_NUMBER, (_PLACE, _SIZE, *(_PLACE,) * 4)),
+    "cold_find": (None, (_PLACE, _SIZE, _PLACE, _PLACE, _WORD, _PLACE, _PLACE)),
     "cold_remove": (None, (_PLACE, _SIZE, _PLACE)),
     "cold_move": (None, (_PLACE, _SIZE, _PLACE, _PLACE)),
-    "cold_list": (_SIZE, (_PLACE, _SIZE, _WORD, _SIZE, *(_PLACE,) * 5)),
+    "cold_list": (_SIZE, (_PLACE, _SIZE, _WORD, _SIZE, *(_PLACE,) * 4)),
     "cold_unflag": (None, (_PLACE, _SIZE, _WORD)),
     "cold_used": (None, (_PLACE, _PLACE)),
+    "cold_bytes": (ctypes.c_uint64, (_PLACE,)),
     "reader_new": (_PLACE, (_WORD,)),
     "reader_free": (None, (_PLACE,)),
     "reader_has_ring": (_WORD, (_PLACE,)),
@@ -298,13 +313,13 @@ def _functions(loaded: ctypes.CDLL) -> Any:
     return made.__getitem__
 
 
-def cold_index(choice: str, keys: int) -> ColdIndex:
-    """Return an index for a number of keys, for a value of ``DLROVER_NATIVE``."""
+def cold_index(choice: str) -> ColdIndex:
+    """Return an index for a value of ``DLROVER_NATIVE``."""
     loaded = library.use(choice).library
-    return NativeIndex(loaded, keys) if loaded is not None else TwinIndex()
+    return NativeIndex(loaded) if loaded is not None else TwinIndex()
 
 
-def reader(choice: str) -> Reader:
+def reader(choice: str) -> RecordReader:
     """Return a reader for a value of ``DLROVER_NATIVE``."""
     loaded = library.use(choice).library
     return NativeReader(loaded) if loaded is not None else TwinReader()

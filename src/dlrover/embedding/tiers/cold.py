@@ -30,7 +30,7 @@ class ColdRows:
         self, spill: Spill, sizes: SegmentLayout, width: int, choice: str, lock: threading.RLock
     ) -> None:
         self._lock, self._sizes, self._width = lock, sizes, width
-        self._index = cold.cold_index(choice, sizes.most)
+        self._index = cold.cold_index(choice)
         self._segments = Segments(spill, sizes, width, choice)
         self._busy: set[int] = set()
         self._damaged: set[int] = set()
@@ -44,6 +44,10 @@ class ColdRows:
     def room(self) -> int:
         """Return the number of rows until the limit."""
         return self._sizes.most - len(self)
+
+    def memory(self) -> int:
+        """Return the bytes of the index."""
+        return self._index.nbytes()
 
     def nbytes(self) -> int:
         """Return the bytes of the files."""
@@ -61,7 +65,7 @@ class ColdRows:
 
     def read(self, keys: Any) -> Any:
         """Return the rows of keys that have one, ``(n, width)``."""
-        return self._segments.read(keys, self._index.find(keys))
+        return self._segments.read(keys, self._index.find(keys))[1]
 
     def copy(self, keys: Any) -> Copied:
         """Return the rows of keys that have one."""
@@ -72,8 +76,8 @@ class ColdRows:
         return self._copied(self._index.list(slot, flagged))
 
     def _copied(self, found: Headers) -> Copied:
-        rows = self._segments.read(found.keys, found.places)
-        return Copied(*found[:4], rows, np.empty(0, np.uint64))
+        counts, rows = self._segments.read(found.keys, found.places)
+        return Copied(found.keys, found.last, counts, found.flags, rows, np.empty(0, np.uint64))
 
     def headers(self, slot: int) -> Headers:
         """Return the keys of a slot."""
@@ -105,11 +109,11 @@ class ColdRows:
             while done < len(rows.keys):
                 some = Copied._make(part[done : done + step] for part in rows)
                 self._make_room(len(some.keys))
-                places = self._segments.append(some.keys, some.rows)
-                self._index.put(Headers(*some[:4], places))
+                places = self._segments.append(some.keys, some.counts, some.rows)
+                self._index.put(Headers(some.keys, some.last, some.flags, places))
                 self._segments.keep(places)
                 done += step
-        except BaseException:
+        except BaseException:  # also an interrupt: the rows must not be here and in memory
             self.remove(rows.keys[:done])
             raise
         self._compact_in_background()
@@ -158,7 +162,7 @@ class ColdRows:
             first = 0
             while True:
                 with self._lock:
-                    keys, rows, places, damaged = self._segments.scan(victim, first, MOVED)
+                    keys, counts, rows, places, damaged = self._segments.scan(victim, first, MOVED)
                     if not len(keys):
                         break
                     live = self._index.find(keys) == places
@@ -170,7 +174,7 @@ class ColdRows:
                         if self._segments.room() < live.sum():
                             return False
                         moved = np.ascontiguousarray(keys[live])
-                        into = self._segments.append(moved, rows[live])
+                        into = self._segments.append(moved, counts[live], rows[live])
                         self._index.move(moved, into)
                         self._segments.keep(into)
                         self._segments.drop(places[live], self._busy)

@@ -1,6 +1,6 @@
 """Files of rows on disk: segments of one size, to which records are appended, and which are deleted as a whole.
 
-A record is a checksum, a key and a row. A record's place is its segment's number times the records of a segment, and
+A record is a checksum, the number of uses, a key and a row. A record's place is its segment's number times the records of a segment, and
 its number there. A segment's bytes are taken from the disk when it is begun, so that a full disk is noticed then.
 
 The files are an extension of one process's memory, not a copy that outlives it: a row that was used after it came to
@@ -30,8 +30,8 @@ BLOCK = 4096
 """Bytes that file systems take from a disk at a time."""
 FULL = SEGMENTS * 7 // 8
 """Segments that live rows may fill: the others are room for what is dead and not yet deleted."""
-_KEY, _ROW = 8, 16
-"""Where a record's key and row begin, after the checksum."""
+_USES, _KEY, _ROW = 6, 8, 16
+"""Where a record's uses, key and row begin, after the checksum."""
 
 
 class SegmentLayout(NamedTuple):
@@ -58,7 +58,7 @@ def layout(nbytes: int, width: int) -> SegmentLayout:
     """
     record = _ROW + (width + 7) // 8 * 8
     segment = nbytes // SEGMENTS // BLOCK * BLOCK
-    each = min(segment // record, (cold.NOWHERE - 1) // SEGMENTS)
+    each = min(segment // record, cold.RECORDS // SEGMENTS)
     if each < 1:
         least = SEGMENTS * ((record + BLOCK - 1) // BLOCK * BLOCK)
         raise ConfigurationError(
@@ -75,6 +75,7 @@ class Segments:
         self._kernels: Kernels = kernels(choice)
         self._reader = cold.reader(choice)
         self._directory: Path | None = None
+        self._process = os.getpid()
         self._files = np.full(SEGMENTS, -1, np.int32)
         self._filled = np.zeros(SEGMENTS, np.int64)
         self.live = np.zeros(SEGMENTS, np.int64)
@@ -104,18 +105,32 @@ class Segments:
         chosen[[*busy, *([self._active] if self._active >= 0 else [])]] = False
         return int(np.where(chosen, self.live, self._sizes.each).argmin()) if chosen.any() else None
 
+    def _check_process(self) -> None:
+        """Check that this process began the files: a forked one shares their offsets, and would write over its rows.
+
+        Raises:
+            InfrastructureError: It is a forked one.
+        """
+        if os.getpid() != self._process:
+            raise InfrastructureError(
+                "An embedding table with a spill cannot be used in a forked process; open it there, or ask the process"
+                " that made it."
+            )
+
     # ---- records
 
-    def append(self, keys: Any, rows: Any) -> Any:
-        """Write rows; return their places, uint32. `room` says how many there is room for.
+    def append(self, keys: Any, counts: Any, rows: Any) -> Any:
+        """Write rows with their uses; return their places, uint32. `room` says how many there is room for.
 
         Raises:
             InfrastructureError: The disk does not take them; nothing counts as written then.
         """
+        self._check_process()
         records = np.zeros((len(keys), self._sizes.record), np.uint8)
+        records[:, _USES:_KEY] = counts.view(np.uint8).reshape(-1, 2)
         records[:, _KEY:_ROW] = keys.view(np.uint8).reshape(-1, 8)
         records[:, _ROW : _ROW + self._width] = rows
-        records[:, :_KEY] = self._checksums(records)
+        records[:, :_USES] = self._checksums(records)
         places = np.empty(len(keys), np.uint32)
         done = 0
         while done < len(keys):
@@ -145,8 +160,8 @@ class Segments:
             if segment != self._active and segment not in busy:
                 self.delete(segment)
 
-    def read(self, keys: Any, places: Any) -> Any:
-        """Return the rows of keys from their places, ``(n, width)``.
+    def read(self, keys: Any, places: Any) -> tuple[Any, Any]:
+        """Return the uses of keys, uint16, and their rows, ``(n, width)``, from their places.
 
         Raises:
             InfrastructureError: A file cannot be read, or is damaged.
@@ -156,9 +171,11 @@ class Segments:
         records = np.empty((len(keys), self._sizes.record), np.uint8)
         offsets = (at * self._sizes.record).astype(np.uint64)
         try:
-            self._reader.read(np.ascontiguousarray(self._files[segments]), offsets, records)
+            self._read(np.ascontiguousarray(self._files[segments]), offsets, records)
         except OSError as error:
-            raise self._failure(int(segments[0]), "read", error) from error
+            raise InfrastructureError(
+                f"A file in {self._directory} cannot be read: {error.strerror}."
+            ) from error
         wrong = self._damaged(records) | (self._keys(records) != keys[order])
         if wrong.any():
             file = self._file(int(segments[wrong][0]))
@@ -167,10 +184,12 @@ class Segments:
             )
         rows = np.empty((len(keys), self._width), np.uint8)
         rows[order] = records[:, _ROW : _ROW + self._width]
-        return rows
+        counts = np.empty(len(keys), np.uint16)
+        counts[order] = self._counts(records)
+        return counts, rows
 
-    def scan(self, segment: int, first: int, most: int) -> tuple[Any, Any, Any, Any]:
-        """Return keys, rows and places of records of a segment from the ``first`` on, and whether each is damaged.
+    def scan(self, segment: int, first: int, most: int) -> tuple[Any, Any, Any, Any, Any]:
+        """Return keys, uses, rows, places of a segment's records from the ``first`` on, and whether each is damaged.
 
         Raises:
             InfrastructureError: The file cannot be read.
@@ -181,25 +200,33 @@ class Segments:
         offsets = (places * self._sizes.record).astype(np.uint64)
         files = np.full(count, self._files[segment], np.int32)
         try:
-            self._reader.read(files, offsets, records)
+            self._read(files, offsets, records)
         except OSError as error:
             raise self._failure(segment, "read", error) from error
         rows = records[:, _ROW : _ROW + self._width]
         places = (places + segment * self._sizes.each).astype(np.uint32)
-        return self._keys(records), rows, places, self._damaged(records)
+        return self._keys(records), self._counts(records), rows, places, self._damaged(records)
+
+    @staticmethod
+    def _counts(records: Any) -> Any:
+        return np.ascontiguousarray(records[:, _USES:_KEY]).view(np.uint16)[:, 0]
+
+    def _read(self, files: Any, offsets: Any, records: Any) -> None:
+        self._check_process()
+        self._reader.read(files, offsets, records)
 
     @staticmethod
     def _keys(records: Any) -> Any:
         return np.ascontiguousarray(records[:, _KEY:_ROW]).view(np.uint64)[:, 0]
 
     def _damaged(self, records: Any) -> Any:
-        return (records[:, :_KEY] != self._checksums(records)).any(1)
+        return (records[:, :_USES] != self._checksums(records)).any(1)
 
     def _checksums(self, records: Any) -> Any:
         count, size = records.shape
-        starts = records.ctypes.data + _KEY + size * np.arange(count, dtype=np.uint64)
-        sizes = np.full(count, size - _KEY, np.uint64)
-        return self._kernels.hash(starts, sizes).view(np.uint8).reshape(-1, 8)
+        starts = records.ctypes.data + _USES + size * np.arange(count, dtype=np.uint64)
+        sizes = np.full(count, size - _USES, np.uint64)
+        return self._kernels.hash(starts, sizes).view(np.uint8).reshape(-1, 8)[:, :_USES]
 
     # ---- files
 

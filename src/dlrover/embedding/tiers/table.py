@@ -23,6 +23,8 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 CHANGED, BLOCKED = 1, 2
 _HEADER, _BLOCK = 16, 16
 """Bytes of a row's header, and rows that a slot gets at once."""
+_FEWEST = 8
+"""Places of a slot's index, at least."""
 _FIXED = 1 << 18
 """Bytes of a table without rows, at most."""
 _COPIES = 8
@@ -46,8 +48,7 @@ class TieredTable:
         self._options, self._spill = options, spill
         sizes = segments.layout(spill.nbytes, options.width)
         stride = (_HEADER + options.width + 7) // 8 * 8
-        self._index_bytes = cold.places(sizes.most) * cold.ENTRY
-        own = self._index_bytes + options.counters
+        own = cold.index_bytes(sizes.most) + options.counters
         rest = options.memory_bytes - own
         self._buffers = rest // _SHARE * _COPIES
         rows, index = _division(rest - self._buffers - _FIXED, stride)
@@ -59,6 +60,8 @@ class TieredTable:
                 f" bytes, {accepted} or more is accepted."
             )
         self._batch = max(16, rest // _SHARE // stride)
+        in_memory = rows // stride // _BLOCK * _BLOCK - (_BLOCK - 1) * SLOTS - self._batch
+        self._most = sizes.most + max(0, in_memory)
         self._hot = tables.table(
             choice, options._replace(memory_bytes=rows + index + _FIXED, row_bytes=rows)
         )
@@ -67,6 +70,26 @@ class TieredTable:
         self._hand = 0
 
     # ---- room in memory
+
+    def _check_room(self, keys: Any) -> None:
+        """Check that the table may get rows for distinct keys.
+
+        It holds as many rows as there is room for however they are distributed over slots, in memory with a block of
+        each slot almost empty. So a row that it has always finds room in memory, and a saved table can be loaded.
+
+        Raises:
+            InfrastructureError: It may not; nothing has changed.
+        """
+        room = self._most - int(self.rows().sum())
+        if len(keys) <= room:
+            return
+        unused = np.empty((len(keys), self._options.dim), np.float32)
+        missing = self._hot.look(keys, unused, 0, insert=False, count=False)
+        if (missing & ~self._cold.there(keys)).sum() > room:
+            raise InfrastructureError(
+                f"An embedding table of {self.rows().sum()} rows has no room for more: memory_bytes is"
+                f" {self._options.memory_bytes}, and spill.nbytes is {self._spill.nbytes}."
+            )
 
     def _make_room(self, keys: Any) -> None:
         """Make room in memory for rows of distinct keys."""
@@ -95,25 +118,19 @@ class TieredTable:
             )
 
     def _demote(self, slots: Any, numbers: Any) -> None:
-        """Move the coldest rows of slots to the disk; they stay in memory if it does not take them."""
-        numbers = np.ascontiguousarray(numbers, np.uint64)
-        per = np.cumsum(numbers)
+        """Move the coldest rows of slots to the disk, as long as its limit allows."""
+        per = np.minimum(np.cumsum(numbers.astype(np.int64)), self._cold.room())
+        numbers = np.diff(per, prepend=0).astype(np.uint64)
         while len(slots):
             some = max(1, int(np.searchsorted(per, per[0] + self._batch)))
             self._demote_some(slots[:some], numbers[:some])
             slots, numbers, per = slots[some:], numbers[some:], per[some:]
 
     def _demote_some(self, slots: Any, numbers: Any) -> None:
-        count = int(numbers.sum())
-        if count > self._cold.room():
-            raise InfrastructureError(
-                f"An embedding table of {self.rows().sum()} rows has no room for more: memory_bytes is"
-                f" {self._options.memory_bytes}, and spill.nbytes is {self._spill.nbytes}."
-            )
         rows = self._hot.take(slots, numbers)
         try:
             self._cold.put(rows)
-        except BaseException:
+        except BaseException:  # also an interrupt: rows that are nowhere would be lost
             self._hot.restore(rows)
             raise
 
@@ -148,6 +165,8 @@ class TieredTable:
     def _fetch(self, keys: Any, *, insert: bool) -> None:
         """Bring rows of keys to memory, and make room for the others if they may be inserted."""
         distinct = np.unique(keys)
+        if insert:
+            self._check_room(distinct)
         if insert or self._cold.there(distinct).any():
             self._make_room(
                 distinct
@@ -179,6 +198,7 @@ class TieredTable:
             part = Copied._make([*(each[some] for each in copied[:5]), copied.removed[:0]])
             with self._lock:
                 distinct = np.unique(part.keys)
+                self._check_room(distinct)
                 self._make_room(distinct)
                 self._cold.remove(distinct)
                 self._hot.restore(part)
@@ -239,8 +259,10 @@ class TieredTable:
             return self._hot.rows() + self._cold.rows()
 
     def memory(self) -> int:
-        """Return the bytes in use, with those set aside for the index of the disk and for batches on their way."""
-        return self._hot.memory() + self._index_bytes + self._options.counters + self._buffers
+        """Return the bytes in use, with those set aside for batches on their way between the tiers."""
+        with self._lock:
+            index = self._cold.memory()
+        return self._hot.memory() + index + self._options.counters + self._buffers
 
     def spilled(self) -> tuple[int, int]:
         """Return the number of rows on disk, and the bytes of the files."""
@@ -249,10 +271,6 @@ class TieredTable:
 
 
 def _division(nbytes: int, stride: int) -> tuple[int, int]:
-    """Return bytes for rows, and for their index: 8 for each place, of which a slot has twice as many at a time."""
-    count = max(0, nbytes) // stride
-    places = 8
-    while places * 7 // 8 < 1.5 * count / SLOTS:
-        places *= 2
-    index = 8 * places * SLOTS
-    return max(0, nbytes - index), index
+    """Return bytes for rows, and for their index: 8 for each place, of which seven eighths or less than half are used."""
+    count = max(0, nbytes - SLOTS * _FEWEST * 8) * 7 // (7 * stride + 16 * 8)
+    return count * stride, max(0, nbytes - count * stride)
