@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dlrover.dashboard import actions, checkpoints, content, listing, logs, page
+from dlrover.dashboard import actions, content, listing, logs, page
 from dlrover.data.machine.queue import ShardQueue
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir, MasterConfig
@@ -34,7 +34,7 @@ def test_the_list_has_every_job_once_and_roles_below_theirs(tmp_path: Path) -> N
     (state / "last").symlink_to(ended.path)
     (state / "jobs" / "empty").mkdir()
     (named.job).write_text("{damaged")
-    found = listing.Listing([state], [named.path])
+    found = listing.JobList([state], [named.path])
     rows = {row["name"]: row for row in found.jobs()}
     assert rows.keys() == {"a&b", "actor", "elsewhere"}
     assert (rows["a&b"]["phase"], rows["a&b"]["reason"], rows["a&b"]["nodes"]) == (
@@ -117,14 +117,16 @@ def test_a_datasets_progress_is_that_of_its_epoch() -> None:
 
 def test_checkpoint_directories_are_listed_with_their_problems(tmp_path: Path) -> None:
     job_dir = JobDir(tmp_path)
-    assert checkpoints.stored(job_dir) == []
+    assert content.of_checkpoints(job_dir) == []
     job_dir.checkpoints.write_text(f"{tmp_path / 'gone'}\n")
-    (found,) = checkpoints.stored(job_dir)
+    (found,) = content.of_checkpoints(job_dir)
     assert found["path"] == str(tmp_path / "gone")
     assert found["steps"] == []
     assert found["problem"]
     job_dir.checkpoints.write_bytes(b"/half of a charact\xc3")
-    assert [found["path"] for found in checkpoints.stored(job_dir)] == ["/half of a charact\ufffd"]
+    assert [found["path"] for found in content.of_checkpoints(job_dir)] == [
+        "/half of a charact\ufffd"
+    ]
 
 
 @pytest.mark.parametrize(

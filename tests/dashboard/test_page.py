@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.dashboard import frozen
+from dlrover.dashboard import content
 from dlrover.dashboard.inspect import goodput
 from dlrover.errors import ExitCode
 from dlrover.master.journal.history import History
@@ -58,7 +58,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     journal.close()
     history.close()
     file = job_dir.path / "page.html"
-    file.write_text(frozen.render(job_dir, goodput.report(job_dir)))
+    file.write_text(content.frozen(job_dir, goodput.report(job_dir)))
     return file
 
 

@@ -131,7 +131,7 @@ def goodput(
     output: Output = Form.TEXT,
 ) -> None:
     """Show where the time of a job's nodes went, and what each incident cost."""
-    from dlrover.dashboard import frozen  # noqa: PLC0415
+    from dlrover.dashboard import content  # noqa: PLC0415
     from dlrover.dashboard.inspect import goodput as ledger, trace as tracing  # noqa: PLC0415
 
     if html or trace:
@@ -141,7 +141,7 @@ def goodput(
         return
     found = ledger.report(job)
     if html:
-        ledger.write("--html", html, frozen.render(job, found))
+        ledger.write("--html", html, content.frozen(job, found))
     if trace:
         ledger.write("--trace", trace, tracing.trace(found))
     show(found.content(), output, lambda _, console: ledger.render(found, console))

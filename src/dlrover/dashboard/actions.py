@@ -17,34 +17,32 @@ from dlrover.spec.numbers import Count
 REASON = "asked for on the dashboard"
 
 
-class Scale(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="scale", tag_field="action"
-):
+class _Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="action"):
+    pass
+
+
+class ScaleAction(_Action, tag="scale"):
     """Another number of nodes of a role."""
 
     nodes: Count
     role: str = WORKER
 
 
-class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="stop", tag_field="action"):
+class StopAction(_Action, tag="stop"):
     """The end of the job."""
 
 
-class Stacks(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="stacks", tag_field="action"
-):
+class StacksAction(_Action, tag="stacks"):
     """Where every rank is now."""
 
 
-class Drain(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="drain", tag_field="action"
-):
+class DrainAction(_Action, tag="drain"):
     """Another node in place of one, which trains until then."""
 
     node: Count
 
 
-Action = Scale | Stop | Stacks | Drain
+Action = ScaleAction | StopAction | StacksAction | DrainAction
 
 
 async def carry_out(job_dir: JobDir, action: Action) -> dict[str, Any]:
@@ -60,16 +58,16 @@ async def carry_out(job_dir: JobDir, action: Action) -> dict[str, Any]:
 def _question(action: Action) -> Callable[[MasterClient], Awaitable[dict[str, Any]]]:
     async def ask(master: MasterClient) -> dict[str, Any]:
         match action:
-            case Scale(nodes, role):
+            case ScaleAction(nodes, role):
                 reply = await master.scale(nodes, REASON, role)
                 return {"text": reply.sentence, "refused": reply.refused}
-            case Drain(node):
+            case DrainAction(node):
                 reply = await master.drain(node, REASON)
                 return {"text": reply.sentence, "refused": reply.refused}
-            case Stacks():
+            case StacksAction():
                 stacks = await master.stacks()
                 return {"text": stacks.report or "No workers run.", "refused": False}
-            case Stop():
+            case StopAction():
                 await master.stop("The job was stopped on the dashboard.", ExitCode.STOPPED)
                 return {"text": "The job is being stopped.", "refused": False}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,15 +11,18 @@ from typing import Any
 import msgspec
 
 from dlrover import __version__
-from dlrover.dashboard.inspect import goodput as ledger
+from dlrover.dashboard import page
+from dlrover.dashboard.inspect import goodput as ledger, queries
 from dlrover.dashboard.inspect.goodput import GoodputReport
 from dlrover.data.machine.queue import ShardQueue
+from dlrover.errors import ConfigurationError, DLRoverError
 from dlrover.master.machine.diagnosis.diagnosis import root_cause
 from dlrover.master.machine.goodput.roundtime import MICRO
 from dlrover.rpc.messages import Ranks, Status
 from dlrover.spec import events
 from dlrover.spec.activity import Activity
 from dlrover.spec.events import Event, WorkerFailed
+from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import CAUSES, IncidentCost
 
 ROWS = 64
@@ -29,12 +33,33 @@ EVENTS = 1000
 """Most events on the page: the latest ones."""
 PARTITIONS = 64
 """Most partitions of a stream that are listed."""
+PLACES = 8
+"""Most checkpoint directories that are listed."""
+STEPS = 50
+"""Most steps of a directory: the newest ones."""
 FIXED = {
     "version": __version__,
     "causes": [{"key": cause.value, "label": cause.label} for cause in CAUSES],
     "activities": [activity.name.lower() for activity in Activity],
 }
 """What does not change while the program runs."""
+
+
+def frozen(job_dir: JobDir, found: GoodputReport) -> str:
+    """Return a job's page with its present content as one file, which refers to nothing outside itself."""
+    try:
+        happened = queries.events(job_dir)
+    except ConfigurationError:
+        happened = []
+    return page.frozen(
+        {
+            **FIXED,
+            "frozenAt": time.time(),
+            "report": of_report(found, happened),
+            "status": of_status(found.status),
+            "checkpoints": of_checkpoints(job_dir),
+        }
+    )
 
 
 def of_status(status: Status) -> dict[str, Any]:
@@ -222,3 +247,30 @@ def _dataset(queue: ShardQueue) -> dict[str, Any]:
             for index, part in sorted(of.items())[-PARTITIONS:]
         ],
     }
+
+
+# ---- checkpoints
+
+
+def of_checkpoints(job_dir: JobDir) -> list[dict[str, Any]]:
+    """Return the directories that the job's program saves to, each with its stored steps, the newest first."""
+    try:
+        listed = job_dir.checkpoints.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return [{"path": place, **_steps(place)} for place in listed.splitlines()[:PLACES]]
+
+
+def _steps(place: str) -> dict[str, Any]:
+    try:
+        from dlrover.checkpoint.tools import tools  # noqa: PLC0415 - an extra
+
+        found = tools.listing(place)
+    except ModuleNotFoundError as error:
+        problem = (
+            f"The steps are not listed: the module {error.name} is missing, see dlrover[torch]."
+        )
+        return {"steps": [], "problem": problem}
+    except DLRoverError as error:
+        return {"steps": [], "problem": str(error)}
+    return {"steps": [msgspec.to_builtins(step) for step in found[:STEPS]], "problem": ""}

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from dlrover.dashboard import checkpoints, content, logs
+from dlrover.dashboard import content, logs
 from dlrover.dashboard.inspect import goodput
 from dlrover.errors import DLRoverError
 from dlrover.master.journal import history
@@ -34,7 +34,7 @@ BEAT = 15.0
 _NO_EVENTS = 1 << 40
 
 
-class Feed:
+class JobFeed:
     """Parts of a job's page as JSON texts, renewed while there are viewers."""
 
     def __init__(self, job_dir: JobDir) -> None:
@@ -82,7 +82,7 @@ class Feed:
     async def _safely(self, work: Awaitable[None]) -> None:
         try:
             await work
-        except Exception:
+        except Exception:  # a task's error is silent, and the page would look as if it were live
             logger.exception("The page of %s is no longer renewed", self._job_dir.path)
             self._publish(
                 "problem", {"text": "This page is no longer renewed; see the server's log."}
@@ -158,7 +158,7 @@ class Feed:
             began = time.monotonic()
             found = await asyncio.to_thread(logs.names, self._job_dir)
             self._publish("logs", found)
-            stored = await asyncio.to_thread(checkpoints.stored, self._job_dir)
+            stored = await asyncio.to_thread(content.of_checkpoints, self._job_dir)
             self._publish("checkpoints", stored)
             await asyncio.sleep(max(5 * PAUSE, (time.monotonic() - began) / SHARE))
 

@@ -23,7 +23,7 @@ ANSWER_TIME = 1.5
 """Seconds that a master has to tell the status of its job for the list."""
 
 
-class Listing:
+class JobList:
     """Jobs below state directories, and those in directories that were named. Each has an id for its address."""
 
     def __init__(self, states: Iterable[Path], named: Iterable[Path] = ()) -> None:
