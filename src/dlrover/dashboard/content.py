@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ from dlrover import __version__
 from dlrover.dashboard import page
 from dlrover.dashboard.inspect import goodput as ledger, queries
 from dlrover.dashboard.inspect.goodput import GoodputReport
+from dlrover.dashboard.inspect.roles import RolesReport
 from dlrover.data.machine.queue import ShardQueue
 from dlrover.errors import ConfigurationError, DLRoverError
 from dlrover.master.machine.diagnosis.diagnosis import root_cause
@@ -23,7 +24,7 @@ from dlrover.spec import events
 from dlrover.spec.activity import Activity
 from dlrover.spec.events import Event, WorkerFailed
 from dlrover.spec.jobdir import JobDir
-from dlrover.spec.outcome import CAUSES, IncidentCost
+from dlrover.spec.outcome import CAUSES, IncidentCost, Outcome
 
 ROWS = 64
 """Most nodes that are drawn: those with the most incidents, then the first ones."""
@@ -64,16 +65,35 @@ def frozen(job_dir: JobDir, found: GoodputReport) -> str:
 
 def of_status(status: Status) -> dict[str, Any]:
     """Return a status with the names of all fields; its outcome without the workers' texts."""
-    outcome = status.outcome
     plain: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(status, outcome=None))
     plain["nodes"] = [msgspec.structs.asdict(node) for node in status.nodes]
     plain["processes"] = status.processes()
-    if outcome is not None:
-        kept = ("exit_code", "reason", "others", "skipped")
-        plain["outcome"] = {name: getattr(outcome, name) for name in kept}
-        advice = outcome.verdict.advice if outcome.verdict is not None else ""
-        plain["outcome"]["advice"] = advice
+    if status.outcome is not None:
+        plain["outcome"] = _outcome(status.outcome)
     return plain
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    plain = {name: getattr(outcome, name) for name in ("exit_code", "reason", "others", "skipped")}
+    return {**plain, "advice": outcome.verdict.advice if outcome.verdict is not None else ""}
+
+
+def of_roles(found: RolesReport, pages: Mapping[str, str]) -> dict[str, Any]:
+    """Return a job's roles, with the id of the page of each role that has one, their weights and queues."""
+    plain: dict[str, Any] = msgspec.to_builtins(found.status)
+    for role in plain["roles"]:
+        role["page"] = pages.get(role["name"], "")
+    for name, queue in found.status.queues.items():
+        plain["queues"][name] = msgspec.structs.asdict(queue)
+    return {**plain, "outcome": _outcome(found.outcome) if found.outcome is not None else None}
+
+
+def of_events(happened: Sequence[Event]) -> dict[str, Any]:
+    """Return the latest events, and the number of earlier ones."""
+    return {
+        "events": [_event(event) for event in happened[-EVENTS:]],
+        "earlier_events": max(0, len(happened) - EVENTS),
+    }
 
 
 def of_ranks(ranks: Ranks) -> list[dict[str, Any]]:
@@ -123,8 +143,7 @@ def of_report(found: GoodputReport, happened: Sequence[Event]) -> dict[str, Any]
         "incidents": _incidents(found),
         "plans": [msgspec.to_builtins(plan) for plan in found.plans],
         "datasets": [_dataset(queue) for queue in found.datasets.values()],
-        "events": [_event(event) for event in happened[-EVENTS:]],
-        "earlier_events": max(0, len(happened) - EVENTS),
+        **of_events(happened),
     }
 
 
