@@ -60,30 +60,30 @@ def test_the_rate_is_that_of_the_last_minute_and_falls_in_silence() -> None:
     assert activities.rate(1200.0) == 0.0
 
 
-def screen(view: top.View, room: int) -> str:
+def screen(view: top.TopView, room: int) -> str:
     console = Console(file=io.StringIO(), width=100)
     console.print(top.render(STATUS, RANKS, view, room))
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
 def test_top_shows_nodes_and_ranks_from_a_row_on() -> None:
-    text = screen(top.View(), 10)
+    text = screen(top.TopView(), 10)
     assert "host0" in text
     assert "1.0 GiB" in text
     assert "4 nodes · q quit" in text
-    ranks = screen(top.View(by_rank=True, first=2), 3)
+    ranks = screen(top.TopView(by_rank=True, first=2), 3)
     assert "3 to 5 of 8 ranks" in ranks
     assert "200.0 ms" in ranks
     assert "10.0%" in ranks
 
 
 def test_the_keys_move_within_the_rows() -> None:
-    view = top.View()
+    view = top.TopView()
     assert view.after("up", 8, 3) == view
     assert view.after("down", 8, 3).first == 1
     assert view.after("page down", 8, 3).after("page down", 8, 3).first == 5
     assert view.after("down", 2, 3).first == 0
-    assert view.after("ranks", 8, 3) == top.View(by_rank=True)
+    assert view.after("ranks", 8, 3) == top.TopView(by_rank=True)
     assert view.after("nothing", 8, 3) == view
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dlrover.dashboard import actions, checkpoints, content, listing, logs, page
+from dlrover.dashboard import actions, content, listing, logs, page
 from dlrover.data.machine.queue import ShardQueue
+from dlrover.roles import Job
+from dlrover.roles.spec import RolesConfig
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir, MasterConfig
 from dlrover.spec.outcome import Cause, Outcome
@@ -26,17 +28,22 @@ def made(path: Path, name: str, outcome: Outcome | None = None) -> JobDir:
     return job_dir
 
 
-def test_the_list_has_every_job_once_and_roles_below_theirs(tmp_path: Path) -> None:
+def test_the_list_has_every_job_and_earlier_run_once_and_finds_roles(tmp_path: Path) -> None:
     state = tmp_path / "state"
     ended = made(state / "jobs" / "a&b", "a&b", Outcome(exit_code=1, reason="It broke."))
-    role = made(state / "jobs" / "rl" / "actor", "actor")
+    role = made(state / "jobs" / "rl" / "roles" / "actor", "actor")
+    several = JobDir(state / "jobs" / "rl")
+    roles = Job("rl").role("actor", "json.dumps").role("judge", "json.loads")
+    several.roles.write_bytes(msgspec.json.encode(RolesConfig(job=roles.spec())))
+    earlier = made(several.path / "run-1", "earlier")
     named = made(tmp_path / "elsewhere", "named")
     (state / "last").symlink_to(ended.path)
     (state / "jobs" / "empty").mkdir()
     (named.job).write_text("{damaged")
-    found = listing.Listing([state], [named.path])
+    found = listing.JobList([state], [named.path])
     rows = {row["name"]: row for row in found.jobs()}
-    assert rows.keys() == {"a&b", "actor", "elsewhere"}
+    assert rows.keys() == {"a&b", "rl", "earlier", "elsewhere"}
+    assert rows["rl"]["nodes"] == "2 roles"
     assert (rows["a&b"]["phase"], rows["a&b"]["reason"], rows["a&b"]["nodes"]) == (
         "failed",
         "It broke.",
@@ -44,11 +51,14 @@ def test_the_list_has_every_job_once_and_roles_below_theirs(tmp_path: Path) -> N
     )
     assert "cannot be read" in rows["elsewhere"]["problem"]
     assert "&" not in rows["a&b"]["id"]
-    for job_dir in (ended, role, named):
+    for job_dir in (ended, several, earlier, named):
         job = next(row["id"] for row in found.jobs() if row["dir"] == str(job_dir.path))
         assert found.find(job).path == job_dir.path  # type: ignore[union-attr]
+    pages = listing.roles_pages(several, ["actor", "judge"])
+    assert list(pages) == ["actor"], "the judge has not begun"
+    assert found.find(pages["actor"]).path == role.path  # type: ignore[union-attr]
     assert found.find("../../etc") is None
-    role.master.write_text(f'{{"address": "127.0.0.1:1", "pid": {2**62}}}')
+    several.master.write_text(f'{{"address": "127.0.0.1:1", "pid": {2**62}}}')
     every = found.jobs()
     asyncio.run(listing.ask_masters(every))
     assert {row["phase"] for row in every} == {"failed", "interrupted"}
@@ -117,14 +127,16 @@ def test_a_datasets_progress_is_that_of_its_epoch() -> None:
 
 def test_checkpoint_directories_are_listed_with_their_problems(tmp_path: Path) -> None:
     job_dir = JobDir(tmp_path)
-    assert checkpoints.stored(job_dir) == []
+    assert content.of_checkpoints(job_dir) == []
     job_dir.checkpoints.write_text(f"{tmp_path / 'gone'}\n")
-    (found,) = checkpoints.stored(job_dir)
+    (found,) = content.of_checkpoints(job_dir)
     assert found["path"] == str(tmp_path / "gone")
     assert found["steps"] == []
     assert found["problem"]
     job_dir.checkpoints.write_bytes(b"/half of a charact\xc3")
-    assert [found["path"] for found in checkpoints.stored(job_dir)] == ["/half of a charact\ufffd"]
+    assert [found["path"] for found in content.of_checkpoints(job_dir)] == [
+        "/half of a charact\ufffd"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("starlette")
 
 from dlrover.dashboard import guard, page, server
-from dlrover.dashboard.cluster import Cluster
-from dlrover.dashboard.listing import Listing
+from dlrover.dashboard.cluster import JobSources
+from dlrover.dashboard.listing import JobList
 
 TOKEN, HOST = "a-secret-of-the-test", "127.0.0.1:8650"
 
@@ -23,7 +23,7 @@ class Client:
 
     def __init__(self, state: Path) -> None:
         self._app = server.application(
-            Listing([state]), Cluster({}), TOKEN, guard.hosts("127.0.0.1", 8650)
+            JobList([state]), JobSources({}), TOKEN, guard.hosts("127.0.0.1", 8650)
         )
         self.cookie = ""
 

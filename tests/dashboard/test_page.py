@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.dashboard import frozen
+from dlrover.dashboard import content
 from dlrover.dashboard.inspect import goodput
 from dlrover.errors import ExitCode
 from dlrover.master.journal.history import History
@@ -58,7 +58,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     journal.close()
     history.close()
     file = job_dir.path / "page.html"
-    file.write_text(frozen.render(job_dir, goodput.report(job_dir)))
+    file.write_text(content.frozen(job_dir, goodput.report(job_dir)))
     return file
 
 
@@ -177,3 +177,72 @@ def test_a_running_job_is_live_and_its_buttons_act(browser: Browser, tmp_path: P
             assert [c for c in browser.complaints() if "ERR_" not in c] == []
         finally:
             job.terminate()
+
+
+ROLES = {
+    "job.py": """
+from dlrover.roles import Job
+job = Job("pair").role("echo", "echo:Echo", instances=2).role("main", "main.py", kind="driver")
+""",
+    "echo.py": """
+class Echo:
+    def __init__(self, settings):
+        pass
+
+    def say(self):
+        pass
+""",
+    "main.py": """
+import time
+from dlrover.roles import Queue
+samples = Queue("samples", size=4)
+samples.put("one", "two", "three")
+samples.ack(samples.get(1))
+samples.get(1)
+time.sleep(120)
+""",
+}
+
+
+def test_a_job_of_several_roles_shows_its_instances_and_queues(
+    browser: Browser, tmp_path: Path
+) -> None:
+    pytest.importorskip("uvicorn")
+    for name, text in ROLES.items():
+        (tmp_path / name).write_text(text)
+    dlrover = [sys.executable, "-m", "dlrover.cli.main"]
+    env = os.environ | {"DLROVER_STATE_DIR": str(tmp_path / "state")}
+    log = tmp_path / "out"
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(
+            [*dlrover, "roles", "job.py"], stderr=out, stdout=out, env=env, cwd=tmp_path
+        ) as job,
+        subprocess.Popen([*dlrover, "dashboard", "--port", "0"], stdout=out, env=env) as server,
+    ):
+        try:
+            browser.open(until(lambda: re.search(r"http://\S+token=\S+", log.read_text()), 60)[0])
+            browser.until("document.querySelector('.main-cell a')", timeout=60)
+            browser.click("pair")
+            waits = "1 waiting, 1 leased of 4; 1 of 3 items done"
+            browser.until(
+                f"document.querySelector('#roles')?.innerText.includes('{waits}')", timeout=90
+            )
+            browser.until(
+                "[...document.querySelectorAll('#roles .badge')].filter(b => b.innerText === 'serving').length === 3"
+            )
+            check(browser)
+            browser.click("echo")
+            browser.until("document.querySelectorAll('#nodes tbody tr').length >= 2", timeout=60)
+            browser.run("history.back()")
+            browser.until("document.querySelector('#roles')")
+            browser.click("Stop …")
+            browser.click("Stop the job")
+            browser.until(
+                "document.body.innerText.includes('stopped on the dashboard')", timeout=60
+            )
+            assert job.wait(60) == ExitCode.STOPPED
+            assert [c for c in browser.complaints() if "ERR_" not in c] == []
+        finally:
+            job.terminate()
+            server.terminate()

@@ -23,7 +23,7 @@ app = typer.Typer(
 )
 
 
-class Format(str, Enum):
+class TargetFormat(str, Enum):
     """Target format of a conversion."""
 
     DCP = "dcp"
@@ -132,7 +132,7 @@ def convert(
     destination: Annotated[
         str, typer.Argument(help="File or directory to create; it must not exist.")
     ],
-    to: Annotated[Format, typer.Option(help="Format of the destination.")],
+    to: Annotated[TargetFormat, typer.Option(help="Format of the destination.")],
     step: Annotated[
         int | None,
         typer.Option(help="Step of the source, by default the newest; or the number of a new one."),

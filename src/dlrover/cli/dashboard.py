@@ -56,8 +56,8 @@ def dashboard(  # noqa: PLR0913 - each is an option of the command
     """
     extra.require("The dashboard", ("starlette", "uvicorn"), "dashboard")
     from dlrover.dashboard import guard, server  # noqa: PLC0415 - an extra
-    from dlrover.dashboard.cluster import Cluster  # noqa: PLC0415 - loads grpc
-    from dlrover.dashboard.listing import Listing  # noqa: PLC0415
+    from dlrover.dashboard.cluster import JobSources  # noqa: PLC0415 - loads grpc
+    from dlrover.dashboard.listing import JobList  # noqa: PLC0415
 
     logging.basicConfig(format="dlrover dashboard: %(message)s", level=logging.WARNING)
     env = config.environ()
@@ -66,10 +66,10 @@ def dashboard(  # noqa: PLR0913 - each is an option of the command
     token = given or secrets.token_urlsafe(24)
     sock = server.listen(host, port)
     port = sock.getsockname()[1]
-    listing = Listing(config.state_dirs(env), map(Path, job_dir or ()))
+    listing = JobList(config.state_dirs(env), map(Path, job_dir or ()))
     hosts = guard.hosts(host, port, allow_host or ())
     sources = _sources(env, brain, kubernetes, kubeconfig)
-    app = server.application(listing, Cluster(sources), token, hosts)
+    app = server.application(listing, JobSources(sources), token, hosts)
     name = f"[{host}]" if ":" in host else host
     link = f"http://{name}:{port}/?token={token}"
     print(f"The dashboard is at {link}", flush=True)

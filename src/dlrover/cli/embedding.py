@@ -24,7 +24,7 @@ app = typer.Typer(
 )
 
 
-class Format(str, Enum):
+class ExportFormat(str, Enum):
     """Format of exported values."""
 
     NPZ = "npz"
@@ -65,7 +65,7 @@ def show(checkpoint: Checkpoint, output: Output = Form.TEXT) -> None:
 def export(
     checkpoint: Checkpoint,
     destination: Annotated[str, typer.Argument(help="File to create; it must not exist.")],
-    to: Annotated[Format, typer.Option(help="Format of the file.")],
+    to: Annotated[ExportFormat, typer.Option(help="Format of the file.")],
     table: Annotated[str, typer.Option(help="Name of the only table to write.")] = "",
     step: Annotated[int | None, typer.Option(help="Step; by default the newest.")] = None,
     output: Output = Form.TEXT,

@@ -19,11 +19,13 @@ from dlrover.cli.cluster import brain, operator, submit
 from dlrover.cli.output import Form, Output, print_json, show
 from dlrover.cli.run.launchspec import parse_rdzv_conf
 from dlrover.cli.run.nodes import parse_nnodes
+from dlrover.cli.selecting import Dir, of_job, refuse_roles
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
 from dlrover.master.compose import Request, master_config
 from dlrover.master.diagnosis_rules import load_own
 from dlrover.spec.events import Event
 from dlrover.spec.job import JobSpec
+from dlrover.spec.jobdir import JobDir
 from dlrover.spec.node import WORKER
 
 app = typer.Typer(
@@ -44,117 +46,82 @@ app.command()(strategy.strategy)
 app.command()(submit.submit)
 
 
-Job = Annotated[
-    str,
-    typer.Argument(
-        metavar="[JOB]",
-        help="Name of the job; by default the last one.",
-        autocompletion=completion.jobs,
-    ),
-]
-Dir = Annotated[str, typer.Option("--job-dir", help="Job directory, instead of the name.")]
-Platform = Annotated[
-    str, typer.Option(help="ray: the job is one of a Ray cluster; by default it is this machine's.")
-]
-RayAddress = Annotated[
-    str, typer.Option(help="The Ray cluster, as for dlrover-run; by default RAY_ADDRESS.")
-]
+Reason = Annotated[str, typer.Option(help="Reason, recorded in the job's events.")]
 
 
 @app.command()
-def status(
-    job: Job = "",
-    job_dir: Dir = "",
-    platform: Platform = "",
-    ray_address: RayAddress = "",
-    output: Output = Form.TEXT,
-) -> None:
+@of_job(roles=True)
+def status(job: JobDir, output: Output = Form.TEXT) -> None:
     """Show a job's phase, nodes and steps, and what it waits for."""
     from dlrover.dashboard.inspect import queries  # noqa: PLC0415 - loads grpc
 
-    found = jobs.find_on(platform, ray_address, config.environ(), job, job_dir)
-    if found.roles.exists():
-        show(roles.status(found), output, roles.render_status)
-        return
-    show(queries.status(found), output, queries.render_status, queries.named_status)
+    if job.roles.exists():
+        show(roles.status(job), output, roles.render_status)
+    else:
+        show(queries.status(job), output, queries.render_status, queries.named_status)
 
 
 @app.command()
-def nodes(
-    job: Job = "",
-    job_dir: Dir = "",
-    platform: Platform = "",
-    ray_address: RayAddress = "",
-    output: Output = Form.TEXT,
-) -> None:
+@of_job()
+def nodes(job: JobDir, output: Output = Form.TEXT) -> None:
     """Show the memory, cores and accelerators that each node of a job uses and has."""
     from dlrover.dashboard.inspect import queries  # noqa: PLC0415 - loads grpc
 
-    report = queries.status(jobs.find_on(platform, ray_address, config.environ(), job, job_dir))
-    show(report.status.nodes, output, queries.render_nodes, queries.named_nodes)
+    found = queries.status(job).status.nodes
+    show(found, output, queries.render_nodes, queries.named_nodes)
 
 
 @app.command()
-def top(job: Job = "", job_dir: Dir = "") -> None:
+@of_job(ray=False)
+def top(job: JobDir) -> None:
     """Show a job's nodes and ranks live on the terminal: q quits, arrows move, r changes to ranks."""
     from dlrover.cli import top as live  # noqa: PLC0415 - loads grpc
 
-    live.top(jobs.find(config.environ(), job, job_dir), Console())
+    live.top(job, Console())
 
 
 @app.command()
+@of_job(ray=False)
 def drain(
+    job: JobDir,
     node: Annotated[int, typer.Argument(help="Id of the node, as dlrover nodes shows it.")],
-    job: Job = "",
-    job_dir: Dir = "",
-    reason: Annotated[
-        str, typer.Option(help="Reason, recorded in the job's events.")
-    ] = "dlrover drain",
+    reason: Reason = "dlrover drain",
     output: Output = Form.TEXT,
 ) -> None:
     """Put another node in the place of one, which trains on until then."""
-    from dlrover.dashboard.inspect import queries  # noqa: PLC0415
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415 - loads grpc
 
-    sentence = queries.drain(jobs.find(config.environ(), job, job_dir), node, reason)
-    if output is Form.JSON:
-        print(msgspec.json.encode({"node": node, "message": sentence}).decode())
-    else:
-        print(sentence)
+    reply = {"node": node, "message": queries.drain(job, node, reason)}
+    show(reply, output, lambda *_: print(reply["message"]))
 
 
 @app.command()
+@of_job(roles=True)
 def events(
-    job: Job = "",
-    job_dir: Dir = "",
-    platform: Platform = "",
-    ray_address: RayAddress = "",
+    job: JobDir,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Follow the job until it ends.")
     ] = False,
     output: Output = Form.TEXT,
 ) -> None:
     """Show a job's events, one per line (with JSON: one object per line)."""
-    from dlrover.dashboard.inspect import queries  # noqa: PLC0415
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415 - loads grpc
 
-    found = jobs.find_on(platform, ray_address, config.environ(), job, job_dir)
-
-    def show(event: Event) -> None:
+    def show_event(event: Event) -> None:
         text = msgspec.json.encode(event).decode() if output is Form.JSON else queries.line(event)
         print(text, flush=True)
 
-    if follow and not found.outcome.exists():
-        asyncio.run((roles if found.roles.exists() else queries).follow(found, show))
+    if follow and not job.outcome.exists():
+        asyncio.run((roles if job.roles.exists() else queries).follow(job, show_event))
     else:
-        for event in queries.events(found):
-            show(event)
+        for event in queries.events(job):
+            show_event(event)
 
 
 @app.command()
+@of_job(roles=True)
 def goodput(
-    job: Job = "",
-    job_dir: Dir = "",
-    platform: Platform = "",
-    ray_address: RayAddress = "",
+    job: JobDir,
     html: Annotated[
         str, typer.Option(metavar="FILE", help="Write the job's page, frozen as one file.")
     ] = "",
@@ -164,111 +131,82 @@ def goodput(
     output: Output = Form.TEXT,
 ) -> None:
     """Show where the time of a job's nodes went, and what each incident cost."""
-    from dlrover.dashboard import frozen  # noqa: PLC0415
+    from dlrover.dashboard import content  # noqa: PLC0415
     from dlrover.dashboard.inspect import goodput as ledger, trace as tracing  # noqa: PLC0415
 
-    place = jobs.find_on(platform, ray_address, config.environ(), job, job_dir)
-    if place.roles.exists():
-        if html or trace:
-            raise ConfigurationError(
-                f"--html and --trace are for one role: give --job-dir {place.path}/roles/ROLE."
-            )
-        show(roles.goodput(place), output, roles.render_goodput)
+    if html or trace:
+        refuse_roles(job, "--html" if html else "--trace")
+    if job.roles.exists():
+        show(roles.goodput(job), output, roles.render_goodput)
         return
-    found = ledger.report(place)
+    found = ledger.report(job)
     if html:
-        ledger.write("--html", html, frozen.render(place, found))
+        ledger.write("--html", html, content.frozen(job, found))
     if trace:
         ledger.write("--trace", trace, tracing.trace(found))
     show(found.content(), output, lambda _, console: ledger.render(found, console))
 
 
 @app.command()
-def plan(
-    job: Job = "",
-    job_dir: Dir = "",
-    platform: Platform = "",
-    ray_address: RayAddress = "",
-    output: Output = Form.TEXT,
-) -> None:
+@of_job()
+def plan(job: JobDir, output: Output = Form.TEXT) -> None:
     """Show the auto-scaler's plans for a job: reasons, predictions, measurements and outcomes."""
     from dlrover.dashboard.inspect import plans  # noqa: PLC0415
 
-    found = plans.plans(jobs.find_on(platform, ray_address, config.environ(), job, job_dir))
-    show(found, output, lambda plans_, _: print(plans.render(plans_)))
+    show(plans.plans(job), output, lambda found, _: print(plans.render(found)))
 
 
 @app.command()
-def stacks(
-    job: Job = "",
-    job_dir: Dir = "",
-    platform: Platform = "",
-    ray_address: RayAddress = "",
-    output: Output = Form.TEXT,
-) -> None:
+@of_job()
+def stacks(job: JobDir, output: Output = Form.TEXT) -> None:
     """Show where every rank is now: ranks grouped by place, with the stacks of one rank per group."""
-    from dlrover.dashboard.inspect import queries  # noqa: PLC0415
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415 - loads grpc
 
-    found = queries.stacks(jobs.find_on(platform, ray_address, config.environ(), job, job_dir))
-    show(found, output, lambda stacks, _: print(stacks.report or "No workers run."))
+    show(queries.stacks(job), output, lambda found, _: print(found.report or "No workers run."))
 
 
 @app.command()
-def scale(  # noqa: PLR0913 - each is an option of the command
+@of_job()
+def scale(
+    job: JobDir,
     nodes: Annotated[int, typer.Option(help="Wanted number of nodes of the role.")],
     role: Annotated[
         str, typer.Option(help="worker, or ps for the servers of a job with --servers.")
     ] = WORKER,
-    job: Job = "",
-    job_dir: Dir = "",
-    platform: Platform = "",
-    ray_address: RayAddress = "",
-    reason: Annotated[
-        str, typer.Option(help="Reason, recorded in the job's events.")
-    ] = "dlrover scale",
+    reason: Reason = "dlrover scale",
     output: Output = Form.TEXT,
 ) -> None:
     """Change the number of nodes of a running job."""
-    from dlrover.dashboard.inspect import queries  # noqa: PLC0415
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415 - loads grpc
     from dlrover.master.app import read_outcome  # noqa: PLC0415
 
-    found = jobs.find_on(platform, ray_address, config.environ(), job, job_dir)
-    outcome = read_outcome(found.outcome)
+    outcome = read_outcome(job.outcome)
     if outcome is not None:
-        raise ConfigurationError(f"The job in {found.path} has ended: {outcome.reason}")
-    sentence = queries.scale(found, nodes, reason, role)
-    if output is Form.JSON:
-        reply = {"job_dir": str(found.path), "role": role, "nodes": nodes, "message": sentence}
-        print(msgspec.json.encode(reply).decode())
-    else:
-        print(sentence)
+        raise ConfigurationError(f"The job in {job.path} has ended: {outcome.reason}")
+    sentence = queries.scale(job, nodes, reason, role)
+    reply = {"job_dir": str(job.path), "role": role, "nodes": nodes, "message": sentence}
+    show(reply, output, lambda *_: print(sentence))
 
 
 @app.command()
+@of_job(roles=True)
 def stop(
-    job: Job = "",
-    job_dir: Dir = "",
-    platform: Platform = "",
-    ray_address: RayAddress = "",
-    reason: Annotated[
-        str, typer.Option(help="Reason, recorded in the job's events.")
-    ] = "The job was stopped by dlrover stop.",
+    job: JobDir,
+    reason: Reason = "The job was stopped by dlrover stop.",
     output: Output = Form.TEXT,
 ) -> None:
     """Stop a job: its workers get SIGTERM and time to exit."""
-    from dlrover.dashboard.inspect import queries  # noqa: PLC0415
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415 - loads grpc
     from dlrover.master.app import read_outcome  # noqa: PLC0415
 
-    found = jobs.find_on(platform, ray_address, config.environ(), job, job_dir)
-    outcome = read_outcome(found.outcome)
+    outcome = read_outcome(job.outcome)
     if outcome is not None:
-        print(f"The job in {found.path} has ended already: {outcome.reason}")
-        return
-    (roles if found.roles.exists() else queries).stop(found, reason)
-    if output is Form.JSON:
-        print(msgspec.json.encode({"job_dir": str(found.path), "stopping": True}).decode())
+        sentence = f"The job in {job.path} has ended already: {outcome.reason}"
     else:
-        print(f"The job in {found.path} is being stopped.")
+        (roles if job.roles.exists() else queries).stop(job, reason)
+        sentence = f"The job in {job.path} is being stopped."
+    reply = {"job_dir": str(job.path), "stopping": outcome is None, "message": sentence}
+    show(reply, output, lambda *_: print(sentence))
 
 
 @app.command()
@@ -294,7 +232,9 @@ def diagnose(
     env = config.environ()
     own = load_own(rules or config.settings(env).diagnosis_rules, {})
     if job_dir:
-        found = diagnosing.of_job(jobs.find(env, "", job_dir), own)
+        job = jobs.find(env, "", job_dir)
+        refuse_roles(job, "dlrover diagnose")
+        found = diagnosing.of_job(job, own)
     else:
         found = (diagnosing.of_log(file, own),)
     show(found, output, lambda all_, _: print("\n\n".join(map(diagnosing.render, all_))))

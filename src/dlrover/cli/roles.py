@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -19,16 +19,18 @@ from rich.console import Console
 from dlrover import config
 from dlrover.cli import jobs
 from dlrover.cli.output import Form, Output, print_table
-from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.roles import capacity
 from dlrover.roles.coordinator.jobs import directory_of
-from dlrover.roles.coordinator.status import RolesStatus
 from dlrover.roles.loading import load
 from dlrover.roles.spec import RolesConfig
 from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import CAUSES, Outcome
 from dlrover.spec.words import counted
+
+if TYPE_CHECKING:
+    from dlrover.dashboard.inspect.roles import RolesReport
 
 PLATFORMS, PLANNED = ("local",), ("ray", "kubernetes")
 AWAY, AGAIN = 60.0, 0.5
@@ -85,39 +87,16 @@ def run(file: str, platform: str, directory: str) -> Outcome:
 # ---- dlrover status, stop and goodput of such a job
 
 
-class RolesReport(msgspec.Struct, frozen=True):
-    """A job of several roles and its source."""
-
-    job_dir: str
-    coordinator_running: bool
-    status: RolesStatus | None
-    """None if the coordinator does not answer."""
-    outcome: Outcome | None
-
-
 def status(job_dir: JobDir) -> RolesReport:
     """Return the status of a job: from its coordinator, or from its journal once that is gone."""
-    from dlrover.master.app import read_outcome  # noqa: PLC0415
-    from dlrover.roles.client import connect  # noqa: PLC0415
-    from dlrover.roles.coordinator.status import replayed  # noqa: PLC0415
+    from dlrover.dashboard.inspect.roles import report  # noqa: PLC0415 - loads grpc
 
-    async def ask() -> RolesStatus:
-        async with connect(job_dir) as coordinator:
-            return await coordinator.status()
-
-    outcome = read_outcome(job_dir.outcome)
-    if outcome is None:
-        try:
-            return RolesReport(str(job_dir.path), True, asyncio.run(ask()), None)
-        except (InfrastructureError, ConfigurationError):
-            outcome = read_outcome(job_dir.outcome)
-    return RolesReport(str(job_dir.path), False, replayed(job_dir.journal, time.time()), outcome)
+    return asyncio.run(report(job_dir))
 
 
 def render_status(report: RolesReport, console: Console) -> None:
     """Print the status as text."""
     status = report.status
-    assert status is not None
     console.print(
         f"[bold]{status.name}[/]: {status.phase}; {status.seconds:.0f} s", highlight=False
     )
@@ -189,13 +168,9 @@ def stop(job_dir: JobDir, reason: str) -> None:
     Raises:
         InfrastructureError: it cannot be reached.
     """
-    from dlrover.roles.client import connect  # noqa: PLC0415
+    from dlrover.dashboard.inspect import roles as inspected  # noqa: PLC0415 - loads grpc
 
-    async def ask() -> None:
-        async with connect(job_dir) as coordinator:
-            await coordinator.stop(reason, ExitCode.STOPPED)
-
-    asyncio.run(ask())
+    asyncio.run(inspected.stop(job_dir, reason))
 
 
 def goodput(job_dir: JobDir) -> dict[str, object]:

@@ -39,17 +39,17 @@ AROUND = 5
 """Rows of the terminal that the table does not get: the status, its head, and the keys."""
 
 
-class View(msgspec.Struct, frozen=True, kw_only=True):
+class TopView(msgspec.Struct, frozen=True, kw_only=True):
     """What the screen shows of a job: its nodes or ranks, from a row on."""
 
     by_rank: bool = False
     first: int = 0
     """Number of the first row that is shown."""
 
-    def after(self, key: str, rows: int, room: int) -> View:
+    def after(self, key: str, rows: int, room: int) -> TopView:
         """Return the view after a key, of a table of ``rows`` rows with room for ``room``."""
         if key == "ranks":
-            return View(by_rank=not self.by_rank)
+            return TopView(by_rank=not self.by_rank)
         moved = {"up": -1, "down": 1, "page up": -room, "page down": room}.get(key, 0)
         return msgspec.structs.replace(self, first=max(0, min(self.first + moved, rows - room)))
 
@@ -63,7 +63,7 @@ def top(job_dir: JobDir, console: Console) -> None:
     """
     if not (sys.stdin.isatty() and console.is_terminal):
         raise ConfigurationError("dlrover top needs a terminal; dlrover status prints a job once.")
-    view = View()
+    view = TopView()
     with _keys() as key, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             status, ranks = asyncio.run(_look(job_dir))
@@ -92,7 +92,7 @@ async def _both(master: MasterClient) -> tuple[messages.Status, messages.RanksRe
     return await master.status(), await master.ranks()
 
 
-def render(status: messages.Status, ranks: messages.RanksReply, view: View, room: int) -> Group:
+def render(status: messages.Status, ranks: messages.RanksReply, view: TopView, room: int) -> Group:
     """Return the screen: the job, a table of its nodes or ranks, and the keys."""
     table = _ranks(ranks, view, room) if view.by_rank else _nodes(status, view, room)
     total = len(ranks.ranks if view.by_rank else status.nodes)
@@ -104,7 +104,7 @@ def render(status: messages.Status, ranks: messages.RanksReply, view: View, room
     return Group(Text(status.name, style="bold"), status_line(status), *end, table, foot)
 
 
-def _nodes(status: messages.Status, view: View, room: int) -> Table:
+def _nodes(status: messages.Status, view: TopView, room: int) -> Table:
     table = _table(
         ("node", "rank", "status", "doing", "steps", "memory", "cores", "accelerators", "host")
     )
@@ -123,7 +123,7 @@ def _nodes(status: messages.Status, view: View, room: int) -> Table:
     return table
 
 
-def _ranks(ranks: messages.RanksReply, view: View, room: int) -> Table:
+def _ranks(ranks: messages.RanksReply, view: TopView, room: int) -> Table:
     table = _table(("rank", "node", "doing", "steps", "step time", "waits for data"))
     for state in ranks.ranks[view.first : view.first + room]:
         worker = state.worker

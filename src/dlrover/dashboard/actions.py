@@ -7,70 +7,75 @@ from typing import Any
 
 import msgspec
 
-from dlrover.dashboard.inspect import queries
-from dlrover.errors import ExitCode
+from dlrover.dashboard.inspect import queries, roles
+from dlrover.errors import ConfigurationError, ExitCode
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.node import WORKER
 from dlrover.spec.numbers import Count
 
 REASON = "asked for on the dashboard"
+STOPPED = "The job was stopped on the dashboard."
+STOPPING = "The job is being stopped."
 
 
-class Scale(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="scale", tag_field="action"
-):
+class _Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="action"):
+    pass
+
+
+class ScaleAction(_Action, frozen=True, tag="scale"):
     """Another number of nodes of a role."""
 
     nodes: Count
     role: str = WORKER
 
 
-class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="stop", tag_field="action"):
+class StopAction(_Action, frozen=True, tag="stop"):
     """The end of the job."""
 
 
-class Stacks(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="stacks", tag_field="action"
-):
+class StacksAction(_Action, frozen=True, tag="stacks"):
     """Where every rank is now."""
 
 
-class Drain(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="drain", tag_field="action"
-):
+class DrainAction(_Action, frozen=True, tag="drain"):
     """Another node in place of one, which trains until then."""
 
     node: Count
 
 
-Action = Scale | Stop | Stacks | Drain
+Action = ScaleAction | StopAction | StacksAction | DrainAction
 
 
 async def carry_out(job_dir: JobDir, action: Action) -> dict[str, Any]:
     """Ask the job's master; return its answer as ``text``, and whether it ``refused``.
 
     Raises:
-        ConfigurationError: the job has ended.
+        ConfigurationError: the job has ended, or has several roles, which can only be stopped together.
         InfrastructureError: the master cannot be reached.
     """
+    if job_dir.roles.exists():
+        if not isinstance(action, StopAction):
+            raise ConfigurationError("This job has several roles: open the page of one of them.")
+        await roles.stop(job_dir, STOPPED)
+        return {"text": STOPPING, "refused": False}
     return await queries.answer(job_dir, _question(action))
 
 
 def _question(action: Action) -> Callable[[MasterClient], Awaitable[dict[str, Any]]]:
     async def ask(master: MasterClient) -> dict[str, Any]:
         match action:
-            case Scale(nodes, role):
+            case ScaleAction(nodes, role):
                 reply = await master.scale(nodes, REASON, role)
                 return {"text": reply.sentence, "refused": reply.refused}
-            case Drain(node):
+            case DrainAction(node):
                 reply = await master.drain(node, REASON)
                 return {"text": reply.sentence, "refused": reply.refused}
-            case Stacks():
+            case StacksAction():
                 stacks = await master.stacks()
                 return {"text": stacks.report or "No workers run.", "refused": False}
-            case Stop():
-                await master.stop("The job was stopped on the dashboard.", ExitCode.STOPPED)
-                return {"text": "The job is being stopped.", "refused": False}
+            case StopAction():
+                await master.stop(STOPPED, ExitCode.STOPPED)
+                return {"text": STOPPING, "refused": False}
 
     return ask

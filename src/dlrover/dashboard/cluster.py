@@ -16,7 +16,7 @@ PATIENCE = 5.0
 """Seconds that a source has to answer."""
 
 
-class Cluster:
+class JobSources:
     """Sources of jobs by name; a source that cannot be reached gives its reason instead."""
 
     def __init__(self, sources: Mapping[str, Source]) -> None:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from dlrover import __version__
-from dlrover.dashboard.inspect import goodput as ledger
+from dlrover.dashboard import page
+from dlrover.dashboard.inspect import goodput as ledger, queries
 from dlrover.dashboard.inspect.goodput import GoodputReport
+from dlrover.dashboard.inspect.roles import RolesReport
 from dlrover.data.machine.queue import ShardQueue
+from dlrover.errors import ConfigurationError, DLRoverError
 from dlrover.master.machine.diagnosis.diagnosis import root_cause
 from dlrover.master.machine.goodput.roundtime import MICRO
 from dlrover.rpc.messages import RanksReply, Status
 from dlrover.spec import events
 from dlrover.spec.activity import Activity
 from dlrover.spec.events import Event, WorkerFailed
-from dlrover.spec.outcome import CAUSES, IncidentCost
+from dlrover.spec.jobdir import JobDir
+from dlrover.spec.outcome import CAUSES, IncidentCost, Outcome
 
 ROWS = 64
 """Most nodes that are drawn: those with the most incidents, then the first ones."""
@@ -29,6 +34,10 @@ EVENTS = 1000
 """Most events on the page: the latest ones."""
 PARTITIONS = 64
 """Most partitions of a stream that are listed."""
+PLACES = 8
+"""Most checkpoint directories that are listed."""
+STEPS = 50
+"""Most steps of a directory: the newest ones."""
 FIXED = {
     "version": __version__,
     "causes": [{"key": cause.value, "label": cause.label} for cause in CAUSES],
@@ -37,18 +46,54 @@ FIXED = {
 """What does not change while the program runs."""
 
 
+def frozen(job_dir: JobDir, found: GoodputReport) -> str:
+    """Return a job's page with its present content as one file, which refers to nothing outside itself."""
+    try:
+        happened = queries.events(job_dir)
+    except ConfigurationError:
+        happened = []
+    return page.frozen(
+        {
+            **FIXED,
+            "frozenAt": time.time(),
+            "report": of_report(found, happened),
+            "status": of_status(found.status),
+            "checkpoints": of_checkpoints(job_dir),
+        }
+    )
+
+
 def of_status(status: Status) -> dict[str, Any]:
     """Return a status with the names of all fields; its outcome without the workers' texts."""
-    outcome = status.outcome
     plain: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(status, outcome=None))
     plain["nodes"] = [msgspec.structs.asdict(node) for node in status.nodes]
     plain["processes"] = status.processes()
-    if outcome is not None:
-        kept = ("exit_code", "reason", "others", "skipped")
-        plain["outcome"] = {name: getattr(outcome, name) for name in kept}
-        advice = outcome.verdict.advice if outcome.verdict is not None else ""
-        plain["outcome"]["advice"] = advice
+    if status.outcome is not None:
+        plain["outcome"] = _outcome(status.outcome)
     return plain
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    plain = {name: getattr(outcome, name) for name in ("exit_code", "reason", "others", "skipped")}
+    return {**plain, "advice": outcome.verdict.advice if outcome.verdict is not None else ""}
+
+
+def of_roles(found: RolesReport, pages: Mapping[str, str]) -> dict[str, Any]:
+    """Return a job's roles, with the id of the page of each role that has one, their weights and queues."""
+    plain: dict[str, Any] = msgspec.to_builtins(found.status)
+    for role in plain["roles"]:
+        role["page"] = pages.get(role["name"], "")
+    for name, queue in found.status.queues.items():
+        plain["queues"][name] = msgspec.structs.asdict(queue)
+    return {**plain, "outcome": _outcome(found.outcome) if found.outcome is not None else None}
+
+
+def of_events(happened: Sequence[Event]) -> dict[str, Any]:
+    """Return the latest events, and the number of earlier ones."""
+    return {
+        "events": [_event(event) for event in happened[-EVENTS:]],
+        "earlier_events": max(0, len(happened) - EVENTS),
+    }
 
 
 def of_ranks(ranks: RanksReply) -> list[dict[str, Any]]:
@@ -98,8 +143,7 @@ def of_report(found: GoodputReport, happened: Sequence[Event]) -> dict[str, Any]
         "incidents": _incidents(found),
         "plans": [msgspec.to_builtins(plan) for plan in found.plans],
         "datasets": [_dataset(queue) for queue in found.datasets.values()],
-        "events": [_event(event) for event in happened[-EVENTS:]],
-        "earlier_events": max(0, len(happened) - EVENTS),
+        **of_events(happened),
     }
 
 
@@ -222,3 +266,30 @@ def _dataset(queue: ShardQueue) -> dict[str, Any]:
             for index, part in sorted(of.items())[-PARTITIONS:]
         ],
     }
+
+
+# ---- checkpoints
+
+
+def of_checkpoints(job_dir: JobDir) -> list[dict[str, Any]]:
+    """Return the directories that the job's program saves to, each with its stored steps, the newest first."""
+    try:
+        listed = job_dir.checkpoints.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return [{"path": place, **_steps(place)} for place in listed.splitlines()[:PLACES]]
+
+
+def _steps(place: str) -> dict[str, Any]:
+    try:
+        from dlrover.checkpoint.tools import tools  # noqa: PLC0415 - an extra
+
+        found = tools.listing(place)
+    except ModuleNotFoundError as error:
+        problem = (
+            f"The steps are not listed: the module {error.name} is missing, see dlrover[torch]."
+        )
+        return {"steps": [], "problem": problem}
+    except DLRoverError as error:
+        return {"steps": [], "problem": str(error)}
+    return {"steps": [msgspec.to_builtins(step) for step in found[:STEPS]], "problem": ""}

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
-from dlrover.dashboard import checkpoints, content, logs
-from dlrover.dashboard.inspect import goodput
+from dlrover.dashboard import content, logs
+from dlrover.dashboard.inspect import goodput, roles
+from dlrover.dashboard.listing import roles_pages
 from dlrover.errors import DLRoverError
 from dlrover.master.journal import history
 from dlrover.rpc import messages
@@ -34,7 +35,7 @@ BEAT = 15.0
 _NO_EVENTS = 1 << 40
 
 
-class Feed:
+class JobFeed:
     """Parts of a job's page as JSON texts, renewed while there are viewers."""
 
     def __init__(self, job_dir: JobDir) -> None:
@@ -68,7 +69,8 @@ class Feed:
     def _viewed(self) -> Any:
         self._viewers += 1
         if self._viewers == 1:
-            work = (self._follow(), self._replay(), self._look())
+            roles = self._job_dir.roles.exists()
+            work = (self._follow_roles() if roles else self._follow(), self._replay(), self._look())
             self._tasks = [asyncio.create_task(self._safely(each)) for each in work]
         try:
             yield
@@ -82,7 +84,7 @@ class Feed:
     async def _safely(self, work: Awaitable[None]) -> None:
         try:
             await work
-        except Exception:
+        except Exception:  # a task's error is silent, and the page would look as if it were live
             logger.exception("The page of %s is no longer renewed", self._job_dir.path)
             self._publish(
                 "problem", {"text": "This page is no longer renewed; see the server's log."}
@@ -132,6 +134,30 @@ class Feed:
                 self._publish("ranks", content.of_ranks(await master.ranks()))
             await asyncio.sleep(2 * PAUSE)
 
+    async def _follow_roles(self) -> None:
+        """Show what the coordinator of a job of several roles says; while it is away, its journal tells."""
+        ended = False
+        while True:
+            began = time.monotonic()
+            if not ended:
+                try:
+                    ended = await self._publish_roles()
+                except DLRoverError as error:
+                    self._master = False
+                    self._publish("problem", {"text": str(error)})
+            took = time.monotonic() - began
+            await asyncio.sleep(PAUSE if self._master else max(RETRY, took / SHARE))
+
+    async def _publish_roles(self) -> bool:
+        """Show the roles once; return whether the job has ended."""
+        found = await roles.report(self._job_dir)
+        names = [role.name for role in found.status.roles]
+        pages = await asyncio.to_thread(roles_pages, self._job_dir, names)
+        self._master = found.coordinator_running
+        self._publish("master", {"answers": self._master})
+        self._publish("roles", content.of_roles(found, pages))
+        return found.outcome is not None
+
     # ---- files
 
     async def _replay(self) -> None:
@@ -158,16 +184,21 @@ class Feed:
             began = time.monotonic()
             found = await asyncio.to_thread(logs.names, self._job_dir)
             self._publish("logs", found)
-            stored = await asyncio.to_thread(checkpoints.stored, self._job_dir)
-            self._publish("checkpoints", stored)
+            if (
+                not self._job_dir.roles.exists()
+            ):  # a role's program saves, and its own page shows it
+                stored = await asyncio.to_thread(content.of_checkpoints, self._job_dir)
+                self._publish("checkpoints", stored)
             await asyncio.sleep(max(5 * PAUSE, (time.monotonic() - began) / SHARE))
 
 
 def report(job_dir: JobDir) -> tuple[dict[str, Any], messages.Status | None]:
     """Return what the journal and the events of a job tell, and its status at their end.
 
-    Without a journal, the report says why under ``absent``.
+    Without a journal, the report says why under ``absent``. That of a job of several roles has the events alone.
     """
+    if job_dir.roles.exists():
+        return {"dir": str(job_dir.path), **content.of_events(_events(job_dir))}, None
     try:
         found = goodput.report(job_dir)
         return content.of_report(found, _events(job_dir)), found.status
@@ -186,7 +217,15 @@ def _sizes(job_dir: JobDir) -> list[tuple[int, int]]:
     """Return size and time of the last change of the files that a report is made of."""
     wal = Path(f"{job_dir.journal}-wal")
     return [
-        _size(path) for path in (job_dir.job, job_dir.journal, wal, job_dir.events, job_dir.outcome)
+        _size(path)
+        for path in (
+            job_dir.job,
+            job_dir.roles,
+            job_dir.journal,
+            wal,
+            job_dir.events,
+            job_dir.outcome,
+        )
     ]
 
 

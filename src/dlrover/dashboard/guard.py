@@ -36,7 +36,7 @@ _LOCKED = """<!doctype html><html lang="en"><meta charset="utf-8"><title>DLRover
 The token changes each time the command starts, unless <code>DLROVER_DASHBOARD_TOKEN</code> sets it.</p></main></html>"""
 
 
-class Guard:
+class AccessGuard:
     """ASGI middleware in front of everything that the server answers.
 
     Args:

@@ -12,10 +12,14 @@ from typing import Any
 
 import msgspec
 
+from dlrover.dashboard.inspect import roles
 from dlrover.errors import DLRoverError
+from dlrover.roles.client import load_config
+from dlrover.roles.coordinator.jobs import directory_of
 from dlrover.rpc.client import connect
 from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.words import counted
 
 JOBS = 200
 """Most jobs in the list: the latest ones."""
@@ -23,7 +27,7 @@ ANSWER_TIME = 1.5
 """Seconds that a master has to tell the status of its job for the list."""
 
 
-class Listing:
+class JobList:
     """Jobs below state directories, and those in directories that were named. Each has an id for its address."""
 
     def __init__(self, states: Iterable[Path], named: Iterable[Path] = ()) -> None:
@@ -36,11 +40,13 @@ class Listing:
         found = dict.fromkeys((*self._named, *self._below()))
         dated = {path: when for path in found if (when := _began(path))}
         latest = sorted(dated, key=lambda path: dated[path], reverse=True)[:JOBS]
-        return {_id(path): path for path in latest}
+        return {job_id(path): path for path in latest}
 
     def find(self, job: str) -> JobDir | None:
-        """Return the directory of the job with an id; None if there is none."""
-        path = self.paths().get(job)
+        """Return the directory of the job, or of the role of a job, with an id; None if there is none."""
+        every = self.paths()
+        below = (role for path in every.values() for role in (path / "roles").glob("*"))
+        path = every.get(job) or next((role for role in below if job_id(role) == job), None)
         return None if path is None else JobDir(path)
 
     def jobs(self) -> list[dict[str, Any]]:
@@ -48,18 +54,18 @@ class Listing:
         return [self._row(name, path) for name, path in self.paths().items()]
 
     def _below(self) -> Iterator[Path]:
-        """Yield the job directories of the states; a job of several roles has one for each of them."""
+        """Yield the job directories of the states, and below them those of the earlier runs in each."""
         for state in self._states:
             with contextlib.suppress(OSError):
                 for path in (state / "jobs").iterdir():
                     yield path.resolve()
-                    yield from (below.parent.resolve() for below in path.glob("*/job.json"))
+                    yield from (below.resolve() for below in path.glob("run-*"))
             with contextlib.suppress(OSError):
                 yield (state / "last").resolve(strict=True)
 
     def _row(self, name: str, path: Path) -> dict[str, Any]:
         job_dir = JobDir(path)
-        seen = (_changed(job_dir.job), _changed(job_dir.outcome))
+        seen = (_began(path), _changed(job_dir.outcome))
         known = self._read.get(path)
         if known is None or known[0] != seen:
             known = self._read[path] = (seen, _content(job_dir))
@@ -74,9 +80,15 @@ async def ask_masters(rows: list[dict[str, Any]]) -> None:
 async def _ask(row: dict[str, Any]) -> None:
     job_dir = JobDir(Path(row["dir"]))
     row["phase"] = "interrupted"  # without a master and an outcome
-    with contextlib.suppress(DLRoverError, OSError, OverflowError, msgspec.DecodeError):
+    away = (DLRoverError, OSError, OverflowError, asyncio.TimeoutError, msgspec.DecodeError)
+    with contextlib.suppress(*away):
         address = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress)
         os.kill(address.pid, 0)
+        if job_dir.roles.exists():
+            of_roles = await asyncio.wait_for(roles.ask(job_dir), ANSWER_TIME)
+            restarts = sum(role.restarts for role in of_roles.roles)
+            row |= {"phase": of_roles.phase, "seconds": of_roles.seconds, "restarts": restarts}
+            return
         async with connect(job_dir, ANSWER_TIME) as master:
             status = await master.status()
         row |= {
@@ -92,9 +104,15 @@ async def _ask(row: dict[str, Any]) -> None:
 def _content(job_dir: JobDir) -> dict[str, Any]:
     row: dict[str, Any] = {"name": job_dir.path.name, "phase": "", "problem": "", "nodes": ""}
     try:
-        job = msgspec.json.decode(job_dir.job.read_bytes(), type=MasterConfig).job
-        least, most = job.min_nodes, job.max_nodes
-        row |= {"name": job.name, "nodes": str(most) if least == most else f"{least}:{most}"}
+        if job_dir.roles.exists():
+            of_roles = load_config(job_dir).job
+            row |= {"name": of_roles.name, "nodes": counted(len(of_roles.roles), "role")}
+        else:
+            job = msgspec.json.decode(job_dir.job.read_bytes(), type=MasterConfig).job
+            least, most = job.min_nodes, job.max_nodes
+            row |= {"name": job.name, "nodes": str(most) if least == most else f"{least}:{most}"}
+    except DLRoverError as error:
+        row["problem"] = str(error)
     except (OSError, msgspec.DecodeError) as error:
         row["problem"] = f"job.json cannot be read: {error}"
     with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -113,7 +131,7 @@ def _content(job_dir: JobDir) -> dict[str, Any]:
 
 def _began(path: Path) -> float:
     """Return when the latest run in a job directory began, in seconds since the epoch; 0.0: there is none."""
-    return _changed(path / "job.json")
+    return _changed(JobDir(path).roles) or _changed(JobDir(path).job)
 
 
 def _changed(path: Path) -> float:
@@ -123,7 +141,13 @@ def _changed(path: Path) -> float:
         return 0.0
 
 
-def _id(path: Path) -> str:
+def roles_pages(job_dir: JobDir, names: Iterable[str]) -> dict[str, str]:
+    """Return the id of each role whose own job has begun, by the role's name."""
+    own = {name: directory_of(job_dir.path, name) for name in names}
+    return {name: job_id(role.path) for name, role in own.items() if role.job.exists()}
+
+
+def job_id(path: Path) -> str:
     """Return an id that a part of an address can hold: the directory's name and a hash of its path."""
     plain = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in path.name)
     return f"{plain[:80]}~{hashlib.sha256(str(path).encode()).hexdigest()[:6]}"

@@ -27,9 +27,9 @@ from starlette.routing import Route
 
 from dlrover._util import procs
 from dlrover.dashboard import actions, content, guard, logs
-from dlrover.dashboard.cluster import Cluster
-from dlrover.dashboard.feed import Feed
-from dlrover.dashboard.listing import Listing, ask_masters
+from dlrover.dashboard.cluster import JobSources
+from dlrover.dashboard.feed import JobFeed
+from dlrover.dashboard.listing import JobList, ask_masters
 from dlrover.dashboard.page import ASSETS, STYLE, document, style
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 from dlrover.spec.jobdir import JobDir
@@ -47,10 +47,10 @@ END_WAIT = 1
 class Dashboard:
     """Handlers of the server. Use it on one event loop."""
 
-    def __init__(self, listing: Listing, cluster: Cluster) -> None:
+    def __init__(self, listing: JobList, cluster: JobSources) -> None:
         self._listing = listing
         self._cluster = cluster
-        self._feeds: dict[Path, Feed] = {}
+        self._feeds: dict[Path, JobFeed] = {}
         self._list: tuple[float, str] = (0.0, "")
         self._listing_now = asyncio.Lock()
 
@@ -116,7 +116,7 @@ class Dashboard:
         job_dir = await self._find(request)
         if job_dir is None:
             return _no_job()
-        feed = self._feeds.setdefault(job_dir.path, Feed(job_dir))
+        feed = self._feeds.setdefault(job_dir.path, JobFeed(job_dir))
         return _stream(feed.view())
 
     async def log(self, request: Request) -> Response:
@@ -155,11 +155,11 @@ class Dashboard:
 
 
 def application(
-    listing: Listing, cluster: Cluster, token: str, hosts: Sequence[str] | set[str]
+    listing: JobList, cluster: JobSources, token: str, hosts: Sequence[str] | set[str]
 ) -> Starlette:
     """Return the ASGI application."""
     dashboard = Dashboard(listing, cluster)
-    outer = Middleware(guard.Guard, token=token, hosts=hosts)
+    outer = Middleware(guard.AccessGuard, token=token, hosts=hosts)
     return Starlette(routes=dashboard.routes(), middleware=[outer])
 
 

@@ -38,7 +38,7 @@ RANK_VARIABLES = {
 """Variables that a launcher sets for each rank, and Slurm's names for them."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class LauncherPlace(msgspec.Struct, frozen=True):
     """Place of this process in a launcher's job."""
 
     rank: int
@@ -46,7 +46,7 @@ class Place(msgspec.Struct, frozen=True):
     local_rank: int
 
 
-class Member(msgspec.Struct, frozen=True):
+class RankCheck(msgspec.Struct, frozen=True):
     """What a rank sends to the others after each round."""
 
     hostname: str
@@ -95,7 +95,7 @@ def check(env: Mapping[str, str], limits: Limits, directory: str, accelerator: s
     return asyncio.run(_together(process, place, limits))
 
 
-def find_place(env: Mapping[str, str]) -> Place | None:
+def find_place(env: Mapping[str, str]) -> LauncherPlace | None:
     """Return this process's place in a launcher's job; None outside a job or in a job of one process.
 
     Raises:
@@ -115,7 +115,7 @@ def find_place(env: Mapping[str, str]) -> Place | None:
         values[name] = int(text)
     if "MASTER_PORT" not in env:
         raise ConfigurationError("MASTER_PORT is not set, though MASTER_ADDR is.")
-    place = Place(values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"])
+    place = LauncherPlace(values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"])
     if place.rank >= place.size:
         raise ConfigurationError(f"RANK={place.rank}: must be less than WORLD_SIZE={place.size}.")
     return place if place.size > 1 else None
@@ -171,7 +171,7 @@ def _free_port() -> int:
 # ---- a launcher's job
 
 
-async def _together(process: CheckProcess, place: Place, limits: Limits) -> CheckOutcome:
+async def _together(process: CheckProcess, place: LauncherPlace, limits: Limits) -> CheckOutcome:
     """Check together with the other ranks. All see the same reports and reach the same verdict."""
     began = time.monotonic()
     evidence = CheckEvidence(tuple(range(place.size)))
@@ -212,12 +212,12 @@ async def _together(process: CheckProcess, place: Place, limits: Limits) -> Chec
 
 async def _round(
     process: CheckProcess,
-    place: Place,
+    place: LauncherPlace,
     groups: Sequence[tuple[int, ...]],
     local: Collection[int],
     round_: int,
     limits: Limits,
-) -> list[Member]:
+) -> list[RankCheck]:
     mine = next((group for group in groups if place.rank in group), (place.rank,))
     report = CheckReport(check=1, round=round_, results=())
     if len(mine) > 1 or place.rank in local:
@@ -230,14 +230,14 @@ async def _round(
         )
         results = await process.probe(order, place.rank)
         report = CheckReport(check=1, round=round_, results=results).bounded()
-    value = msgspec.json.encode(Member(socket.gethostname(), report)).decode()
+    value = msgspec.json.encode(RankCheck(socket.gethostname(), report)).decode()
     seconds = limits.check_timeout + SHARE_SECONDS
     values = await process.share(f"round {round_}", value, seconds)
     return [_member(text) for text in values]
 
 
-def _member(text: str) -> Member:
-    return msgspec.json.decode(text, type=Member) if text else Member("", None)
+def _member(text: str) -> RankCheck:
+    return msgspec.json.decode(text, type=RankCheck) if text else RankCheck("", None)
 
 
 def _silent(round_: int) -> CheckReport:

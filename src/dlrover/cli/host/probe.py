@@ -149,7 +149,7 @@ def collect(
     wall, start = time.time(), time.monotonic()
     localhost, hostname, reverse = _names(limit)
     loopback_error = _loopback_error(limit)
-    place = within(limit, [partial(_place, state_dir)])[0] or _Place(Path(), None, False)
+    place = within(limit, [partial(_state_dir, state_dir)])[0] or _StateDir(Path(), None, False)
     seconds, wall_seconds = time.monotonic() - start, time.time() - wall
     memory = psutil.virtual_memory()
     compiled = library.load(native(environ))
@@ -214,19 +214,19 @@ def _space(path: Path) -> DiskSpace | None:
     return DiskSpace(usage.total, usage.free)
 
 
-class _Place(NamedTuple):
-    """An existing directory."""
+class _StateDir(NamedTuple):
+    """The state directory, or its nearest parent that exists."""
 
     path: Path
     space: DiskSpace | None
     writable: bool
 
 
-def _place(path: Path) -> _Place:
+def _state_dir(path: Path) -> _StateDir:
     """Return ``path`` or, if it does not exist, its nearest existing parent."""
     path = path.resolve()
     path = next(place for place in (path, *path.parents) if os.path.exists(place))
-    return _Place(path, _space(path), path.is_dir() and os.access(path, os.W_OK | os.X_OK))
+    return _StateDir(path, _space(path), path.is_dir() and os.access(path, os.W_OK | os.X_OK))
 
 
 def _mount_type(mounts: str, path: Path) -> str:

@@ -40,7 +40,7 @@ const open = (next) => {
   listen("fixed", (value) => Object.assign(job, value));
   listen("status", (value) => { job.status = value; if (!value.outcome) job.rates = [...job.rates, value.rate].slice(-KEPT); });
   listen("ranks", (value) => { job.earlier = new Map((job.ranks || []).map((rank) => [rank.rank, rank])); job.ranks = value; });
-  for (const name of ["report", "checkpoints", "logs", "master"]) listen(name, (value) => { job[name] = value; });
+  for (const name of ["report", "roles", "checkpoints", "logs", "master"]) listen(name, (value) => { job[name] = value; });
   listen("problem", (value) => say(value.text, true));
 };
 
@@ -68,21 +68,22 @@ const frame = () => {
 };
 
 const jobPage = (job) => {
-  const { status, report } = job;
+  const { report } = job;
+  const status = job.status || job.roles; // a job of several roles has those instead
   const name = (status && status.name) || report.job || job.id;
   document.title = `${name} · DLRover`;
   const away = job.master && !job.master.answers && status && !status.outcome;
   const over = Boolean(status && status.outcome);
   const act = frozen || over || !status || away ? null : actions(job);
-  const sections = [D.overview(job), D.timeline(job), D.nodes(job, act), D.incidents(job), D.plans(job), D.datasets(job), D.checkpoints(job), D.events(job), frozen ? null : D.logs(job, state.log)].filter(Boolean);
+  const sections = [job.roles ? D.roles(job) : D.overview(job), D.timeline(job), D.nodes(job, act), D.incidents(job), D.plans(job), D.datasets(job), D.checkpoints(job), D.events(job), frozen ? null : D.logs(job, state.log)].filter(Boolean);
   const present = new Set(sections.map((section) => section.props.id));
   return [
     h("div", { class: "head", key: "head" },
       h("div", { class: "title" }, h("h1", {}, name), D.phase((status && status.phase) || report.phase)),
-      h("p", { class: "soft" }, [report.submitted ? `submitted ${D.moment(report.submitted)}` : "", status && status.size, frozen ? `frozen ${D.moment(job.frozenAt)}` : ""].filter(Boolean).join(" · ")),
+      h("p", { class: "soft" }, [report.submitted ? `submitted ${D.moment(report.submitted)}` : "", status && status.size, job.roles ? `${over ? "ran" : "has run"} for ${D.duration(job.roles.seconds)}` : "", frozen ? `frozen ${D.moment(job.frozenAt)}` : ""].filter(Boolean).join(" · ")),
       h("p", { class: "soft small dir" }, report.dir || ""),
-      act ? h("div", { class: "buttons" }, h("button", { on: { click: act.stacks } }, "Stacks"), h("button", { on: { click: act.scale } }, "Scale …"), h("button", { class: "danger", on: { click: act.stop } }, "Stop …")) : null),
-    away ? h("p", { class: "banner", key: "away", role: "status" }, "The master does not answer; this is where its journal ends.") : null,
+      act ? h("div", { class: "buttons" }, job.roles ? null : [h("button", { on: { click: act.stacks } }, "Stacks"), h("button", { on: { click: act.scale } }, "Scale …")], h("button", { class: "danger", on: { click: act.stop } }, "Stop …")) : null),
+    away ? h("p", { class: "banner", key: "away", role: "status" }, `The ${job.roles ? "coordinator" : "master"} does not answer; this is where its journal ends.`) : null,
     status && status.waiting_for ? h("p", { class: "banner", key: "waits", role: "status" }, status.waiting_for) : null,
     over ? h("div", { class: `banner ${status.outcome.exit_code ? "bad" : "good"}`, key: "end" }, h("p", { class: "strong" }, status.outcome.reason),
       status.outcome.advice ? h("p", {}, "Next: ", status.outcome.advice) : null, status.outcome.others.map((line) => h("p", { class: "small" }, line))) : null,
@@ -149,7 +150,7 @@ const closeLog = () => { if (state.log) state.log.stream.close(); state.log = nu
 // ---- buttons that act
 
 const actions = (job) => ({
-  stop: () => ask("Stop the job?", [`The workers of ${job.status.name} get SIGTERM and time to end. A program that saves on SIGTERM, or a Checkpointer with save at breakpoint, loses no step.`], "Stop the job", true).then((yes) => yes && send(job, { action: "stop" })),
+  stop: () => ask("Stop the job?", [`The workers of ${(job.status || job.roles).name} get SIGTERM and time to end. A program that saves on SIGTERM, or a Checkpointer with save at breakpoint, loses no step.`], "Stop the job", true).then((yes) => yes && send(job, { action: "stop" })),
   scale: () => {
     const now = job.status.nodes.filter((node) => node.node_rank >= 0 && node.role !== "ps").length;
     const field = h("label", { class: "field" }, "Nodes", h("input", { id: "wanted", type: "number", min: "1", max: "100000", initially: { value: String(now || 1) } }));

@@ -3,7 +3,7 @@
 
 const MOST_ROWS = 200;
 
-D.SECTIONS = [["overview", "Overview"], ["timeline", "Timeline"], ["nodes", "Nodes"], ["incidents", "Incidents"], ["plans", "Plans"],
+D.SECTIONS = [["overview", "Overview"], ["roles", "Roles"], ["timeline", "Timeline"], ["nodes", "Nodes"], ["incidents", "Incidents"], ["plans", "Plans"],
   ["data", "Data"], ["checkpoints", "Checkpoints"], ["events", "Events"], ["logs", "Logs"]];
 
 const card = (name, title, aside, ...kids) => h("section", { id: name, key: name, class: "card", "aria-labelledby": `${name}-title`, tabindex: "-1" },
@@ -54,6 +54,29 @@ const causes = (job, goodput) => {
       h("span", { class: "num" }, D.duration(goodput.seconds[cause.key])), h("span", { class: "num soft" }, D.percent(goodput.seconds[cause.key] / wall))))),
     goodput.notes.map((note) => h("p", { class: "soft" }, note)),
   ];
+};
+
+// ---- roles
+
+D.roles = (job) => {
+  const { roles, weights, queues } = job.roles;
+  const rows = roles.flatMap((role) => (role.instances.length ? role.instances : [null]).map((one, at) => [role, one, at]));
+  const states = { serving: "good", running: "good", stale: "busy" };
+  return card("roles", "Roles", D.count(roles.length, "role"),
+    D.table("Roles and their instances", [["role"], ["kind", "opt"], ["status"], ["restarts", "num"], ["instance", "num"], ["state"], ["phase"], ["weights", "opt"], ["last end", "opt"]],
+      rows.map(([role, one, at]) => h("tr", { key: `${role.name} ${at}` },
+        at ? [h("td", {}), h("td", { class: "opt" }), h("td", {}), h("td", {})] : [
+          h("td", {}, role.page ? h("a", { href: `#/job/${encodeURIComponent(role.page)}` }, role.name) : role.name), h("td", { class: "opt" }, role.kind),
+          h("td", {}, D.badge(role.status, D.phases[role.status] || "busy"), role.waits_for.length ? ` for ${role.waits_for.join(", ")}` : ""), h("td", { class: "num" }, role.restarts)],
+        one ? [h("td", { class: "num" }, one.index), h("td", {}, D.badge(one.state, states[one.state] || "")), h("td", {}, one.phase ? `${one.phase} ${D.duration(one.phase_seconds)}` : "–"),
+          h("td", { class: "opt" }, Object.entries(one.weights).map(([name, version]) => `${name} ${version}`).join(", ") || "–"), h("td", { class: "opt" }, one.reason || "–")]
+          : ["num", "", "", "opt", "opt"].map((kind) => h("td", { class: kind }, "–"))))),
+    weights.map((each) => h("p", { key: `w ${each.name}` }, `Weights ${each.name} of ${each.role}: ${each.version ? `version ${each.version}` : "no version yet"}`)),
+    Object.entries(queues).map(([name, queue]) => h("div", { class: "part", key: `q ${name}` }, h("h3", {}, `Queue ${name}`),
+      h("div", { class: "bar thin", role: "img", "aria-label": `${D.whole(queue.waiting)} waiting, ${D.whole(queue.leased)} leased of ${D.whole(queue.size)}` },
+        h("span", { class: "acknowledged", style: { width: `${100 * queue.waiting / Math.max(1, queue.size)}%` } }), h("span", { class: "leased", style: { width: `${100 * queue.leased / Math.max(1, queue.size)}%` } })),
+      h("p", { class: "small soft" }, `${D.whole(queue.waiting)} waiting, ${D.whole(queue.leased)} leased of ${D.whole(queue.size)}; ${D.whole(queue.done)} of ${D.count(queue.added, "item")} done`,
+        queue.redelivered ? `, ${D.whole(queue.redelivered)} redelivered` : "", queue.lost ? `, ${D.whole(queue.lost)} lost` : ""))));
 };
 
 // ---- timeline
