@@ -39,13 +39,12 @@ class RoleMembers:
         Raises:
             ProtocolError: The life is over; nothing has changed.
         """
-        match event:
-            case MemberStarted():
-                over = self._started(event.place)
-            case JoinRole():
-                over = self._join(event)
-            case MemberEnded():
-                over = self._ended(event)
+        if isinstance(event, MemberStarted):
+            over = self._started(event.place)
+        elif isinstance(event, JoinRole):
+            over = self._join(event)
+        else:
+            over = self._ended(event)
         return over + self._end_earlier(event.place)
 
     def validate(self) -> None:
