@@ -13,7 +13,9 @@ from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import open_journal
 from dlrover.master.machine.cluster import TaskCluster
 from dlrover.master.service import Master
-from dlrover.spec.cluster import (
+from dlrover.spec.job import JobSpec
+from dlrover.spec.requests import Unanswered
+from dlrover.spec.requests.cluster import (
     ClusterReply,
     ClusterRequest,
     ClusterTask,
@@ -22,8 +24,6 @@ from dlrover.spec.cluster import (
     LookCluster,
     UseCluster,
 )
-from dlrover.spec.job import JobSpec
-from dlrover.spec.requests import Unanswered
 
 PS = [ClusterTask("ps", i, 1, f"host:{i}") for i in range(3)]
 AGAIN = ClusterTask("ps", 0, 2, "host:9")

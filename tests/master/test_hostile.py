@@ -18,9 +18,9 @@ from dlrover.master.service import Master
 from dlrover.rpc import messages, wire
 from dlrover.spec.check import CheckReport
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.spec.membership import JoinMembers, MembershipRequest
 from dlrover.spec.requests import WorkerReply, WorkerRequest
-from dlrover.spec.shards import DataSpec, Incarnation, TakeShards
+from dlrover.spec.requests.membership import JoinMembers, MembershipRequest
+from dlrover.spec.requests.shards import DataSpec, Incarnation, TakeShards
 from tests.support.hostile import Hostile
 
 SEEDS = range(12)

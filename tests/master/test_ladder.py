@@ -9,8 +9,8 @@ from dlrover.master.machine.ladder import LADDER, FaultFacts, choose
 from dlrover.rpc.messages import Join
 from dlrover.spec import events
 from dlrover.spec.failure import Action, FailureKind, Rung
-from dlrover.spec.membership import JoinMembers
 from dlrover.spec.node import FIRST_SPARE
+from dlrover.spec.requests.membership import JoinMembers
 from dlrover.spec.world import Offer
 from tests.support.drivers import JobDriver
 

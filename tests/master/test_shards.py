@@ -22,7 +22,7 @@ from dlrover.rpc.messages import Record, RequestFrame
 from dlrover.rpc.server import Server
 from dlrover.spec.job import JobSpec
 from dlrover.spec.requests import Unanswered, WorkerReply
-from dlrover.spec.shards import (
+from dlrover.spec.requests.shards import (
     MAX_ACKNOWLEDGED,
     DataSpec,
     FailedSpan,

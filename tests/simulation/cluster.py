@@ -36,9 +36,9 @@ from dlrover.spec.brain import Similar
 from dlrover.spec.events import Event
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
-from dlrover.spec.membership import MembershipChange
 from dlrover.spec.node import WORKER, FoundNode, LaunchNode, is_server
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.requests.membership import MembershipChange
 from tests.simulation.clock import Time
 from tests.simulation.nodes import Delays, Link, Program, SimulatedNode
 

@@ -25,8 +25,8 @@ from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import Entry, JobSpec, LaunchSpec
 from dlrover.spec.jobdir import AgentConfig
 from dlrover.spec.measurements import NodeUsage, WorkerActivity
-from dlrover.spec.membership import FinishMembers, JoinMembers, Members, MembershipChange
 from dlrover.spec.node import SERVER, Size
+from dlrover.spec.requests.membership import FinishMembers, JoinMembers, Members, MembershipChange
 from dlrover.spec.world import World
 from tests.simulation import ailments
 from tests.simulation.ailments import Ailment

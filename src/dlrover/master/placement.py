@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from dlrover.embedding.machine.placement import Placement
 from dlrover.errors import ProtocolError
-from dlrover.spec.placement import PlacementReply, PlacementRequest
 from dlrover.spec.requests import Unanswered
+from dlrover.spec.requests.placement import PlacementReply, PlacementRequest
 
 logger = logging.getLogger(__name__)
 

@@ -36,14 +36,14 @@ from dlrover.platform.base import PlacedNode, Platform, Progress, RoleSize, scal
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
-from dlrover.spec.cluster import ClusterRequest, LookCluster
 from dlrover.spec.events import NodeWaits
-from dlrover.spec.membership import LookMembers, Meet, MembershipChange, MembersNow
 from dlrover.spec.node import CHIEF, SERVER, WORKER, LaunchNode
-from dlrover.spec.placement import LookPlacement, PlacementRequest
 from dlrover.spec.requests import Unanswered, WorkerReply, WorkerRequest
-from dlrover.spec.shards import LookShards, ShardRequest
-from dlrover.spec.strategies import ChooseStrategy, StrategyRequest
+from dlrover.spec.requests.cluster import ClusterRequest, LookCluster
+from dlrover.spec.requests.membership import LookMembers, Meet, MembershipChange, MembersNow
+from dlrover.spec.requests.placement import LookPlacement, PlacementRequest
+from dlrover.spec.requests.shards import LookShards, ShardRequest
+from dlrover.spec.requests.strategies import ChooseStrategy, StrategyRequest
 
 logger = logging.getLogger(__name__)
 

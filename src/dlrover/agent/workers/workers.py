@@ -30,7 +30,7 @@ from dlrover.spec.activity import Activity
 from dlrover.spec.failure import OWN_ENDS, Failure, FailureKind
 from dlrover.spec.job import Entry, LaunchSpec, Std
 from dlrover.spec.measurements import WorkerActivity
-from dlrover.spec.membership import Members
+from dlrover.spec.requests.membership import Members
 from dlrover.spec.stacks import WorkerEvidence
 from dlrover.spec.world import World
 from dlrover.training.worker.bootstrap import Program

@@ -18,7 +18,7 @@ from dlrover.master.machine.state import JobState, Node, loss_of
 from dlrover.rpc.messages import StartAgain
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Origin
-from dlrover.spec.membership import Members, MembershipChange
+from dlrover.spec.requests.membership import Members, MembershipChange
 
 
 @dataclass
