@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlrover.master.machine import inputs
-from dlrover.master.machine.ladder import LADDER, FaultFacts, choose
+from dlrover.master.machine.recovery.ladder import LADDER, FaultFacts, choose
 from dlrover.rpc.messages import Join
 from dlrover.spec import events
 from dlrover.spec.failure import Action, FailureKind, Rung
