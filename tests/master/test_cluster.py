@@ -79,7 +79,7 @@ def master_at(directory: Path) -> Iterator[Master]:
 def test_the_next_master_knows_the_tasks_and_the_wanted_numbers(tmp_path: Path) -> None:
     async def asked(*requests: ClusterRequest) -> list[object]:
         with master_at(tmp_path) as master:
-            return [await master.use(request) for request in requests]
+            return [await master.requests.use(request) for request in requests]
 
     asyncio.run(asked(EnterCluster(AGAIN), EnterCluster(PS[1]), UseCluster((AGAIN,))))
     refused, found = asyncio.run(asked(EnterCluster(PS[0]), LookCluster()))

@@ -195,7 +195,7 @@ class Link:
     async def _serve(self, master: Master) -> None:
         """Be the master's server for this stream."""
         with contextlib.suppress(DLRoverError):
-            async for message in master.attend(_items(self._up)):
+            async for message in master.streams.attend(_items(self._up)):
                 self._send(self._down, message)
         self._send(self._down, None)
 
