@@ -14,7 +14,7 @@ from dlrover.embedding.remote.holding import HeldSlots, Slots
 from dlrover.embedding.remote.server import EmbeddingServer
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.node import SERVER
-from dlrover.spec.placement import PlacementReply
+from dlrover.spec.requests.placement import PlacementReply
 
 logger = logging.getLogger(__name__)
 

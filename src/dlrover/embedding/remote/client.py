@@ -22,7 +22,7 @@ from dlrover.embedding.remote.directory import Directory
 from dlrover.embedding.remote.holding import Keys, Rows, Slots
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
-from dlrover.spec.placement import SLOTS, OpenTable, PlacedServer, PlacementReply
+from dlrover.spec.requests.placement import SLOTS, OpenTable, PlacedServer, PlacementReply
 
 logger = logging.getLogger(__name__)
 

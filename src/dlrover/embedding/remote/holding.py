@@ -17,7 +17,7 @@ from dlrover.embedding.remote.arrays import Arrays
 from dlrover.embedding.remote.orders import RowsHeld
 from dlrover.embedding.table import HashTable
 from dlrover.errors import ProtocolError
-from dlrover.spec.placement import SLOTS, PlacementReply
+from dlrover.spec.requests.placement import SLOTS, PlacementReply
 
 Keys: TypeAlias = NDArray[np.int64]
 Rows: TypeAlias = NDArray[np.float32]

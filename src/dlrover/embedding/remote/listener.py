@@ -18,7 +18,7 @@ from dlrover.embedding.remote.directory import Directory
 from dlrover.embedding.remote.holding import HeldSlots, Slots
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import DLRoverError, ProtocolError
-from dlrover.spec.placement import SLOTS
+from dlrover.spec.requests.placement import SLOTS
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from dlrover.embedding.remote import orders, stored, wire
 from dlrover.embedding.remote.directory import Directory
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.spec.placement import SLOTS, PlacedServer, PlacementReply, TablesStored
+from dlrover.spec.requests.placement import SLOTS, PlacedServer, PlacementReply, TablesStored
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,13 @@ import torch.distributed as dist
 
 from dlrover import launched
 from dlrover.errors import InfrastructureError
-from dlrover.spec.membership import FinishMembers, JoinMembers, LookMembers, Members, MembersNow
+from dlrover.spec.requests.membership import (
+    FinishMembers,
+    JoinMembers,
+    LookMembers,
+    Members,
+    MembersNow,
+)
 from dlrover.training.replicas import hooks
 from dlrover.training.replicas.groups import TIMEOUT, MeetingStore, connections, shut_down
 from dlrover.training.replicas.link import Link, open_link

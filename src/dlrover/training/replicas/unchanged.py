@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from dlrover import launched
 from dlrover.errors import ConfigurationError
-from dlrover.spec.membership import LookMembers, MembersNow
+from dlrover.spec.requests.membership import LookMembers, MembersNow
 from dlrover.training.replicas.groups import MembershipGroup
 from dlrover.training.replicas.healing import Healer
 from dlrover.training.replicas.link import Link
