@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dlrover.accelerate import checks
+from dlrover.accelerate import strategies
 from dlrover.accelerate.anatomy import Anatomy
 from dlrover.errors import ConfigurationError
 from dlrover.planning.parallel.accelerators import ACCELERATORS
@@ -138,7 +138,7 @@ def _uneven(model: Transformer, cluster: Cluster, task: Task) -> list[tuple[Stra
 
 def _applies(one: Strategy, anatomy: Anatomy, world_size: int) -> bool:
     try:
-        checks.check(one, anatomy, world_size)
+        strategies.check(one, anatomy, world_size)
     except ConfigurationError as error:
         _log.debug("A strategy was passed over: %s", error)
         return False

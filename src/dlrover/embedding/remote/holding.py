@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dlrover._native.tables import slots_of
 from dlrover.embedding.options import decoded
 from dlrover.embedding.remote.arrays import Arrays
-from dlrover.embedding.remote.orders import RowsHeld
+from dlrover.embedding.remote.wire import RowsHeld
 from dlrover.embedding.table import HashTable
 from dlrover.errors import ProtocolError
 from dlrover.spec.placement import SLOTS, PlacementReply

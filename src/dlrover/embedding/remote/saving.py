@@ -1,4 +1,4 @@
-"""Checkpoints of tables on servers, which one process of the job orders."""
+"""Checkpoints of tables on servers, which one process of the job wire."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import msgspec
 from dlrover._util import backoff
 from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
 from dlrover.embedding.machine.chain import TableManifest, TablePart
-from dlrover.embedding.remote import orders, stored, wire
+from dlrover.embedding.remote import stored, wire
 from dlrover.embedding.remote.directory import Directory
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -144,7 +144,7 @@ class TableCheckpoints:
         placement = self._settled()
         links = self._connect(placement)
         try:
-            order = msgspec.json.encode(orders.Load(self._place, manifest.id, placement.version))
+            order = msgspec.json.encode(wire.Load(self._place, manifest.id, placement.version))
             _on_all(links, Op.LOAD, dict.fromkeys(links, order))
         finally:
             _close(links)
@@ -156,11 +156,11 @@ class TableCheckpoints:
     def _write(self, manifest: TableManifest, links: Mapping[int, _Link]) -> None:
         try:
             bodies = {
-                index: msgspec.json.encode(orders.Write(self._place, manifest.id, index))
+                index: msgspec.json.encode(wire.Write(self._place, manifest.id, index))
                 for index in links
             }
             replies = _on_all(links, Op.WRITE, bodies)
-            parts = tuple(orders.decoded(body, TablePart) for body in replies.values())
+            parts = tuple(wire.decoded(body, TablePart) for body in replies.values())
             manifest = msgspec.structs.replace(manifest, parts=parts)
             stored.publish(self._store, manifest)
             self._directory.ask(TablesStored(manifest.step, manifest.id, self._place))
@@ -253,9 +253,9 @@ def _copy(links: Mapping[int, _Link], id_: str, parent: str, version: int) -> bo
     Raises:
         InfrastructureError: A slot moved meanwhile.
     """
-    order = msgspec.json.encode(orders.Export(id_, parent, version))
+    order = msgspec.json.encode(wire.Export(id_, parent, version))
     replies = _on_all(links, Op.EXPORT, dict.fromkeys(links, order))
-    exported = [orders.decoded(body, orders.Exported) for body in replies.values()]
+    exported = [wire.decoded(body, wire.Exported) for body in replies.values()]
     if any(each.refused for each in exported):
         return False
     held = sorted(slot for each in exported for slot in each.slots)

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.optim.dense import WrappedOptimizer
 from dlrover.optim.local.exchange import CodedSum, Peers, Residuals, Sum
 from dlrover.optim.local.fragments import Fragment, Outer, divided
 from dlrover.optim.machine.penalty import Penalty, PenaltyDecision, ReplicaReport, Statistics, judge
 from dlrover.optim.tensors import like, local, parameters, saved_states
-from dlrover.optim.wrapped import WrappedOptimizer
 
 logger = logging.getLogger(__name__)
 
