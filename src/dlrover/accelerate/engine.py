@@ -206,7 +206,7 @@ def _strategy(  # noqa: PLR0913 - what a choice depends on
     accelerator = kargs.get("accelerator") or choosing.accelerator_of(world.device())
     near, ranks, sequence = world.per_node(), world.size(), _sequence(dataset, kargs)
 
-    task = choosing.Task(
+    task = choosing.StrategyTask(
         anatomy, sequence, batch or ranks,
         tuple(excluded or ()), None if included is None else tuple(included),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlrover._native.updates import adamw_scalars
 from dlrover.optim.dense import DenseOptimizer, check_betas, check_ranges
-from dlrover.optim.moments import Moments, Rule
+from dlrover.optim.moments import MomentRule, Moments
 
 
 def _scalars(step: int, group: dict[str, Any]) -> Any:
@@ -34,7 +34,7 @@ def _plain(
     torch._foreach_addcdiv_(parameters, means, divisor, -lr / (1 - beta1**step))
 
 
-_RULE = Rule("adamw", _scalars, _plain)
+_RULE = MomentRule("adamw", _scalars, _plain)
 
 
 class AdamW(DenseOptimizer):

@@ -11,7 +11,7 @@ from torch import Tensor
 from dlrover._native.updates import agd_scalars
 from dlrover.errors import ConfigurationError
 from dlrover.optim.dense import DenseOptimizer, check_betas, check_ranges
-from dlrover.optim.moments import Moments, Rule
+from dlrover.optim.moments import MomentRule, Moments
 
 
 def _scalars(step: int, group: dict[str, Any]) -> Any:
@@ -49,7 +49,7 @@ def _plain(
     torch._foreach_add_(parameters, quotient, alpha=-lr * math.sqrt(second) / first)
 
 
-_RULE = Rule("agd", _scalars, _plain)
+_RULE = MomentRule("agd", _scalars, _plain)
 
 
 class AGD(DenseOptimizer):

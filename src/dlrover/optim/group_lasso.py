@@ -24,7 +24,7 @@ from dlrover.optim.dense import DenseOptimizer, by_rows, check_betas, check_rang
 from dlrover.optim.tensors import local, spread_by_rows
 
 
-class Rule(NamedTuple):
+class LassoRule(NamedTuple):
     """The optimizer that group lasso is added to."""
 
     own: Callable[[dict[str, Any]], dict[str, float]]
@@ -44,7 +44,7 @@ class GroupLasso:
 
     eager = False
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: LassoRule) -> None:
         self._rule = rule
 
     def begin(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -93,7 +93,7 @@ def _adam_divisor(step: int, states: dict[str, Tensor], group: dict[str, Any]) -
     return states["exp_avg_sq"].sqrt().add_(eps)
 
 
-_ADAM = Rule(_adam_own, _adam_advance, _adam_divisor)
+_ADAM = LassoRule(_adam_own, _adam_advance, _adam_divisor)
 
 
 class GroupAdam(DenseOptimizer):
@@ -144,7 +144,7 @@ def _adagrad_divisor(step: int, states: dict[str, Tensor], group: dict[str, Any]
     return states["sum"].sqrt().add_(group["eps"])
 
 
-_ADAGRAD = Rule(_adagrad_own, _adagrad_advance, _adagrad_divisor)
+_ADAGRAD = LassoRule(_adagrad_own, _adagrad_advance, _adagrad_divisor)
 
 
 class GroupAdagrad(DenseOptimizer):

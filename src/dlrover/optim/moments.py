@@ -35,7 +35,7 @@ class Member(NamedTuple):
         return self[:4]
 
 
-class Rule(NamedTuple):
+class MomentRule(NamedTuple):
     """How an optimizer updates a parameter and its two moments."""
 
     kernel: str
@@ -59,7 +59,7 @@ class Moments:
     parameter's number only: ranks with the same parameters and gradients compute the same bits.
     """
 
-    def __init__(self, rule: Rule, state_bits: int, *, amsgrad: bool = False) -> None:
+    def __init__(self, rule: MomentRule, state_bits: int, *, amsgrad: bool = False) -> None:
         if state_bits not in (8, 32):
             raise ConfigurationError(f"state_bits is {state_bits}; accepted are 8 and 32.")
         if state_bits == 8 and amsgrad:

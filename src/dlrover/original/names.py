@@ -19,7 +19,7 @@ class Module(NamedTuple):
     """Module here that has these names."""
 
 
-class Program(NamedTuple):
+class MainModule(NamedTuple):
     """A module of the original that is run, with ``python -m``."""
 
     name: str
@@ -156,26 +156,26 @@ MODULES = (
 )  # fmt: skip
 
 PROGRAMS = (
-    Program("dlrover.trainer.torch.main", "`dlrover-run`", "dlrover.cli:launcher"),
-    Program("dlrover.trainer.torch.elastic_run", "`dlrover-run`", "dlrover.cli:launcher"),
-    Program("dlrover.trainer.torch.compatible_main", "`dlrover-run`", "dlrover.cli:launcher"),
-    Program(
+    MainModule("dlrover.trainer.torch.main", "`dlrover-run`", "dlrover.cli:launcher"),
+    MainModule("dlrover.trainer.torch.elastic_run", "`dlrover-run`", "dlrover.cli:launcher"),
+    MainModule("dlrover.trainer.torch.compatible_main", "`dlrover-run`", "dlrover.cli:launcher"),
+    MainModule(
         "dlrover.trainer.torch.node_check.nvidia_gpu", "`dlrover check`",
         "dlrover.cli:command", f"{_ORIGINAL}.programs:node_check",
     ),
-    Program(
+    MainModule(
         "dlrover.trainer.torch.node_check.ascend_npu", "`dlrover check`",
         "dlrover.cli:command", f"{_ORIGINAL}.programs:node_check",
     ),
-    Program(
+    MainModule(
         "dlrover.python.master.main", "`dlrover master`",
         "dlrover.cli:command", f"{_ORIGINAL}.programs:master",
     ),
-    Program(
+    MainModule(
         "dlrover.trainer.entry.local_entry", "`dlrover-run --chief` and `dlrover.tensorflow.resilient`",
         f"{_ORIGINAL}.programs:estimator",
     ),
-    Program(
+    MainModule(
         "dlrover.trainer.__main__", "`dlrover-run --chief` and `dlrover.tensorflow.resilient`",
         f"{_ORIGINAL}.programs:estimator",
     ),

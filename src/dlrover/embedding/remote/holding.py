@@ -25,7 +25,6 @@ Slots: TypeAlias = NDArray[np.intp]
 
 MAX_CLIENTS = 4096
 """Clients whose last pushes are kept; the one that has been silent longest is forgotten first."""
-NO_SLOTS: Slots = np.empty(0, np.intp)
 
 
 class _Client:

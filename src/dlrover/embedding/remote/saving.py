@@ -135,7 +135,7 @@ class TableCheckpoints:
     def _loaded(self, manifest: TableManifest) -> bool:
         try:
             self._load(manifest)
-        except _RefusedError as error:
+        except _OrderRefusedError as error:
             logger.warning("The checkpoint before it is loaded: %s", error)
             return False
         return True
@@ -153,7 +153,7 @@ class TableCheckpoints:
 
     # ---- the thread
 
-    def _write(self, manifest: TableManifest, links: Mapping[int, _Link]) -> None:
+    def _write(self, manifest: TableManifest, links: Mapping[int, _OrderLink]) -> None:
         try:
             bodies = {
                 index: msgspec.json.encode(wire.Write(self._place, manifest.id, index))
@@ -191,20 +191,20 @@ class TableCheckpoints:
             threading.Event().wait(delay)
         raise AssertionError("delays end")
 
-    def _connect(self, placement: PlacementReply) -> dict[int, _Link]:
+    def _connect(self, placement: PlacementReply) -> dict[int, _OrderLink]:
         owners = set(placement.owners)
         servers = {i: server for i, server in placement.servers.items() if i in owners}
-        links: dict[int, _Link] = {}
+        links: dict[int, _OrderLink] = {}
         try:
             for index, server in servers.items():
-                links[index] = _Link(index, server, placement.secret)
+                links[index] = _OrderLink(index, server, placement.secret)
         except BaseException:
             _close(links)
             raise
         return links
 
 
-class _Link:
+class _OrderLink:
     """A connection to one server for orders."""
 
     def __init__(self, index: int, server: PlacedServer, secret: bytes) -> None:
@@ -228,7 +228,7 @@ class _Link:
             ) from error
         text = bytes(reply.body)
         if reply.status is not ReplyStatus.OK:
-            kind = StorageAwayError if reply.status is ReplyStatus.AWAY else _RefusedError
+            kind = StorageAwayError if reply.status is ReplyStatus.AWAY else _OrderRefusedError
             raise kind(f"Embedding server {self.index}: {text.decode(errors='replace')}")
         return text
 
@@ -243,11 +243,11 @@ def _after(before: TableManifest | None) -> float:
     return max(time.time(), before.time + 1e-3 if before is not None else 0.0)
 
 
-class _RefusedError(InfrastructureError):
+class _OrderRefusedError(InfrastructureError):
     """Raised when a server cannot do what it was ordered, for example since a checkpoint is damaged."""
 
 
-def _copy(links: Mapping[int, _Link], id_: str, parent: str, version: int) -> bool:
+def _copy(links: Mapping[int, _OrderLink], id_: str, parent: str, version: int) -> bool:
     """Let all servers copy what changed since ``parent``; return False if one of them does not know that.
 
     Raises:
@@ -264,13 +264,15 @@ def _copy(links: Mapping[int, _Link], id_: str, parent: str, version: int) -> bo
     return True
 
 
-def _on_all(links: Mapping[int, _Link], op: Op, bodies: Mapping[int, bytes]) -> dict[int, bytes]:
+def _on_all(
+    links: Mapping[int, _OrderLink], op: Op, bodies: Mapping[int, bytes]
+) -> dict[int, bytes]:
     """Send an order to all servers at once; return their replies."""
     with ThreadPoolExecutor(max(1, len(links))) as pool:
         begun = {i: pool.submit(link.order, op, bodies[i]) for i, link in links.items()}
         return {index: future.result() for index, future in begun.items()}
 
 
-def _close(links: Mapping[int, _Link]) -> None:
+def _close(links: Mapping[int, _OrderLink]) -> None:
     for link in links.values():
         link.close()

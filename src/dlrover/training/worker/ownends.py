@@ -57,13 +57,13 @@ class Received:
     def behind(self, frames: types.TracebackType | None) -> int:
         """Return `lately` if the exception with these frames arose in a signal handler; else 0."""
         while frames is not None:
-            if frames.tb_frame.f_code is _Handler.__call__.__code__:
+            if frames.tb_frame.f_code is _NotedHandler.__call__.__code__:
                 return self.lately()
             frames = frames.tb_next
         return 0
 
 
-class _Handler:
+class _NotedHandler:
     """A wrapper of the program's handler of a signal."""
 
     def __init__(self, handler: Callable[..., Any], received: Received) -> None:
@@ -82,8 +82,12 @@ def watch_signals(received: Received) -> None:
     @functools.wraps(set_handler)
     def noting(signalnum: Any, handler: Any) -> Any:
         own = callable(handler) and handler is not signal.default_int_handler
-        if own and signalnum in ASKING and not isinstance(handler, (_Handler, signal.Handlers)):
-            handler = _Handler(handler, received)
+        if (
+            own
+            and signalnum in ASKING
+            and not isinstance(handler, (_NotedHandler, signal.Handlers))
+        ):
+            handler = _NotedHandler(handler, received)
         return _programs(set_handler(signalnum, handler))
 
     @functools.wraps(get_handler)
@@ -94,7 +98,7 @@ def watch_signals(received: Received) -> None:
 
 
 def _programs(handler: Any) -> Any:
-    return handler.handler if isinstance(handler, _Handler) else handler
+    return handler.handler if isinstance(handler, _NotedHandler) else handler
 
 
 _OURS = os.path.dirname(__file__)

@@ -19,7 +19,7 @@ THREADS = 4
 """Maximum number of threads that copy or check."""
 
 
-class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+class WeightEntry(msgspec.Struct, frozen=True, array_like=True):
     """One tensor, or a rank's part of it, in the memory of a part."""
 
     name: str
@@ -40,12 +40,12 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
 class PartIndex(msgspec.Struct, frozen=True, array_like=True):
     """What a part holds."""
 
-    entries: tuple[TensorEntry, ...]
+    entries: tuple[WeightEntry, ...]
     values: bytes
     """What else is in the state, as `payload` encodes it."""
 
 
-def encoded(entries: Sequence[TensorEntry], values: Mapping[str, Any]) -> bytes:
+def encoded(entries: Sequence[WeightEntry], values: Mapping[str, Any]) -> bytes:
     """Return the index of these entries and values as bytes."""
     packed = wire.packed(*payload.encode(dict(values)))
     return msgspec.msgpack.encode(PartIndex(tuple(entries), packed))
@@ -111,7 +111,7 @@ def address_of(array: Any) -> int:
     return int(array.data_ptr()) if plain else 0
 
 
-def array_of(entry: TensorEntry, memory: payload.Bytes) -> Any:
+def array_of(entry: WeightEntry, memory: payload.Bytes) -> Any:
     """Return an entry's memory as an array, or as a tensor where a tensor was published."""
     if entry.dtype.startswith("torch."):
         return payload.tensor_of(memory, entry.dtype, entry.shape)

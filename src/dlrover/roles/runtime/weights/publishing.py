@@ -30,7 +30,7 @@ from dlrover.roles.runtime.payload import ALIGNMENT
 from dlrover.roles.runtime.weights.holders import holders
 from dlrover.roles.runtime.weights.parts import (
     THREADS,
-    TensorEntry,
+    WeightEntry,
     checksum,
     encoded,
     flat,
@@ -101,7 +101,7 @@ def _published(
     for key, (array, dtype, extent) in mine:
         box = extent or entire(array.shape)
         nbytes = array.nbytes
-        entries.append(TensorEntry(key, dtype, box.whole, box.at, box.shape, offset, nbytes))
+        entries.append(WeightEntry(key, dtype, box.whole, box.at, box.shape, offset, nbytes))
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
     key = f"{worker.place.role}-{worker.index}-{holders.id}-{next(holders.numbers)}"
     memory = connection.writable(key, offset + 2 * len(encoded(entries, values)) + mmap.PAGESIZE)
@@ -128,8 +128,8 @@ def _published(
 
 
 def _copied(
-    arrays: Sequence[Any], entries: Sequence[TensorEntry], memory: mmap.mmap
-) -> list[TensorEntry]:
+    arrays: Sequence[Any], entries: Sequence[WeightEntry], memory: mmap.mmap
+) -> list[WeightEntry]:
     """Copy arrays to their places; return their entries with checksums, from the same pass."""
     target = np.frombuffer(memory, np.uint8)
     sources = [flat(array) for array in arrays]

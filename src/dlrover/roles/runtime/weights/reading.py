@@ -15,7 +15,7 @@ from dlrover.roles.runtime import payload, wire
 from dlrover.roles.runtime.memory import PartReader
 from dlrover.roles.runtime.weights.parts import (
     THREADS,
-    TensorEntry,
+    WeightEntry,
     address_of,
     array_of,
     empty,
@@ -38,14 +38,14 @@ class Weights:
     ) -> None:
         self.name, self.version = name, version
         self._worker = worker
-        self._entries: dict[str, list[tuple[TensorEntry, PartReader]]] = {}
+        self._entries: dict[str, list[tuple[WeightEntry, PartReader]]] = {}
         self._values: dict[str, Any] = {}
         for part in parts:
             index = read_index(part)
             for entry in index.entries:
                 self._entries.setdefault(entry.name, []).append((entry, part))
             self._values |= payload.decode(*wire.unpacked(index.values))
-        self._memories: dict[TensorEntry, payload.Bytes] = {}
+        self._memories: dict[WeightEntry, payload.Bytes] = {}
         """What was read and compared with its checksum."""
 
     def __iter__(self) -> Iterator[str]:
@@ -84,7 +84,7 @@ class Weights:
             InfrastructureError: The memory is damaged; the target must not be used.
         """
         state = target if isinstance(target, Mapping) else target.state_dict()
-        direct: list[tuple[TensorEntry, PartReader, int]] = []
+        direct: list[tuple[WeightEntry, PartReader, int]] = []
         for key, value in state.items():
             piece = piece_of(key, value)
             if piece is None:
@@ -101,7 +101,7 @@ class Weights:
         self._copy(direct)
         self.use()
 
-    def _copy(self, targets: Sequence[tuple[TensorEntry, PartReader, int]]) -> None:
+    def _copy(self, targets: Sequence[tuple[WeightEntry, PartReader, int]]) -> None:
         """Copy tensors to addresses, and compare their checksums in the same pass."""
         memories = [part.bytes(entry.offset, entry.nbytes) for entry, part, _ in targets]
         sums = kernels().copy_hash(
@@ -118,7 +118,7 @@ class Weights:
         worker = self._worker
         worker.link.ask(UseVersion(worker.place, self.name, self.version))
 
-    def _entry(self, key: str) -> TensorEntry:
+    def _entry(self, key: str) -> WeightEntry:
         if key not in self._entries:
             raise ConfigurationError(f"Version {self.version} of {self.name} has no tensor {key}.")
         return self._entries[key][0][0]
@@ -155,7 +155,7 @@ class Weights:
             whole[box.target] = array_of(entry, self._memories[entry])[box.source]
         return whole
 
-    def _check(self, sources: Sequence[tuple[TensorEntry, PartReader]]) -> None:
+    def _check(self, sources: Sequence[tuple[WeightEntry, PartReader]]) -> None:
         """Compare checksums, once for each tensor.
 
         Raises:
@@ -172,7 +172,7 @@ class Weights:
             self._compare(entry, int(found))
             self._memories[entry] = memory
 
-    def _compare(self, entry: TensorEntry, found: int) -> None:
+    def _compare(self, entry: WeightEntry, found: int) -> None:
         if found != entry.sum:
             raise InfrastructureError(
                 f"The tensor {entry.name} of version {self.version} of {self.name} is damaged in memory."
