@@ -78,7 +78,7 @@ class _Restarts:
             try:
                 with self._group():
                     result = function()
-            except Exception as error:
+            except Exception as error:  # any of the program's: what a lost rank causes in it
                 if self._link.wait(self._is_newer, NEWS_LIMIT) is None or self._link.over:
                     raise
                 logger.warning("A rank was lost; the training function is called again: %s", error)
