@@ -10,10 +10,10 @@ import pytest
 from dlrover.master.machine.watches.hangs import (
     Hang,
     HangDetector,
-    Looked,
     NodeActivities,
     SampleWorkers,
     Tick,
+    WorkersSampled,
     WorldFormed,
 )
 from dlrover.master.machine.watches.slow import SpeedWatch
@@ -57,7 +57,9 @@ class Watched:
         """The nodes look twice, unless the suspicion ends."""
         self.looks += 1
         self.now += 1.0
-        self._take(self.detector.handle(Looked(1, self.training.evidence(self.now)), self.now))
+        self._take(
+            self.detector.handle(WorkersSampled(1, self.training.evidence(self.now)), self.now)
+        )
         self.now += self.detector.limits.hang_sample_gap
 
     def _take(self, orders: list) -> None:
