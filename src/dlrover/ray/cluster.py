@@ -6,7 +6,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -151,6 +151,24 @@ def check_room(job: jobs.RayJob) -> None:
     reason = jobs.impossible(job.role(0).resources, counts[""], machines().values(), most())
     if reason:
         raise ConfigurationError(f"--ray-resources: {reason}.")
+
+
+def check_roles(roles: Sequence[tuple[str, int, Resources]]) -> None:
+    """Refuse roles that the cluster can never run together: name, instances and resources of each.
+
+    Raises:
+        ConfigurationError: it cannot; the message says what is missing.
+    """
+    reason = jobs.too_much(roles, machines().values(), most())
+    if reason:
+        raise ConfigurationError(f"resources: {reason}.")
+
+
+def own_address() -> str:
+    """Return the address of this machine for the others of the cluster."""
+    import ray  # noqa: PLC0415
+
+    return str(ray.util.get_node_ip_address())
 
 
 # ---- records of ended jobs
