@@ -220,6 +220,10 @@ def answer(call: Callable[[], Any], timeout: float) -> Any:
         try:
             return ray.get(call(), timeout=max(0.0, until - time.monotonic()))
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            if isinstance(error, ray.exceptions.GetTimeoutError):
+                raise InfrastructureError(
+                    f"Ray: the job's master actor gave no answer within {timeout:g} s."
+                ) from error
             away = isinstance(error, ray.exceptions.ActorUnavailableError)
             if not away or time.monotonic() > until:
                 raise InfrastructureError(f"Ray: {jobs.why_died(str(error))}.") from error
