@@ -35,7 +35,8 @@ ALIASES = {"lastcall_timeout": "last_call_timeout"}
 OTHER_VARIABLES = frozenset(
     {"MASTER_ADDR", "JOB_DIR", "CONFIG", "TOKEN", "STATE_DIR", "CACHE_DIR", "KUBERNETES_JOB", "KUBERNETES_JOB_UID", "NODE_ID",
      "NODE_NAME", "NODE_RANK", "NODE_COMMAND", "STEPS_FILE", "BRAIN_TOKEN", "BRAIN_DATABASE", "DASHBOARD_TOKEN", "REPLICA_SECRET",
-     "NATIVE", "ROLES_ADDRESS", "ROLES_TOKEN_FILE", "ROLES_JOB", "ROLE", "ROLE_ATTEMPT", "ROLE_CONFIG"}
+     "NATIVE", "ROLES_ADDRESS", "ROLES_TOKEN", "ROLES_TOKEN_FILE", "ROLES_JOB", "ROLE", "ROLE_ATTEMPT",
+     "ROLE_CONFIG"}
 )  # fmt: skip
 """``DLROVER_...`` variables that are not settings of the configuration file."""
 REPLICA_SECRET = f"{ENV_PREFIX}REPLICA_SECRET"
@@ -269,6 +270,7 @@ def native(env: Mapping[str, str]) -> str:
 ROLE_VARIABLES = {
     "address": "DLROVER_ROLES_ADDRESS",
     "token_file": "DLROVER_ROLES_TOKEN_FILE",
+    "token": "DLROVER_ROLES_TOKEN",
     "job": "DLROVER_ROLES_JOB",
     "role": "DLROVER_ROLE",
     "attempt": "DLROVER_ROLE_ATTEMPT",
@@ -284,9 +286,11 @@ class RolePlace(msgspec.Struct, frozen=True):
 
     address: str
     """Address (``host:port``) of the job's coordinator."""
-    token_file: str
-    """File with the job's token."""
     role: str
+    token_file: str = ""
+    """File with the job's token; empty on a machine that does not have the job's directory."""
+    token: str = ""
+    """The token itself, where there is no such file."""
     job: str = ""
     attempt: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Number of the start of the role's job."""
@@ -309,7 +313,11 @@ def role_place(env: Mapping[str, str]) -> RolePlace | None:
     try:
         return msgspec.convert(values, RolePlace, strict=False)
     except msgspec.ValidationError as error:
-        given = ", ".join(f"{ROLE_VARIABLES[field]}={value}" for field, value in values.items())
+        given = ", ".join(
+            f"{ROLE_VARIABLES[field]}={value}"
+            for field, value in values.items()
+            if field != "token"
+        )
         raise ConfigurationError(
             f"The place of this process in a job of several roles is wrong: {error}; set are {given}."
         ) from error

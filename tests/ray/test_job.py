@@ -132,6 +132,26 @@ def test_what_a_cluster_can_never_have_is_known_at_once(wanted, count, most, wor
     assert jobs.impossible(wanted, count, [{"CPU": 2}, {"CPU": 2}], most) == words
 
 
+def test_roles_that_a_cluster_can_never_run_together_are_named() -> None:
+    nodes = [{"CPU": 2}, {"CPU": 2, "GPU": 1}]
+
+    def found(
+        *roles: tuple[str, int, dict[str, float]], most: dict[str, float] | None = None
+    ) -> str:
+        return jobs.too_much(roles, nodes, most)
+
+    trainer, rollout = ("trainer", 1, {"CPU": 2, "GPU": 1}), ("rollout", 3, {"CPU": 1})
+    assert found(trainer, ("rollout", 2, {"CPU": 1})) == ""
+    assert found(trainer, rollout) == (
+        "the roles need CPU 5, and the cluster can have CPU 4: trainer 1 x CPU 2, rollout 3 x CPU 1"
+    )
+    assert found(trainer, rollout, most={"CPU": 8}) == ""
+    assert (
+        found(("reward", 1, {"GPU": 2}))
+        == "role reward: 1 node needs GPU 2, and the cluster can have GPU 1"
+    )
+
+
 def test_rays_reason_is_one_line_without_ids() -> None:
     message = (
         "The actor died unexpectedly before finishing this task.\n\tclass_name: NodeActor\n\tactor_id: 1f\n"

@@ -15,7 +15,7 @@ import pytest
 from dlrover._util import procs
 from dlrover.cli.run.arguments import parse
 from dlrover.cli.run.launchspec import RunOptions
-from dlrover.roles.coordinator.jobs import RoleJobs, arguments
+from dlrover.roles.coordinator.jobs import RoleJobs, arguments, on_ray, program
 from dlrover.roles.spec import (
     EntryForm,
     EntryPoint,
@@ -25,6 +25,7 @@ from dlrover.roles.spec import (
     RolesJob,
     RoleSpec,
 )
+from dlrover.spec.node import NodeLimits
 from tests.waiting import until
 
 
@@ -34,7 +35,7 @@ def options(tmp_path: Path, **spec: Any) -> RunOptions:
     role = RoleSpec(
         name="a", entry=EntryPoint(EntryForm.SCRIPT, str(script), ("--lr", "1")), **spec
     )
-    return parse(arguments(role, "local"), {})
+    return parse(arguments(role, RolesConfig(job=RolesJob(name="job", roles=(role,)))), {})
 
 
 def test_instances_of_a_simple_role(tmp_path: Path) -> None:
@@ -69,10 +70,37 @@ def test_the_coordinator_decides_where_more_than_an_instance_restarts(
 
 
 def test_objects_run_in_the_process_that_serves_them() -> None:
-    role = RoleSpec(name="a", entry=EntryPoint(EntryForm.OBJECT, "serving:Rollout"))
-    assert arguments(role, "ray")[-5:] == [
-        "--platform", "ray", "--module", "dlrover.roles.runtime.serve", "serving:Rollout",
-    ]  # fmt: skip
+    entry = EntryPoint(EntryForm.OBJECT, "serving:Rollout")
+    assert program(entry) == ["--module", "dlrover.roles.runtime.serve", "serving:Rollout"]
+
+
+def test_a_role_takes_its_part_of_a_ray_cluster(tmp_path: Path) -> None:
+    (tmp_path / "work.py").touch()
+    entry = EntryPoint(EntryForm.SCRIPT, str(tmp_path / "work.py"))
+    one = RoleSpec(name="a", entry=entry, most=3, size=NodeLimits(memory=1 << 40), gpus=0.5)
+    two = RoleSpec(name="b", entry=entry, kind=RoleKind.ELASTIC, least=1, most=2, processes=4)
+    config = RolesConfig(
+        job=RolesJob(name="j", roles=(one, two)),
+        platform="ray",
+        ray_address="h:1",
+        ray_working_dir=str(tmp_path),
+    )
+
+    def found(role: RoleSpec) -> RunOptions:
+        where = on_ray(role, config, f"j-{role.name}", ["TOKEN", "PATH"])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(tmp_path)
+            return parse(arguments(role, config, where), {"TOKEN": "t", "PATH": "p"})
+
+    simple, elastic = found(one), found(two)
+    assert simple.ray is not None
+    assert elastic.ray is not None
+    assert (simple.local_nodes, simple.job.instances, simple.launch.run_id) == (3, "a", "j-a")
+    assert simple.ray.resources == {"CPU": 1, "memory": 1 << 40, "GPU": 0.5}
+    assert (simple.ray.env, simple.ray.address) == ({"TOKEN": "t", "PATH": "p"}, "h:1")
+    assert (simple.ray.working_dir, simple.launch.target) == (str(tmp_path), "work.py")
+    assert (elastic.job.min_nodes, elastic.job.max_nodes, elastic.job.instances) == (1, 2, "")
+    assert elastic.ray.resources == {"CPU": 4}
 
 
 @pytest.mark.slow

@@ -104,7 +104,10 @@ def test_yaml_and_python_say_the_same(folder: Path) -> None:
         ("a: {entry: work.py, processes: 2}", "role a: processes 2: must be 1, or more for an elastic role."),
         ("a: {entry: work.py, depends_on: roll}", "role a: depends_on roll: must be another role: a."),
         ("a: {entry: work.py, depends_on: {a: never}}", "role a: depends_on never: must be wait or restart."),
-        ("a: {entry: work.py, resources: {gpus: 1}}", "role a: resources gpus: must be cpu or memory."),
+        ("a: {entry: work.py, resources: {gpus: 1}}",
+         "role a: resources gpus: must be cpu, memory or gpu."),
+        ("a: {entry: work.py, resources: {gpu: 1.5}}",
+         "role a: resources gpu 1.5: must be a whole number, or 1 or less."),
         ("a: {entry: work.py, resources: {memory: much}}",
          "role a: resources memory much: must be a number of bytes, as 2Gi."),
         ("a: {entry: work.py, kind: driver, instances: 2}",
@@ -152,14 +155,21 @@ def test_roles_of_one_group_take_turns_with_what_they_need(folder: Path) -> None
 
 def test_the_command_exits_with_2(folder: Path) -> None:
     (folder / "job.yaml").write_text("name: x\nroles: {a: {entry: work.py}}\n")
+    (folder / "turns.yaml").write_text("name: x\nroles: {a: {entry: work.py, collocate: g}}\n")
+    (below := folder / "below").mkdir()
+    job, ray = str(folder / "job.yaml"), ("--platform", "ray")
     for words, says in (
         ([str(folder / "gone.yaml")], "the file does not exist"),
-        ([str(folder / "job.yaml"), "--platform", "kubernetes"], "kubernetes is not supported yet"),
         (
-            [str(folder / "job.yaml"), "--platform", "ray"],
-            "ray is not supported yet; must be local",
+            [job, "--platform", "kubernetes"],
+            "kubernetes is not supported yet; must be local or ray",
         ),
-        ([str(folder / "job.yaml"), "--platform", "slurm"], "slurm: must be local"),
+        ([job, "--platform", "slurm"], "slurm: must be local or ray"),
+        ([job, "--ray-address", "h:1"], "--ray-address h:1: needs --platform ray"),
+        ([job, *ray, "--ray-address", "ray://h:1"], "runs on a machine of the cluster"),
+        ([job, *ray, "--ray-working-dir", str(folder / "no")], "there is no such directory"),
+        ([job, *ray, "--ray-working-dir", str(below)], "is not below it"),
+        ([str(folder / "turns.yaml"), *ray], "role a: collocate g: with --platform ray"),
     ):
         result = CliRunner().invoke(app, ["roles", *words])
         assert isinstance(result.exception, ConfigurationError)

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from dlrover import config
 from dlrover.cli import jobs
+from dlrover.cli.cluster import rolesonray
 from dlrover.cli.output import Form, Output, print_table
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.roles import capacity
@@ -32,7 +33,7 @@ from dlrover.spec.words import counted
 if TYPE_CHECKING:
     from dlrover.dashboard.inspect.roles import RolesReport
 
-PLATFORMS, PLANNED = ("local",), ("ray", "kubernetes")
+PLATFORMS, PLANNED = ("local", "ray"), ("kubernetes",)
 AWAY, AGAIN = 60.0, 0.5
 """Seconds that a follower waits for a coordinator that is away, and between its attempts to reach it."""
 
@@ -40,39 +41,48 @@ AWAY, AGAIN = 60.0, 0.5
 def roles(
     file: Annotated[str, typer.Argument(metavar="FILE", help="The job: a .py file that makes a "
                                         "dlrover.roles.Job named job, or the same as .yaml.")],
-    platform: Annotated[str, typer.Option(help="Where the roles run: local, on this machine.")] = "local",
+    platform: Annotated[str, typer.Option(help="Where the roles run: local, on this machine; ray, on a Ray "
+                                      "cluster.")] = "local",
+    ray_address: Annotated[str, typer.Option(help="HOST:PORT of the Ray cluster, of which this machine is a part "
+                                             "(default: RAY_ADDRESS, else the cluster of this machine).")] = "",
+    ray_working_dir: Annotated[str, typer.Option(help="Directory with the job's scripts and modules that Ray copies "
+                                                 "to each node.")] = "",
     job_dir: Annotated[str, typer.Option("--job-dir", help="Directory for the job's journal, logs and roles.")] = "",
     output: Output = Form.TEXT,
 ) -> None:  # fmt: skip
     """Run a job of several roles, such as driver, trainer and rollout; each fails and restarts alone."""
     from dlrover.cli.run.run import show  # noqa: PLC0415 - loads grpc
 
-    outcome = run(file, platform, job_dir)
+    if platform not in PLATFORMS:
+        why = f" {platform} is not supported yet;" * (platform in PLANNED)
+        raise ConfigurationError(f"--platform {platform}:{why} must be {' or '.join(PLATFORMS)}.")
+    job = load(file)
+    if platform == "ray":
+        content = rolesonray.content(job, ray_address, ray_working_dir, config.environ())
+    else:
+        rolesonray.refuse(ray_address, ray_working_dir)
+        capacity.check_here(job)
+        content = RolesConfig(job=job)
+    outcome = run(content, job_dir)
     show(outcome, output.value)
     raise typer.Exit(outcome.exit_code)
 
 
-def run(file: str, platform: str, directory: str) -> Outcome:
-    """Run the job in a file to its end.
+def run(content: RolesConfig, directory: str) -> Outcome:
+    """Run a job to its end.
 
     Raises:
-        ConfigurationError: the file is wrong, or this machine has less than the roles need.
+        ConfigurationError: the directory cannot be used.
         InfrastructureError: the coordinator cannot be kept alive.
     """
     from dlrover.cli.run.supervisor import Supervisor  # noqa: PLC0415 - loads grpc
     from dlrover.roles import client  # noqa: PLC0415
 
-    if platform not in PLATFORMS:
-        why = f" {platform} is not supported yet;" * (platform in PLANNED)
-        raise ConfigurationError(f"--platform {platform}:{why} must be {' or '.join(PLATFORMS)}.")
-    job = load(file)
-    if platform == "local":
-        capacity.check_here(job)
+    job = content.job
     logging.basicConfig(format="dlrover: %(message)s", level=logging.WARNING)
     env = config.environ()
     job_dir = jobs.create(env, job.name, directory)
     with jobs.locked(job_dir):
-        content = RolesConfig(job=job, platform=platform)
         jobs.write(job_dir, job_dir.roles, msgspec.json.encode(content))
         jobs.write_token(job_dir, secrets.token_hex(16))
         print(f"dlrover: job {job.name} in {job_dir.path}", file=sys.stderr, flush=True)

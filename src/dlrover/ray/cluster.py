@@ -6,7 +6,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -153,6 +153,24 @@ def check_room(job: jobs.RayJob) -> None:
         raise ConfigurationError(f"--ray-resources: {reason}.")
 
 
+def check_roles(roles: Sequence[tuple[str, int, Resources]]) -> None:
+    """Refuse roles that the cluster can never run together: name, instances and resources of each.
+
+    Raises:
+        ConfigurationError: it cannot; the message says what is missing.
+    """
+    reason = jobs.too_much(roles, machines().values(), most())
+    if reason:
+        raise ConfigurationError(f"resources: {reason}.")
+
+
+def own_address() -> str:
+    """Return the address of this machine for the others of the cluster."""
+    import ray  # noqa: PLC0415
+
+    return str(ray.util.get_node_ip_address())
+
+
 # ---- records of ended jobs
 
 
@@ -202,6 +220,10 @@ def answer(call: Callable[[], Any], timeout: float) -> Any:
         try:
             return ray.get(call(), timeout=max(0.0, until - time.monotonic()))
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            if isinstance(error, ray.exceptions.GetTimeoutError):
+                raise InfrastructureError(
+                    f"Ray: the job's master actor gave no answer within {timeout:g} s."
+                ) from error
             away = isinstance(error, ray.exceptions.ActorUnavailableError)
             if not away or time.monotonic() > until:
                 raise InfrastructureError(f"Ray: {jobs.why_died(str(error))}.") from error

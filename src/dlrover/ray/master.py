@@ -18,7 +18,7 @@ import ray
 
 from dlrover.errors import ExitCode
 from dlrover.master import app
-from dlrover.ray import cluster, places
+from dlrover.ray import cluster, places, platform
 from dlrover.ray.machine import job as jobs
 from dlrover.spec.jobdir import JobDir, MasterAddress
 
@@ -167,6 +167,7 @@ class MasterActor:
         while time.monotonic() - self._heard < SILENCE:
             time.sleep(POLL)  # noqa: TID251 - a thread of its own
         logger.warning("The command that started the job is gone; so is the job")
+        platform.request_no_more()  # the master runs on, and would replace what is ended
         self._reap()
         self._taken = True
         self._leave()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import Coroutine
 from typing import Any
 
@@ -29,6 +30,16 @@ RETRY_DELAY = 0.5
 """Seconds between two calls to an actor that cannot be reached at present."""
 CLOSE_TIMEOUT = 10.0
 """Seconds allowed for pending calls when the master exits."""
+
+
+_requests = threading.Lock()
+_ending = threading.Event()
+
+
+def request_no_more() -> None:
+    """Let this process request no node any more, not even one that is being requested: what it has made is removed next."""
+    with _requests:
+        _ending.set()
 
 
 class RayPlatform:
@@ -147,6 +158,14 @@ async def _end(actor: Any) -> str:
 def _create(name: str, bundle: jobs.Resources, node: LaunchNode, data: bytes) -> None:
     """Request a node's placement group and actor; the actor starts once the group has its resources."""
     selector = jobs.elsewhere(node.avoid, cluster.machines())
+    with _requests:
+        if not _ending.is_set():
+            _request(name, bundle, node, data, selector)
+
+
+def _request(
+    name: str, bundle: jobs.Resources, node: LaunchNode, data: bytes, selector: dict[str, str]
+) -> None:
     group = placement_group(
         [dict(bundle) or {"CPU": 0.001}],
         name=name,

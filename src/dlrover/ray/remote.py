@@ -16,7 +16,9 @@ from dlrover.ray.machine import job as jobs
 from dlrover.spec.jobdir import JobDir, MasterAddress
 
 ANSWER_TIMEOUT = 60.0
-"""Seconds allowed for a master actor to start, or to come back, before a command gives up."""
+"""Seconds allowed for a master actor to come back before a command gives up."""
+START_TIMEOUT = 300.0
+"""Seconds allowed for a master actor to start: Ray may have to copy a directory before."""
 
 
 def start(job: jobs.RayJob) -> Any:
@@ -46,7 +48,7 @@ def start(job: jobs.RayJob) -> Any:
         max_concurrency=CALLS,
         num_cpus=0,
     ).remote(jobs.encode(job))
-    cluster.answer(made.token.remote, ANSWER_TIMEOUT)
+    cluster.answer(made.token.remote, START_TIMEOUT)
     return made
 
 

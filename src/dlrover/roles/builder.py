@@ -66,7 +66,7 @@ class Job:
             instances: Number of instances, or least and most.
             processes: Worker processes of each instance of an elastic role.
             spares: Warm nodes of an elastic role that take the places of lost ones.
-            resources: What each instance needs: ``cpu`` in cores, ``memory`` as ``"2Gi"``.
+            resources: What each instance needs: ``cpu`` in cores, ``memory`` as ``"2Gi"``, and on a cluster ``gpu``.
             env: Environment variables of the role.
             config: Values of your own for the role's program, as JSON has them.
             failover: What restarts when an instance fails: ``"instance"``, ``"role"`` or ``"job"``.
@@ -83,6 +83,7 @@ class Job:
             ConfigurationError: A value is wrong, or the entry point does not exist.
         """
         least, most = _bounds(name, instances)
+        needs = _amounts(name, resources or {})
         self._roles.append(
             RoleSpec(
                 name=str(name),
@@ -92,7 +93,8 @@ class Job:
                 most=most,
                 processes=_whole(name, "processes", processes),
                 spares=_whole(name, "spares", spares),
-                size=_size(name, resources or {}),
+                size=NodeLimits(cpu=needs["cpu"], memory=int(needs["memory"])),
+                gpus=needs["gpu"],
                 env=_texts(name, env or {}),
                 config=_json(name, config or {}),
                 failover=_choice(name, "failover", failover, Failover),
@@ -163,20 +165,20 @@ def _json(role: str, given: Mapping[str, Any]) -> dict[str, Any]:
         raise _refuse(role, "config", given, f"takes values that JSON has ({error})") from None
 
 
-def _size(role: str, resources: Mapping[str, Any]) -> NodeLimits:
-    found: dict[str, float] = {}
+def _amounts(role: str, resources: Mapping[str, Any]) -> dict[str, float]:
+    found = {"cpu": 0.0, "memory": 0.0, "gpu": 0.0}
     for name, value in resources.items():
-        if name not in ("cpu", "memory"):
-            raise _refuse(role, "resources", name, "must be cpu or memory")
+        if name not in found:
+            raise _refuse(role, "resources", name, "must be cpu, memory or gpu")
         try:
             number, unit = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", str(value)).groups()  # type: ignore[union-attr]
             found[name] = float(number) * UNITS[unit]
         except (AttributeError, KeyError, ValueError):
-            example = "cores, as 0.5" if name == "cpu" else "bytes, as 2Gi"
+            example = {"cpu": "cores, as 0.5", "memory": "bytes, as 2Gi"}.get(name, "GPUs, as 1")
             raise _refuse(
                 role, f"resources {name}", value, f"must be a number of {example}"
             ) from None
-    return NodeLimits(cpu=found.get("cpu", 0.0), memory=int(found.get("memory", 0)))
+    return found
 
 
 def _dependencies(role: str, given: str | Sequence[str] | Mapping[str, str]) -> dict[str, Any]:

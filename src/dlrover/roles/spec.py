@@ -78,6 +78,8 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Warm nodes of an elastic role beside ``most``, which take the places of lost ones."""
     size: NodeLimits = NodeLimits()
     """What each instance needs of a machine; zeros where it does not say."""
+    gpus: float = 0.0
+    """GPUs of each instance, which a cluster counts and this machine does not."""
     env: dict[str, str] = {}
     config: dict[str, Any] = {}
     """What its processes find as ``current_worker().config``."""
@@ -140,6 +142,12 @@ class RolesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     format: int = FORMAT
     job: RolesJob
     platform: str = "local"
+    host: str = "127.0.0.1"
+    """Address of this machine at which the coordinator listens."""
+    ray_address: str = ""
+    """The Ray cluster of the platform ``ray``."""
+    ray_working_dir: str = ""
+    """Directory that Ray copies to each node; empty: none."""
 
 
 def check(job: RolesJob) -> None:
@@ -196,6 +204,8 @@ def _check_role(role: RoleSpec) -> None:
         refuse("kind", "driver", "a driver is a script or a function with one instance")
     if role.processes < 1 or (role.processes > 1 and role.kind is not RoleKind.ELASTIC):
         refuse("processes", role.processes, "must be 1, or more for an elastic role")
+    if role.gpus > 1 and not role.gpus.is_integer():
+        refuse("resources gpu", role.gpus, "must be a whole number, or 1 or less")
     if role.spares and (role.spares < 0 or role.kind is not RoleKind.ELASTIC):
         refuse("spares", role.spares, "must be 0, or more for an elastic role")
     if role.max_restarts < 0:

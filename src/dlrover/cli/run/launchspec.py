@@ -242,6 +242,8 @@ def _is_standalone(args: argparse.Namespace, min_nodes: int, max_nodes: int) -> 
                 f"other nodes; --local-nodes {min_nodes} runs them here."
             )
         return True
+    if args.platform:
+        return False
     nowhere_to_meet = not args.rdzv_endpoint and args.master_port is None
     return args.rdzv_backend == "static" and nowhere_to_meet and max_nodes == 1
 

@@ -222,7 +222,7 @@ def check_instances(args: argparse.Namespace) -> None:
         "--servers": args.servers,
         "--auto-scale": args.auto_scale,
         "--node-unit": args.node_unit > 1,
-        "--nnodes": "nnodes" in args.given,
+        "--nnodes": "nnodes" in args.given and (not args.platform or ":" in args.nnodes),
         "--network-check": args.network_check or args.exclude_straggler or args.precheck,
     }
     for flag, is_set in given.items():

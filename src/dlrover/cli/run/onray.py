@@ -50,6 +50,10 @@ def adjusted(args: argparse.Namespace) -> argparse.Namespace:
             raise ConfigurationError(
                 f"{flag}: excludes --platform ray, whose cluster runs the nodes; --nnodes is their number."
             )
+    if args.instances and "nnodes" not in args.given:
+        raise ConfigurationError(
+            "--instances: give --nnodes N, the number of instances in the cluster."
+        )
     most = args.nnodes.rpartition(":")[2]
     count = int(most) if most.isdecimal() else 0  # 0: its own check says what is wrong
     return argparse.Namespace(**(vars(args) | {"local_nodes": count}))

@@ -157,7 +157,7 @@ class _Plan:
             ConfigurationError: there is no such cluster, or it can never run the job.
         """
         options = self._options
-        given = options.launch.run_id not in ("", "none") and not options.standalone
+        given = options.launch.run_id not in ("", "none")
         self._name = name = self._name if given else self._job_dir.path.name
         size = NodeLimits(
             memory=int(ray.resources.get("memory", 0)), cpu=ray.resources.get("CPU", 0.0)

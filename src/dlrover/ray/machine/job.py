@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import quote
 
 import msgspec
@@ -204,6 +204,37 @@ def waits(wanted: Resources, free: Resources, total: Resources) -> str:
     return f"placement group pending: needs {in_words(wanted)}, the cluster has {having}"
 
 
+def too_much(
+    roles: Sequence[tuple[str, int, Resources]], nodes: Iterable[Resources], most: Resources | None
+) -> str:
+    """Return why a cluster can never run roles together, as a clause; empty if it can. Otherwise as `impossible`.
+
+    Args:
+        roles: Name, number of nodes and resources of a node of each.
+        nodes: Resources of each node of the cluster.
+        most: What the autoscaler can bring the cluster to; None without an autoscaler.
+    """
+    machines = list(nodes)
+    for name, count, wanted in roles:
+        reason = impossible(wanted, count, machines, most)
+        if reason:
+            return f"role {name}: {reason}"
+    total = _total(machines, most)
+    for kind in sorted({kind for _, _, wanted in roles for kind in wanted}):
+        needs = sum(count * wanted.get(kind, 0.0) for _, count, wanted in roles)
+        if total.get(kind, 0.0) < needs:
+            each = ", ".join(
+                f"{name} {count} x {in_words({kind: wanted[kind]})}"
+                for name, count, wanted in roles
+                if kind in wanted
+            )
+            can = in_words({kind: total.get(kind, 0.0)})
+            return (
+                f"the roles need {in_words({kind: needs})}, and the cluster can have {can}: {each}"
+            )
+    return ""
+
+
 def impossible(
     wanted: Resources, count: int, nodes: Iterable[Resources], most: Resources | None
 ) -> str:
@@ -216,10 +247,7 @@ def impossible(
         most: What the autoscaler can bring the cluster to; None without an autoscaler.
     """
     machines = list(nodes)
-    names = {name for machine in machines for name in machine}
-    total = {name: sum(machine.get(name, 0.0) for machine in machines) for name in names}
-    for name, limit in (most or {}).items():
-        total[name] = max(total.get(name, 0.0), limit)
+    total = _total(machines, most)
     asked = {name: amount * count for name, amount in wanted.items() if amount}
     for name, amount in asked.items():
         if total.get(name, 0.0) < amount:
@@ -232,6 +260,15 @@ def impossible(
     if most is None and not any(_fits(wanted, machine) for machine in machines):
         return f"a node needs {in_words(wanted)}, and no node of the cluster has that much"
     return ""
+
+
+def _total(machines: Sequence[Resources], most: Resources | None) -> dict[str, float]:
+    """Return what a cluster has, or can have, of each resource."""
+    names = {name for machine in machines for name in machine}
+    total = {name: sum(machine.get(name, 0.0) for machine in machines) for name in names}
+    for name, limit in (most or {}).items():
+        total[name] = max(total.get(name, 0.0), limit)
+    return total
 
 
 def _fits(wanted: Resources, machine: Resources) -> bool:

@@ -21,13 +21,13 @@ from dlrover.master.journal.history import History
 from dlrover.roles.client import load_config
 from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.coordinator.shell import Coordinator
+from dlrover.roles.spec import RolesConfig
 from dlrover.rpc.server import Server
 from dlrover.spec.jobdir import JobDir, MasterAddress
 from dlrover.spec.outcome import Outcome
 
 logger = logging.getLogger(__name__)
 
-HOST = "127.0.0.1"
 STOP_GRACE = 1.0
 """Seconds that open calls get to finish when the coordinator exits."""
 
@@ -63,8 +63,8 @@ async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> in
         coordinator = Coordinator(job_dir, settings, journal, history, env, lifeline_fd)
         server = Server(read_token(job_dir), program="coordinator")
         coordinator.register(server)
-        port = await _listen(server, job_dir)
-        address = MasterAddress(f"{HOST}:{port}", os.getpid())
+        port = await _listen(server, job_dir, settings)
+        address = MasterAddress(f"{settings.host}:{port}", os.getpid())
         files.write_atomically(job_dir.master, msgspec.json.encode(address))
         coordinator.begin(address.address)
         try:
@@ -78,19 +78,19 @@ async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> in
     return outcome.exit_code
 
 
-async def _listen(server: Server, job_dir: JobDir) -> int:
+async def _listen(server: Server, job_dir: JobDir, settings: RolesConfig) -> int:
     """Listen on the last coordinator's port, where the processes of roles look for it."""
     last = 0
     if job_dir.master.exists():
         address = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress).address
         last = int(address.rpartition(":")[2])
     try:
-        return await server.start(HOST, last)
+        return await server.start(settings.host, last)
     except InfrastructureError as error:
-        if not last:
+        if not last or settings.platform != "local":  # other machines would not learn of it
             raise
         logger.warning("%s It listens elsewhere.", error)
-        return await server.start(HOST, 0)
+        return await server.start(settings.host, 0)
 
 
 async def _until_ended(coordinator: Coordinator, orphaned: asyncio.Event) -> Outcome | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dlrover._util import procs
@@ -27,7 +28,9 @@ SERVE = "dlrover.roles.runtime.serve"
 """Module that runs the objects and functions of roles."""
 AGENT, ZYGOTE = "dlrover.agent", "zygote.main("
 """What the command lines of agents, and of the processes of which workers are forks, have in them."""
-PREFIX = "[${role_name}${rank}]:"
+TEMPLATE, PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${role_name}${rank}]:"
+MOST_NAME = 48
+"""Characters of the names of job and role in the name of a role's job on a cluster."""
 
 OnExit = Callable[[str, int, Outcome | None, int], None]
 """Callback for the end of a role's job: role, attempt, outcome (None if it left none), and the exit code of its
@@ -44,8 +47,8 @@ def directory_of(job_dir: Path, role: str) -> JobDir:
     return JobDir(job_dir / "roles" / role)
 
 
-def arguments(role: RoleSpec, platform: str) -> list[str]:
-    """Return the options and the program of a role's ``dlrover-run``."""
+def arguments(role: RoleSpec, config: RolesConfig, where: Sequence[str] = ()) -> list[str]:
+    """Return the options and the program of a role's ``dlrover-run``; ``where`` are options for its platform."""
     own = role.failover is Failover.INSTANCE or (
         role.kind is RoleKind.ELASTIC and role.failover is Failover.ROLE
     )
@@ -55,7 +58,9 @@ def arguments(role: RoleSpec, platform: str) -> list[str]:
         "no_progress_restarts": str(budget + 1),  # the budget alone decides
         "restart_window": f"{role.window:g}",
     }
-    words = ["--role", role.name, "--local-nodes", str(role.most), "--tee", "3"]
+    local = config.platform == "local"
+    words = ["--role", role.name, "--tee", "3"]
+    words += ["--local-nodes", str(role.most)] if local else ["--platform", config.platform, *where]
     words += ["--max-restarts", str(budget), "--shutdown-timeout", str(role.shutdown_timeout)]
     words += ["--rdzv-conf", ",".join(f"{key}={value}" for key, value in limits.items())]
     if role.kind is RoleKind.ELASTIC:
@@ -63,16 +68,30 @@ def arguments(role: RoleSpec, platform: str) -> list[str]:
         words += ["--nproc-per-node", str(role.processes)]
         words += ["--spares", str(role.spares)] if role.spares else []
     else:
-        words.append("--instances")
-    if platform != "local":
-        words += ["--platform", platform]
-    return [*words, *program(role.entry)]
+        words += ["--instances"] if local else ["--instances", "--nnodes", str(role.most)]
+    return [*words, *program(role.entry, config.ray_working_dir)]
 
 
-def program(entry: EntryPoint) -> list[str]:
-    """Return the words that run an entry point."""
+def on_ray(role: RoleSpec, config: RolesConfig, name: str, env: Iterable[str]) -> list[str]:
+    """Return the options by which a role's job runs on a Ray cluster under a ``name``, with these variables."""
+    amounts = ",".join(f"{kind}={amount:.15g}" for kind, amount in ray_resources(role).items())
+    words = ["--rdzv-id", name, "--ray-resources", amounts, "--ray-env", ",".join(env)]
+    words += ["--ray-address", config.ray_address] if config.ray_address else []
+    return words + (["--ray-working-dir", config.ray_working_dir] if config.ray_working_dir else [])
+
+
+def ray_resources(role: RoleSpec) -> dict[str, float]:
+    """Return what each instance of a role takes of a Ray cluster, by Ray's names: a CPU for each process by default."""
+    cpu = role.size.cpu or float(role.processes)
+    size = {"CPU": cpu, "memory": float(role.size.memory), "GPU": role.gpus}
+    return {kind: amount for kind, amount in size.items() if amount}
+
+
+def program(entry: EntryPoint, within: str = "") -> list[str]:
+    """Return the words that run an entry point; a script's path is relative to ``within`` if that is not empty."""
     if entry.form is EntryForm.SCRIPT:
-        return [entry.target, *entry.args]
+        target = os.path.relpath(entry.target, within) if within else entry.target
+        return [target, *entry.args]
     return ["--module", SERVE, entry.target]
 
 
@@ -112,11 +131,16 @@ class RoleJobs:
         with contextlib.suppress(FileNotFoundError):  # it must not be taken for this attempt's
             directory.outcome.rename(directory.path / f"outcome-{attempt - 1}.json")
         fd = ["--lifeline-fd", str(self._lifeline_fd)] if self._lifeline_fd >= 0 else []
-        command = [*self._command(directory), *fd, *arguments(role, self._config.platform)]
+        env = {**self._variables(), **role.env, **own}
+        where = []
+        if self._config.platform == "ray":
+            where = on_ray(role, self._config, self._name(name, attempt), env)
+        command = [*self._command(directory), *fd, *arguments(role, self._config, where)]
         try:
             process = subprocess.Popen(
                 command,
-                env={**self._environment(directory), **role.env, **own},
+                env={**self._env, "DLROVER_STATE_DIR": str(directory.path / "state"), **env},
+                cwd=self._config.ray_working_dir or None,
                 pass_fds=[self._lifeline_fd] if fd else [],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -130,17 +154,22 @@ class RoleJobs:
         self.watch(name, attempt, handle)
         return handle
 
+    def _name(self, role: str, attempt: int) -> str:
+        """Return a name for a role's job that no other job of a cluster has, nor another attempt, which may be ending."""
+        token = JobDir(self._job_dir).token.read_text().strip()
+        own = hashlib.sha256(f"{token} {role}".encode()).hexdigest()[:6]
+        return f"{self._config.job.name}-{role}"[:MOST_NAME] + f"-{attempt}-{own}"
+
     def _command(self, directory: JobDir) -> list[str]:
         return [sys.executable, "-m", LAUNCHER, "--job-dir", str(directory.path)]
 
-    def _environment(self, directory: JobDir) -> dict[str, str]:
-        """Return the environment of all roles: modules beside the job's file can be imported."""
-        path = [self._config.job.directory, self._env.get("PYTHONPATH", "")]
+    def _variables(self) -> dict[str, str]:
+        """Return the variables of all roles beside those of the command: modules beside the job's file are found."""
+        here, within = self._config.job.directory, self._config.ray_working_dir
+        path = [os.path.relpath(here, within) if within else here, self._env.get("PYTHONPATH", "")]
         return {
-            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": PREFIX,
-            **self._env,
+            TEMPLATE: self._env.get(TEMPLATE, PREFIX),
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            "DLROVER_STATE_DIR": str(directory.path / "state"),
         }
 
     def find(self, name: str) -> str:

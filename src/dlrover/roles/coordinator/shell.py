@@ -44,6 +44,7 @@ NOTABLE = (
 )
 """Events that are shown without asking."""
 OF_ROLES = (
+    events.NodeWaits,
     events.WorkerFailed,
     events.NodeLost,
     events.HangFound,
@@ -247,10 +248,10 @@ class Coordinator:
             self.submit(inputs.RoleLaunched(name, attempt, handle))
 
     def _variables(self, name: str, attempt: int) -> dict[str, str]:
-        job = self._config.job
+        job, token = self._config.job, self._job_dir.token
         return variables(
             self._address,
-            self._job_dir.token,
+            token if self._config.platform == "local" else token.read_text().strip(),
             name,
             attempt,
             job=job.name,

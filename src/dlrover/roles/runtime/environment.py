@@ -10,11 +10,12 @@ from typing import Any
 from dlrover import config, launched
 from dlrover.errors import ConfigurationError
 from dlrover.roles.messages import MemberPlace
+from dlrover.spec.jobdir import JobDir
 
 
 def variables(
     address: str,
-    token_file: Path,
+    token: Path | str,
     role: str,
     attempt: int,
     *,
@@ -25,7 +26,8 @@ def variables(
 
     Args:
         address: Address of the coordinator's server.
-        token_file: File with the token of the job; the coordinator's address, if it changes, is beside it.
+        token: File with the token of the job, with the coordinator's address beside it if that changes; or the token
+            itself, for machines without the file.
         role: Name of the role.
         attempt: Number of the start of the role's job.
         job: Name of the job.
@@ -33,7 +35,7 @@ def variables(
     """
     values = {
         "address": address,
-        "token_file": str(token_file),
+        "token_file" if isinstance(token, Path) else "token": str(token),
         "job": job,
         "role": role,
         "attempt": str(attempt),
@@ -54,6 +56,21 @@ def given() -> config.RolePlace:
             "This process belongs to no job of several roles; start the job with dlrover roles FILE."
         )
     return found
+
+
+def credentials(found: config.RolePlace) -> tuple[str, JobDir | None]:
+    """Return the job's token, and the directory with the coordinator's address if it has one on this machine.
+
+    Raises:
+        ConfigurationError: There is no token.
+    """
+    if found.token:
+        return found.token, None
+    path = Path(found.token_file or "DLROVER_ROLES_TOKEN_FILE")
+    try:
+        return path.read_text().strip(), JobDir(path.parent)
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def place(found: config.RolePlace) -> MemberPlace:

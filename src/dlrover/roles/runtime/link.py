@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
-from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import msgspec
@@ -73,20 +72,24 @@ class ServiceLink:
         place: This life of the instance.
         phases: What it reports, and who is idle while a thread waits here.
         address: Address of the coordinator.
-        token_file: File with the token of the job. A coordinator that had to take another address writes it beside.
+        token: Token of the job.
+        beside: Directory where a coordinator that had to take another address writes it; None if it keeps its address.
     """
 
-    def __init__(self, place: MemberPlace, phases: Phases, address: str, token_file: Path) -> None:
+    def __init__(
+        self,
+        place: MemberPlace,
+        phases: Phases,
+        address: str,
+        token: str,
+        beside: JobDir | None = None,
+    ) -> None:
         self.place, self.phases = place, phases
         self.view = JobView()
         self.pid = os.getpid()
         self.listeners: list[Callable[[JobView], None]] = []
         """Called on the link's thread with each view; they must not block."""
-        self._address, self._beside = address, JobDir(token_file.parent)
-        try:
-            self.token = token_file.read_text().strip()
-        except OSError as error:
-            raise ConfigurationError(f"{token_file} cannot be read: {error.strerror}.") from error
+        self._address, self.token, self._beside = address, token, beside
         self.over = threading.Event()
         """Set when this life of the instance is over: another has taken its place."""
         self._changed = threading.Condition()
@@ -166,6 +169,8 @@ class ServiceLink:
 
     async def _look_elsewhere(self) -> None:
         """Connect to another address if a coordinator has taken one."""
+        if self._beside is None:
+            return
         with contextlib.suppress(OSError, msgspec.DecodeError):
             data = self._beside.master.read_bytes()
             address = msgspec.json.decode(data, type=MasterAddress).address

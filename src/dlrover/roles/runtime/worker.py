@@ -54,7 +54,9 @@ class RoleWorker:
         self.place: MemberPlace = environment.place(found)
         self.phases = Phases()
         self.phases.set(WORK if ready else START)
-        self.link = ServiceLink(self.place, self.phases, found.address, Path(found.token_file))
+        self.link = ServiceLink(
+            self.place, self.phases, found.address, *environment.credentials(found)
+        )
         self.machine = machine()
         self.holding = HeldParts(self.place)
         self.link.listeners.append(self.holding.follow)
