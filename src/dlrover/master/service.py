@@ -28,6 +28,7 @@ from dlrover.master.machine.watches.activities import Activities
 from dlrover.master.meeting import Meeting
 from dlrover.master.placement import PlacementService
 from dlrover.master.relayed import Begun, answers
+from dlrover.master.saves import UserSaves
 from dlrover.master.scaling.autoscale import AutoScaler
 from dlrover.master.shards import ShardsService
 from dlrover.master.storeside import StoreService, waited
@@ -115,6 +116,7 @@ class Master:
         self._modules = b""  # what the program loads, for spares; each master hears it again
         self._activities = Activities()
         self.hangs = HangWatch(self.machine, self._say, self._submit_finding)
+        self.saves = UserSaves(self.machine, self._say, self._submit_finding)
         self.scaler = AutoScaler(self.machine, self._submit_finding, self.hangs.held_up)
         self._progress_journalled = 0.0
         self._progress_timer: asyncio.TimerHandle | None = None
@@ -170,6 +172,7 @@ class Master:
         server.unary("Stop", messages.StopRequest, self.stop)
         server.unary("Scale", messages.ScaleRequest, self.scale)
         server.unary("Drain", messages.DrainRequest, self.drain)
+        server.unary("Save", messages.SaveRequest, self.saves.save)
         server.unary("Ranks", messages.RanksRequest, self.hangs.ranks)
         server.unary("Stacks", messages.StacksRequest, self.hangs.stacks)
         server.unary("Store", messages.StoreRequest, self.use_store)
@@ -477,12 +480,20 @@ class Master:
             case messages.Succeeded():
                 self._flush_progress()
                 self.submit(inputs.Reported(node_id, message))
-            case messages.Evidence():
-                self.hangs.answered(node_id, message)
+            case messages.Evidence() | messages.MemoryStored():
+                self._take_answer(node_id, message)
             case messages.ModulesListed(modules) if modules != self._modules:
                 self._modules = modules
                 for spare in (*self.machine.spares.offers, *self.machine.spares.standing):
                     self._say(spare, messages.StandBy())
+
+    def _take_answer(
+        self, node_id: int, message: messages.Evidence | messages.MemoryStored
+    ) -> None:
+        if isinstance(message, messages.Evidence):
+            self.hangs.answered(node_id, message)
+        else:
+            self.saves.answered(node_id, message)
 
     def _take_heartbeat(self, node_id: int, message: messages.Heartbeat) -> None:
         """Record a node's steps; journal the first ones of a round at once, the others now and then."""

@@ -491,6 +491,23 @@ class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
         return f"{what} again, {self.seconds:.2f} s after the fault was seen."
 
 
+class StepStored(msgspec.Struct, frozen=True, tag="step_stored"):
+    """The newest memory checkpoint was to be stored, as a user asked for."""
+
+    directory: str
+    step: int
+    """The stored step; -1 if none is."""
+    reason: str
+    problem: str = ""
+    """Why none is stored, in one sentence."""
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        if self.problem:
+            return f"Nothing new is stored in {self.directory} ({self.reason}): {self.problem}"
+        return f"Step {self.step} is stored in {self.directory}: {self.reason}."
+
+
 class StepsUndone(msgspec.Struct, frozen=True, tag="steps_undone"):
     """A round began with an earlier step than the last one that the job had reached."""
 
@@ -855,6 +872,7 @@ EventBody: TypeAlias = (
     | StrategyChosen
     | Recovered
     | StepsUndone
+    | StepStored
     | NodeSucceeded
     | FirstSize
     | MemoryGrows

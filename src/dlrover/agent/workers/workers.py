@@ -19,6 +19,7 @@ import msgspec
 
 from dlrover import accelerators, launched
 from dlrover._util import cgroup, procs
+from dlrover.agent import savers
 from dlrover.agent.devices import Devices
 from dlrover.agent.workers import environment, evidence, modules, numa, zygotes
 from dlrover.agent.workers.facts import NodeFacts
@@ -26,6 +27,7 @@ from dlrover.agent.workers.logs import AttemptLogs, RunLogs
 from dlrover.agent.workers.membership import MembersSocket, StoppedWatch, is_stopped
 from dlrover.agent.workers.zygote import StartOrder
 from dlrover.errors import ConfigurationError
+from dlrover.rpc.messages import StoredPlace
 from dlrover.spec.activity import Activity
 from dlrover.spec.failure import OWN_ENDS, Failure, FailureKind
 from dlrover.spec.job import Entry, LaunchSpec, Std
@@ -491,6 +493,10 @@ class WorkerGroup:
             )
             for worker, one in zip(running, seen, strict=True)
         )
+
+    async def save_now(self, request: str) -> tuple[StoredPlace, ...]:
+        """Have the newest memory checkpoint of each directory stored; return what became of it."""
+        return await savers.save_now(procs.running(SAVER), request)
 
     async def devices_busy(self) -> float:
         """Return the share of time in which the workers' accelerators work, 0 to 1; -1 if unknown."""
