@@ -96,6 +96,7 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.StrategyChosen(2, 6, "dp 3 x tp 2", 0.41, "a step is 18% faster than with dp 6"),
     events.Recovered(2, 5.31),
     events.StepsUndone(2, 412, 400),
+    events.StepStored("/data/checkpoints", 1200, "dlrover ckpt save"),
     events.NodeSucceeded(0),
     events.FirstSize(
         4, "started from 2 similar past jobs, the nearest is my-job (similarity 1.00)"

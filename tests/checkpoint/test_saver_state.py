@@ -17,6 +17,7 @@ from dlrover.checkpoint.saver.state import SaverState
 from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.stores import open_store
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+from tests.waiting import until
 
 ENTRIES = layouts.place([TensorSpec(("a",), "uint8", (8,), None)], [0])
 PACKED = layouts.packed(msgspec.Raw(msgspec.msgpack.encode(ENTRIES)), b"\x80", (8, 1, 0))
@@ -563,6 +564,77 @@ def test_what_a_rank_left_is_not_written_over_before_its_peers_have_ended():
     assert new.steps == [1, 6]
     leave(old[1])
     assert saver_state.breaks.next().saves == {0: (old[0].id(1),), 1: (old[1].id(1),)}
+
+
+def voting(path) -> SaverState:
+    """The state of a saver that votes and carries out what was decided."""
+    saver_state = SaverState()
+    breakpoints = Breakpoints(open_store(path), saver_state.breaks, saver_state.saver)
+    threading.Thread(target=breakpoints.run, daemon=True).start()
+    return saver_state
+
+
+def ask(saver_state: SaverState) -> threading.Thread:
+    """A user's request, on its way; its answer is the thread's ``said``."""
+    asking = threading.Thread(
+        target=lambda: setattr(asking, "said", saver_state.save_now("1")), daemon=True
+    )
+    asking.start()
+    return asking
+
+
+def told(asking: threading.Thread) -> protocol.SavedNow:
+    asking.join(30)
+    return asking.said  # type: ignore[attr-defined]
+
+
+def test_what_a_user_asks_for_is_stored_while_the_training_goes_on(tmp_path):
+    saver_state = voting(tmp_path)
+    workers = [Worker(saver_state, rank, (0, 1), generations=3) for rank in range(2)]
+    assert "nothing to memory yet" in told(ask(saver_state)).problem
+    for worker in workers:
+        worker.save(1)
+    workers[0].save(2)
+    workers[1].write(2)
+    asking = ask(saver_state)
+    task = saver_state.tasks.next()
+    assert (task.step, sorted(task.slots)) == (1, [0, 1]), "the newest that both have"
+    workers[0].save(3, to_storage=True)
+    assert 1 in workers[0].steps, "it is not overwritten"
+    saver_state.tasks.finish(task, "")
+    assert told(asking) == protocol.SavedNow(1, "")
+    assert saver_state.tasks.find(workers[0].id(3)) is not None, "what the program stores goes on"
+    asking = ask(saver_state)
+    assert told(asking) == protocol.SavedNow(1, ""), "it is stored already"
+    for worker in workers:
+        worker.save(4)
+    asking = ask(saver_state)
+    saver_state.tasks.finish(saver_state.tasks.next(), "The disk is full.")
+    assert told(asking) == protocol.SavedNow(-1, "The disk is full.")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ProtocolError, match="no number"):
+        saver_state.save_now("../1")
+
+
+def test_nodes_that_save_often_wait_for_a_save_in_common(tmp_path):
+    nodes = [voting(tmp_path), voting(tmp_path)]
+    early = Worker(nodes[0], 0, (0,), size=2, generations=3)
+    late = Worker(nodes[1], 1, (1,), size=2)
+    for step in (1, 2):
+        early.save(step)
+        late.save(step)
+    first = ask(nodes[0])
+    until(lambda: list(tmp_path.glob(".breakpoint.*/*.vote")), 30)
+    early.save(3)
+    for step in (3, 4):
+        late.save(step)
+    second = ask(nodes[1])
+    for node in nodes:
+        task = node.tasks.next()
+        assert task.step == 3
+        node.tasks.finish(task, "")
+    assert told(first) == told(second) == protocol.SavedNow(3, "")
+    assert not any(s.pinned for n in nodes for m in n._ranks.memories.values() for s in m.slots)
 
 
 def test_other_nodes_do_not_hold_up_a_training_for_long(tmp_path, monkeypatch):

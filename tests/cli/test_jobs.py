@@ -49,6 +49,8 @@ def test_a_job_is_not_found_by_the_beginning_of_its_name(env: dict[str, str]):
     assert jobs.find(env, "my job", "").path == own.path
     with pytest.raises(ConfigurationError, match="Job my was not found"):
         jobs.find(env, "my", "")
+    with pytest.raises(ConfigurationError, match=r"Did you mean my_job-big\?"):
+        jobs.find(env, "my-jb-big", "")
 
 
 @pytest.mark.parametrize(

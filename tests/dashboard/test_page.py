@@ -160,6 +160,10 @@ def test_a_running_job_is_live_and_its_buttons_act(browser: Browser, tmp_path: P
                 "s.value = [...s.options].find(o => o.value.endsWith('stdout.log')).value; s.onchange({target: s})"
             )
             browser.until("document.querySelector('.tail')?.innerText.includes('<b>bold</b> red')")
+            browser.click("Save")
+            browser.until(
+                "document.getElementById('say').innerText.includes('No node holds a checkpoint in memory')"
+            )
             browser.click("Drain node 0")
             browser.click("Drain the node")
             browser.until("document.getElementById('say').innerText.includes('Node 0')")

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from dlrover.errors import ExitCode
-from dlrover.spec.events import SpareReady, SpareTakesPlace
+from dlrover.spec.events import SpareReady, SpareTakesPlace, StepStored
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(150)]
 
@@ -56,6 +56,22 @@ def test_without_a_replica_it_is_lost(run, out) -> None:
     kill_node(launch)
     _, told = launch.end_with(ExitCode.INFRASTRUCTURE, 90)
     assert "was saved to memory, and the part of rank" in told
+
+
+def test_what_a_user_has_stored_is_not_lost(run, out) -> None:
+    launch = run("--local-nodes=2", run.scripts / "in_memory.py", out, 0, 1000)
+    until_step(run, out, 5)
+    done = run.dlrover("ckpt", "save", "--job-dir", launch.job_dir, "--reason", "before the night")
+    assert done.returncode == 0, done.stderr
+    (stored,) = launch.events_of(StepStored)
+    assert done.stdout == f"{stored.body.sentence()}\n"
+    assert (stored.body.directory, stored.body.reason) == (
+        str(out / "checkpoints"),
+        "before the night",
+    )
+    kill_node(launch)
+    run.until(lambda: all((out / f"from-1-{rank}").exists() for rank in (0, 1)), 90, "a start")
+    assert (out / "from-1-1").read_text() == f"{stored.body.step} storage"
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,8 @@ class Agent:
                     self._listed = b""
                 if isinstance(message, messages.CollectEvidence):
                     self._keep(asyncio.create_task(self._look(message.id)))
+                elif isinstance(message, messages.StoreMemory):
+                    self._keep(asyncio.create_task(self._save_now(message.id)))
                 else:
                     self._handle(message)
 
@@ -249,6 +251,10 @@ class Agent:
         """Collect evidence of the workers and send it to the master."""
         round_ = self._machine.running_round
         self._say(messages.Evidence(id_, round_, await self._workers.evidence()))
+
+    async def _save_now(self, id_: str) -> None:
+        """Have the newest memory checkpoint stored and tell the master what came of it."""
+        self._say(messages.MemoryStored(id_, await self._workers.save_now(id_)))
 
     async def _look_at_devices(self) -> None:
         """Measure how busy the accelerators are, for the next usage report."""

@@ -1,4 +1,4 @@
-"""``dlrover ckpt``: list, show, verify, convert and delete stored checkpoints."""
+"""``dlrover ckpt``: list, show, verify, convert and delete stored checkpoints, and have a running job store one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from dlrover.cli import output as outputs
 from dlrover.cli.output import Form, Output, print_json, print_table, size
+from dlrover.cli.selecting import of_job
 from dlrover.errors import ConfigurationError, ExitCode
+from dlrover.spec.jobdir import JobDir
 from dlrover.spec.words import counted
 
 SHOWN = 20
@@ -18,7 +21,7 @@ SHOWN = 20
 
 app = typer.Typer(
     name="ckpt",
-    help="List, show, verify, convert and delete stored checkpoints.",
+    help="List, show, verify, convert and delete stored checkpoints, and have a running job store one.",
     no_args_is_help=True,
 )
 
@@ -53,6 +56,23 @@ def _row(item: Any) -> tuple[str, ...]:
     state = f"{item.state}, latest" if item.latest else item.state
     ranks = "-" if item.ranks is None else str(item.ranks)
     return str(item.step), stored, ranks, str(item.files), size(item.nbytes), state
+
+
+@app.command()
+@of_job()
+def save(
+    job: JobDir,
+    reason: Annotated[
+        str, typer.Option(help="Reason, recorded in the job's events.")
+    ] = "dlrover ckpt save",
+    output: Output = Form.TEXT,
+) -> None:
+    """Have a running job store its newest memory checkpoint now; its training goes on."""
+    from dlrover.dashboard.inspect import queries  # noqa: PLC0415 - loads grpc
+
+    sentence = queries.save(job, reason)
+    reply = {"job_dir": str(job.path), "message": sentence}
+    outputs.show(reply, output, lambda *_: print(sentence))
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import fcntl
 import glob
 import logging
@@ -313,7 +314,10 @@ def _by_name(states: Sequence[Path], job: str) -> Path:
     own = re.compile(rf"{re.escape(_safe(job))}({_START})?")
     found = [p for jobs in places for p in jobs.glob("*") if own.fullmatch(p.name)]
     if not found:
-        raise ConfigurationError(f"Job {job} was not found in {places[0]}.")
+        names = {re.sub(f"{_START}$", "", p.name) for jobs in places for p in jobs.glob("*")}
+        near = difflib.get_close_matches(job, names, 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigurationError(f"Job {job} was not found in {places[0]}.{hint}")
     # Names end in the job's start time: the last one is the newest.
     return max(found, key=lambda path: path.name)
 

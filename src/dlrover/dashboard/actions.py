@@ -34,6 +34,10 @@ class StopAction(_Action, frozen=True, tag="stop"):
     """The end of the job."""
 
 
+class SaveAction(_Action, frozen=True, tag="save"):
+    """The newest memory checkpoint to storage."""
+
+
 class StacksAction(_Action, frozen=True, tag="stacks"):
     """Where every rank is now."""
 
@@ -44,7 +48,7 @@ class DrainAction(_Action, frozen=True, tag="drain"):
     node: Count
 
 
-Action = ScaleAction | StopAction | StacksAction | DrainAction
+Action = ScaleAction | StopAction | SaveAction | StacksAction | DrainAction
 
 
 async def carry_out(job_dir: JobDir, action: Action) -> dict[str, Any]:
@@ -70,6 +74,9 @@ def _question(action: Action) -> Callable[[MasterClient], Awaitable[dict[str, An
                 return {"text": reply.sentence, "refused": reply.refused}
             case DrainAction(node):
                 reply = await master.drain(node, REASON)
+                return {"text": reply.sentence, "refused": reply.refused}
+            case SaveAction():
+                reply = await master.save(REASON)
                 return {"text": reply.sentence, "refused": reply.refused}
             case StacksAction():
                 stacks = await master.stacks()

@@ -21,6 +21,7 @@ from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Node
 from dlrover.master.platformside import PlatformSide
 from dlrover.master.requests import Requests, Services
+from dlrover.master.saves import UserSaves
 from dlrover.master.scaling.autoscale import AutoScaler
 from dlrover.master.storeside import waited
 from dlrover.master.streams import AgentStreams, Handlers
@@ -81,6 +82,7 @@ class Master:
         handlers = Handlers(self.submit, self.take, self.report)
         self.streams = AgentStreams(machine, self.journal, self.heartbeats, handlers, self.clock)
         self.hangs = HangWatch(machine, self.streams.say, self.report)
+        self.saves = UserSaves(machine, self.streams.say, self.report)
         self.scaler = AutoScaler(machine, self.report, self.hangs.held_up)
         self.platform = PlatformSide(
             machine, self.ledger, self.heartbeats, self.submit_with_steps, self.report, self.clock
@@ -121,6 +123,7 @@ class Master:
         server.unary("Stop", messages.StopRequest, self.stop)
         server.unary("Scale", messages.ScaleRequest, self.scale)
         server.unary("Drain", messages.DrainRequest, self.drain)
+        server.unary("Save", messages.SaveRequest, self.saves.save)
         server.unary("Ranks", messages.RanksRequest, self.hangs.ranks)
         server.unary("Stacks", messages.StacksRequest, self.hangs.stacks)
         server.unary("Store", messages.StoreRequest, self.requests.use_store)
@@ -251,6 +254,8 @@ class Master:
                 self.submit_with_steps(inputs.Reported(node_id, message))
             case messages.Evidence():
                 self.hangs.answered(node_id, message)
+            case messages.MemoryStored():
+                self.saves.answered(node_id, message)
             case messages.ModulesListed(modules):
                 self.streams.prepare_spares(modules)
 

@@ -20,6 +20,9 @@ from dlrover.spec.node import WORKER
 STACKS_WAIT = 30.0
 """Additional seconds for the nodes to collect their workers' stacks."""
 
+SAVE_WAIT = 60.0
+"""Additional seconds for the nodes to store a step."""
+
 
 class MasterClient(Connection):
     """A connection to a job's master."""
@@ -57,6 +60,14 @@ class MasterClient(Connection):
         """Ask the master to put another node in the place of one."""
         request = messages.DrainRequest(node, reason)
         reply: messages.ScaleReply = await self._call("Drain", request, messages.ScaleReply)
+        return reply
+
+    async def save(self, reason: str) -> messages.ScaleReply:
+        """Ask the master to have the newest memory checkpoint stored."""
+        request = messages.SaveRequest(reason)
+        reply: messages.ScaleReply = await self._call(
+            "Save", request, messages.ScaleReply, SAVE_WAIT
+        )
         return reply
 
     async def ranks(self) -> messages.RanksReply:

@@ -90,8 +90,33 @@ class ModulesListed(msgspec.Struct, frozen=True, tag="modules_listed"):
     modules: Annotated[bytes, msgspec.Meta(max_length=MODULES_LIMIT)]
 
 
+class StoredPlace(msgspec.Struct, frozen=True, array_like=True):
+    """A checkpoint directory, and what became of a save that a user asked for."""
+
+    directory: str
+    step: int = -1
+    """The step that is stored now; -1 if none is."""
+    problem: str = ""
+    """Why none is, in one sentence."""
+
+
+class MemoryStored(msgspec.Struct, frozen=True, tag="memory_stored"):
+    """The answer to `StoreMemory`: a place for each saver of the node; none if its workers save nothing to memory."""
+
+    id: str
+    places: tuple[StoredPlace, ...]
+
+
 AgentMessage: TypeAlias = (
-    Hello | Join | Heartbeat | Failed | Succeeded | Evidence | CheckReport | ModulesListed
+    Hello
+    | Join
+    | Heartbeat
+    | Failed
+    | Succeeded
+    | Evidence
+    | MemoryStored
+    | CheckReport
+    | ModulesListed
 )
 
 # ---- master to agent
@@ -153,6 +178,13 @@ class CollectEvidence(msgspec.Struct, frozen=True, tag="collect_evidence"):
     id: int
 
 
+class StoreMemory(msgspec.Struct, frozen=True, tag="store_memory"):
+    """Order to store the newest save in the node's memory, as a user asks for."""
+
+    id: str
+    """Unique number of the request."""
+
+
 MasterMessage: TypeAlias = (
     Welcome
     | CallToRound
@@ -162,6 +194,7 @@ MasterMessage: TypeAlias = (
     | StandBy
     | Dismiss
     | CollectEvidence
+    | StoreMemory
     | CheckOrder
 )
 
@@ -304,7 +337,7 @@ class ScaleRequest(msgspec.Struct, frozen=True):
 
 
 class ScaleReply(msgspec.Struct, frozen=True):
-    """The answer to `ScaleRequest` and `DrainRequest`: a sentence on its effect, or on why it was refused."""
+    """The answer to `ScaleRequest`, `DrainRequest` and `SaveRequest`: a sentence on its effect, or on why it was refused."""
 
     sentence: str
     refused: bool = False
@@ -314,6 +347,13 @@ class DrainRequest(msgspec.Struct, frozen=True):
     """Request to put another node in the place of one, which trains until the other has joined."""
 
     node: int
+    reason: str
+    """Reason, as part of a sentence."""
+
+
+class SaveRequest(msgspec.Struct, frozen=True):
+    """Request to store the newest memory checkpoint of the training."""
+
     reason: str
     """Reason, as part of a sentence."""
 

@@ -165,7 +165,7 @@ class AgentMachine:
                 return self._leave(event)
             case messages.StandBy():
                 return [event] if self.stage is Stage.JOINED else []
-            case messages.CollectEvidence():
+            case messages.CollectEvidence() | messages.StoreMemory():
                 return []
 
     def _welcome(self, event: messages.Welcome) -> list[Command]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from dlrover._util import procs
+from dlrover.agent import savers
 from dlrover.agent.devices import Devices
 from dlrover.agent.workers import environment, evidence
 from dlrover.agent.workers.failures import FailureRecords
@@ -22,6 +23,7 @@ from dlrover.agent.workers.membership import MembersSocket, StoppedWatch, is_sto
 from dlrover.agent.workers.pool import ZygotePool
 from dlrover.agent.workers.zygotes import make_board
 from dlrover.errors import ConfigurationError
+from dlrover.rpc.messages import StoredPlace
 from dlrover.spec.activity import Activity
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import LaunchSpec
@@ -309,6 +311,10 @@ class WorkerGroup:
             )
             for worker, one in zip(running, seen, strict=True)
         )
+
+    async def save_now(self, request: str) -> tuple[StoredPlace, ...]:
+        """Have the newest memory checkpoint of each directory stored; return what became of it."""
+        return await savers.save_now(procs.running(SAVER), request)
 
     async def devices_busy(self) -> float:
         """Return the share of time in which the workers' accelerators work, 0 to 1; -1 if unknown."""

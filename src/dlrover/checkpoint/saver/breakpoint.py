@@ -1,6 +1,7 @@
-"""Save at breakpoint: how the savers of a world that ended agree on a step and store it.
+"""How the savers of a world agree on a step and store it: when the world ended, or when a user asks for it.
 
-Each saver writes a `Vote` with the saves that it holds to a directory that all savers see::
+Each saver writes a `Vote` with the saves that it holds to a directory that all savers see; for a user's request, its
+name ends with the request's number::
 
     <directory>/.breakpoint.<session>/<saver>.vote      not finished yet
     <directory>/.breakpoint.<session>/<saver>.done      finished; the last one removes the directory
@@ -13,12 +14,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.saver import protocol
 from dlrover.checkpoint.saver.ranks import GenerationSlot, RankMemory, Ranks, SaveGroup
 from dlrover.checkpoint.saver.tasks import Task, Tasks
 from dlrover.checkpoint.storage import storage
@@ -30,6 +32,11 @@ VOTE_PATIENCE = 30.0
 """Seconds to wait for the votes of other savers, which may notice the end of the world later."""
 _PLACE = ".breakpoint."
 _VOTE, _DONE = ".vote", ".done"
+ASKED_PATIENCE = 10.0
+"""The same on a user's request: the training may wait as long for memory to save to."""
+ATTEMPTS = 3
+"""Votes on a user's request, as long as the nodes have no save in common."""
+NOTHING_SAVED = "The program has saved nothing to memory yet."
 SETTLE = 2.0
 """Seconds that a world's other ranks get, after the first one ends, to complete a save or end."""
 _NOT_COMMON = "Step {} was not stored: its world ended before all ranks had saved it."
@@ -37,10 +44,16 @@ _NOT_COMMON = "Step {} was not stored: its world ended before all ranks had save
 
 @dataclass(eq=False)
 class Break:
-    """A world that ended, and the memory that is kept for it."""
+    """A world that ended, or of which a user wants the newest save stored; and the memory that is kept for that."""
 
     group: SaveGroup
     since: float
+    request: str = ""
+    """Number of the user's request; empty if the world ended."""
+    stored: SaveId | None = None
+    """The save that is stored on request."""
+    problem: str = ""
+    """Why nothing is stored on request, in one sentence."""
     slots: dict[int, list[GenerationSlot]] = field(default_factory=dict)
     """By rank: its pinned generations."""
     saves: dict[int, tuple[SaveId, ...]] = field(default_factory=dict)
@@ -69,12 +82,25 @@ class Breaks:
 
     def note(self, group: SaveGroup) -> None:
         """Queue an ending world that wants save at breakpoint, unless its newest save was voted on before."""
-        if not group.joined.save_at_breakpoint or any(b.group is group for b in self._open):
+        known = any(b.group is group and not b.request for b in self._open)
+        if known or not group.joined.save_at_breakpoint:
             return
         held = {rank: _slots_of(mine, group) for rank, mine in self._ranks.memories.items()}
         if group.voted is None or _newest(_saves(held)) > group.voted:
             self._open.append(Break(group, time.monotonic()))
             self._changed.notify_all()
+
+    def ask(self, request: str) -> Break:
+        """Queue a user's request to store the newest save of the present world; wait until it is carried out."""
+        group = self._ranks.group
+        if group is None:
+            group = SaveGroup(protocol.JoinSaver(0, 0, ()))
+            return Break(group, 0.0, request, problem="No worker has joined its saver yet.")
+        asked = Break(group, time.monotonic(), request)
+        self._open.append(asked)
+        self._changed.notify_all()
+        self._changed.wait_for(lambda: asked not in self._open)
+        return asked
 
     def left(self, rank: int, mine: RankMemory) -> None:
         """Pin the saves of a rank whose worker left an ended world: they may still be needed."""
@@ -97,10 +123,15 @@ class Breaks:
     # ---- for the thread that carries them out
 
     def next(self) -> Break:
-        """Wait for an ended world, and up to `SETTLE` seconds for its workers to end; pin its memory."""
+        """Wait for an ended world, and up to `SETTLE` seconds for its workers to end; pin its memory.
+
+        A user's request waits for nothing, and its memory is pinned later.
+        """
         with self._changed:
             self._changed.wait_for(lambda: bool(self._open))
             ended = self._open[0]
+            if ended.request:
+                return ended
             left = ended.since + SETTLE - time.monotonic()
             self._changed.wait_for(lambda: self._is_settled(ended), max(0.0, left))
             for rank, mine in self._ranks.memories.items():
@@ -110,8 +141,14 @@ class Breaks:
             return ended
 
     def pause(self, ended: Break, seconds: float) -> bool:
-        """Wait up to ``seconds``; return whether another world needs the memory."""
+        """Wait up to ``seconds``; return whether another world needs the memory.
+
+        On a user's request, wait in any case: the training gets the memory afterwards.
+        """
         with self._changed:
+            if ended.request:
+                self._changed.wait_for(lambda: False, seconds)
+                return False
             return self._changed.wait_for(
                 lambda: any(self._tasks.is_starved(rank) for rank in ended.slots), seconds
             )
@@ -132,6 +169,26 @@ class Breaks:
                 self._tasks.add(self._task(ended, save, ranks))
             self._unpin(ended)
             self._changed.wait_for(lambda: not any(t.complete for t in self._tasks.of(session)))
+
+    def pin_own(self, asked: Break) -> None:
+        """Pin all that the node's own ranks hold; what is pinned already stays so."""
+        with self._changed:
+            for rank in asked.group.joined.ranks:
+                if rank in self._ranks.memories:
+                    self._pin(asked, rank, self._ranks.memories[rank])
+            asked.saves = _saves(asked.slots)
+
+    def store_asked(self, asked: Break, ranks: tuple[int, ...]) -> None:
+        """Persist some ranks' parts of the save that a user wants, and wait until that is done or has failed."""
+        group, save = asked.group, asked.stored
+        with self._changed:
+            if save is not None and ranks:
+                if self._tasks.find(save) is None:
+                    self._tasks.add(self._task(asked, save, ranks))
+                self._unpin(asked)
+                self._changed.wait_for(lambda: self._tasks.find(save) is None)
+                if group.stored is None or group.stored < save:
+                    asked.stored, asked.problem = None, group.problems[-1]
 
     def _is_cancelling(self, session: int) -> bool:
         return any(task.given_up for task in self._tasks.of(session))
@@ -222,12 +279,13 @@ def decide(votes: Sequence[Vote], world_size: int) -> StoreDecision:
 
 
 class Ballot:
-    """The votes on one world, as files in the checkpoint directory."""
+    """The votes on one world, as files in the checkpoint directory; those on a user's request lie by themselves."""
 
-    def __init__(self, store: Store, session: int) -> None:
+    def __init__(self, store: Store, session: int, request: str = "") -> None:
         self._store = store
         self._session = session
-        self._place = f"{_PLACE}{session:016x}"
+        self._request = request
+        self._place = f"{_PLACE}{session:016x}" + (f".{request}" if request else "")
 
     def cast(self, vote: Vote) -> None:
         """Add a vote; replace an earlier one of the same saver."""
@@ -253,7 +311,8 @@ class Ballot:
         self._store.write(self._file(saver, _DONE), self._store.read(vote))
         self._store.delete(vote)
         if all(name.endswith(_DONE) for name in self._store.names(self._place)):
-            storage.remove_given_up(self._store, self._session)
+            if not self._request:
+                storage.remove_given_up(self._store, self._session)
             with contextlib.suppress(OSError):
                 self._store.remove(self._place)
 
@@ -264,13 +323,13 @@ class Ballot:
 def remove_votes(store: Store, session: int) -> None:
     """Delete votes that killed savers have left, for worlds other than ``session``."""
     for name in store.names():
-        if name.startswith(_PLACE) and name != f"{_PLACE}{session:016x}":
+        if name.startswith(_PLACE) and not name.startswith(f"{_PLACE}{session:016x}"):
             with contextlib.suppress(OSError):
                 store.remove(name)
 
 
 class Breakpoints:
-    """Background loop that stores what ended worlds had in memory."""
+    """Background loop that stores what ended worlds had in memory, and what users ask for."""
 
     def __init__(self, store: Store, breaks: Breaks, saver: int) -> None:
         self._store = store
@@ -285,33 +344,65 @@ class Breakpoints:
                 self._carry_out(ended)
             except OSError as error:
                 logger.error("What is in memory is not stored: %s", error)  # noqa: TRY400
+                ended.problem = f"The storage failed: {error}."
             finally:
                 self._breaks.finish(ended)
 
     def _carry_out(self, ended: Break) -> None:
+        if ended.request:
+            self._carry_out_asked(ended)
+            return
         session, size = ended.group.joined.session, ended.group.joined.world_size
-        vote = Vote(self._saver, ended.group.joined.ranks, ended.saves, ended.group.stored)
-        ballot = Ballot(self._store, session)
-        ballot.cast(vote)
-        try:
-            votes = self._collect(ballot, ended)
+        with self._vote(ended, Ballot(self._store, session)) as votes:
             decision = decide(votes, size)
             if decision.save is not None and decision.parts:
                 step = decision.save.step
                 logger.info("The world has ended; step %d is stored from memory", step)
             if decision.parts or complete(votes, size):
                 self._breaks.store(ended, decision.save, decision.parts.get(self._saver, ()))
+
+    def _carry_out_asked(self, asked: Break) -> None:
+        """Carry out a user's request, while the training goes on.
+
+        A training that saves very often may leave no save in common to the moments at which the nodes pin theirs. It
+        waits then until the next vote, to which each node adds what it has saved since.
+        """
+        session, size = asked.group.joined.session, asked.group.joined.world_size
+        asked.problem = NOTHING_SAVED
+        for attempt in range(ATTEMPTS):
+            self._breaks.pin_own(asked)
+            ballot = Ballot(self._store, session, f"{asked.request}.{attempt}")
+            with self._vote(asked, ballot) as votes:
+                decision = decide(votes, size)
+            if not complete(votes, size):
+                asked.problem = "The savers of some ranks do not answer."
+                return
+            if decision.save is not None:
+                asked.stored, asked.problem = decision.save, ""
+                self._breaks.store_asked(asked, decision.parts.get(self._saver, ()))
+                return
+            if not any(held for vote in votes for held in vote.held.values()):
+                return
+            asked.problem = "The ranks have no save in common."
+
+    @contextlib.contextmanager
+    def _vote(self, ended: Break, ballot: Ballot) -> Iterator[list[Vote]]:
+        """Vote; give the votes of all savers that answer, for as long as these count."""
+        joined = ended.group.joined
+        ballot.cast(Vote(self._saver, joined.ranks, ended.saves, ended.group.stored))
+        try:
+            yield self._collect(ballot, ended)
         finally:
             ballot.close(self._saver)
 
     def _collect(self, ballot: Ballot, ended: Break) -> list[Vote]:
         size = ended.group.joined.world_size
-        until = time.monotonic() + VOTE_PATIENCE
+        until = time.monotonic() + (ASKED_PATIENCE if ended.request else VOTE_PATIENCE)
         votes = ballot.votes()
         while not complete(votes, size):
             if self._breaks.pause(ended, self._store.poll) or time.monotonic() > until:
                 logger.warning(
-                    "The world has ended, and the savers of some of its ranks do not answer"
+                    "The savers of some ranks of the world do not answer; what is in memory is not stored"
                 )
                 break
             votes = ballot.votes()

@@ -151,6 +151,16 @@ class Stored(SaverMessage, frozen=True):
     """Request for the newest stored save of this world; answered by `NewestStored`."""
 
 
+class SaveNow(SaverMessage, frozen=True):
+    """Request of the node's agent to store the newest save in memory; answered by `SavedNow` when that is done.
+
+    All savers of the world get it. It may take minutes, so it comes on a connection that is attached to no rank.
+    """
+
+    request: str
+    """Number of the user's request, the same for all savers; part of a file's name."""
+
+
 class Goodbye(SaverMessage, frozen=True):
     """Notice that the worker is about to disconnect in good order."""
 
@@ -230,6 +240,13 @@ class NewestStored(SaverMessage, frozen=True):
     save: SaveId | None
 
 
+class SavedNow(SaverMessage, frozen=True):
+    """Reply with the step that is stored now; -1 and the ``problem``, one sentence, if none is."""
+
+    step: int
+    problem: str
+
+
 class Refused(SaverMessage, frozen=True):
     """Reply that a request cannot be carried out."""
 
@@ -252,6 +269,7 @@ Request = (
     | Verify
     | Wait
     | Stored
+    | SaveNow
     | Goodbye
 )
 Reply = (
@@ -264,6 +282,7 @@ Reply = (
     | Verified
     | Settled
     | NewestStored
+    | SavedNow
     | Refused
 )
 

@@ -261,7 +261,7 @@ class WorkerConnection:
         fds: list[int] = []
         reply: protocol.Reply
         try:
-            known = self._rank >= 0 or isinstance(request, protocol.Reserve)
+            known = self._rank >= 0 or isinstance(request, protocol.Reserve | protocol.SaveNow)
             if isinstance(request, protocol.Attach) == known:
                 raise ProtocolError("A worker attaches once, before it asks for anything.")
             match request:
@@ -294,6 +294,8 @@ class WorkerConnection:
                 return protocol.NewestStored(state.stored(rank))
             case protocol.Reserve():
                 return self._reserve(request)
+            case protocol.SaveNow():
+                return state.save_now(request.request)
             case protocol.Listen():
                 pem = self._replicas.certify(tls=request.tls)
                 return protocol.Listening(self._replicas.listen(request.host, request.port), pem)

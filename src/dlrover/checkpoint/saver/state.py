@@ -345,6 +345,18 @@ class SaverState:
         with self._changed:
             return next((first.problem for first in self._first if first.problem), "")
 
+    def save_now(self, request: str) -> protocol.SavedNow:
+        """Store the newest save in memory, together with the world's other savers; wait until that is done.
+
+        Raises:
+            ProtocolError: the request's number cannot be part of a file's name.
+        """
+        if not request.isalnum():
+            raise ProtocolError(f"The request {request!r} has no number.")
+        with self._changed:
+            asked = self.breaks.ask(request)
+        return protocol.SavedNow(asked.stored.step if asked.stored else -1, asked.problem)
+
     def verify(self, rank: int, number: int) -> str:
         """Compare a generation with its checksums; return what is wrong with it, or an empty text."""
         with self._changed:

@@ -223,6 +223,19 @@ def drain(job_dir: JobDir, node: int, reason: str) -> str:
     return reply.sentence
 
 
+def save(job_dir: JobDir, reason: str) -> str:
+    """Ask a job's master to have the newest memory checkpoint stored; return its answer.
+
+    Raises:
+        ConfigurationError: nothing can be stored now, or the job has ended.
+        InfrastructureError: the master cannot be reached.
+    """
+    reply = _answer(job_dir, lambda master: master.save(reason))
+    if reply.refused:
+        raise ConfigurationError(reply.sentence)
+    return reply.sentence
+
+
 def stop(job_dir: JobDir, reason: str) -> None:
     """Ask a job's master to end the job; its nodes stop their workers.
 

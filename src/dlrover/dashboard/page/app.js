@@ -82,7 +82,7 @@ const jobPage = (job) => {
       h("div", { class: "title" }, h("h1", {}, name), D.phase((status && status.phase) || report.phase)),
       h("p", { class: "soft" }, [report.submitted ? `submitted ${D.moment(report.submitted)}` : "", status && status.size, job.roles ? `${over ? "ran" : "has run"} for ${D.duration(job.roles.seconds)}` : "", frozen ? `frozen ${D.moment(job.frozenAt)}` : ""].filter(Boolean).join(" · ")),
       h("p", { class: "soft small dir" }, report.dir || ""),
-      act ? h("div", { class: "buttons" }, job.roles ? null : [h("button", { on: { click: act.stacks } }, "Stacks"), h("button", { on: { click: act.scale } }, "Scale …")], h("button", { class: "danger", on: { click: act.stop } }, "Stop …")) : null),
+      act ? h("div", { class: "buttons" }, job.roles ? null : [h("button", { on: { click: act.stacks } }, "Stacks"), h("button", { on: { click: act.save } }, "Save"), h("button", { on: { click: act.scale } }, "Scale …")], h("button", { class: "danger", on: { click: act.stop } }, "Stop …")) : null),
     away ? h("p", { class: "banner", key: "away", role: "status" }, `The ${job.roles ? "coordinator" : "master"} does not answer; this is where its journal ends.`) : null,
     status && status.waiting_for ? h("p", { class: "banner", key: "waits", role: "status" }, status.waiting_for) : null,
     over ? h("div", { class: `banner ${status.outcome.exit_code ? "bad" : "good"}`, key: "end" }, h("p", { class: "strong" }, status.outcome.reason),
@@ -158,6 +158,10 @@ const actions = (job) => ({
       .then((yes) => yes && send(job, { action: "scale", nodes: Number(yes.nodes) }));
   },
   drain: (node) => ask(`Drain node ${node.id}?`, ["Another node is started; this one trains on until it has taken its place."], "Drain the node", false).then((yes) => yes && send(job, { action: "drain", node: node.id })),
+  save: () => {
+    say("Storing what is in memory …");
+    return send(job, { action: "save" });
+  },
   stacks: async () => {
     say("Asking every rank where it is …");
     const answer = await post(job, { action: "stacks" });

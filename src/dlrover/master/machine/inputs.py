@@ -26,6 +26,7 @@ from dlrover.spec.events import (
     NodeWaits,
     SlowRank,
     SlowRankRecovered,
+    StepStored,
     WorkerFailed,
 )
 from dlrover.spec.failure import Rule
@@ -234,6 +235,7 @@ Input: TypeAlias = (
     | StopRequest
     | ScaleRequested
     | MemberReported
+    | StepStored
     | DeadlinePassed
 )
 

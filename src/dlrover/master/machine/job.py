@@ -131,8 +131,10 @@ class JobMachine:
                 self._handle_node(event, now)
 
     def _handle_node(self, event: inputs.Input, now: float) -> None:
-        """Handle an input about one node."""
+        """Handle an input about one node, or one that is only recorded."""
         match event:
+            case events.StepStored():
+                self.state.emit(event)
             case inputs.NodePlaced():
                 self._node_placed(event)
             case events.NodeWaits():

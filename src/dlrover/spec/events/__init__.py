@@ -26,6 +26,7 @@ from dlrover.spec.events.job import (
     MasterAdopted,
     MasterRecovered,
     SamplesSkipped,
+    StepStored,
     StrategyChosen,
 )
 from dlrover.spec.events.nodes import (
@@ -109,6 +110,7 @@ EventBody: TypeAlias = (
     | StrategyChosen
     | Recovered
     | StepsUndone
+    | StepStored
     | NodeSucceeded
     | FirstSize
     | MemoryGrows

@@ -54,6 +54,23 @@ class MasterAdopted(msgspec.Struct, frozen=True, tag="master_adopted"):
         )
 
 
+class StepStored(msgspec.Struct, frozen=True, tag="step_stored"):
+    """The newest memory checkpoint was to be stored, as a user asked for."""
+
+    directory: str
+    step: int
+    """The stored step; -1 if none is."""
+    reason: str
+    problem: str = ""
+    """Why none is stored, in one sentence."""
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        if self.problem:
+            return f"Nothing new is stored in {self.directory} ({self.reason}): {self.problem}"
+        return f"Step {self.step} is stored in {self.directory}: {self.reason}."
+
+
 class StrategyChosen(msgspec.Struct, frozen=True, tag="strategy_chosen"):
     """The parallel strategy of a round, chosen for its number of ranks."""
 
