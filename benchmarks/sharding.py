@@ -38,7 +38,14 @@ from dlrover.data.records import Records
 from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.job import JobSpec
-from dlrover.spec.shards import DataSpec, Incarnation, OpenShards, ShardReply, Span, TakeShards
+from dlrover.spec.requests.shards import (
+    DataSpec,
+    Incarnation,
+    OpenShards,
+    ShardReply,
+    Span,
+    TakeShards,
+)
 from tests.support.masters import MasterProcess
 
 UPSTREAM_SHARDS = 2400.0

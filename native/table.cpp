@@ -1,8 +1,8 @@
 // The C ABI of dlrover._native: a hash table of rows, for embeddings.
 //
-// The table has 1,024 shards, the hash slots of `dlrover.spec.placement`: the shard of a key is the top 10 bits of its
-// hash. A shard has an index with open addressing, of 8 bytes for each place: 32 bits of the hash and the number of
-// a row. Rows lie in one reserved range of addresses, so that a row's number gives its address.
+// The table has 1,024 shards, the hash slots of `dlrover.spec.requests.placement`: the shard of a key is the top
+// 10 bits of its hash. A shard has an index with open addressing, of 8 bytes for each place: 32 bits of the hash and
+// the number of a row. Rows lie in one reserved range of addresses, so that a row's number gives its address.
 //
 // A shard's version is odd while somebody changes the shard, who holds it then. Readers take nothing: they copy a row
 // and look at the version again (a sequence lock). The keys of a batch go through three stages in groups of 8: places

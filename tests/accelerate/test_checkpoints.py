@@ -25,6 +25,7 @@ def run(forks, directory):
     return ranks
 
 
+@pytest.mark.heavy
 def test_shards_and_tensors_load_as_a_pipeline_and_whole(run):
     run(
         4,

@@ -10,8 +10,8 @@ from torch import nn
 
 from dlrover.accelerate import Strategy, auto_accelerate
 from dlrover.accelerate.anatomy import analyse
-from dlrover.accelerate.checks import check
 from dlrover.accelerate.modes.tensor_rules import Rules
+from dlrover.accelerate.strategies import check
 from dlrover.errors import ConfigurationError
 from tests.accelerate.scripts.models import Plain
 from tests.accelerate.training import HUGGING_FACE

@@ -26,7 +26,7 @@ def anatomy():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7, 8, 11, 16])
 def test_each_size_has_a_strategy(ranks):
     """Also sizes that divide neither the batch nor the model, and those with more ranks than samples."""
-    task = choosing.Task(anatomy(), SEQUENCE, 8)
+    task = choosing.StrategyTask(anatomy(), SEQUENCE, 8)
     found = list(choosing.candidates(task, choosing.cluster_of("h100-80", ranks, 4)))
     assert found
     assert {one.size for one, _ in found} == {ranks}
@@ -41,7 +41,7 @@ def test_without_a_job_each_rank_plans(monkeypatch):
 
 
 def test_ranks_with_different_strategies_do_not_wait_for_each_other(monkeypatch):
-    task = choosing.Task(anatomy(), SEQUENCE, 8)
+    task = choosing.StrategyTask(anatomy(), SEQUENCE, 8)
     (one, _), (other, _) = itertools.islice(
         choosing.candidates(task, choosing.cluster_of("h100-80", 8, 4)), 2
     )

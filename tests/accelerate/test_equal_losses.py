@@ -72,6 +72,7 @@ def test_on_two_ranks(forks):
     )  # fmt: skip
 
 
+@pytest.mark.heavy
 def test_on_four_ranks(forks):
     check(
         forks, 4,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dlrover.agent.workers.workers import _recorded_error
+from dlrover.agent.workers.failures import recorded_error
 
 
 @pytest.mark.parametrize(
@@ -16,5 +16,5 @@ def test_a_time_that_is_no_number_counts_as_none(tmp_path, time: str, expected: 
     file = tmp_path / "error.json"
     recorded = json.dumps({"message": {"message": "ValueError: x", "extraInfo": {"time": 0}}})
     file.write_text(recorded.replace('"time": 0', f'"time": {time}'))
-    error = _recorded_error(file)
+    error = recorded_error(file)
     assert (error.type, error.message, error.time) == ("ValueError", "x", expected)

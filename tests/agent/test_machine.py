@@ -23,8 +23,8 @@ from dlrover.rpc.messages import (
     Welcome,
 )
 from dlrover.spec.failure import Failure, FailureKind
-from dlrover.spec.membership import Members
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.requests.membership import Members
 from dlrover.spec.world import World
 
 DONE = Outcome(exit_code=0, reason="All workers succeeded.")

@@ -3,7 +3,7 @@
 from dlrover.agent.machine.node import AgentMachine, Stage, WorkerEnded, WorkersStopped
 from dlrover.rpc import messages
 from dlrover.spec.failure import Failure, FailureKind
-from dlrover.spec.membership import Members
+from dlrover.spec.requests.membership import Members
 from dlrover.spec.world import Holding, World
 
 WORLD = World(5, 2, 1, 4, 2, 8, "10.0.0.1", 29400)

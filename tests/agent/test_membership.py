@@ -6,7 +6,7 @@ import msgspec
 
 from dlrover._util import framing
 from dlrover.agent.workers.membership import MembersSocket, StoppedWatch
-from dlrover.spec.membership import Members
+from dlrover.spec.requests.membership import Members
 
 
 def watched(*steps: tuple[int, float]) -> StoppedWatch:

@@ -14,7 +14,7 @@ from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.machine.saves import Newest
 from dlrover.checkpoint.saver import certificates
 from dlrover.checkpoint.saver.protocol import Attached, Listening
-from dlrover.checkpoint.saver.replicas import Replicas
+from dlrover.checkpoint.saver.replicas import ReplicaExchange
 from dlrover.checkpoint.saver.state import SaverState
 from dlrover.errors import ConfigurationError, InfrastructureError
 
@@ -56,7 +56,7 @@ class Client:
     """The connection of a rank, with its saver in this process."""
 
     def __init__(self) -> None:
-        self.replicas = Replicas(SaverState().exchange)
+        self.replicas = ReplicaExchange(SaverState().exchange)
         self.joined = None
 
     def listen(self, host: str, *, tls: bool) -> Listening:

@@ -60,7 +60,13 @@ def losses(output: str) -> dict[int, str]:
     return found
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "dlrover-run",
+        *(pytest.param(name, marks=pytest.mark.heavy) for name in ("python", "torchrun")),
+    ],
+)
 def test_a_killed_rank_continues_from_memory(launcher, directory):
     whole_run = directory.parent / "whole"
     whole = losses(launch(launcher, whole_run, -1))

@@ -26,7 +26,7 @@ from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import certificates, exchange, memory, ranks, replicas, wire
 from dlrover.checkpoint.saver.memory import Generation
 from dlrover.checkpoint.saver.protocol import Commit, JoinSaver, Peer, Replication
-from dlrover.checkpoint.saver.replicas import Replicas
+from dlrover.checkpoint.saver.replicas import ReplicaExchange
 from dlrover.checkpoint.saver.state import SaverState
 from dlrover.checkpoint.storage import faults
 from dlrover.checkpoint.storage.formats import FORMAT
@@ -59,7 +59,7 @@ class Node:
         self.rank = rank
         self.owner = 0
         self.saver_state = SaverState()
-        self.replicas = Replicas(self.saver_state.exchange)
+        self.replicas = ReplicaExchange(self.saver_state.exchange)
         self.pem = pem or self.replicas.certify(tls=tls)
         shown = certificates.fingerprint(self.pem) if self.pem else b""
         self.peer = Peer(HOST, self.replicas.listen(HOST, port), shown)

@@ -29,7 +29,7 @@ def run(forks):
     ("saved", "where"),
     [
         ("fsdp2", "memory"),
-        ("tp x dp", "storage"),
+        pytest.param("tp x dp", "storage", marks=pytest.mark.heavy),
         pytest.param("tp x dp", "memory", marks=pytest.mark.heavy),
         pytest.param("hsdp", "storage", marks=pytest.mark.heavy),
     ],
@@ -49,6 +49,7 @@ def test_as_many_ranks_load_in_another_layout(run, directory):
     assert "equal on 2" in run("load", "tp", "storage", directory, ranks=2)
 
 
+@pytest.mark.heavy
 def test_one_rank_saved_and_several_load(run, directory):
     run("save", "plain", "storage", directory, ranks=1)
     assert "equal on 3" in run("load", "fsdp2", "memory", directory, ranks=3)

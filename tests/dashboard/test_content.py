@@ -16,7 +16,7 @@ from dlrover.roles.spec import RolesConfig
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir, MasterConfig
 from dlrover.spec.outcome import Cause, Outcome
-from dlrover.spec.shards import DataSpec, Incarnation, OpenShards, Span, TakeShards
+from dlrover.spec.requests.shards import DataSpec, Incarnation, OpenShards, Span, TakeShards
 
 
 def made(path: Path, name: str, outcome: Outcome | None = None) -> JobDir:

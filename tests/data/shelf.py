@@ -15,7 +15,7 @@ from dlrover.data.machine.spans import Spans
 from dlrover.data.records import Records
 from dlrover.data.sources.stream import Address, Bounds, Broker, Fetched, Message, Stream
 from dlrover.errors import ConfigurationError
-from dlrover.spec.shards import Span
+from dlrover.spec.requests.shards import Span
 
 
 class Shelf:

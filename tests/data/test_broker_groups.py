@@ -13,7 +13,7 @@ import pytest
 
 from dlrover.data import Stream
 from dlrover.data.records import Records
-from dlrover.spec.shards import Span
+from dlrover.spec.requests.shards import Span
 from tests.brokers import TOPICS, Topic, kafka_topic, nats_topic, redis_topic
 from tests.data.shelf import without
 

@@ -11,7 +11,7 @@ from dlrover.data import client as sharding_client
 from dlrover.data.client import FEWEST, ShardClient
 from dlrover.data.services import LocalService
 from dlrover.errors import InfrastructureError
-from dlrover.spec.shards import (
+from dlrover.spec.requests.shards import (
     DataSpec,
     Incarnation,
     LookShards,

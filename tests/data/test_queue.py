@@ -15,7 +15,7 @@ from dlrover.data.machine.spans import Spans
 from dlrover.data.machine.state import RankData, merged
 from dlrover.errors import ProtocolError
 from dlrover.spec.failure import Failure, FailureKind
-from dlrover.spec.shards import (
+from dlrover.spec.requests.shards import (
     DataSpec,
     ExtendShards,
     FailedSpan,

@@ -11,7 +11,7 @@ from dlrover.data import client, records, services
 from dlrover.data.records import Records
 from dlrover.data.services import LocalService
 from dlrover.errors import ConfigurationError, InfrastructureError, UserCodeError
-from dlrover.spec.shards import ShardReply
+from dlrover.spec.requests.shards import ShardReply
 
 
 class Rotten(list):

@@ -5,7 +5,7 @@ from hypothesis import given, strategies as st
 
 from dlrover.data.machine.spans import Ranges, Spans
 from dlrover.errors import ProtocolError
-from dlrover.spec.shards import Span
+from dlrover.spec.requests.shards import Span
 
 edges = st.tuples(st.integers(0, 30), st.integers(0, 30))
 changes = st.lists(st.tuples(st.booleans(), edges), max_size=30)

@@ -15,7 +15,7 @@ from dlrover.data import Stream, services
 from dlrover.data.records import Records, acknowledged
 from dlrover.data.services import LocalService
 from dlrover.errors import ConfigurationError
-from dlrover.spec.shards import Span
+from dlrover.spec.requests.shards import Span
 from tests.data.shelf import MemoryStream, Shelf, fast_and_clean, read
 
 __all__ = ["fast_and_clean", "read"]

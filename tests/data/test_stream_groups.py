@@ -9,7 +9,7 @@ import pytest
 from dlrover.data import services
 from dlrover.data.records import Records
 from dlrover.data.services import LocalService
-from dlrover.spec.shards import Span
+from dlrover.spec.requests.shards import Span
 from tests.data.shelf import Shelf, fast_and_clean, read, without
 
 __all__ = ["fast_and_clean", "read"]

@@ -18,7 +18,7 @@ from dlrover.embedding.remote.client import ServerGroup
 from dlrover.embedding.remote.holding import HeldSlots
 from dlrover.embedding.remote.server import EmbeddingServer
 from dlrover.errors import ConfigurationError, ProtocolError
-from dlrover.spec.placement import LookPlacement, PlacementReply, PlacementRequest
+from dlrover.spec.requests.placement import LookPlacement, PlacementReply, PlacementRequest
 
 DIM = 4
 OPTIONS = TableOptions(

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from dlrover._native import tables
 from dlrover.embedding.machine.placement import Placement
 from dlrover.errors import ProtocolError
-from dlrover.spec.placement import (
+from dlrover.spec.requests.placement import (
     SLOTS,
     Announce,
     Leave,

@@ -13,7 +13,7 @@ from dlrover._native.tables import slots_of
 from dlrover.embedding.remote import client, wire
 from dlrover.embedding.remote.client import ServerGroup
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.spec.placement import SLOTS
+from dlrover.spec.requests.placement import SLOTS
 from tests.embedding.servers import DIM, OPTIONS, LocalDirectory, Model, cluster, train
 
 pytestmark = pytest.mark.timeout(60)

@@ -17,7 +17,7 @@ from dlrover.embedding.remote import saving, stored
 from dlrover.embedding.remote.client import ServerGroup
 from dlrover.embedding.remote.saving import TableCheckpoints
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.spec.placement import SLOTS
+from dlrover.spec.requests.placement import SLOTS
 from tests.embedding.servers import DIM, OPTIONS, Model, cluster, expire, train
 
 pytestmark = pytest.mark.timeout(60)

@@ -13,7 +13,7 @@ from dlrover.kubernetes.platform import migration
 from dlrover.kubernetes.platform.migration import Factors, PodMigration
 from dlrover.kubernetes.resources import validation
 from dlrover.kubernetes.resources.types import ElasticJob, ScalePlanSpec
-from dlrover.master import migrate
+from dlrover.master import platformside
 from dlrover.master.machine import inputs
 from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
@@ -66,10 +66,10 @@ class Told:
         self.driver.connect(node, claims=node)
 
     def placed(self) -> migration.Placed:
-        return migrate.placed(self.driver.machine)
+        return platformside.placed(self.driver.machine)
 
     def ask(self, pod: str, cpu: float, memory: float, why: str) -> str:
-        asked = migrate.requested(self.driver.machine, pod, (cpu, memory), why)
+        asked = platformside.migration(self.driver.machine, pod, (cpu, memory), why)
         refused = self.driver.machine.resizer.migration_refusal(asked)
         self.driver.give(asked)
         return refused

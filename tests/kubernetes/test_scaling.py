@@ -17,7 +17,7 @@ from dlrover.kubernetes.machine import nodes, scaleplans
 from dlrover.kubernetes.platform.scaling import Scaler
 from dlrover.kubernetes.resources import names, validation
 from dlrover.kubernetes.resources.types import PlannedPod, ScalePlanSpec, ScaleReplica
-from dlrover.master import scale
+from dlrover.master import platformside
 from dlrover.master.machine import inputs
 from dlrover.rpc.messages import ScaleReply
 from dlrover.spec.node import FIRST_SERVER, LaunchNode
@@ -189,7 +189,7 @@ def test_a_plan_of_the_masters_own_is_recorded_with_its_reason(
     ) -> ScaleReply:
         before = driver.machine.scaling.workers
         driver.give(inputs.ScaleRequested(number, reason, source, role, factors))
-        return scale.reply(before, driver.machine.scaling.workers)
+        return platformside.reply(before, driver.machine.scaling.workers)
 
     def resize(role: str, replicas: int) -> None:
         sizes.append((role, replicas))
@@ -202,7 +202,7 @@ def test_a_plan_of_the_masters_own_is_recorded_with_its_reason(
     async def story() -> None:
         client = Client.from_config(str(control_plane.kubeconfig))
         found = validation.parse(cluster.get("elasticjobs", "digits"))
-        size = functools.partial(scale.size, driver.machine, 0.0)
+        size = functools.partial(platformside.size, driver.machine, 0.0)
         calls: Any = SimpleNamespace(
             size=size,
             ask_scale=ask,

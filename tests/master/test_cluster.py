@@ -13,7 +13,9 @@ from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import open_journal
 from dlrover.master.machine.cluster import TaskCluster
 from dlrover.master.service import Master
-from dlrover.spec.cluster import (
+from dlrover.spec.job import JobSpec
+from dlrover.spec.requests import Unanswered
+from dlrover.spec.requests.cluster import (
     ClusterReply,
     ClusterRequest,
     ClusterTask,
@@ -22,8 +24,6 @@ from dlrover.spec.cluster import (
     LookCluster,
     UseCluster,
 )
-from dlrover.spec.job import JobSpec
-from dlrover.spec.requests import Unanswered
 
 PS = [ClusterTask("ps", i, 1, f"host:{i}") for i in range(3)]
 AGAIN = ClusterTask("ps", 0, 2, "host:9")
@@ -79,7 +79,7 @@ def master_at(directory: Path) -> Iterator[Master]:
 def test_the_next_master_knows_the_tasks_and_the_wanted_numbers(tmp_path: Path) -> None:
     async def asked(*requests: ClusterRequest) -> list[object]:
         with master_at(tmp_path) as master:
-            return [await master.use(request) for request in requests]
+            return [await master.requests.use(request) for request in requests]
 
     asyncio.run(asked(EnterCluster(AGAIN), EnterCluster(PS[1]), UseCluster((AGAIN,))))
     refused, found = asyncio.run(asked(EnterCluster(PS[0]), LookCluster()))

@@ -16,7 +16,7 @@ from dlrover.master.diagnosis_rules import table
 from dlrover.master.journal import history
 from dlrover.master.journal.file import FileJournal
 from dlrover.master.journal.history import OLD_TEXT, RECENT_TEXT, History
-from dlrover.master.machine.incident import CAUSE_TEXTS, FIRST_TEXTS, LATER_TEXT, Incident
+from dlrover.master.machine.recovery.incident import CAUSE_TEXTS, FIRST_TEXTS, LATER_TEXT, Incident
 from dlrover.spec import events
 from dlrover.spec.failure import NAME_LIMIT, TEXT_LIMIT, Failure, FailureKind
 from tests.support.drivers import JobDriver

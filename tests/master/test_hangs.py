@@ -8,10 +8,10 @@ from dlrover.master.machine.watches import hangs
 from dlrover.master.machine.watches.hangs import (
     Hang,
     HangDetector,
-    Looked,
     NodeActivities,
     SampleWorkers,
     Tick,
+    WorkersSampled,
     WorldFormed,
 )
 from dlrover.spec.activity import Activity
@@ -51,12 +51,12 @@ class Job:
 
     def look(self, *first: WorkerEvidence, second: tuple[WorkerEvidence, ...] = ()) -> list:
         """Both looks; the second is as the first, 5 s later, unless it is given."""
-        assert self.do(Looked(1, first)) == []
+        assert self.do(WorkersSampled(1, first)) == []
         assert self.do(Tick()) == []
         self.now += 5
         assert self.do(Tick()) == [SampleWorkers(1)]
         later = [hangs.msgspec.structs.replace(one, time=one.time + 5) for one in first]
-        return self.do(Looked(1, tuple(second or later)))
+        return self.do(WorkersSampled(1, tuple(second or later)))
 
 
 def all_doing(since: float, **more) -> list[WorkerActivity]:
@@ -165,11 +165,11 @@ def test_a_rank_that_works_in_a_step_for_longer_than_an_evaluation_hangs():
 def test_progress_between_the_looks_ends_the_suspicion():
     job = Job()
     assert job.report(*all_doing(181)) == [SampleWorkers(1)]
-    assert job.do(Looked(1, tuple(looks(rank) for rank in range(4)))) == []
+    assert job.do(WorkersSampled(1, tuple(looks(rank) for rank in range(4)))) == []
     moved = looks(2, at=5, activity=doing(STEP, 0.1, steps=11))
     job.now += 5
     assert job.do(Tick()) == [SampleWorkers(1)]
-    assert job.do(Looked(1, (looks(0), looks(1), moved, looks(3)))) == []
+    assert job.do(WorkersSampled(1, (looks(0), looks(1), moved, looks(3)))) == []
     assert job.detector.suspicion is None
     assert job.report(doing(STEP, 400), doing(STEP, 400), doing(STEP, 1), doing(STEP, 400)) == []
 
@@ -206,7 +206,7 @@ def test_what_was_learned_outlives_the_round_and_what_was_seen_does_not():
     assert job.do(Tick()) == []
     assert job.detector.suspicion is None
     assert job.detector.limit(STEP) == 500
-    assert job.do(Looked(1, ())) == []  # an answer from the round before
+    assert job.do(WorkersSampled(1, ())) == []  # an answer from the round before
 
 
 def test_a_report_that_was_overtaken_changes_nothing():

@@ -18,9 +18,9 @@ from dlrover.master.service import Master
 from dlrover.rpc import messages, wire
 from dlrover.spec.check import CheckReport
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.spec.membership import JoinMembers, MembershipRequest
 from dlrover.spec.requests import WorkerReply, WorkerRequest
-from dlrover.spec.shards import DataSpec, Incarnation, TakeShards
+from dlrover.spec.requests.membership import JoinMembers, MembershipRequest
+from dlrover.spec.requests.shards import DataSpec, Incarnation, TakeShards
 from tests.support.hostile import Hostile
 
 SEEDS = range(12)
@@ -38,12 +38,21 @@ SAID = (
 """Kinds of messages, by how often an agent says them."""
 
 
+class SetClock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Peers:
     """A master with a clock that the test sets, and hostile peers of all kinds."""
 
     def __init__(self, master: Master, seed: int) -> None:
-        self.master, self.now = master, 1000.0
-        master.clock = lambda: self.now
+        self.master, self.clock = master, master.clock
         self.make = Hostile(seed)
         self.random = self.make.random
         self.agents: dict[str, tuple[asyncio.Queue[Any], asyncio.Task[None]]] = {}
@@ -81,7 +90,7 @@ class Peers:
         elif choice < 0.8:
             await self.store()
         elif choice < 0.95:
-            self.now += self.random.choice((0.0, 0.1, 5.0, 700.0))
+            self.clock.now += self.random.choice((0.0, 0.1, 5.0, 700.0))
             self.pass_time()
         for _ in range(5):
             await asyncio.sleep(0)
@@ -104,7 +113,7 @@ class Peers:
                 yield message
 
         with contextlib.suppress(DLRoverError):
-            async for order in self.master.attend(said()):
+            async for order in self.master.streams.attend(said()):
                 wire.encode(order)
 
     async def work(self) -> None:
@@ -112,30 +121,30 @@ class Peers:
         kinds = (TakeShards, TakeShards, WorkerRequest, MembershipRequest, JoinMembers)
         request = self.message(self.random.choice(kinds))
         if request is not None:
-            reply = await self.master.use(request)
+            reply = await self.master.requests.use(request)
             assert wire.decode(wire.encode(reply), WorkerReply) is not None
 
     async def store(self) -> None:
         request = self.message(messages.StoreRequest)
         if request is not None:
             with contextlib.suppress(DLRoverError, asyncio.TimeoutError):
-                await asyncio.wait_for(self.master.use_store(request), 0.01)
+                await asyncio.wait_for(self.master.requests.use_store(request), 0.01)
 
     def pass_time(self) -> None:
         """What the master does by itself, now and then."""
         self.master._on_timer()
-        self.master._on_progress_timer()
-        self.master.hangs._tick(self.now)
-        self.master.scaler.measure(self.now)
+        self.master.heartbeats._on_timer()
+        self.master.hangs._tick(self.clock.now)
+        self.master.scaler.measure(self.clock.now)
         self.master.scaler.watch_servers()
-        self.master.scaler.question(self.now)
+        self.master.scaler.question(self.clock.now)
 
     async def look(self) -> None:
         """A user looks at the job; the test looks at all that the master knows."""
         master = self.master
         status = await master.status(messages.StatusRequest())
         wire.decode(wire.encode(status), messages.Status)
-        master.progress()
+        master.platform.progress()
         for _, task in self.agents.values():
             if task.done():
                 task.result()
@@ -151,15 +160,21 @@ class Peers:
 
 def known_to(master: Master) -> list[Any]:
     """All machines that a replay restores; the ledger's content is in the report that `play` compares."""
-    datasets, placement = master.shards.shards, master.placement.placement
-    return [master.machine, datasets, placement, master.store.contents, master.strategies]
+    datasets, placement = master.services.shards.shards, master.services.placement
+    return [
+        master.machine,
+        datasets,
+        placement,
+        master.services.store.contents,
+        master.services.strategies,
+    ]
 
 
 @contextlib.contextmanager
 def master_at(path: Path) -> Iterator[Master]:
     journal, history = open_journal("file:", path / "journal"), History(path / "events")
     with contextlib.closing(journal), contextlib.closing(history):
-        yield Master(journal, history)
+        yield Master(journal, history, lambda _: SetClock())
 
 
 async def play(path: Path, seed: int, watch: Callable[[Master], None] = lambda _: None) -> None:
@@ -188,7 +203,7 @@ async def play(path: Path, seed: int, watch: Callable[[Master], None] = lambda _
     with master_at(path) as again:
         for one, other in zip(known_to(again), known_to(master), strict=True):
             assert one == other
-        assert again.ledger.goodput(peers.now) == master.ledger.goodput(peers.now)
+        assert again.ledger.goodput(peers.clock.now) == master.ledger.goodput(peers.clock.now)
 
 
 @pytest.mark.slow

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from dlrover.master.machine import inputs
-from dlrover.master.machine.ladder import LADDER, FaultFacts, choose
+from dlrover.master.machine.recovery.ladder import LADDER, FaultFacts, choose
 from dlrover.rpc.messages import Join
 from dlrover.spec import events
 from dlrover.spec.failure import Action, FailureKind, Rung
-from dlrover.spec.membership import JoinMembers
 from dlrover.spec.node import FIRST_SPARE
+from dlrover.spec.requests.membership import JoinMembers
 from dlrover.spec.world import Offer
 from tests.support.drivers import JobDriver
 

@@ -13,8 +13,8 @@ from dlrover.rpc.messages import Hello, StopRequest, Succeeded
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
-from dlrover.spec.membership import JoinMembers
 from dlrover.spec.outcome import IncidentKind
+from dlrover.spec.requests.membership import JoinMembers
 from tests.support.drivers import JobDriver
 
 

@@ -14,7 +14,8 @@ from dlrover.spec import events
 from dlrover.spec.check import CheckReport, Component, ProbeResult, ProbeState
 from dlrover.spec.failure import Failure, FailureKind, Rung
 from dlrover.spec.job import Limits
-from dlrover.spec.membership import (
+from dlrover.spec.node import NodeStatus
+from dlrover.spec.requests.membership import (
     MAX_VALUE,
     FinishMembers,
     JoinMembers,
@@ -22,7 +23,6 @@ from dlrover.spec.membership import (
     Members,
     RenewMembers,
 )
-from dlrover.spec.node import NodeStatus
 from dlrover.spec.world import Holding, Offer, World
 from tests.support.drivers import JobDriver
 

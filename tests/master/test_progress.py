@@ -8,11 +8,12 @@ from pathlib import Path
 
 import msgspec
 
+from dlrover.master.heartbeats import PROGRESS_JOURNAL_INTERVAL
 from dlrover.master.journal.file import FileJournal
 from dlrover.master.journal.history import History
 from dlrover.master.machine import inputs
 from dlrover.master.machine.watches.activities import Activities
-from dlrover.master.service import PROGRESS_JOURNAL_INTERVAL, Master
+from dlrover.master.service import Master
 from dlrover.rpc import messages
 from dlrover.rpc.messages import Hello, Join, StopRequest
 from dlrover.spec.activity import Activity
@@ -37,15 +38,15 @@ class Job:
         self.master.submit(inputs.Submitted(JobSpec(name="job", min_nodes=2, max_nodes=2)))
         for node in (0, 1):
             uid = f"agent {node}"
-            self.master._greeted[uid] = asyncio.Queue()
+            self.master.streams._greeted[uid] = asyncio.Queue()
             self.master.submit(Hello(uid, -1, -1, "host", 0))
         for node in (0, 1):
             self.master.submit(inputs.Reported(node, Join(1, Offer(2, "host", 1))))
         # Nothing is due for a while.
-        self.master._progress_journalled = self.master.clock()
+        self.master.heartbeats._journalled = self.master.clock()
 
     def beat(self, node: int, steps: int, *workers: WorkerActivity, round_: int = 1) -> None:
-        self.master._take(node, messages.Heartbeat(round_, steps, workers))
+        self.master.take(node, messages.Heartbeat(round_, steps, workers))
 
     @property
     def progressed(self) -> list[inputs.Progressed]:
@@ -201,7 +202,7 @@ def test_what_ends_a_round_is_preceded_by_the_latest_activity(tmp_path: Path) ->
         job.beat(1, 0)
         job.beat(0, 1, worker(2.0, 1.0))
         job.beat(0, 9, worker(2.0, 9.0))
-        job.master.on_node_exit(1, "killed")
+        job.master.platform.on_node_exit(1, "killed")
         last, before = [entry for _, entry in job.journal.entries()][:-3:-1]
         assert isinstance(last, inputs.NodeExited)
         assert before == inputs.Progressed(1, 9, (2.0, 9.0, 0.0, 0.0, 0.0, 0.0), -1)
@@ -214,7 +215,7 @@ def test_thousands_of_ends_do_not_journal_thousands_of_activities(tmp_path: Path
         job.beat(0, 1, worker(2.0, 1.0))
         for _ in range(50):
             job.beat(0, 1, worker(2.0, 2.0))
-            job.master._take(1, messages.Succeeded(9))
+            job.master.take(1, messages.Succeeded(9))
         assert len(job.progressed) == 1
 
     run(tmp_path, test)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover.errors import ExitCode
-from dlrover.master.machine.restarts import Restart, RestartCause, RestartPolicy, Stop
+from dlrover.master.machine.recovery.restarts import Restart, RestartCause, RestartPolicy, Stop
 from dlrover.spec.failure import Origin
 from dlrover.spec.job import JobSpec, Limits
 

@@ -3,7 +3,7 @@
 import pytest
 
 from dlrover.errors import ExitCode
-from dlrover.master import scale
+from dlrover.master import platformside
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.rendezvous import Rendezvous
@@ -213,7 +213,7 @@ def test_a_server_that_ends_by_itself_ends_nothing() -> None:
     assert driver.machine.state.phase is Phase.RUNNING
     told = driver.emitted(events.NodeSucceeded)[0]
     assert told.sentence() == "The server of node 1 ended by itself, with exit code 0."
-    assert scale.size(driver.machine, 11.0).complete
+    assert platformside.size(driver.machine, 11.0).complete
     driver.give(asked(1))
     assert driver.machine.scaling.leaving.keys() == {2}, "such a job can still be scaled"
     driver.give(inputs.NodeExited(2, "its agent ended"))

@@ -306,7 +306,7 @@ def test_old_news_of_steps_is_left_out(tmp_path: Path) -> None:
         agents[0].report(5)
         await eventually(lambda: job.master.machine.progress.steps == 5)
         agents[0].report(9)  # too soon after the last one to be journalled by itself
-        await eventually(lambda: job.master._steps[agents[0].node_id] == 9)
+        await eventually(lambda: job.master.heartbeats.steps[agents[0].node_id] == 9)
         agents[1].report(3)
         agents[1]._say(messages.Heartbeat(0, 1000))
         agents[1]._say(messages.Heartbeat(2, 1000))
@@ -402,7 +402,10 @@ def test_what_the_store_refuses_is_told_in_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(ProtocolError, match="Key key holds no number"):
             await job.client.store(messages.AddToKey("key", 1, "request"))
         with contextlib.closing(History(tmp_path / "events.jsonl")) as history:
-            assert Master(job.journal, history).store.contents == job.master.store.contents
+            assert (
+                Master(job.journal, history).services.store.contents
+                == job.master.services.store.contents
+            )
 
     run(tmp_path, test)
 
@@ -415,13 +418,13 @@ def test_waits_end_when_there_is_an_answer_or_no_time_left(tmp_path: Path) -> No
         assert 0.1 <= time.monotonic() - began < 1.0
         waiting = asyncio.create_task(job.client.store(messages.GetKey("key", wait=30.0)))
         other = asyncio.create_task(job.client.store(messages.GetKey("other", wait=30.0)))
-        await eventually(lambda: len(job.master.store.awaited) == 2)
+        await eventually(lambda: len(job.master.services.store.awaited) == 2)
         await job.client.store(messages.SetKey("key", b"value"))
         assert await waiting == b"value"
         assert not other.done()
         await job.client.store(messages.AddToKey("other", 1, "request"))
         assert await other == b"1"
-        assert not job.master.store.awaited
+        assert not job.master.services.store.awaited
 
     run(tmp_path, test)
 
@@ -464,7 +467,7 @@ def test_the_journal_replays_to_the_same_machines(tmp_path: Path) -> None:
             again = Master(journal, history)
             again.machine.state.commands = job.master.machine.state.commands
             assert again.machine == job.master.machine
-            assert again.store.contents == job.master.store.contents
+            assert again.services.store.contents == job.master.services.store.contents
             assert history.events == job.history.events
         assert (tmp_path / "events.jsonl").stat().st_size == size
 
@@ -535,7 +538,7 @@ def test_what_happens_while_the_disk_is_full_is_not_forgotten(
                 await job.client.store(messages.SetKey("key", b"value"))
             agents[0].life.cancel()
             agents[1].life.cancel()
-            await eventually(lambda: len(job.master._queues) == 1)
+            await eventually(lambda: len(job.master.streams._queues) == 1)
             agents[1].life = asyncio.create_task(agents[1].run())
             status = await job.client.status()
             assert status.phase == "running"

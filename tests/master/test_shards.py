@@ -22,7 +22,7 @@ from dlrover.rpc.messages import Record, RequestFrame
 from dlrover.rpc.server import Server
 from dlrover.spec.job import JobSpec
 from dlrover.spec.requests import Unanswered, WorkerReply
-from dlrover.spec.shards import (
+from dlrover.spec.requests.shards import (
     MAX_ACKNOWLEDGED,
     DataSpec,
     FailedSpan,
@@ -70,18 +70,18 @@ def take(seq: int, *done: Span, failed: tuple[FailedSpan, ...] = ()) -> TakeShar
 def test_the_next_master_deals_on(tmp_path) -> None:
     async def first() -> ShardReply:
         with master_at(tmp_path) as master:
-            await master.use(OpenShards(SPEC, "a", ROUND))
-            await master.use(OpenShards(SPEC, "b", ROUND))
-            await master.use(take(1))
-            refused = await master.use(take(9, Span(0, 50, 60)))
+            await master.requests.use(OpenShards(SPEC, "a", ROUND))
+            await master.requests.use(OpenShards(SPEC, "b", ROUND))
+            await master.requests.use(take(1))
+            refused = await master.requests.use(take(9, Span(0, 50, 60)))
             assert "does not hold" in refused.refused
-            return await master.use(take(2, Span(0, 0, 15)))
+            return await master.requests.use(take(2, Span(0, 0, 15)))
 
     async def second() -> tuple[ShardReply, ShardReply, ShardReply]:
         with master_at(tmp_path) as master:
-            repeated = await master.use(take(2, Span(0, 0, 15)))
-            more = await master.use(take(3, Span(0, 15, 30)))
-            return repeated, more, await master.use(LookShards("data"))
+            repeated = await master.requests.use(take(2, Span(0, 0, 15)))
+            more = await master.requests.use(take(3, Span(0, 15, 30)))
+            return repeated, more, await master.requests.use(LookShards("data"))
 
     before = asyncio.run(first())
     repeated, more, look = asyncio.run(second())
@@ -166,7 +166,7 @@ async def dealt(master: Master, *frames: RequestFrame) -> list[list[WorkerReply]
             yield frame
 
     replies = []
-    async for frame in master.deal(sent()):
+    async for frame in master.requests.deal(sent()):
         assert [number for number, _ in frame.records] == list(range(len(frame.records)))
         replies.append([wire.decode(body, WorkerReply) for _, body in frame.records])
     return replies
@@ -215,7 +215,7 @@ def test_an_empty_span_is_refused_before_it_is_journalled(tmp_path) -> None:
         with master_at(tmp_path) as master:
             await dealt(master, frame_of(OpenShards(SPEC, "a", ROUND), take(1)))
             (replies,) = await dealt(master, frame_of(msgspec.msgpack.encode(body), take(3)))
-            requests = [entry for _, entry in master._journal.entries()]
+            requests = [entry for _, entry in master.journal._journal.entries()]
             assert [one.seq for one in requests if isinstance(one, TakeShards)] == [1, 3]
             return replies
 
@@ -253,7 +253,7 @@ def test_a_frame_is_one_entry_into_the_journal_and_all_of_it_waits_for_the_disk(
     async def ask() -> tuple[list[int], list[ShardReply]]:
         with master_at(tmp_path) as master:
             written = []
-            append = master._journal.append_all
+            append = master.journal._journal.append_all
 
             def full(entries, now):
                 written.append(len(entries))
@@ -261,7 +261,7 @@ def test_a_frame_is_one_entry_into_the_journal_and_all_of_it_waits_for_the_disk(
                     raise InfrastructureError("The disk is full.")
                 append(entries, now)
 
-            master._journal.append_all = full
+            master.journal._journal.append_all = full
             opens = frame_of(*(OpenShards(SPEC, name, ROUND) for name in "abcd"))
             _, refused = await dealt(master, opens, frame_of(take(1), take(2)))
             return written, refused

@@ -10,7 +10,12 @@ from hypothesis import given, strategies as st
 
 from dlrover.errors import ProtocolError
 from dlrover.master.machine.strategies import Strategies, pick
-from dlrover.spec.strategies import ChooseStrategy, OfferLadder, SizedStrategy, StrategyReply
+from dlrover.spec.requests.strategies import (
+    ChooseStrategy,
+    OfferLadder,
+    SizedStrategy,
+    StrategyReply,
+)
 
 DP, TP = (1, 1, 1, 1), (2, 1, 1, 1)
 GB = 10**9

@@ -98,7 +98,7 @@ def test_the_compiled_update_is_that_of_pytorch(kind, bits, monkeypatch) -> None
     found = trained(kind([compiled], LR, state_bits=bits), [compiled], given)
     monkeypatch.setenv("DLROVER_NATIVE", "off")
     other = kind([plain], LR, state_bits=bits)
-    assert other._native is None
+    assert other._algorithm.native is None
     expected = trained(other, [plain], given)
     if bits == 32:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -204,13 +204,16 @@ def test_a_training_continues_from_its_state(kind, dtype) -> None:
 
     steps(optimizer, model, given[:2])
     other = copy.deepcopy(model)
+    copied, copied_optimizer = copy.deepcopy((model, optimizer))
     resumed = kind(other.parameters(), lr=1.0)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for entries, loaded in zip(optimizer.state.values(), resumed.state.values(), strict=True):
         assert {key: each.dtype for key, each in entries.items()} == {key: each.dtype for key, each in loaded.items()}  # fmt: skip
     steps(optimizer, model, given[2:])
     steps(resumed, other, given[2:])
+    steps(copied_optimizer, copied, given[2:])
     assert all(map(torch.equal, model.parameters(), other.parameters()))
+    assert all(map(torch.equal, model.parameters(), copied.parameters()))
 
 
 def test_a_state_continues_in_the_form_that_it_has() -> None:

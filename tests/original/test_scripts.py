@@ -58,6 +58,7 @@ def test_a_training_of_the_original_survives_and_takes_each_sample_once(tmp_path
     assert "rank 0 starts at step 10" in printed
 
 
+@pytest.mark.heavy
 def test_shards_and_fsdp_models_of_the_original(tmp_path: Path) -> None:
     import torch
 

@@ -37,7 +37,7 @@ def of_kind(launch, kind: type) -> list:
     "law",
     [
         pytest.param(SCALES, id="four pay", marks=pytest.mark.heavy),
-        pytest.param(TWO_PAY, id="two pay"),
+        pytest.param(TWO_PAY, id="two pay", marks=pytest.mark.heavy),
     ],
 )
 def test_a_job_reaches_the_best_size_from_one_worker(run, law) -> None:

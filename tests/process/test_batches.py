@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 pytest.importorskip("scipy")
 pytest.importorskip("sqlalchemy")
 
-pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.heavy, pytest.mark.timeout(180)]
 
 SAMPLES = 4000
 

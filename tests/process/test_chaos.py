@@ -135,6 +135,7 @@ def test_a_rank_that_stands_still_is_told_of_and_goes_on_when_the_fault_is_over(
     assert any(line.startswith("Not met: hang (rank ") for line in rest)
 
 
+@pytest.mark.heavy
 def test_a_node_whose_cable_is_pulled_is_given_up_and_replaced(chaos, run) -> None:
     problem = network.why_not()
     if problem:

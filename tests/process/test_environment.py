@@ -100,7 +100,13 @@ def check_environ(theirs: dict[str, str], ours: dict[str, str]) -> None:
     assert differ.keys() <= MAY_DIFFER, differ
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize(
+    "launch",
+    [
+        pytest.param(name, marks=[pytest.mark.heavy] if name in ("module", "named job") else [])
+        for name in LAUNCHES
+    ],
+)
 def test_a_worker_is_started_as_by_torchrun(run, project: Path, launch: str) -> None:
     for theirs, ours in both(run, project, *LAUNCHES[launch]):
         check_environ(theirs.pop("environ"), ours.pop("environ"))

@@ -80,6 +80,7 @@ def test_four_then_two_then_three_workers_train_what_one_does(run, undisturbed: 
     assert difference(out, undisturbed) < TOLERANCE
 
 
+@pytest.mark.heavy
 def test_a_lost_node_is_nothing_that_the_parameters_show(run, undisturbed: Path) -> None:
     out = run.directory / "many"
     nodes = ("--nnodes=1:2", "--local-nodes=2", "--nproc-per-node=1")
@@ -92,6 +93,7 @@ def test_a_lost_node_is_nothing_that_the_parameters_show(run, undisturbed: Path)
     assert difference(out, undisturbed) < TOLERANCE
 
 
+@pytest.mark.heavy
 def test_wrong_weights_are_something_that_the_parameters_show(run, undisturbed: Path) -> None:
     out = run.directory / "wrong"
     script = (run.scripts / "mean_of_means.py", DIGITS)

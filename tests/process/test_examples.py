@@ -122,6 +122,7 @@ def test_digits_have_the_same_losses_under_torchrun(
 
 
 @pytest.mark.long
+@pytest.mark.heavy
 def test_digits_killed_twice_end_with_the_losses_of_an_undisturbed_run(
     tmp_path: Path, undisturbed_digits: tuple[str, list[float]]
 ) -> None:

@@ -55,7 +55,7 @@ def waiting_accelerators(run) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("by", ["py-spy", "faulthandler"])
+@pytest.mark.parametrize("by", ["py-spy", pytest.param("faulthandler", marks=pytest.mark.heavy)])
 @pytest.mark.parametrize(
     ("fault", "shape"),
     [

@@ -16,7 +16,7 @@ CASES = [
     pytest.param(
         *(seed, KINDS[seed % 5], list(SHAPES)[seed // 5 % 2]),
         id=f"{seed}",
-        marks=[pytest.mark.heavy] if seed >= 10 else [],
+        marks=[pytest.mark.heavy] if seed >= 5 else [],
     )
     for seed in range(20)
 ]

@@ -59,7 +59,12 @@ def test_without_a_replica_it_is_lost(run, out) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [["--nproc-per-node=2"], ["--local-nodes=2"], ["--local-nodes=2", "--spares=1"]]
+    "shape",
+    [
+        ["--nproc-per-node=2"],
+        pytest.param(["--local-nodes=2"], marks=pytest.mark.heavy),
+        ["--local-nodes=2", "--spares=1"],
+    ],
 )
 def test_the_node_in_place_of_one_whose_agent_died_finds_its_memory(run, out, shape) -> None:
     launch = run(*shape, run.scripts / "in_memory.py", out, 0, 60)

@@ -57,6 +57,7 @@ def test_faulty_nodes_are_named_and_excluded(train) -> None:
     assert (training.losses[-1][0], training.losses[-1][2]) == (10, 2)
 
 
+@pytest.mark.heavy
 def test_a_slow_node_is_named_and_all_train(train) -> None:
     training = train(3, 0.0, *CHECK, env=injected("2:device:slow"))
     training.launch.succeed(100)
@@ -105,7 +106,7 @@ def test_a_node_whose_worker_was_killed_is_checked_again(train) -> None:
     launch.wait(60)
 
 
-@pytest.mark.parametrize("fault", ["", "2:device:fail"])
+@pytest.mark.parametrize("fault", [pytest.param("", marks=pytest.mark.heavy), "2:device:fail"])
 def test_ranks_of_another_launcher_come_to_the_same_verdict(run, fault: str) -> None:
     program = ("--no-python", sys.executable, "-m", "dlrover.cli.main", "check")
     options = ("--nproc-per-node=4", f"--master-port={run.free_port()}")

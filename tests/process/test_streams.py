@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(120)]
 MESSAGES = 600
 
 
-RARE = [pytest.param(name, marks=pytest.mark.long) for name in ("rabbitmq", "kafka", "pulsar")]
+RARE = [pytest.param(name, marks=pytest.mark.heavy) for name in ("rabbitmq", "kafka", "pulsar")]
 
 
 @pytest.fixture(params=["redis", "nats", *RARE])

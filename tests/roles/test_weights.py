@@ -15,6 +15,7 @@ from dlrover.errors import ConfigurationError, InfrastructureError, MemberLostEr
 from dlrover.roles import RoleGroup, current_worker, weights
 from dlrover.roles.messages import Version
 from dlrover.roles.runtime import holder
+from dlrover.roles.runtime.weights import publishing
 from tests.roles.coordinators import Coordinator, coordinator, joined
 from tests.waiting import until
 
@@ -24,7 +25,7 @@ PROGRAM = """
 import os, signal
 import numpy as np
 from dlrover.roles import current_worker, rpc, weights
-from dlrover.roles.runtime import weights as inside
+from dlrover.roles.runtime.weights import publishing
 
 def state(step):
     return {"w": np.full(100_000, step, np.float32), "step": step}
@@ -37,8 +38,8 @@ class Trainer:
     @rpc
     def die_while_it_publishes(self, step):
         me = current_worker()
-        place, address = inside._holder(me)
-        memory = inside._holders.connection(me, place, address).writable("half", 400_000)
+        place, address = publishing._holder(me)
+        memory = publishing.holders.connection(me, place, address).writable("half", 400_000)
         memory[:100] = bytes(100)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -131,10 +132,10 @@ def test_damage_is_found_and_another_machine_reads_over_its_connection(job: Coor
         large = np.arange(20_000_000, dtype=np.int32)
         weights.publish({"w": large, "v": np.arange(5)}, 1)
         me.machine = "another one"
-        weights._holders.drop(me.place)
+        publishing.holders.drop(me.place)
         found = weights.latest()
         assert found is not None
-        assert not weights._holders.connection(me, me.place, me.listener.address).local
+        assert not publishing.holders.connection(me, me.place, me.listener.address).local
         np.testing.assert_array_equal(found["w"], large)
         (part,) = me.holding._parts.values()
         os.pwrite(part.buffer.fd, b"x", 40)

@@ -36,9 +36,9 @@ from dlrover.spec.brain import Similar
 from dlrover.spec.events import Event
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
-from dlrover.spec.membership import MembershipRequest
 from dlrover.spec.node import WORKER, FoundNode, LaunchNode, is_server
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.requests.membership import MembershipRequest
 from tests.simulation.clock import Time
 from tests.simulation.nodes import Delays, Link, Program, SimulatedNode
 
@@ -128,7 +128,7 @@ class SimulatedPlatform:
         node_id = self.watched.pop(handle, None)
         if node_id is not None:
             delay = self._cluster.program.delays.notice
-            self._cluster.time.after(delay, self._master.on_node_exit, node_id, reason)
+            self._cluster.time.after(delay, self._master.platform.on_node_exit, node_id, reason)
 
 
 class SimulatedBrain:
@@ -444,7 +444,7 @@ class Cluster:
         """Ask for another number of managed nodes of a role."""
         if not self.master_away:
             with self.time.inside(), contextlib.suppress(FencedError):
-                self.master.ask_scale(nodes, "a test", source, role)
+                self.master.platform.ask_scale(nodes, "a test", source, role)
 
     def inject(
         self, faults: Sequence[Callable[[SimulatedNode], None]], *, every: float, until: float
@@ -535,7 +535,7 @@ class Cluster:
         """Return the master's reply to what a worker asks by way of its agent; None if it is away."""
         if self.master_away or self._crashing:
             return None
-        return self.master._use(request)
+        return self.master.requests.begin(request)
 
     def _dial(self, node: SimulatedNode) -> Link:
         if self.master_away or self.time.now < node.unreachable_until:

@@ -25,8 +25,8 @@ from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import Entry, JobSpec, LaunchSpec
 from dlrover.spec.jobdir import AgentConfig
 from dlrover.spec.measurements import NodeUsage, WorkerActivity
-from dlrover.spec.membership import Members, MembershipRequest
 from dlrover.spec.node import SERVER, Size
+from dlrover.spec.requests.membership import Members, MembershipRequest
 from dlrover.spec.world import World
 from tests.simulation import ailments
 from tests.simulation.ailments import Ailment
@@ -225,7 +225,7 @@ class Link:
     async def _serve(self, master: Master) -> None:
         """Be the master's server for this stream."""
         with contextlib.suppress(DLRoverError):
-            async for message in master.attend(_items(self._up)):
+            async for message in master.streams.attend(_items(self._up)):
                 self._send(self._down, message)
         self._send(self._down, None)
 

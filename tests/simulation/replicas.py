@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from dlrover.errors import InfrastructureError
 from dlrover.spec.failure import FailureKind
-from dlrover.spec.membership import (
+from dlrover.spec.requests import Unanswered
+from dlrover.spec.requests.membership import (
     FinishMembers,
     JoinMembers,
     LookMembers,
@@ -23,7 +24,6 @@ from dlrover.spec.membership import (
     MembersNow,
     RenewMembers,
 )
-from dlrover.spec.requests import Unanswered
 from dlrover.training.machine.places import (
     EXCLUDED_LIMIT,
     NEWS_LIMIT,

@@ -26,14 +26,14 @@ from dlrover.rpc.messages import (
 from dlrover.spec.events import RoundOpened
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.spec.membership import (
+from dlrover.spec.node import LaunchNode, NodeStatus
+from dlrover.spec.requests.membership import (
     FinishMembers,
     JoinMembers,
     Members,
     MembershipChange,
     RenewMembers,
 )
-from dlrover.spec.node import LaunchNode, NodeStatus
 from dlrover.spec.world import Holding, Offer, World
 from tests.simulation.cluster import WORKER_KINDS, Cluster
 from tests.simulation.nodes import Delays

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dlrover.errors import ConfigurationError
-from dlrover.spec.cluster import ClusterReply, ClusterTask
+from dlrover.spec.requests.cluster import ClusterReply, ClusterTask
 from dlrover.tensorflow.machine.choice import ClusterChoice, change, choose, place, tf_config
 from dlrover.tensorflow.machine.options import GuardOptions
 

@@ -9,7 +9,7 @@ import pytest
 
 from dlrover import accelerators
 from dlrover.spec.check import CheckOrder, Component, ProbeResult, ProbeState
-from dlrover.training.probes import host
+from dlrover.training.probes import runner
 from dlrover.training.probes.process import CheckProcess
 from dlrover.training.probes.runner import NO_TORCH, InjectedFaults, Runner
 from dlrover.training.probes.wire import Began, Finished, Probe, ProbeReply
@@ -45,7 +45,7 @@ def test_without_pytorch_less_is_checked(tmp_path):
 
 def test_a_directory_that_takes_nothing_is_a_fault_of_the_disk(tmp_path):
     with pytest.raises(FileNotFoundError):
-        host.disk(tmp_path / "gone")
+        runner.disk(tmp_path / "gone")
 
 
 def test_an_order_for_the_network_alone_measures_nothing_else(tmp_path):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.training.worker import received
-from dlrover.training.worker.received import ASKED_WITHIN, Received
+from dlrover.training.worker import ownends
+from dlrover.training.worker.ownends import ASKED_WITHIN, Received
 from tests.training.programs import check_same
 
 BEGIN = """
@@ -96,7 +96,7 @@ def test_a_program_that_is_asked_to_stop_says_by_which_signal(tmp_path: Path, ca
     assert worker.error is not None
     extra = worker.error["message"]["extraInfo"]
     assert extra.get("handled_signal", 0) == (signal.SIGTERM if case in ASKED else 0)
-    assert "received.py" not in extra["py_callstack"]
+    assert "ownends.py" not in extra["py_callstack"]
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Received:
     for name in ("signal", "getsignal"):
         monkeypatch.setattr(signal, name, getattr(signal, name))
     found = Received(os.getpid())
-    received.watch(found)
+    ownends.watch_signals(found)
     return found
 
 

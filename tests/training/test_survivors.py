@@ -17,7 +17,7 @@ from dlrover.launched import Given
 from dlrover.master.machine.membership import Membership
 from dlrover.master.meeting import Meeting
 from dlrover.spec.job import JobSpec
-from dlrover.spec.membership import Meet, Members, MembersNow, Met
+from dlrover.spec.requests.membership import Meet, Members, MembersNow, Met
 
 torch = pytest.importorskip("torch")
 

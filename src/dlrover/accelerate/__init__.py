@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from dlrover._util.doors import lazy
 
 if TYPE_CHECKING:
-    from dlrover.accelerate.card import traced
+    from dlrover.accelerate.anatomy import traced
     from dlrover.accelerate.engine import AutoAccelerateResult, auto_accelerate
     from dlrover.accelerate.optimizers import clip_grad_norm_
     from dlrover.planning.parallel.calibration import calibrate
@@ -54,7 +54,7 @@ __getattr__ = lazy(
         "calibrate": "dlrover.planning.parallel.calibration",
         "predict": "dlrover.planning.parallel.predict",
         "search": "dlrover.planning.parallel.search",
-        "traced": "dlrover.accelerate.card",
+        "traced": "dlrover.accelerate.anatomy",
         "why_not": "dlrover.planning.parallel.explain",
     },
     extra="torch,planning",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dlrover.accelerate import checks
+from dlrover.accelerate import strategies
 from dlrover.accelerate.anatomy import Anatomy
 from dlrover.errors import ConfigurationError
 from dlrover.planning.parallel.accelerators import ACCELERATORS
@@ -36,7 +36,7 @@ UNKNOWN_DEVICE = "h100-80"
 """Accelerator that is planned for where there is none."""
 
 
-class Task(NamedTuple):
+class StrategyTask(NamedTuple):
     """What a strategy is chosen for."""
 
     anatomy: Anatomy
@@ -64,7 +64,7 @@ class Task(NamedTuple):
         return set(self.excluded) | others
 
 
-def nothing_fits(task: Task, cluster: Cluster) -> ConfigurationError:
+def nothing_fits(task: StrategyTask, cluster: Cluster) -> ConfigurationError:
     """Return the error for a task for which no strategy fits."""
     return ConfigurationError(
         f"No strategy fits {cluster.size} x {cluster.accelerator} with a global batch of {task.global_batch} sequences"
@@ -73,7 +73,7 @@ def nothing_fits(task: Task, cluster: Cluster) -> ConfigurationError:
     )
 
 
-def within(task: Task, cluster: Cluster, given: Strategy) -> Strategy:
+def within(task: StrategyTask, cluster: Cluster, given: Strategy) -> Strategy:
     """Return the fastest strategy with the given one's degrees tp, pp, cp and ep, and with what is not planned.
 
     Raises:
@@ -85,7 +85,7 @@ def within(task: Task, cluster: Cluster, given: Strategy) -> Strategy:
     raise nothing_fits(task, cluster)
 
 
-def candidates(task: Task, cluster: Cluster) -> Iterator[tuple[Strategy, float]]:
+def candidates(task: StrategyTask, cluster: Cluster) -> Iterator[tuple[Strategy, float]]:
     """Yield the strategies that can be applied, with their seconds per step, the fastest first.
 
     There is one for each choice of the degrees tp, pp, cp and ep. A model without a known shape is sharded over all
@@ -120,7 +120,9 @@ def _planned(
     return [(one, prediction.step_seconds) for one, prediction in found]
 
 
-def _uneven(model: Transformer, cluster: Cluster, task: Task) -> list[tuple[Strategy, float]]:
+def _uneven(
+    model: Transformer, cluster: Cluster, task: StrategyTask
+) -> list[tuple[Strategy, float]]:
     """Return strategies whose data-parallel ranks do not divide the global batch: some have a sample less, or none.
 
     A step takes as long as with the next multiple of these ranks.
@@ -138,7 +140,7 @@ def _uneven(model: Transformer, cluster: Cluster, task: Task) -> list[tuple[Stra
 
 def _applies(one: Strategy, anatomy: Anatomy, world_size: int) -> bool:
     try:
-        checks.check(one, anatomy, world_size)
+        strategies.check(one, anatomy, world_size)
     except ConfigurationError as error:
         _log.debug("A strategy was passed over: %s", error)
         return False

@@ -22,7 +22,7 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.planning.parallel.records import Strategy
 from dlrover.rpc.relayed import RelayedMaster
 from dlrover.spec.requests import Unanswered
-from dlrover.spec.strategies import (
+from dlrover.spec.requests.strategies import (
     ChooseStrategy,
     OfferLadder,
     SizedStrategy,

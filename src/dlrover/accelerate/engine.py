@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import default_collate
 
 from dlrover.accelerate import (
-    checks,
     choosing,
     elastic,
     loading,
@@ -131,7 +130,7 @@ def auto_accelerate(  # noqa: PLR0913 - the original's signature
     anatomy = analyse(model, kargs.get("blocks"))
     batch = _global_batch(dataloader_args, dataset, kargs)
     strategy = _strategy(anatomy, load_strategy, batch, dataset, excluded, included, finetune_strategy, kargs)  # fmt: skip
-    checks.check(strategy, anatomy, world.size())
+    strategies.check(strategy, anatomy, world.size())
     rules = Rules(model, strategy.tensor_rules)
     if strategy.tp > 1:
         rules.check(model, anatomy.blocks, strategy.tp)
@@ -141,7 +140,7 @@ def auto_accelerate(  # noqa: PLR0913 - the original's signature
     world.check_same(strategy, device)
     if save_strategy_to_file is not None and (world.size() == 1 or torch.distributed.get_rank() == 0):  # fmt: skip
         strategies.save(strategy, save_strategy_to_file)
-    grid = Grid(strategy, device, checks.expert_ranks(strategy, anatomy))
+    grid = Grid(strategy, device, strategies.expert_ranks(strategy, anatomy))
     loader = None
     if dataset is not None:
         loader = loading.dataloader(
@@ -207,7 +206,7 @@ def _strategy(  # noqa: PLR0913 - what a choice depends on
     accelerator = kargs.get("accelerator") or choosing.accelerator_of(world.device())
     near, ranks, sequence = world.per_node(), world.size(), _sequence(dataset, kargs)
 
-    task = choosing.Task(
+    task = choosing.StrategyTask(
         anatomy, sequence, batch or ranks,
         tuple(excluded or ()), None if included is None else tuple(included),
     )  # fmt: skip

@@ -86,8 +86,8 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
         launch, env, RunLogs(launch, base), hostname, on_exit, config.cache_dir(env)
     )
     # Not the node's id: a replacement of a dead agent must find its saver, as on the same machine.
-    workers.place = f"{args.node_rank} of {job_dir.path}"
-    workers.checkpoints = str(job_dir.checkpoints.absolute())
+    workers.orders.place = f"{args.node_rank} of {job_dir.path}"
+    workers.orders.checkpoints = str(job_dir.checkpoints.absolute())
     checker = Checker(job_dir.path, settings.accelerator, env)
     workers.others = lambda: checker.pids
     tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca, settings.tls.server_name)
@@ -102,9 +102,10 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
         RequestRelay(client) as relay,
         MembersSocket() as members,
     ):
-        workers.relay = relay.address
         workers.members = members
-        workers.token = token if tls.ca else ""
+        workers.orders.members = members.address
+        workers.orders.relay = relay.address
+        workers.orders.token = token if tls.ca else ""
         usage = UsageMeter(settings.limits.usage_interval, alone=bool(settings.master_address))
         agent = Agent(
             client,

@@ -27,8 +27,8 @@ from dlrover.rpc.client import MasterClient
 from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.jobdir import AgentConfig
-from dlrover.spec.membership import Members
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.requests.membership import Members
 from dlrover.spec.world import Offer, World
 
 logger = logging.getLogger(__name__)

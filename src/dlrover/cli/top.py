@@ -23,9 +23,8 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.activity import Activity
-from dlrover.spec.events import size
 from dlrover.spec.jobdir import JobDir
-from dlrover.spec.words import counted
+from dlrover.spec.words import counted, size
 
 PAUSE = 1.0
 """Seconds between two looks at the job."""

@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from dlrover.data.dataloader import ElasticDataLoader
     from dlrover.data.dataset import ElasticDataset
     from dlrover.data.records import Records
+    from dlrover.data.sources.files import TfRecords
     from dlrover.data.sources.parquet import Parquet
     from dlrover.data.sources.stream import Message, Stream
     from dlrover.data.sources.tables import Table
     from dlrover.data.sources.text import Csv, JsonLines, Lines
-    from dlrover.data.sources.tfrecord import TfRecords
 
 __all__ = [
     "Csv",
@@ -41,7 +41,7 @@ __getattr__ = lazy(
         "Records": "dlrover.data.records",
         "Stream": "dlrover.data.sources.stream",
         "Table": "dlrover.data.sources.tables",
-        "TfRecords": "dlrover.data.sources.tfrecord",
+        "TfRecords": "dlrover.data.sources.files",
     },
     extra="torch",
 )

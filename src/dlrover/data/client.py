@@ -14,7 +14,7 @@ from dlrover._util import backoff
 from dlrover.data.machine.spans import Spans
 from dlrover.data.services import ShardService
 from dlrover.errors import InfrastructureError, UserCodeError
-from dlrover.spec.shards import (
+from dlrover.spec.requests.shards import (
     MAX_ERROR,
     MAX_SPANS,
     MAX_WANT,

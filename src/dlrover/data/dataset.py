@@ -79,7 +79,7 @@ class BatchLoader:
         self._data = data
         self._batches = _Batches(data, batch_size)
         self._loader = ElasticDataLoader(
-            _Reader(data.source),
+            _CatchingSource(data.source),
             batch_sampler=self._batches,
             num_workers=num_workers,
             collate_fn=_Collate(collate),
@@ -175,7 +175,7 @@ class _Batches(Sampler[Sequence[Any]]):  # type: ignore[misc]  # torch is not ty
         return [item for part in batch for item in part.items]
 
 
-class _Reader:
+class _CatchingSource:
     """The source in a reader process; returns read errors as values instead of raising them."""
 
     def __init__(self, source: Source[Any] | Stream[Any]) -> None:

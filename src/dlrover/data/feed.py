@@ -15,7 +15,7 @@ from dlrover._util import backoff
 from dlrover.data.machine.spans import Spans
 from dlrover.data.sources.stream import Bounds, Broker, Fetched, Message, Stream
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
-from dlrover.spec.shards import DataSpec, Span
+from dlrover.spec.requests.shards import DataSpec, Span
 
 logger = logging.getLogger(__name__)
 

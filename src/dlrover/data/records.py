@@ -20,7 +20,7 @@ from dlrover.data.sources.blocks import InBlocks, shard_of
 from dlrover.data.sources.stream import Stream
 from dlrover.data.streamed import StreamReader
 from dlrover.errors import ConfigurationError
-from dlrover.spec.shards import DataSpec, Incarnation, Span, data_key
+from dlrover.spec.requests.shards import DataSpec, Incarnation, Span, data_key
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 

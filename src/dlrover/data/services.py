@@ -13,7 +13,7 @@ from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.rpc.relayed import RelayedMaster
 from dlrover.spec.node import SERVER
 from dlrover.spec.requests import Unanswered
-from dlrover.spec.shards import ShardReply, ShardRequest
+from dlrover.spec.requests.shards import ShardReply, ShardRequest
 
 
 class ShardService(Protocol):

@@ -16,7 +16,7 @@ from dlrover.data.machine.state import began, merged
 from dlrover.data.services import ShardService
 from dlrover.data.sources.stream import Message, Stream
 from dlrover.errors import DLRoverError
-from dlrover.spec.shards import DataSpec, Incarnation, LookShards, Span
+from dlrover.spec.requests.shards import DataSpec, Incarnation, LookShards, Span
 
 logger = logging.getLogger(__name__)
 

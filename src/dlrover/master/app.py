@@ -102,11 +102,11 @@ async def _serve(
     tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca, settings.tls.server_name)
     server = Server(read_token(job_dir), tls)
     master.register(server)
-    master.placement.use_token(read_token(job_dir))
+    master.services.use_token(read_token(job_dir))
     port = await _listen(server, settings, job_dir)
     _publish(job_dir, settings.host, port)
     nodes_env = {name: value for name, value in env.items() if name != brainside.TOKEN}
-    setup = Setup(job_dir.path, port, nodes_env, lifeline_fd, master, settings.node_size)
+    setup = Setup(job_dir.path, port, nodes_env, lifeline_fd, master.platform, settings.node_size)
     platform = await _platform(settings, setup)
     job = settings.job
     brain = _brain(master, settings, job_dir, tls, env)
@@ -212,7 +212,9 @@ async def _until_ended(master: Master, job_dir: JobDir, orphaned: asyncio.Event)
     if not await serving or outcome is None:
         return ExitCode.INFRASTRUCTURE
     goodput = master.ledger.goodput(master.clock())
-    outcome = msgspec.structs.replace(outcome, goodput=goodput, skipped=master.shards.summary())
+    outcome = msgspec.structs.replace(
+        outcome, goodput=goodput, skipped=master.services.shards.summary()
+    )
     files.write_atomically(job_dir.outcome, msgspec.json.encode(outcome))
     return outcome.exit_code
 

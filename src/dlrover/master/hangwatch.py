@@ -150,7 +150,7 @@ class HangWatch:
         seen, _ = await self._ask()
         workers = [worker for worker in seen if worker.rank < self._machine.rounds.workers]
         now = since + loop.time() - began
-        self._handle(hangs.Looked(round_, tuple(workers)), now)
+        self._handle(hangs.WorkersSampled(round_, tuple(workers)), now)
 
     def _found(self, found: hangs.Hang) -> None:
         logger.warning("%s", found.hang.sentence())

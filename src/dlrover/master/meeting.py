@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import islice
 
 from dlrover.master.machine.membership import Membership
-from dlrover.spec.membership import MAX_VALUE, Meet, Met
+from dlrover.spec.requests.membership import MAX_VALUE, Meet, Met
 
 LEAST_VALUES = 1024
 """Values of the greatest size for which there is room in a membership of few ranks; larger ones have one for each rank."""

@@ -12,7 +12,7 @@ from dlrover.errors import ProtocolError
 from dlrover.master.machine import inputs
 from dlrover.spec.events import Event, EventBody, SamplesSkipped, WorkerFailed
 from dlrover.spec.failure import Failure
-from dlrover.spec.shards import ShardReply, ShardRequest
+from dlrover.spec.requests.shards import ShardReply, ShardRequest
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,36 @@ import torch
 from torch import Tensor
 
 from dlrover._native.updates import adamw_scalars
-from dlrover.optim.dense import check_betas, check_ranges
-from dlrover.optim.moments import MomentOptimizer
+from dlrover.optim.dense import DenseOptimizer, check_betas, check_ranges
+from dlrover.optim.moments import MomentRule, Moments
 
 
-class AdamW(MomentOptimizer):
-    """``torch.optim.AdamW`` in the forms of `MomentOptimizer`.
+def _scalars(step: int, group: dict[str, Any]) -> Any:
+    options = group["betas"], group["eps"], group["weight_decay"]
+    return adamw_scalars(step, float(group["lr"]), *options)
+
+
+def _plain(
+    step: int, group: dict[str, Any], lists: list[list[Tensor]], largest: list[Tensor]
+) -> None:
+    parameters, gradients, means, squares = lists
+    beta1, beta2 = group["betas"]
+    lr = float(group["lr"])
+    torch._foreach_lerp_(means, gradients, 1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+    divisor = torch._foreach_sqrt(squares)  # noqa: SLF001
+    torch._foreach_mul_(divisor, 1 / math.sqrt(1 - beta2**step))
+    torch._foreach_add_(divisor, group["eps"])
+    torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+    torch._foreach_addcdiv_(parameters, means, divisor, -lr / (1 - beta1**step))
+
+
+_RULE = MomentRule("adamw", _scalars, _plain)
+
+
+class AdamW(DenseOptimizer):
+    """``torch.optim.AdamW`` in the forms of `Moments`.
 
     Args:
         params: parameters, or groups of them with options of their own.
@@ -27,8 +51,6 @@ class AdamW(MomentOptimizer):
     Raises:
         ConfigurationError: an argument is out of its range.
     """
-
-    _kernel = "adamw"
 
     def __init__(
         self,
@@ -43,26 +65,7 @@ class AdamW(MomentOptimizer):
         check_ranges(lr=lr, eps=eps, weight_decay=weight_decay)
         check_betas(betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, state_bits)
-
-    def _scalars(self, step: int, group: dict[str, Any]) -> Any:
-        options = group["betas"], group["eps"], group["weight_decay"]
-        return adamw_scalars(step, float(group["lr"]), *options)
-
-    def _plain(
-        self, step: int, group: dict[str, Any], lists: list[list[Tensor]], largest: list[Tensor]
-    ) -> None:
-        parameters, gradients, means, squares = lists
-        beta1, beta2 = group["betas"]
-        lr = float(group["lr"])
-        torch._foreach_lerp_(means, gradients, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-        divisor = torch._foreach_sqrt(squares)  # noqa: SLF001
-        torch._foreach_mul_(divisor, 1 / math.sqrt(1 - beta2**step))
-        torch._foreach_add_(divisor, group["eps"])
-        torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
-        torch._foreach_addcdiv_(parameters, means, divisor, -lr / (1 - beta1**step))
+        super().__init__(params, defaults, Moments(_RULE, state_bits))
 
 
 class AdamW8bit(AdamW):

@@ -1,9 +1,9 @@
-"""What the optimizers for dense gradients have in common: the step, states with types of their own, work row by row."""
+"""What optimizers have in common: the step, states with types of their own, work row by row; and wrapping another one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,39 @@ CACHED, TEMPORARY = 1 << 16, 1 << 24
 """Elements that are updated at once on the CPU, few enough for its cache, and elsewhere, which bounds the memory."""
 
 
+class Algorithm(Protocol):
+    """What an optimizer keeps of each parameter, and how it updates parameters with that."""
+
+    @property
+    def eager(self) -> bool:
+        """Whether states are made with the optimizer, so that a load finds how they are spread."""
+
+    def begin(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the state of a parameter before its first step, without ``step``."""
+
+    def update(
+        self, step: int, members: dict[int, tuple[Tensor, dict[str, Tensor]]], group: dict[str, Any]
+    ) -> None:
+        """Update parameters and their states, by their numbers in the optimizer, in the step of this number."""
+
+
 class DenseOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     """Base of optimizers whose state is at least float32 and has a ``step`` for each parameter."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any], algorithm: Algorithm) -> None:
+        self._algorithm = algorithm
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_algorithm": self._algorithm}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the optimizer's groups."""
+        super().add_param_group(param_group)
+        if self._algorithm.eager:
+            for parameter in param_group["params"]:
+                if parameter.requires_grad:
+                    self._begin(parameter, param_group)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -37,18 +68,16 @@ class DenseOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 loss = closure()
         numbers = {each: number for number, each in enumerate(parameters(self.param_groups))}
         for group in self.param_groups:
-            by_step: dict[int, dict[int, Tensor]] = {}
+            by_step: dict[int, dict[int, tuple[Tensor, dict[str, Tensor]]]] = {}
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 self._check(parameter.grad)
-                state = self.state[parameter]
-                if not state:
-                    self._begin(parameter, group)
+                state = self.state[parameter] or self._begin(parameter, group)
                 state["step"] += 1
-                by_step.setdefault(int(state["step"]), {})[numbers[parameter]] = parameter
+                by_step.setdefault(int(state["step"]), {})[numbers[parameter]] = parameter, state
             for step, members in by_step.items():
-                self._update(step, members, group)
+                self._algorithm.update(step, members, group)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -59,13 +88,11 @@ class DenseOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 if key != "step" and isinstance(value, Tensor):
                     self.state[parameter][key] = value.detach().to(local(parameter).device)
 
-    def _begin(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Make the state of a parameter."""
-        raise NotImplementedError
-
-    def _update(self, step: int, members: dict[int, Tensor], group: dict[str, Any]) -> None:
-        """Update parameters, by their numbers in the optimizer, in the step of this number."""
-        raise NotImplementedError
+    def _begin(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        step = {"step": torch.zeros((), dtype=torch.float32)}
+        state: dict[str, Tensor] = self.state[parameter]
+        state |= step | self._algorithm.begin(parameter, group)
+        return state
 
     def _check(self, gradient: Tensor) -> None:
         if gradient.is_sparse or gradient.is_complex():
@@ -96,3 +123,32 @@ def by_rows(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
     elements = CACHED if first.device.type == "cpu" else TEMPORARY
     rows = max(elements * len(first) // max(first.numel(), 1), 1)
     yield from zip(*(each.split(rows) for each in tensors), strict=True)
+
+
+class WrappedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
+    """Base of optimizers around a base optimizer.
+
+    Learning rate schedules, gradient clipping and checkpoints take it for the base optimizer: ``param_groups`` and
+    ``state`` are the same objects.
+    """
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base: Any = None
+        super().__init__(base.param_groups, dict(base.defaults))
+        self.base = base
+        self._share()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the base optimizer."""
+        if self.base is None:  # PyTorch's constructor adds those that the base optimizer has
+            super().add_param_group(param_group)
+        else:
+            self.base.add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the base optimizer's state."""
+        self.base.load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        self.param_groups, self.state = self.base.param_groups, self.base.state

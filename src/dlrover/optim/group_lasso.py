@@ -13,7 +13,8 @@ Without regularization that is the optimizer itself. A row whose gradients are s
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,25 +24,42 @@ from dlrover.optim.dense import DenseOptimizer, by_rows, check_betas, check_rang
 from dlrover.optim.tensors import local, spread_by_rows
 
 
-class GroupLasso(DenseOptimizer):
-    """Base of `GroupAdam` and `GroupAdagrad`.
+class LassoRule(NamedTuple):
+    """The optimizer that group lasso is added to."""
+
+    own: Callable[[dict[str, Any]], dict[str, float]]
+    """Return the names of its own states, with the number that each begins with."""
+    advance: Callable[[int, Tensor, dict[str, Tensor], dict[str, Any]], Tensor]
+    """Update these states from the step's number and a gradient; return u."""
+    divisor: Callable[[int, dict[str, Tensor], dict[str, Any]], Tensor]
+    """Return Q after a step."""
+
+
+class GroupLasso:
+    """The algorithm of `GroupAdam` and `GroupAdagrad`.
 
     A group is a row of the first dimension, such as that of an embedding or an output of a linear layer; of a vector
     it is an element. Parameters may be spread over ranks in any way (``DTensor``).
     """
 
-    def _begin(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        state = self.state[parameter]
-        state["step"] = torch.zeros((), dtype=torch.float32)
-        state["linear"] = torch.zeros_like(parameter, dtype=dtype).detach()
-        for key, value in self._own_state(group).items():
-            state[key] = torch.full_like(state["linear"], value)
+    eager = False
 
-    def _update(self, step: int, members: dict[int, Tensor], group: dict[str, Any]) -> None:
-        for parameter in members.values():
-            state = self.state[parameter]
-            keys = list(self._own_state(group))
+    def __init__(self, rule: LassoRule) -> None:
+        self._rule = rule
+
+    def begin(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return z of zero, and the states of the rule."""
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        linear = torch.zeros_like(parameter, dtype=dtype).detach()
+        own = self._rule.own(group).items()
+        return {"linear": linear, **{key: torch.full_like(linear, value) for key, value in own}}
+
+    def update(
+        self, step: int, members: dict[int, tuple[Tensor, dict[str, Tensor]]], group: dict[str, Any]
+    ) -> None:
+        """Update parameters row by row."""
+        rule, keys = self._rule, list(self._rule.own(group))
+        for parameter, state in members.values():
             whole = [parameter.detach(), parameter.grad, state["linear"], *(state[k] for k in keys)]
             if spread_by_rows(parameter):
                 parts = by_rows([local(each) for each in whole])
@@ -50,28 +68,35 @@ class GroupLasso(DenseOptimizer):
             for value, gradient, linear, *own in parts:
                 old, given = value.to(linear.dtype), gradient.to(linear.dtype)
                 states = dict(zip(keys, own, strict=True))
-                before = self._divisor(step - 1, states, group) if step > 1 else 0.0
-                change = self._advance(step, given, states, group)
-                divisor = self._divisor(step, states, group)
+                before = rule.divisor(step - 1, states, group) if step > 1 else 0.0
+                change = rule.advance(step, given, states, group)
+                divisor = rule.divisor(step, states, group)
                 linear.add_(change).sub_((divisor - before) * old)
                 value.copy_(_solution(linear, divisor, group))
 
-    def _own_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """Return the names of the optimizer's own states, with the number that each begins with."""
-        raise NotImplementedError
 
-    def _advance(
-        self, step: int, gradient: Tensor, states: dict[str, Tensor], group: dict[str, Any]
-    ) -> Tensor:
-        """Update these states; return u."""
-        raise NotImplementedError
-
-    def _divisor(self, step: int, states: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
-        """Return Q after a step."""
-        raise NotImplementedError
+def _adam_own(group: dict[str, Any]) -> dict[str, float]:
+    return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
 
-class GroupAdam(GroupLasso):
+def _adam_advance(
+    step: int, gradient: Tensor, states: dict[str, Tensor], group: dict[str, Any]
+) -> Tensor:
+    beta1, beta2 = group["betas"]
+    mean = states["exp_avg"].lerp_(gradient, 1 - beta1)
+    states["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    return mean * (float(group["lr"]) * math.sqrt(1 - beta2**step) / (1 - beta1**step))
+
+
+def _adam_divisor(step: int, states: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
+    eps = group["eps"] * math.sqrt(1 - group["betas"][1] ** step)
+    return states["exp_avg_sq"].sqrt().add_(eps)
+
+
+_ADAM = LassoRule(_adam_own, _adam_advance, _adam_divisor)
+
+
+class GroupAdam(DenseOptimizer):
     """Adam with group lasso. With ``l1 = l2 = l21 = 0`` it is Adam.
 
     Args:
@@ -101,25 +126,28 @@ class GroupAdam(GroupLasso):
         check_ranges(lr=lr, eps=eps, l1=l1, l2=l2, l21=l21)
         check_betas(betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "l1": l1, "l2": l2, "l21": l21}
-        super().__init__(params, defaults)
-
-    def _own_state(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
-
-    def _advance(
-        self, step: int, gradient: Tensor, states: dict[str, Tensor], group: dict[str, Any]
-    ) -> Tensor:
-        beta1, beta2 = group["betas"]
-        mean = states["exp_avg"].lerp_(gradient, 1 - beta1)
-        states["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        return mean * (float(group["lr"]) * math.sqrt(1 - beta2**step) / (1 - beta1**step))
-
-    def _divisor(self, step: int, states: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
-        eps = group["eps"] * math.sqrt(1 - group["betas"][1] ** step)
-        return states["exp_avg_sq"].sqrt().add_(eps)
+        super().__init__(params, defaults, GroupLasso(_ADAM))
 
 
-class GroupAdagrad(GroupLasso):
+def _adagrad_own(group: dict[str, Any]) -> dict[str, float]:
+    return {"sum": group["initial_accumulator_value"]}
+
+
+def _adagrad_advance(
+    step: int, gradient: Tensor, states: dict[str, Tensor], group: dict[str, Any]
+) -> Tensor:
+    states["sum"].addcmul_(gradient, gradient)
+    return gradient * float(group["lr"])
+
+
+def _adagrad_divisor(step: int, states: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
+    return states["sum"].sqrt().add_(group["eps"])
+
+
+_ADAGRAD = LassoRule(_adagrad_own, _adagrad_advance, _adagrad_divisor)
+
+
+class GroupAdagrad(DenseOptimizer):
     """Adagrad with group lasso. With ``l1 = l2 = l21 = 0`` it is Adagrad; ``eps=0`` makes it Group FTRL.
 
     Args:
@@ -152,19 +180,8 @@ class GroupAdagrad(GroupLasso):
                 f"initial_accumulator_value is {initial_accumulator_value}; it must be more than 0."
             )
         defaults = {"lr": lr, "initial_accumulator_value": initial_accumulator_value, "eps": eps}
-        super().__init__(params, {**defaults, "l1": l1, "l2": l2, "l21": l21})
-
-    def _own_state(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"sum": group["initial_accumulator_value"]}
-
-    def _advance(
-        self, step: int, gradient: Tensor, states: dict[str, Tensor], group: dict[str, Any]
-    ) -> Tensor:
-        states["sum"].addcmul_(gradient, gradient)
-        return gradient * float(group["lr"])
-
-    def _divisor(self, step: int, states: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
-        return states["sum"].sqrt().add_(group["eps"])
+        defaults |= {"l1": l1, "l2": l2, "l21": l21}
+        super().__init__(params, defaults, GroupLasso(_ADAGRAD))
 
 
 def _solution(linear: Tensor, divisor: Tensor, group: dict[str, Any]) -> Tensor:

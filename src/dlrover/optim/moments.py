@@ -1,8 +1,10 @@
-"""Optimizers with two moments per parameter, updated element by element: by the compiled library or by PyTorch."""
+"""Two moments per parameter, updated element by element: by the compiled library or by PyTorch."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,10 +12,10 @@ from torch import Tensor
 
 from dlrover import config
 from dlrover._native import library
-from dlrover._native.updates import Tensors, updates
+from dlrover._native.updates import Tensors, Updates, updates
 from dlrover.errors import ConfigurationError
 from dlrover.optim import codes
-from dlrover.optim.dense import DenseOptimizer, by_rows
+from dlrover.optim.dense import by_rows
 from dlrover.optim.tensors import local
 
 
@@ -33,8 +35,19 @@ class Member(NamedTuple):
         return self[:4]
 
 
-class MomentOptimizer(DenseOptimizer):
-    """Base of `AGD` and `AdamW`.
+class MomentRule(NamedTuple):
+    """How an optimizer updates a parameter and its two moments."""
+
+    kernel: str
+    """Name of the update in `Updates`."""
+    scalars: Callable[[int, dict[str, Any]], Any]
+    """Return the scalars of the compiled update, from the step's number and the group's options."""
+    plain: Callable[[int, dict[str, Any], list[list[Tensor]], list[Tensor]], None]
+    """Update lists of parameters, gradients, means and squares of one type, and the largest squares, by PyTorch."""
+
+
+class Moments:
+    """The algorithm of `AGD` and `AdamW`: states in 32 or in 8 bits, which a rule updates.
 
     The state of a parameter is that of PyTorch's Adam: ``step``, ``exp_avg`` and ``exp_avg_sq``, in float32 or, for
     float64 parameters, in float64. With 8 bits, ``exp_avg`` and the root of ``exp_avg_sq`` are codes of one byte
@@ -46,53 +59,40 @@ class MomentOptimizer(DenseOptimizer):
     parameter's number only: ranks with the same parameters and gradients compute the same bits.
     """
 
-    _kernel: ClassVar[str]
-    """Name of the update in `Updates`."""
-
-    def __init__(self, params: Any, defaults: dict[str, Any], state_bits: int) -> None:
+    def __init__(self, rule: MomentRule, state_bits: int, *, amsgrad: bool = False) -> None:
         if state_bits not in (8, 32):
             raise ConfigurationError(f"state_bits is {state_bits}; accepted are 8 and 32.")
-        if state_bits == 8 and defaults.get("amsgrad"):
+        if state_bits == 8 and amsgrad:
             raise ConfigurationError("amsgrad is True; with state_bits 8 it must be False.")
-        self._state_bits = state_bits
-        choice = config.native(config.environ())
-        self._native = updates(choice) if library.use(choice).library is not None else None
-        super().__init__(params, defaults)
+        self._rule, self.eager = rule, state_bits == 8
+        self._choice = config.native(config.environ())
+        _compiled(self._choice)  # raises here, not in the first step
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters. Their 8-bit state is made at once, so that a load finds how it is spread."""
-        super().add_param_group(param_group)
-        if self._state_bits == 8:
-            for parameter in param_group["params"]:
-                if parameter.requires_grad:
-                    self._begin(parameter, param_group)
+    @property
+    def native(self) -> Updates | None:
+        """The compiled updates, if there are any."""
+        return _compiled(self._choice)
 
-    def _scalars(self, step: int, group: dict[str, Any]) -> Any:
-        """Return the scalars of the compiled update."""
-        raise NotImplementedError
-
-    def _plain(
-        self, step: int, group: dict[str, Any], lists: list[list[Tensor]], largest: list[Tensor]
-    ) -> None:
-        """Update lists of parameters, gradients, means and squares of one type by PyTorch."""
-        raise NotImplementedError
-
-    def _begin(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        state["step"] = torch.zeros((), dtype=torch.float32)
-        if self._state_bits == 8 and codes.fits(parameter):
+    def begin(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return moments of zero, in the form for this parameter."""
+        state = {}
+        if self.eager and codes.fits(parameter):
             for key, kind in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
                 state[key], state[f"{key}_scale"] = codes.zeros(parameter, kind)
-            return
+            return state
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
         for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group.get("amsgrad") else [])):
             state[key] = torch.zeros_like(parameter, dtype=dtype).detach()
+        return state
 
-    def _update(self, step: int, members: dict[int, Tensor], group: dict[str, Any]) -> None:
+    def update(
+        self, step: int, members: dict[int, tuple[Tensor, dict[str, Tensor]]], group: dict[str, Any]
+    ) -> None:
+        """Update parameters: those with plain moments together, those with codes one by one."""
         compiled: dict[torch.dtype, list[Member]] = {}
         rest: dict[tuple[torch.device, torch.dtype], dict[int, Member]] = {}
-        for index, parameter in members.items():
-            state = {key: local(value) for key, value in self.state[parameter].items()}
+        for index, (parameter, entries) in members.items():
+            state = {key: local(value) for key, value in entries.items()}
             place, gradient = local(parameter), local(parameter.grad)
             if "exp_avg_scale" in state:
                 self._update_codes(step, index, (place, gradient), state, group)
@@ -151,8 +151,8 @@ class MomentOptimizer(DenseOptimizer):
         sizes = np.array([member.parameter.numel() for member in members], np.uint64)
         half = members[0].parameter.dtype == torch.bfloat16
         tensors = Tensors(parameters, gradients, (means, squares), sizes, half=half)
-        run = getattr(self._native, self._kernel)
-        run(tensors, self._scalars(step, group), seed=step, threads=torch.get_num_threads())
+        run = getattr(self.native, self._rule.kernel)
+        run(tensors, self._rule.scalars(step, group), seed=step, threads=torch.get_num_threads())
 
     def _update_plain(self, step: int, members: dict[int, Member], group: dict[str, Any]) -> None:
         """Update members of one device and type by PyTorch."""
@@ -160,7 +160,8 @@ class MomentOptimizer(DenseOptimizer):
         dtype = some[0].mean.dtype
         columns = zip(*(member.four for member in some), strict=True)
         lists = [[each.to(dtype) for each in column] for column in columns]
-        self._plain(step, group, lists, [each.largest for each in some if each.largest is not None])
+        largest = [each.largest for each in some if each.largest is not None]
+        self._rule.plain(step, group, lists, largest)
         for index, member, value in zip(members, some, lists[0], strict=True):
             place = member.parameter
             if place.dtype == torch.bfloat16:
@@ -173,11 +174,16 @@ class MomentOptimizer(DenseOptimizer):
         kinds = [each.dtype for each in member.four]
         single, half = torch.float32, torch.bfloat16
         return (
-            self._native is not None
+            self.native is not None
             and member.largest is None
             and kinds in ([single] * 4, [half, half, single, single])
             and all(each.device.type == "cpu" and each.is_contiguous() for each in member.four)
         )
+
+
+@functools.cache
+def _compiled(choice: str) -> Updates | None:
+    return updates(choice) if library.use(choice).library is not None else None
 
 
 def _chance(step: int, index: int, device: torch.device) -> torch.Generator:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dlrover.errors import ConfigurationError
+from dlrover.optim.dense import WrappedOptimizer
 from dlrover.optim.tensors import local, parameters
-from dlrover.optim.wrapped import WrappedOptimizer
 
 
 class WSAM(WrappedOptimizer):

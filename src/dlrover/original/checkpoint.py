@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -231,3 +231,21 @@ class _SavedState:
 def _read_file(path: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = objects.load(os.fspath(path), str(path), "cpu", trusted=False)
     return loaded
+
+
+def save_checkpoint(iteration: int, *arguments: Any, **options: Any) -> NoReturn:
+    """Say what to write instead of Megatron-LM's checkpoints of 2023."""
+    raise ConfigurationError(
+        "megatron.checkpointing, which this function was written for, is gone from Megatron-LM; save with"
+        " dist_checkpointing.save(state, directory, sharded_strategy=FlashSave(checkpointer, iteration)) of"
+        " dlrover.integrations.megatron."
+    )
+
+
+def load_checkpoint(*arguments: Any, **options: Any) -> NoReturn:
+    """Say what to write instead of Megatron-LM's checkpoints of 2023."""
+    raise ConfigurationError(
+        "megatron.checkpointing, which this function was written for, is gone from Megatron-LM; load with"
+        " flash = FlashLoad(checkpointer) of dlrover.integrations.megatron, and dist_checkpointing.load(state,"
+        " flash.newest(), sharded_strategy=flash, common_strategy=flash)."
+    )

@@ -19,7 +19,7 @@ class Module(NamedTuple):
     """Module here that has these names."""
 
 
-class Program(NamedTuple):
+class MainModule(NamedTuple):
     """A module of the original that is run, with ``python -m``."""
 
     name: str
@@ -93,8 +93,8 @@ MODULES = (
     Module(f"{_FLASH}.hf_trainer", {
         "FlashCkptTrainer": "`dlrover.integrations.transformers.FlashCallback`",
     }, f"{_ORIGINAL}.transformers"),
-    Module(f"{_FLASH}.megatron", _MEGATRON, f"{_ORIGINAL}.megatron"),
-    Module(f"{_FLASH}.megatron_dist_ckpt", _MEGATRON, f"{_ORIGINAL}.megatron"),
+    Module(f"{_FLASH}.megatron", _MEGATRON, f"{_ORIGINAL}.checkpoint"),
+    Module(f"{_FLASH}.megatron_dist_ckpt", _MEGATRON, f"{_ORIGINAL}.checkpoint"),
     Module("dlrover.trainer.torch.elastic.dataloader", {
         "ElasticDataLoader": "`dlrover.data.ElasticDataLoader`",
     }, f"{_ORIGINAL}.training"),
@@ -113,9 +113,9 @@ MODULES = (
     Module("dlrover.trainer.tensorflow.util.column_info", {
         "Column": "`tf.TensorSpec` for `dlrover.tensorflow.dataset`",
     }, f"{_ORIGINAL}.tensorflow"),
-    Module("dlrover.trainer.util.log_util", _LOGGER, f"{_ORIGINAL}.logs"),
-    Module("dlrover.python.common.log", _LOGGER, f"{_ORIGINAL}.logs"),
-    Module("dlrover.python.common.enums", {"FailoverStrategy": _RULES}, f"{_ORIGINAL}.failover"),
+    Module("dlrover.trainer.util.log_util", _LOGGER, f"{_ORIGINAL}.replaced"),
+    Module("dlrover.python.common.log", _LOGGER, f"{_ORIGINAL}.replaced"),
+    Module("dlrover.python.common.enums", {"FailoverStrategy": _RULES}, f"{_ORIGINAL}.replaced"),
     Module("dlrover.python.common.storage", _DELETION, f"{_ORIGINAL}.retention"),
     Module("dlrover.python.common.store", _DELETION, f"{_ORIGINAL}.retention"),
     Module(f"{_AGENT}.sharding.client", {
@@ -124,7 +124,7 @@ MODULES = (
     }, f"{_ORIGINAL}.sharding"),
     Module(f"{_AGENT}.sychronization.sync_client", {
         "SyncClient": "`torch.distributed.barrier`",
-    }, f"{_ORIGINAL}.synchronization"),
+    }, f"{_ORIGINAL}.replaced"),
     Module(f"{_AGENT}.tensorflow.hooks", {
         "ElasticDataShardReportHook": "`dlrover.tensorflow.dataset`, which reports by itself",
         "ReportModelInfoHook": "`dlrover.tensorflow.resilient`, which counts by itself",
@@ -132,7 +132,7 @@ MODULES = (
     Module(f"{_AGENT}.torch.dynamic_failover", {
         "AgentFailureInfo": _RULES,
         "DynamicAgentFailoverExtension": _RULES,
-    }, f"{_ORIGINAL}.failover"),
+    }, f"{_ORIGINAL}.replaced"),
     Module("dlrover.python.training_event", {
         "DLRoverAgentEvent": "`dlrover events`",
         "DLRoverMasterEvent": "`dlrover events`",
@@ -148,7 +148,7 @@ MODULES = (
     Module(f"{_UNIFIED}.api.runtime.ray_dataloader_iter", _RAY_LOADER, f"{_ORIGINAL}.runtime"),
     Module(f"{_UNIFIED}.api.runtime.worker", _WORKER, f"{_ORIGINAL}.runtime"),
     Module(f"{_UNIFIED}.common.enums", {"RLRoleType": "names of roles"}, f"{_ORIGINAL}.unified"),
-    Module(f"{_UNIFIED}.controller.extension", {"ManagerExtension": _RULES}, f"{_ORIGINAL}.failover"),
+    Module(f"{_UNIFIED}.controller.extension", {"ManagerExtension": _RULES}, f"{_ORIGINAL}.replaced"),
     Module(f"{_UNIFIED}.util.config_util", {
         "args_2_omega_conf": "`omegaconf.OmegaConf.create(vars(args))`",
         "omega_conf_2_args": "`argparse.Namespace(**conf)`",
@@ -156,26 +156,26 @@ MODULES = (
 )  # fmt: skip
 
 PROGRAMS = (
-    Program("dlrover.trainer.torch.main", "`dlrover-run`", "dlrover.cli:launcher"),
-    Program("dlrover.trainer.torch.elastic_run", "`dlrover-run`", "dlrover.cli:launcher"),
-    Program("dlrover.trainer.torch.compatible_main", "`dlrover-run`", "dlrover.cli:launcher"),
-    Program(
+    MainModule("dlrover.trainer.torch.main", "`dlrover-run`", "dlrover.cli:launcher"),
+    MainModule("dlrover.trainer.torch.elastic_run", "`dlrover-run`", "dlrover.cli:launcher"),
+    MainModule("dlrover.trainer.torch.compatible_main", "`dlrover-run`", "dlrover.cli:launcher"),
+    MainModule(
         "dlrover.trainer.torch.node_check.nvidia_gpu", "`dlrover check`",
         "dlrover.cli:command", f"{_ORIGINAL}.programs:node_check",
     ),
-    Program(
+    MainModule(
         "dlrover.trainer.torch.node_check.ascend_npu", "`dlrover check`",
         "dlrover.cli:command", f"{_ORIGINAL}.programs:node_check",
     ),
-    Program(
+    MainModule(
         "dlrover.python.master.main", "`dlrover master`",
         "dlrover.cli:command", f"{_ORIGINAL}.programs:master",
     ),
-    Program(
+    MainModule(
         "dlrover.trainer.entry.local_entry", "`dlrover-run --chief` and `dlrover.tensorflow.resilient`",
         f"{_ORIGINAL}.programs:estimator",
     ),
-    Program(
+    MainModule(
         "dlrover.trainer.__main__", "`dlrover-run --chief` and `dlrover.tensorflow.resilient`",
         f"{_ORIGINAL}.programs:estimator",
     ),

@@ -15,7 +15,7 @@ from typing import Any
 from dlrover.data.machine.order import Shuffled
 from dlrover.data.records import Records
 from dlrover.errors import ConfigurationError
-from dlrover.spec.shards import Span
+from dlrover.spec.requests.shards import Span
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from dlrover.errors import ConfigurationError
 from dlrover.original.runtime import VARIABLE, Hosted
 from dlrover.roles.entries import entry_point
 
-ENTRY = "dlrover.original.hosting.main"
+ENTRY = "dlrover.original.runtime.main"
 """Entry point of the roles whose own one is a function or a class of a module."""
 
 

@@ -76,7 +76,7 @@ class _Offer:
 
 
 @dataclass
-class _State:
+class _JobState:
     demand: Demand
     offers: list[_Offer]
     hull: list[_Offer]
@@ -176,7 +176,7 @@ def _reference(demand: Demand) -> float:
 
 def _state(
     demand: Demand, capacity: Mapping[str, float], quotas: Mapping[str, float], worth: Worth
-) -> _State:
+) -> _JobState:
     offers = [
         _Offer(size, _dominant(size, capacity, quotas), worth(demand, size))
         for size in demand.sizes
@@ -184,7 +184,7 @@ def _state(
     ]
     possible = [offer for offer in offers if offer.value > 0 and offer.share <= 1 + SLACK]
     possible.sort(key=lambda offer: (offer.share, -offer.value))
-    return _State(demand, possible, _hull(possible))
+    return _JobState(demand, possible, _hull(possible))
 
 
 def _dominant(size: Option, capacity: Mapping[str, float], quotas: Mapping[str, float]) -> float:
@@ -227,7 +227,7 @@ def _slope(before: _Offer | None, after: _Offer) -> float:
     return (after.value - value) / max(after.share - share, SLACK)
 
 
-def _by_marginal_gain(states: Sequence[_State], pool: _Pool) -> None:
+def _by_marginal_gain(states: Sequence[_JobState], pool: _Pool) -> None:
     queue = [
         (-_slope(None, state.hull[0]), number) for number, state in enumerate(states) if state.hull
     ]
@@ -243,7 +243,7 @@ def _by_marginal_gain(states: Sequence[_State], pool: _Pool) -> None:
             heapq.heappush(queue, (-_slope(offer, state.hull[state.taken + 1]), number))
 
 
-def _fill(states: Sequence[_State], pool: _Pool) -> None:
+def _fill(states: Sequence[_JobState], pool: _Pool) -> None:
     """Give what is left over to where it is worth most."""
     for state in sorted(states, key=lambda state: -max((o.value for o in state.offers), default=0)):
         for offer in sorted(state.offers, key=lambda offer: -offer.value):
@@ -254,7 +254,7 @@ def _fill(states: Sequence[_State], pool: _Pool) -> None:
                 break
 
 
-def _share(state: _State) -> Share:
+def _share(state: _JobState) -> Share:
     demand, offer = state.demand, state.offer
     if offer is None:
         if not state.offers:

@@ -49,14 +49,13 @@ class SpareFacts(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.replacements) / len(self.replacements)
 
 
-def spares_for(nodes: int, rate: float, seconds: float, coverage: float = COVERAGE) -> int:
-    """Return the smallest number of spares that covers the failures of ``seconds``.
+def spares_for(nodes: int, rate: float, seconds: float) -> int:
+    """Return the smallest number of spares that covers the failures of ``seconds`` with `COVERAGE`.
 
     Args:
         nodes: Nodes that train.
         rate: Failures per node and day.
         seconds: Time to replace a spare.
-        coverage: Probability of at most that many failures, less than 1.
     """
     exposure = rate * seconds / _DAY
     if exposure <= 0:
@@ -66,7 +65,7 @@ def spares_for(nodes: int, rate: float, seconds: float, coverage: float = COVERA
     for count in range(nodes + 1):
         ways = math.lgamma(nodes + 1) - math.lgamma(count + 1) - math.lgamma(nodes - count + 1)
         covered += math.exp(ways + count * fails + (nodes - count) * survives)
-        if covered >= coverage:
+        if covered >= COVERAGE:
             return count
     return nodes
 

@@ -15,10 +15,10 @@ from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.events import Event
 from dlrover.spec.failure import Failure
 from dlrover.spec.measurements import NodeUsage, WorkerActivity
-from dlrover.spec.membership import Members
 from dlrover.spec.node import WORKER, Size
 from dlrover.spec.numbers import Count
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.requests.membership import Members
 from dlrover.spec.stacks import StackGroup, WorkerEvidence
 from dlrover.spec.words import counted
 from dlrover.spec.world import Holding, Offer, World

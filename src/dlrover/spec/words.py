@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import re
 
+GIB = 1 << 30
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 
 
 def counted(number: int, noun: str) -> str:
     """Return ``1 node``, ``2 nodes``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def size(amount: int) -> str:
+    """Return a number of bytes in words: ``1.5 GiB``, ``512 MiB``."""
+    return f"{amount / GIB:.1f} GiB" if amount >= GIB else f"{amount >> 20} MiB"
 
 
 def printable(text: str) -> str:

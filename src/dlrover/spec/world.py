@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from dlrover.spec.membership import Members
 from dlrover.spec.node import SERVER, WORKER
 from dlrover.spec.numbers import Count, Port, Workers
+from dlrover.spec.requests.membership import Members
 
 
 class Offer(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from dlrover.data.records import Records
 from dlrover.errors import ConfigurationError
-from dlrover.spec.shards import Span
+from dlrover.spec.requests.shards import Span
 
 __all__ = ["dataset"]
 

@@ -18,8 +18,8 @@ import tensorflow as tf
 from dlrover import config, launched
 from dlrover._util import backoff
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.spec.cluster import ClusterTask, UseCluster
 from dlrover.spec.node import CHIEF
+from dlrover.spec.requests.cluster import ClusterTask, UseCluster
 from dlrover.tensorflow import serving
 from dlrover.tensorflow.cluster import Present
 from dlrover.tensorflow.machine.choice import (

@@ -13,13 +13,13 @@ from dlrover import launched
 from dlrover._util import backoff
 from dlrover.errors import InfrastructureError
 from dlrover.rpc.relayed import RelayedMaster
-from dlrover.spec.cluster import (
+from dlrover.spec.requests import Unanswered
+from dlrover.spec.requests.cluster import (
     ClusterReply,
     ClusterRequest,
     ClusterTask,
     LookCluster,
 )
-from dlrover.spec.requests import Unanswered
 
 RETRY = 0.05, 1.0
 """Seconds until the first retry after the master could not be reached, and between later ones."""

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from dlrover import launched
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.spec.cluster import ClusterTask, EnterCluster, LeaveCluster, LookCluster
 from dlrover.spec.node import CHIEF, SERVER, WORKER
+from dlrover.spec.requests.cluster import ClusterTask, EnterCluster, LeaveCluster, LookCluster
 from dlrover.tensorflow.machine.choice import TaskPlace
 from dlrover.tensorflow.registry import FixedRegistry, JobRegistry, Registry, free_port, joined
 

@@ -17,7 +17,7 @@ from tensorflow.python.distribute.parameter_server_strategy_v2 import ParameterS
 from tensorflow.python.eager import context
 
 from dlrover.errors import InfrastructureError
-from dlrover.spec.cluster import LookCluster
+from dlrover.spec.requests.cluster import LookCluster
 from dlrover.tensorflow.machine.choice import ClusterChange, ClusterChoice, change
 from dlrover.tensorflow.registry import Registry
 

@@ -88,7 +88,7 @@ class _Zeros(nn.Module):  # type: ignore[misc]
         return torch.zeros((), device=item.device).expand(*shape, self._width)
 
 
-class Part(nn.Module):  # type: ignore[misc]
+class StagePart(nn.Module):  # type: ignore[misc]
     """One part of a model: from the activations of the part before, and the data, to its own or the loss."""
 
     def __init__(self, model: nn.Module, enter: _Enter | None, form: str | None, loss: LossFunction | None) -> None:  # fmt: skip
@@ -121,7 +121,7 @@ def divide(anatomy: Anatomy, strategy: Strategy) -> list[range]:
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
-def cut(model: nn.Module, anatomy: Anatomy, grid: Grid, form: str | None, loss: LossFunction) -> list[Part]:  # fmt: skip
+def cut(model: nn.Module, anatomy: Anatomy, grid: Grid, form: str | None, loss: LossFunction) -> list[StagePart]:  # fmt: skip
     """Return this rank's parts of a model, which gives them its modules."""
     runs = divide(anatomy, grid.strategy)
     mine = runs[grid.stage :: grid.strategy.pp]
@@ -130,7 +130,7 @@ def cut(model: nn.Module, anatomy: Anatomy, grid: Grid, form: str | None, loss: 
         first, last = run is runs[0], run is runs[-1]
         shell = model if len(mine) == 1 else _shell(model, anatomy)
         enter = _trim(shell, anatomy, run, first=first, last=last)
-        found.append(Part(shell, enter, form, loss if last else None))
+        found.append(StagePart(shell, enter, form, loss if last else None))
     return found
 
 
@@ -175,7 +175,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]
     """This rank's parts of a model; a call with the data of a step returns a `StepOutput`, on all ranks."""
 
     def __init__(
-        self, parts: Sequence[Part], anatomy: Anatomy, grid: Grid, form: str | None, weighting: Weighting
+        self, parts: Sequence[StagePart], anatomy: Anatomy, grid: Grid, form: str | None, weighting: Weighting
     ) -> None:  # fmt: skip
         super().__init__()
         self.parts = nn.ModuleList(parts)

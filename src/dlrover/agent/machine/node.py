@@ -15,8 +15,8 @@ import msgspec
 from dlrover.rpc import messages
 from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.failure import Failure
-from dlrover.spec.membership import Members
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.requests.membership import Members
 from dlrover.spec.world import Holding, World
 
 

@@ -1,19 +1,104 @@
-"""The workers' environment variables and arguments, exactly as under torchrun."""
+"""What a worker starts with: environment variables and arguments, exactly as under torchrun, and what DLRover adds."""
 
 from __future__ import annotations
 
+import functools
 import hmac
 import string
 from collections.abc import Mapping
 
-from dlrover import config
+from dlrover import accelerators, config, launched
+from dlrover.agent.workers import numa
+from dlrover.agent.workers.logs import AttemptLogs
+from dlrover.agent.workers.zygote import StartOrder
 from dlrover.errors import ConfigurationError
-from dlrover.spec.job import LaunchSpec
+from dlrover.spec.job import LaunchSpec, Std
 from dlrover.spec.node import SERVER
 from dlrover.spec.world import World
+from dlrover.training.worker.bootstrap import Program
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """Variable that torchrun's ``--virtual-local-rank`` sets; HIP reads it too."""
+
+
+class StartOrders:
+    """Orders to start the workers of one node."""
+
+    def __init__(self, launch: LaunchSpec, base_env: Mapping[str, str]) -> None:
+        self.place = ""
+        """Name of this node among those on this machine: its checkpoint saver serves no other node."""
+        self.relay = ""
+        """Address of the relay for the workers' requests; empty without a relay."""
+        self.checkpoints = ""
+        """File that lists the directories of the program's checkpoints."""
+        self.token = ""
+        """The job's token, from which the workers' secret is derived; empty without TLS."""
+        self.members = ""
+        """Address at which the workers learn who trains; empty outside an agent process."""
+        self._launch = launch
+        self._base_env = base_env
+
+    def take_place(self, node_rank: int) -> None:
+        """Note the node's wanted rank, which a spare gets only when it takes a place."""
+        _, of, job_dir = self.place.partition(" of ")
+        if of:
+            self.place = f"{node_rank}{of}{job_dir}"
+
+    def order(self, number: int, local_rank: int, world: World, logs: AttemptLogs) -> StartOrder:
+        """Return the order with this number, for the worker ``local_rank`` of a world."""
+        error_file = str(logs.error_file(local_rank))
+        launch = self._launch
+        return StartOrder(
+            spawn=number,
+            program=Program(
+                entry=launch.entry.value,
+                target=launch.target,
+                args=worker_arguments(launch, local_rank),
+                error_file=error_file,
+                slot=local_rank,
+                modules_file=str(logs.directory / "modules.json") if local_rank == 0 else "",
+                given=launched.Given(
+                    node=self.place,
+                    round=world.round,
+                    relay=self.relay,
+                    save_at_breakpoint=launch.save_at_breakpoint,
+                    auto_tuning=launch.auto_tuning,
+                    rank=rank_in(world, local_rank),
+                    world_size=world.world_size,
+                    survive=launch.survive,
+                    members=self.members,
+                    attempt=world.attempt,
+                    embedding=launch.embedding,
+                    global_batch=world.global_batch,
+                    checkpoints=self.checkpoints,
+                ),
+            ),
+            env=worker_environment(launch, world, local_rank, self._base_env, error_file)
+            | secrets(world, self.token),
+            stdout=str(logs.stdout(local_rank)),
+            stderr=str(logs.stderr(local_rank)),
+            cpus=self._cpus(local_rank),
+            stdout_overflow=logs.overflow(local_rank, Std.OUT),
+            stderr_overflow=logs.overflow(local_rank, Std.ERR),
+        )
+
+    def _cpus(self, local_rank: int) -> list[int]:
+        if not self._launch.numa_binding:
+            return []
+        topology, devices = self._topology
+        return sorted(numa.plan(self._launch.numa_binding, local_rank, topology, devices))
+
+    @functools.cached_property
+    def _topology(self) -> tuple[numa.Topology, tuple[int, ...]]:
+        """The machine's topology, and the NUMA node of each local rank's device."""
+        topology = numa.read_topology()
+        count = self._launch.nproc_per_node
+        return topology, numa.device_numa_nodes(accelerators.pci_addresses(), count, topology)
+
+
+def rank_in(world: World, local_rank: int) -> int:
+    """Return the rank of a node's worker; an instance is known by its index."""
+    return max(world.index, world.first_rank) + local_rank
 
 
 def worker_environment(

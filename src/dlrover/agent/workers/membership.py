@@ -16,7 +16,7 @@ import msgspec
 
 from dlrover._util import framing
 from dlrover.agent.localserver import LocalServer
-from dlrover.spec.membership import Members
+from dlrover.spec.requests.membership import Members
 
 STOPPED_STEPS = 3.0
 """Steps that a stopped worker may miss before it is killed."""

@@ -117,7 +117,7 @@ def check_memory(tensor: torch.Tensor, path: layouts.Path) -> None:
         )
 
 
-class Targets(NamedTuple):
+class LoadTargets(NamedTuple):
     """The tensors of a state, in the order of its layout, as memory that a load overwrites."""
 
     entries: Sequence[TensorEntry]
@@ -136,7 +136,7 @@ class Copier:
         self._known: _Known | None = None
         self._dicts: dict[layouts.Path, tree.KnownDict] = {}
         self._bare = False
-        self._plan: _Plan | None = None
+        self._plan: _CopyPlan | None = None
         self._stream: SideStream | None = None
         self.threads = 1
         """Maximum number of threads that copy."""
@@ -165,7 +165,7 @@ class Copier:
         return known.packed(layouts.encode(flat.packed))
 
     @property
-    def targets(self) -> Targets | None:
+    def targets(self) -> LoadTargets | None:
         """The tensors of the state that `layout` last received; None if a load needs more than to overwrite them."""
         return self._known.targets() if self._known is not None and self._bare else None
 
@@ -270,7 +270,7 @@ class _Known:
         self._places = spans(self.entries)
         self._first = np.array(self._same, np.intp) == np.arange(len(self.entries))
         self._plain = are_plain(flat.tensors)
-        self._plans: list[_Plan] = []
+        self._plans: list[_CopyPlan] = []
         for source, path in zip(self.sources, self._paths, strict=True):
             check_memory(source, path)
 
@@ -308,19 +308,19 @@ class _Known:
         self._pointers[:] = pointers
         return True
 
-    def plan(self, buffer: torch.Tensor) -> _Plan:
+    def plan(self, buffer: torch.Tensor) -> _CopyPlan:
         """Return the plan for a buffer; keep as many plans as there are generations."""
         for plan in self._plans:
             if plan.buffer is buffer:
                 return plan
-        made = _Plan(buffer, self.targets(), self._same)
+        made = _CopyPlan(buffer, self.targets(), self._same)
         self._plans = [*self._plans[1 - GENERATIONS :], made]
         return made
 
-    def targets(self) -> Targets:
+    def targets(self) -> LoadTargets:
         """Return the tensors as memory."""
         direct = self._first & self._plain
-        return Targets(self.entries, self.sources, self._pointers, direct, self._places)
+        return LoadTargets(self.entries, self.sources, self._pointers, direct, self._places)
 
 
 _Kind = tuple[list[torch.Size], list[torch.dtype], list[tuple[int, ...]], list[bool], list[bool]]
@@ -358,7 +358,7 @@ _Item = tuple[int, torch.Tensor, TensorEntry]
 """Index, tensor and place."""
 
 
-class _Plan:
+class _CopyPlan:
     """Copy of tensors to a buffer: one native call for all plain ones, torch calls for the rest.
 
     Without the compiled library, torch copies all: one call per large tensor, one per run of small ones.
@@ -367,7 +367,7 @@ class _Plan:
     def __init__(
         self,
         buffer: torch.Tensor,
-        state: Targets,
+        state: LoadTargets,
         same: Sequence[int],
     ) -> None:
         self.buffer = buffer

@@ -55,7 +55,7 @@ class Wishes:
             )
 
 
-class _Head(msgspec.Struct, frozen=True, array_like=True):
+class _AnyFormat(msgspec.Struct, frozen=True, array_like=True):
     """The part of `_Facts` that every version can read."""
 
     format: int
@@ -136,7 +136,7 @@ def join(
 
 def _refuse_other_formats(gathered: Sequence[bytes]) -> None:
     """Refuse ranks that run different versions of DLRover, on every rank alike."""
-    found = [msgspec.msgpack.decode(data, type=_Head).format for data in gathered]
+    found = [msgspec.msgpack.decode(data, type=_AnyFormat).format for data in gathered]
     other = next((rank for rank, number in enumerate(found) if number != found[0]), 0)
     if other:
         raise ConfigurationError(

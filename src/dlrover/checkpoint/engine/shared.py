@@ -29,7 +29,7 @@ _MARK = ".shared."
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-class _Facts(msgspec.Struct, frozen=True, array_like=True):
+class _SharedFacts(msgspec.Struct, frozen=True, array_like=True):
     """Data that each rank sends to the others."""
 
     host: str
@@ -79,9 +79,9 @@ def check(world: TorchWorld, store: Store, identity: str, *, read_only: bool = F
         ConfigurationError: the nodes do not share the directory.
         OSError: the directory cannot be written or read.
     """
-    mine = _Facts(socket.gethostname(), store.location, identity, secrets.token_hex(8))
+    mine = _SharedFacts(socket.gethostname(), store.location, identity, secrets.token_hex(8))
     every = [
-        msgspec.msgpack.decode(data, type=_Facts)
+        msgspec.msgpack.decode(data, type=_SharedFacts)
         for data in world.gather(msgspec.msgpack.encode(mine))
     ]
     nodes = [facts.node for facts in every]
@@ -103,7 +103,7 @@ def check(world: TorchWorld, store: Store, identity: str, *, read_only: bool = F
                 store.delete(mark)
 
 
-def _refuse(every: Sequence[_Facts], blind: Sequence[int]) -> None:
+def _refuse(every: Sequence[_SharedFacts], blind: Sequence[int]) -> None:
     """Raise the same error on every rank if some ranks do not see what rank 0 sees."""
     if blind:
         first, other = every[0], every[blind[0]]

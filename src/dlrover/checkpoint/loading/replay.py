@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from dlrover.checkpoint.engine.copying import Copier, Targets
+from dlrover.checkpoint.engine.copying import Copier, LoadTargets
 from dlrover.checkpoint.engine.tree import State
 from dlrover.checkpoint.loading.restore import MemoryFiller, is_live
 from dlrover.checkpoint.machine import layout as layouts
@@ -38,7 +38,7 @@ class Replay:
     needs_ranks = False
     as_saved = True
 
-    def __init__(self, targets: Targets, changes: Sequence[Change]) -> None:
+    def __init__(self, targets: LoadTargets, changes: Sequence[Change]) -> None:
         self.targets = targets
         self._changes = changes
 

@@ -58,7 +58,7 @@ class TokenBucket:
         return max(0.0, -self._level / self._rate)
 
 
-class Replicas:
+class ReplicaExchange:
     """Sender and receiver of replicas. Methods may be called from any thread."""
 
     def __init__(self, exchange: Exchange) -> None:

@@ -28,7 +28,7 @@ from dlrover.checkpoint.saver import protocol
 from dlrover.checkpoint.saver.breakpoint import Breakpoints, remove_votes
 from dlrover.checkpoint.saver.protocol import SaverGoneError
 from dlrover.checkpoint.saver.ranks import NoMemoryError
-from dlrover.checkpoint.saver.replicas import Replicas
+from dlrover.checkpoint.saver.replicas import ReplicaExchange
 from dlrover.checkpoint.saver.state import SaverState
 from dlrover.checkpoint.saver.tasks import Task
 from dlrover.checkpoint.storage import first_save, lease, persist, storage
@@ -61,7 +61,7 @@ class Saver:
         self._linger = linger
         self._listener = listener
         self._state = SaverState()
-        self._replicas = Replicas(self._state.exchange)
+        self._replicas = ReplicaExchange(self._state.exchange)
         self._lease = Lease(store, lease.job_of(config.environ()))
 
     def serve(self) -> None:
@@ -227,7 +227,12 @@ class WorkerConnection:
     """Connection of one worker."""
 
     def __init__(
-        self, state: SaverState, replicas: Replicas, lease: Lease, sock: socket.socket, pid: int
+        self,
+        state: SaverState,
+        replicas: ReplicaExchange,
+        lease: Lease,
+        sock: socket.socket,
+        pid: int,
     ) -> None:
         self._state = state
         self._replicas = replicas

@@ -47,7 +47,7 @@ _IDENTIFIERS = ("TORCHELASTIC_RUN_ID", "DLROVER_KUBERNETES_JOB", "DLROVER_JOB_DI
 """Environment variables that identify a job; torchrun's is ``none`` if the user sets none."""
 
 
-class Process(msgspec.Struct, frozen=True):
+class ProcessId(msgspec.Struct, frozen=True):
     """Identity of a process, by which others on its machine can see whether it runs."""
 
     namespace: str
@@ -70,7 +70,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     """The job's identifier; empty if it has none."""
     host: str
-    process: Process
+    process: ProcessId
     former: tuple[int, ...] = ()
     """Sessions that have lost the lease."""
     released: bool = False
@@ -248,7 +248,7 @@ class Lease:
             session=session,
             job=self.job,
             host=socket.gethostname(),
-            process=Process(_namespace(), os.getpid(), procs.start_time(os.getpid())),
+            process=ProcessId(_namespace(), os.getpid(), procs.start_time(os.getpid())),
             former=tuple(other for other in former if other != session),
         )
         self._store.write(_LEASE, formats.encode(holder))

@@ -205,7 +205,7 @@ def _write_rank(job: PersistJob, draft: Draft, rank: int) -> None:
     name = draft.named(plain)
     tensors: list[StoredTensor] = []
     with job.store.create(draft.path(plain)) as opened:
-        file = _File(opened)
+        file = _HashedFile(opened)
         for entry, checksum in zip(source.layout.entries, source.sums, strict=True):
             known = written.get((entry.offset, entry.nbytes))
             if elsewhere:
@@ -296,7 +296,7 @@ def _encode_metadata(
     objects = {}
     first = dcp.leaves(indices[0].skeleton)
     with job.store.create(draft.path(plain)) as opened:
-        file = _File(opened)
+        file = _HashedFile(opened)
         for leaf in first:
             if not isinstance(leaf.value, dcp.TensorRef):
                 data = dcp.encode_object(leaf.value, tensor)
@@ -347,7 +347,7 @@ def _await(
     return value
 
 
-class _File:
+class _HashedFile:
     """File that is hashed while it is written, in large parts."""
 
     def __init__(self, file: StoreWriter) -> None:

@@ -91,7 +91,7 @@ class _RemoteStore:
             raise self._refused(error) from error
         except (ImportError, ValueError) as error:
             raise self._refused(error) from error
-        except Exception as error:
+        except Exception as error:  # any library's: it opens connections already here
             raise InfrastructureError(
                 f"{self.location} cannot be used: {self._said(error)}."
             ) from error

@@ -173,7 +173,7 @@ def _read_dcp(store: Store, *, trusted: bool) -> Content:
         if isinstance(described, dcp.TensorStorageMetadata):
             value: Any = _dcp_tensor(reader, metadata, key)
         else:
-            value = _Reading(reader, metadata, key, None).run()
+            value = _ItemReading(reader, metadata, key, None).run()
         _put(tree, paths.get(key, (key,)), value)
     return content_of(_with_lists(tree))
 
@@ -193,13 +193,13 @@ def _dcp_tensor(reader: Any, metadata: Any, key: str) -> LazyTensor:
 
     def run() -> torch.Tensor:
         target = torch.empty(whole, dtype=DTYPES[dtype])
-        _Reading(reader, metadata, key, target).run()
+        _ItemReading(reader, metadata, key, target).run()
         return target
 
     return LazyTensor(dtype, whole, same or key, run)
 
 
-class _Reading:
+class _ItemReading:
     """Reading of one item of a DCP checkpoint; DCP calls it to place the data."""
 
     def __init__(self, reader: Any, metadata: Any, key: str, target: torch.Tensor | None) -> None:

@@ -29,7 +29,7 @@ from dlrover.rpc.messages import Status
 from dlrover.spec import events
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import CAUSES, Cause, Goodput, IncidentCost
-from dlrover.spec.shards import ShardRequest
+from dlrover.spec.requests.shards import ShardRequest
 
 HOURS_FROM = 36_000.0
 """Wall seconds, summed over all nodes, from which times are shown in hours."""

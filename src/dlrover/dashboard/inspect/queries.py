@@ -20,10 +20,10 @@ from dlrover.master.machine.job import JobMachine
 from dlrover.master.views.status import status_of
 from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient, connect
-from dlrover.spec.events import Event, size
+from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.node import WORKER
-from dlrover.spec.words import counted
+from dlrover.spec.words import counted, size
 
 Reply = TypeVar("Reply")
 

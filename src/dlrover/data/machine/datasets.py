@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from dlrover.data.machine.queue import Answer, Command, ShardQueue
 from dlrover.errors import ProtocolError
 from dlrover.spec.failure import Failure
-from dlrover.spec.shards import (
+from dlrover.spec.requests.shards import (
     ForgetWorker,
     Incarnation,
     OpenShards,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from dlrover.data.machine.spans import Ranges, Spans
 from dlrover.errors import ProtocolError
-from dlrover.spec.shards import DataSpec
+from dlrover.spec.requests.shards import DataSpec
 
 
 @dataclass

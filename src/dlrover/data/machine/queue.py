@@ -18,7 +18,7 @@ import msgspec
 from dlrover.data.machine.partition import Partition, epoch_size, partitions_of
 from dlrover.data.machine.spans import Spans
 from dlrover.errors import ProtocolError
-from dlrover.spec.shards import (
+from dlrover.spec.requests.shards import (
     DataSpec,
     ExtendShards,
     FailedSpan,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dlrover.errors import ProtocolError
-from dlrover.spec.shards import Span
+from dlrover.spec.requests.shards import Span
 
 
 class Ranges:

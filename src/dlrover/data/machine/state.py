@@ -13,7 +13,7 @@ import msgspec
 
 from dlrover.data.machine.spans import Spans
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.spec.shards import DataSpec
+from dlrover.spec.requests.shards import DataSpec
 
 NO_READER = -1
 """Rank of a parameter server, whose part is empty: it reads no data."""

@@ -1,4 +1,4 @@
-"""Records of files by number, for any format.
+"""Records of files by number, for any format, and those of TFRecord files.
 
 Each file is read once to learn where its records begin, which takes 8 bytes of memory per record; then each
 record is one read. The index is the same in all processes, and so is the number of a record.
@@ -7,6 +7,7 @@ record is one read. The index is the same in all processes, and so is the number
 from __future__ import annotations
 
 import os
+import struct
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
@@ -87,3 +88,38 @@ class FileRecords(ABC, Generic[Record]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": {}}
+
+
+# ---- TFRecord: serialized records, each with its length and checksums
+
+_LENGTH = struct.Struct("<Q")
+_HEAD = _LENGTH.size + 4
+"""Bytes of a record's length and of the length's checksum."""
+_TAIL = 4
+"""Bytes of the record's checksum."""
+
+
+class TfRecords(FileRecords[bytes]):
+    """Bytes of each record; the checksums are not verified. The files must not be compressed.
+
+    Raises:
+        ConfigurationError: a file cannot be read, or ends within a record.
+    """
+
+    def _index(self, path: str) -> Iterator[int]:
+        yield 0
+        size, position = os.stat(path).st_size, 0
+        with open(path, "rb") as file:
+            while position < size:
+                file.seek(position)
+                head = file.read(_HEAD)
+                if len(head) == _HEAD:
+                    position += _HEAD + _LENGTH.unpack_from(head)[0] + _TAIL
+                if len(head) < _HEAD or position > size:
+                    raise ConfigurationError(
+                        f"{path} ends within a record: it is no TFRecord file, compressed, or cut off."
+                    )
+                yield position
+
+    def _record(self, data: bytes, number: int) -> bytes:
+        return data[_HEAD:-_TAIL]

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from dlrover.errors import ConfigurationError
-from dlrover.spec.shards import Span
+from dlrover.spec.requests.shards import Span
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from dlrover.errors import InfrastructureError
-from dlrover.spec.placement import SLOTS
+from dlrover.spec.requests.placement import SLOTS
 
 FORMAT = 1
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from dlrover.errors import ProtocolError
-from dlrover.spec.placement import (
+from dlrover.spec.requests.placement import (
     MAX_TABLES,
     SLOTS,
     Announce,

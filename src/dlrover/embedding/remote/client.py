@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from dlrover._native.tables import slots_of
 from dlrover._util import backoff
-from dlrover.embedding.remote import orders, wire
+from dlrover.embedding.remote import wire
 from dlrover.embedding.remote.directory import Directory
 from dlrover.embedding.remote.holding import Keys, Rows, Slots
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
-from dlrover.spec.placement import SLOTS, OpenTable, PlacedServer, PlacementReply
+from dlrover.spec.requests.placement import SLOTS, OpenTable, PlacedServer, PlacementReply
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class ServerGroup:
             for _ in self._attempts(lambda: "Waiting for each row to be at one embedding server"):
                 replies = [self._order(index, Op.STATS) for index in self._servers()]
                 held = [
-                    orders.decoded(reply, orders.RowsHeld) for reply in replies if reply is not None
+                    wire.decoded(reply, wire.RowsHeld) for reply in replies if reply is not None
                 ]
                 if sorted(slot for each in held for slot in each.slots) == ALL_SLOTS:
                     return sum(each.rows.get(name, 0) for each in held)
@@ -124,7 +124,7 @@ class ServerGroup:
                 for index in [index for index in self._servers() if index not in removed]:
                     reply = self._order(index, Op.EVICT)
                     if reply is not None:
-                        removed[index] = orders.decoded(reply, int)
+                        removed[index] = wire.decoded(reply, int)
                 if self._owners.size and removed.keys() >= set(self._servers()):
                     return sum(removed.values())
         raise AssertionError

@@ -11,8 +11,8 @@ from typing import Protocol
 from dlrover._util import backoff
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.rpc.relayed import RelayedMaster
-from dlrover.spec.placement import LookPlacement, PlacementReply, PlacementRequest
 from dlrover.spec.requests import Unanswered
+from dlrover.spec.requests.placement import LookPlacement, PlacementReply, PlacementRequest
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from dlrover._native.tables import slots_of
 from dlrover.embedding.options import decoded
 from dlrover.embedding.remote.arrays import Arrays
-from dlrover.embedding.remote.orders import RowsHeld
+from dlrover.embedding.remote.wire import RowsHeld
 from dlrover.embedding.table import HashTable
 from dlrover.errors import ProtocolError
-from dlrover.spec.placement import SLOTS, PlacementReply
+from dlrover.spec.requests.placement import SLOTS, PlacementReply
 
 Keys: TypeAlias = NDArray[np.int64]
 Rows: TypeAlias = NDArray[np.float32]
@@ -25,7 +25,6 @@ Slots: TypeAlias = NDArray[np.intp]
 
 MAX_CLIENTS = 4096
 """Clients whose last pushes are kept; the one that has been silent longest is forgotten first."""
-NO_SLOTS: Slots = np.empty(0, np.intp)
 
 
 class _Client:

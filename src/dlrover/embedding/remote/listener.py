@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 
 from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
-from dlrover.embedding.remote import arrays, orders, stored, wire
+from dlrover.embedding.remote import arrays, stored, wire
 from dlrover.embedding.remote.directory import Directory
 from dlrover.embedding.remote.holding import HeldSlots, Slots
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import DLRoverError, ProtocolError
-from dlrover.spec.placement import SLOTS
+from dlrover.spec.requests.placement import SLOTS
 
 logger = logging.getLogger(__name__)
 
@@ -182,18 +182,18 @@ class ServerConnection:
         wire.send(self._sock, RowFrame(request.op), *arrays.packed(self._holding.export(slots)))
 
     def _export(self, request: RowFrame) -> None:
-        order = orders.decoded(bytes(request.body), orders.Export)
+        order = wire.decoded(bytes(request.body), wire.Export)
         self._follower.catch_up(order.version)
         try:
             self._copied, self._rows = self._holding.export_changes(order.id, order.parent)
         except ProtocolError as error:
-            self._reply(request, msgspec.json.encode(orders.Exported(refused=str(error))))
+            self._reply(request, msgspec.json.encode(wire.Exported(refused=str(error))))
             return
         slots = tuple(int(slot) for slot in self._copied["slots"])
-        self._reply(request, msgspec.json.encode(orders.Exported(slots, self._rows)))
+        self._reply(request, msgspec.json.encode(wire.Exported(slots, self._rows)))
 
     def _write(self, request: RowFrame) -> None:
-        order = orders.decoded(bytes(request.body), orders.Write)
+        order = wire.decoded(bytes(request.body), wire.Write)
         if self._copied is None:
             raise ProtocolError("An embedding server has no copy to write.")
         store = open_store(order.place)
@@ -202,7 +202,7 @@ class ServerConnection:
         self._reply(request, msgspec.json.encode(part))
 
     def _load(self, request: RowFrame) -> None:
-        order = orders.decoded(bytes(request.body), orders.Load)
+        order = wire.decoded(bytes(request.body), wire.Load)
         self._follower.catch_up(order.version)
         store = open_store(order.place)
         manifest = stored.read_manifest(store, order.id)

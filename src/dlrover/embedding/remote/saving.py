@@ -1,4 +1,4 @@
-"""Checkpoints of tables on servers, which one process of the job orders."""
+"""Checkpoints of tables on servers, which one process of the job wire."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import msgspec
 from dlrover._util import backoff
 from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
 from dlrover.embedding.machine.chain import TableManifest, TablePart
-from dlrover.embedding.remote import orders, stored, wire
+from dlrover.embedding.remote import stored, wire
 from dlrover.embedding.remote.directory import Directory
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.spec.placement import SLOTS, PlacedServer, PlacementReply, TablesStored
+from dlrover.spec.requests.placement import SLOTS, PlacedServer, PlacementReply, TablesStored
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class TableCheckpoints:
     def _loaded(self, manifest: TableManifest) -> bool:
         try:
             self._load(manifest)
-        except _RefusedError as error:
+        except _OrderRefusedError as error:
             logger.warning("The checkpoint before it is loaded: %s", error)
             return False
         return True
@@ -144,7 +144,7 @@ class TableCheckpoints:
         placement = self._settled()
         links = self._connect(placement)
         try:
-            order = msgspec.json.encode(orders.Load(self._place, manifest.id, placement.version))
+            order = msgspec.json.encode(wire.Load(self._place, manifest.id, placement.version))
             _on_all(links, Op.LOAD, dict.fromkeys(links, order))
         finally:
             _close(links)
@@ -153,14 +153,14 @@ class TableCheckpoints:
 
     # ---- the thread
 
-    def _write(self, manifest: TableManifest, links: Mapping[int, _Link]) -> None:
+    def _write(self, manifest: TableManifest, links: Mapping[int, _OrderLink]) -> None:
         try:
             bodies = {
-                index: msgspec.json.encode(orders.Write(self._place, manifest.id, index))
+                index: msgspec.json.encode(wire.Write(self._place, manifest.id, index))
                 for index in links
             }
             replies = _on_all(links, Op.WRITE, bodies)
-            parts = tuple(orders.decoded(body, TablePart) for body in replies.values())
+            parts = tuple(wire.decoded(body, TablePart) for body in replies.values())
             manifest = msgspec.structs.replace(manifest, parts=parts)
             stored.publish(self._store, manifest)
             self._directory.ask(TablesStored(manifest.step, manifest.id, self._place))
@@ -191,20 +191,20 @@ class TableCheckpoints:
             threading.Event().wait(delay)
         raise AssertionError("delays end")
 
-    def _connect(self, placement: PlacementReply) -> dict[int, _Link]:
+    def _connect(self, placement: PlacementReply) -> dict[int, _OrderLink]:
         owners = set(placement.owners)
         servers = {i: server for i, server in placement.servers.items() if i in owners}
-        links: dict[int, _Link] = {}
+        links: dict[int, _OrderLink] = {}
         try:
             for index, server in servers.items():
-                links[index] = _Link(index, server, placement.secret)
+                links[index] = _OrderLink(index, server, placement.secret)
         except BaseException:
             _close(links)
             raise
         return links
 
 
-class _Link:
+class _OrderLink:
     """A connection to one server for orders."""
 
     def __init__(self, index: int, server: PlacedServer, secret: bytes) -> None:
@@ -228,7 +228,7 @@ class _Link:
             ) from error
         text = bytes(reply.body)
         if reply.status is not ReplyStatus.OK:
-            kind = StorageAwayError if reply.status is ReplyStatus.AWAY else _RefusedError
+            kind = StorageAwayError if reply.status is ReplyStatus.AWAY else _OrderRefusedError
             raise kind(f"Embedding server {self.index}: {text.decode(errors='replace')}")
         return text
 
@@ -243,19 +243,19 @@ def _after(before: TableManifest | None) -> float:
     return max(time.time(), before.time + 1e-3 if before is not None else 0.0)
 
 
-class _RefusedError(InfrastructureError):
+class _OrderRefusedError(InfrastructureError):
     """Raised when a server cannot do what it was ordered, for example since a checkpoint is damaged."""
 
 
-def _copy(links: Mapping[int, _Link], id_: str, parent: str, version: int) -> bool:
+def _copy(links: Mapping[int, _OrderLink], id_: str, parent: str, version: int) -> bool:
     """Let all servers copy what changed since ``parent``; return False if one of them does not know that.
 
     Raises:
         InfrastructureError: A slot moved meanwhile.
     """
-    order = msgspec.json.encode(orders.Export(id_, parent, version))
+    order = msgspec.json.encode(wire.Export(id_, parent, version))
     replies = _on_all(links, Op.EXPORT, dict.fromkeys(links, order))
-    exported = [orders.decoded(body, orders.Exported) for body in replies.values()]
+    exported = [wire.decoded(body, wire.Exported) for body in replies.values()]
     if any(each.refused for each in exported):
         return False
     held = sorted(slot for each in exported for slot in each.slots)
@@ -264,13 +264,15 @@ def _copy(links: Mapping[int, _Link], id_: str, parent: str, version: int) -> bo
     return True
 
 
-def _on_all(links: Mapping[int, _Link], op: Op, bodies: Mapping[int, bytes]) -> dict[int, bytes]:
+def _on_all(
+    links: Mapping[int, _OrderLink], op: Op, bodies: Mapping[int, bytes]
+) -> dict[int, bytes]:
     """Send an order to all servers at once; return their replies."""
     with ThreadPoolExecutor(max(1, len(links))) as pool:
         begun = {i: pool.submit(link.order, op, bodies[i]) for i, link in links.items()}
         return {index: future.result() for index, future in begun.items()}
 
 
-def _close(links: Mapping[int, _Link]) -> None:
+def _close(links: Mapping[int, _OrderLink]) -> None:
     for link in links.values():
         link.close()

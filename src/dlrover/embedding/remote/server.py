@@ -15,7 +15,13 @@ from dlrover.embedding.remote.holding import HeldSlots, Slots
 from dlrover.embedding.remote.listener import RowListener, ServerConnection
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
-from dlrover.spec.placement import Announce, Leave, PlacementReply, SlotsFetched, SlotsRecovered
+from dlrover.spec.requests.placement import (
+    Announce,
+    Leave,
+    PlacementReply,
+    SlotsFetched,
+    SlotsRecovered,
+)
 
 logger = logging.getLogger(__name__)
 

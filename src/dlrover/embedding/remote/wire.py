@@ -1,4 +1,4 @@
-"""Frames between embedding servers and their clients, on a plain TCP connection.
+"""Frames between embedding servers and their clients, on a plain TCP connection, and the orders that some contain.
 
 A frame is a header of 48 bytes and a body: arrays in the machine's byte order, which both ends check at the
 start. Each end proves that it knows the job's secret before the other reads anything else from it.
@@ -10,8 +10,9 @@ import enum
 import socket
 import struct
 import sys
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -152,3 +153,66 @@ def connect(address: str, port: int, secret: bytes, timeout: float) -> socket.so
     if not handshake.offer(sock, secret):
         raise InfrastructureError(f"{address}:{port} is no embedding server of this job.")
     return sock
+
+
+# ---- orders about checkpoints, and their replies: the bodies of frames, as JSON
+
+
+class Export(msgspec.Struct, frozen=True):
+    """Copy the rows of the server's slots: all, or those changed since the copy for ``parent``."""
+
+    id: str
+    """Checkpoint that the copy is for."""
+    parent: str
+    """Checkpoint that it adds to; empty: copy all rows."""
+    version: int
+    """Placement that the server must know."""
+
+
+class Exported(msgspec.Struct, frozen=True):
+    """What was copied."""
+
+    slots: tuple[int, ...] = ()
+    rows: int = 0
+    refused: str = ""
+    """Why nothing was copied: the last copy, or what was restored since, is not ``parent``."""
+
+
+class Write(msgspec.Struct, frozen=True):
+    """Write the copy to a store."""
+
+    place: str
+    id: str
+    server: int
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Replace all rows by those of a checkpoint."""
+
+    place: str
+    id: str
+    version: int
+    """Placement that the server must know."""
+
+
+class RowsHeld(msgspec.Struct, frozen=True):
+    """What a server answers for."""
+
+    slots: tuple[int, ...]
+    rows: dict[str, int]
+    """Rows by table."""
+
+
+Order = TypeVar("Order")
+
+
+def decoded(body: bytes, kind: type[Order]) -> Order:
+    """Return an order or a reply.
+
+    Raises:
+        ProtocolError: The bytes are none.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"An order to an embedding server cannot be read: {error}.") from error

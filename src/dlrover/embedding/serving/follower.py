@@ -67,7 +67,9 @@ class CheckpointFollower:
 
     def __init__(self, place: str, poll: float = 1.0) -> None:
         file = values.file_of(place)
-        self._source: CheckpointSource = _File(file) if file is not None else _Checkpoints(place)
+        self._source: CheckpointSource = (
+            _TableFile(file) if file is not None else _Checkpoints(place)
+        )
         self._poll = poll
         self._ended = threading.Event()
         self._looked = time.monotonic()
@@ -151,7 +153,7 @@ class _Checkpoints:
         return self._known.get(id_) or stored.read_manifest(self._store, id_)
 
 
-class _File:
+class _TableFile:
     """A file of `HashTable.save`."""
 
     def __init__(self, path: Path) -> None:

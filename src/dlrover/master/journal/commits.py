@@ -20,7 +20,7 @@ ALONE = 3
 Reply = TypeVar("Reply")
 
 
-class _Waiting(NamedTuple):
+class _Uncommitted(NamedTuple):
     entry: Entry
     handle: Callable[[float], Any]
     reply: asyncio.Future[Any]
@@ -37,7 +37,7 @@ class Commits:
     ) -> None:
         self._append = append
         self._clock = clock
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_Uncommitted] = []
         self._alone = 0
         self._usual = 0
         self._timer: asyncio.Handle | None = None
@@ -58,7 +58,7 @@ class Commits:
         if not self._waiting:
             self._timer = loop.call_later(WINDOW if self._alone < ALONE else 0.0, self._commit)
         reply: asyncio.Future[Reply] = loop.create_future()
-        self._waiting.append(_Waiting(entry, handle, reply))
+        self._waiting.append(_Uncommitted(entry, handle, reply))
         if len(self._waiting) == self._usual and self._timer is not None:
             self._timer.cancel()
             self._timer = loop.call_soon(self._commit)
@@ -82,7 +82,7 @@ class Commits:
             _reply(each, now)
 
 
-def _reply(to: _Waiting, now: float) -> None:
+def _reply(to: _Uncommitted, now: float) -> None:
     try:
         to.reply.set_result(to.handle(now))
     except Exception as error:  # noqa: BLE001 - it is raised in the caller

@@ -21,10 +21,10 @@ import msgspec
 from dlrover.errors import ConfigurationError, FencedError
 from dlrover.master.machine import inputs
 from dlrover.rpc import messages
-from dlrover.spec.cluster import ClusterRequest
-from dlrover.spec.placement import PlacementRequest
-from dlrover.spec.shards import ShardRequest
-from dlrover.spec.strategies import StrategyRequest
+from dlrover.spec.requests.cluster import ClusterRequest
+from dlrover.spec.requests.placement import PlacementRequest
+from dlrover.spec.requests.shards import ShardRequest
+from dlrover.spec.requests.strategies import StrategyRequest
 
 Entry = (
     inputs.Input

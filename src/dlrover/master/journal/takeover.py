@@ -26,7 +26,7 @@ def begin(
         raise ConfigurationError(
             f"The journal is of the job {theirs}, not of {job.name}; each job takes a journal of its own."
         )
-    master.use_platform(platform)
+    master.platform.use(platform)
     if master.replayed:
         master.submit(inputs.MasterStarted(master.replayed, master.last_entry))
         if master.machine.outcome is not None:

@@ -15,7 +15,7 @@ import msgspec
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.diagnosis.diagnosis import RuleTable
-from dlrover.master.machine.incident import FIRST_TEXTS, LATER_TEXT
+from dlrover.master.machine.recovery.incident import FIRST_TEXTS, LATER_TEXT
 from dlrover.spec.events import WorkerFailed
 from dlrover.spec.failure import Failure
 from dlrover.spec.world import Holding, World

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dlrover.errors import ProtocolError
-from dlrover.spec.cluster import (
+from dlrover.spec.requests.cluster import (
     MAX_TASKS,
     ClusterReply,
     ClusterRequest,

@@ -31,10 +31,10 @@ from dlrover.spec.events import (
 from dlrover.spec.failure import Rule
 from dlrover.spec.job import JobSpec
 from dlrover.spec.measurements import ModelProfile, SpeedSample
-from dlrover.spec.membership import Members, MembershipChange
 from dlrover.spec.node import WORKER, FoundNode, LaunchNode
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.plan import ScaleDecision
+from dlrover.spec.requests.membership import Members, MembershipChange
 
 # ---- inputs, beside messages and events that are inputs themselves
 

@@ -14,7 +14,7 @@ import msgspec
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.fleet import Fleet
-from dlrover.master.machine.restarts import Restart, RestartPolicy, Stop, cause_of
+from dlrover.master.machine.recovery.restarts import Restart, RestartPolicy, Stop, cause_of
 from dlrover.master.machine.state import JobState, Node
 from dlrover.rpc.messages import AssignWorld, CallToRound, Join
 from dlrover.spec import events

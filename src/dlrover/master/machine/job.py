@@ -15,14 +15,14 @@ from dlrover.master.machine.checks.checking import findings_of
 from dlrover.master.machine.checks.evidence import CheckFinding
 from dlrover.master.machine.diagnosis.diagnosis import RuleTable
 from dlrover.master.machine.fleet import Fleet
-from dlrover.master.machine.incident import Incident
 from dlrover.master.machine.instances import Instances
-from dlrover.master.machine.ladder import Ladder
-from dlrover.master.machine.recovery import Recovery
+from dlrover.master.machine.recovery.incident import Incident
+from dlrover.master.machine.recovery.ladder import Ladder
+from dlrover.master.machine.recovery.recovery import Recovery
+from dlrover.master.machine.recovery.survival import Survival
 from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.resizer import ResizeInput, Resizer
 from dlrover.master.machine.state import JobState, Node, excluded, given_up, released
-from dlrover.master.machine.survival import Survival
 from dlrover.master.machine.waiting import too_few
 from dlrover.rpc.messages import Dismiss, Hello, Join, StandBy, StopRequest, Succeeded, Welcome
 from dlrover.spec import events

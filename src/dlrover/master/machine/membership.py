@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dlrover.spec.job import JobSpec
-from dlrover.spec.membership import (
+from dlrover.spec.requests.membership import (
     FinishMembers,
     JoinMembers,
     Members,

@@ -11,11 +11,11 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.adoption import Adoption
 from dlrover.master.machine.checks.checking import Checks
 from dlrover.master.machine.diagnosis.diagnosis import RuleTable, other_failures
-from dlrover.master.machine.faults import Faults
-from dlrover.master.machine.incident import Incident
 from dlrover.master.machine.membership import Membership
+from dlrover.master.machine.recovery.faults import Faults
+from dlrover.master.machine.recovery.incident import Incident
+from dlrover.master.machine.recovery.restarts import RestartPolicy
 from dlrover.master.machine.rendezvous import Rendezvous
-from dlrover.master.machine.restarts import RestartPolicy
 from dlrover.master.machine.scaling.autoscale import AutoScaling
 from dlrover.master.machine.scaling.scaling import Scaling
 from dlrover.master.machine.spares import Spares

@@ -13,7 +13,7 @@ import msgspec
 
 from dlrover.errors import ProtocolError
 from dlrover.spec.events import StrategyChosen
-from dlrover.spec.strategies import (
+from dlrover.spec.requests.strategies import (
     MAX_LADDERS,
     MAX_RUNGS,
     ChooseStrategy,

@@ -7,17 +7,17 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.optim.dense import WrappedOptimizer
 from dlrover.optim.local.exchange import CodedSum, Peers, Residuals, Sum
 from dlrover.optim.local.fragments import Fragment, Outer, divided
 from dlrover.optim.machine.penalty import Penalty, PenaltyDecision, ReplicaReport, Statistics, judge
 from dlrover.optim.tensors import like, local, parameters, saved_states
-from dlrover.optim.wrapped import WrappedOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,43 @@ PREFIX = "local_sgd."
 def nesterov(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
     """Return DiLoCo's outer optimizer: SGD with the rate 0.7 and Nesterov momentum of 0.9."""
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+class Schedule(Protocol):
+    """When the next sync of a fragment starts, and when it ends."""
+
+    def begin(self) -> None:
+        """Note that training begins, before each step."""
+
+    def starts(self, since: int) -> bool:
+        """Return whether a sync starts after a step, ``since`` steps after the last one."""
+
+    def ends(self, since: int) -> bool:
+        """Return whether the sync that has started ends after this step."""
+
+    def synced(self) -> None:
+        """Note that a sync has ended."""
+
+
+class EverySteps:
+    """Syncs every ``stride`` steps, whose exchange begins ``delay`` steps before."""
+
+    def __init__(self, stride: int, delay: int) -> None:
+        self._stride, self._delay = stride, delay
+
+    def begin(self) -> None:
+        """Do nothing: the steps are counted by the wrapper."""
+
+    def starts(self, since: int) -> bool:
+        """Return whether it is time to begin the exchange."""
+        return since >= self._stride - self._delay
+
+    def ends(self, since: int) -> bool:
+        """Return whether it is time to use its result."""
+        return since >= self._stride
+
+    def synced(self) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +157,10 @@ class DiLoCo(WrappedOptimizer):
         if clip is not None and not clip > 0:
             raise ConfigurationError(f"clip is {clip}; it must be more than 0, or None.")
         self._group, self._device = group, local(trained[0]).device
-        self._stride, self._delay, self._alpha = interval // fragments, delay, alpha
-        self._bits, self._warmup, self._clip, self._penalty = bits, warmup, clip, penalty
+        self._schedule: Schedule = EverySteps(interval // fragments, delay)
+        self._alpha, self._bits, self._warmup, self._clip, self._penalty = (
+            alpha, bits, warmup, clip, penalty,
+        )  # fmt: skip
         self._outer, self._outer_device = outer, outer_device
         self._replica = _replica_group(trained) if replica_group is None else replica_group
         self._replica_size = 1 if self._replica is None else dist.get_world_size(self._replica)
@@ -155,9 +194,9 @@ class DiLoCo(WrappedOptimizer):
         loss = self.base.step(closure)
         self._steps += 1
         self._since += 1
-        if self._pending is None and self._starts():
+        if self._pending is None and self._schedule.starts(self._since):
             self._start()
-        if self._pending is not None and self._ends():
+        if self._pending is not None and self._schedule.ends(self._since):
             self._finish()
         return loss
 
@@ -238,14 +277,7 @@ class DiLoCo(WrappedOptimizer):
             self._fragments = [
                 Fragment(part, self._outer, self._outer_device) for part in self._parts
             ]
-
-    def _starts(self) -> bool:
-        """Return whether the next sync starts after this step."""
-        return self._since >= self._stride - self._delay
-
-    def _ends(self) -> bool:
-        """Return whether the sync that has started ends after this step."""
-        return self._since >= self._stride
+        self._schedule.begin()
 
     def _start(self) -> None:
         """Decide what each replica counts, and begin to add up their changes."""
@@ -306,6 +338,7 @@ class DiLoCo(WrappedOptimizer):
         self.total_steps += pending.steps
         self.syncs += 1
         self._since = 0
+        self._schedule.synced()
 
     def _spread(self, peers: Peers, source: int, *, joins: bool) -> None:
         """Overwrite what the replicas should have in common by what one of them has."""

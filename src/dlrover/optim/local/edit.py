@@ -19,6 +19,10 @@ def nesterov(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.8, nesterov=True)
 
 
+CLIP = 10.0
+"""Maximum norm of the mean change."""
+
+
 class EDiT(DiLoCo):
     """`DiLoCo` with a penalty: replicas whose change is too large are left out, and larger ones weigh less.
 
@@ -40,14 +44,14 @@ class EDiT(DiLoCo):
         group: Any = None,
         *,
         penalty: Penalty | None = Penalty(),  # noqa: B008 - frozen
-        clip: float | None = 10.0,
+        clip: float | None = CLIP,
         outer: Outer = nesterov,
         **options: Any,
     ) -> None:
         super().__init__(base, group, penalty=penalty, clip=clip, outer=outer, **options)
 
 
-class AEDiT(EDiT):
+class AEDiT(DiLoCo):
     """`EDiT` with syncs by time: between two of them, each replica makes as many steps as it can.
 
     A replica asks no other one whether it is time, so a slow one delays the others by one of its steps at most.
@@ -78,24 +82,44 @@ class AEDiT(EDiT):
             if name in options:
                 raise ConfigurationError(f"AEDiT takes no {name}; give seconds instead.")
         fragments = options.get("fragments", 1)
+        options = {"penalty": Penalty(), "clip": CLIP, "outer": nesterov, **options}
         super().__init__(base, group, interval=fragments, **options)
-        self._seconds, self._clock = seconds / fragments, clock
+        self._schedule = EverySeconds(seconds / fragments, clock, self._over_replica)
+
+
+class EverySeconds:
+    """Syncs by each replica's own clock, all ranks of a replica together.
+
+    Args:
+        seconds: time between two syncs.
+        clock: function that returns the time in seconds.
+        over_replica: function that adds up a number over the replica's ranks.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        clock: Callable[[], float],
+        over_replica: Callable[[float], list[float]],
+    ) -> None:
+        self._seconds, self._clock, self._over_replica = seconds, clock, over_replica
         self._last: float | None = None
 
-    def _begin(self) -> None:
-        super()._begin()
+    def begin(self) -> None:
+        """Start the clock with the first step."""
         if self._last is None:
             self._last = self._clock()
 
-    def _starts(self) -> bool:
+    def starts(self, since: int) -> bool:
+        """Return whether it is time for a rank of the replica."""
         assert self._last is not None
-        is_time = self._clock() - self._last >= self._seconds
-        (ranks,) = self._over_replica(float(is_time))
+        (ranks,) = self._over_replica(float(self._clock() - self._last >= self._seconds))
         return ranks > 0
 
-    def _ends(self) -> bool:
+    def ends(self, since: int) -> bool:
+        """Return True: a sync ends in the step in which it starts."""
         return True
 
-    def _finish(self) -> None:
-        super()._finish()
+    def synced(self) -> None:
+        """Start the clock anew."""
         self._last = self._clock()

@@ -1,5 +1,5 @@
 """Names of the original. See docs/from-dlrover.md; made by scripts/original-names."""
 
-from dlrover.original.logs import default_logger
+from dlrover.original.replaced import default_logger
 
 __all__ = ["default_logger"]

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass
 
-from dlrover.spec.cluster import ClusterReply, ClusterTask
 from dlrover.spec.node import CHIEF, EVALUATOR, SERVER, WORKER
+from dlrover.spec.requests.cluster import ClusterReply, ClusterTask
 from dlrover.spec.words import counted
 
 OWN_ROLES = (CHIEF, EVALUATOR, WORKER, SERVER)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrover.spec.membership import MAX_VALUE, Meet, Met
+from dlrover.spec.requests.membership import MAX_VALUE, Meet, Met
 from dlrover.training.replicas.link import Link
 
 TIMEOUT = timedelta(minutes=30)

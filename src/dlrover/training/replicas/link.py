@@ -14,8 +14,14 @@ from dlrover import launched
 from dlrover._util import framing
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.rpc.relayed import RelayedMaster, connected
-from dlrover.spec.membership import Members, MembershipReply, MembershipRequest, MembersNow, Met
 from dlrover.spec.requests import Unanswered
+from dlrover.spec.requests.membership import (
+    Members,
+    MembershipReply,
+    MembershipRequest,
+    MembersNow,
+    Met,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,13 @@ import torch.distributed as dist
 
 from dlrover import launched
 from dlrover.errors import InfrastructureError
-from dlrover.spec.membership import FinishMembers, JoinMembers, LookMembers, Members, MembersNow
+from dlrover.spec.requests.membership import (
+    FinishMembers,
+    JoinMembers,
+    LookMembers,
+    Members,
+    MembersNow,
+)
 from dlrover.training.replicas import hooks
 from dlrover.training.replicas.groups import TIMEOUT, MeetingStore, connections, shut_down
 from dlrover.training.replicas.link import Link, open_link
@@ -72,7 +78,7 @@ class _Restarts:
             try:
                 with self._group():
                     result = function()
-            except Exception as error:
+            except Exception as error:  # any of the program's: what a lost rank causes in it
                 if self._link.wait(self._is_newer, NEWS_LIMIT) is None or self._link.over:
                     raise
                 logger.warning("A rank was lost; the training function is called again: %s", error)

@@ -20,7 +20,7 @@ from typing import NamedTuple, NoReturn, Protocol
 import torch
 
 from dlrover.errors import InfrastructureError
-from dlrover.spec.membership import (
+from dlrover.spec.requests.membership import (
     FinishMembers,
     JoinMembers,
     LookMembers,

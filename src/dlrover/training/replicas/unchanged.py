@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from dlrover import launched
 from dlrover.errors import ConfigurationError
-from dlrover.spec.membership import LookMembers, MembersNow
+from dlrover.spec.requests.membership import LookMembers, MembersNow
 from dlrover.training.replicas.groups import MembershipGroup
 from dlrover.training.replicas.healing import Healer
 from dlrover.training.replicas.link import Link
@@ -39,7 +39,7 @@ class Unchanged:
         self.steps = 0
         """Steps of the optimizer that were skipped."""
         self._link, self._given = link, given
-        self._parts: dict[str, Any] = {"numbers": _Numbers()}
+        self._parts: dict[str, Any] = {"numbers": _StepCount()}
         self._survivors = Survivors(
             link, given.round, given.rank, given.attempt, Healer(self._parts)
         )
@@ -205,7 +205,7 @@ def _anew(value: Any) -> Any:
     )
 
 
-class _Numbers:
+class _StepCount:
     """The count of steps, as part of a replica's state."""
 
     def state_dict(self) -> dict[str, int]:

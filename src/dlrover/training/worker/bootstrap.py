@@ -31,7 +31,6 @@ from dlrover import launched
 from dlrover.training.worker import (
     hooks,
     ownends,
-    received,
     stacks,
     tracker,
 )
@@ -79,9 +78,9 @@ def run(program: Program, board: Board | None) -> None:
     if program.given.survive:
         # By name: agents import this module, and never anything that may import torch.
         importlib.import_module("dlrover.training.replicas.hooks").install()
-    signals = received.Received(os.getpid())
+    signals = ownends.Received(os.getpid())
     if program.error_file:
-        received.watch(signals)
+        ownends.watch_signals(signals)
         ownends.watch(lambda end: _record(program, end), signals)
     try:
         _execute(program)

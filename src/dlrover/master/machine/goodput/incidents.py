@@ -16,7 +16,7 @@ from dlrover.master.machine.goodput.roundtime import (
     RECOMPUTED,
     nothing,
 )
-from dlrover.master.machine.incident import Incident
+from dlrover.master.machine.recovery.incident import Incident
 from dlrover.spec.outcome import CAUSES, Cause, IncidentCost, IncidentKind
 
 KEPT = 200

@@ -65,7 +65,7 @@ class NodeActivities(msgspec.Struct, frozen=True):
     workers: dict[int, WorkerActivity]
 
 
-class Looked(msgspec.Struct, frozen=True):
+class WorkersSampled(msgspec.Struct, frozen=True):
     """The nodes have sampled their workers, on the order `SampleWorkers`; some may not have answered."""
 
     round: int
@@ -76,7 +76,7 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-Input: TypeAlias = WorldFormed | NodeActivities | Looked | Tick
+Input: TypeAlias = WorldFormed | NodeActivities | WorkersSampled | Tick
 
 # ---- commands
 
@@ -143,8 +143,8 @@ class HangDetector:
             case NodeActivities():
                 self._report(event, now)
                 return []
-            case Looked():
-                return self._looked(event, now)
+            case WorkersSampled():
+                return self._sampled(event, now)
             case _:
                 return self._watch(now)
 
@@ -235,7 +235,7 @@ class HangDetector:
 
     # ---- the second signal
 
-    def _looked(self, event: Looked, now: float) -> list[Command]:
+    def _sampled(self, event: WorkersSampled, now: float) -> list[Command]:
         suspicion = self.suspicion
         if event.round != self.round or suspicion is None:
             return []

@@ -1,5 +1,5 @@
 """Names of the original. See docs/from-dlrover.md; made by scripts/original-names."""
 
-from dlrover.original.synchronization import SyncClient
+from dlrover.original.replaced import SyncClient
 
 __all__ = ["SyncClient"]

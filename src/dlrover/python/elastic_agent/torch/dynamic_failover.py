@@ -1,5 +1,5 @@
 """Names of the original. See docs/from-dlrover.md; made by scripts/original-names."""
 
-from dlrover.original.failover import AgentFailureInfo, DynamicAgentFailoverExtension
+from dlrover.original.replaced import AgentFailureInfo, DynamicAgentFailoverExtension
 
 __all__ = ["AgentFailureInfo", "DynamicAgentFailoverExtension"]

@@ -1,5 +1,5 @@
 """Names of the original. See docs/from-dlrover.md; made by scripts/original-names."""
 
-from dlrover.original.failover import ManagerExtension
+from dlrover.original.replaced import ManagerExtension
 
 __all__ = ["ManagerExtension"]

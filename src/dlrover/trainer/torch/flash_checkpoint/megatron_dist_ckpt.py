@@ -1,5 +1,5 @@
 """Names of the original. See docs/from-dlrover.md; made by scripts/original-names."""
 
-from dlrover.original.megatron import StorageType, load_checkpoint, save_checkpoint
+from dlrover.original.checkpoint import StorageType, load_checkpoint, save_checkpoint
 
 __all__ = ["StorageType", "load_checkpoint", "save_checkpoint"]

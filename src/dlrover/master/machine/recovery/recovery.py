@@ -16,14 +16,20 @@ import msgspec
 from dlrover.master.machine import inputs
 from dlrover.master.machine.diagnosis.diagnosis import root_cause
 from dlrover.master.machine.fleet import Fleet
-from dlrover.master.machine.incident import Incident
 from dlrover.master.machine.instances import Instances
-from dlrover.master.machine.ladder import Ladder
-from dlrover.master.machine.restarts import Restart, RestartCause, Stop, cause_of, hang_cause
+from dlrover.master.machine.recovery.incident import Incident
+from dlrover.master.machine.recovery.ladder import Ladder
+from dlrover.master.machine.recovery.restarts import (
+    Restart,
+    RestartCause,
+    Stop,
+    cause_of,
+    hang_cause,
+)
+from dlrover.master.machine.recovery.survival import Survival
 from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.resizer import Resizer
 from dlrover.master.machine.state import JobState, Node, loss_of
-from dlrover.master.machine.survival import Survival
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Failure, Origin
 from dlrover.spec.node import NodeStatus

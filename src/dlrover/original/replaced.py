@@ -1,11 +1,17 @@
-"""The original's choice of a failover by code of the user's, which runs in the agent there, and nowhere here."""
+"""The original's names that do nothing here: its logger, its extensions for failures, its synchronization."""
 
 from __future__ import annotations
 
 import abc
 import enum
+import logging
 from dataclasses import dataclass, field
 from typing import Any
+
+from dlrover.errors import ConfigurationError
+
+default_logger = logging.getLogger("dlrover")
+"""The logger of the package. It prints nothing below a warning unless the program configures ``logging``."""
 
 
 class FailoverStrategy(enum.Enum):
@@ -47,3 +53,13 @@ class DynamicAgentFailoverExtension(DynamicFailoverExtension):
 
 class ManagerExtension(abc.ABC):  # noqa: B024 - a base of the original
     """Base of the extensions of the unified API's master. None is ever called."""
+
+
+class SyncClient:
+    """A client for synchronization through the master, which never worked in the original."""
+
+    def __init__(self) -> None:
+        raise ConfigurationError(
+            "SyncClient does not exist here: use torch.distributed.barrier(), or a TensorFlow cluster's own"
+            " coordination; parameter servers are replaced without help from the program (docs/tensorflow.md)."
+        )

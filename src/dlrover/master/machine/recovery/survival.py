@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dlrover.master.machine import inputs
-from dlrover.master.machine.incident import Incident
-from dlrover.master.machine.ladder import Ladder
-from dlrover.master.machine.restarts import Restart, Stop, cause_of
+from dlrover.master.machine.recovery.incident import Incident
+from dlrover.master.machine.recovery.ladder import Ladder
+from dlrover.master.machine.recovery.restarts import Restart, Stop, cause_of
 from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.state import JobState, Node, loss_of
 from dlrover.rpc.messages import StartAgain
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Origin
-from dlrover.spec.membership import Members, MembershipChange
+from dlrover.spec.requests.membership import Members, MembershipChange
 
 
 @dataclass

@@ -6,11 +6,11 @@ from typing import TypeAlias
 
 import msgspec
 
-from dlrover.spec.cluster import ClusterReply, ClusterRequest
-from dlrover.spec.membership import MembershipReply, MembershipRequest
-from dlrover.spec.placement import PlacementReply, PlacementRequest
-from dlrover.spec.shards import ShardReply, ShardRequest
-from dlrover.spec.strategies import StrategyReply, StrategyRequest
+from dlrover.spec.requests.cluster import ClusterReply, ClusterRequest
+from dlrover.spec.requests.membership import MembershipReply, MembershipRequest
+from dlrover.spec.requests.placement import PlacementReply, PlacementRequest
+from dlrover.spec.requests.shards import ShardReply, ShardRequest
+from dlrover.spec.requests.strategies import StrategyReply, StrategyRequest
 
 WorkerRequest: TypeAlias = (
     ShardRequest | PlacementRequest | ClusterRequest | StrategyRequest | MembershipRequest

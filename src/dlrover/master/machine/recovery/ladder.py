@@ -15,7 +15,7 @@ import msgspec
 
 from dlrover.master.machine.fleet import Fleet
 from dlrover.master.machine.instances import Instances
-from dlrover.master.machine.restarts import Restart
+from dlrover.master.machine.recovery.restarts import Restart
 from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.resizer import Resizer
 from dlrover.master.machine.state import JobState, Node

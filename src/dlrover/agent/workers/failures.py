@@ -1,0 +1,123 @@
+"""Records of failed workers: how each ended, what it recorded and wrote, and what its node saw."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlrover._util import cgroup
+from dlrover.agent.workers.facts import NodeFacts
+from dlrover.agent.workers.logs import AttemptLogs
+from dlrover.agent.workers.zygotes import read_json
+from dlrover.spec.failure import OWN_ENDS, Failure, FailureKind
+from dlrover.training.worker.progress import Board
+
+if TYPE_CHECKING:
+    from dlrover.agent.workers.workers import Worker
+
+
+class FailureRecords:
+    """Makes the records of one node's failed workers.
+
+    Args:
+        board: the workers' progress.
+        hostname: the node's host.
+    """
+
+    def __init__(self, board: Board, hostname: str) -> None:
+        self._board = board
+        self._hostname = hostname
+        self._oom_kills = 0
+        self._facts = NodeFacts()
+
+    def begin(self) -> None:
+        """Begin with the workers of a round."""
+        self._oom_kills = cgroup.oom_kills()
+        self._facts.begin()
+
+    def record(
+        self, worker: Worker, status: int, node_id: int, round_: int, logs: AttemptLogs
+    ) -> Failure:
+        """Return the record of a worker that ended with a wait status other than 0."""
+        error = recorded_error(logs.error_file(worker.local_rank))
+        signaled = os.WIFSIGNALED(status)
+        kind = FailureKind.SIGNAL if signaled else FailureKind.EXIT
+        if error and not signaled and error.type not in OWN_ENDS:
+            kind = FailureKind.EXCEPTION
+        return Failure(
+            id=uuid.uuid4().hex,
+            kind=kind,
+            node_id=node_id,
+            rank=worker.rank,
+            local_rank=worker.local_rank,
+            round=round_,
+            pid=worker.pid,
+            time=error.time if kind is FailureKind.EXCEPTION and error.time else time.time(),
+            exit_code=None if signaled else os.WEXITSTATUS(status),
+            signal=os.WTERMSIG(status) if signaled else None,
+            exception=error.type,
+            handled_signal=error.handled_signal,
+            message=error.message,
+            traceback=error.traceback,
+            stderr_tail=logs.stderr_tail(worker.local_rank),
+            log_path=str(logs.stderr(worker.local_rank)),
+            steps=self._board.read(worker.local_rank).steps,
+            first_step=self._board.began_with(worker.local_rank),
+            reading=self._board.reading(worker.local_rank),
+            hostname=self._hostname,
+            oom_killed=cgroup.oom_kills() > self._oom_kills,
+            node_facts=self._facts.gather(logs.directory, worker.pid if signaled else 0),
+        ).bounded()
+
+    def close(self) -> None:
+        """Look for facts no more."""
+        self._facts.close()
+
+
+@dataclass(frozen=True)
+class RecordedError:
+    """Content of an error file; empty strings for missing fields."""
+
+    type: str = ""
+    message: str = ""
+    traceback: str = ""
+    time: float = 0.0
+    handled_signal: int = 0
+    """As in `Failure`."""
+
+    def __bool__(self) -> bool:
+        return bool(self.type or self.message or self.traceback)
+
+
+def recorded_error(path: Path) -> RecordedError:
+    """Return the exception in an error file, written by our bootstrap or by torch's ``@record``."""
+    content = read_json(path)
+    message = content.get("message") if isinstance(content, dict) else None
+    if isinstance(message, str):
+        return RecordedError(message=message)
+    if not isinstance(message, dict):
+        return RecordedError()
+    extra = message.get("extraInfo")
+    extra = extra if isinstance(extra, dict) else {}
+    text = str(message.get("message", ""))
+    name, colon, rest = text.partition(": ")
+    try:
+        when = float(extra.get("time") or extra.get("timestamp") or 0)
+    except (TypeError, ValueError):
+        when = 0.0
+    handled_signal = extra.get("handled_signal")
+    if not isinstance(handled_signal, int) or not 0 < handled_signal < signal.NSIG:
+        handled_signal = 0
+    return RecordedError(
+        type=str(message.get("errorType") or name.partition("(")[0]),
+        message=rest if colon and name.isidentifier() else text,
+        traceback=str(extra.get("py_callstack", "")),
+        time=when if math.isfinite(when) else 0.0,
+        handled_signal=handled_signal,
+    )

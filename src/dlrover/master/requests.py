@@ -1,0 +1,228 @@
+"""What a job's processes ask its master: the requests of workers, which their agents relay in frames, and the store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import TypeAlias
+
+import msgspec
+
+from dlrover.embedding.machine.placement import Placement
+from dlrover.errors import DLRoverError, InfrastructureError, ProtocolError
+from dlrover.master.heartbeats import Heartbeats
+from dlrover.master.journal.commits import Commits
+from dlrover.master.journal.history import History
+from dlrover.master.journal.writing import JournalWriter
+from dlrover.master.machine import inputs
+from dlrover.master.machine.cluster import TaskCluster
+from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.strategies import Strategies
+from dlrover.master.meeting import Meeting
+from dlrover.master.shards import ShardsService
+from dlrover.master.storeside import StoreService
+from dlrover.rpc import messages, wire
+from dlrover.rpc.batches import FRAME_BYTES
+from dlrover.spec.node import CHIEF
+from dlrover.spec.requests import Unanswered, WorkerReply, WorkerRequest
+from dlrover.spec.requests.cluster import ClusterRequest, LookCluster
+from dlrover.spec.requests.membership import LookMembers, Meet, MembershipChange, MembersNow
+from dlrover.spec.requests.placement import LookPlacement, PlacementRequest
+from dlrover.spec.requests.shards import LookShards, ShardRequest
+from dlrover.spec.requests.strategies import ChooseStrategy, StrategyRequest
+
+logger = logging.getLogger(__name__)
+
+Begun: TypeAlias = WorkerReply | asyncio.Future[WorkerReply]
+"""A reply, at once or to come."""
+
+
+class Services:
+    """The machines that a replay of the requests in the journal restores."""
+
+    def __init__(self, machine: JobMachine, history: History) -> None:
+        self.shards = ShardsService(history.add)
+        self.placement = Placement()
+        self.cluster = TaskCluster()
+        self.strategies = Strategies()
+        self.store = StoreService()
+        self._machine = machine
+        self._history = history
+        self._secret = b""
+
+    def use_token(self, token: str) -> None:
+        """Derive the secret of embedding servers and their clients from the job's token."""
+        self._secret = hmac.digest(token.encode(), b"embedding", "sha256")
+
+    def replay(self, request: WorkerRequest | messages.StoreRequest, at: float) -> None:
+        """Handle a request from the journal again."""
+        if isinstance(request, WorkerRequest):
+            self.answer(request, at)
+            return
+        with contextlib.suppress(ProtocolError):  # it was refused the first time, too
+            self.store.apply(request)
+
+    def answer(self, request: WorkerRequest, now: float) -> WorkerReply:
+        """Answer a request that is in the journal or changes nothing; one that fails is refused alone."""
+        try:
+            if isinstance(request, PlacementRequest):
+                return self._placed(request)
+            if isinstance(request, ClusterRequest):
+                return self._clustered(request)
+            if isinstance(request, StrategyRequest):
+                return self._strategy(request, now)
+        except ProtocolError as error:
+            return Unanswered(refused=str(error))
+        assert isinstance(request, ShardRequest)
+        return self.shards.handle(request, now)
+
+    def _placed(self, request: PlacementRequest) -> WorkerReply:
+        try:
+            reply = self.placement.handle(request)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            logger.exception("The master cannot handle a request of a server: %.1000r", request)
+            return Unanswered(refused=f"The master cannot handle the request: {error!r}.")
+        return msgspec.structs.replace(reply, secret=self._secret)
+
+    def _clustered(self, request: ClusterRequest) -> WorkerReply:
+        reply = self.cluster.handle(request)
+        wanted = {role: of_role.nodes for role, of_role in self._machine.scaling.roles.items()}
+        wanted[CHIEF] = int(self._machine.job.chief)
+        return msgspec.structs.replace(reply, wanted=wanted)
+
+    def _strategy(self, request: StrategyRequest, now: float) -> WorkerReply:
+        reply, event = self.strategies.handle(request)
+        if event is not None:
+            self._history.add(event, now)
+        return reply
+
+
+class Requests:
+    """Answers the processes of one job.
+
+    Args:
+        services: the machines that answer.
+        machine: the job; read only.
+        journal: has each request that changes anything before its answer.
+        heartbeats: how far the training is.
+        submit: journals and handles an input that is judged by the latest steps.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        machine: JobMachine,
+        journal: JournalWriter,
+        heartbeats: Heartbeats,
+        submit: Callable[[inputs.Input], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.meeting = Meeting()
+        self._services = services
+        self._machine = machine
+        self._journal = journal
+        self._commits = Commits(journal.append, clock)
+        self._heartbeats = heartbeats
+        self._submit = submit
+        self._clock = clock
+        self._dealing: set[asyncio.Task[object]] = set()
+
+    async def use_store(self, request: messages.StoreRequest) -> messages.StoreReply:
+        """Apply a request to the key-value store, waiting no longer than it asks for."""
+        return await self._services.store.answer(request, self._commits, self._clock)
+
+    async def deal(
+        self, frames: AsyncIterator[messages.RequestFrame]
+    ) -> AsyncIterator[messages.RequestFrame]:
+        """Serve the requests of an agent's workers, one frame at a time."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._dealing.add(task)
+        try:
+            async for frame in frames:
+                for replies in await self._answers(frame):
+                    yield replies
+        finally:
+            self._dealing.discard(task)
+
+    def close(self) -> None:
+        """End all streams before the master exits."""
+        for dealing in self._dealing:
+            dealing.cancel()
+
+    async def _answers(self, frame: messages.RequestFrame) -> list[messages.RequestFrame]:
+        """Return the replies to a frame's requests, in as many frames as their sizes need.
+
+        All requests of a frame begin before the first one is waited for, so that the journal gets them together.
+        A request that cannot be read, or whose reply is an error, fails alone.
+        """
+        begun = [(number, self._read(body)) for number, body in frame.records]
+        frames: list[list[messages.Record]] = [[]]
+        size = 0
+        for number, reply in begun:
+            body = wire.encode(await _outcome(reply))
+            size += len(body)
+            if frames[-1] and size > FRAME_BYTES:
+                frames.append([])
+                size = len(body)
+            frames[-1].append(messages.Record(number, body))
+        return [messages.RequestFrame(tuple(records)) for records in frames]
+
+    def _read(self, body: bytes) -> Begun:
+        try:
+            return self.begin(wire.decode(body, WorkerRequest))
+        except ProtocolError as error:
+            return Unanswered(refused=f"The master did not understand a message: {error}")
+
+    async def use(self, request: WorkerRequest) -> WorkerReply:
+        """Answer a worker's request, once it is in the journal if it changes anything."""
+        reply = self.begin(request)
+        return await reply if isinstance(reply, asyncio.Future) else reply
+
+    def begin(self, request: WorkerRequest) -> Begun:
+        """Begin what `use` waits for."""
+        services, membership = self._services, self._machine.state.membership
+        if self._machine.outcome is not None:
+            return Unanswered(refused="The job has ended.")
+        if isinstance(request, Meet):
+            return self.meeting.handle(request, self._journal.epoch, membership)
+        if isinstance(request, MembershipChange | LookMembers):
+            return self._members(request)
+        if isinstance(request, LookShards | LookPlacement | LookCluster):
+            return services.answer(request, self._clock())
+        if isinstance(request, ChooseStrategy):
+            if services.strategies.has_chosen(request):
+                return services.answer(request, self._clock())
+            left = self._heartbeats.activities.seconds_left()
+            request = msgspec.structs.replace(request, seconds_left=left)
+        return self._commits.begin(request, lambda now: services.answer(request, now))
+
+    def _members(self, request: MembershipChange | LookMembers) -> WorkerReply:
+        membership, latest = self._machine.state.membership, self._heartbeats.activities
+        if not isinstance(request, LookMembers):
+            try:
+                self._submit(inputs.MemberReported(request))
+            except InfrastructureError as error:
+                return Unanswered(away=f"The master failed: {error}")
+        steps = self._machine.progress.steps
+        if latest.round == membership.round:
+            steps = max(steps, latest.steps)
+        now = membership.members(steps)
+        return MembersNow(now if request.round == membership.round else None)
+
+
+async def _outcome(reply: Begun) -> WorkerReply:
+    if not isinstance(reply, asyncio.Future):
+        return reply
+    try:
+        return await reply
+    except InfrastructureError as error:
+        return Unanswered(away=f"The master failed: {error}")
+    except DLRoverError as error:
+        return Unanswered(refused=str(error))
