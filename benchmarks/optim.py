@@ -26,8 +26,9 @@ from torch import nn
 
 from dlrover.optim import AGD, WSAM, AdamW8bit, AEDiT, AGD8bit, DiLoCo, EDiT, GroupAdam
 
+PARTS = ("steps", "stragglers")
 OPTIONS = {"betas": (0.9, 0.999), "weight_decay": 0.01}
-REPLICAS, INTERVAL, EXCHANGE, END = 4, 128, 0.25, 4000.0
+REPLICAS, INTERVAL, EXCHANGE, END = 4, 128, 0.25, 1000.0
 """Replicas; steps between two syncs; what an exchange takes and how long the replicas train, in steps without delay."""
 DELAYS: dict[str, Callable[[random.Random, int], float]] = {
     "10 % of all steps take 5 times as long": lambda chance, _: 5 if chance.random() < 0.1 else 1,
@@ -182,15 +183,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument(
+        "--end", type=float, default=END, help="steps that each replica has time for"
+    )
     arguments = parser.parse_args()
     figures: dict[str, Any] = {
         "machine": platform.platform(),
         "torch": torch.__version__,
         "load before": os.getloadavg()[0],
     }
-    for threads in (1, 2):
-        figures[f"steps, {threads} thread(s)"] = measure_steps(threads, arguments.rounds)
-    figures["stragglers"] = measure_stragglers(END)
+    if "steps" in arguments.parts:
+        for threads in (1, 2):
+            figures[f"steps, {threads} thread(s)"] = measure_steps(threads, arguments.rounds)
+    if "stragglers" in arguments.parts:
+        figures["end"], figures["stragglers"] = arguments.end, measure_stragglers(arguments.end)
     figures["load after"] = os.getloadavg()[0]
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")

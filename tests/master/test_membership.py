@@ -239,6 +239,16 @@ def test_the_keys_of_a_thousand_ranks_are_read_in_messages_of_a_bounded_size():
     assert read == values
 
 
+def test_nobody_is_started_again_beside_ranks_that_have_ended_well():
+    """A rank that joined would wait for them: the master that heard of the end may have lost its journal."""
+    job = adopted(held(0), held(1))
+    job.give(inputs.Reported(1, Succeeded(5)))
+    assert membership(job).members() == Members(5, 1, dict.fromkeys(range(4), 0), over=True)
+    assert membership(adopted(held(0), held(1, succeeded=True))).over
+    job.fail(0, {"kind": FailureKind.SIGNAL, "signal": 9})
+    assert job.machine.rendezvous.collecting
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_job_whose_rank_0_was_lost_at_its_end_does_not_end_without_it(lost: int):
     job = JobDriver.running(2, 1, 2, survive=True)

@@ -38,7 +38,7 @@ from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import WORKER, FoundNode, LaunchNode, is_server
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.requests.membership import MembershipChange
+from dlrover.spec.requests.membership import MembershipRequest
 from tests.simulation.clock import Time
 from tests.simulation.nodes import Delays, Link, Program, SimulatedNode
 
@@ -228,6 +228,7 @@ class Cluster:
         seed: int = 0,
         delays: Delays | None = None,
         validate_every: int = 1,
+        time: Time | None = None,
     ) -> None:
         """Submit a job.
 
@@ -241,8 +242,9 @@ class Cluster:
             delays: Durations of the simulated actions.
             validate_every: Inputs between two checks of the job machine; a check takes time in
                 proportion to the number of nodes.
+            time: The clock of a larger simulation, which closes it; it has the seed.
         """
-        self.time = Time(seed)
+        self.time, self._owns_time = time or Time(seed), time is None
         self.job = job
         self.validate_every = validate_every
         self.nodes: list[SimulatedNode] = []
@@ -296,7 +298,10 @@ class Cluster:
 
     def close(self) -> None:
         """Release what the simulation holds."""
-        self.time.close()
+        if self in _open:
+            _open.remove(self)
+        if self._owns_time:
+            self.time.close()
         self.process.history.close()
         os.close(self._events)
 
@@ -359,14 +364,18 @@ class Cluster:
         return self.start_node(node_rank, -1)
 
     def kill_worker(
-        self, node: SimulatedNode, kind: FailureKind = FailureKind.SIGNAL, echoes: int = 0
+        self,
+        node: SimulatedNode,
+        kind: FailureKind = FailureKind.SIGNAL,
+        echoes: int = 0,
+        local_rank: int | None = None,
     ) -> None:
-        """End a worker: by SIGKILL, an exception, exit code 3, or a failed start.
+        """End a worker, any one without a number: by SIGKILL, an exception, exit code 3, or a failed start.
 
         Workers of ``echoes`` other nodes then fail too, because they lose the connection to it.
         """
         others = node.peers()
-        node.workers.fail(kind, **_DETAILS[kind])
+        node.workers.fail(kind, local_rank, **_DETAILS[kind])
         for other in self.time.random.sample(others, min(echoes, len(others))):
             delay = self.program.delays.message
             self.time.after(delay, lambda n=other: n.workers.fail(FailureKind.EXCEPTION, **_ECHO))
@@ -522,12 +531,11 @@ class Cluster:
             return  # the node was kept
         self._come_again(node.node_rank)
 
-    def _ask(self, change: MembershipChange) -> bool:
-        """Ask the master what a worker asks by way of its agent; return whether it is there."""
+    def _ask(self, request: MembershipRequest) -> Any:
+        """Return the master's reply to what a worker asks by way of its agent; None if it is away."""
         if self.master_away or self._crashing:
-            return False
-        self.master.requests.begin(change)
-        return True
+            return None
+        return self.master.requests.begin(request)
 
     def _dial(self, node: SimulatedNode) -> Link:
         if self.master_away or self.time.now < node.unreachable_until:
@@ -543,4 +551,4 @@ _open: list[Cluster] = []
 def close_all() -> None:
     """Close the clusters of a test."""
     while _open:
-        _open.pop().close()
+        _open[-1].close()

@@ -26,11 +26,12 @@ from dlrover.spec.job import Entry, JobSpec, LaunchSpec
 from dlrover.spec.jobdir import AgentConfig
 from dlrover.spec.measurements import NodeUsage, WorkerActivity
 from dlrover.spec.node import SERVER, Size
-from dlrover.spec.requests.membership import FinishMembers, JoinMembers, Members, MembershipChange
+from dlrover.spec.requests.membership import Members, MembershipRequest
 from dlrover.spec.world import World
 from tests.simulation import ailments
 from tests.simulation.ailments import Ailment
 from tests.simulation.clock import Range, Time
+from tests.simulation.replicas import Replicas
 
 REPORT_INTERVAL = 1.0
 """Minimum seconds between two steps after which agents look at their workers' progress."""
@@ -53,6 +54,8 @@ class Delays(msgspec.Struct, frozen=True, kw_only=True):
     """From the order to stop workers to their end."""
     step: Range = (0.5, 0.6)
     """One optimizer step of the whole world."""
+    heal: Range = (0.05, 0.5)
+    """Until a rank that joins has the others' state."""
     revive: Range | None = None
     """From the death of a node that joined on its own to its next process; None: it stays away."""
 
@@ -60,8 +63,8 @@ class Delays(msgspec.Struct, frozen=True, kw_only=True):
 class Run:
     """Workers of one round. They step together, once those of every node are up."""
 
-    def __init__(self, program: Program, size: Size, store: str = "") -> None:
-        self.store = store
+    def __init__(self, program: Program, size: Size, store: str = "", round_: int = 0) -> None:
+        self.program, self.round, self.store = program, round_, store
         """Address of its store; a master that lost its journal may reuse a round's number."""
         self.nodes: list[SimulatedNode] = []
         """Nodes whose workers are up."""
@@ -78,7 +81,8 @@ class Run:
         """Seconds of a step in which a worker does not wait for others."""
         self.over = False
         """True once the program has ended."""
-        self._program = program
+        self.replicas = Replicas(self) if program.job.survive else None
+        """Its ranks, where losses are survived: they step without each other."""
         self._size = size
         self._awaited = size.nodes
         self._begun = False
@@ -86,7 +90,10 @@ class Run:
     def add(self, node: SimulatedNode) -> None:
         """Add a node whose workers are up."""
         self.nodes.append(node)
-        if self.over:
+        if self.replicas is not None:
+            for local_rank in sorted(node.machine.running):
+                self.replicas.start(node, local_rank, node.machine.attempts[local_rank])
+        elif self.over:
             node.workers.succeed(self)
         else:
             self._begin()
@@ -97,35 +104,53 @@ class Run:
             self._continue()
 
     def lose(self, node: SimulatedNode) -> None:
-        """Go on without a node, where losses are survived; else the others wait for it until they are stopped."""
+        """Lose all workers of a node."""
         self.nodes = [other for other in self.nodes if other is not node]
-        self._awaited -= 1
-        if not self._program.job.survive or (self._begun and not self.nodes):
+        if self.replicas is not None:
+            self.replicas.kill(node)
+        else:
             self.broken = True
-        self._begin()
+
+    def left(self, position: int) -> bool:
+        """Return whether there are steps to do after ``position`` ones of this run."""
+        return self.first_step + position < self.program.steps
+
+    def made(self, position: int) -> None:
+        """Count a step that a replica has made."""
+        if position > self.steps:
+            assert position == self.steps + 1, "a step is missing"
+            self._count()
+            self.over = not self.left(position)
+
+    def step_time(self) -> float | Range:
+        """Return the seconds of one step."""
+        return self.program.step_time(self._size)
 
     def _continue(self) -> None:
-        self._program.time.after(self._program.step_time(self._size), self._step)
+        self.program.time.after(self.step_time(), self._step)
 
     def _step(self) -> None:
         if self.broken:
             return
-        self.steps += 1
-        self.last_step_at = self._program.time.now
-        if self.first_step_at is None:
-            self.first_step_at = self.last_step_at
-        self._program.steps_done += 1
-        if self.steps == 1 or self.last_step_at - self.seen_at >= REPORT_INTERVAL:
-            self.seen_at = self.last_step_at
-            for node in self.nodes if self.steps == 1 else self._reporters():
-                node.workers.progressed()
-        if self._program.steps_done < self._program.steps:
+        self._count()
+        if self.program.steps_done < self.program.steps:
             self._continue()
             return
         self.over = True
         for node in self.nodes:
             if not node.serves:
                 node.workers.succeed(self)
+
+    def _count(self) -> None:
+        self.steps += 1
+        self.last_step_at = self.program.time.now
+        if self.first_step_at is None:
+            self.first_step_at = self.last_step_at
+        self.program.steps_done += 1
+        if self.steps == 1 or self.last_step_at - self.seen_at >= REPORT_INTERVAL:
+            self.seen_at = self.last_step_at
+            for node in self.nodes if self.steps == 1 else self._reporters():
+                node.workers.progressed()
 
     def _reporters(self) -> list[SimulatedNode]:
         """Return the nodes whose agents report steps before their next heartbeat."""
@@ -153,8 +178,10 @@ class Program:
     noise: float = 0.0
     steps_done: int = 0
     runs: dict[int, Run] = field(default_factory=dict)
-    #: asks the master what a worker would ask; False while it is away
-    ask: Callable[[MembershipChange], bool] = lambda _change: False
+    #: asks the master what a worker would ask; None while it is away
+    ask: Callable[[MembershipRequest], Any] = lambda _request: None
+    #: makes the run of a world whose processes do something else than steps
+    make_run: Callable[[World], Run] | None = None
     #: nodes by id; a node check looks up the members of its group here
     nodes: dict[int, SimulatedNode] = field(default_factory=dict)
 
@@ -170,13 +197,16 @@ class Program:
 
     def run_of(self, world: World) -> Run:
         """Return the run of a world's round."""
-        if world.index >= 0:
-            return Run(self, Size(0))  # it serves: it makes no steps
+        if world.index >= 0:  # a server makes no steps
+            return Run(self, Size(0)) if self.make_run is None else self.make_run(world)
         run = self.runs.get(world.round)
         if run is None or run.store != world.store_addr:
             self.steps_done -= self.steps_done % self.checkpoint_every
             size = Size(world.node_count - world.servers, world.servers)
-            run = self.runs[world.round] = Run(self, size, world.store_addr)
+            run = Run(self, size, world.store_addr, world.round)
+            if self.make_run is not None:
+                run = self.make_run(world)
+            self.runs[world.round] = run
         return run
 
 
@@ -290,8 +320,6 @@ class SimulatedWorkers:
         self._since = 0.0
         self._usage_at = 0.0
         self._failures = itertools.count()
-        # attempt in which each worker has joined, by local rank
-        self._joined: dict[int, int] = {}
         self.progressed: Callable[[], None] = lambda: None
 
     @property
@@ -316,7 +344,6 @@ class SimulatedWorkers:
         self.place = node_rank
 
     def start(self, world: World) -> None:
-        self._joined = {}
         self.run = self._program.run_of(world)
         self._since = self._time.now
         self._time.after(self._program.delays.start, self._started, self.run)
@@ -324,38 +351,15 @@ class SimulatedWorkers:
     def _started(self, run: Run) -> None:
         if run is self.run:
             run.add(self._node)
-            attempts = self._node.machine.attempts
-            for local_rank in sorted(self._node.machine.running):
-                if attempts[local_rank]:
-                    self._join(run, local_rank, attempts[local_rank])
 
     def start_again(self, local_rank: int, attempt: int, *, fresh: bool) -> None:
-        self._time.after(self._program.delays.start, self._join, self.run, local_rank, attempt)
-
-    def _join(self, run: Run, local_rank: int, attempt: int) -> None:
-        """Let a worker ask to train with the others, until the master answers."""
-        machine = self._node.machine
-        if run is not self.run or machine.world is None or machine.attempts[local_rank] != attempt:
-            return
-        if run.over:
-            self._time.after(self._program.delays.start, self._ended, run, local_rank, None)
-            return
-        rank = machine.world.first_rank + local_rank
-        if not self._program.ask(JoinMembers(machine.world.round, rank, attempt)):
-            self._time.after((0.2, 0.5), self._join, run, local_rank, attempt)
-        else:
-            self._joined[local_rank] = attempt
+        if self.run is not None and self.run.replicas is not None:  # else the node is gone
+            start = self.run.replicas.start
+            self._time.after(self._program.delays.start, start, self._node, local_rank, attempt)
 
     def tell(self, members: Members) -> None:
-        """Let workers join again whose joining a master has lost with its journal."""
-        machine = self._node.machine
-        if machine.world is None or self.run is None or members.over:
-            return
-        for local_rank in sorted(machine.running):
-            attempt = machine.attempts[local_rank]
-            away = machine.world.first_rank + local_rank not in members.attempts
-            if away and attempt and self._joined.get(local_rank) == attempt:
-                self._time.after((2.0, 2.5), self._join, self.run, local_rank, attempt)
+        if self.run is not None and self.run.replicas is not None:
+            self.run.replicas.tell(self._node, members)
 
     async def watch(self, progressed: Callable[[], None]) -> None:
         self.progressed = progressed
@@ -415,14 +419,21 @@ class SimulatedWorkers:
     def use(self) -> None:
         """Do nothing."""
 
-    def fail(self, kind: FailureKind, **details: Any) -> None:
-        """End a worker in failure, if one runs."""
+    def fail(self, kind: FailureKind, local_rank: int | None = None, **details: Any) -> None:
+        """End a worker in failure, if it runs; any one without a number."""
         run, machine = self.run, self._node.machine
         world = machine.world
-        if world is None or run is None or machine.stage is not Stage.RUNNING:
+        at_work = (Stage.RUNNING, Stage.FAILED) if self._program.job.survive else (Stage.RUNNING,)
+        if world is None or run is None or machine.stage not in at_work or not machine.running:
             return
-        run.broken = run.broken or not self._program.job.survive
-        local_rank = self._time.random.choice(sorted(machine.running))
+        if local_rank is None:
+            local_rank = self._time.random.choice(sorted(machine.running))
+        elif local_rank not in machine.running:
+            return
+        if run.replicas is not None:
+            run.replicas.kill(self._node, local_rank)
+        else:
+            run.broken = True
         failure = Failure(
             id=f"{self._node.name}, failure {next(self._failures)}",
             kind=kind,
@@ -439,9 +450,6 @@ class SimulatedWorkers:
 
     def succeed(self, run: Run) -> None:
         """End the workers at the end of the program."""
-        world, attempts = self._node.machine.world, self._node.machine.attempts
-        if world is not None and self._program.job.survive:
-            self._program.ask(FinishMembers(world.round, world.first_rank, attempts[0]))
         for local_rank in range(self._nproc):
             ended = (self._node.when_awake, self._ended, run, local_rank, None)
             self._time.after(self._program.delays.start, *ended)

@@ -1,6 +1,7 @@
 """Jobs that survive losses: no loss opens a round while another rank trains, and lost ranks come back."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -16,7 +17,7 @@ from dlrover.spec.events import (
 from dlrover.spec.failure import FailureKind, Rung
 from dlrover.spec.job import JobSpec, Limits
 from tests.simulation.cluster import WORKER_KINDS, Cluster
-from tests.simulation.nodes import Delays
+from tests.simulation.nodes import Delays, SimulatedNode
 
 ENOUGH = Limits(
     max_infrastructure_restarts=1000, no_progress_restarts=1000, node_start_attempts=1000
@@ -24,7 +25,7 @@ ENOUGH = Limits(
 SEEDS = range(8)
 
 
-def job(count: int, *, node_check: bool = False) -> JobSpec:
+def job(count: int, *, node_check: bool = False, spares: int = 0) -> JobSpec:
     return JobSpec(
         name="simulated",
         min_nodes=count,
@@ -33,6 +34,7 @@ def job(count: int, *, node_check: bool = False) -> JobSpec:
         max_restarts=1000,
         survive=True,
         node_check=node_check,
+        spares=spares,
         limits=ENOUGH,
     )
 
@@ -170,44 +172,99 @@ def test_a_worker_that_cannot_be_started_costs_few_restarts(monkeypatch):
     cluster.run_until(lambda: len(begun) > failed, 1.0)
 
 
-def troubled(seed: int) -> Cluster:
+def strike_healing(cluster: Cluster, seconds: float, *, source: bool, masters: bool) -> None:
+    """Lose the source or a taker of the next state that is sent, and the master at the same instant if asked for."""
+
+    def look(until: float) -> None:
+        run = cluster.program.runs.get(cluster.machine.rendezvous.round)
+        healing = run.replicas.healing if run is not None and run.replicas is not None else None
+        if healing is None and cluster.time.now < until:
+            cluster.time.after(0.05, look, until)
+        elif healing is not None:
+            victim = run.replicas.ranks[healing.source if source else healing.joining[0]]
+            cluster.kill_worker(victim.node, local_rank=victim.local_rank)
+            cluster.struck += 1
+            if masters:
+                cluster.kill_master(2.0)
+
+    look(cluster.time.now + seconds)
+
+
+def two(cluster: Cluster, kill: Callable[[SimulatedNode], None]) -> None:
+    """Lose two nodes, or workers of two, at the same instant."""
+    alive = list(cluster.alive.values())
+    for node in cluster.time.random.sample(alive, min(2, len(alive))):
+        kill(node)
+
+
+class Troubled(Cluster):
     """A job of replicas whose faults of all kinds end after two minutes."""
-    chance = random.Random(seed)
-    cluster = Cluster(
-        job(chance.randint(1, 5), node_check=seed % 3 == 0),
-        nodes=0,
-        nproc=chance.randint(1, 3),
-        steps=chance.choice([5, 40, 100]),
-        seed=seed,
-        delays=Delays(revive=(0.1, 20.0)),
-    )
-    away = [0.1, 1.0, 5.0, 30.0]
-    cluster.inject(
-        [
-            lambda n: cluster.kill_worker(n, chance.choice(WORKER_KINDS), chance.randrange(3)),
-            cluster.kill_worker,
-            cluster.kill_agent,
-            cluster.break_device,
-            lambda n: cluster.disconnect(n, chance.choice([0.0, 0.0, 1.0, 2.0, 5.0, 20.0])),
-            lambda n: cluster.silence(n, chance.choice([0.5, 2.0, 30.0, 70.0, 100.0])),
-            lambda _: cluster.kill_master(chance.choice(away)),
-            lambda _: cluster.lose_disk(chance.choice(away)),
-            lambda _: cluster.kill_master(chance.choice(away), after_commands=chance.randrange(6)),
-        ],
-        every=chance.choice([0.5, 2.0, 5.0, 20.0]),
-        until=120.0,
-    )
-    return cluster
+
+    struck = 0
+    """Faults during a healing."""
+    mistaken = -1
+    """Step of the last failure that looks like a mistake of the program: twice at one step, it is one."""
+
+    def __init__(self, seed: int) -> None:
+        chance = random.Random(seed)
+        delays = Delays(revive=(0.1, 20.0), heal=(0.05, chance.choice((0.5, 5.0))))
+        super().__init__(
+            job(chance.randint(1, 5), node_check=seed % 3 == 0, spares=seed % 4 // 2 * (1 + seed % 2)),
+            nproc=chance.randint(1, 3),
+            steps=chance.choice([5, 40, 100]),
+            seed=seed,
+            delays=delays,
+        )  # fmt: skip
+        self.program.checkpoint_every = chance.choice([1, 5])
+        away = [0.1, 1.0, 5.0, 30.0]
+        heal = {"source": chance.random() < 0.7, "masters": chance.random() < 0.3}
+        self.inject(
+            [
+                lambda n: self.mistake(n, chance.choice(WORKER_KINDS), chance.randrange(3)),
+                self.kill_worker,
+                self.kill_agent,
+                self.break_device,
+                lambda _: two(self, chance.choice((self.kill_worker, self.kill_agent))),
+                lambda n: (self.kill_worker(n), strike_healing(self, 10.0, **heal)),
+                lambda n: self.disconnect(n, chance.choice([0.0, 0.0, 1.0, 2.0, 5.0, 20.0])),
+                lambda n: self.silence(n, chance.choice([0.5, 2.0, 30.0, 70.0, 100.0])),
+                lambda _: self.kill_master(chance.choice(away)),
+                lambda _: self.lose_disk(chance.choice(away)),
+                lambda _: self.kill_master(chance.choice(away), after_commands=chance.randrange(6)),
+            ],
+            every=chance.choice([0.5, 2.0, 5.0, 20.0]),
+            until=120.0,
+        )
+
+    def mistake(self, node: SimulatedNode, kind: FailureKind, echoes: int) -> None:
+        """End a worker in any way, once at a step."""
+        if self.program.steps_done != self.mistaken:
+            self.mistaken = self.program.steps_done
+            self.kill_worker(node, kind, echoes)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "block", [pytest.param(b, marks=[pytest.mark.heavy] if b else []) for b in range(10)]
-)
-def test_a_job_of_replicas_whose_faults_end_succeeds(block):
-    for seed in range(block * 100, (block + 1) * 100):
-        cluster = troubled(seed)
+def ends_well(seeds: range) -> None:
+    """Each of these jobs succeeds, with each state on the way valid; together, they had faults during a healing."""
+    struck = healed = 0
+    for seed in seeds:
+        cluster = Troubled(seed)
         outcome = cluster.finish(limit=3600.0)
         assert outcome.exit_code == ExitCode.SUCCESS, f"seed {seed}: {outcome.reason}"
         assert cluster.program.steps_done >= cluster.program.steps
+        struck += cluster.struck
+        healed += sum(run.replicas.healed for run in cluster.program.runs.values())
+        cluster.close()
+    assert min(struck, healed) > len(seeds) / 4
+
+
+@pytest.mark.slow
+def test_a_job_of_replicas_whose_faults_end_succeeds() -> None:
+    ends_well(range(20))
+
+
+@pytest.mark.heavy
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("block", range(20))
+def test_1000_jobs_of_replicas_whose_faults_end_succeed(block: int) -> None:
+    ends_well(range(1000 + 50 * block, 1050 + 50 * block))

@@ -81,6 +81,15 @@ def test_the_loss_of_a_spare_interrupts_nobody() -> None:
     assert cluster.finish().exit_code == ExitCode.SUCCESS
 
 
+def test_a_spare_that_ends_with_its_job_is_none_any_more() -> None:
+    cluster = with_spares()
+    (spare,) = spares(cluster)
+    cluster.stop()
+    cluster._submit(inputs.NodeExited(spare.machine.node_id, "its agent left"))
+    assert not spares(cluster)
+    assert cluster.finish().exit_code == ExitCode.STOPPED
+
+
 def test_a_spare_that_cannot_start_is_tried_again_later() -> None:
     limits = Limits(node_start_attempts=2, restart_window=1000.0)
     spec = job(4, 4, managed=True, spares=1, limits=limits)

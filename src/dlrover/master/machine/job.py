@@ -348,6 +348,7 @@ class JobMachine:
             return
         self.state.move(node, NodeStatus.SUCCEEDED)
         self.state.emit(events.NodeSucceeded(node.id, self.fleet.role(node.id)))
+        self.survival.succeed(node.id)
 
     def _deadline_passed(self, now: float) -> None:
         rounds = self.rounds

@@ -136,10 +136,11 @@ class Membership:
             default=Members(self.round, 0, self.attempts),
         )
         alive = {r: a for r, a in newest.attempts.items() if self.latest.get(r) == a}
-        if not (alive or newest.over):
+        over = newest.over or any(holding.succeeded for holding in held.values())
+        if not (alive or over):
             self.end()
             return
-        self.attempts, self.over = alive, newest.over
+        self.attempts, self.over = alive, over
         # Without a rank that was started again since then, it is another membership.
         self.number = newest.number + (alive.keys() != newest.attempts.keys())
 
@@ -192,6 +193,17 @@ class Membership:
                 if self.over:
                     return False
                 self.over = True
+        self.number += 1
+        return True
+
+    def succeed(self, node_id: int) -> bool:
+        """Note that all ranks of a node have ended well; return whether the membership has changed.
+
+        A master that has lost its journal may not know that the training is finished.
+        """
+        if not self.active or node_id not in self.ranks:
+            return False
+        self.over = True
         self.number += 1
         return True
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -67,6 +67,7 @@ class Coordinator:
         history: Takes the events.
         env: Environment of the roles.
         lifeline_fd: As for `RoleJobs`.
+        clock: Seconds since the epoch.
     """
 
     def __init__(
@@ -77,8 +78,9 @@ class Coordinator:
         history: History,
         env: Mapping[str, str],
         lifeline_fd: int,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self.machine = RolesMachine()
+        self.machine, self._clock = RolesMachine(), clock
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._job_dir, self._config = job_dir, config
         self._journal, self._history = journal, history
@@ -97,7 +99,7 @@ class Coordinator:
             for command in self.machine.handle(entry, now):
                 if isinstance(command, inputs.Emit):
                     history.add(command.body, now)
-        self.service = RolesService(self._journal, served, config.job.worlds)
+        self.service = RolesService(self._journal, served, config.job.worlds, clock)
         self._health = HealthWatch(config.job, self.submit, self._kill)
         self._events = EventStream(history)
         self._looking: asyncio.Task[None] | None = None
@@ -141,7 +143,7 @@ class Coordinator:
 
     def submit(self, event: inputs.Input) -> None:
         """Journal an input, then do what follows from it; a job may go on with a full disk, but not begin."""
-        now = time.time()
+        now = self._clock()
         if isinstance(event, inputs.Submitted):
             self._journal.append(event, now)
         else:
@@ -182,7 +184,7 @@ class Coordinator:
 
     async def _status(self, _: StatusRequest) -> RolesStatus:
         phases = self._health.phases()
-        return status_of(self.machine, self.service.snapshot(), time.time(), phases)
+        return status_of(self.machine, self.service.snapshot(), self._clock(), phases)
 
     async def _stop(self, request: StopRequest) -> Done:
         self.submit(inputs.StopRequested(request.reason, request.exit_code))

@@ -28,19 +28,20 @@ from dlrover.spec.requests.membership import (
     MembersNow,
     RenewMembers,
 )
+from dlrover.training.machine.places import (
+    EXCLUDED_LIMIT,
+    NEWS_LIMIT,
+    RENEWALS,
+    Place,
+    regroup,
+)
 from dlrover.training.replicas.groups import Changed, MembershipGroup
 from dlrover.training.replicas.link import Link
 
 logger = logging.getLogger(__name__)
 
-NEWS_LIMIT = 2.0
-"""Seconds after an error without a lost rank until the ranks connect anew."""
-EXCLUDED_LIMIT = 60.0
-"""Seconds for which a rank that does not train waits to be ended."""
 AGAIN = 0.2
 """Seconds until a rank asks again to join a round that the master does not know."""
-RENEWALS = 5
-"""Consecutive new groups, none of which completes an operation, after which the error is the program's."""
 
 
 class Healed(Protocol):
@@ -237,21 +238,12 @@ class Survivors:
     def _exchange(
         self, group: MembershipGroup, payload: torch.Tensor, complete: bool
     ) -> Regrouping:
-        own = [self.position, self.usable, complete, self._settled]
+        own = Place(self.position, self.usable, complete, self._settled)
         every = group.gather(torch.tensor(own, dtype=torch.int64))
-        places = {r: t.tolist() for r, t in zip(group.ranks, every, strict=True)}
+        places = {r: Place(*t.tolist()) for r, t in zip(group.ranks, every, strict=True)}
         payloads = dict(zip(group.ranks, group.gather(payload), strict=True))
-        usable = {r: position for r, (position, ok, *_) in places.items() if ok}
-        if not usable:
-            raise InfrastructureError("No rank has a state to train with.")
-        top = max(usable.values())
-        behind = [r for r, position in usable.items() if position < top]
-        if not all(places[r][2] for r in behind):
-            raise InfrastructureError(f"Ranks {behind} lack what others have.")
-        at_top = {r: payloads[r] for r, position in usable.items() if position == top}
-        source = min(at_top, key=lambda r: (not places[r][3], r))
-        joining = [r for r in group.ranks if r not in usable or not places[r][3]]
-        joining = [r for r in joining if r != source]
+        top, ranks_at_top, source, joining = regroup(places)
+        at_top = {rank: payloads[rank] for rank in ranks_at_top}
         if self.rank in joining:
             self.position = top
             if self._later:

@@ -141,6 +141,7 @@ class Recovery:
         node.reason = reason
         if state.has_ended():
             state.scaling.leaving.pop(node_id, None)
+            state.spares.drop(node_id)
             state.move(node, NodeStatus.RELEASED)
             return
         if node_id in state.scaling.leaving:

@@ -138,6 +138,11 @@ class Survival:
                 self.state.incident.steps = self.state.progress.steps
         self._tell()
 
+    def succeed(self, node_id: int) -> None:
+        """Note that all workers of a node have ended well, so that nobody trains on without it."""
+        if self.state.membership.succeed(node_id):
+            self._tell()
+
     def fill_holes(self) -> None:
         """Let nodes that have joined take the places of lost ones."""
         if not self.state.membership.holes:

@@ -1,0 +1,1 @@
+"""What the ranks of a training decide, without I/O, clock and torch."""
