@@ -22,10 +22,10 @@ from dlrover.spec.requests.membership import (
     Members,
     MembersNow,
 )
+from dlrover.training.machine.places import NEWS_LIMIT
 from dlrover.training.replicas import hooks
 from dlrover.training.replicas.groups import TIMEOUT, MeetingStore, connections, shut_down
 from dlrover.training.replicas.link import Link, open_link
-from dlrover.training.replicas.survivors import NEWS_LIMIT
 
 logger = logging.getLogger(__name__)
 
