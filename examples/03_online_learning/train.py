@@ -34,7 +34,12 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("url", help="where the clicks come from, for example redis://host:port/0?stream=NAME")
     add("--out", type=Path, required=True, help="folder of the checkpoint and evaluation.html")
-    add("--messages", type=int, default=20_000, help="end when the model has learned from so many")
+    add(
+        "--messages",
+        type=int,
+        default=20_000,
+        help="end when the model has learned from this number of messages",
+    )
     add("--batch-size", type=int, default=16, help="messages in a step of one worker")
     add("--lr", type=float, default=0.2)
     add("--save-every", type=int, default=20, help="steps between checkpoints")
@@ -75,7 +80,7 @@ def main() -> None:
     learned = int(curve[:, 2].sum())
     begin = f"rank {rank} is process {os.getpid()} and begins after {learned} messages\n"
     print(begin, end="", flush=True)
-    told = Told(args, rank, learned)
+    reports = Reports(args, rank, learned)
     loader = data.loader(args.batch_size)
     batches = iter(loader)
     while learned < args.messages:
@@ -92,14 +97,14 @@ def main() -> None:
             learned += count
             checkpointer.save(state["step"], state)
             if state["step"] % args.save_every == 0 or learned >= args.messages:
-                told.tell(state["step"], learned, curve)
+                reports.send(state["step"], learned, curve)
     checkpointer.wait()
     data.close()
     checkpointer.close()
     dist.destroy_process_group()
 
 
-class Told:
+class Reports:
     """The page and the lines of rank 0."""
 
     def __init__(self, args: argparse.Namespace, rank: int, learned: int) -> None:

@@ -73,7 +73,7 @@ class Scores:
     def __init__(self, count: int) -> None:
         self.logits = torch.full((count,), torch.nan)
 
-    def told(self, events: Events, first: int, last: int) -> str:
+    def report(self, events: Events, first: int, last: int) -> str:
         """How well some events were predicted by all workers."""
         logits = self.logits[first:last].nan_to_num()
         dist.all_reduce(logits)
@@ -149,9 +149,9 @@ class Training:
         self.checkpointer.wait()
         self.rows.forget(step - 2 * every)
         first = (step - 1) // every * every * self.args.batch_size
-        told = self.scores.told(self.events, first, step * self.args.batch_size)
+        report = self.scores.report(self.events, first, step * self.args.batch_size)
         if self.rank == 0:
-            print(f"step {step}: {len(self.rows.table)} rows; {told}", flush=True)
+            print(f"step {step}: {len(self.rows.table)} rows; {report}", flush=True)
 
     def run(self) -> None:
         """Learn from all events once."""
@@ -161,9 +161,9 @@ class Training:
             if self.state["step"] % self.args.save_every == 0 or self.state["step"] == steps:
                 self.save()
         half = len(self.events) // 2
-        told = self.scores.told(self.events, half, len(self.events))
+        report = self.scores.report(self.events, half, len(self.events))
         if self.rank == 0:
-            print(f"the second half of {len(self.events)} events: {told}", flush=True)
+            print(f"the second half of {len(self.events)} events: {report}", flush=True)
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ __all__ = [
 
 
 class FsdpShardCheckpointer(Checkpointer):
-    """Model and optimizer, of which each rank saves its part; any number of ranks can load them.
+    """Model and optimizer; each rank saves its part, and any number of ranks can load them.
 
     Args:
         checkpoint_dir: the checkpoint directory; all ranks must see the same one.

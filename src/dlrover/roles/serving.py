@@ -45,7 +45,7 @@ from dlrover.rpc.server import Server
 logger = logging.getLogger(__name__)
 
 CONNECTION_GRACE = 3.0
-"""Seconds without a connection after which a process counts as ended, if nobody has seen it end."""
+"""Seconds without a connection after which a process counts as ended, if no one has reported its end."""
 RECOVERY_GRACE = 30.0
 """The same after the start of a coordinator: processes look for it at intervals."""
 COMPACT = 64 << 20

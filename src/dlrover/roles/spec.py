@@ -235,7 +235,7 @@ def _check_dependencies(role: RoleSpec, names: Sequence[str]) -> None:
 
 
 def _circle(job: RolesJob) -> list[str]:
-    """Return roles of which each depends on the next, the first again at the end; empty if there are none."""
+    """Return roles in a circle, each of them depending on the next, the first again at the end; empty if there are none."""
     done: set[str] = set()
 
     def search(name: str, path: list[str]) -> list[str]:

@@ -68,7 +68,7 @@ def connected(address: str) -> socket.socket:
     """Return a connection to a socket of this node's agent.
 
     Raises:
-        OSError: Nobody listens there.
+        OSError: No process listens there.
         InfrastructureError: Another user does.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

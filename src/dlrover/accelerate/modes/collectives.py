@@ -61,7 +61,7 @@ class Parts:
 
 
 def _gather(rows: torch.Tensor, sizes: Sequence[int], group: Any) -> torch.Tensor:
-    """Return the rows of all ranks, of which each has as many as ``sizes`` says."""
+    """Return the rows of all ranks; ``sizes`` has the number of each rank."""
     most = max(sizes)
     padded = torch.zeros(most, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
     padded[: len(rows)] = rows

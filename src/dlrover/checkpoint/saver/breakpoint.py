@@ -44,7 +44,7 @@ _NOT_COMMON = "Step {} was not stored: its world ended before all ranks had save
 
 @dataclass(eq=False)
 class Break:
-    """A world that ended, or of which a user wants the newest save stored; and the memory that is kept for that."""
+    """A world that ended, or whose newest save a user wants stored; and the memory that is kept for that."""
 
     group: SaveGroup
     since: float

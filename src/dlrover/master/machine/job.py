@@ -2,7 +2,7 @@
 
 Its parts, each of which uses only those before it: `JobState` (what all share), `Fleet` (nodes), `Rounds`,
 `Resizer` (changes of the nodes), `Instances` (nodes outside the world), `Ladder` (responses), `Survival` (losses that
-stop nobody) and `Recovery` (faults).
+stop no other rank) and `Recovery` (faults).
 """
 
 from __future__ import annotations

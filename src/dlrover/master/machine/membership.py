@@ -129,9 +129,9 @@ class Membership:
             for local_rank, attempt in held[node_id].attempts.items():
                 if local_rank < len(ranks):
                     self.latest[ranks[local_rank]] = attempt
-        told = [holding.members for holding in held.values() if holding.members is not None]
+        known = [holding.members for holding in held.values() if holding.members is not None]
         newest = max(
-            (members for members in told if members.round == self.round),
+            (members for members in known if members.round == self.round),
             key=lambda members: (members.number, members.over),
             default=Members(self.round, 0, self.attempts),
         )
@@ -228,4 +228,4 @@ class Membership:
         assert len(held) == len(set(held)), "a rank on two nodes"
         assert self.attempts.keys() <= set(held), "a rank without a node trains"
         assert not self.ranks.keys() & self.holes.keys(), "a node is lost and there"
-        assert not self.round or self.attempts or self.over, "nobody trains"
+        assert not self.round or self.attempts or self.over, "no rank trains"

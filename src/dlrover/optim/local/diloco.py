@@ -103,7 +103,7 @@ class DiLoCo(WrappedOptimizer):
     If a sync fails, because a replica is lost, the parameters are those before it, and the next step tries again.
 
     With ``fragments``, one of them is synchronized every ``interval / fragments`` steps, in turn; with ``delay``, its
-    result is awaited and applied so many steps after the exchange began (Streaming DiLoCo, arXiv:2501.18512).
+    result is awaited, and applied that number of steps after the exchange began (Streaming DiLoCo, arXiv:2501.18512).
 
     Args:
         base: the inner optimizer, with its parameters.

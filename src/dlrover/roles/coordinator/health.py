@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 LOOK = 0.5
 """Seconds between two looks at the limits."""
 GRACE = 5.0
-"""Seconds in which a process that is told to end may do so itself, and leave its stacks, before it is killed."""
+"""Seconds in which a process that is to end may do so itself, and leave its stacks, before it is killed."""
 
 
 class HealthWatch:

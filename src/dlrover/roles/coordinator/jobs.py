@@ -27,7 +27,7 @@ CONNECT_PAUSE = 0.2
 SERVE = "dlrover.roles.runtime.serve"
 """Module that runs the objects and functions of roles."""
 AGENT, ZYGOTE = "dlrover.agent", "zygote.main("
-"""What the command lines of agents, and of the processes of which workers are forks, have in them."""
+"""What the command lines of agents have in them, and those of the processes that fork workers."""
 TEMPLATE, PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${role_name}${rank}]:"
 MOST_NAME = 48
 """Characters of the names of job and role in the name of a role's job on a cluster."""

@@ -62,7 +62,7 @@ class RolesJournal:
         self._file.replace(entry, now)
 
     def append_or_keep(self, entry: Input, now: float) -> None:
-        """Add an entry that nobody would bring again; while the disk is full, keep it in memory."""
+        """Add an entry that no process would bring again; while the disk is full, keep it in memory."""
         try:
             self.append(entry, now)
         except FencedError:

@@ -202,7 +202,7 @@ class SharedState:
             self.admitted.setdefault((event.place.role, event.place.index), set()).add(event.name)
 
     def _stale(self, member: MemberView) -> set[str]:
-        """Return the names of weights of which a member has no version that counts."""
+        """Return the names of weights for which a member has no version that counts."""
         key = (member.place.role, member.place.index)
         names = set()
         for name in self.readers.get(member.place.role, ()):

@@ -136,7 +136,7 @@ class PublishedWeights:
             self.lost = None
 
     def release(self, place: MemberPlace) -> None:
-        """Forget what a process that has ended has begun to publish, and the versions of which it held a part."""
+        """Forget what a process that has ended has begun to publish, and the versions that it held a part of."""
         current = self.current
         self.complete = {
             version: parts

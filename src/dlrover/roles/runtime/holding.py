@@ -2,7 +2,7 @@
 
 A part of a version lies in a `memfd`: the tensors, then the index. The publisher writes it through a shared mapping;
 readers on this machine map it, others read it over their connection. It outlives the publisher where another process
-keeps it. Memory is used again for a later version once the job does not list the version any more and nobody reads it.
+keeps it. Memory is used again for a later version once the job does not list the version any more and no process reads it.
 """
 
 from __future__ import annotations

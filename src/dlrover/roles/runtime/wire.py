@@ -36,7 +36,7 @@ SMALL = 1 << 20
 KEPT = 2
 """Bodies of one connection whose memory is kept."""
 UNUSED = 3
-"""References to memory that nobody else has: the list's, the loop's and that of the question."""
+"""References to memory that no one else uses: the list's, the loop's and that of the question."""
 _PADDING = bytes(ALIGNMENT)
 
 

@@ -1,6 +1,6 @@
 """Where the ranks of a new group are, and what follows: which state counts, who sends it, and who takes it.
 
-All ranks of the group decide the same, from what each has told the others.
+All ranks of the group decide the same, from what each has sent to the others.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ BUCKET_BYTES = 32 * 1024 * 1024
 
 
 class Replicas:
-    """Replicas of a model, one per rank; a lost one stops nobody, and joins again from another's memory.
+    """Replicas of a model, one per rank; a lost one stops no other, and joins again from another's memory.
 
     Each replica repeats no completed step, and loses none::
 

@@ -53,7 +53,7 @@ class Healed(Protocol):
 
 
 class Regrouping(NamedTuple):
-    """What the ranks of a new group have told each other."""
+    """What the ranks of a new group have sent each other."""
 
     ranks: list[int]
     payloads: dict[int, torch.Tensor]

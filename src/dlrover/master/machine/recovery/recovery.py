@@ -170,7 +170,7 @@ class Recovery:
         if goes_on and not self.state.rendezvous.collecting:
             self.rounds.open(f"node {node.id} was lost", now)
 
-    # ---- instances, whose faults interrupt nobody else
+    # ---- instances, whose faults interrupt no other instance
 
     def _instance_failed(self, node: Node, report: events.WorkerFailed, now: float) -> None:
         """Respond to a failure in an instance."""

@@ -1,4 +1,4 @@
-"""The response to losses that stop nobody: the ranks that are left go on, the lost ones start again.
+"""The response to losses that stop no other rank: the ranks that are left go on, the lost ones start again.
 
 The world, its round and its ranks stay; a node that is given up because of its faults is lost with all its ranks.
 Where no other rank trains, after a mistake of the program, and in a job without ``survive``, the loss is an incident
@@ -139,7 +139,7 @@ class Survival:
         self._tell()
 
     def succeed(self, node_id: int) -> None:
-        """Note that all workers of a node have ended well, so that nobody trains on without it."""
+        """Note that all workers of a node have ended well, so that no rank trains on without it."""
         if self.state.membership.succeed(node_id):
             self._tell()
 
