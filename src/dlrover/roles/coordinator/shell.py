@@ -253,7 +253,7 @@ class Coordinator:
         job, token = self._config.job, self._job_dir.token
         return variables(
             self._address,
-            token if self._config.platform == "local" else token.read_text().strip(),
+            token.read_text().strip() if self._config.platform == "ray" else token,
             name,
             attempt,
             job=job.name,
