@@ -313,7 +313,7 @@ class RoleCluster(Cluster):
 
     def __init__(self, training: Training, role: RoleSpec, attempt: int) -> None:
         self.whole, self.name, self.attempt = training, role.name, attempt
-        options = parse(arguments(role, "local"), {})
+        options = parse(arguments(role, RolesConfig(job=training.job)), {})
         limits = msgspec.convert(options.rdzv_conf | {"hang_detection": "0"}, Limits, strict=False)
         spec = msgspec.structs.replace(options.job, managed_nodes=role.most, limits=limits)
         load = training.load
