@@ -210,12 +210,15 @@ def test_a_connection_that_moves_or_closes_fails_the_requests_under_way(how: str
     asyncio.run(test())
 
 
-def test_a_write_on_a_stream_whose_connection_has_ended_is_no_failure_of_the_master() -> None:
+@pytest.mark.parametrize("details", [CUT, f"{CUT}."])
+def test_a_write_on_a_stream_whose_connection_has_ended_is_no_failure_of_the_master(
+    details,
+) -> None:
     """gRPC describes it so if the end comes between the check of the stream and the write."""
 
     async def test() -> DLRoverError:
         nothing = grpc.aio.Metadata()
-        cut = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, CUT)
+        cut = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, details)
         async with MasterClient("127.0.0.1:9", TOKEN) as client:
             return client._described(cut)
 

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 REQUEST_TIMEOUT = 10.0
 """Default timeout of a request in seconds."""
 
-CUT = "Internal error from Core."
-"""gRPC's own details, with the code of a failed server, of a write on a stream whose connection has ended."""
+CUT = "Internal error from Core"
+"""gRPC's own details, with the code of a failed server, of a write on a stream whose connection has ended; some versions
+add a full stop."""
 
 
 class Connection:
@@ -115,7 +116,7 @@ class Connection:
             return ProtocolError(f"{server} refused a message: {details}")
         if code is grpc.StatusCode.FAILED_PRECONDITION:
             return ConfigurationError(details)
-        if details == CUT:
+        if details.rstrip(".") == CUT:
             return InfrastructureError(f"{server} cannot be reached: the connection has ended.")
         failed = code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
         return InfrastructureError(
