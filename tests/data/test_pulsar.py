@@ -230,11 +230,14 @@ def test_what_is_removed_behind_what_a_reader_has_already_is_told_by_the_next_fe
         at = broker.fetch(0, first, end, 2).stop
         topic.keep(20)
         fetched = broker.fetch(0, at, end, 50)
-        count = len(fetched.messages)
-        assert [int(message.value) for message in fetched.messages] == list(range(2, 2 + count))
-        assert fetched.first == at
-        assert fetched.stop == fetched.messages[-1].offset + 1
-        fetched = broker.fetch(0, fetched.stop, end, 50)
+        if (
+            int(fetched.messages[0].value) == 2
+        ):  # unless its client was too slow to have more than was asked for
+            count = len(fetched.messages)
+            assert [int(message.value) for message in fetched.messages] == list(range(2, 2 + count))
+            assert fetched.first == at
+            assert fetched.stop == fetched.messages[-1].offset + 1
+            fetched = broker.fetch(0, fetched.stop, end, 50)
         assert [int(message.value) for message in fetched.messages] == list(range(40, 60))
         assert fetched.first == fetched.messages[0].offset
 
