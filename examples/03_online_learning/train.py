@@ -114,7 +114,7 @@ class Reports:
             with self.starts.open("a") as file:
                 file.write(f"{learned}\n")
 
-    def tell(self, step: int, learned: int, curve: Tensor) -> None:
+    def send(self, step: int, learned: int, curve: Tensor) -> None:
         if self.rank:
             return
         messages = self.args.messages
