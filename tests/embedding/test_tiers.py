@@ -204,6 +204,35 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     same(contents(table), before)
 
 
+@pytest.mark.parametrize("part", ["_segments.keep", "_index.put"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_rows_whose_way_to_the_disk_is_cut_are_in_memory_alone(
+    part: str, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt comes after the call, a lack of memory instead of it."""
+    table = tiered("off", tmp_path)
+    table.look(KEYS, np.empty((400, DIM), np.float32), 1, insert=True, count=True)
+    demote(table, np.random.default_rng(0), 0.3)
+    before, cold = contents(table), table._cold
+    owner, name = part.split(".")
+    real = getattr(getattr(cold, owner), name)
+
+    def cut(*args: object) -> None:
+        if error is KeyboardInterrupt:
+            real(*args)
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(getattr(cold, owner), name, cut)
+        with pytest.raises(error):
+            demote(table, np.random.default_rng(0), 1.0)
+    same(contents(table), before)
+    counted = int(cold._segments.live.sum())
+    assert counted == len(cold) if part == "_index.put" else counted >= len(cold)
+    demote(table, np.random.default_rng(0), 1.0)
+    same(contents(table), before)
+
+
 def broken(table: TieredTable) -> int:
     """Return the key of the first record of the first segment."""
     return int(np.flatnonzero(table._cold._index.find(KEYS) == 0)[0])

@@ -102,6 +102,7 @@ class ColdRows:
 
         Raises:
             InfrastructureError: The disk does not take them; none is here then.
+            MemoryError: There is no memory for the index; none is here then.
         """
         done = 0
         step = max(1, self._sizes.each // 2)
@@ -110,11 +111,17 @@ class ColdRows:
                 some = Copied._make(part[done : done + step] for part in rows)
                 self._make_room(len(some.keys))
                 places = self._segments.append(some.keys, some.counts, some.rows)
-                self._index.put(Headers(some.keys, some.last, some.flags, places))
-                self._segments.keep(places)
+                self._segments.keep(
+                    places
+                )  # before the index has them: none of a segment's rows may be uncounted
+                try:
+                    self._index.put(Headers(some.keys, some.last, some.flags, places))
+                except MemoryError:  # it has none of them
+                    self._segments.drop(places, self._busy)
+                    raise
                 done += step
         except BaseException:  # also an interrupt: the rows must not be here and in memory
-            self.remove(rows.keys[:done])
+            self.remove(rows.keys)
             raise
         self._compact_in_background()
 
