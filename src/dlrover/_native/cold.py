@@ -262,7 +262,7 @@ class TwinReader:
 
 
 def index_bytes(keys: int) -> int:
-    """Return the most bytes of an index with so many keys: 16 for each place, of which 0.82 or more are used."""
+    """Return the most bytes of an index with a number of keys: 16 for each place, and 0.82 or more of the places are used."""
     return int(16 * (keys * 17 / 16 / 0.87 + 4 * SLOTS))
 
 

@@ -43,7 +43,7 @@ def roles(
                                         "dlrover.roles.Job named job, or the same as .yaml.")],
     platform: Annotated[str, typer.Option(help="Where the roles run: local, on this machine; ray, on a Ray "
                                       "cluster.")] = "local",
-    ray_address: Annotated[str, typer.Option(help="HOST:PORT of the Ray cluster, of which this machine is a part "
+    ray_address: Annotated[str, typer.Option(help="HOST:PORT of the Ray cluster that this machine is part of "
                                              "(default: RAY_ADDRESS, else the cluster of this machine).")] = "",
     ray_working_dir: Annotated[str, typer.Option(help="Directory with the job's scripts and modules that Ray copies "
                                                  "to each node.")] = "",

@@ -236,8 +236,8 @@ class TrainingGuard:
             return f"no connection to {named(gone)}."
         for cause in _chain(error):
             text = str(cause)
-            told = isinstance(cause, FAULTS) or any(part in text for part in FORGOTTEN)
-            if isinstance(cause, tf.errors.OpError) and told and "/job:" in text:
+            known = isinstance(cause, FAULTS) or any(part in text for part in FORGOTTEN)
+            if isinstance(cause, tf.errors.OpError) and known and "/job:" in text:
                 return text.partition("\n")[0]
         return ""
 

@@ -271,6 +271,6 @@ class TieredTable:
 
 
 def _division(nbytes: int, stride: int) -> tuple[int, int]:
-    """Return bytes for rows, and for their index: 8 for each place, of which seven eighths or less than half are used."""
+    """Return bytes for rows, and for their index: 8 for each place; seven eighths of the places are used, or less than half."""
     count = max(0, nbytes - SLOTS * _FEWEST * 8) * 7 // (7 * stride + 16 * 8)
     return count * stride, max(0, nbytes - count * stride)

@@ -47,7 +47,7 @@ def regroup(places: Mapping[int, Place]) -> Regrouped:
     """Return what follows.
 
     Raises:
-        InfrastructureError: No state counts: none is usable, or a rank lacks a result that others have gone on with.
+        InfrastructureError: No state counts: none is usable, or a rank lacks a result on which others have continued.
     """
     usable = {rank: place for rank, place in places.items() if place.usable}
     if not usable:
