@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dlrover.brain.machine.division import ClusterOptimizer
-from dlrover.brain.machine.job import Job, Models, Past
+from dlrover.brain.machine.job import JobFacts, Models, Past
 from dlrover.brain.machine.single import SingleJobOptimizer
 from dlrover.master.scaling.brainside import shape_of
 from dlrover.planning.shapes import allowed, ring_sample
@@ -22,10 +22,10 @@ NOTHING = brain.ClusterResources()
 NO_PAST = Past((), ())
 
 
-def job(name: str, measured: tuple[int, ...], current: int, **more: Any) -> Job:
+def job(name: str, measured: tuple[int, ...], current: int, **more: Any) -> JobFacts:
     description = jobs.register(name, **more).description
     samples = jobs.samples(name, *map(jobs.shape, measured)).samples if measured else ()
-    return Job(name, description, jobs.shape(current), samples, (), 0.0, len(measured))
+    return JobFacts(name, description, jobs.shape(current), samples, (), 0.0, len(measured))
 
 
 def cluster(accelerators: float, **more: Any) -> brain.ClusterResources:
@@ -43,7 +43,7 @@ def workers(advice: brain.Advice) -> int:
     return advice.plan.groups["worker"].count
 
 
-def single(of: Job, where: brain.ClusterResources = NOTHING) -> brain.Advice:
+def single(of: JobFacts, where: brain.ClusterResources = NOTHING) -> brain.Advice:
     return SingleJobOptimizer().advise([of], NO_PAST, where)[of.id]
 
 
@@ -70,7 +70,9 @@ def followed(speeds: dict[int, float], start: int) -> list[int]:
         measured.append(brain.Sample(shape=current, throughput=speeds[sizes[-1]]))
         space = brain.Space(workers=brain.Range(1, len(speeds)))
         description = jobs.register("one", space=space).description
-        advice = single(Job("one", description, current, tuple(measured), (), 0.0, len(measured)))
+        advice = single(
+            JobFacts("one", description, current, tuple(measured), (), 0.0, len(measured))
+        )
         if advice.plan is None:
             return sizes
         sizes.append(workers(advice))
@@ -105,7 +107,9 @@ def test_one_global_batch_is_measured_once_at_each_size(total) -> None:
         measured.append(brain.Sample(shape=current, throughput=speed, batches=batches))
         space = brain.Space(workers=brain.Range(1, len(speeds)))
         description = jobs.register("one", space=space).description
-        advice = single(Job("one", description, current, tuple(measured), (), 0.0, len(measured)))
+        advice = single(
+            JobFacts("one", description, current, tuple(measured), (), 0.0, len(measured))
+        )
         if advice.plan is None:
             break
         nodes.append(workers(advice))
@@ -118,7 +122,7 @@ def test_wrong_predictions_shorten_the_steps() -> None:
     wrong = PlanOutcome(effect=Effect(throughput=10, low=9, high=11), throughput=5)
     of = job("one", (1, 2, 4), 4)
     wide, narrow = (
-        single(Job(of.id, of.description, of.current, of.samples, (outcome,), 0.0, 1))
+        single(JobFacts(of.id, of.description, of.current, of.samples, (outcome,), 0.0, 1))
         for outcome in (right, wrong)
     )
     assert workers(wide) == 16
@@ -154,13 +158,13 @@ def test_parameter_servers_are_planned_too() -> None:
     samples = tuple(brain.Sample(shape=shape(*at), throughput=throughput(*at)) for at in sizes)
     space = brain.Space(workers=brain.Range(1, 32), servers=brain.Range(1, 8))
     of = jobs.register("one", strategy="ps", space=space).description
-    advice = single(Job("one", of, shape(4, 2), samples, (), 0.0, 4))
+    advice = single(JobFacts("one", of, shape(4, 2), samples, (), 0.0, 4))
     assert advice.plan is not None
     groups = advice.plan.groups
     assert 1 <= groups["worker"].count <= 8
     assert 1 <= groups["ps"].count <= 4
     divided = ClusterOptimizer().advise(
-        [Job("one", of, shape(4, 2), samples, (), 0.0, 4)], NO_PAST, cluster(0)
+        [JobFacts("one", of, shape(4, 2), samples, (), 0.0, 4)], NO_PAST, cluster(0)
     )["one"]
     assert divided.plan is None or divided.plan.groups["worker"].count <= 8
 
@@ -171,7 +175,7 @@ def test_the_cluster_goes_where_it_brings_most() -> None:
         msgspec.structs.replace(sample, throughput=600.0 + index)
         for index, sample in enumerate(fast.samples)
     )
-    slow = Job("slow", fast.description, jobs.shape(4), slow_samples, (), 0.0, 3)
+    slow = JobFacts("slow", fast.description, jobs.shape(4), slow_samples, (), 0.0, 3)
     advice = ClusterOptimizer().advise([fast, slow], NO_PAST, cluster(9))
     assert workers(advice["fast"]) == 8
     assert workers(advice["slow"]) == 1
@@ -179,7 +183,7 @@ def test_the_cluster_goes_where_it_brings_most() -> None:
 
 def batching(
     variance: float, *, most: int = 1024, least: int = 128, batch: int = 64, exchange: float = 1.0
-) -> Job:
+) -> JobFacts:
     """Two workers that exchange gradients for some seconds in each step."""
     found = Batches(least=least, most=most, pass_most=max(64, batch), square=1.0, variance=variance)
 
@@ -195,7 +199,7 @@ def batching(
     space = brain.Space(workers=brain.Range(2, 2))
     description = jobs.register("one", space=space).description
     samples = (measured(batch // 2), measured(batch))
-    return Job("one", description, jobs.shape(2, batch=batch), samples, (), 0.0, 2)
+    return JobFacts("one", description, jobs.shape(2, batch=batch), samples, (), 0.0, 2)
 
 
 def test_noisy_gradients_get_a_larger_batch() -> None:
@@ -211,7 +215,7 @@ def test_noisy_gradients_get_a_larger_batch() -> None:
 @pytest.mark.parametrize(
     "of", [batching(1.0), batching(0.0), batching(1e5, most=128), batching(1e5, most=64, least=64)]
 )
-def test_the_batch_stays_without_noise_or_room(of: Job) -> None:
+def test_the_batch_stays_without_noise_or_room(of: JobFacts) -> None:
     advice = ClusterOptimizer().advise([of], NO_PAST, cluster(8))["one"]
     assert advice.plan is None, advice.plan
 
@@ -229,7 +233,7 @@ def test_a_fixed_global_batch_is_divided_among_more_workers() -> None:
     wide = brain.Space(workers=brain.Range(1, 4))
     of = msgspec.structs.replace(one.description, space=wide)
     advice = ClusterOptimizer().advise(
-        [Job("one", of, one.current, one.samples, (), 0.0, 2)], NO_PAST, cluster(8)
+        [JobFacts("one", of, one.current, one.samples, (), 0.0, 2)], NO_PAST, cluster(8)
     )["one"]
     assert advice.plan is None or workers(advice) < 4
 
@@ -290,7 +294,7 @@ def test_a_space_without_end_is_searched_in_moments() -> None:
     description = jobs.register("ps", strategy="ps", space=space).description
     shapes = [jobs.shape(w, p) for w, p in ((200, 100), (400, 200))]
     samples = jobs.samples("ps", *shapes).samples
-    servers = Job("ps", description, shapes[1], samples, (), 0.0, 2)
+    servers = JobFacts("ps", description, shapes[1], samples, (), 0.0, 2)
     single(ring)
     advice = ClusterOptimizer().advise([ring, servers], NO_PAST, cluster(4000))
     assert set(advice) == {"ring", "ps"}

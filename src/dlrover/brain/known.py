@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from dlrover.brain import tables
-from dlrover.brain.machine.job import Job, Past, tenant_of
+from dlrover.brain.machine.job import JobFacts, Past, tenant_of
 from dlrover.errors import ConfigurationError
 from dlrover.planning.shapes import added
 from dlrover.planning.warmstart import LEAST_SIMILARITY, SIMILAR, PastJob, similarity
@@ -27,7 +27,7 @@ TALE_PLANS, TALE_SAMPLES = 100, 200
 """Maximum number of a job's plans and samples that are shown."""
 
 
-def one_job(connection: Connection, job: str) -> Job:
+def one_job(connection: Connection, job: str) -> JobFacts:
     """Return a job by its id, running or not.
 
     Raises:
@@ -39,20 +39,20 @@ def one_job(connection: Connection, job: str) -> Job:
     return found[0]
 
 
-def jobs_of_mode(connection: Connection, mode: brain.Mode) -> list[Job]:
+def jobs_of_mode(connection: Connection, mode: brain.Mode) -> list[JobFacts]:
     """Return the running jobs of a mode."""
     jobs = tables.jobs
     return _jobs(connection, (jobs.c.state == "running") & (jobs.c.mode == mode))
 
 
-def _jobs(connection: Connection, where: Any) -> list[Job]:
+def _jobs(connection: Connection, where: Any) -> list[JobFacts]:
     jobs = tables.jobs
     rows = connection.execute(sa.select(jobs).where(where).order_by(jobs.c.id)).all()
     chosen = sa.select(jobs.c.id).where(where)
     samples = _samples(connection, chosen)
     outcomes = _outcomes(connection, chosen)
     return [
-        Job(
+        JobFacts(
             id=row.id,
             description=msgspec.json.decode(row.description, type=brain.Description),
             current=_shape(row.shape),

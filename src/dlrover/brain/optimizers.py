@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from typing import Protocol
 
 from dlrover.brain.machine.division import ClusterOptimizer
-from dlrover.brain.machine.job import Job, Past
+from dlrover.brain.machine.job import JobFacts, Past
 from dlrover.brain.machine.single import SingleJobOptimizer
 from dlrover.errors import ConfigurationError
 from dlrover.spec import brain
@@ -26,7 +26,7 @@ class Optimizer(Protocol):
     """True if it plans all jobs of its mode at once; else each call has one job."""
 
     def advise(
-        self, jobs: Sequence[Job], past: Past, cluster: brain.ClusterResources
+        self, jobs: Sequence[JobFacts], past: Past, cluster: brain.ClusterResources
     ) -> dict[str, brain.Advice]:
         """Return what each job should have next, by job id."""
         ...
@@ -38,7 +38,7 @@ class ManualOptimizer:
     whole = False
 
     def advise(
-        self, jobs: Sequence[Job], past: Past, cluster: brain.ClusterResources
+        self, jobs: Sequence[JobFacts], past: Past, cluster: brain.ClusterResources
     ) -> dict[str, brain.Advice]:
         """Return no plan for any job."""
         del past, cluster

@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError
 
 from dlrover.brain import known, reports, tenants
 from dlrover.brain.database import prune, reason
-from dlrover.brain.machine.job import Job, Models, Past, tenant_of
+from dlrover.brain.machine.job import JobFacts, Models, Past, tenant_of
 from dlrover.brain.optimizers import Optimizer, Optimizers
 from dlrover.brain.tenants import Tenant
 from dlrover.brain.writer import Batch, Writer
@@ -55,7 +55,7 @@ class _Division:
     had: dict[str, brain.Shape | None]
     """What each job had at that time."""
 
-    def part(self, job: Job) -> brain.Advice | None:
+    def part(self, job: JobFacts) -> brain.Advice | None:
         """Return what a job was given; None if it was not there or has since changed in another way."""
         if job.id not in self.advice:
             return None
@@ -191,7 +191,7 @@ class Brain:
     async def _surroundings(self, tenant: str | None = None) -> tuple[Past, brain.ClusterResources]:
         return await self._read(lambda c: (known.past_jobs(c, tenant), known.the_cluster(c)))
 
-    async def _from_division(self, name: str, optimizer: Optimizer, job: Job) -> brain.Advice:
+    async def _from_division(self, name: str, optimizer: Optimizer, job: JobFacts) -> brain.Advice:
         """Return a job's part of the latest division; divide again if that is old or lacks the job."""
         async with self._dividing:
             division = self._divisions.get(name)
@@ -203,7 +203,7 @@ class Brain:
         return found
 
     async def _division(
-        self, name: str, optimizer: Optimizer, asking: Job | None = None
+        self, name: str, optimizer: Optimizer, asking: JobFacts | None = None
     ) -> _Division:
         jobs = await self._read(lambda c: known.jobs_of_mode(c, "cluster"))
         jobs = [job for job in jobs if self._optimizers.of(job.description)[0] == name]
@@ -218,7 +218,7 @@ class Brain:
     async def _advise(
         self,
         optimizer: Optimizer,
-        jobs: list[Job],
+        jobs: list[JobFacts],
         past: Past,
         cluster: brain.ClusterResources,
     ) -> dict[str, brain.Advice]:
@@ -282,7 +282,7 @@ class Brain:
         return await loop.run_in_executor(self._planner, _planned, plan)
 
 
-def _check_reported(job: Job, current: brain.Shape | None) -> None:
+def _check_reported(job: JobFacts, current: brain.Shape | None) -> None:
     """Refuse a size that a tenant's job claims but has not reported: a division leaves it part of that size.
 
     Raises:
@@ -328,7 +328,7 @@ def _advice_again(record: brain.PlanRecord) -> brain.Advice:
     )
 
 
-def _expected(models: Models, job: Job, asked: brain.AskEffect) -> brain.Expected:
+def _expected(models: Models, job: JobFacts, asked: brain.AskEffect) -> brain.Expected:
     model, current = models.of(job), job.current
     assert model is not None
     assert current is not None

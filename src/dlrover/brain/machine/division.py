@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from dlrover.brain.machine.job import Job, Models, Past
+from dlrover.brain.machine.job import JobFacts, Models, Past
 from dlrover.planning.allreduce import RingModel
 from dlrover.planning.cluster import Demand, Option, Share, allocate
 from dlrover.planning.efficiency import BatchLimits, GradientNoise, best_batches
@@ -52,7 +52,7 @@ T = TypeVar("T")
 class _Case:
     """A job and the sizes it may have, by name."""
 
-    job: Job
+    job: JobFacts
     demand: Demand
     shapes: Mapping[str, brain.Shape]
     kept: Mapping[str, float]
@@ -68,7 +68,7 @@ class ClusterOptimizer:
         self._models = Models()
 
     def advise(
-        self, jobs: Sequence[Job], past: Past, cluster: brain.ClusterResources
+        self, jobs: Sequence[JobFacts], past: Past, cluster: brain.ClusterResources
     ) -> dict[str, brain.Advice]:
         """Return what each job should have."""
         if not cluster.nodes:
@@ -83,7 +83,7 @@ class ClusterOptimizer:
         )
         return {name: self._advice(case, shares[name]) for name, case in cases.items()}
 
-    def _case(self, job: Job, past: Past, cluster: brain.ClusterResources) -> _Case:
+    def _case(self, job: JobFacts, past: Past, cluster: brain.ClusterResources) -> _Case:
         model, past = self._models.of(job), past.of(job.id)
         shapes = _shapes(job, model, past)
         sizes = [
@@ -118,7 +118,7 @@ class ClusterOptimizer:
         return brain.Advice(plan=plan, reason=share.reason)
 
 
-def _other_batch(job: Job, shape: brain.Shape) -> int | None:
+def _other_batch(job: JobFacts, shape: brain.Shape) -> int | None:
     """Return the global batch of a shape; None if it stays, apart from rounding of each worker's share."""
     batches, current = job.batches, job.current
     if current is None or batches is None or batches.least == batches.most:
@@ -129,7 +129,7 @@ def _other_batch(job: Job, shape: brain.Shape) -> int | None:
     return min(max(total_batch(shape), batches.least), batches.most)
 
 
-def _shapes(job: Job, model: Model | None, past: Past) -> dict[str, brain.Shape]:
+def _shapes(job: JobFacts, model: Model | None, past: Past) -> dict[str, brain.Shape]:
     """Return the sizes that a job may have next, by name: those near the measured ones."""
     if job.current is None:
         first = brain.Shape(groups=first_plan(job.description, past.jobs).groups)
@@ -145,7 +145,7 @@ def _shapes(job: Job, model: Model | None, past: Past) -> dict[str, brain.Shape]
     return {_name(shape, batches): shape for shape in [*shapes, job.current]}
 
 
-def _ring(job: Job, current: brain.Shape, model: RingModel) -> list[brain.Shape]:
+def _ring(job: JobFacts, current: brain.Shape, model: RingModel) -> list[brain.Shape]:
     region, measured = job.terms.region, [sample.shape for sample in model.samples]
     shapes = [resized(current, count) for count in _spread(job.counts(WORKER))]
     batches = job.batches
@@ -180,7 +180,7 @@ def _with_best_batches(
     ]
 
 
-def _servers(job: Job, current: brain.Shape, model: ServerModel) -> list[brain.Shape]:
+def _servers(job: JobFacts, current: brain.Shape, model: ServerModel) -> list[brain.Shape]:
     """Return those of the many near sizes that no other one beats."""
     region = job.terms.region
     measured = {sample.shape for sample in model.samples}
@@ -216,7 +216,7 @@ def _name(shape: brain.Shape, batches: Batches | None) -> str:
     return name
 
 
-def _remaining(job: Job, past: Past, sizes: Sequence[Option]) -> float:
+def _remaining(job: JobFacts, past: Past, sizes: Sequence[Option]) -> float:
     """Return the estimated number of samples until the job's end."""
     described = job.description
     if described.total > 0:
@@ -230,7 +230,7 @@ def _remaining(job: Job, past: Past, sizes: Sequence[Option]) -> float:
     return expected_remaining(job.done, similar, FIRST_SECONDS * slowest)
 
 
-def _speed(job: Job, model: Model | None, shape: brain.Shape) -> float:
+def _speed(job: JobFacts, model: Model | None, shape: brain.Shape) -> float:
     """Return useful samples per second, lowered by their uncertainty; 1 if nothing was measured yet."""
     if model is None:
         return 1.0
@@ -240,7 +240,7 @@ def _speed(job: Job, model: Model | None, shape: brain.Shape) -> float:
     return expected.throughput * efficiency * caution
 
 
-def _use(job: Job, shape: brain.Shape, cluster: brain.ClusterResources) -> dict[str, float]:
+def _use(job: JobFacts, shape: brain.Shape, cluster: brain.ClusterResources) -> dict[str, float]:
     """Return what a size takes of the divided resources and of the quota of the job's queue."""
     taken, queue = use_of(shape.groups), job.description.queue
     use = {name: amount for name, amount in taken.items() if name in cluster.capacity}
@@ -255,7 +255,7 @@ def _smallest(sizes: Sequence[Option]) -> dict[str, float]:
     return {name: min(size.use.get(name, 0.0) for size in sizes) for name in names}
 
 
-def _capacity(jobs: Sequence[Job], cluster: brain.ClusterResources) -> dict[str, float]:
+def _capacity(jobs: Sequence[JobFacts], cluster: brain.ClusterResources) -> dict[str, float]:
     """Return what these jobs may have together: all that is not taken by others."""
     ready = [node for node in cluster.nodes if node.ready]
     used, by_jobs = added(node.used for node in ready), added(node.by_jobs for node in ready)

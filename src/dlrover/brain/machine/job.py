@@ -21,7 +21,7 @@ KEPT = 20_000
 
 
 @dataclass(frozen=True)
-class Job:
+class JobFacts:
     """A running job, as far as the Brain knows it."""
 
     id: str
@@ -97,7 +97,7 @@ class Models:
     def __init__(self) -> None:
         self._kept: dict[str, tuple[int, Model]] = {}
 
-    def of(self, job: Job) -> Model | None:
+    def of(self, job: JobFacts) -> Model | None:
         """Return the model of a job; None if it has no samples."""
         version, model = self._kept.get(job.id, (0, None))
         if model is not None and version == job.version:

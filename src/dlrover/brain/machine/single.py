@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dlrover.brain.machine.job import Job, Models, Past
+from dlrover.brain.machine.job import JobFacts, Models, Past
 from dlrover.planning.allreduce import RingModel
 from dlrover.planning.measured import Measured, Proposal, means
 from dlrover.planning.parameter_server import ServerModel
@@ -48,12 +48,12 @@ class SingleJobOptimizer:
         self._models = Models()
 
     def advise(
-        self, jobs: Sequence[Job], past: Past, cluster: brain.ClusterResources
+        self, jobs: Sequence[JobFacts], past: Past, cluster: brain.ClusterResources
     ) -> dict[str, brain.Advice]:
         """Return what each job should have next; each job is planned separately."""
         return {job.id: self._advise(job, past, cluster) for job in jobs}
 
-    def _advise(self, job: Job, past: Past, cluster: brain.ClusterResources) -> brain.Advice:
+    def _advise(self, job: JobFacts, past: Past, cluster: brain.ClusterResources) -> brain.Advice:
         current = job.current
         if current is None:
             first = first_plan(job.description, past.jobs)
@@ -68,7 +68,7 @@ class SingleJobOptimizer:
 
 
 def _next_plan(
-    job: Job, current: brain.Shape, model: Model, cluster: brain.ClusterResources
+    job: JobFacts, current: brain.Shape, model: Model, cluster: brain.ClusterResources
 ) -> Plan | None:
     """Return a better measured size, a better predicted one, or one to measure; None if there is none."""
     measured = _measured(job, current)
@@ -97,13 +97,13 @@ def _next_plan(
     return None if found is None else _planned(found, job, current)
 
 
-def _planned(found: Proposal, job: Job, current: brain.Shape) -> Plan:
+def _planned(found: Proposal, job: JobFacts, current: brain.Shape) -> Plan:
     groups = job.resized(current, found.size).groups
     return Plan(groups=groups, reason=found.reason, effect=found.effect)
 
 
 def _plan_ring(
-    job: Job,
+    job: JobFacts,
     current: brain.Shape,
     model: RingModel,
     cluster: brain.ClusterResources,
@@ -127,7 +127,7 @@ def _plan_ring(
 
 
 def _plan_servers(
-    job: Job,
+    job: JobFacts,
     current: brain.Shape,
     model: ServerModel,
     cluster: brain.ClusterResources,
@@ -152,7 +152,7 @@ def _plan_servers(
     return plan
 
 
-def _measured(job: Job, current: brain.Shape) -> Measured:
+def _measured(job: JobFacts, current: brain.Shape) -> Measured:
     """Return what the latest samples that differ from ``current`` only in size have measured."""
     samples = [s for s in latest_of_each(job.samples) if _same_but_for_size(job, current, s.shape)]
     known = means((size_of(sample.shape), sample.throughput) for sample in samples)
@@ -163,7 +163,7 @@ def _measured(job: Job, current: brain.Shape) -> Measured:
     return Measured(size_of(current), known, cost, job.terms.choice)
 
 
-def _same_but_for_size(job: Job, current: brain.Shape, other: brain.Shape) -> bool:
+def _same_but_for_size(job: JobFacts, current: brain.Shape, other: brain.Shape) -> bool:
     wanted = job.resized(current, size_of(other))
     if job.batches is None:
         return other == wanted
