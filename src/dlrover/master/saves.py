@@ -30,6 +30,9 @@ Say = Callable[[int, messages.MasterMessage], None]
 @dataclass
 class _Request:
     awaited: set[int]
+    """Nodes that have yet to answer."""
+    silent: set[int] = field(default_factory=set)
+    """Nodes that were away meanwhile: the request or the answer may be lost."""
     places: list[messages.StoredPlace] = field(default_factory=list)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -88,20 +91,24 @@ class UserSaves:
             await self._wait(request)
         finally:
             del self._requests[number]
-        found = outcomes(request.places, request.awaited, reason)
+        silent = request.awaited | request.silent
+        found = outcomes(request.places, silent, reason)
         for event in found:
             self._submit(event)
         if not found:
-            return messages.ScaleReply(NO_SAVERS, refused=True)
+            return messages.ScaleReply(_no_answer(silent) or NO_SAVERS, refused=True)
         sentence = " ".join(event.sentence() for event in found)
         return messages.ScaleReply(sentence, refused=any(event.problem for event in found))
 
     async def _wait(self, request: _Request) -> None:
-        """Wait for the nodes' answers; not for those that have left the world meanwhile."""
+        """Wait for the nodes' answers; not for those that are away, or have left the world."""
         loop = asyncio.get_running_loop()
         until = loop.time() + STORE_TIME
         while not request.complete.is_set() and loop.time() < until:
-            if not request.awaited & self._training():
+            away = request.awaited - self._training()
+            request.silent |= away
+            request.awaited -= away
+            if not request.awaited:
                 return
             try:
                 await asyncio.wait_for(request.complete.wait(), TICK)
@@ -121,12 +128,17 @@ def outcomes(
     by_place: dict[str, list[messages.StoredPlace]] = {}
     for place in places:
         by_place.setdefault(place.directory, []).append(place)
-    missing = sorted(silent)
-    nodes = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-    lost = f"No answer came from {nodes}." if missing else ""
+    lost = _no_answer(silent)
     found = []
     for directory, answers in by_place.items():
         problem = next((each.problem for each in answers if each.problem), lost)
         step = -1 if problem else min(each.step for each in answers)
         found.append(StepStored(directory, step, reason, problem))
     return found
+
+
+def _no_answer(silent: Iterable[int]) -> str:
+    """Return which nodes have not answered, as a sentence; empty if all have."""
+    missing = sorted(silent)
+    nodes = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+    return f"No answer came from {nodes}." if missing else ""
