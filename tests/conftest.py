@@ -31,6 +31,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name what fails at once: a run that is cut off, or whose pytest fails itself, prints no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        why = report.longreprtext.strip().splitlines()[-1:]
+        sys.stderr.write(" ".join([f"\n{report.when.upper()} FAILED", report.nodeid, *why]) + "\n")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One cache for all test processes: a program's modules are imported once for all workers of a job."""

@@ -1,9 +1,10 @@
 """Instances: nodes that belong to no common world, so that each starts, fails and returns by itself.
 
 The servers of a job are instances if ``server_failover`` is ``instance``; with a ``chief``, all other nodes are, and
-in a job of ``instances`` all nodes. Each is a world of one node, in rounds of its own, which count the starts of its index. Training goes on meanwhile, and the
-instances never hold up a round. The restart budgets are those of a job, for each index its own: an instance has made
-progress if the training has made a step since its start, or if it lives for a minute.
+in a job of ``instances`` all nodes. Each is a world of one node, in rounds of its own, which count the starts of its
+index. Training goes on meanwhile, and the instances never hold up a round. The restart budgets are those of a job, for
+each index its own: an instance has made progress if the training has made a step since its start, or if it lives for
+a minute.
 """
 
 from __future__ import annotations
@@ -60,9 +61,12 @@ class Instances:
     @property
     def have_succeeded(self) -> bool:
         """True in a job of instances once all of them have succeeded."""
+        # This is asked after each input of any job, so that counting its nodes would be quadratic.
+        if not self.state.job.instances:
+            return False
         nodes = self.state.nodes.values()
         done = {node.node_rank for node in nodes if node.status is NodeStatus.SUCCEEDED}
-        return bool(self.state.job.instances) and done.issuperset(self.state.scaling.ranks)
+        return done.issuperset(self.state.scaling.ranks)
 
     def next_round(self, node: Node) -> int:
         """Return the number of the round that an instance may join."""
