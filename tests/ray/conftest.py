@@ -107,11 +107,15 @@ class Cluster:
 
     def masters(self) -> list[psutil.Process]:
         """The processes of the master actors."""
+        return self.titled("MasterA")
+
+    def titled(self, title: str) -> list[psutil.Process]:
+        """The processes of actors and tasks whose names begin so, up to 10 characters."""
         found = []
         for node in self._nodes:
             with contextlib.suppress(psutil.Error):
                 below = psutil.Process(node.pid).children(recursive=True)
-                found += [one for one in below if one.name().startswith("ray::MasterA")]
+                found += [one for one in below if one.name().startswith(f"ray::{title}")]
         return found
 
     def left(self) -> list[object]:
