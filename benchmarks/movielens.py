@@ -144,20 +144,23 @@ def run(case: str, servers: int, ratings: Path, folder: Path) -> dict[str, Any]:
         process = subprocess.Popen(
             command if servers else [sys.executable, *program], stdout=log, stderr=log
         )
-        if case == "kill":
-            reached(out, "saved", process)
-            server_of(process.pid).kill()
-            (out / "saved-done").touch()
-        elif case == "scale":
-            for name, nodes in (("three", 3), ("one", 1)):
-                reached(out, name, process)
-                scale = ["scale", "--job-dir", str(out / "job"), "--role", "ps", "--nodes"]
-                subprocess.run(
-                    [sys.executable, "-m", "dlrover.cli.main", *scale, str(nodes)],
-                    check=True, stdout=log, stderr=log,
-                )  # fmt: skip
-        if process.wait():
-            raise SystemExit((out / "log").read_text())
+        try:
+            if case == "kill":
+                reached(out, "saved", process)
+                server_of(process.pid).kill()
+                (out / "saved-done").touch()
+            elif case == "scale":
+                for name, nodes in (("three", 3), ("one", 1)):
+                    reached(out, name, process)
+                    scale = ["scale", "--job-dir", str(out / "job"), "--role", "ps", "--nodes"]
+                    subprocess.run(
+                        [sys.executable, "-m", "dlrover.cli.main", *scale, str(nodes)],
+                        check=True, stdout=log, stderr=log,
+                    )  # fmt: skip
+            if process.wait():
+                raise SystemExit((out / "log").read_text())
+        finally:
+            process.kill()  # what it started ends with it
     events = out / "job" / "events.jsonl"
     restarts = events.read_text().count('"instance_restarts"') if servers else 0
     assert restarts == (case == "kill")
