@@ -16,7 +16,7 @@ from dlrover.master.app import read_outcome
 from dlrover.master.journal.history import History
 from dlrover.roles.coordinator.following import EventReader
 from dlrover.roles.coordinator.health import HealthWatch
-from dlrover.roles.coordinator.jobs import RoleJobs, directory_of
+from dlrover.roles.coordinator.jobs import RoleJobs, directory_of, runs
 from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.coordinator.status import RolesStatus, status_of
 from dlrover.roles.coordinator.streaming import EventStream
@@ -112,9 +112,9 @@ class Coordinator:
         server.unary("Status", StatusRequest, self._status)
         server.unary("Stop", StopRequest, self._stop)
 
-    def begin(self, address: str) -> None:
-        """Begin the job, or go on with it; the server listens at ``address``."""
-        self._address = address
+    def begin(self, address: str, public: str) -> None:
+        """Begin the job, or go on with it; the server listens at ``address``, the roles reach it at ``public``."""
+        self._address = public
         self.service.begin()
         self._looking = asyncio.create_task(self._health.run())
         if self._lifeline_fd >= 0:
@@ -237,6 +237,8 @@ class Coordinator:
         if role.attempt != attempt or name in self._following:
             return
         handle = role.handle or self._jobs.find(name)
+        if self._config.platform == "kubernetes" and not runs(handle):
+            handle = ""  # it ended with the coordinator's pod, and the role goes on without it
         if handle:
             self._jobs.watch(name, attempt, handle)
         else:
@@ -253,7 +255,7 @@ class Coordinator:
         job, token = self._config.job, self._job_dir.token
         return variables(
             self._address,
-            token.read_text().strip() if self._config.platform == "ray" else token,
+            token if self._config.platform == "local" else token.read_text().strip(),
             name,
             attempt,
             job=job.name,
