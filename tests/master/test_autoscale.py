@@ -3,6 +3,7 @@
 import pytest
 
 from dlrover.master.machine.scaling.autoscale import DRIFT_WINDOWS, MOST_CHANGES, AutoScaling
+from dlrover.master.machine.scaling.changes import gain_without
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.measurements import Batches, ModelProfile, SpeedSample
@@ -342,6 +343,13 @@ def test_a_slow_worker_costs_its_own_share_where_nobody_waits_for_it():
     story = ServerStory()
     story.measure(12, 1, 40.0)
     assert story.machine.slow(slow, story.now) is None  # 12 / 11.5
+
+
+@pytest.mark.parametrize("step", [0.105, 0.205])
+def test_a_rank_that_became_slow_after_the_latest_sample_costs_as_much_as_before_it(step):
+    latest = SpeedSample(nodes=2, replicas=2, step_seconds=step, steps=9, compute_seconds=0.1)
+    slow = events.SlowRank(1, 1, 2.0, "compute")
+    assert gain_without(slow, latest) == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize("nodes", [2, 6])

@@ -16,7 +16,7 @@ CHECK = ("--local-nodes=4", "--network-check")
 
 
 def injected(faults: str) -> dict[str, str]:
-    return {"DLROVER_PROBE_FAULTS": faults, "DLROVER_CHECK_TIMEOUT": "45"}
+    return {"DLROVER_PROBE_FAULTS": faults, "DLROVER_CHECK_TIMEOUT": "90"}
 
 
 def findings(launch, kind: str) -> list[tuple[tuple[int, ...], str, str]]:

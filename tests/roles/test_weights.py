@@ -103,6 +103,8 @@ def test_a_state_comes_back_as_it_was_and_its_memory_is_used_again(job: Coordina
             assert weights.publish(state, step) == Version(0, step)
             found = weights.latest()
             assert found is not None
+            found.load_into(copied := {"a": np.zeros((300, 7), np.int64)})
+            assert (copied["a"] == step).all()
             back = found.state_dict()
             assert back.keys() == state.keys() == set(found)
             assert (back["a"] == step).all()

@@ -31,7 +31,9 @@ from dlrover.roles.runtime.wire import CallOp
 ANSWER_TIMEOUT = 120.0
 """Seconds without progress after which a process that keeps weights counts as gone; large memory takes a while."""
 MADV_POPULATE_READ = 22
-"""Enters memory in the page tables at once, without a copy of it."""
+"""Enters memory in the page tables at once, without a copy of it: that takes as long as half a copy."""
+KEPT = 4
+"""Mappings that a connection keeps, as later parts lie in the same memory."""
 
 
 class HolderConnection:
@@ -47,6 +49,7 @@ class HolderConnection:
         self.local = self._sock.family == socket.AF_UNIX
         self._lock = threading.RLock()
         self._written: dict[int, mmap.mmap] = {}
+        self._seen: dict[int, Bytes] = {}
         self._ended: list[str] = []
         """Parts that are read no more; to be said before the next request."""
 
@@ -93,9 +96,8 @@ class HolderConnection:
             held, fd, _ = self.ask(ReservePart(key, nbytes))
             try:
                 if held.buffer not in self._written:
-                    while len(self._written) > 3:
-                        del self._written[next(iter(self._written))]
                     self._written[held.buffer] = mmap.mmap(fd, held.size)
+                    _limit(self._written)
             finally:
                 os.close(fd)
             return self._written[held.buffer]
@@ -110,41 +112,83 @@ class HolderConnection:
         if fd < 0:
             return PartReader(self, key, held, None)
         try:
-            mapped = mmap.mmap(fd, held.size, flags=mmap.MAP_PRIVATE)
-            with contextlib.suppress(OSError):  # a kernel before 5.14
-                mapped.madvise(MADV_POPULATE_READ)
+            private = mmap.mmap(fd, held.size, flags=mmap.MAP_PRIVATE)
+            return PartReader(self, key, held, (self._view(held, fd), private))
         finally:
             os.close(fd)
-        return PartReader(self, key, held, np.frombuffer(mapped, np.uint8))
+
+    def _view(self, held: Held, fd: int) -> Bytes:
+        """Return memory to be read only; the same mapping again where the memory is the same."""
+        with self._lock:
+            if held.buffer not in self._seen:
+                shared = mmap.mmap(fd, held.size, access=mmap.ACCESS_READ)
+                _populate(shared)
+                self._seen[held.buffer] = np.frombuffer(shared, np.uint8)
+                _limit(self._seen)
+            return self._seen[held.buffer]
 
     def ended(self, key: str) -> None:
         """Note that a part is read no more; this may be called anywhere."""
         self._ended.append(key)
 
 
+def _populate(mapped: mmap.mmap) -> None:
+    with contextlib.suppress(OSError):  # a kernel before 5.14
+        mapped.madvise(MADV_POPULATE_READ)
+
+
+def _limit(mappings: dict[int, Any]) -> None:
+    """Give up the oldest mappings."""
+    while len(mappings) > KEPT:
+        del mappings[next(iter(mappings))]
+
+
 class PartReader:
     """The memory of one part, which stays as it is while an array of it lives.
 
     On the holder's machine the arrays are its memory, copied on write; elsewhere they are read over the connection.
+
+    Args:
+        mapped: The memory to be read only, and the memory of the arrays; None: it is on another machine.
     """
 
     def __init__(
-        self, connection: HolderConnection, key: str, held: Held, mapped: Bytes | None
+        self,
+        connection: HolderConnection,
+        key: str,
+        held: Held,
+        mapped: tuple[Bytes, mmap.mmap] | None,
     ) -> None:
         self.held = held
-        self._connection, self._key, self._mapped = connection, key, mapped
+        self._connection, self._key = connection, key
+        self._shared = mapped[0] if mapped is not None else None
+        self._untouched = mapped[1] if mapped is not None else None
+        self._memory = np.frombuffer(mapped[1], np.uint8) if mapped is not None else None
         # The last array to go says that the memory may be used again.
-        owner: Any = mapped if mapped is not None else self
+        owner: Any = self._memory if self._memory is not None else self
         weakref.finalize(owner, connection.ended, key)
 
-    def bytes(self, offset: int, nbytes: int) -> Bytes:
-        """Return a piece of the memory.
+    def view(self, offset: int, nbytes: int) -> Bytes:
+        """Return a piece of the memory to copy or check at once, while this object lives.
 
         Raises:
             InfrastructureError: The holder has gone.
         """
-        if self._mapped is not None:
-            return self._mapped[offset : offset + nbytes]
+        if self._shared is None:
+            return self.bytes(offset, nbytes)
+        return self._shared[offset : offset + nbytes]
+
+    def bytes(self, offset: int, nbytes: int) -> Bytes:
+        """Return a piece of the memory for an array.
+
+        Raises:
+            InfrastructureError: The holder has gone.
+        """
+        if (untouched := self._untouched) is not None:  # another thread may be here, too
+            _populate(untouched)
+            self._untouched = None
+        if self._memory is not None:
+            return self._memory[offset : offset + nbytes]
         whole = np.empty(nbytes, np.uint8)
         done = 0
         while done < nbytes:

@@ -120,14 +120,15 @@ def decided(
 def gain_without(found: events.SlowRank, latest: SpeedSample) -> float:
     """Return the share of speed that a job gains if a slow rank becomes as fast as the others.
 
-    In a synchronous job all ranks wait for it. With servers none waits: the rank only loses its own share.
+    In a synchronous job all ranks wait for it. With servers none waits: the rank only loses its own share. The
+    latest sample may be older than the slowness.
     """
     if latest.servers:
         others = latest.replicas - 1
         return latest.replicas / (others + 1 / found.factor) - 1
     usual = latest.compute_seconds or latest.step_seconds / found.factor
-    waited = (found.factor - 1) * usual
-    return latest.step_seconds / max(latest.step_seconds - waited, usual) - 1
+    step = max(latest.step_seconds, found.factor * usual)
+    return step / max(step - (found.factor - 1) * usual, usual) - 1
 
 
 def gaining(gain: float, spread: float, before: float, cost: float) -> Effect:

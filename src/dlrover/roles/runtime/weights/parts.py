@@ -58,7 +58,7 @@ def read_index(part: PartReader) -> PartIndex:
         InfrastructureError: It is damaged.
     """
     held = part.held
-    data = bytes(part.bytes(held.data_bytes, held.index_bytes))
+    data = bytes(part.view(held.data_bytes, held.index_bytes))
     if checksum(data) != held.index_sum:
         raise InfrastructureError("The index of a part of weights is damaged in memory.")
     return msgspec.msgpack.decode(data, type=PartIndex)

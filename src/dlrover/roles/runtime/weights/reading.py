@@ -103,7 +103,7 @@ class Weights:
 
     def _copy(self, targets: Sequence[tuple[WeightEntry, PartReader, int]]) -> None:
         """Copy tensors to addresses, and compare their checksums in the same pass."""
-        memories = [part.bytes(entry.offset, entry.nbytes) for entry, part, _ in targets]
+        memories = [part.view(entry.offset, entry.nbytes) for entry, part, _ in targets]
         sums = kernels().copy_hash(
             np.array([memory.ctypes.data for memory in memories], np.uint64),
             np.array([address for _, _, address in targets], np.uint64),
