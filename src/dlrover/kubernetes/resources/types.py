@@ -89,7 +89,7 @@ RoleOptions: TypeAlias = Annotated[
     dict[str, Any],
     Meta(
         description="Options of a role, as in a YAML file of dlrover roles.",
-        extra_json_schema=_kept(entry=_STRING),
+        extra_json_schema=_kept(),
     ),
 ]
 
