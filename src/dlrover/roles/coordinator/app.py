@@ -66,7 +66,7 @@ async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> in
         port = await _listen(server, job_dir, settings)
         address = MasterAddress(f"{settings.host}:{port}", os.getpid())
         files.write_atomically(job_dir.master, msgspec.json.encode(address))
-        coordinator.begin(address.address, settings.address or address.address)
+        coordinator.begin(address.address, settings.address)
         try:
             outcome = await _until_ended(coordinator, orphaned)
         finally:

@@ -53,6 +53,8 @@ OF_ROLES = (
 )
 """Events of a role's own job that are shown without asking."""
 
+CLUSTERS = ("ray", "kubernetes")
+"""Platforms whose machines do not have the job's directory."""
 LAUNCHER_WAIT = 90.0
 """Seconds beyond a role's shutdown time-out after which its launcher is killed; one that is well gives up earlier."""
 
@@ -112,9 +114,14 @@ class Coordinator:
         server.unary("Status", StatusRequest, self._status)
         server.unary("Stop", StopRequest, self._stop)
 
-    def begin(self, address: str, public: str) -> None:
-        """Begin the job, or go on with it; the server listens at ``address``, the roles reach it at ``public``."""
-        self._address = public
+    def begin(self, address: str, public: str = "") -> None:
+        """Begin the job, or go on with it.
+
+        Args:
+            address: Address at which the server listens.
+            public: Address at which the roles reach it, if that is another one.
+        """
+        self._address = public or address
         self.service.begin()
         self._looking = asyncio.create_task(self._health.run())
         if self._lifeline_fd >= 0:
@@ -255,7 +262,7 @@ class Coordinator:
         job, token = self._config.job, self._job_dir.token
         return variables(
             self._address,
-            token if self._config.platform == "local" else token.read_text().strip(),
+            token.read_text().strip() if self._config.platform in CLUSTERS else token,
             name,
             attempt,
             job=job.name,
