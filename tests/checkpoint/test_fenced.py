@@ -120,9 +120,9 @@ def test_a_save_that_was_given_up_is_tried_again_at_a_breakpoint(place):
     storage.give_up(store, "", save)
     draft = store.draft(save)
     assert storage.is_given_up(store, draft)
-    assert not storage.is_given_up(store, draft, at_breakpoint=True)
-    storage.give_up(store, "", save, at_breakpoint=True)
-    assert storage.is_given_up(store, draft, at_breakpoint=True)
+    assert not storage.is_given_up(store, draft, storage.BREAKPOINT_GIVEN_UP)
+    storage.give_up(store, "", save, storage.BREAKPOINT_GIVEN_UP)
+    assert storage.is_given_up(store, draft, storage.BREAKPOINT_GIVEN_UP)
     storage.remove_marks(store, store.draft(save))
     assert not storage.is_given_up(store, draft)
 

@@ -574,10 +574,10 @@ def voting(path) -> SaverState:
     return saver_state
 
 
-def ask(saver_state: SaverState) -> threading.Thread:
+def ask(saver_state: SaverState, number: str = "1") -> threading.Thread:
     """A user's request, on its way; its answer is the thread's ``said``."""
     asking = threading.Thread(
-        target=lambda: setattr(asking, "said", saver_state.save_now("1")), daemon=True
+        target=lambda: setattr(asking, "said", saver_state.save_now(number)), daemon=True
     )
     asking.start()
     return asking
@@ -654,6 +654,37 @@ def test_other_nodes_do_not_hold_up_a_training_for_long(tmp_path, monkeypatch):
         saver._state.tasks.finish(task, problem)
         saving.join(5)
         assert worker.steps == [2, 3]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("again", ["request", "end of the world"])
+def test_what_could_not_be_stored_on_request_is_stored_when_it_is_tried_again(tmp_path, again):
+    store = open_store(tmp_path)
+    with protocol.new_socket() as listener:
+        saver = Saver(store, storage.identity(store), KeepLast(2), 1.0, listener)
+        state = saver._state
+        breakpoints = Breakpoints(store, state.breaks, state.saver)
+        threading.Thread(target=breakpoints.run, daemon=True).start()
+        worker = Worker(state, 0, stores=True)
+        worker.save(1)
+        asking = ask(state)
+        task = state.tasks.next()
+        saver._give_up(task)  # another node's disk is full
+        problem = saver._store_task(task)
+        state.tasks.finish(task, problem)
+        assert told(asking) == protocol.SavedNow(
+            -1, "Step 1 was not stored: another node gave it up."
+        )
+        if again == "request":
+            asking = ask(state, "2")
+        else:
+            state.detach(0, worker.owner, goodbye=False)
+        task = state.tasks.next()
+        problem = saver._store_task(task)
+        state.tasks.finish(task, problem)
+        assert problem == ""
+        assert again != "request" or told(asking) == protocol.SavedNow(1, "")
+        assert storage.steps(store) == [1]
 
 
 def test_a_generation_without_its_memory_is_not_granted():

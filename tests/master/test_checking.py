@@ -113,6 +113,42 @@ def test_a_node_that_is_lost_is_no_reason_to_suspect_the_one_it_met():
     assert machine.conclude(2.0) == ([], {})
 
 
+class Counted(int):
+    """A node's number that counts how often one is looked for."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        Counted.looks += 1
+        return int(self)
+
+    def __eq__(self, other: object) -> bool:
+        Counted.looks += 1
+        return int(self) == other
+
+
+def looks(count: int) -> int:
+    """Looks at single nodes during a check of ``count`` ones, some of which are lost meanwhile."""
+    machine, nodes = checks(), [Counted(number) for number in range(count)]
+    given = begin(machine, *nodes)
+    Counted.looks = 0
+    for node in nodes:
+        if node % 20 == 7:
+            machine.lose(node, 1.0)
+        else:
+            machine.take(node, answer(given[node], SPEED, TIME), 1.0)
+    while machine.run is not None and machine.run.orders:
+        for node, order in list(machine.run.orders.items()):
+            machine.take(node, answer(order, SPEED, TIME), 1.0)
+    machine.conclude(1.0)
+    return Counted.looks
+
+
+def test_an_answer_costs_the_same_however_many_nodes_are_checked():
+    """Otherwise the master needs minutes of CPU for 10,000 nodes, and does nothing else meanwhile."""
+    assert looks(400) < 3 * looks(200)
+
+
 @pytest.mark.parametrize(
     ("received", "sent", "words"),
     [

@@ -548,3 +548,34 @@ def test_after_the_end_silence_and_late_words_change_nothing():
     assert job.fail(1, TYPO) == job.join(1) == []
     assert len(job.events) == before
     assert job.status(1) is NodeStatus.RUNNING
+
+
+class Counted(dict):
+    """Counts how often an entry is looked up."""
+
+    looks = 0
+
+    def __getitem__(self, key: int) -> object:
+        Counted.looks += 1
+        return super().__getitem__(key)
+
+
+def looks(count: int) -> int:
+    """Lookups of single nodes while a full world of some nodes gets as many spares, and ends."""
+    job = JobDriver.running(count, count, count)
+    job.machine.validate = lambda: None  # it looks at all of them
+    state = job.machine.state
+    state.nodes = job.machine.nodes = Counted(state.nodes)
+    state.rendezvous.offers = Counted(state.rendezvous.offers)
+    Counted.looks = 0
+    for node in range(count, 2 * count):
+        job.connect(node)
+        job.join(node)
+    job.give(*(Reported(node, Succeeded(1)) for node in range(count)))
+    assert job.machine.outcome is not None
+    return Counted.looks
+
+
+def test_what_one_node_says_costs_the_same_however_many_there_are():
+    """The master handles one input after the other: with thousands of nodes, a look at all takes minutes."""
+    assert looks(80) < 3 * looks(40)

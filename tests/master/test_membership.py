@@ -22,6 +22,7 @@ from dlrover.spec.requests.membership import (
     Meet,
     Members,
     RenewMembers,
+    checksum,
 )
 from dlrover.spec.world import Holding, Offer, World
 from tests.support.drivers import JobDriver
@@ -212,7 +213,8 @@ def test_the_keys_by_which_ranks_meet_have_a_size_in_all():
     meeting, value = Meeting(), bytes(MAX_VALUE)
 
     def put(number: int, value: bytes) -> str:
-        return meeting.handle(Meet(1, 0, {f"key {number}": value}), 7, membership(job)).refused
+        request = Meet(1, 0, checksum(dict.fromkeys(range(4), 0)), {f"key {number}": value})
+        return meeting.handle(request, 7, membership(job)).refused
 
     numbers = range(LEAST_VALUES - 1)
     assert not any(put(number, value) for number in (*numbers, *numbers))
@@ -227,10 +229,11 @@ def test_the_keys_by_which_ranks_meet_have_a_size_in_all():
 def test_the_keys_of_a_thousand_ranks_are_read_in_messages_of_a_bounded_size():
     job = JobDriver.running(2, 2, 2, survive=True)
     meeting, values = Meeting(), {f"0/{rank}": bytes(8000) for rank in range(1000)}
+    ranks = checksum(membership(job).attempts)
     for key, value in values.items():
-        meeting.handle(Meet(1, 0, {key: value}), 7, membership(job))
+        meeting.handle(Meet(1, 0, ranks, {key: value}), 7, membership(job))
     read: dict[str, bytes] = {}
-    while found := meeting.handle(Meet(1, 0, {}, len(read)), 7, membership(job)):
+    while found := meeting.handle(Meet(1, 0, ranks, {}, len(read)), 7, membership(job)):
         assert len(wire.encode(found)) < framing.MAX_FRAME
         if not found.values:
             break

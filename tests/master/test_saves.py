@@ -3,9 +3,13 @@
 import asyncio
 from types import SimpleNamespace
 
+import pytest
+
 from dlrover.master.saves import UserSaves, outcomes
 from dlrover.rpc.messages import MemoryStored, SaveRequest, ScaleReply, StoredPlace
 from dlrover.spec.events import StepStored
+from dlrover.spec.job import JobSpec
+from tests.simulation.cluster import Cluster
 
 
 def test_each_directory_has_one_outcome() -> None:
@@ -35,6 +39,7 @@ def test_a_node_that_is_away_meanwhile_is_not_waited_for() -> None:
     """Its request or its answer may be lost."""
     nodes = {number: SimpleNamespace(connected=number != 2) for number in (1, 2)}
     machine = SimpleNamespace(
+        outcome=None,
         rounds=SimpleNamespace(worlds={1: None, 2: None}),
         rendezvous=SimpleNamespace(collecting=False),
         nodes=nodes,
@@ -58,3 +63,29 @@ def test_a_node_that_is_away_meanwhile_is_not_waited_for() -> None:
     assert reply.sentence.endswith("(night): No answer came from node 2.")
     nodes[1].connected = False
     assert asyncio.run(saved(answers=False)).sentence == "No answer came from nodes 1, 2."
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_request_that_is_lost_with_its_stream_keeps_no_other_one_waiting(seed):
+    cluster = Cluster(JobSpec(name="job", min_nodes=2, max_nodes=2), nodes=2, steps=2000, seed=seed)
+    cluster.run_until(lambda: cluster.training)
+
+    async def stored(_request: str) -> tuple[StoredPlace, ...]:
+        return (StoredPlace("/a", 7),)
+
+    def save(reason: str) -> ScaleReply:
+        asking = cluster.time.loop.create_task(cluster.master.saves.save(SaveRequest(reason)))
+        cluster.time.after(0.0, lambda: lost and cluster.disconnect(lost.pop()))
+        cluster.run_until(asking.done)
+        return asking.result()
+
+    for node in cluster.nodes:
+        node.workers.save_now = stored
+    lost, began = [cluster.nodes[1]], cluster.time.now
+    name = lost[0].machine.node_id
+    assert f"No answer came from node {name}." in save("night").sentence
+    assert save("x" * 10_000).sentence == f"Step 7 is stored in /a: {'x' * 500}."
+    assert cluster.time.now < began + 30.0
+    cluster.stop()
+    cluster.run_until(lambda: cluster.machine.outcome is not None)
+    assert save("late").sentence == "The job has ended: stopped"

@@ -23,6 +23,7 @@ from dlrover.spec.requests.membership import (
     MembershipRequest,
     MembersNow,
     RenewMembers,
+    checksum,
 )
 from dlrover.training.machine.places import (
     EXCLUDED_LIMIT,
@@ -284,7 +285,7 @@ class SimulatedRank:
 
     async def _enter(self, members: Members) -> Group:
         def refused() -> bool | None:
-            reply = self._try(Meet(members.round, members.number))
+            reply = self._try(Meet(members.round, members.number, checksum(members.attempts)))
             return None if reply is None else bool(reply.refused)
 
         group = self._run.replicas.group_of(members)
@@ -300,6 +301,8 @@ class SimulatedRank:
             if self._renewed > RENEWALS:
                 raise InfrastructureError(f"Rank {self.rank} cannot add up with the others.")
             await self._ask(RenewMembers(self._run.round, self.rank, self.attempt, last))
+        elif self.rank not in members.attempts:
+            await self._ask(JoinMembers(self._run.round, self.rank, self.attempt))
         mine = await self._wait(
             lambda m: m.number > last and m.attempts.get(self.rank) == self.attempt,
             EXCLUDED_LIMIT,

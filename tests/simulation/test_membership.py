@@ -16,6 +16,7 @@ from dlrover.spec.events import (
 )
 from dlrover.spec.failure import FailureKind, Rung
 from dlrover.spec.job import JobSpec, Limits
+from dlrover.spec.requests.membership import JoinMembers, Meet, MembershipRequest, checksum
 from tests.simulation.cluster import WORKER_KINDS, Cluster
 from tests.simulation.nodes import Delays, SimulatedNode
 
@@ -117,6 +118,32 @@ def test_a_lost_disk_takes_no_membership_away(seed):
     cluster.run_until(lambda: all_train(cluster))
     assert counts(cluster, RoundOpened) == (1,)
     assert cluster.finish().exit_code == ExitCode.SUCCESS
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_two_memberships_with_one_number_do_not_meet(seed):
+    """A master answers a rank that joins, and is lost with its disk before it tells anybody else."""
+    cluster, ask = started(3, seed), None
+
+    def last(request: MembershipRequest) -> object:
+        reply = ask(request)
+        if isinstance(request, JoinMembers) and not cluster.master_away:
+            cluster.lose_disk(0.1)
+            cluster.program.ask = ask
+        return reply
+
+    ask, cluster.program.ask = cluster.program.ask, last
+    cluster.kill_worker(cluster.nodes[0], local_rank=0)
+    cluster.run_until(lambda: counts(cluster, MasterAdopted) == (1,))
+    (back,) = (r for r in cluster.program.runs[1].replicas.ranks.values() if r.attempt)
+    known, present = back._members, cluster.machine.state.membership
+    assert known.attempts.keys() > present.attempts.keys()
+    cluster.kill_worker(cluster.nodes[1], local_rank=0)
+    cluster.run_until(lambda: present.number == known.number)
+    meet = Meet(1, known.number, checksum(known.attempts))
+    assert "is over" in ask(meet).refused
+    cluster.run_until(lambda: all_train(cluster), 20.0)
+    assert (counts(cluster, RoundOpened), survived(cluster)) == ((1,), 2)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

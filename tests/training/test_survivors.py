@@ -17,7 +17,7 @@ from dlrover.launched import Given
 from dlrover.master.machine.membership import Membership
 from dlrover.master.meeting import Meeting
 from dlrover.spec.job import JobSpec
-from dlrover.spec.requests.membership import Meet, Members, MembersNow, Met
+from dlrover.spec.requests.membership import Meet, Members, MembersNow, Met, checksum
 
 torch = pytest.importorskip("torch")
 
@@ -100,14 +100,14 @@ class DirectLink:
 
 def test_ranks_meet_although_the_master_that_had_their_keys_is_lost():
     link = DirectLink()
-    one, two = MeetingStore(link, 3, 0), MeetingStore(link, 3, 0)
+    one, two = (MeetingStore(link, 3, 0, {0: 0, 1: 0}) for _ in range(2))
     one.set("one", b"1")
     two.set("two", b"2")
     assert (one.get("two"), two.get("one")) == (b"2", b"1")
     link.start_master(2)
     two.set("later", b"3")
     assert one.get("later") == b"3"
-    assert sorted(link.ask(Meet(3, 0)).values) == ["later", "one", "two"]
+    assert sorted(link.ask(Meet(3, 0, checksum({0: 0, 1: 0}))).values) == ["later", "one", "two"]
     link.membership.number += 1
     with pytest.raises(Changed, match="is over"):
         one.get("never")

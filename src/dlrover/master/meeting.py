@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import islice
 
 from dlrover.master.machine.membership import Membership
-from dlrover.spec.requests.membership import MAX_VALUE, Meet, Met
+from dlrover.spec.requests.membership import MAX_VALUE, Meet, Met, checksum
 
 LEAST_VALUES = 1024
 """Values of the greatest size for which there is room in a membership of few ranks; larger ones have one for each rank."""
@@ -21,17 +21,21 @@ class Meeting:
     """The keys of one membership."""
 
     def __init__(self) -> None:
-        self._of = (0, 0)
+        self._of = (0, 0, 0)
+        """The membership's round, its number and the checksum of its ranks."""
         self._keys: dict[str, bytes] = {}
         self._size = 0
 
     def handle(self, request: Meet, epoch: int, membership: Membership) -> Met:
         """Set and read keys; refuse those of a membership that is over."""
-        of = (request.round, request.number)
-        if of != (membership.round, membership.number):
-            return Met(epoch, refused=f"Membership {of[1]} of round {of[0]} is over.")
-        if of != self._of:
-            self._of, self._keys, self._size = of, {}, 0
+        now = membership.round, membership.number
+        if now != self._of[:2]:
+            self._of = *now, checksum(membership.attempts)
+            self._keys, self._size = {}, 0
+        if (request.round, request.number, request.ranks) != self._of:
+            return Met(
+                epoch, refused=f"Membership {request.number} of round {request.round} is over."
+            )
         if any(len(value) > MAX_VALUE for value in request.put.values()):
             return Met(epoch, refused=f"A value has at most {MAX_VALUE} bytes.")
         most = MAX_VALUE * max(LEAST_VALUES, len(membership.latest))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
+from dlrover.master.platformside import REASON_LIMIT
 from dlrover.rpc import messages
 from dlrover.spec.events import StepStored
 
@@ -60,14 +61,24 @@ class UserSaves:
         """Process what became of a save on a node."""
         request = self._requests.get(message.id)
         if request is not None and node_id in request.awaited:
-            request.awaited.discard(node_id)
             request.places += message.places
-            if not request.awaited:
-                request.complete.set()
+            self._forget(request, node_id)
+
+    def greeted(self, node_id: int) -> None:
+        """Note that a node has a new stream: the request or the answer may be lost with the one before."""
+        for request in self._requests.values():
+            if node_id in request.awaited:
+                request.silent.add(node_id)
+                self._forget(request, node_id)
+
+    def _forget(self, request: _Request, node_id: int) -> None:
+        request.awaited.discard(node_id)
+        if not request.awaited:
+            request.complete.set()
 
     async def save(self, request: messages.SaveRequest) -> messages.ScaleReply:
         """Store what is in the nodes' memory; answer when that is done, or after `ANSWER_TIME`."""
-        task = asyncio.create_task(self._save_in_turn(request.reason))
+        task = asyncio.create_task(self._save_in_turn(request.reason[:REASON_LIMIT]))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         try:
@@ -80,7 +91,9 @@ class UserSaves:
             return await self._save(reason)
 
     async def _save(self, reason: str) -> messages.ScaleReply:
-        worlds = self._machine.rounds.worlds
+        outcome, worlds = self._machine.outcome, self._machine.rounds.worlds
+        if outcome is not None:
+            return messages.ScaleReply(f"The job has ended: {outcome.reason}", refused=True)
         if not worlds or self._machine.rendezvous.collecting:
             return messages.ScaleReply(NO_WORKERS, refused=True)
         number = secrets.token_hex(8)

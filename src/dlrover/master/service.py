@@ -278,6 +278,7 @@ class Master:
                 self.platform.kill([self.machine.nodes[node_id]])
             case inputs.Greet():
                 self.streams.welcome(command)
+                self.saves.greeted(command.message.node_id)
             case inputs.Say(node_id, message):
                 self.streams.say(node_id, message)
             case inputs.EndJob():

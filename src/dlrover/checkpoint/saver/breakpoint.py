@@ -197,7 +197,9 @@ class Breaks:
         slots = {rank: next(s for s in ended.slots[rank] if s.saved == save) for rank in ranks}
         for slot in slots.values():
             slot.pins += 1
-        return Task(ended.group, save, ranks, slots, at_breakpoint=True)
+        request = ended.request
+        mark = storage.requested(request) if request else storage.BREAKPOINT_GIVEN_UP
+        return Task(ended.group, save, ranks, slots, mark=mark)
 
     def finish(self, ended: Break) -> None:
         """Remove a world that has been stored, or cannot be."""

@@ -169,10 +169,10 @@ class Saver:
             world_size=task.world_size,
             sources=self._state.tasks.sources(task),
             pause=lambda seconds: self._wait_for_peers(task, seconds, began),
-            patience=BREAKPOINT_PATIENCE if task.at_breakpoint else PEER_PATIENCE,
+            patience=PEER_PATIENCE if task.mark == storage.GIVEN_UP else BREAKPOINT_PATIENCE,
             guard=guard,
             metrics=task.metrics,
-            at_breakpoint=task.at_breakpoint,
+            mark=task.mark,
         )
         persist.persist(job)
         if 0 in job.sources:
@@ -207,9 +207,7 @@ class Saver:
     def _give_up(self, task: Task) -> None:
         """Mark a task as given up, so that other nodes stop waiting for it."""
         try:
-            storage.give_up(
-                self._store, self._identity, task.save, at_breakpoint=task.at_breakpoint
-            )
+            storage.give_up(self._store, self._identity, task.save, task.mark)
         except Exception as error:  # noqa: BLE001 - else the thread ends, and all workers wait forever
             logger.warning("Other nodes may wait for step %d in vain: %s", task.step, error)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver.ranks import Checksums, GenerationSlot, RankMemory, Ranks, SaveGroup
+from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.persist import RankPart
 from dlrover.errors import InfrastructureError
 
@@ -19,8 +20,8 @@ class Task:
     ranks: tuple[int, ...]
     """Ranks whose parts this node writes."""
     slots: dict[int, GenerationSlot] = field(default_factory=dict)
-    at_breakpoint: bool = False
-    """True if the save is persisted because the world ended, not on request."""
+    mark: str = storage.GIVEN_UP
+    """Mark file if it is given up: the program asked for it, a user did, or the world ended."""
     given_up: str = ""
     """Cancellation reason; empty while active."""
 

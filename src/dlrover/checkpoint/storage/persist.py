@@ -87,8 +87,8 @@ class PersistJob:
     """Metrics that the training measured at this step; those of rank 0's node count."""
     guard: Callable[[], None] = lambda: None
     """Raises when this world must not publish anything in the directory."""
-    at_breakpoint: bool = False
-    """True if the world has ended; a save that failed before may then be retried."""
+    mark: str = storage.GIVEN_UP
+    """Mark file of this attempt, if it is given up; the training's own one is not made again after another."""
 
     @property
     def step(self) -> int:
@@ -174,7 +174,7 @@ def _refuse_older(job: PersistJob) -> None:
 
 def _refuse_given_up(job: PersistJob, draft: Draft) -> None:
     """Refuse to continue a save that another of its writers has given up."""
-    if storage.is_given_up(job.store, draft, at_breakpoint=job.at_breakpoint):
+    if storage.is_given_up(job.store, draft, job.mark):
         raise InfrastructureError(f"Step {job.step} was not stored: another node gave it up.")
 
 
@@ -269,7 +269,7 @@ def _finish(job: PersistJob, draft: Draft) -> None:
     job.guard()  # the writing may have taken long
     _refuse_older(job)
     _refuse_given_up(job, draft)
-    if job.at_breakpoint:
+    if job.mark != storage.GIVEN_UP:
         storage.remove_marks(job.store, draft)
     # These two may replace those of a stored step, which is untouched up to here.
     job.store.write(join(draft.top, DCP_METADATA), metadata)

@@ -52,7 +52,9 @@ IDENTITY_BYTES = 16
 IDENTITY_WAIT = 10.0
 """Seconds in which another process completes the identity that it has begun to write."""
 GIVEN_UP, BREAKPOINT_GIVEN_UP = "given-up", "given-up.breakpoint"
-"""Mark files of a given-up save: for the training's attempt, and for the last one, at the breakpoint."""
+"""Mark files of a given-up save: for the training's attempt, and for the last one, at the breakpoint.
+
+Each request of a user is an attempt of its own, whose mark is `requested`."""
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -275,33 +277,39 @@ def _info(store: Store, save: SaveId, policy: Policy) -> StepInfo:
     return StepInfo(save.step, save.line, save.number, metrics)
 
 
-def give_up(store: Store, identity: str, save: SaveId, *, at_breakpoint: bool = False) -> None:
-    """Mark a save as given up, for all its writers, present and future.
+def requested(request: str) -> str:
+    """Return the mark file of the attempt that a user's request makes."""
+    return f"{GIVEN_UP}.{request}"
+
+
+def give_up(store: Store, identity: str, save: SaveId, mark: str = GIVEN_UP) -> None:
+    """Mark a save as given up, for all its writers in this attempt, present and future.
 
     Raises:
         OSError: the mark cannot be written, or the directory does not have the ``identity``.
     """
     if identity:
         check_identity(store, identity)
-    store.give_up(save, BREAKPOINT_GIVEN_UP if at_breakpoint else GIVEN_UP)
+    store.give_up(save, mark)
 
 
-def is_given_up(store: Store, draft: Draft, *, at_breakpoint: bool = False) -> bool:
+def is_given_up(store: Store, draft: Draft, mark: str = GIVEN_UP) -> bool:
     """Return True if a writer of a save has given it up, or the save has been published.
 
-    At a breakpoint, only a mark made there counts: a save that failed before is retried.
+    At a breakpoint and on request, only a mark made there counts: a save that failed before is retried.
 
     Raises:
         OSError: the marks cannot be read.
     """
-    marks = [BREAKPOINT_GIVEN_UP] if at_breakpoint else [GIVEN_UP, BREAKPOINT_GIVEN_UP]
-    return store.is_given_up(draft) or any(store.exists(join(draft.marks, mark)) for mark in marks)
+    marks = {mark, BREAKPOINT_GIVEN_UP} if mark == GIVEN_UP else {mark}
+    return store.is_given_up(draft) or any(store.exists(join(draft.marks, each)) for each in marks)
 
 
 def remove_marks(store: Store, draft: Draft) -> None:
-    """Delete the marks of an earlier attempt, which would otherwise become part of the step."""
-    for mark in (GIVEN_UP, BREAKPOINT_GIVEN_UP):
-        store.delete(join(draft.marks, mark))
+    """Delete the marks of earlier attempts, which would otherwise become part of the step."""
+    for name in store.names(draft.marks):
+        if name.startswith(GIVEN_UP):
+            store.delete(join(draft.marks, name))
 
 
 def remove_unfinished(store: Store, session: int, idle: float = 0.0) -> None:

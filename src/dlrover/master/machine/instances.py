@@ -62,11 +62,12 @@ class Instances:
     def have_succeeded(self) -> bool:
         """True in a job of instances once all of them have succeeded."""
         # This is asked after each input of any job, so that counting its nodes would be quadratic.
-        if not self.state.job.instances:
+        state = self.state
+        if not state.job.instances or state.succeeded < state.scaling.wanted:
             return False
-        nodes = self.state.nodes.values()
+        nodes = state.nodes.values()
         done = {node.node_rank for node in nodes if node.status is NodeStatus.SUCCEEDED}
-        return done.issuperset(self.state.scaling.ranks)
+        return done.issuperset(state.scaling.ranks)
 
     def next_round(self, node: Node) -> int:
         """Return the number of the round that an instance may join."""

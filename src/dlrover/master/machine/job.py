@@ -469,7 +469,7 @@ class JobMachine:
     def _check_spares(self, now: float) -> None:
         """Check new spares, and nodes that are to take lost ones' places, while the world trains."""
         rdzv, checks = self.rendezvous, self.checks
-        if rdzv.collecting or self.adoption.pending:
+        if rdzv.collecting or self.adoption.pending or not self.job.node_check:
             return
         fitting = self.rounds.fitting()
         offers = self.spares.offers | {i: rdzv.offers[i] for i in self.spares.standing} | fitting

@@ -67,7 +67,7 @@ class Rendezvous:
     @property
     def size(self) -> Size:
         """Size of the last completed round's world."""
-        return self.count(set(self.members))
+        return self.count(set(self.members) if self.servers else self.members)
 
     @property
     def last_round(self) -> int:

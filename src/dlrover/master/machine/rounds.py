@@ -72,13 +72,16 @@ class Rounds:
     @property
     def is_about_to_end(self) -> bool:
         """True if some workers of the running world have finished."""
-        return not self.state.rendezvous.collecting and any(self._finished())
+        state = self.state
+        return not state.rendezvous.collecting and state.succeeded > 0 and any(self._finished())
 
     @property
     def has_succeeded(self) -> bool:
         """True if all workers of the running world have finished."""
-        rdzv = self.state.rendezvous
-        return not rdzv.collecting and bool(rdzv.members) and all(self._finished())
+        state, rdzv = self.state, self.state.rendezvous
+        least = len(rdzv.members) - len(rdzv.servers) - len(state.membership.holes)
+        ends = not rdzv.collecting and bool(rdzv.members) and state.succeeded >= least
+        return ends and all(self._finished())
 
     def _finished(self) -> Iterator[bool]:
         """Yield for each worker node of the world that is there whether it has finished; servers never end alone."""

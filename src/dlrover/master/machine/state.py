@@ -144,6 +144,8 @@ class JobState:
     #: patterns of failures, and their meaning
     table: RuleTable = field(default_factory=RuleTable)
     nodes: dict[int, Node] = field(default_factory=dict)
+    #: number of nodes whose workers have succeeded; after each input, a search would take too long
+    succeeded: int = 0
     #: when a disconnected node counts as lost; only for nodes that are neither connected nor final
     lost_at: Deadlines = field(default_factory=Deadlines)
     progress: StepProgress = field(default_factory=StepProgress)
@@ -223,6 +225,8 @@ class JobState:
     def move(self, node: Node, status: NodeStatus) -> None:
         """Change a node's status."""
         assert status in TRANSITIONS[node.status], f"{node.id}: {node.status} -> {status}"
+        done = NodeStatus.SUCCEEDED
+        self.succeeded += (status is done) - (node.status is done)
         node.status = status
 
     def end(
@@ -280,6 +284,8 @@ class JobState:
         for node_id in self.lost_at:
             assert not self.nodes[node_id].connected, "a connected node is being given up"
             assert not self.nodes[node_id].status.final, "a lost node is being given up"
+        done = sum(node.status is NodeStatus.SUCCEEDED for node in self.nodes.values())
+        assert self.succeeded == done, "a node has succeeded unnoticed"
         assert self.progress.steps >= 0
         assert self.progress.earlier_steps >= 0
         if self.incident is not None:

@@ -6,6 +6,8 @@ rank may be lost and started again: each of its processes is one *attempt*.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Mapping
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -32,6 +34,11 @@ class Members(msgspec.Struct, frozen=True, tag="members"):
     """True once a rank has finished the training: no rank joins any more."""
     steps: Count = 0
     """Optimizer steps of the training ranks in this round, as far as known when a rank asks to join."""
+
+
+def checksum(attempts: Mapping[int, int]) -> int:
+    """Return a number that depends on which ranks train, and in which attempts."""
+    return zlib.crc32(msgspec.msgpack.encode(sorted(attempts.items())))
 
 
 class JoinMembers(msgspec.Struct, frozen=True, array_like=True, tag="join_members"):
@@ -71,6 +78,8 @@ class Meet(msgspec.Struct, frozen=True, array_like=True, tag="meet"):
 
     round: Count
     number: Count
+    ranks: Count
+    """Checksum of the membership's ranks: a master that has lost its journal may give its number to another one."""
     put: Annotated[dict[_Key, bytes], msgspec.Meta(max_length=MAX_KEYS)] = {}
     after: Count = 0
     """Number of keys that the rank has read: it gets the next ones, in the order in which they were set."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrover.spec.requests.membership import MAX_VALUE, Meet, Met
+from dlrover.spec.requests.membership import MAX_VALUE, Meet, Met, checksum
 from dlrover.training.replicas.link import Link
 
 TIMEOUT = timedelta(minutes=30)
@@ -36,9 +36,9 @@ class Changed(Exception):  # noqa: N818 - control flow: the membership is over
 class MeetingStore(dist.Store):  # type: ignore[misc]
     """torch's store for one membership, in the memory of the job's master: no rank holds it. Each key is set once."""
 
-    def __init__(self, link: Link, round_: int, number: int) -> None:
+    def __init__(self, link: Link, round_: int, number: int, attempts: dict[int, int]) -> None:
         super().__init__()
-        self._link, self._of = link, (round_, number)
+        self._link, self._of = link, (round_, number, checksum(attempts))
         self._own: dict[str, bytes] = {}
         self._known: dict[str, bytes] = {}
         self._read = 0
@@ -98,7 +98,7 @@ class MembershipGroup:
         self._sockets: list[socket.socket] = []
         self._backend: Any = None
         if len(self.ranks) > 1:
-            self._connect(MeetingStore(link, round_, number))
+            self._connect(MeetingStore(link, round_, number, attempts))
 
     def _connect(self, store: MeetingStore) -> None:
         with _forming:  # the sockets of one group at a time are new
@@ -143,7 +143,7 @@ class MembershipGroup:
         options.reduceOp = dist.ReduceOp.SUM if average else reduction
         self._wait([self._backend.allreduce([tensor], options) for tensor in tensors])
         for tensor in tensors if average else ():
-            tensor.div_(len(self.ranks))
+            tensor.copy_(tensor / len(self.ranks))  # integers, too, as Lightning has them
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensor of each rank, in the order of ``ranks``."""

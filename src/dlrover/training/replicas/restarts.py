@@ -74,9 +74,10 @@ class _Restarts:
         reply = self._link.ask(join if given.attempt else LookMembers(given.round))
         assert isinstance(reply, MembersNow)
         while True:
-            self._number = self._all_there().number
+            members = self._all_there()
+            self._number = members.number
             try:
-                with self._group():
+                with self._group(members):
                     result = function()
             except Exception as error:  # any of the program's: what a lost rank causes in it
                 if self._link.wait(self._is_newer, NEWS_LIMIT) is None or self._link.over:
@@ -103,9 +104,9 @@ class _Restarts:
         return found
 
     @contextlib.contextmanager
-    def _group(self) -> Iterator[None]:
+    def _group(self, members: Members) -> Iterator[None]:
         """Let ``init_process_group`` meet the ranks of this membership; destroy the groups in the end."""
-        store = MeetingStore(self._link, self._given.round, self._number)
+        store = MeetingStore(self._link, self._given.round, members.number, members.attempts)
         self._left.clear()
         with self._lock:
             self._before, self._running = connections(), True

@@ -228,6 +228,9 @@ class Survivors:
                     f"Rank {self.rank} cannot add up tensors with the others, though no rank is lost."
                 )
             self._link.ask(RenewMembers(self._round, self.rank, self._attempt, last))
+        elif self.rank not in members.attempts:
+            # A master that has lost its journal does not know that this rank had joined.
+            self._link.ask(JoinMembers(self._round, self.rank, self._attempt))
         mine = self._link.wait(
             lambda m: m.number > last and m.attempts.get(self.rank) == self._attempt, EXCLUDED_LIMIT
         )

@@ -37,17 +37,14 @@ class CheckRun:
     groups: list[tuple[int, ...]] = field(default_factory=list)
     #: answers to these orders
     reports: dict[int, CheckReport] = field(default_factory=dict)
+    #: nodes whose answers are awaited; without any, the round is over
+    missing: set[int] = field(default_factory=set)
     #: nodes lost during the check
     gone: set[int] = field(default_factory=set)
     #: True if spares are checked beside a world: a round that opens ends the check
     aside: bool = False
     #: notes on the nodes' clocks
     clocks: list[CheckFinding] = field(default_factory=list)
-
-    @property
-    def missing(self) -> set[int]:
-        """Nodes whose answers are awaited; without any, the round is over."""
-        return self.orders.keys() - self.reports.keys() - self.gone
 
 
 @dataclass
@@ -94,7 +91,8 @@ class Checks:
         due = [node for node in nodes if node not in self.passed]
         others = [node for node in nodes if node in self.passed]
         helpers = others[: max(2, len(due))]
-        taking_part = [node for node in nodes if node in due or node in helpers]
+        chosen = {*due, *helpers}
+        taking_part = [node for node in nodes if node in chosen]
         self.count += 1
         self.run = CheckRun(
             number=self.count,
@@ -118,6 +116,7 @@ class Checks:
         if run is None or not expected or node not in run.missing:
             return []
         run.reports[node] = report
+        run.missing.discard(node)
         run.clocks += _clock_notes(
             node, run.orders[node], report, now, self.job.limits.clock_offset
         )
@@ -126,9 +125,10 @@ class Checks:
     def lose(self, node: int, now: float) -> list[inputs.Command]:
         """Remove a lost node; the trials that it took part in do not count."""
         self.passed.discard(node)
-        if self.run is None or node not in self.run.evidence.nodes:
+        if self.run is None or node not in self.run.offers:
             return []
         self.run.gone.add(node)
+        self.run.missing.discard(node)
         return self._go_on(now)
 
     def time_out(self, now: float) -> list[inputs.Command]:
@@ -147,6 +147,7 @@ class Checks:
             self.run.reports[node] = CheckReport(
                 check=order.check, round=order.round, results=(silent,)
             )
+        self.run.missing.clear()
         return self._go_on(now)
 
     def conclude(self, now: float) -> tuple[list[CheckFinding], dict[int, CheckFinding]] | None:
@@ -173,12 +174,14 @@ class Checks:
         run.round += 1
         run.round_began = now
         pairs = [group for group in groups if len(group) > 1]
-        alone = set(local).difference(*pairs)
+        local = set(local)
+        alone = local.difference(*pairs)
         run.groups = [*pairs, *((node,) for node in run.evidence.nodes if node in alone)]
         run.reports = {}
         run.orders = {
             node: self._order(group, node in local, now) for group in run.groups for node in group
         }
+        run.missing = set(run.orders)
         return [inputs.Say(node, order) for node, order in run.orders.items()]
 
     def _order(self, group: tuple[int, ...], local: bool, now: float) -> CheckOrder:
@@ -230,6 +233,7 @@ class Checks:
         assert run.reports.keys() <= set(members), "a report of a node without a group"
         assert 1 <= run.round <= max(1, self.job.limits.check_rounds)
         assert not run.orders or run.missing, "a round without an end"
+        assert run.missing == run.orders.keys() - run.reports.keys() - run.gone
 
 
 def findings_of(

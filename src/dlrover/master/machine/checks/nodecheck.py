@@ -93,8 +93,8 @@ def _told(result: ProbeResult) -> str:
 
 def _reach(evidence: CheckEvidence, faulty: Collection[int]) -> Standing:
     """Evaluate the network trials; ignore failed trials with a broken node, since they say nothing."""
-    trials = evidence.trials
-    bad = [t.nodes for t in trials if t.failed and not set(t.nodes) & set(faulty)]
+    trials, known = evidence.trials, set(faulty)
+    bad = [t.nodes for t in trials if t.failed and known.isdisjoint(t.nodes)]
     good = [t.nodes for t in trials if not t.failed]
     return standing(bad, good, evidence.trusted)
 
@@ -117,10 +117,12 @@ def _doubts(evidence: CheckEvidence, faulty: set[int], reach: Standing) -> list[
     """Return findings on nodes that the network trials do not show to be sound or at fault."""
     found = []
     known = faulty | reach.guilty
+    open_ = reach.doubtful | reach.sound
     unexplained = [
-        t for t in evidence.trials if t.failed and set(t.nodes) <= reach.doubtful | reach.sound
+        t
+        for t in evidence.trials
+        if t.failed and open_.issuperset(t.nodes) and not reach.sound.issuperset(t.nodes)
     ]
-    unexplained = [t for t in unexplained if not set(t.nodes) <= reach.sound]
     suspects = {node for t in unexplained for node in t.nodes} & reach.doubtful
     if suspects:
         nodes = tuple(sorted(suspects))
@@ -129,8 +131,9 @@ def _doubts(evidence: CheckEvidence, faulty: set[int], reach: Standing) -> list[
             f"undetermined: any of {who} or their links may be at fault ({unexplained[-1].failed})"
         )
         found.append(CheckFinding(Kind.UNDETERMINED, nodes, Component.NETWORK, message))
+    judged = suspects | known | reach.sound
     for node in evidence.nodes if len(evidence.nodes) > 1 else ():
-        if node not in suspects | known | reach.sound:
+        if node not in judged:
             message = "it met no node that is known to be sound"
             found.append(CheckFinding(Kind.UNTESTED, (node,), Component.NETWORK, message))
     return found
@@ -144,12 +147,12 @@ def _slow_parts(
 ) -> list[CheckFinding]:
     found = []
     for (component, name), slowness in _figures(evidence, faulty).items():
-        median = statistics.median_low(slowness.values())
+        median, least = statistics.median_low(slowness.values()), min(slowness.values())
         slow = {node: s / median for node, s in slowness.items() if s > ratio * median}
-        fast = sum(s <= ratio * min(slowness.values()) for s in slowness.values())
+        fast = sum(s <= ratio * least for s in slowness.values())
         part = f"{name}: " if name else ""
         if not slow and 2 * fast < len(slowness):
-            nodes = tuple(n for n, s in slowness.items() if s > ratio * min(slowness.values()))
+            nodes = tuple(n for n, s in slowness.items() if s > ratio * least)
             message = f"{part}most nodes are much slower than the fastest"
             found.append(CheckFinding(Kind.NOTE, nodes, component, message))
         found += [
@@ -247,17 +250,18 @@ def next_pairs(evidence: CheckEvidence, ratio: float) -> list[tuple[int, ...]]:
     """Return the pairs of the next round; empty if further trials would add nothing."""
     faulty = {node for finding in _broken_parts(evidence) for node in finding.nodes}
     reach, speed = _reach(evidence, faulty), _speed(evidence, ratio)
-    active = [n for n in evidence.nodes if n not in faulty | reach.guilty]
+    out, slow = faulty | reach.guilty, speed.doubtful | speed.guilty
+    active = [n for n in evidence.nodes if n not in out]
     if len(active) < 2:
         return []
     met = {frozenset(trial.nodes) for trial in evidence.trials}
     times = _best_times(evidence)
-    sure = [n for n in active if n in reach.sound and n not in speed.doubtful | speed.guilty]
+    sure = [n for n in active if n in reach.sound and n not in slow]
     sure.sort(key=lambda n: times.get(n, 0.0))
     open_ = [n for n in active if n not in reach.sound or n in speed.doubtful]
     open_.sort(key=lambda n: -times.get(n, float("inf")))
     pairs = _match(open_, sure, met)
-    if not (open_ or evidence.trusted or speed.guilty or speed.doubtful):
+    if not (open_ or evidence.trusted or slow):
         pairs, _ = _closing(active, evidence.trials)
         pairs = [pair for pair in pairs if frozenset(pair) not in met]
     return pairs
@@ -295,7 +299,8 @@ def _closing(active: Sequence[int], trials: Sequence[Trial]) -> tuple[list[tuple
     A few slow nodes could be in every pair. Disjoint pairs of all nodes rule that out: with fewer slow nodes
     than pairs, one pair has none. An odd node has to meet both nodes of one pair.
     """
-    passed = [t.nodes for t in trials if not t.failed and set(t.nodes) <= set(active)]
+    present = set(active)
+    passed = [t.nodes for t in trials if not t.failed and present.issuperset(t.nodes)]
     partner = max(_disjoint(passed), _disjoint(passed[::-1]), key=len)
     loose = [node for node in active if node not in partner]
     pairs: list[tuple[int, ...]] = [(loose[i], loose[i + 1]) for i in range(0, len(loose) - 1, 2)]
