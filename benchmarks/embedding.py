@@ -1,4 +1,4 @@
-"""What a table that is ten times as large as its memory costs beside one that lies in memory as a whole.
+"""What a table that is ten times as large as its memory costs beside one in memory, and how long its growth makes wait.
 
 Keys come by a power law (zipf, exponent 1.05); each batch is looked up and updated. The table on disk is measured
 with the kernel's page cache as it is, and with its files dropped from the cache before each batch.
@@ -9,7 +9,9 @@ with the kernel's page cache as it is, and with its files dropped from the cache
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import mmap
 import os
 import platform
 import signal
@@ -28,6 +30,8 @@ from dlrover._native.cold import NativeReader
 from dlrover.embedding import HashTable, Spill
 
 DIM, BATCH, TENTH = 64, 8192, 10
+HUGE = 2 << 20
+"""Bytes of a huge page."""
 ROW = 16 + 8 * DIM
 """Bytes of a row with its header and the state of Adagrad."""
 
@@ -186,6 +190,49 @@ def killed(count: int, place: str) -> dict[str, float]:
         }
 
 
+def growth(count: int, batch: int) -> dict[str, Any]:
+    """How long lookups of new keys wait; beside it, how long the first touch of a huge page takes, and the next one.
+
+    CPU time is what the lookup itself takes while other work keeps the processors busy.
+    """
+    table = HashTable(DIM)
+    keys = np.random.default_rng(0).permutation(count)
+    lookups = [
+        timed(functools.partial(table.lookup, some))
+        for some in np.array_split(keys, count // batch)
+    ]
+    return {
+        "batch": batch,
+        "lookup of new keys": waited(lookups),
+        "first touch of 2 MiB": waited(touches()),
+        "touch of 2 MiB that were just freed": waited(touches()),
+    }
+
+
+def touches() -> list[tuple[float, float]]:
+    """Times of touches of new huge pages."""
+    with mmap.mmap(-1, 256 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        pages = range(0, 256 * HUGE, HUGE)
+        return [timed(functools.partial(memory.__setitem__, page, 1)) for page in pages]
+
+
+def timed(call: Callable[[], object]) -> tuple[float, float]:
+    """Wall and CPU time of a call, ms."""
+    wall, cpu = time.perf_counter(), time.thread_time()
+    call()
+    return (time.perf_counter() - wall) * 1e3, (time.thread_time() - cpu) * 1e3
+
+
+def waited(times: list[tuple[float, float]]) -> dict[str, list[float]]:
+    """Median, 99th percentile and maximum of wall and CPU times, ms."""
+    both = zip(("wall, ms", "CPU, ms"), zip(*times, strict=True), strict=True)
+    return {
+        name: [round(float(np.percentile(each, p)), 2) for p in (50, 99, 100)]
+        for name, each in both
+    }
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -200,6 +247,7 @@ def main() -> None:
         "load before": os.getloadavg()[0],
         "rows": given.rows,
     }
+    found["growth"] = [growth(given.rows, batch) for batch in (1024, BATCH)]
     found["tiers"] = tiers(given.rows, given.seconds, given.place)
     table = HashTable(DIM)
     whole = {"insert, M keys/s": fill(table, given.rows, lambda: None)}

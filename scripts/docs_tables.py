@@ -98,6 +98,7 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.StepsUndone(2, 412, 400),
     events.StepStored("/data/checkpoints", 1200, "dlrover ckpt save"),
     events.NodeSucceeded(0),
+    events.HotServer(0, 1.62, 1.09, 5),
     events.FirstSize(
         4, "started from 2 similar past jobs, the nearest is my-job (similarity 1.00)"
     ),

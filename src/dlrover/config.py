@@ -176,6 +176,7 @@ def _accepted(kind: Any) -> str:
 
 ABOVE_ZERO = (
     "heartbeat_interval", "restart_window", "hang_sample_gap", "slow_rank_window", "usage_interval",
+    "hot_server_window",
     "autoscale_window", "autoscale_interval", "check_timeout",
 )  # fmt: skip
 """Limits that must not be 0; all others may be 0 unless `RANGES` excludes it."""

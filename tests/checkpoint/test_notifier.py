@@ -112,13 +112,13 @@ def test_a_save_that_is_stored_while_the_saver_is_asked_is_told(checkpointer, mo
 
     def slow():
         asked.set()
-        assert answers.wait(10)
+        assert answers.wait(60)
         return newest()
 
     monkeypatch.setattr(checkpointer._notifier, "_newest", slow)
     one = Committing(1)
     checkpointer.save(1, {"one": one}, to="storage")
-    assert asked.wait(10)
+    assert asked.wait(60)
     one.value = 2
     checkpointer.save(2, {"one": one}, to="storage")
     checkpointer._client.wait()

@@ -26,7 +26,7 @@ DOORS = {
     "dlrover.checkpoint": {"Checkpointer", "KeepBest", "KeepEvery", "KeepLast", "LoadRecord", "Shard"},
     "dlrover.data": {
         "Csv", "ElasticDataLoader", "ElasticDataset", "JsonLines", "Lines", "Message", "Parquet", "Records",
-        "Stream", "Table", "TfRecords",
+        "Stream", "Table", "TfRecords", "write_stream",
     },
     "dlrover.embedding": {
         "BloomAdmission", "ChanceAdmission", "CountAdmission", "EmbeddingOptimizer", "Expiry", "HashEmbedding",
@@ -51,7 +51,7 @@ NEEDS = {
     "ElasticDataset": "torch", "ElasticDataLoader": "torch", "ElasticTrainer": "torch",
     "ElasticDistributedSampler": "torch", "Replicas": "torch", "restartable": "torch", "Checkpointer": "torch", "LoadRecord": "torch", "Shard": "torch",
     "EmbeddingOptimizer": "torch", "HashEmbedding": "torch", "HashEmbeddingBag": "torch", "prefetched": "torch",
-    "dataset": "tensorflow", "resilient": "tensorflow", "traced": "torch", "auto_accelerate": "torch", "AutoAccelerateResult": "torch", "clip_grad_norm_": "torch", "Optimizer": "sqlalchemy",
+    "write_stream": "ray", "dataset": "tensorflow", "resilient": "tensorflow", "traced": "torch", "auto_accelerate": "torch", "AutoAccelerateResult": "torch", "clip_grad_norm_": "torch", "Optimizer": "sqlalchemy",
     **dict.fromkeys(("AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT"), "torch"),
     **dict.fromkeys(("GroupAdagrad", "GroupAdam", "WSAM"), "torch"),
 }  # fmt: skip

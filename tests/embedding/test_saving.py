@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from dlrover.embedding.remote import saving, stored
 from dlrover.embedding.remote.client import ServerGroup
 from dlrover.embedding.remote.saving import TableCheckpoints
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.spec.requests.placement import SLOTS
+from dlrover.spec.requests.placement import SLOTS, MoveSlots
 from tests.embedding.servers import DIM, OPTIONS, Model, cluster, expire, train
 
 pytestmark = pytest.mark.timeout(60)
@@ -90,6 +91,43 @@ def test_a_lost_server_has_the_rows_of_the_last_save_and_the_others_newer_ones(
         check(group, expected, model)
         train(group, expected, 2, seed=2)
         assert made.recovered == [SLOTS // 2]
+
+
+def test_slots_that_move_during_a_save_or_a_load_are_in_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        train(group, model, 3)
+        order, moved = saving._OrderLink.order, list[saving.Op]()
+        late = {saving.Op.EXPORT: 1, saving.Op.LOAD: 0}
+        early = {op: threading.Event() for op in late}
+
+        def move_before(link: saving._OrderLink, op: saving.Op, body: bytes) -> bytes:
+            """One server carries out its order when the other has, and slots have moved then."""
+            if link.index == late.get(op) and op not in moved:
+                moved.append(op)
+                assert early[op].wait(10)
+                owners = made.directory.placement.owners
+                slots = [slot for slot, owner in enumerate(owners) if owner == 0]
+                made.directory.ask(MoveSlots(0, 2.0, 1.0, dict.fromkeys(slots[:10], 1)))
+                made.settle(lambda placement: not placement.moves)
+            reply = order(link, op, body)
+            if op in early:
+                early[op].set()
+            return reply
+
+        monkeypatch.setattr(saving._OrderLink, "order", move_before)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        checkpoints.save(3)
+        checkpoints.wait()
+        (full,) = stored.manifests(open_store(str(tmp_path)))
+        assert sum(part.rows for part in full.parts) == len(model)
+        saved = copy(model)
+        train(group, model, 3, seed=1)
+        assert checkpoints.load() == 3
+        assert moved == [saving.Op.EXPORT, saving.Op.LOAD]
+        check(group, saved, model)
 
 
 def test_after_a_failed_save_the_next_one_is_full(

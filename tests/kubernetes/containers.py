@@ -36,7 +36,7 @@ class Container:
                 self.process = subprocess.Popen(
                     ["setpriv", "--pdeathsig", "KILL", *command],
                     env=env,
-                    cwd=self.folder,
+                    cwd=self.spec.get("workingDir") or self.folder,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -384,6 +384,86 @@ def test_a_decision_depends_on_nothing_but_what_it_is_told() -> None:
     assert reconcile(seen, START, "dlrover:latest", "t") == first
 
 
+# ---- jobs of several roles
+
+
+def roles(**spec: Any) -> dict[str, Any]:
+    """A job of several roles."""
+    made = job(roles={"rollout": {"entry": "serving:Rollout"}}, **spec)
+    made["spec"]["replicaSpecs"] = {
+        names.MASTER_ROLE: {"template": {"spec": {"containers": [{"name": "main", "image": "i"}]}}}
+    }
+    return made
+
+
+def of_role(parent: dict[str, Any]) -> World:
+    """The job of one of its roles, whose master runs."""
+    owner = objects.owner(validation.parse(parent))
+    world = World({**job(), "metadata": {**job()["metadata"], "ownerReferences": [owner]}})
+    world.parent = parent
+    world.settle()
+    assert world.master is not None
+    world.run(world.master)
+    world.settle()
+    return world
+
+
+def test_a_coordinator_may_make_and_remove_the_jobs_of_its_roles_alone() -> None:
+    world = World(roles())
+    world.settle()
+    assert world.master is not None
+    world.run(world.master)
+    world.settle()
+    assert (world.status["phase"], world.status["message"]) == (
+        "Running",
+        "The coordinator is running.",
+    )
+    of_jobs = [
+        rule for rule in world.objects["Role", OWN]["rules"] if rule["resources"] == ["elasticjobs"]
+    ]
+    assert [(rule["verbs"], rule.get("resourceNames")) for rule in of_jobs[1:]] == [
+        (["create"], None),
+        (["get", "list", "watch", "delete"], ["digits-rollout"]),
+    ]
+    asked = {verb for rule in of_jobs for verb in rule["verbs"]}
+    (own,) = [rule for rule in objects.operator_rules() if rule["resources"] == ["elasticjobs"]]
+    assert asked <= set(own["verbs"])
+
+
+def test_the_job_of_a_role_has_the_token_of_the_job_it_belongs_to() -> None:
+    parent = roles()
+    parent["metadata"] |= {"name": "numbers", "uid": "uid-2"}
+    world = of_role(parent)
+    assert not [name for kind, name in world.objects if kind == "Secret"]
+    assert world.master is not None
+    (source,) = [
+        one["valueFrom"]["secretKeyRef"]["name"]
+        for one in world.master["spec"]["containers"][0]["env"]
+        if one["name"] == "DLROVER_TOKEN"
+    ]
+    assert source == names.own_name("numbers", "uid-2")
+
+
+@pytest.mark.parametrize("how", ["suspended", "ended", "ended before", "another"])
+def test_the_job_of_a_role_ends_with_the_job_it_belongs_to(how: str) -> None:
+    parent = roles()
+    world = of_role(parent)
+    parent["spec"]["suspend"] = how == "suspended"
+    if how != "suspended":
+        assert world.job is not None
+        parent["status"] = {"completionTime": "2026-01-02T03:04:05Z"}
+        if how == "ended before":
+            assert world.master is not None
+            world.end(world.master, 1)  # its pods are kept for their logs
+            parent.pop("status")
+            world.settle()
+            parent["status"] = {"completionTime": "2026-01-02T03:04:05Z"}
+        elif how == "another":
+            parent["metadata"]["uid"] = "uid-9"
+    world.settle()
+    assert (world.job is None) == (how in ("suspended", "ended"))
+
+
 # ---- conditions, and the time that a job may be active
 
 

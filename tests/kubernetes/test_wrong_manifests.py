@@ -49,6 +49,12 @@ WRONG: dict[str, tuple[str, Any, str]] = {
         {"dlrover-master": {}},
         "spec.replicaSpecs is dlrover-master: accepted is at least one role that trains",
     ),
+    "roles beside workers": (
+        "spec.roles",
+        {"main": {"entry": "main.py"}},
+        "spec.replicaSpecs is worker: accepted is dlrover-master alone beside spec.roles, with an image",
+    ),
+    "a role that is no map": ("spec.roles", {"main": 1}, "spec.roles.main is 1: accepted is"),
     "no pod": (
         f"{WORKER}.replicas",
         0,

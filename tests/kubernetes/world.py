@@ -26,6 +26,7 @@ class World:
         self.uids = 0
         self.decision = Decision()
         self.rivals: list[Claim] = []
+        self.parent: Manifest | None = None
 
     @property
     def master(self) -> Manifest | None:
@@ -58,7 +59,9 @@ class World:
         if self.job is None:
             return Decision()
         service = self.objects.get(("Service", names.master_name(self.name)))
-        seen = Observed(copy.deepcopy(self.job), copy.deepcopy(self.pods), service, self.rivals)
+        seen = Observed(
+            copy.deepcopy(self.job), copy.deepcopy(self.pods), service, self.rivals, self.parent
+        )
         before = copy.deepcopy(self.objects)
         self.decision = reconcile(seen, self.now, "dlrover:1", f"token-{self.uids}")
         assert self.objects == before

@@ -1,4 +1,4 @@
-"""``dlrover-run --embedding-servers``: a killed server has the saved rows again; others come and go."""
+"""``dlrover-run --embedding-servers``: a killed server has the saved rows again; others come and go; a hot one cools."""
 
 import os
 import signal
@@ -12,9 +12,10 @@ FIRST_SERVER = 1 << 20
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
-def test_servers_are_killed_and_added_and_no_saved_row_is_lost(run) -> None:
+def test_servers_are_killed_added_and_hot_and_no_saved_row_is_lost(run) -> None:
     out = run.directory / "out"
     out.mkdir()
+    run.env["DLROVER_HOT_SERVER_WINDOW"] = "4"
     launch = run("--embedding-servers=2", run.scripts / "embedding.py", out)
     launch.until((out / "saved").exists, 60, "a saved step")
 
@@ -37,6 +38,12 @@ def test_servers_are_killed_and_added_and_no_saved_row_is_lost(run) -> None:
     rows, expected = map(int, (out / "rows").read_text().split())
     assert rows == expected > 4000
     assert len(launch.events_of(events.RoundOpened)) == 1, "the worker was never restarted"
+    before, after = map(float, (out / "hottest").read_text().split())
+    assert before > 1.5
+    assert after <= 1.25
+    first, *_ = launch.events_of(events.HotServer)
+    assert first.body.server == 0
+    assert first.body.slots < 60, "few slots are enough"
 
 
 def test_embedding_servers_exclude_servers(run) -> None:

@@ -29,6 +29,9 @@ END = 60.0
 """Seconds for what a job leaves in the cluster to go away."""
 HEAD = ("--head", "--include-dashboard=false", "--ray-client-server-port={}", "--num-cpus=0")
 
+OF_RAY_DATA = ("AutoscalingCoordinator", "_dataset_stats_actor")
+"""Namespaces of the actors that Ray Data leaves in each cluster."""
+
 
 class Cluster:
     """A head without CPUs, on which masters run, and nodes with one CPU each."""
@@ -107,11 +110,15 @@ class Cluster:
 
     def masters(self) -> list[psutil.Process]:
         """The processes of the master actors."""
+        return self.titled("MasterA")
+
+    def titled(self, title: str) -> list[psutil.Process]:
+        """The processes of actors and tasks whose names begin so, up to 10 characters."""
         found = []
         for node in self._nodes:
             with contextlib.suppress(psutil.Error):
                 below = psutil.Process(node.pid).children(recursive=True)
-                found += [one for one in below if one.name().startswith("ray::MasterA")]
+                found += [one for one in below if one.name().startswith(f"ray::{title}")]
         return found
 
     def left(self) -> list[object]:
@@ -120,7 +127,9 @@ class Cluster:
 
         groups = ray.util.placement_group_table().values()
         rest: list[object] = [g["name"] for g in groups if g["state"] != "REMOVED"]
-        return [*rest, *ray.util.list_named_actors(all_namespaces=True), *self.agents()]
+        actors = ray.util.list_named_actors(all_namespaces=True)
+        ours = [actor for actor in actors if actor["namespace"] not in OF_RAY_DATA]
+        return [*rest, *ours, *self.agents()]
 
     def is_empty(self) -> None:
         """Fail unless everything that jobs made goes away."""

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from dlrover.cli.main import app
 from dlrover.errors import ConfigurationError
 from dlrover.roles import Job, capacity
-from dlrover.roles.loading import load
+from dlrover.roles.loading import load, of_options, to_options
 from dlrover.roles.spec import EntryForm, Failover, RoleKind
 
 PROGRAM = "class Work:\n    def run(self): ...\n\ndef main(): ...\n"
@@ -59,6 +59,9 @@ def test_yaml_and_python_say_the_same(folder: Path) -> None:
         " .role('main', 'work.main', kind='driver', depends_on=['trainer', 'rollout']))\n"
     )
     assert load(str(folder / "job.py")) == found
+    options = {role.name: to_options(role, str(folder)) for role in found.roles}
+    assert of_options("grpo", options, folder) == found
+    assert options["trainer"]["entry"] == "work.py --lr 0.1"
     trainer, rollout, main = found.roles
     assert trainer.entry.args == ("--lr", "0.1")
     assert (trainer.least, trainer.most, trainer.kind) == (1, 2, RoleKind.ELASTIC)
@@ -155,21 +158,32 @@ def test_roles_of_one_group_take_turns_with_what_they_need(folder: Path) -> None
 
 def test_the_command_exits_with_2(folder: Path) -> None:
     (folder / "job.yaml").write_text("name: x\nroles: {a: {entry: work.py}}\n")
-    (folder / "turns.yaml").write_text("name: x\nroles: {a: {entry: work.py, collocate: g}}\n")
+    wrong = {
+        "turns": "a: {entry: work.py, collocate: g}",
+        "half": "a: {entry: work.py, resources: {gpu: 0.5}}",
+        "upper": "A: {entry: work.py}",
+    }
+    for name, role in wrong.items():
+        (folder / f"{name}.yaml").write_text(f"name: x\nroles: {{{role}}}\n")
+    turns, half, upper = (str(folder / f"{name}.yaml") for name in wrong)
     (below := folder / "below").mkdir()
     job, ray = str(folder / "job.yaml"), ("--platform", "ray")
+    pods, image = ("--platform", "kubernetes"), ("--image", "train:1")
     for words, says in (
         ([str(folder / "gone.yaml")], "the file does not exist"),
-        (
-            [job, "--platform", "kubernetes"],
-            "kubernetes is not supported yet; must be local or ray",
-        ),
-        ([job, "--platform", "slurm"], "slurm: must be local or ray"),
+        ([job, "--platform", "slurm"], "slurm: must be local, ray or kubernetes"),
+        ([job, "--image", "train:1"], "--image train:1: needs --platform kubernetes"),
+        ([job, *pods, "--ray-address", "h:1"], "--ray-address h:1: needs --platform ray"),
+        ([job, *pods], "--platform kubernetes needs --image"),
+        ([job, *pods, *image, "--kubeconfig", str(below)], "cannot be read"),
+        ([turns, *pods, *image], "role a: collocate g: with --platform kubernetes"),
+        ([half, *pods, *image], "role a: resources gpu 0.5: Kubernetes gives a pod whole GPUs"),
+        ([upper, *pods, *image], "role A: the ElasticJob x-A cannot have that name"),
         ([job, "--ray-address", "h:1"], "--ray-address h:1: needs --platform ray"),
         ([job, *ray, "--ray-address", "ray://h:1"], "runs on a machine of the cluster"),
         ([job, *ray, "--ray-working-dir", str(folder / "no")], "there is no such directory"),
         ([job, *ray, "--ray-working-dir", str(below)], "is not below it"),
-        ([str(folder / "turns.yaml"), *ray], "role a: collocate g: with --platform ray"),
+        ([turns, *ray], "role a: collocate g: with --platform ray"),
     ):
         result = CliRunner().invoke(app, ["roles", *words])
         assert isinstance(result.exception, ConfigurationError)

@@ -318,7 +318,12 @@ def master(  # noqa: PLR0913 - each is an option of the command
     if platform:
         from dlrover.kubernetes.platform import job as elastic_job  # noqa: PLC0415 - an extra
 
-        request = elastic_job.request(asyncio.run(elastic_job.fetch(env)))
+        found = asyncio.run(elastic_job.fetch(env))
+        if found.spec.roles:
+            from dlrover.cli.cluster.rolesonkubernetes import coordinate  # noqa: PLC0415 - loads grpc
+
+            raise typer.Exit(coordinate(found, env, job_dir, port))
+        request = elastic_job.request(found)
         host = env.get("POD_IP") or host
     else:
         request = Request(

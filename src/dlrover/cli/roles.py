@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 import typer
@@ -18,13 +18,14 @@ from rich.console import Console
 
 from dlrover import config
 from dlrover.cli import jobs
-from dlrover.cli.cluster import rolesonray
+from dlrover.cli.cluster import rolesonray, submit
+from dlrover.cli.cluster.kube import Kubeconfig, extra
 from dlrover.cli.output import Form, Output, print_table
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.roles import capacity
 from dlrover.roles.coordinator.jobs import directory_of
 from dlrover.roles.loading import load
-from dlrover.roles.spec import RolesConfig
+from dlrover.roles.spec import RolesConfig, RolesJob
 from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import CAUSES, Outcome
@@ -33,20 +34,28 @@ from dlrover.spec.words import counted
 if TYPE_CHECKING:
     from dlrover.dashboard.inspect.roles import RolesReport
 
-PLATFORMS, PLANNED = ("local", "ray"), ("kubernetes",)
+PLATFORMS = ("local", "ray", "kubernetes")
 AWAY, AGAIN = 60.0, 0.5
 """Seconds that a follower waits for a coordinator that is away, and between its attempts to reach it."""
 
 
-def roles(
+def roles(  # noqa: PLR0913 - each is an option of the command
     file: Annotated[str, typer.Argument(metavar="FILE", help="The job: a .py file that makes a "
                                         "dlrover.roles.Job named job, or the same as .yaml.")],
     platform: Annotated[str, typer.Option(help="Where the roles run: local, on this machine; ray, on a Ray "
-                                      "cluster.")] = "local",
+                                      "cluster; kubernetes, as an ElasticJob.")] = "local",
     ray_address: Annotated[str, typer.Option(help="HOST:PORT of the Ray cluster that this machine is part of "
                                              "(default: RAY_ADDRESS, else the cluster of this machine).")] = "",
     ray_working_dir: Annotated[str, typer.Option(help="Directory with the job's scripts and modules that Ray copies "
                                                  "to each node.")] = "",
+    image: Annotated[str, typer.Option(help="Image of all roles on Kubernetes, with what is beside FILE.")] = "",
+    working_dir: Annotated[str, typer.Option(help="Directory of the image with what is beside FILE (default: the "
+                                             "image's own working directory).")] = "",
+    journal_claim: Annotated[str, typer.Option(help="PersistentVolumeClaim that keeps the coordinator's journal "
+                                               "when its pod is lost.")] = "",
+    namespace: Annotated[str, typer.Option(help="Namespace on Kubernetes; default: that of the kubeconfig.")] = "",
+    kubeconfig: Kubeconfig = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the ElasticJob without creating it.")] = False,
     job_dir: Annotated[str, typer.Option("--job-dir", help="Directory for the job's journal, logs and roles.")] = "",
     output: Output = Form.TEXT,
 ) -> None:  # fmt: skip
@@ -54,9 +63,18 @@ def roles(
     from dlrover.cli.run.run import show  # noqa: PLC0415 - loads grpc
 
     if platform not in PLATFORMS:
-        why = f" {platform} is not supported yet;" * (platform in PLANNED)
-        raise ConfigurationError(f"--platform {platform}:{why} must be {' or '.join(PLATFORMS)}.")
+        raise ConfigurationError(f"--platform {platform}: must be local, ray or kubernetes.")
+    where = Where(image, working_dir, journal_claim, namespace, kubeconfig, dry_run)
+    where.check(platform)
     job = load(file)
+    if platform == "kubernetes":
+        rolesonray.refuse(ray_address, ray_working_dir)
+        if job_dir:
+            raise ConfigurationError(
+                f"--job-dir {job_dir}: excludes --platform kubernetes, whose pods have their own."
+            )
+        _submit(job, where, output)
+        return
     if platform == "ray":
         content = rolesonray.content(job, ray_address, ray_working_dir, config.environ())
     else:
@@ -66,6 +84,42 @@ def roles(
     outcome = run(content, job_dir)
     show(outcome, output.value)
     raise typer.Exit(outcome.exit_code)
+
+
+class Where(NamedTuple):
+    """Options of a job on Kubernetes."""
+
+    image: str
+    working_dir: str
+    journal_claim: str
+    namespace: str
+    kubeconfig: str
+    dry_run: bool
+
+    def check(self, platform: str) -> None:
+        """Refuse options of Kubernetes for another platform.
+
+        Raises:
+            ConfigurationError: one is given.
+        """
+        for name, value in self._asdict().items():
+            if value and platform != "kubernetes":
+                flag = f"--{name.replace('_', '-')}" + f" {value}" * (value is not True)
+                raise ConfigurationError(f"{flag}: needs --platform kubernetes.")
+
+
+def _submit(job: RolesJob, where: Where, output: Form) -> None:
+    """Create the ElasticJob of a job, or show it."""
+    with extra():
+        import httpx2  # noqa: F401, PLC0415 - needs the extra
+        import yaml  # noqa: F401, PLC0415
+
+        from dlrover.cli.cluster import rolesonkubernetes  # noqa: PLC0415
+
+    made = rolesonkubernetes.manifest(job, where.image, where.working_dir, where.journal_claim)
+    if where.namespace:
+        made["metadata"]["namespace"] = where.namespace
+    submit.create(made, where.kubeconfig, output, dry_run=where.dry_run)
 
 
 def run(content: RolesConfig, directory: str) -> Outcome:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dlrover.data.records import Records
     from dlrover.data.sources.files import TfRecords
     from dlrover.data.sources.parquet import Parquet
+    from dlrover.data.sources.raydata import write_stream
     from dlrover.data.sources.stream import Message, Stream
     from dlrover.data.sources.tables import Table
     from dlrover.data.sources.text import Csv, JsonLines, Lines
@@ -26,6 +27,7 @@ __all__ = [
     "Stream",
     "Table",
     "TfRecords",
+    "write_stream",
 ]
 
 __getattr__ = lazy(
@@ -42,6 +44,7 @@ __getattr__ = lazy(
         "Stream": "dlrover.data.sources.stream",
         "Table": "dlrover.data.sources.tables",
         "TfRecords": "dlrover.data.sources.files",
+        "write_stream": "dlrover.data.sources.raydata",
     },
     extra="torch",
 )

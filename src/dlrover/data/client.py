@@ -222,12 +222,14 @@ class ShardClient:
     def _over(self) -> bool:
         return self._closing or self._error is not None
 
-    def extend(self, ends: tuple[int, ...]) -> None:
-        """Note the new ends of the stream's partitions, to be sent to the service."""
+    def extend(self, ends: tuple[int, ...], *, final: bool = False) -> None:
+        """Note the new ends of the stream's partitions, to be sent to the service; ``final``: none follow."""
         with self._changed:
             if ends != self._known:
                 self._grown = ends
-                self._changed.notify_all()
+            elif final:
+                self._ended = True  # the service knows these ends
+            self._changed.notify_all()
 
     def break_off(self, error: Exception) -> None:
         """End reading with an error, which is raised in the training."""

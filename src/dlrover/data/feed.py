@@ -51,6 +51,11 @@ class Feed:
         self._known_partitions = 0
 
     @property
+    def ended(self) -> bool:
+        """True if the last ends are final."""
+        return self._broker.ended
+
+    @property
     def identity(self) -> str:
         """Name that distinguishes this stream from others in a checkpoint."""
         return self._broker.identity

@@ -140,7 +140,8 @@ class EndOffsetPoller:
         try:
             while not self._client.wait_for_close(ENDS_INTERVAL):
                 if self._client.wait_for_need(ENDS_INTERVAL):
-                    self._client.extend(self._feed.ends(self._begins))
+                    ends = self._feed.ends(self._begins)
+                    self._client.extend(ends, final=self._feed.ended)
         except DLRoverError as error:
             self._client.break_off(error)
         finally:

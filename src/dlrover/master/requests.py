@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from dlrover.embedding.machine.hot import HotServers
 from dlrover.embedding.machine.placement import Placement
 from dlrover.errors import DLRoverError, InfrastructureError, ProtocolError
 from dlrover.master.heartbeats import Heartbeats
@@ -26,11 +27,17 @@ from dlrover.master.shards import ShardsService
 from dlrover.master.storeside import StoreService
 from dlrover.rpc import messages, wire
 from dlrover.rpc.batches import FRAME_BYTES
+from dlrover.spec.events import HotServer
 from dlrover.spec.node import CHIEF
 from dlrover.spec.requests import Unanswered, WorkerReply, WorkerRequest
 from dlrover.spec.requests.cluster import ClusterRequest, LookCluster
 from dlrover.spec.requests.membership import LookMembers, Meet, MembershipChange, MembersNow
-from dlrover.spec.requests.placement import LookPlacement, PlacementRequest
+from dlrover.spec.requests.placement import (
+    LookPlacement,
+    MoveSlots,
+    PlacementRequest,
+    SlotsUsed,
+)
 from dlrover.spec.requests.shards import LookShards, ShardRequest
 from dlrover.spec.requests.strategies import ChooseStrategy, StrategyRequest
 
@@ -69,7 +76,7 @@ class Services:
         """Answer a request that is in the journal or changes nothing; one that fails is refused alone."""
         try:
             if isinstance(request, PlacementRequest):
-                return self._placed(request)
+                return self._placed(request, now)
             if isinstance(request, ClusterRequest):
                 return self._clustered(request)
             if isinstance(request, StrategyRequest):
@@ -79,9 +86,12 @@ class Services:
         assert isinstance(request, ShardRequest)
         return self.shards.handle(request, now)
 
-    def _placed(self, request: PlacementRequest) -> WorkerReply:
+    def _placed(self, request: PlacementRequest, now: float) -> WorkerReply:
         try:
             reply = self.placement.handle(request)
+            if isinstance(request, MoveSlots):
+                hot = request.server, request.ratio, request.expected, len(request.moves)
+                self._history.add(HotServer(*hot), now)
         except ProtocolError:
             raise
         except Exception as error:
@@ -132,6 +142,7 @@ class Requests:
         self._submit = submit
         self._clock = clock
         self._dealing: set[asyncio.Task[object]] = set()
+        self._hot = HotServers()
 
     async def use_store(self, request: messages.StoreRequest) -> messages.StoreReply:
         """Apply a request to the key-value store, waiting no longer than it asks for."""
@@ -194,6 +205,8 @@ class Requests:
             return self.meeting.handle(request, self._journal.epoch, membership)
         if isinstance(request, MembershipChange | LookMembers):
             return self._members(request)
+        if isinstance(request, SlotsUsed):
+            request = self._relief(request) or LookPlacement(request.known)
         if isinstance(request, LookShards | LookPlacement | LookCluster):
             return services.answer(request, self._clock())
         if isinstance(request, ChooseStrategy):
@@ -202,6 +215,12 @@ class Requests:
             left = self._heartbeats.activities.seconds_left()
             request = msgspec.structs.replace(request, seconds_left=left)
         return self._commits.begin(request, lambda now: services.answer(request, now))
+
+    def _relief(self, used: SlotsUsed) -> MoveSlots | None:
+        """Return the moves that a report leads to: they are in the journal, and what was measured is not."""
+        limits, placement = self._machine.job.limits, self._services.placement
+        ratio, window = limits.hot_server_ratio, limits.hot_server_window
+        return self._hot.handle(used, placement, self._clock(), ratio, window)
 
     def _members(self, request: MembershipChange | LookMembers) -> WorkerReply:
         membership, latest = self._machine.state.membership, self._heartbeats.activities

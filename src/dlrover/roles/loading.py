@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 import re
 import runpy
+import shlex
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dlrover.errors import ConfigurationError, DLRoverError
 from dlrover.roles.builder import Job
-from dlrover.roles.spec import RolesJob, check
+from dlrover.roles.spec import EntryForm, RolesJob, RoleSpec, check
 
 OPTIONS = tuple(
     name
@@ -90,21 +94,55 @@ def _from_yaml(path: Path) -> RolesJob:
             f"{path}: must have name and roles, a mapping from names to roles."
         )
     _check_keys(str(path), content, TOP)
-    job = Job(
-        str(content.get("name", path.stem)),
-        directory=path.parent / str(content.get("directory", "")),
-    )
-    for name, role in content["roles"].items():
-        where = f"{path}: role {name}"
+    directory = path.parent / str(content.get("directory", ""))
+    return _read(str(path), str(content.get("name", path.stem)), content["roles"], directory)
+
+
+def of_options(name: str, roles: Mapping[str, Any], directory: Path) -> RolesJob:
+    """Return the job of these roles, each a mapping of options as in YAML, checked.
+
+    Raises:
+        ConfigurationError: the roles cannot be one job, or an entry point is not in ``directory``.
+    """
+    job = _read("spec.roles", name, roles, directory)
+    check(job)
+    return job
+
+
+def _read(where: str, name: str, roles: Mapping[str, Any], directory: Path) -> RolesJob:
+    job = Job(name, directory=directory)
+    for role_name, role in roles.items():
+        of_role = f"{where}: role {role_name}"
         if not isinstance(role, dict) or "entry" not in role:
-            raise ConfigurationError(f"{where}: must have an entry, as entry: train.py.")
-        _check_keys(where, role, ("entry", *OPTIONS))
+            raise ConfigurationError(f"{of_role}: must have an entry, as entry: train.py.")
+        _check_keys(of_role, role, ("entry", *OPTIONS))
         options: dict[str, Any] = {key: value for key, value in role.items() if key != "entry"}
         try:
-            job.role(name, role["entry"], **options)
+            job.role(role_name, role["entry"], **options)
         except (TypeError, AttributeError) as error:
-            raise ConfigurationError(f"{where}: a value has the wrong type: {error}.") from error
+            raise ConfigurationError(f"{of_role}: a value has the wrong type: {error}.") from error
     return job.spec()
+
+
+def to_options(role: RoleSpec, directory: str) -> dict[str, Any]:
+    """Return the options of a role that `of_options` reads, without those that have their defaults."""
+    entry = role.entry
+    words = [entry.target, *entry.args]
+    if entry.form is EntryForm.SCRIPT:
+        words[0] = os.path.relpath(entry.target, directory)
+    amounts = {"cpu": role.size.cpu, "memory": role.size.memory, "gpu": role.gpus}
+    found = msgspec.to_builtins(role)
+    found |= {
+        "instances": role.most if role.least == role.most else [role.least, role.most],
+        "resources": {kind: f"{amount:.15g}" for kind, amount in amounts.items() if amount},
+    }
+    defaults = {key: one.default for key, one in inspect.signature(Job.role).parameters.items()}
+    options = {
+        key: value
+        for key, value in found.items()
+        if key in OPTIONS and value != defaults[key] and value not in ({}, "")
+    }
+    return {"entry": shlex.join(words), **options}
 
 
 def _check_keys(where: str, content: dict[Any, Any], known: Iterable[str]) -> None:

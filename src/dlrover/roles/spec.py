@@ -144,6 +144,10 @@ class RolesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     platform: str = "local"
     host: str = "127.0.0.1"
     """Address of this machine at which the coordinator listens."""
+    port: int = 0
+    """0: any free port at the first start, the same one afterwards."""
+    address: str = ""
+    """``host:port`` at which the roles reach the coordinator; empty: where it listens."""
     ray_address: str = ""
     """The Ray cluster of the platform ``ray``."""
     ray_working_dir: str = ""

@@ -97,6 +97,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Time over which the ranks' steps are compared."""
     slow_rank_windows: int = 3
     """Consecutive windows after which a rank is reported as slow, or as recovered."""
+    hot_server_ratio: float = 1.3
+    """An embedding server is hot, and gives hash slots to others, if this multiple of the servers' mean is asked
+    of it; 0: never."""
+    hot_server_window: float = 30.0
+    """Time for which an embedding server must be hot before slots move, and again after they have."""
 
     check_timeout: float = 180.0
     """Maximum duration of one round of the node check; a third of it is for the network."""

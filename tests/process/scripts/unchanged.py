@@ -21,6 +21,8 @@ model = DistributedDataParallel(
     torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=40)
+group = dist.new_group(backend="gloo")  # of all ranks
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
 out, last = Path(sys.argv[1]), Path(sys.argv[1]) / "last"
 step, goes_on = 0, True
@@ -30,13 +32,22 @@ with (out / f"rank{rank}.txt").open("a", buffering=1) as log:
         for batch, classes in loader:
             loss = torch.nn.functional.cross_entropy(model(batch), classes)
             optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
             scheduler.step()
             mean = loss.detach().clone()
             dist.all_reduce(mean)
+            said, every = [f"by {rank}"], [None] * world
+            dist.broadcast_object_list(said, 0)
+            dist.all_gather_object(every, (rank, "x" * (rank + step % 3)), group=group)
+            assert said[0].startswith("by")
+            assert all(0 <= of < world for of, _ in every)
             weights = sum(float(p.detach().double().sum()) for p in model.parameters())
-            log.write(f"{step} {weights:.9f} {os.getpid()} {optimizer.param_groups[0]['lr']:.9f}\n")
+            rate = f"{optimizer.param_groups[0]['lr']:.9f}*{scaler.get_scale():g}"
+            log.write(f"{step} {weights:.9f} {os.getpid()} {rate}\n")
             time.sleep(0.02)
             goes_on = not (last.exists() and step >= int(last.read_text()))
             step += 1

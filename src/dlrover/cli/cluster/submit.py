@@ -72,6 +72,19 @@ def submit(  # noqa: PLR0913 - each is an option of the command
         made = onray.submit(manifest, ray_address, config.environ())
         _tell(output, f"Job {made} was started on the Ray cluster.", name=made)
         return
+    create(manifest, kubeconfig, output)
+
+
+def create(manifest: Manifest, kubeconfig: str, output: Form, *, dry_run: bool = False) -> None:
+    """Create an ElasticJob and say so, or only print it.
+
+    Raises:
+        ConfigurationError: the cluster does not take it.
+        InfrastructureError: the cluster does not answer.
+    """
+    if dry_run:
+        _show([manifest], output)
+        return
     created = asyncio.run(_create(manifest, kubeconfig))["metadata"]
     name, where = created["name"], created["namespace"]
     sentence = f"ElasticJob {name} was created in namespace {where}."

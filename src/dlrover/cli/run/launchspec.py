@@ -111,7 +111,7 @@ def run_options(
     min_servers, max_servers = nodes.server_bounds(args.servers, args.local_nodes)
     server_failover: Literal["job", "instance"] = "instance" if args.chief else args.server_failover
     if args.instances:
-        nodes.check_instances(args)
+        nodes.check_instances(args, environ)
     if args.server_failover == "instance" and standalone and not args.servers:
         raise ConfigurationError(
             "--server-failover instance: the job has no servers; give their number with --servers."

@@ -211,7 +211,7 @@ def other_nodes(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     return 1 + int(args.evaluators)
 
 
-def check_instances(args: argparse.Namespace) -> None:
+def check_instances(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """Refuse what nodes without a common world cannot have.
 
     Raises:
@@ -230,7 +230,7 @@ def check_instances(args: argparse.Namespace) -> None:
             raise ConfigurationError(
                 f"--instances: each node is a world by itself, so {flag} does not apply."
             )
-    if not args.local_nodes:
+    if not args.local_nodes and "DLROVER_MASTER_ADDR" not in environ:
         raise ConfigurationError(
             "--instances: give --local-nodes N, the number of instances on this machine."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import importlib
+import json
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 KEPT = 2
 """Row groups that a process keeps."""
 _SUFFIX = ".parquet"
+MARK = "_stream.json"
+"""File in a folder that a pipeline fills: `dlrover.data.sources.parts`."""
 
 
 class Parquet(BlockRecords[Any, "dict[str, Any]"]):
@@ -91,7 +94,7 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
         """Return an open file of this process; the last one stays open."""
         if self._opened is not None and self._opened[:2] == (os.getpid(), number):
             return self._opened[2]
-        parquet = _package("pyarrow.parquet", "parquet")
+        parquet = package("pyarrow.parquet", "parquet")
         path = self.paths[number]
         if "://" in path:
             system, inner = _remote(path)
@@ -115,6 +118,7 @@ def _files(path: str) -> list[str]:
     if "://" in path:
         found = _remote_files(path)
     elif os.path.isdir(path):
+        _check_complete(path)
         below = glob.glob(os.path.join(glob.escape(path), "**", f"*{_SUFFIX}"), recursive=True)
         found = _visible(path, below)
     elif glob.has_magic(path) and not os.path.exists(path):
@@ -124,6 +128,20 @@ def _files(path: str) -> list[str]:
     if not found:
         raise ConfigurationError(f"{path} names no Parquet file.")
     return found
+
+
+def _check_complete(folder: str) -> None:
+    """Refuse a folder whose pipeline has not ended."""
+    try:
+        with open(os.path.join(folder, MARK), encoding="utf-8") as file:
+            complete = json.load(file)["complete"]
+    except FileNotFoundError:
+        return
+    if not complete:
+        raise ConfigurationError(
+            f"The pipeline that fills {folder} has not ended; until then its rows can be read as"
+            f" Stream('parquet://{os.path.abspath(folder)}')."
+        )
 
 
 def _remote_files(url: str) -> list[str]:
@@ -150,7 +168,7 @@ def _visible(folder: str, files: Iterable[str]) -> list[str]:
 
 
 def _remote(url: str) -> tuple[Any, str]:
-    core = _package("fsspec.core", "remote")
+    core = package("fsspec.core", "remote")
     try:
         system, path = core.url_to_fs(url)
     except ImportError as error:
@@ -160,7 +178,8 @@ def _remote(url: str) -> tuple[Any, str]:
     return system, path
 
 
-def _package(name: str, extra: str) -> Any:
+def package(name: str, extra: str) -> Any:
+    """Return a module of a package that ``dlrover[extra]`` installs."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -35,8 +35,12 @@ _BROKERS = {
     "kafka": ("kafka", "Kafka"),
     "pulsar": ("pulsar", "Pulsar"),
     "pulsar+ssl": ("pulsar", "Pulsar"),
+    "parquet": ("parts", "Parts"),
 }
 """By the scheme of an address: the module below `dlrover.data.sources`, also the extra, and its class."""
+
+FOLDERS = ("parquet",)
+"""Schemes of addresses without a host."""
 
 
 class Message(NamedTuple):
@@ -90,7 +94,7 @@ class Address:
         self.options: dict[str, list[str]] = {}
         for name, value in parse_qsl(self._parts.query, keep_blank_values=True):
             self.options.setdefault(name, []).append(value)
-        if not self.host:
+        if not self.host and self.scheme not in FOLDERS:
             raise ConfigurationError(f"The address {self} names no host.")
         if self._parts.fragment:
             raise ConfigurationError(
@@ -165,6 +169,8 @@ class Broker(ABC):
     """Group that follows stored checkpoints; empty: none."""
     sparse = False
     """True if most offsets have no message."""
+    ended = False
+    """True once `bounds` has returned ends that are final."""
 
     def __init__(self, address: Address) -> None:
         self.address = address

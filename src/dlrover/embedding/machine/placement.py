@@ -14,12 +14,14 @@ from dlrover.spec.requests.placement import (
     Announce,
     Leave,
     LookPlacement,
+    MoveSlots,
     OpenTable,
     PlacedServer,
     PlacementReply,
     PlacementRequest,
     SlotsFetched,
     SlotsRecovered,
+    SlotsUsed,
     TablesStored,
 )
 
@@ -45,7 +47,7 @@ class Placement:
         """
         known = -1
         match request:
-            case LookPlacement():
+            case LookPlacement() | SlotsUsed():
                 known = request.known
             case Announce():
                 self._announce(request)
@@ -59,6 +61,8 @@ class Placement:
                 self._open(request)
             case TablesStored():
                 self._store(request)
+            case MoveSlots():
+                self._move(request)
         if known == self.version:
             return PlacementReply(version=self.version)
         return PlacementReply(
@@ -104,8 +108,8 @@ class Placement:
         if not self.owners:
             if len(self.servers) >= request.servers:
                 self._distribute()
-            return
-        self._balance()
+        elif known is None or known.leaving:
+            self._balance()
 
     def _distribute(self) -> None:
         """Give each of the first servers an equal range of slots; the tables are empty."""
@@ -137,6 +141,15 @@ class Placement:
                 if self.owners[slot] == index:
                     del self.moves[slot]
         self.version += 1
+
+    def _move(self, request: MoveSlots) -> None:
+        """Move slots by their use, as far as the servers are still those that it was measured for."""
+        staying = {index for index, server in self.servers.items() if not server.leaving}
+        before = len(self.moves)
+        for slot, target in request.moves.items() if self.owners else ():
+            if target in staying and self.owners[slot] != target and slot not in self.moves:
+                self.moves[slot] = target
+        self.version += len(self.moves) > before
 
     def _fetched(self, request: SlotsFetched) -> None:
         self._current(request)

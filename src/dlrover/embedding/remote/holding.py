@@ -51,6 +51,7 @@ class HeldSlots:
         self._copying = threading.Lock()
         self._copied_for = ""  # the checkpoint since which changes are marked
         self._present = np.zeros(SLOTS, np.bool_)  # slots that may have rows here
+        self._used = np.zeros(SLOTS, np.int64)  # keys of requests, by slot
 
     # ---- the placement
 
@@ -137,8 +138,10 @@ class HeldSlots:
     def rows(self, number: int, keys: Keys, *, insert: bool) -> Rows | None:
         """Return rows of keys; None if not all keys belong to this server."""
         with self._using() as owned:
-            if not owned[slots_of(keys)].all():
+            slots = slots_of(keys)
+            if not owned[slots].all():
                 return None
+            self._count(slots)
             table = self.table(number)
             return table.lookup(keys) if insert else table.peek(keys)
 
@@ -152,6 +155,7 @@ class HeldSlots:
             slots = slots_of(keys)
             if not owned[slots].all():
                 return False
+            self._count(slots)
             table, last = self.table(number), self._client(client)
             with last.lock:
                 fresh = last.applied[slots] < sequence
@@ -161,6 +165,18 @@ class HeldSlots:
                     table.update(keys[fresh], gradients[fresh])
                 last.applied[slots[fresh]] = sequence
             return True
+
+    def _count(self, slots: Slots) -> None:
+        counts = np.bincount(slots, minlength=SLOTS)
+        with self._lock:
+            self._used += counts
+
+    def used(self) -> dict[int, int]:
+        """Return how many keys requests had since the last call, by slot; slots without any are left out."""
+        with self._lock:
+            used, self._used = self._used, np.zeros(SLOTS, np.int64)
+        slots = np.flatnonzero(used)
+        return dict(zip(slots.tolist(), used[slots].tolist(), strict=True))
 
     def _client(self, client: int) -> _Client:
         with self._lock:

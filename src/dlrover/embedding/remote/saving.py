@@ -68,15 +68,21 @@ class TableCheckpoints:
         placement = self._settled()
         id_ = stored.begin(self._store)
         before = parent or next(iter(stored.manifests(self._store)), None)
-        links = self._connect(placement)
-        try:
-            if parent is not None and not _copy(links, id_, parent.id, placement.version):
-                parent = None  # what changed since then is not known to all servers
-            if parent is None:
-                _copy(links, id_, "", placement.version)
-        except BaseException:
-            _close(links)
-            raise
+        while True:
+            links = self._connect(placement)
+            try:
+                if parent is not None and not _copy(links, id_, parent.id, placement.version):
+                    parent = None  # what changed since then is not known to all servers
+                if parent is None:
+                    _copy(links, id_, "", placement.version)
+                break
+            except _SlotsMovedError as error:
+                logger.info("%s The tables are copied again.", error)
+                _close(links)
+                placement, parent = self._settled(), None
+            except BaseException:
+                _close(links)
+                raise
         manifest = TableManifest(
             id=id_,
             parent=parent.id if parent else "",
@@ -141,13 +147,17 @@ class TableCheckpoints:
         return True
 
     def _load(self, manifest: TableManifest) -> None:
-        placement = self._settled()
-        links = self._connect(placement)
-        try:
-            order = msgspec.json.encode(wire.Load(self._place, manifest.id, placement.version))
-            _on_all(links, Op.LOAD, dict.fromkeys(links, order))
-        finally:
-            _close(links)
+        steady = False
+        while not steady:  # a slot that moves has old rows where it was not loaded
+            placement = self._settled()
+            links = self._connect(placement)
+            try:
+                order = msgspec.json.encode(wire.Load(self._place, manifest.id, placement.version))
+                _on_all(links, Op.LOAD, dict.fromkeys(links, order))
+            finally:
+                _close(links)
+            now = self._directory.look(-1)
+            steady = now.owners == placement.owners and not now.moves
         self._directory.ask(TablesStored(manifest.step, manifest.id, self._place))
         self._last = manifest
 
@@ -247,11 +257,16 @@ class _OrderRefusedError(InfrastructureError):
     """Raised when a server cannot do what it was ordered, for example since a checkpoint is damaged."""
 
 
+class _SlotsMovedError(InfrastructureError):
+    """Raised when not each slot was copied once."""
+
+
 def _copy(links: Mapping[int, _OrderLink], id_: str, parent: str, version: int) -> bool:
     """Let all servers copy what changed since ``parent``; return False if one of them does not know that.
 
     Raises:
-        InfrastructureError: A slot moved meanwhile.
+        InfrastructureError: A server does not answer.
+        _SlotsMovedError: A slot moved meanwhile.
     """
     order = msgspec.json.encode(wire.Export(id_, parent, version))
     replies = _on_all(links, Op.EXPORT, dict.fromkeys(links, order))
@@ -260,7 +275,7 @@ def _copy(links: Mapping[int, _OrderLink], id_: str, parent: str, version: int) 
         return False
     held = sorted(slot for each in exported for slot in each.slots)
     if held != list(range(SLOTS)):
-        raise InfrastructureError("Slots moved while the embedding tables were saved; save again.")
+        raise _SlotsMovedError("Slots moved while the embedding tables were copied.")
     return True
 
 

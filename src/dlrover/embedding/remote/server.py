@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -21,12 +22,15 @@ from dlrover.spec.requests.placement import (
     PlacementReply,
     SlotsFetched,
     SlotsRecovered,
+    SlotsUsed,
 )
 
 logger = logging.getLogger(__name__)
 
 POLL = 0.2
 """Seconds between two looks at the placement."""
+REPORT = 2.0
+"""Seconds between two reports of what is asked of this server."""
 FETCH_SLOTS = 16
 """Slots that move at once: no key waits longer than its share of the copy takes."""
 FETCH_TIMEOUT = 30.0
@@ -62,6 +66,7 @@ class EmbeddingServer:
         self._nudged = threading.Event()
         self._followed = threading.Condition()
         self._version = -1
+        self._reported = time.monotonic()
         self._listener = RowListener(
             address, lambda sock: ServerConnection(sock, holding, directory, self)
         )
@@ -103,7 +108,13 @@ class EmbeddingServer:
         self._nudged.wait(POLL)
         self._nudged.clear()
         if not self._ended.is_set():
-            reply = self._directory.look(known)
+            seconds = time.monotonic() - self._reported
+            if seconds < REPORT:
+                reply = self._directory.look(known)
+            else:
+                self._reported += seconds
+                used = self._holding.used()
+                reply = self._directory.ask(SlotsUsed(self.index, self.start, seconds, used, known))
             if reply.version != known:
                 self._placement = reply
 

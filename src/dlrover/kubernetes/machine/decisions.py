@@ -22,6 +22,8 @@ class Observed:
     service: Manifest | None = None
     rivals: Sequence[Claim] = ()
     """Claims of other jobs that may yield, as this one may."""
+    parent: Manifest | None = None
+    """The job of several roles of which this job is one, if it is one and that job is there."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,13 @@ def owner(job: ElasticJob) -> Manifest:
     }
 
 
+def parent(metadata: Mapping[str, Any]) -> Manifest | None:
+    """Return the reference to the job of several roles of which a job is one; None if it is none."""
+    references = metadata.get("ownerReferences") or ()
+    kind = (names.API_VERSION, "ElasticJob")
+    return next((one for one in references if (one["apiVersion"], one["kind"]) == kind), None)
+
+
 def service(job: ElasticJob) -> Manifest:
     """Return the Service through which nodes reach the master, regardless of its pod."""
     chosen = _chosen(job)
@@ -49,8 +56,10 @@ def missing_labels(job: ElasticJob, pod: Manifest) -> list[str]:
     return [key for key, value in _chosen(job).items() if given.get(key) != value]
 
 
-def secret(job: ElasticJob, token: str) -> Manifest:
-    """Return the Secret with the token that every connection to the master presents."""
+def secret(job: ElasticJob, token: str) -> Manifest | None:
+    """Return the Secret with the token that every connection to the master presents; None if its parent has it."""
+    if parent(job.metadata) is not None:
+        return None
     content = {names.TOKEN_KEY: token}
     return _object("v1", "Secret", job, _own_name(job), type="Opaque", stringData=content)
 
@@ -78,7 +87,7 @@ def account(job: ElasticJob) -> list[Manifest]:
     subject = {"kind": "ServiceAccount", "name": name, "namespace": job.namespace}
     return [
         _object("v1", "ServiceAccount", job, name),
-        _object(f"{rbac}/v1", "Role", job, name, rules=role_rules(job.name)),
+        _object(f"{rbac}/v1", "Role", job, name, rules=_rules(job)),
         _object(
             f"{rbac}/v1",
             "RoleBinding",
@@ -87,6 +96,21 @@ def account(job: ElasticJob) -> list[Manifest]:
             roleRef={"apiGroup": rbac, "kind": "Role", "name": name},
             subjects=[subject],
         ),
+    ]
+
+
+def _rules(job: ElasticJob) -> list[Manifest]:
+    """Return the rights of a job's master; a coordinator makes and removes the jobs of its roles, too."""
+    theirs = [names.job_of_role(job.name, role) for role in job.spec.roles]
+    if not theirs:
+        return role_rules(job.name)
+    return [
+        *role_rules(job.name),
+        _rule(names.GROUP, ["elasticjobs"], ["create"]),
+        {
+            **_rule(names.GROUP, ["elasticjobs"], ["get", "list", "watch", "delete"]),
+            "resourceNames": theirs,
+        },
     ]
 
 
@@ -106,7 +130,7 @@ def operator_rules() -> list[Manifest]:
     """Return the operator's rights where it works; they must include all rights that it grants to masters."""
     rbac = "rbac.authorization.k8s.io"
     return [
-        _rule(names.GROUP, ["elasticjobs"], ["get", "list", "watch", "patch", "delete"]),
+        _rule(names.GROUP, ["elasticjobs"], ["get", "list", "watch", "create", "patch", "delete"]),
         _rule(names.GROUP, ["elasticjobs/status", "elasticjobs/scale"], ["patch"]),
         _rule(names.GROUP, ["scaleplans"], ["get", "list", "watch", "create", "patch", "delete"]),
         _rule(names.GROUP, ["scaleplans/status"], ["patch"]),
@@ -187,7 +211,9 @@ def variables(
     job: ElasticJob, plain: Mapping[str, str], fields: Mapping[str, str]
 ) -> list[Manifest]:
     """Return variables of a container: values, fields of its pod, and the job's token."""
-    token = {"name": _own_name(job), "key": names.TOKEN_KEY}
+    above = parent(job.metadata)
+    holder = _own_name(job) if above is None else names.own_name(above["name"], above["uid"])
+    token = {"name": holder, "key": names.TOKEN_KEY}
     return [
         *({"name": name, "value": value} for name, value in plain.items()),
         *(

@@ -102,6 +102,12 @@ def end_of_master(pod: Manifest) -> End:
     return End(final=False, succeeded=False, reason=why or "Lost", message=_fate(pod, code, why))
 
 
+def exit_code_of(reasons: Iterable[str]) -> ExitCode:
+    """Return the exit code of a job that failed for one of these reasons of `end_of_master`."""
+    known = {reason: code for code, (reason, _) in _DECISIVE.items()}
+    return next((known[reason] for reason in reasons if reason in known), ExitCode.INFRASTRUCTURE)
+
+
 def _lived(terminated: Manifest) -> float:
     began = times.read(str(terminated.get("startedAt") or ""))
     ended_at = times.read(str(terminated.get("finishedAt") or ""))

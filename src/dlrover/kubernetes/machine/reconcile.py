@@ -59,6 +59,9 @@ def reconcile(seen: Observed, now: float, master_image: str, token: str) -> Deci
     ours = spec.get("managedBy") in (None, "", names.MANAGER)
     if manifest["metadata"].get("deletionTimestamp") or not ours:
         return Decision()
+    if _is_left(seen):
+        uid = manifest["metadata"].get("uid", "")
+        return Decision(delete=(Deletion("ElasticJob", manifest["metadata"]["name"], uid),))
     old = status_of(manifest)
     try:
         running = record.resolve(manifest)
@@ -76,6 +79,19 @@ def reconcile(seen: Observed, now: float, master_image: str, token: str) -> Deci
 def delay(quick_ends: int) -> float:
     """Return the seconds to wait before a master starts after this many short-lived ones in a row."""
     return 0.0 if quick_ends < 2 else min(LONGEST_DELAY, 2.0**quick_ends)
+
+
+def _is_left(seen: Observed) -> bool:
+    """Return whether a job is that of a role whose job of several roles has been suspended or has ended.
+
+    A failed one is kept with its ended pods for their logs; if its own parent is gone, the garbage collector removes it.
+    """
+    above = objects.parent(seen.job["metadata"])
+    if above is None or seen.parent is None or seen.parent["metadata"].get("uid") != above["uid"]:
+        return False
+    suspended = (seen.parent.get("spec") or {}).get("suspend") is True
+    ended = bool(status_of(seen.parent).completion_time)
+    return suspended or (ended and not status_of(seen.job).completion_time)
 
 
 def _rejected(manifest: Manifest, old: ElasticJobStatus, why: str, now: float) -> Decision:
@@ -201,16 +217,17 @@ def _start(view: View, master_image: str, token: str) -> Decision:
             ),
         ],
     )
-    secret, group = objects.certificate(job), objects.pod_group(job)
+    certificate, group = objects.certificate(job), objects.pod_group(job)
+    secret = objects.secret(job, token)
     return replace(
         decision,
         ensure=(
             *objects.account(job),
-            objects.secret(job, token),
+            *([secret] if secret is not None else []),
             objects.service(job),
             *([group] if group is not None else []),
         ),
-        certificate=None if secret is None else Certificate(secret, tls.hosts(job)),
+        certificate=None if certificate is None else Certificate(certificate, tls.hosts(job)),
         start=objects.master_pod(job, master_image, before.memory_factor),
     )
 
@@ -227,10 +244,12 @@ def _lived(view: View) -> float:
 
 def _runs(view: View, master: Manifest) -> Decision:
     """Report the state of a job whose master lives; yield if another job waits ahead of it."""
-    ready = pods.ready(master)
+    ready, job = pods.ready(master), view.job
     why = pods.obstacle([master, *view.others]) or view.old.training.waits
     phase, message = "Pending", "The workers are starting." if ready else "The master is starting."
-    if ready and view.active:
+    if ready and job.spec.roles:
+        phase, message = "Running", "The coordinator is running."
+    elif ready and view.active:
         phase, message = "Running", f"{view.active} of {view.wanted} workers are running."
     elif view.old.master.starts > 1 and view.old.phase == "Restarting" and not ready:
         phase = "Restarting"

@@ -150,7 +150,7 @@ class View:
             message=message,
             observed_generation=self.generation,
             conditions=decisions.merged(self.old.conditions, conditions, self.now),
-            workers=f"{self.active}/{self.wanted}",
+            workers="" if self.job.spec.roles else f"{self.active}/{self.wanted}",
             replicas=replicas,
             selector=f"{names.JOB_LABEL}={self.job.name},{names.ROLE_LABEL}=worker",
             replica_statuses=self.counted,

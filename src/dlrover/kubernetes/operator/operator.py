@@ -13,6 +13,7 @@ from typing import Any
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api.client import ELASTIC_JOBS, PODS, SERVICES, Client, Resource
 from dlrover.kubernetes.api.informer import Informer
+from dlrover.kubernetes.machine import objects
 from dlrover.kubernetes.machine.decisions import Observed
 from dlrover.kubernetes.machine.reconcile import reconcile
 from dlrover.kubernetes.machine.yielding import Claim
@@ -170,6 +171,9 @@ class Operator:
 
     def _job_changed(self, key: str) -> None:
         self._queue.add(key)
+        spec = (self._jobs.cache.get(key) or {}).get("spec") or {}
+        for role in spec.get("roles") or ():
+            self._queue.add(names.job_of_role(key, role))
         self._scale_plans.job_changed(key)
 
     async def _work(self) -> None:
@@ -242,7 +246,11 @@ class Operator:
         """Decide with these pods and carry it out; return the result and when to decide again."""
         services = self._services.of(key)
         rivals = tuple(self._claims.values())
-        seen = Observed(job, pods, services[0] if services else None, rivals)
+        above = objects.parent(job["metadata"])
+        parent = (
+            self._manifest(f"{job['metadata']['namespace']}/{above['name']}") if above else None
+        )
+        seen = Observed(job, pods, services[0] if services else None, rivals, parent)
         decision = reconcile(seen, time.time(), self._master_image, secrets.token_hex(16))
         if decision.claim is None:
             self._claims.pop(key, None)

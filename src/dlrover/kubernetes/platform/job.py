@@ -11,7 +11,7 @@ from dlrover.kubernetes.api.client import ELASTIC_JOBS, Client
 from dlrover.kubernetes.machine import nodes, record
 from dlrover.kubernetes.machine.decisions import status_of
 from dlrover.kubernetes.platform.inventory import requests_of
-from dlrover.kubernetes.resources import commands
+from dlrover.kubernetes.resources import commands, names
 from dlrover.kubernetes.resources.types import ElasticJob
 from dlrover.master.compose import Request
 from dlrover.spec.job import JobSpec
@@ -96,6 +96,7 @@ def _job_spec(job: ElasticJob) -> JobSpec:
         if chief or flags.get("server-failover") == "instance"
         else "job",
         chief=chief,
+        instances=(job.metadata.get("annotations") or {}).get(names.INSTANCES, ""),
         spares=0 if chief else job.spec.spares.replicas,
         auto_spares=job.spec.spares.auto and not chief,
         earlier_restarts=job.status.training.restarts,

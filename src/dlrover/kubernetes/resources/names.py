@@ -10,6 +10,10 @@ JOB_LABEL = f"{GROUP}/job-name"
 """Label on every object of a job: the job's name."""
 ROLE_LABEL = f"{GROUP}/replica-type"
 """Label on every pod of a job: ``worker``, ``ps``, ``chief``, ``evaluator`` or ``dlrover-master``."""
+INSTANCES = f"{GROUP}/instances-of"
+"""Annotation of a job whose pods are independent instances: the name of their role."""
+ATTEMPT = f"{GROUP}/attempt"
+"""Annotation of the job of a role: which start of the role it is."""
 MEMORY_FACTOR = f"{GROUP}/memory-factor"
 """Pod annotation: memory multiplier relative to the pod's template or, for a master, the first master."""
 CPU_FACTOR = f"{GROUP}/cpu-factor"
@@ -30,6 +34,11 @@ JOB_NAME = "[a-z]([-a-z0-9]*[a-z0-9])?"
 def master_name(job: str) -> str:
     """Return the name of the master's pod and Service."""
     return f"elasticjob-{job}-dlrover-master"
+
+
+def job_of_role(job: str, role: str) -> str:
+    """Return the name of the ElasticJob of a role."""
+    return f"{job}-{role}"
 
 
 def own_name(job: str, uid: str) -> str:

@@ -43,8 +43,17 @@ def _unique_roles(specs: Spec) -> bool:
     return len({canonical(role) for role in specs}) == len(specs)
 
 
-def _trains(specs: Spec) -> bool:
-    return any(canonical(role) != names.MASTER_ROLE for role in specs)
+def _trains(spec: Spec) -> bool:
+    roles = spec.get("replicaSpecs", {})
+    return bool(spec.get("roles")) or any(canonical(role) != names.MASTER_ROLE for role in roles)
+
+
+def _coordinated(spec: Spec) -> bool:
+    """Return whether a job of several roles has nothing but its coordinator, whose image all roles have."""
+    replicas = spec.get("replicaSpecs", {})
+    only = all(canonical(role) == names.MASTER_ROLE for role in replicas)
+    images = all(_containers(replica) and _images(replica) for replica in replicas.values())
+    return not spec.get("roles") or (only and images)
 
 
 def _has_pods(specs: Spec) -> bool:
@@ -103,6 +112,12 @@ def _one_source(env: Spec) -> bool:
     return not (env.get("value") and env.get("valueFrom"))
 
 
+_MASTER = "self.replicaSpecs[role]"
+_OF_MASTER = f"{_MASTER}.template.spec.containers"
+_OF_MASTER_HAS_CONTAINERS = (
+    f"has({_MASTER}.template) && has({_MASTER}.template.spec) && has({_OF_MASTER})"
+)
+
 RULES = (
     FieldRule(
         ("replicaSpecs",),
@@ -119,11 +134,23 @@ RULES = (
         shown=_roles,
     ),
     FieldRule(
-        ("replicaSpecs",),
-        "self.exists(role, role.lowerAscii() != 'dlrover-master')",
+        (),
+        "(has(self.roles) && size(self.roles) > 0) || "
+        "self.replicaSpecs.exists(role, role.lowerAscii() != 'dlrover-master')",
         "at least one role that trains, as worker",
         _trains,
-        shown=_roles,
+        at="replicaSpecs",
+        shown=lambda spec: _roles(spec.get("replicaSpecs", {})),
+    ),
+    FieldRule(
+        (),
+        "!has(self.roles) || size(self.roles) == 0 || self.replicaSpecs.all(role, "
+        f"role.lowerAscii() == 'dlrover-master' && {_OF_MASTER_HAS_CONTAINERS} && "
+        f"size({_OF_MASTER}) > 0 && {_OF_MASTER}.all(c, has(c.image) && size(c.image) > 0))",
+        "dlrover-master alone beside spec.roles, with an image in its template, which all roles have",
+        _coordinated,
+        at="replicaSpecs",
+        shown=lambda spec: _roles(spec.get("replicaSpecs", {})),
     ),
     FieldRule(
         ("replicaSpecs",),

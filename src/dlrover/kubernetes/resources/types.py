@@ -85,6 +85,14 @@ PodTemplate: TypeAlias = Annotated[
     ),
 ]
 
+RoleOptions: TypeAlias = Annotated[
+    dict[str, Any],
+    Meta(
+        description="Options of a role, as in a YAML file of dlrover roles.",
+        extra_json_schema=_kept(),
+    ),
+]
+
 
 class _Base(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """Base of the resources, with field names in camel case."""
@@ -209,6 +217,14 @@ class ElasticJobSpec(_Base, frozen=True):
         dict[str, ReplicaSpec],
         Meta(min_length=1, max_length=5, description="Pods by role: worker, ps, chief, evaluator."),
     ]
+    roles: Annotated[
+        dict[str, RoleOptions],
+        Meta(
+            max_length=64,
+            description="Roles of a job of several, each with the options of dlrover roles; dlrover-master is "
+            "their coordinator.",
+        ),
+    ] = {}
     distribution_strategy: Annotated[
         Strategy, Meta(description="How the workers train together.")
     ] = "AllreduceStrategy"

@@ -66,7 +66,7 @@ async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> in
         port = await _listen(server, job_dir, settings)
         address = MasterAddress(f"{settings.host}:{port}", os.getpid())
         files.write_atomically(job_dir.master, msgspec.json.encode(address))
-        coordinator.begin(address.address)
+        coordinator.begin(address.address, settings.address)
         try:
             outcome = await _until_ended(coordinator, orphaned)
         finally:
@@ -80,7 +80,7 @@ async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> in
 
 async def _listen(server: Server, job_dir: JobDir, settings: RolesConfig) -> int:
     """Listen on the last coordinator's port, where the processes of roles look for it."""
-    last = 0
+    last = settings.port
     if job_dir.master.exists():
         address = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress).address
         last = int(address.rpartition(":")[2])

@@ -12,6 +12,8 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from dlrover._util import procs
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.master.app import read_outcome
@@ -21,7 +23,12 @@ from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import Outcome
 
-LAUNCHER = "dlrover.cli.run.run"
+LAUNCHERS = {
+    "local": "dlrover.cli.run.run",
+    "ray": "dlrover.cli.run.run",
+    "kubernetes": "dlrover.cli.cluster.elasticrole",
+}
+"""Modules that run the job of a role, by platform."""
 CONNECT_PAUSE = 0.2
 """Seconds between attempts to reach the master of a role's job, which may be starting."""
 SERVE = "dlrover.roles.runtime.serve"
@@ -47,28 +54,38 @@ def directory_of(job_dir: Path, role: str) -> JobDir:
     return JobDir(job_dir / "roles" / role)
 
 
-def arguments(role: RoleSpec, config: RolesConfig, where: Sequence[str] = ()) -> list[str]:
-    """Return the options and the program of a role's ``dlrover-run``; ``where`` are options for its platform."""
+def restarts(role: RoleSpec) -> int:
+    """Return how often a role's own job may restart."""
     own = role.failover is Failover.INSTANCE or (
         role.kind is RoleKind.ELASTIC and role.failover is Failover.ROLE
     )
-    budget = role.max_restarts if own else 0
-    limits = {
-        "max_infrastructure_restarts": str(budget),
-        "no_progress_restarts": str(budget + 1),  # the budget alone decides
+    return role.max_restarts if own else 0
+
+
+def limits_of(role: RoleSpec) -> dict[str, str]:
+    """Return the settings of the master of a role's job."""
+    return {
+        "max_infrastructure_restarts": str(restarts(role)),
+        "no_progress_restarts": str(restarts(role) + 1),  # the budget alone decides
         "restart_window": f"{role.window:g}",
     }
-    local = config.platform == "local"
+
+
+def arguments(role: RoleSpec, config: RolesConfig, where: Sequence[str] = ()) -> list[str]:
+    """Return the options and the program of a role's ``dlrover-run``; ``where`` are options for its platform."""
+    budget, limits = restarts(role), limits_of(role)
+    local, ray = config.platform == "local", config.platform == "ray"
     words = ["--role", role.name, "--tee", "3"]
-    words += ["--local-nodes", str(role.most)] if local else ["--platform", config.platform, *where]
+    words += ["--local-nodes", str(role.most)] if local else []
+    words += ["--platform", "ray", *where] if ray else []
     words += ["--max-restarts", str(budget), "--shutdown-timeout", str(role.shutdown_timeout)]
     words += ["--rdzv-conf", ",".join(f"{key}={value}" for key, value in limits.items())]
     if role.kind is RoleKind.ELASTIC:
         words += ["--nnodes", f"{role.least}:{role.most}"]
         words += ["--nproc-per-node", str(role.processes)]
-        words += ["--spares", str(role.spares)] if role.spares else []
+        words += ["--spares", str(role.spares)] if role.spares and (local or ray) else []
     else:
-        words += ["--instances"] if local else ["--instances", "--nnodes", str(role.most)]
+        words += ["--instances", "--nnodes", str(role.most)] if ray else ["--instances"]
     return [*words, *program(role.entry, config.ray_working_dir)]
 
 
@@ -132,10 +149,16 @@ class RoleJobs:
             directory.outcome.rename(directory.path / f"outcome-{attempt - 1}.json")
         fd = ["--lifeline-fd", str(self._lifeline_fd)] if self._lifeline_fd >= 0 else []
         env = {**self._variables(), **role.env, **own}
-        where = []
-        if self._config.platform == "ray":
-            where = on_ray(role, self._config, self._name(name, attempt), env)
-        command = [*self._command(directory), *fd, *arguments(role, self._config, where)]
+        command = [*self._command(directory), *fd]
+        match self._config.platform:
+            case "kubernetes":
+                _set_aside(directory, attempt)
+                command += ["--attempt", str(attempt), "--env", ",".join(env)]
+            case "ray":
+                where = on_ray(role, self._config, self._name(name, attempt), env)
+                command += arguments(role, self._config, where)
+            case _:
+                command += arguments(role, self._config)
         try:
             process = subprocess.Popen(
                 command,
@@ -161,7 +184,8 @@ class RoleJobs:
         return f"{self._config.job.name}-{role}"[:MOST_NAME] + f"-{attempt}-{own}"
 
     def _command(self, directory: JobDir) -> list[str]:
-        return [sys.executable, "-m", LAUNCHER, "--job-dir", str(directory.path)]
+        launcher = LAUNCHERS[self._config.platform]
+        return [sys.executable, "-m", launcher, "--job-dir", str(directory.path)]
 
     def _variables(self) -> dict[str, str]:
         """Return the variables of all roles beside those of the command: modules beside the job's file are found."""
@@ -223,6 +247,10 @@ class RoleJobs:
     async def follow(self, name: str) -> AsyncIterator[Event]:
         """Yield all events of the role's running job; endlessly, through deaths of its master."""
         directory, seen = directory_of(self._job_dir, name), 0
+        # Its launcher copies them, also of a master that has lost its journal.
+        if self._config.platform == "kubernetes":
+            async for event in _lines(directory.events):
+                yield event
         while True:
             with contextlib.suppress(InfrastructureError, ConfigurationError):
                 async with connect(directory) as client:
@@ -238,8 +266,36 @@ class RoleJobs:
             task.cancel()
 
 
+def runs(handle: str) -> bool:
+    """Return whether the launcher of a role's job runs; False without a handle."""
+    pid, _, started = handle.partition(":")
+    return bool(handle) and procs.runs(int(pid), int(started))
+
+
+def _set_aside(directory: JobDir, attempt: int) -> None:
+    """Keep the events of earlier attempts apart, unless this attempt has begun already."""
+    begun = directory.path / f"attempt-{attempt}"
+    if not begun.exists():
+        with contextlib.suppress(FileNotFoundError):
+            directory.events.rename(directory.path / f"events-{attempt - 1}.jsonl")
+        begun.touch()
+
+
+async def _lines(path: Path) -> AsyncIterator[Event]:
+    """Yield the events in a file, and endlessly those that are appended."""
+    position = 0
+    while True:
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(position)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                position += len(line)
+                yield msgspec.json.decode(line, type=Event)
+        await asyncio.sleep(CONNECT_PAUSE)
+
+
 def _signal(handle: str, number: signal.Signals) -> None:
     """Send a signal to the launcher of a role's job if it runs."""
-    pid, _, started = handle.partition(":")
-    if handle and procs.runs(int(pid), int(started)):
-        procs.kill([int(pid)], number)
+    if runs(handle):
+        procs.kill([int(handle.partition(":")[0])], number)

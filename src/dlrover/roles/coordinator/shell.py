@@ -16,7 +16,7 @@ from dlrover.master.app import read_outcome
 from dlrover.master.journal.history import History
 from dlrover.roles.coordinator.following import EventReader
 from dlrover.roles.coordinator.health import HealthWatch
-from dlrover.roles.coordinator.jobs import RoleJobs, directory_of
+from dlrover.roles.coordinator.jobs import RoleJobs, directory_of, runs
 from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.coordinator.status import RolesStatus, status_of
 from dlrover.roles.coordinator.streaming import EventStream
@@ -53,6 +53,8 @@ OF_ROLES = (
 )
 """Events of a role's own job that are shown without asking."""
 
+CLUSTERS = ("ray", "kubernetes")
+"""Platforms whose machines do not have the job's directory."""
 LAUNCHER_WAIT = 90.0
 """Seconds beyond a role's shutdown time-out after which its launcher is killed; one that is well gives up earlier."""
 
@@ -112,9 +114,14 @@ class Coordinator:
         server.unary("Status", StatusRequest, self._status)
         server.unary("Stop", StopRequest, self._stop)
 
-    def begin(self, address: str) -> None:
-        """Begin the job, or go on with it; the server listens at ``address``."""
-        self._address = address
+    def begin(self, address: str, public: str = "") -> None:
+        """Begin the job, or go on with it.
+
+        Args:
+            address: Address at which the server listens.
+            public: Address at which the roles reach it, if that is another one.
+        """
+        self._address = public or address
         self.service.begin()
         self._looking = asyncio.create_task(self._health.run())
         if self._lifeline_fd >= 0:
@@ -237,6 +244,8 @@ class Coordinator:
         if role.attempt != attempt or name in self._following:
             return
         handle = role.handle or self._jobs.find(name)
+        if self._config.platform == "kubernetes" and not runs(handle):
+            handle = ""  # it ended with the coordinator's pod, and the role goes on without it
         if handle:
             self._jobs.watch(name, attempt, handle)
         else:
@@ -253,7 +262,7 @@ class Coordinator:
         job, token = self._config.job, self._job_dir.token
         return variables(
             self._address,
-            token.read_text().strip() if self._config.platform == "ray" else token,
+            token.read_text().strip() if self._config.platform in CLUSTERS else token,
             name,
             attempt,
             job=job.name,

@@ -65,6 +65,7 @@ from dlrover.spec.events.rounds import (
 from dlrover.spec.events.scaling import (
     AutoScalingEnded,
     FirstSize,
+    HotServer,
     JobScaled,
     PlanDropped,
     PlanMade,
@@ -112,6 +113,7 @@ EventBody: TypeAlias = (
     | StepsUndone
     | StepStored
     | NodeSucceeded
+    | HotServer
     | FirstSize
     | MemoryGrows
     | MemoryBound

@@ -27,6 +27,24 @@ class JobScaled(msgspec.Struct, frozen=True, tag="job_scaled"):
         return f"The job is to have {count} instead of {self.before}: {self.reason}."
 
 
+class HotServer(msgspec.Struct, frozen=True, tag="hot_server"):
+    """More is asked of an embedding server than of the others: some of its hash slots move to them."""
+
+    server: int
+    ratio: float
+    """Keys asked of it, as a multiple of the servers' mean."""
+    expected: float
+    """The same for the hottest server afterwards."""
+    slots: int
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        return (
+            f"Embedding server {self.server} gets {self.ratio:.2f} times the mean of all servers: "
+            f"{counted(self.slots, 'slot')} {'move' if self.slots > 1 else 'moves'}; {self.expected:.2f} is expected."
+        )
+
+
 class FirstSize(msgspec.Struct, frozen=True, tag="first_size"):
     """The Brain chose the number of nodes with which the job starts."""
 

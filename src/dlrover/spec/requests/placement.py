@@ -23,9 +23,8 @@ _Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SERVERS)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 _Number = Annotated[int, msgspec.Meta(ge=0)]
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
-_Slots = Annotated[
-    tuple[Annotated[int, msgspec.Meta(ge=0, lt=SLOTS)], ...], msgspec.Meta(max_length=SLOTS)
-]
+_Slot = Annotated[int, msgspec.Meta(ge=0, lt=SLOTS)]
+_Slots = Annotated[tuple[_Slot, ...], msgspec.Meta(max_length=SLOTS)]
 
 
 class Announce(msgspec.Struct, frozen=True, array_like=True, tag="announce"):
@@ -85,8 +84,41 @@ class LookPlacement(msgspec.Struct, frozen=True, array_like=True, tag="placement
     known: Annotated[int, msgspec.Meta(ge=-1)] = -1
 
 
+class SlotsUsed(msgspec.Struct, frozen=True, array_like=True, tag="used"):
+    """What was asked of a server since its last report; also asks for the placement, as `LookPlacement` does."""
+
+    server: _Index
+    start: _Number
+    seconds: Annotated[float, msgspec.Meta(gt=0)]
+    """Time since the last report, or since the start."""
+    keys: Annotated[dict[_Slot, _Number], msgspec.Meta(max_length=SLOTS)]
+    """Keys that were looked up or updated, by slot; slots without any are left out."""
+    known: Annotated[int, msgspec.Meta(ge=-1)] = -1
+
+
+class MoveSlots(msgspec.Struct, frozen=True, array_like=True, tag="move"):
+    """Slots that leave a hot server: what the master made of a `SlotsUsed`."""
+
+    server: _Index
+    """The hottest server."""
+    ratio: float
+    """What is asked of it, as a multiple of the servers' mean."""
+    expected: float
+    """The same for the hottest server afterwards."""
+    moves: Annotated[dict[_Slot, _Index], msgspec.Meta(max_length=SLOTS)]
+    """The server that each slot goes to, the hottest slot first."""
+
+
 PlacementRequest: TypeAlias = (
-    Announce | SlotsRecovered | SlotsFetched | Leave | OpenTable | TablesStored | LookPlacement
+    Announce
+    | SlotsRecovered
+    | SlotsFetched
+    | Leave
+    | OpenTable
+    | TablesStored
+    | LookPlacement
+    | SlotsUsed
+    | MoveSlots
 )
 
 

@@ -146,7 +146,7 @@ class MembershipGroup:
         options.reduceOp = dist.ReduceOp.SUM if average else reduction
         self._wait([self._backend.allreduce([tensor], options) for tensor in tensors])
         for tensor in tensors if average else ():
-            tensor.div_(len(self.ranks))
+            tensor.copy_(tensor / len(self.ranks))  # integers, too, as Lightning has them
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensor of each rank, in the order of ``ranks``."""

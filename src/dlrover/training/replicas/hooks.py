@@ -5,6 +5,7 @@
 ``DistributedDataParallel``          its gradients are reduced by `Unchanged`; its forward pass is an edge
 ``Optimizer.step``                   does nothing while a rank replays
 ``torch.save`` and ``safetensors``   write nothing while a rank replays
+``GradScaler``                       looks for no overflow while a rank replays
 ==================================== ================================================================
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +26,16 @@ if TYPE_CHECKING:
 
 plain_group: dict[str, Any] | None = None
 """Arguments of ``init_process_group`` within a function that is `restartable`; None elsewhere."""
+_FUNCTIONS = (
+    "new_group", "broadcast_object_list", "all_gather_object",
+    "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single",
+    "reduce_scatter", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv",
+)  # fmt: skip
+"""Functions of ``torch.distributed`` that do not go to a process group as it is; see `functions`."""
 _running: list[Unchanged] = []
 """This process's rank, once the program has made its process group."""
+_early: list[tuple[str, weakref.ref[Any]]] = []
+"""Optimizers and scalers that the program has made before its process group."""
 
 
 def install() -> None:
@@ -35,12 +45,21 @@ def install() -> None:
     after_import("torch.optim.optimizer", _watch_optimizers)
     after_import("torch.serialization", functools.partial(_mute, names=("save",), package="torch"))
     after_import("safetensors.torch", functools.partial(_mute, names=("save_file",)))
+    after_import("torch.amp.grad_scaler", _watch_scalers)
     launched.finished = _finish
 
 
 def _finish() -> None:
     for rank in _running:
         rank.finish()
+
+
+def _own(name: str, part: Any) -> None:
+    """Take an optimizer or a scaler into the state of this rank."""
+    if _running:
+        _running[0].owns(name, part)
+    else:
+        _early.append((name, weakref.ref(part)))
 
 
 def _watch_groups(module: Any) -> None:
@@ -59,6 +78,9 @@ def _watch_groups(module: Any) -> None:
         if not _running:
             _running.append(unchanged.Unchanged(open_link(), given))
             managed.register(_running[0])
+            for name, early in _early:
+                if (part := early()) is not None:
+                    _running[0].owns(name, part)
         from torch.distributed import HashStore  # noqa: PLC0415 - the package is imported by now
 
         store = HashStore()
@@ -66,26 +88,24 @@ def _watch_groups(module: Any) -> None:
         _running[0].begin()
 
     _replace(module, "torch.distributed", original, init_process_group)
-    for name in ("all_gather_into_tensor", "all_gather_single"):
+    for name in _FUNCTIONS:
         if hasattr(module, name):
-            gather = getattr(module, name)
-            _replace(module, "torch.distributed", gather, _gathering(gather))
+            function = getattr(module, name)
+            _replace(module, "torch.distributed", function, _carried_out(function))
 
 
-def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function for the managed group, which torch does not let override this collective."""
+def _carried_out(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of ``torch.distributed`` for groups that survive losses."""
 
     @functools.wraps(original)
-    def gather(output: Any, own: Any, group: Any = None, async_op: bool = False) -> Any:
-        from torch.distributed import group as groups  # noqa: PLC0415 - it is imported by now
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if not _running or plain_group is not None:
+            return original(*args, **kwargs)
+        from dlrover.training.replicas import functions  # noqa: PLC0415 - it needs torch
 
-        group = group or groups.WORLD
-        if not (_running and group is groups.WORLD and plain_group is None):
-            return original(output, own, group, async_op)
-        work = group._allgather_base(output, own)  # noqa: SLF001
-        return work if async_op else None
+        return functions.call(original, args, kwargs)
 
-    return gather
+    return function
 
 
 def _replace(module: Any, package: str, original: Any, new: Any) -> None:
@@ -155,9 +175,7 @@ def _watch_optimizers(module: types.ModuleType) -> None:
     @functools.wraps(make)
     def wrapped_make(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        if not _running:
-            return
-        _running[0].owns("optimizer", self)
+        _own("optimizer", self)
         kind = type(self)
         if kind not in wrapped:
             wrapped.add(kind)
@@ -168,10 +186,32 @@ def _watch_optimizers(module: types.ModuleType) -> None:
 
 def _stepping(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return _running[0].stepped(step, args, kwargs)
+    def wrapped(self: Any, closure: Any = None, **others: Any) -> Any:
+        bare = functools.partial(step, **others)
+        if not _running:
+            return bare(self) if closure is None else bare(self, closure)
+        return _running[0].stepped(bare, self, closure)
 
     return wrapped
+
+
+def _watch_scalers(module: Any) -> None:
+    cls = module.GradScaler
+    make, step = cls.__init__, cls.step
+
+    @functools.wraps(make)
+    def wrapped_make(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        _own("scaler", self)
+
+    @functools.wraps(step)
+    def wrapped_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        replays = _running and _running[0].replaying
+        return optimizer.step() if replays else step(self, optimizer, *args, **kwargs)
+
+    cls.__init__, cls.step = wrapped_make, wrapped_step
+    for name in ("unscale_", "update"):
+        setattr(cls, name, _quiet(getattr(cls, name)))
 
 
 def _mute(module: types.ModuleType, names: tuple[str, ...], package: str = "") -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from dlrover import launched
 from dlrover.errors import ConfigurationError
@@ -77,6 +78,35 @@ class ManagedGroup(dist.ProcessGroup):  # type: ignore[misc]
 
         return self._run(operation, outputs, [own] * self._size)
 
+    def exchange(self, objects: Any, root: int) -> Any:
+        """Return the objects of a rank, or those of the lowest rank that trains; None while this rank replays."""
+
+        def operation(group: MembershipGroup) -> list[torch.Tensor]:
+            source = root if root in group.ranks else group.ranks[0]
+            own = _packed(objects)
+            length = torch.tensor([len(own)])
+            group.send_all([length], source)
+            data = own if source == self._rank else torch.empty(int(length), dtype=torch.uint8)
+            group.send_all([data], source)
+            return [data]
+
+        results = self._unchanged.collective(operation, [])
+        return _unpacked(results[0]) if results else None
+
+    def gather_objects(self, own: Any) -> list[Any]:
+        """Return the object of each rank, that of the lowest one for a rank that does not train."""
+
+        def operation(group: MembershipGroup) -> list[torch.Tensor]:
+            data = _packed(own)
+            lengths = [int(length) for length in group.gather(torch.tensor([len(data)]))]
+            padded = torch.nn.functional.pad(data, (0, max(lengths) - len(data)))
+            found = zip(group.ranks, group.gather(padded), lengths, strict=True)
+            by_rank = {rank: one[:length] for rank, one, length in found}
+            return [by_rank.get(rank, by_rank[group.ranks[0]]) for rank in range(self._size)]
+
+        results = self._unchanged.collective(operation, [])
+        return [_unpacked(result) for result in results] if results else [own] * self._size
+
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks that train."""
         token = [torch.zeros(1)]
@@ -95,6 +125,16 @@ class ManagedGroup(dist.ProcessGroup):  # type: ignore[misc]
                 if output is not result:
                     output.copy_(result.view_as(output))
         return _Done(outputs)
+
+
+def _packed(objects: Any) -> torch.Tensor:
+    """Return objects as bytes, as torch's own functions for objects do."""
+    data, _length = c10d._object_to_tensor(objects, torch.device("cpu"), None)  # noqa: SLF001
+    return torch.as_tensor(data)
+
+
+def _unpacked(data: torch.Tensor) -> Any:
+    return c10d._tensor_to_object(data, data.numel(), None)  # noqa: SLF001
 
 
 class _Done(dist._Work):  # type: ignore[misc] # noqa: SLF001 - the only base in Python

@@ -121,7 +121,7 @@ class Unchanged:
 
     def forward(self, model: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the output of a model's forward pass."""
-        trains = model.training and torch.is_grad_enabled()
+        trains = model.module.training and torch.is_grad_enabled()
         if trains and self._fresh:
             self._edge()
         self._fresh = self._fresh and not trains
@@ -188,13 +188,21 @@ class Unchanged:
                 self._outputs[key] = module(*args, **kwargs)
         return pytree.tree_map(_anew, self._outputs[key])
 
-    def stepped(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Carry out a step of an optimizer, unless this rank replays."""
+    def stepped(
+        self, step: Callable[..., Any], optimizer: Any, closure: Callable[[], Any] | None
+    ) -> Any:
+        """Carry out a step of an optimizer, unless this rank replays; the closure may begin with an edge."""
+        result = None
+        if self.replaying and callable(closure):
+            with torch.enable_grad():
+                result = closure()
+            closure = lambda: result  # noqa: E731 - if this rank has joined the others within it
+        if self.replaying:
+            self.steps += 1
+        else:
+            result = step(optimizer) if closure is None else step(optimizer, closure)
         self._fresh = True
-        if not self.replaying:
-            return original(*args, **kwargs)
-        self.steps += 1
-        return None
+        return result
 
 
 def _anew(value: Any) -> Any:

@@ -1,0 +1,63 @@
+"""Functions of ``torch.distributed`` that torch does not carry out by one collective of the managed group.
+
+Those for objects are several collectives in torch, between which a rank can be lost; here each is one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from dlrover.errors import ConfigurationError
+from dlrover.training.replicas.managed import ManagedGroup
+
+
+def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Carry out a function of ``torch.distributed`` in a managed group, others as torch does."""
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if original.__name__ == "new_group":
+        return original(**{**given, "backend": None})  # another one would not outlive a loss
+    group = given.get("group") or dist.group.WORLD
+    if not isinstance(group, ManagedGroup):
+        return original(*args, **kwargs)
+    function = _FUNCTIONS.get(original.__name__)
+    if function is None:
+        raise ConfigurationError(
+            f"--survive: torch.distributed.{original.__name__} does not outlive the loss of a rank; a model must be"
+            " whole on each rank (DistributedDataParallel), and not divided among them (FSDP, pipelines)."
+        )
+    return function(group, given)
+
+
+def _gather(group: ManagedGroup, given: Mapping[str, Any]) -> Any:
+    output, own = list(given.values())[:2]
+    work = group._allgather_base(output, own)  # noqa: SLF001
+    return work if given["async_op"] else None
+
+
+def _broadcast_objects(group: ManagedGroup, given: Mapping[str, Any]) -> None:
+    objects = given["object_list"]
+    found = group.exchange(objects, _rank(given, "src"))
+    objects[:] = objects if found is None else found
+
+
+def _all_gather_objects(group: ManagedGroup, given: Mapping[str, Any]) -> None:
+    given["object_list"][:] = group.gather_objects(given["obj"])
+
+
+def _rank(given: Mapping[str, Any], name: str) -> int:
+    """Return the rank that a function names; ranks in managed groups are those of the world."""
+    return next((r for r in (given[name], given[f"group_{name}"]) if r is not None), 0)
+
+
+_FUNCTIONS: dict[str, Callable[[ManagedGroup, Mapping[str, Any]], Any]] = {
+    "all_gather_into_tensor": _gather,
+    "all_gather_single": _gather,
+    "broadcast_object_list": _broadcast_objects,
+    "all_gather_object": _all_gather_objects,
+}

@@ -1,0 +1,262 @@
+"""Jobs of several roles on a real control plane: the coordinator is the master of one ElasticJob, which owns the roles'."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dlrover.cli.cluster import elasticrole
+from dlrover.kubernetes.machine import objects
+from dlrover.kubernetes.resources import names, validation
+from tests.kubernetes.controlplane import ControlPlane
+from tests.kubernetes.installed import Cluster
+from tests.kubernetes.kubelet import Kubelet
+from tests.kubernetes.manifests import job as job_manifest
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+
+JOB = """
+from dlrover.roles import Job
+
+common = {"config": {"out": OUT}, "shutdown_timeout": 5}
+job = (
+    Job("numbers")
+    .role("trainer", "trainer.py", kind="elastic", instances=2, **common)
+    .role("rollout", "serving:Rollout", instances=2, resources={"cpu": 1, "memory": "1Gi"}, **common)
+    .role("main", "main.py", kind="driver", depends_on=["rollout"], **common)
+)
+"""
+SERVING = """
+import os
+from dlrover.roles import rpc
+
+class Rollout:
+    def __init__(self, settings):
+        pass
+
+    @rpc(idempotent=True)
+    def square(self, numbers):
+        return [[number * number, os.environ["POD_NAME"]] for number in numbers]
+"""
+TRAINER = """
+import json, os, pathlib, threading
+from dlrover.roles import Queue, current_worker
+
+worker = current_worker()
+out = pathlib.Path(worker.config["out"])
+(out / f"trainer-{worker.index}-of-{os.environ['WORLD_SIZE']}-{os.environ['POD_NAME']}").touch()
+if worker.index:
+    threading.Event().wait()
+samples = Queue("samples", size=3)
+while True:
+    items = samples.get(timeout=1e6)
+    with (out / "learned").open("a") as file:
+        file.write(f"{items[0]}\\n")
+    samples.ack(items)
+"""
+MAIN = """
+import pathlib, threading
+from dlrover.roles import Queue, RoleGroup, current_worker
+
+worker = current_worker()
+out = pathlib.Path(worker.config["out"])
+rollouts, samples = RoleGroup("rollout"), Queue("samples", size=3)
+number = worker.cursor or 0
+while not (out / "enough").exists():
+    found = rollouts.call_batch("square", 4, list(range(4 * number, 4 * number + 4))).result()
+    with (out / "served").open("a") as file:
+        file.write(f"{number}\\n")
+    samples.put(number, cursor=number + 1)
+    number += 1
+while samples.status().done < number:
+    threading.Event().wait(0.1)
+"""
+
+
+class Numbers:
+    """A driver has two rollouts square numbers, and an elastic role take note of them."""
+
+    def __init__(self, cluster: Cluster, kubelet: Kubelet, folder: Path) -> None:
+        self.cluster, self.kubelet, self.folder, self.file = cluster, kubelet, folder, "job.py"
+        files = {"job.py": JOB.replace("OUT", repr(str(folder))), "serving.py": SERVING}
+        for name, text in (files | {"trainer.py": TRAINER, "main.py": MAIN}).items():
+            (folder / name).write_text(text)
+
+    def submit(self, *more: str) -> subprocess.CompletedProcess[str]:
+        access = [
+            "--namespace",
+            self.cluster.namespace,
+            "--kubeconfig",
+            self.cluster.plane.kubeconfig,
+        ]
+        words = [
+            "--platform",
+            "kubernetes",
+            "--image",
+            "train:1",
+            "--working-dir",
+            str(self.folder),
+            *more,
+        ]
+        command = [sys.executable, "-m", "dlrover.cli.main", "roles", str(self.folder / self.file)]
+        return subprocess.run(
+            [*command, *words, *access], capture_output=True, text=True, check=False, timeout=60
+        )
+
+    def lines(self, name: str) -> list[str]:
+        path = self.folder / name
+        return path.read_text().splitlines() if path.exists() else []
+
+    def pods(self, name: str, role: str = "worker") -> list[str]:
+        """The pods that run of an ElasticJob."""
+        labels = {names.JOB_LABEL: name, names.ROLE_LABEL: role}
+        return sorted(
+            pod["metadata"]["name"]
+            for pod in self.cluster.list("pods")
+            if labels.items() <= pod["metadata"]["labels"].items()
+            and pod["status"]["phase"] == "Running"
+            and not pod["metadata"].get("deletionTimestamp")
+        )
+
+    def delete(self, pod: str) -> str:
+        return str(
+            self.cluster.plane.call("DELETE", self.cluster.path("pods", pod))["metadata"]["uid"]
+        )
+
+    def replaced(self, name: str, gone: str) -> bool:
+        pods = self.pods(name)
+        return len(pods) == 2 and gone not in pods
+
+    @property
+    def directory(self) -> Path:
+        """Of the job, in its coordinator's pod."""
+        (found,) = (self.kubelet.folder / "claims" / "journal").glob("elasticjob-*")
+        return found
+
+    def events(self, role: str) -> str:
+        return (self.directory / "roles" / role / "events.jsonl").read_text()
+
+    def restarts(self) -> dict[str, int]:
+        command = [sys.executable, "-m", "dlrover.cli.main", "status", "--output", "json"]
+        done = subprocess.run(
+            [*command, "--job-dir", self.directory], capture_output=True, text=True, check=True
+        )
+        return {
+            role["name"]: role["restarts"] for role in json.loads(done.stdout)["status"]["roles"]
+        }
+
+    @property
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.cluster.get("elasticjobs", "numbers").get("status", {})
+        return found
+
+    def log(self) -> str:
+        said = [f"==> {name}\n{self.kubelet.log(name)}" for name in sorted(self.kubelet.pods)]
+        kinds = ("master.log", "coordinator.log", "kubernetes.log")
+        logs = [path for name in kinds for path in self.kubelet.folder.rglob(name)]
+        said += [f"==> {path}\n{path.read_text()[-4000:]}" for path in sorted(logs)]
+        return "\n".join([*said, json.dumps(self.status, indent=1)])
+
+    async def until(self, condition: Callable[[], bool], timeout: float = 120.0) -> None:
+        late = time.monotonic() + timeout
+        while not await asyncio.to_thread(condition):
+            if time.monotonic() > late or self.status.get("phase") in ("Failed", "Rejected"):
+                pytest.fail(self.log())
+            await asyncio.sleep(0.1)
+
+    async def more(self) -> None:
+        """Wait for a few more batches."""
+        enough = len(self.lines("learned")) + 4  # the queue takes 3
+        await self.until(lambda: len(self.lines("learned")) >= enough)
+
+
+@pytest.fixture
+def job(
+    control_plane: ControlPlane, namespace: str, tmp_path: Path, kubelet: Callable[..., Kubelet]
+) -> Numbers:
+    folder = tmp_path / "image"
+    folder.mkdir()
+    return Numbers(Cluster(control_plane, namespace, tmp_path), kubelet(nodes=2), folder)
+
+
+def claim(job: Numbers) -> None:
+    """A volume that outlives the coordinator's pod."""
+    name, size = f"journal-{job.cluster.namespace}", {"storage": "1Gi"}
+    common = {"accessModes": ["ReadWriteOnce"], "storageClassName": ""}
+    volume = {**common, "capacity": size, "hostPath": {"path": str(job.folder)}}
+    wanted = {**common, "resources": {"requests": size}, "volumeName": name}
+    call = job.cluster.plane.call
+    call("POST", "/api/v1/persistentvolumes", {"metadata": {"name": name}, "spec": volume})
+    path = job.cluster.path("persistentvolumeclaims")
+    call("POST", path, {"metadata": {"name": "journal"}, "spec": wanted})
+
+
+def test_whatever_dies_the_others_go_on_and_nothing_stays(job: Numbers) -> None:
+    coordinator = names.master_name("numbers")
+
+    async def story() -> None:
+        async with job.cluster.operator():
+            claim(job)
+            done = await asyncio.to_thread(job.submit, "--journal-claim", "journal")
+            assert done.returncode == 0, done.stderr
+            await job.more()
+            trainers, (first, second) = job.pods("numbers-trainer"), job.pods("numbers-rollout")
+            again = await asyncio.to_thread(job.submit)
+            assert (again.returncode, "already has an ElasticJob" in again.stderr) == (2, True)
+
+            job.delete(names.master_name("numbers-rollout"))  # with its journal
+            container = job.kubelet.pods[coordinator].containers[0].process
+            assert container is not None
+            inside = psutil.Process(container.pid).children()
+            next(one for one in inside if "dlrover.roles" in one.cmdline()).kill()
+            await job.until(lambda: job.events("rollout").count("node_connected") == 4)
+            await job.more()
+            uid = job.kubelet.pods[coordinator].uid
+            for pod in (coordinator, first, trainers[0]):
+                job.delete(pod)
+            await job.until(lambda: job.kubelet.pods[coordinator].uid != uid)
+            job.cluster.plane.call("DELETE", job.cluster.path("elasticjobs", "numbers-main"))
+            for role, gone in (("rollout", first), ("trainer", trainers[0])):
+                await job.until(lambda of=role, gone=gone: job.replaced(f"numbers-{of}", gone))
+            await job.more()
+            assert second in job.pods("numbers-rollout")
+            assert trainers[1] in job.pods("numbers-trainer")
+            await job.until(lambda: job.restarts() == {"main": 1, "rollout": 1, "trainer": 2})
+            (job.folder / "enough").touch()
+            await job.until(lambda: job.status.get("phase") == "Succeeded")
+
+    asyncio.run(story())
+    served, learned = ({int(line) for line in job.lines(name)} for name in ("served", "learned"))
+    assert served == learned == set(range(len(served)))
+    assert [one["metadata"]["name"] for one in job.cluster.list("elasticjobs")] == ["numbers"]
+    assert {one["metadata"]["name"] for one in job.cluster.list("pods")} <= {coordinator}
+
+
+def test_what_a_coordinator_without_its_journal_finds_of_its_roles_is_removed(
+    control_plane: ControlPlane, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(control_plane, namespace, tmp_path)
+    monkeypatch.setenv("KUBECONFIG", str(control_plane.kubeconfig))
+    made = job_manifest()
+    made["metadata"] = {"name": "numbers", "namespace": namespace}
+    roles = {name: {"entry": "main.py"} for name in ("ours", "theirs", "none")}
+    container = {"name": "main", "image": "train:1"}
+    master = {names.MASTER_ROLE: {"template": {"spec": {"containers": [container]}}}}
+    cluster.create({**made, "spec": {"roles": roles, "replicaSpecs": master}})
+    parent = validation.parse(cluster.get("elasticjobs", "numbers"))
+    for role in ("ours", "theirs"):
+        owners = [objects.owner(parent)] if role == "ours" else []
+        metadata = {"name": f"numbers-{role}", "ownerReferences": owners}
+        cluster.create({**job_manifest(), "metadata": metadata})
+    asyncio.run(elasticrole.clear(parent))
+    left = {one["metadata"]["name"] for one in cluster.list("elasticjobs")}
+    assert left == {"numbers", "numbers-theirs"}
