@@ -208,6 +208,37 @@ def test_a_world_with_a_node_in_a_lost_ones_place_is_adopted():
     assert membership(job).attempts == {0: 0, 1: 0, 2: 1, 3: 1}
 
 
+def test_what_nodes_know_beyond_the_journal_counts():
+    """A crash of the master's machine may take the end of its journal."""
+    job = JobDriver.running(2, 2, 2, survive=True)
+
+    def connect(node: int, **facts: object) -> Members:
+        known = Holding(round=1, world=job.machine.rounds.worlds[node], nproc=2)
+        known = msgspec.structs.replace(known, **facts)
+        job.give(Hello(f"agent {node}", node, -1, f"host{node}", 1, known))
+        return membership(job).members()
+
+    told = Members(1, 5, {0: 0, 1: 0, 2: 1})
+    assert connect(0, members=told) == Members(1, 6, told.attempts)
+    assert connect(0, members=Members(1, 6, told.attempts)).number == 6
+    assert connect(1, members=Members(1, 6, {0: 0, 1: 0})) == Members(1, 7, told.attempts)
+    assert connect(1, attempts={0: 2, 1: 3}).attempts == {0: 0, 1: 0}
+    job.give(inputs.MemberReported(JoinMembers(1, rank=3, attempt=2)))
+    assert membership(job).attempts == {0: 0, 1: 0}
+    for attempt in (3, 4):
+        job.give(inputs.MemberReported(JoinMembers(1, rank=3, attempt=attempt)))
+        assert membership(job).attempts == {0: 0, 1: 0, 3: attempt}
+    assert connect(0, members=Members(1, 9, {0: 0}, over=True)).over
+
+
+def test_a_round_opens_if_all_ranks_that_the_journal_knows_to_train_are_lost():
+    job = JobDriver.running(1, 1, 1, survive=True)
+    world = job.machine.rounds.worlds[0]
+    again = Holding(round=1, world=world, nproc=2, attempts={0: 1, 1: 1})
+    job.give(Hello("agent 0", 0, -1, "host0", 1, again))
+    assert (job.machine.rendezvous.round, job.machine.rendezvous.collecting) == (2, True)
+
+
 def test_the_keys_by_which_ranks_meet_have_a_size_in_all():
     job = JobDriver.running(2, 2, 2, survive=True)
     meeting, value = Meeting(), bytes(MAX_VALUE)

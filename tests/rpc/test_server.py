@@ -259,6 +259,23 @@ def test_thousands_of_calls_at_once_are_all_served() -> None:
 # ---- streams
 
 
+def test_what_goes_to_many_nodes_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded, encode = [], wire.encode
+
+    def count(message: msgspec.Struct) -> bytes:
+        encoded.append(message)
+        return encode(message)
+
+    async def test() -> None:
+        async with serving() as (_, address), MasterClient(address, TOKEN) as client:
+            streams = [client.attend(says(messages.Hello(f"uid {i}"))) for i in range(3)]
+            assert [await anext(stream) for stream in streams] == [DISMISS] * 3
+
+    monkeypatch.setattr(wire, "encode", count)
+    run(test)
+    assert encoded.count(DISMISS) == 1
+
+
 def test_a_stream_that_the_server_ends_leaves_nothing_behind() -> None:
     async def test() -> None:
         async with serving() as (_, address), MasterClient(address, TOKEN) as client:

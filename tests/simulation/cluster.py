@@ -257,7 +257,7 @@ class Cluster:
         """Similar past job that the planner receives."""
         self._nproc = nproc
         self._store = Store()
-        self._disk_lost = False
+        self._disk_lost = self._moments_lost = False
         self._crashing = False
         self._events = os.memfd_create("events")
         self.event_file = Path(f"/proc/self/fd/{self._events}")
@@ -434,6 +434,13 @@ class Cluster:
         self.kill_master(away)
         self._disk_lost = True
 
+    def lose_moments(self, entries: int, away: float = 1.0) -> None:
+        """Kill the master and delete the latest entries of its journal, as a crash of its machine may."""
+        if entries and not self.master_away and not self._crashing:
+            self._die(away)
+            del self._store.entries[max(1, len(self._store.entries) - entries) :]
+            self._moments_lost = True
+
     def stop(self, exit_code: int = ExitCode.STOPPED) -> None:
         """Stop the job as a user would."""
         self._submit(StopRequest("stopped", exit_code))
@@ -479,6 +486,10 @@ class Cluster:
             return
         last, now = self.process, self.time.now
         self.process = MasterProcess(self, self._store)
+        if self._moments_lost:
+            self._moments_lost = False
+            self.process.begin()
+            return
         goodputs = [each.master.ledger.goodput(now) for each in (last, self.process)]
         assert goodputs[0] == goodputs[1], "the ledger does not replay"
         assert self.machine == last.master.machine, "the journal does not give the state back"

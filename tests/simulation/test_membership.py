@@ -147,6 +147,33 @@ def test_two_memberships_with_one_number_do_not_meet(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_journal_without_its_last_moments_takes_no_membership_away(seed):
+    """Nodes and ranks know newer memberships, and later attempts, than the master that reads it."""
+    cluster = started(3, seed)
+    first, kill = cluster.nodes[0], cluster.kill_agent if seed // 2 % 2 else cluster.kill_worker
+    kept = len(cluster.journal)
+    kill(first)
+    if seed // 4:
+        cluster.run_until(lambda: survived(cluster) == 1)
+        kept = len(cluster.journal)
+    cluster.run_until(lambda: counts(cluster, ReplicaJoined) > (0,) and all_train(cluster))
+    cluster.run(0.3)
+    cluster.lose_moments(len(cluster.journal) - kept)
+    cluster.run(10.0)
+
+    def agreed() -> bool:
+        known = [n.machine.members for n in cluster.alive.values() if n.machine.running_round]
+        present = cluster.machine.state.membership
+        return all((m.number, m.attempts) == (present.number, present.attempts) for m in known)
+
+    cluster.run_until(lambda: agreed() and all_train(cluster), 20.0)
+    cluster.kill_worker(cluster.nodes[1])
+    cluster.run_until(lambda: survived(cluster) > 0 and agreed(), 1.0)
+    assert cluster.finish().exit_code == ExitCode.SUCCESS
+    assert counts(cluster, RoundOpened) == (1,)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_last_rank_opens_a_round(seed):
     cluster = started(1, seed, nproc=1)
     cluster.kill_worker(cluster.nodes[0])

@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
@@ -17,11 +17,18 @@ from dlrover.launched import Given
 from dlrover.master.machine.membership import Membership
 from dlrover.master.meeting import Meeting
 from dlrover.spec.job import JobSpec
-from dlrover.spec.requests.membership import Meet, Members, MembersNow, Met, checksum
+from dlrover.spec.requests import WorkerRequest
+from dlrover.spec.requests.membership import (
+    Meet,
+    Members,
+    MembersNow,
+    Met,
+    checksum,
+)
 
 torch = pytest.importorskip("torch")
 
-from dlrover.training.replicas import survivors  # noqa: E402
+from dlrover.training.replicas import hooks, restarts, survivors  # noqa: E402
 from dlrover.training.replicas.groups import Changed, MeetingStore  # noqa: E402
 from dlrover.training.replicas.link import Link  # noqa: E402
 from dlrover.training.replicas.replicas import Replicas  # noqa: E402
@@ -30,8 +37,9 @@ pytestmark = [pytest.mark.torch]
 
 
 @contextlib.contextmanager
-def listening(*pushed: bytes, answer: bytes = b"") -> Iterator[str]:
+def listening(*pushed: bytes, answer: bytes | Callable[[bytes], bytes] = b"") -> Iterator[str]:
     """An agent's socket, which pushes one message to each that connects, or answers alike; yields its address."""
+    reply = answer if callable(answer) else lambda _request: answer
     address = f"dlrover-test-{os.getpid()}-{uuid.uuid4().hex}"
     left = list(pushed)
 
@@ -42,8 +50,8 @@ def listening(*pushed: bytes, answer: bytes = b"") -> Iterator[str]:
                 with connection, contextlib.suppress(OSError):
                     if left:
                         connection.sendall(framing.pack(left.pop(0)))
-                    while answer and framing.receive(connection.recv_into):
-                        connection.sendall(framing.pack(answer))
+                    while answer and (request := framing.receive(connection.recv_into)):
+                        connection.sendall(framing.pack(reply(request)))
 
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"\0{address}")
@@ -111,6 +119,49 @@ def test_ranks_meet_although_the_master_that_had_their_keys_is_lost():
     link.membership.number += 1
     with pytest.raises(Changed, match="is over"):
         one.get("never")
+
+
+def called_again(monkeypatch: pytest.MonkeyPatch, told: Members, membership: Membership) -> int:
+    """Rank 0, started again, whose return a master knew that was lost; return how often it is called."""
+    calls, meeting, first = [], Meeting(), [told]
+
+    def answer(data: bytes) -> bytes:
+        request = msgspec.msgpack.decode(data, type=WorkerRequest)
+        if isinstance(request, Meet):
+            return msgspec.msgpack.encode(meeting.handle(request, 2, membership))
+        if first:
+            return msgspec.msgpack.encode(MembersNow(first.pop()))
+        membership.report(request)
+        return msgspec.msgpack.encode(MembersNow(membership.members()))
+
+    def train() -> None:
+        calls.append(None)
+        if given.world_size == 1:
+            torch.distributed.init_process_group("gloo", **hooks.plain_group)
+
+    with listening(answer=answer) as relay:
+        size = len(membership.latest)
+        given = Given(
+            round=3, attempt=1, world_size=size, relay=relay, members="nobody", survive=True
+        )
+        monkeypatch.setattr(launched, "given", given)
+        restarts.restartable(train)()
+    assert membership.over
+    return len(calls)
+
+
+def test_a_training_function_whose_rank_only_a_lost_journal_knew_to_be_back_is_called_again(
+    monkeypatch,
+):
+    job = JobSpec(name="job", min_nodes=1, max_nodes=1, survive=True)
+    known = Membership(job, round=3, number=1, latest={0: 1}, ranks={0: range(1)})
+    monkeypatch.setattr(restarts, "NEWS_LIMIT", 0.1)
+    assert called_again(monkeypatch, Members(3, 2, {0: 1}), known) == 2
+    assert (known.number, known.attempts) == (4, {0: 1})
+    monkeypatch.setattr(restarts, "AGAIN", 0.1)
+    ranks = {0: range(2)}
+    known = Membership(job, round=3, number=3, attempts={1: 1}, latest={0: 1, 1: 1}, ranks=ranks)
+    assert called_again(monkeypatch, Members(3, 3, {0: 1}), known) == 1
 
 
 def replicas(relay: str, monkeypatch: pytest.MonkeyPatch, **given: int) -> Replicas:

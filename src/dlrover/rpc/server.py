@@ -83,7 +83,15 @@ class Server:
         self._methods[name] = grpc.unary_stream_rpc_method_handler(serve)
 
     def stream(self, name: str, request: Any, call: Stream) -> None:
-        """Register a method with a stream in each direction."""
+        """Register a method with a stream in each direction; what goes to many callers at once is encoded once."""
+        last: Any = None
+        encoded = b""
+
+        def encode(reply: Any) -> bytes:
+            nonlocal last, encoded
+            if reply is not last:
+                encoded, last = wire.encode(reply), reply
+            return encoded
 
         async def serve(
             frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext
@@ -97,7 +105,7 @@ class Server:
 
             try:
                 async for reply in call(messages()):
-                    yield wire.encode(reply)
+                    yield encode(reply)
             except DLRoverError as error:
                 await _refuse(context, error)
 

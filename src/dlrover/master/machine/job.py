@@ -264,7 +264,7 @@ class JobMachine:
         if alone:
             self.instances.connected(node, event.round, event.held)
         elif not self._hear(node, event.held, now) and not state.is_spare(node):
-            self._catch_up(node, event.round, now)
+            self._catch_up(node, event, now)
 
     def _hear(self, node: Node, held: Holding | None, now: float) -> bool:
         """Note what a node holds; return whether a running round may have to be adopted."""
@@ -279,9 +279,9 @@ class JobMachine:
         adoption.hear(node.id, held)
         return True
 
-    def _catch_up(self, node: Node, running_round: int, now: float) -> None:
+    def _catch_up(self, node: Node, hello: Hello, now: float) -> None:
         """Send a node what it missed while it was disconnected."""
-        rdzv, rounds = self.rendezvous, self.rounds
+        rdzv, rounds, running_round = self.rendezvous, self.rounds, hello.round
         if rdzv.collecting:
             rdzv.expect(node.id)
             if running_round:
@@ -293,6 +293,8 @@ class JobMachine:
             elif running_round < rdzv.round and node.status is NodeStatus.RUNNING:
                 rounds.assign(node.id)
             elif running_round == rdzv.round:
+                if hello.held is not None:
+                    self.survival.learn(node, hello.held, now)
                 self.survival.catch_up(node)
         elif running_round:
             rounds.call(node, "the world went on without this node")

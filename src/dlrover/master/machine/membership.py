@@ -144,6 +144,30 @@ class Membership:
         # Without a rank that was started again since then, it is another membership.
         self.number = newest.number + (alive.keys() != newest.attempts.keys())
 
+    def learn(self, node_id: int, held: Holding) -> bool:
+        """Take in what a node knows of this round, and not a journal without its last moments.
+
+        Return whether the membership has changed. It has no rank if all that this master knew to train are lost.
+        """
+        told, ranks = held.members, self.ranks[node_id]
+        if told is None or told.round != self.round:
+            told = Members(self.round, 0, self.attempts)
+        newer = told.number > self.number
+        again = newer or (told.number == self.number and told.attempts != self.attempts)
+        latest = dict(told.attempts) if newer else {}
+        latest |= {ranks[i]: a for i, a in held.attempts.items() if i < len(ranks)}
+        latest = {r: a for r, a in latest.items() if a > self.latest.get(r, a)}
+        if not (again or latest or told.over > self.over):
+            return False
+        self.latest |= latest
+        there = {rank for ranks in self.ranks.values() for rank in ranks}
+        attempts = told.attempts if newer else self.attempts
+        self.attempts = {r: a for r, a in attempts.items() if r in there and self.latest[r] == a}
+        self.over |= told.over
+        # No other membership has this number: nodes and ranks take in none of a number that they know.
+        self.number = max(self.number, told.number) + 1
+        return True
+
     def end(self) -> None:
         """End the membership: a new round opens."""
         self.__init__(self.job)  # type: ignore[misc]
@@ -173,13 +197,14 @@ class Membership:
 
     def report(self, change: MembershipChange) -> bool:
         """Take a rank's report; return whether the membership has changed."""
-        if change.round != self.round or self.latest.get(change.rank) != change.attempt:
+        if not self._may_train(change):
             return False
-        if not any(change.rank in ranks for ranks in self.ranks.values()):
-            return False  # its node is lost, and its process must not train on
+        if change.attempt > self.latest[change.rank]:
+            self._drop((change.rank,))  # the journal has lost that it was started again
+            self.latest[change.rank] = change.attempt
         match change:
             case JoinMembers(_, rank, attempt):
-                if self.over or rank in self.attempts:
+                if self.over or self.attempts.get(rank) == attempt:
                     return False
                 self.attempts[rank] = attempt
             case RenewMembers(_, rank, attempt, number):
@@ -206,6 +231,12 @@ class Membership:
         self.over = True
         self.number += 1
         return True
+
+    def _may_train(self, change: MembershipChange) -> bool:
+        if change.round != self.round or change.attempt < self.latest.get(change.rank, 0):
+            return False
+        # A process must not train on whose node is lost.
+        return any(change.rank in ranks for ranks in self.ranks.values())
 
     def _drop(self, ranks: Iterable[int]) -> None:
         lost = self.attempts.keys() & set(ranks)

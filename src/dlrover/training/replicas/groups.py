@@ -39,6 +39,8 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
     def __init__(self, link: Link, round_: int, number: int, attempts: dict[int, int]) -> None:
         super().__init__()
         self._link, self._of = link, (round_, number, checksum(attempts))
+        self.refused = False
+        """True once the master has said that the membership is over."""
         self._own: dict[str, bytes] = {}
         self._known: dict[str, bytes] = {}
         self._read = 0
@@ -71,6 +73,7 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
         reply = self._link.ask(Meet(*self._of, put, self._read))
         assert isinstance(reply, Met)
         if reply.refused:
+            self.refused = True
             raise Changed(reply.refused)
         if reply.epoch != self._epoch:
             first, self._epoch, self._read = not self._epoch, reply.epoch, 0

@@ -20,7 +20,7 @@ from dlrover.spec.requests.membership import (
     JoinMembers,
     LookMembers,
     Members,
-    MembersNow,
+    RenewMembers,
 )
 from dlrover.training.machine.places import NEWS_LIMIT
 from dlrover.training.replicas import hooks
@@ -33,6 +33,8 @@ LEAVE_LIMIT = 30.0
 """Seconds that the function may take to end after a loss; then the process is killed, and starts again."""
 RETURN_LIMIT = 600.0
 """Seconds for which ranks wait for the processes of lost ones."""
+AGAIN = 10.0
+"""Seconds until a rank that was started again, and waits for others, says once more that it is there."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -70,18 +72,21 @@ class _Restarts:
     def call(self, function: Callable[[], Any]) -> Any:
         """Call the function until it returns, or fails although no rank is lost."""
         given = self._given
-        join = JoinMembers(given.round, given.rank, given.attempt)
-        reply = self._link.ask(join if given.attempt else LookMembers(given.round))
-        assert isinstance(reply, MembersNow)
+        self._link.ask(LookMembers(given.round))
         while True:
             members = self._all_there()
             self._number = members.number
+            store = MeetingStore(self._link, given.round, members.number, members.attempts)
             try:
-                with self._group(members):
+                with self._group(store):
                     result = function()
             except Exception as error:  # any of the program's: what a lost rank causes in it
-                if self._link.wait(self._is_newer, NEWS_LIMIT) is None or self._link.over:
+                newer = self._link.wait(self._is_newer, NEWS_LIMIT)
+                if self._link.over or not (newer or store.refused):
                     raise
+                if newer is None:  # a master that has lost its journal knows another membership
+                    renew = RenewMembers(given.round, given.rank, given.attempt, self._number)
+                    self._link.ask(renew)
                 logger.warning("A rank was lost; the training function is called again: %s", error)
             else:
                 self._link.ask(FinishMembers(given.round, given.rank, given.attempt))
@@ -92,21 +97,27 @@ class _Restarts:
 
     def _all_there(self) -> Members:
         """Wait until all ranks train, in the membership after the last call's."""
-        mine, size = self._given.rank, self._given.world_size
-        found = self._link.wait(
-            lambda m: self._is_newer(m) and len(m.attempts) == size and mine in m.attempts,
-            RETURN_LIMIT,
+        given, size = self._given, self._given.world_size
+
+        def holds(members: Members) -> bool:
+            return self._is_newer(members) and len(members.attempts) == size and trains(members)
+
+        def trains(members: Members | None) -> bool:
+            return members is not None and members.attempts.get(given.rank) == given.attempt
+
+        for turn in range(int(RETURN_LIMIT / AGAIN)):
+            # A master that has lost its journal may not know that this rank had joined.
+            if (turn and given.attempt) or not trains(self._link.members):
+                self._link.ask(JoinMembers(given.round, given.rank, given.attempt))
+            if (found := self._link.wait(holds, AGAIN)) is not None:
+                return found
+        raise InfrastructureError(
+            f"Some of the {size} ranks did not come back within {RETURN_LIMIT:g} s."
         )
-        if found is None:
-            raise InfrastructureError(
-                f"Some of the {size} ranks did not come back within {RETURN_LIMIT:g} s."
-            )
-        return found
 
     @contextlib.contextmanager
-    def _group(self, members: Members) -> Iterator[None]:
+    def _group(self, store: MeetingStore) -> Iterator[None]:
         """Let ``init_process_group`` meet the ranks of this membership; destroy the groups in the end."""
-        store = MeetingStore(self._link, self._given.round, members.number, members.attempts)
         self._left.clear()
         with self._lock:
             self._before, self._running = connections(), True

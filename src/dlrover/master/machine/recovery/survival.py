@@ -19,6 +19,7 @@ from dlrover.rpc.messages import StartAgain
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Origin
 from dlrover.spec.requests.membership import Members, MembershipChange
+from dlrover.spec.world import Holding
 
 
 @dataclass
@@ -149,6 +150,16 @@ class Survival:
             return
         for node_id in self.rounds.fill_holes():
             self._say(node_id, self.state.membership.members(self.state.progress.steps))
+
+    def learn(self, node: Node, held: Holding, now: float) -> None:
+        """Take in what a node knows and the journal does not: a crash of its machine may lose its last moments."""
+        membership = self.state.membership
+        if node.id not in membership.ranks or not membership.learn(node.id, held):
+            return
+        if membership.attempts or membership.over:
+            self._tell()
+        else:
+            self.rounds.open("the master has lost who trains", now)
 
     def catch_up(self, node: Node) -> None:
         """Repeat the orders that a node may have missed while it was disconnected."""
