@@ -10,7 +10,7 @@ import pytest
 from dlrover.errors import ExitCode
 from dlrover.spec import events
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
 
 CHECK = ("--local-nodes=4", "--network-check")
 
@@ -42,7 +42,7 @@ def test_faulty_nodes_are_named_and_excluded(train) -> None:
         "--rdzv-conf=scale_up_delay=60",
     )
     training = train(10, 0.1, *options, env=env)
-    training.wait_for_step(1, 100)
+    training.wait_for_step(1, 200)
     launch = training.launch
     found = {nodes: (part, words) for nodes, part, words in findings(launch, "fault")}
     lost = {event.body.node: event.body.reason for event in launch.events_of(events.NodeLost)}
