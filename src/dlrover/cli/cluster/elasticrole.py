@@ -49,6 +49,7 @@ GONE_WAIT = 90.0
 """Seconds for the pods of an earlier start to go, before the next start no longer waits for them."""
 
 DELETED = "its ElasticJob {} was deleted: it starts again."
+STOPPED = Outcome(exit_code=ExitCode.STOPPED, reason="The role was stopped.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,8 +96,8 @@ async def _run(
         procs.Lifeline.watch(lifeline_fd, orphaned.set)
     client = Client.from_config()
     try:
-        role = ElasticRole(client, job_dir, await _parent(client, env), attempt, given, stopping)
-        running, leaving = asyncio.create_task(role.run()), asyncio.create_task(orphaned.wait())
+        work = _work(client, job_dir, env, attempt, given, stopping)
+        running, leaving = asyncio.create_task(work), asyncio.create_task(orphaned.wait())
         await asyncio.wait([running, leaving], return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
         if running.done():
@@ -108,9 +109,25 @@ async def _run(
         await client.close()
 
 
-async def _parent(client: Client, env: Mapping[str, str]) -> ElasticJob:
-    """Return the job of several roles, also once the API server is back."""
-    while True:
+async def _work(
+    client: Client,
+    job_dir: JobDir,
+    env: Mapping[str, str],
+    attempt: int,
+    given: Mapping[str, str],
+    stopping: asyncio.Event,
+) -> Outcome:
+    parent = await _parent(client, env, stopping)
+    if parent is None:
+        return STOPPED
+    return await ElasticRole(client, job_dir, parent, attempt, given, stopping).run()
+
+
+async def _parent(
+    client: Client, env: Mapping[str, str], stopping: asyncio.Event
+) -> ElasticJob | None:
+    """Return the job of several roles, also once the API server is back; None if the role is stopped meanwhile."""
+    while not stopping.is_set():
         try:
             return await elastic_job.read(client, env)
         except InfrastructureError as error:
@@ -118,6 +135,7 @@ async def _parent(client: Client, env: Mapping[str, str]) -> ElasticJob:
                 raise
             logger.warning("The job cannot be read yet: %s", error)
         await asyncio.sleep(RETRY)
+    return None
 
 
 class ElasticRole:
@@ -165,7 +183,7 @@ class ElasticRole:
             _LostError: it was deleted, or its master has lost what it knew.
         """
         if not await self._ensure():
-            return Outcome(exit_code=ExitCode.STOPPED, reason="The role was stopped.")
+            return STOPPED
         self._describe()
         history = History(self._dir.events)
         following = asyncio.create_task(self._follow(history))
@@ -247,10 +265,8 @@ class ElasticRole:
                 found = self._jobs.cache.get(f"{self._namespace}/{self._name}")
                 if found is None or found["metadata"]["uid"] != self._uid:
                     if not self._stopping.is_set():
-                        raise _LostError(
-                            f"its ElasticJob {self._name} was deleted: it starts again."
-                        )
-                    return Outcome(exit_code=ExitCode.STOPPED, reason="The role was stopped.")
+                        raise _LostError(DELETED.format(self._name))
+                    return STOPPED
                 if status_of(found).completion_time:
                     return self._outcome or _outcome(found)
                 if self._stopping.is_set() and stop is None:

@@ -110,7 +110,7 @@ class Folder:
         _sync(self.path)
 
     def finish(self, parts: int) -> int:
-        """End the stream after so many parts; return the number of rows.
+        """End the stream after its last part; return the number of rows.
 
         Raises:
             ConfigurationError: an earlier attempt made more parts.

@@ -14,7 +14,7 @@ LEAST = 1000.0
 GAIN = 0.1
 """Part of the mean by which the moves must relieve a server; else it keeps its slots."""
 HALVINGS = 3
-"""What was asked counts half as much after each of so many parts of the window."""
+"""Halvings of a measurement's weight within one window."""
 
 
 @dataclass
@@ -63,9 +63,8 @@ class HotServers:
         before = loads(self.owners, self.rates, servers)
         mean, hottest = sum(before.values()) / len(before), max(before, key=before.__getitem__)
         hot = hottest if before[hottest] > ratio * mean >= ratio * LEAST else -1
-        if (
-            hot != self.hot
-        ):  # also soon after a pause of the training, when some servers have reported it
+        # The time starts anew also soon after a pause of the training, which some servers have reported and others not.
+        if hot != self.hot:
             self.hot, self.since = hot, now
         if hot < 0 or now - self.since < window:
             return None

@@ -149,23 +149,23 @@ class Membership:
 
         Return whether the membership has changed. It has no rank if all that this master knew to train are lost.
         """
-        told, ranks = held.members, self.ranks[node_id]
-        if told is None or told.round != self.round:
-            told = Members(self.round, 0, self.attempts)
-        newer = told.number > self.number
-        again = newer or (told.number == self.number and told.attempts != self.attempts)
-        latest = dict(told.attempts) if newer else {}
+        theirs, ranks = held.members, self.ranks[node_id]
+        if theirs is None or theirs.round != self.round:
+            theirs = Members(self.round, 0, self.attempts)
+        newer = theirs.number > self.number
+        again = newer or (theirs.number == self.number and theirs.attempts != self.attempts)
+        latest = dict(theirs.attempts) if newer else {}
         latest |= {ranks[i]: a for i, a in held.attempts.items() if i < len(ranks)}
         latest = {r: a for r, a in latest.items() if a > self.latest.get(r, a)}
-        if not (again or latest or told.over > self.over):
+        if not (again or latest or theirs.over > self.over):
             return False
         self.latest |= latest
         there = {rank for ranks in self.ranks.values() for rank in ranks}
-        attempts = told.attempts if newer else self.attempts
+        attempts = theirs.attempts if newer else self.attempts
         self.attempts = {r: a for r, a in attempts.items() if r in there and self.latest[r] == a}
-        self.over |= told.over
+        self.over |= theirs.over
         # No other membership has this number: nodes and ranks take in none of a number that they know.
-        self.number = max(self.number, told.number) + 1
+        self.number = max(self.number, theirs.number) + 1
         return True
 
     def end(self) -> None:
