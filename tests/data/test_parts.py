@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 from pathlib import Path
@@ -112,3 +113,13 @@ def test_a_dataset_with_epochs_takes_a_folder_when_its_pipeline_has_ended(folder
 def test_a_wrong_address_is_told(url: str) -> None:
     with pytest.raises(ConfigurationError, match="parquet:"):
         Records(Stream(url))
+
+
+def test_a_file_system_without_hard_links_is_named(folder, monkeypatch) -> None:
+    def refuse(*_names: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    with pytest.raises(ConfigurationError, match="has no hard links"):
+        folder.add(0, table(1))
+    assert not list(folder.path.glob(".part-*")), "no draft is left"

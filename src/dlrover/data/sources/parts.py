@@ -6,6 +6,7 @@ first part that is missing. A mark says whether the pipeline has ended, and then
 
 from __future__ import annotations
 
+import errno
 import filecmp
 import os
 import uuid
@@ -105,6 +106,13 @@ class Folder:
             except FileExistsError:
                 if not filecmp.cmp(draft, file, shallow=False):
                     raise _unequal(file, number) from None
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                    raise
+                raise ConfigurationError(
+                    f"The file system of {self.path} has no hard links, which a stream in a folder needs; choose another"
+                    " folder."
+                ) from error
         finally:
             draft.unlink(missing_ok=True)
         _sync(self.path)

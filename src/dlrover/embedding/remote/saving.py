@@ -68,6 +68,7 @@ class TableCheckpoints:
         placement = self._settled()
         id_ = stored.begin(self._store)
         before = parent or next(iter(stored.manifests(self._store)), None)
+        until = time.monotonic() + self._timeout
         while True:
             links = self._connect(placement)
             try:
@@ -77,8 +78,10 @@ class TableCheckpoints:
                     _copy(links, id_, "", placement.version)
                 break
             except _SlotsMovedError as error:
-                logger.info("%s The tables are copied again.", error)
                 _close(links)
+                if time.monotonic() > until:
+                    raise
+                logger.info("%s The tables are copied again.", error)
                 placement, parent = self._settled(), None
             except BaseException:
                 _close(links)
@@ -147,8 +150,8 @@ class TableCheckpoints:
         return True
 
     def _load(self, manifest: TableManifest) -> None:
-        steady = False
-        while not steady:  # a slot that moves has old rows where it was not loaded
+        until = time.monotonic() + self._timeout
+        while True:
             placement = self._settled()
             links = self._connect(placement)
             try:
@@ -157,7 +160,13 @@ class TableCheckpoints:
             finally:
                 _close(links)
             now = self._directory.look(-1)
-            steady = now.owners == placement.owners and not now.moves
+            if now.owners == placement.owners and not now.moves:
+                break
+            # A slot that has moved has old rows where it was not loaded.
+            if time.monotonic() > until:
+                raise InfrastructureError(
+                    f"Slots kept moving for {self._timeout:.0f} s while the embedding tables were loaded."
+                )
         self._directory.ask(TablesStored(manifest.step, manifest.id, self._place))
         self._last = manifest
 
