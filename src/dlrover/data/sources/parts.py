@@ -150,7 +150,7 @@ def _sync(folder: Path) -> None:
         os.close(fd)
 
 
-class Parts(Broker):
+class PartFolder(Broker):
     """The rows of a folder; one partition, whose offsets are the numbers of the rows."""
 
     needs = "pyarrow"

@@ -37,12 +37,12 @@ def write_stream(dataset: Any, url: str) -> int:
     folder = Folder(Address(url))
     if folder.begin():
         dataset.context.execution_options.preserve_order = True
-        dataset.write_datasink(_Parts(url))
+        dataset.write_datasink(_PartSink(url))
     mark = folder.mark()
     return sum(mark.rows) if mark is not None else 0
 
 
-class _Parts(Datasink):  # type: ignore[misc]  # Ray is not typed here
+class _PartSink(Datasink):  # type: ignore[misc]  # Ray is not typed here
     """The rows of each task are a part. A task that Ray tries again adds what is missing."""
 
     def __init__(self, url: str) -> None:

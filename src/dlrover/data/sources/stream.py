@@ -35,7 +35,7 @@ _BROKERS = {
     "kafka": ("kafka", "Kafka"),
     "pulsar": ("pulsar", "Pulsar"),
     "pulsar+ssl": ("pulsar", "Pulsar"),
-    "parquet": ("parts", "Parts"),
+    "parquet": ("parts", "PartFolder"),
 }
 """By the scheme of an address: the module below `dlrover.data.sources`, also the extra, and its class."""
 

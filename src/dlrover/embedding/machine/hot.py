@@ -19,7 +19,7 @@ HALVINGS = 3
 
 @dataclass
 class HotServers:
-    """What is asked of each slot, and since when a server is hot. Only `handle` changes it.
+    """Requests of each slot, and since when a server is hot. Only `handle` changes it.
 
     A restarted master measures anew: this is in no journal.
     """

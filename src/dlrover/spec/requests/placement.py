@@ -89,7 +89,7 @@ class SlotsUsed(msgspec.Struct, frozen=True, array_like=True, tag="used"):
 
     server: _Index
     start: _Number
-    seconds: Annotated[float, msgspec.Meta(gt=0)]
+    seconds: Annotated[float, msgspec.Meta(ge=0.1, le=1e9)]
     """Time since the last report, or since the start."""
     keys: Annotated[dict[_Slot, _Number], msgspec.Meta(max_length=SLOTS)]
     """Keys that were looked up or updated, by slot; slots without any are left out."""
