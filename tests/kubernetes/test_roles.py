@@ -9,14 +9,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
 
 from dlrover.cli.cluster import elasticrole
+from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.machine import objects
 from dlrover.kubernetes.resources import names, validation
+from dlrover.spec.jobdir import JobDir
+from dlrover.spec.outcome import Outcome
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet
@@ -262,3 +265,20 @@ def test_what_a_coordinator_without_its_journal_finds_of_its_roles_is_removed(
     asyncio.run(elasticrole.clear(parent))
     left = {one["metadata"]["name"] for one in cluster.list("elasticjobs")}
     assert left == {"numbers", "numbers-theirs"}
+
+
+def test_a_role_that_is_stopped_does_not_wait_for_the_api_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> Outcome:
+        stopping = asyncio.Event()
+
+        async def away(*_: object) -> NoReturn:
+            stopping.set()
+            raise InfrastructureError("The API server does not answer.")
+
+        monkeypatch.setattr("dlrover.kubernetes.platform.job.read", away)
+        work = elasticrole._work(None, JobDir(tmp_path), {}, 1, {}, stopping)  # type: ignore[arg-type]
+        return await asyncio.wait_for(work, 20)
+
+    assert asyncio.run(story()) == elasticrole.STOPPED
