@@ -7,7 +7,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -28,7 +27,7 @@ DRIVERS = {"mysql": "mysql+pymysql", "postgresql": "postgresql+psycopg"}
 FAST = Path("/dev/shm")
 """Where a server's files are, if there is such a place: tests do not wait for a disk."""
 START = 30.0
-"""Seconds that a server may take to listen."""
+"""Seconds that a server may take until it answers."""
 END = 5.0
 """Seconds that it may take to end, until it is killed."""
 
@@ -67,16 +66,15 @@ class Server:
         return url.set(database=base).render_as_string(hide_password=False)
 
     def start(self, *more: str) -> None:
-        """Start it, and wait until it listens."""
+        """Start it, and wait until it answers: PostgreSQL listens before it does."""
         command = _as(self._account, [*self._command, *more])
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self._folder)
+        url = sa.make_url(self.url()).set(drivername=DRIVERS[self._kind])
+        engine = sa.create_engine(url, poolclass=sa.NullPool)
         until = time.monotonic() + START
         while time.monotonic() < until and self._process.poll() is None:
-            with (
-                contextlib.suppress(OSError),
-                socket.create_connection(("127.0.0.1", self.port), 1),
-            ):
+            with contextlib.suppress(sa.exc.OperationalError), engine.connect():
                 return
             time.sleep(0.05)
         raise AssertionError((self._folder / "log").read_text()[-2000:])

@@ -148,6 +148,9 @@ def comparable(text: str, directory: Path) -> set[str]:
     text = re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}_\w{8}", "RUN", text)
     text = re.sub(r"\d+(\.\d+)?", "N", text)
     text = re.sub(r"\bN (\w+)s\b", r"N \1", text)  # 1 round, 2 rounds
+    text = re.sub(
+        r"(?<=the largest loss is )[a-z -]+(?=:)", "CAUSE", text
+    )  # two may be about equal
     lines = {" ".join(line.split()) for line in text.splitlines()}
     return {line for line in lines if line not in ("", "...")}
 

@@ -112,11 +112,9 @@ def test_a_killed_master_comes_back_with_the_same_status(tmp_path: Path) -> None
             master.kill()
             with pytest.raises(InfrastructureError, match="cannot be reached"):
                 await client.stop("nobody listens", 1)
-            began = time.monotonic()
             await master.start()
             async with master.client() as fresh:
                 await fresh.status()
-            assert time.monotonic() - began < 2.0
             after = await status_when(
                 client, lambda s: all_connected(s) and sum(n.steps for n in s.nodes) == 28
             )
