@@ -45,6 +45,13 @@ with (out / f"rank{rank}.txt").open("a", buffering=1) as log:
             dist.all_gather_object(every, (rank, "x" * (rank + step % 3)), group=group)
             assert said[0].startswith("by")
             assert all(0 <= of < world for of, _ in every)
+            sums, parts = torch.ones(1), [torch.zeros(1) for _ in range(world)]
+            dist.reduce(sums, 1)
+            dist.gather(torch.ones(1), parts if rank == 1 else None, 1)
+            assert rank != 1 or (1 <= float(sums) <= world and sum(parts) == world)
+            dist.gather_object(rank, every if rank == 2 else None, 2)
+            dist.scatter_object_list(said, [[step, r] for r in range(world)], 1)
+            assert said[0][1] == rank
             weights = sum(float(p.detach().double().sum()) for p in model.parameters())
             rate = f"{optimizer.param_groups[0]['lr']:.9f}*{scaler.get_scale():g}"
             log.write(f"{step} {weights:.9f} {os.getpid()} {rate}\n")

@@ -50,6 +50,19 @@ def _all_gather_objects(group: ManagedGroup, given: Mapping[str, Any]) -> None:
     given["object_list"][:] = group.gather_objects(given["obj"])
 
 
+def _gather_objects(group: ManagedGroup, given: Mapping[str, Any]) -> None:
+    found = group.gather_objects(given["obj"])
+    if group.rank() == _rank(given, "dst"):
+        given["object_gather_list"][:] = found
+
+
+def _scatter_objects(group: ManagedGroup, given: Mapping[str, Any]) -> None:
+    every = given["scatter_object_input_list"]
+    found = group.exchange(every, _rank(given, "src")) or every
+    if found:
+        given["scatter_object_output_list"][0] = found[group.rank()]
+
+
 def _rank(given: Mapping[str, Any], name: str) -> int:
     """Return the rank that a function names; ranks in managed groups are those of the world."""
     return next((r for r in (given[name], given[f"group_{name}"]) if r is not None), 0)
@@ -60,4 +73,6 @@ _FUNCTIONS: dict[str, Callable[[ManagedGroup, Mapping[str, Any]], Any]] = {
     "all_gather_single": _gather,
     "broadcast_object_list": _broadcast_objects,
     "all_gather_object": _all_gather_objects,
+    "gather_object": _gather_objects,
+    "scatter_object_list": _scatter_objects,
 }

@@ -5,13 +5,17 @@
 ``DistributedDataParallel``          its gradients are reduced by `Unchanged`; its forward pass is an edge
 ``Optimizer.step``                   does nothing while a rank replays
 ``torch.save`` and ``safetensors``   write nothing while a rank replays
+``torch.load`` and ``safetensors``   the files that a returning rank loads are noted
 ``GradScaler``                       looks for no overflow while a rank replays
+Accelerate, Trainers                 see `engines`
 ==================================== ================================================================
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import sys
 import types
 import weakref
@@ -19,6 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dlrover import launched
+from dlrover.training.replicas import engines
 from dlrover.training.worker.imports import after_import
 
 if TYPE_CHECKING:
@@ -27,13 +32,15 @@ if TYPE_CHECKING:
 plain_group: dict[str, Any] | None = None
 """Arguments of ``init_process_group`` within a function that is `restartable`; None elsewhere."""
 _FUNCTIONS = (
-    "new_group", "broadcast_object_list", "all_gather_object",
+    "new_group", "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list",
     "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single",
     "reduce_scatter", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv",
 )  # fmt: skip
 """Functions of ``torch.distributed`` that do not go to a process group as it is; see `functions`."""
 _running: list[Unchanged] = []
 """This process's rank, once the program has made its process group."""
+_loaded: dict[str, float] = {}
+"""The files that a program that is started again has loaded, and when they were written."""
 _early: list[tuple[str, weakref.ref[Any]]] = []
 """Optimizers and scalers that the program has made before its process group."""
 
@@ -45,7 +52,11 @@ def install() -> None:
     after_import("torch.optim.optimizer", _watch_optimizers)
     after_import("torch.serialization", functools.partial(_mute, names=("save",), package="torch"))
     after_import("safetensors.torch", functools.partial(_mute, names=("save_file",)))
+    if launched.given.attempt:
+        after_import("torch.serialization", functools.partial(_note, name="load", package="torch"))
+        after_import("safetensors.torch", functools.partial(_note, name="load_file"))
     after_import("torch.amp.grad_scaler", _watch_scalers)
+    engines.install(lambda: _running[0] if _running else None)
     launched.finished = _finish
 
 
@@ -76,7 +87,7 @@ def _watch_groups(module: Any) -> None:
 
         given = launched.given
         if not _running:
-            _running.append(unchanged.Unchanged(open_link(), given))
+            _running.append(unchanged.Unchanged(open_link(), given, _loaded))
             managed.register(_running[0])
             for name, early in _early:
                 if (part := early()) is not None:
@@ -219,6 +230,20 @@ def _mute(module: types.ModuleType, names: tuple[str, ...], package: str = "") -
     for name in names:
         original = getattr(module, name)
         _replace(module, package, original, _quiet(original))
+
+
+def _note(module: types.ModuleType, name: str, package: str = "") -> None:
+    """Note when the files were written that a function loads."""
+    original = getattr(module, name)
+
+    @functools.wraps(original)
+    def wrapped(file: Any, *args: Any, **kwargs: Any) -> Any:
+        path = getattr(file, "name", file)
+        with contextlib.suppress(OSError, TypeError, ValueError):  # no file of this machine
+            _loaded[str(path)] = os.stat(path).st_mtime
+        return original(file, *args, **kwargs)
+
+    _replace(module, package, original, wrapped)
 
 
 def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:

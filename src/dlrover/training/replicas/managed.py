@@ -78,6 +78,22 @@ class ManagedGroup(dist.ProcessGroup):  # type: ignore[misc]
 
         return self._run(operation, outputs, [own] * self._size)
 
+    def gather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Gather a tensor of each rank in one of them."""
+        own = inputs[0]
+        return self._gather(
+            (outputs and outputs[0]) or [torch.empty_like(own) for _ in range(self._size)], own
+        )
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """Reduce tensors in one rank; those of the others stay as they are."""
+        root = getattr(opts, "rootRank", 0)
+        return self.allreduce(
+            tensors if root == self._rank else [tensor.clone() for tensor in tensors], opts
+        )
+
     def exchange(self, objects: Any, root: int) -> Any:
         """Return the objects of a rank, or those of the lowest rank that trains; None while this rank replays."""
 

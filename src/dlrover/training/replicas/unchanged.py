@@ -9,7 +9,9 @@ its loaders, schedulers and counters where they would be; there it takes their s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,20 +35,29 @@ _NOTHING = torch.zeros(1)
 class Unchanged:
     """One rank of an unchanged program."""
 
-    def __init__(self, link: Link, given: launched.Given) -> None:
+    def __init__(self, link: Link, given: launched.Given, loaded: Mapping[str, float]) -> None:
+        """``loaded`` are the files that the program has loaded, with the times at which they were written."""
         self.replaying = given.attempt > 0
         """True while this rank runs the program without its model."""
         self.steps = 0
         """Steps of the optimizer that were skipped."""
         self._link, self._given = link, given
-        self._parts: dict[str, Any] = {"numbers": _StepCount()}
+        self._loaded = loaded
+        self._start = _Start()
+        self._parts: dict[str, Any] = {"numbers": _StepCount(), "start": self._start}
         self._survivors = Survivors(
             link, given.round, given.rank, given.attempt, Healer(self._parts)
         )
         self._reductions = self._others = 0
         self._fresh = True
-        self._asked = self._local = False
+        self._asked = self._local = self._midway = False
+        self._aim, self._left = 0, math.inf
         self._outputs: dict[Any, Any] = {}
+
+    @property
+    def saves(self) -> bool:
+        """True if a checkpoint may be saved here: this rank trains, and rank 0, which writes what all have, does."""
+        return not self.replaying and 0 in self._survivors.ranks
 
     # ---- life
 
@@ -63,6 +74,12 @@ class Unchanged:
     def owns(self, name: str, part: Any) -> None:
         """Take a model or an optimizer into the state of replicas."""
         self._parts[f"{name} {len(self._parts)}"] = part
+
+    def begins_at(self, step: int) -> None:
+        """Count reductions from a step of the training, so that a rank that returns may begin with a newer checkpoint."""
+        if step and not self._reductions:
+            self._reductions, self._others = step, 0
+            self._midway = True
 
     # ---- collectives
 
@@ -141,15 +158,23 @@ class Unchanged:
 
     def _edge(self) -> None:
         """Take in others that join, or join them, between two steps."""
+        if not self._start.time:
+            self._start.time = time.time()
+            if self.replaying and not self._midway:
+                self._start.files = dict(self._loaded)
         if not self.replaying:
             self._survivors.position = self._position
             self._survivors.edge(_NOTHING)
             return
         if self._link.over:
             self._survivors.leave()
-        if not self._asked and self.steps >= self._furthest():
-            self._asked = True
-            if self._survivors.join(_NOTHING, later=True) is None:
+        if not self._asked and self.steps >= self._aim:
+            furthest = self._furthest()
+            left, before = furthest - self.steps, self._left
+            self._aim, self._left = furthest, left
+            # Another way that is no shorter would not end: the others wait while this rank makes the rest of it.
+            self._asked = self._midway or left <= 0 or 2 * left > before
+            if self._asked and self._survivors.join(_NOTHING, later=True) is None:
                 self._survivors.leave()
         if self._asked:
             self._arrive()
@@ -211,6 +236,27 @@ def _anew(value: Any) -> Any:
     return (
         value.detach().clone().requires_grad_(value.is_floating_point() and torch.is_grad_enabled())
     )
+
+
+class _Start:
+    """When a rank began to train, as part of a replica's state; one that returns must begin as the others did."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.files: dict[str, float] = {}
+        """What a rank that returns has loaded before its first step, with the times at which it was written."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"time": self.time}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        for path, written in self.files.items():
+            if written > state["time"]:
+                raise ConfigurationError(
+                    f"--survive: the program loaded {path}, which was written after the other ranks began, so it cannot"
+                    " come to their place; all ranks start again."
+                )
+        self.time, self.files = state["time"], {}
 
 
 class _StepCount:
