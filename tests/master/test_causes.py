@@ -60,6 +60,11 @@ def test_an_error_of_dlrover_itself_is_not_the_programs() -> None:
             failed(exception=name, message=error, traceback=f"{frames}{name}: {error}\n")
         )
         assert (verdict.origin, verdict.action) == (Origin.INFRASTRUCTURE, Action.RESTART)
+    joins = frames.replace("data/client", "training/replicas/unchanged")
+    late = "The program loaded x.pt; all ranks start again."
+    name = "dlrover.errors.InfrastructureError"
+    verdict = diagnose(failed(exception=name, message=late, traceback=f"{joins}{name}: {late}\n"))
+    assert verdict.cause == "cannot_join"
     told = failed(exception="dlrover.errors.UserCodeError", message="x", traceback=frames)
     assert diagnose(told).origin is Origin.USER
 

@@ -300,6 +300,17 @@ def test_a_job_whose_rank_0_was_lost_at_its_end_does_not_end_without_it(lost: in
 KILLED = {"kind": FailureKind.SIGNAL, "signal": 9}
 
 
+def test_a_rank_that_cannot_join_the_others_lets_all_start_again():
+    job = JobDriver.running(2, 2, 2, survive=True)
+    error = "dlrover.errors.InfrastructureError"
+    frame = 'File "/env/dlrover/training/replicas/unchanged.py", line 7, in _ask\n    raise x\n'
+    for message, opened in (("no answer.", False), ("x; all ranks start again.", True)):
+        trace = f"Traceback (most recent call last):\n  {frame}{error}: {message}\n"
+        facts = {"kind": FailureKind.EXCEPTION, "exception": error, "traceback": trace}
+        job.fail(1, facts | {"message": message})
+        assert job.machine.rendezvous.collecting is opened
+
+
 def kill(job: JobDriver, node: int, attempt: int, **facts: object) -> list[inputs.Command]:
     """Kill the first worker of a node; it asks to join again."""
     commands = job.fail(node, KILLED | facts, id=f"node {node}, {attempt}")

@@ -147,7 +147,6 @@ class Training:
         (self.out / "new").rename(self.out / "last")
         self.launch.succeed(120)
         assert self.rows(0)[-1].step == self.rows(1)[-1].step == last
-        assert len(self.launch.events_of(events.RoundOpened)) == 1
         return last
 
 
@@ -245,6 +244,7 @@ def test_survivors_of_an_engine_keep_their_processes(run, common, engine) -> Non
     for victim in (1, 0):
         training.lose(victim)
     last = training.end()
+    assert len(training.launch.events_of(events.RoundOpened)) == 1
     every = [training.rows(rank) for rank in range(2)]
     dealt, marks = check_samples(every, last), marks_of(every)
     assert sorted(marks) == list(range(1, last + 1))
@@ -255,3 +255,16 @@ def test_survivors_of_an_engine_keep_their_processes(run, common, engine) -> Non
     saved = saved_marks(common, engine, training.out)
     assert saved == {step: marks[step] for step in saved}
     assert max(saved) > last - 10
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
+def test_a_rank_that_finds_a_newer_checkpoint_than_the_others_cannot_join(run) -> None:
+    """All ranks start again from it; the program of a plain loop alone knows at which step it begins."""
+    training = Training(run, "accelerate", "resume")
+    training.wait_for_step(15)
+    psutil.Process(training.rows(1)[-1].pid).kill()
+    opened = functools.partial(training.launch.events_of, events.RoundOpened)
+    training.launch.until(lambda: len(opened()) == 2, 120, "another round")
+    assert "began with a newer checkpoint than the others" in opened()[-1].body.reason
+    training.launch.until(lambda: len({row.pid for row in training.rows(0)}) == 2, 60, "a start")
+    training.end()

@@ -1,5 +1,6 @@
 """A program for DistributedDataParallel that knows nothing of losses; it trains until the step in the file ``last``."""
 
+import contextlib
 import os
 import sys
 import time
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from dlrover.errors import ConfigurationError
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -23,6 +26,9 @@ model = DistributedDataParallel(
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=40)
 group = dist.new_group(backend="gloo")  # of all ranks
+with contextlib.suppress(ConfigurationError):
+    dist.device_mesh.init_device_mesh("cpu", (world,))
+    sys.exit("a mesh was made")
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
 out, last = Path(sys.argv[1]), Path(sys.argv[1]) / "last"
 step, goes_on = 0, True

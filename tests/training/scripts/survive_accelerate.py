@@ -1,4 +1,6 @@
-"""A plain loop with Accelerate that knows nothing of losses: directory."""
+"""A plain loop with Accelerate that knows nothing of losses: directory, and "resume" to go on after a checkpoint."""
+
+import sys
 
 import torch
 from accelerate import Accelerator
@@ -15,6 +17,10 @@ accelerator = Accelerator(
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 log = Log()
 step, goes_on = 0, True
+saved = sorted(log.out.glob("saved-*"), key=lambda path: int(path.name[6:]))
+if "resume" in sys.argv and saved:
+    accelerator.load_state(saved[-1])
+    step = int(saved[-1].name[6:])
 while goes_on:
     for batch in loader:
         log.saw(batch["index"])

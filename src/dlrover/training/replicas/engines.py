@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dlrover.errors import ConfigurationError
+from dlrover.errors import InfrastructureError
 from dlrover.training.worker.imports import after_import
 
 if TYPE_CHECKING:
@@ -197,12 +197,12 @@ def _check_step(own: int, theirs: int) -> None:
     """Check that a rank that joins has come to the others' step.
 
     Raises:
-        ConfigurationError: It has not.
+        InfrastructureError: It has not.
     """
     if own != theirs:
-        raise ConfigurationError(
-            f"--survive: the Trainer came to step {own} where the others are at step {theirs}; it began with another"
-            " checkpoint than they did, so all ranks start again."
+        raise InfrastructureError(
+            f"--survive: the Trainer came to step {own} where the others are at step {theirs}, since it began with"
+            " another checkpoint than they did; all ranks start again."
         )
 
 

@@ -2,6 +2,7 @@
 
 ==================================== ================================================================
 ``init_process_group``               makes `ManagedGroup` the default group
+``DeviceMesh``                       ends the program with one sentence
 ``DistributedDataParallel``          its gradients are reduced by `Unchanged`; its forward pass is an edge
 ``Optimizer.step``                   does nothing while a rank replays
 ``torch.save`` and ``safetensors``   write nothing while a rank replays
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dlrover import launched
+from dlrover.errors import ConfigurationError
 from dlrover.training.replicas import engines
 from dlrover.training.worker.imports import after_import
 
@@ -48,6 +50,7 @@ _early: list[tuple[str, weakref.ref[Any]]] = []
 def install() -> None:
     """Place each hook when its module is imported."""
     after_import("torch.distributed.distributed_c10d", _watch_groups)
+    after_import("torch.distributed.device_mesh", _refuse_meshes)
     after_import("torch.nn.parallel.distributed", _watch_models)
     after_import("torch.optim.optimizer", _watch_optimizers)
     after_import("torch.serialization", functools.partial(_mute, names=("save",), package="torch"))
@@ -117,6 +120,21 @@ def _carried_out(original: Callable[..., Any]) -> Callable[..., Any]:
         return functions.call(original, args, kwargs)
 
     return function
+
+
+def _refuse_meshes(module: Any) -> None:
+    make = module.DeviceMesh.__init__
+
+    @functools.wraps(make)
+    def wrapped_make(*args: Any, **kwargs: Any) -> None:
+        if _running and plain_group is None:
+            raise ConfigurationError(
+                "--survive: a device mesh, as FSDP and HSDP need it, does not outlive the loss of a rank; let the model"
+                " be whole on each rank (DistributedDataParallel), or start the program without --survive."
+            )
+        make(*args, **kwargs)
+
+    module.DeviceMesh.__init__ = wrapped_make
 
 
 def _replace(module: Any, package: str, original: Any, new: Any) -> None:
@@ -238,7 +256,7 @@ def _note(module: types.ModuleType, name: str, package: str = "") -> None:
 
     @functools.wraps(original)
     def wrapped(file: Any, *args: Any, **kwargs: Any) -> Any:
-        path = getattr(file, "name", file)
+        path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", "")
         with contextlib.suppress(OSError, TypeError, ValueError):  # no file of this machine
             _loaded[str(path)] = os.stat(path).st_mtime
         return original(file, *args, **kwargs)

@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dlrover import launched
-from dlrover.errors import ConfigurationError
+from dlrover.errors import InfrastructureError
 from dlrover.spec.requests.membership import LookMembers, MembersNow
 from dlrover.training.replicas.groups import MembershipGroup
 from dlrover.training.replicas.healing import Healer
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 REDUCTION = 1 << 32
 """Positions between two reductions."""
-_NOTHING = torch.zeros(1)
 
 
 class Unchanged:
@@ -43,13 +42,15 @@ class Unchanged:
         """Steps of the optimizer that were skipped."""
         self._link, self._given = link, given
         self._loaded = loaded
-        self._start = _Start()
-        self._parts: dict[str, Any] = {"numbers": _StepCount(), "start": self._start}
+        self._files: dict[str, float] = {}
+        self._began = torch.zeros(1, dtype=torch.float64)
+        """When the ranks made their first step, in seconds since the epoch; they tell each other with each regrouping."""
+        self._parts: dict[str, Any] = {"numbers": _StepCount()}
         self._survivors = Survivors(
             link, given.round, given.rank, given.attempt, Healer(self._parts)
         )
         self._reductions = self._others = 0
-        self._fresh = True
+        self._fresh = self._first = True
         self._asked = self._local = self._midway = False
         self._aim, self._left = 0, math.inf
         self._outputs: dict[Any, Any] = {}
@@ -64,12 +65,17 @@ class Unchanged:
     def begin(self) -> None:
         """Begin to train, unless this rank replays first."""
         if not self.replaying:
-            self._survivors.join(_NOTHING)
+            self._survivors.join(self._began)
 
     def finish(self) -> None:
         """Report the end of the program."""
         if not self.replaying:
             self._survivors.finish()
+        elif (self._asked or self.steps < self._aim) and not self._link.over:
+            raise InfrastructureError(
+                "--survive: the program came to its end before it came to the place of the ranks that train; all ranks"
+                " start again."
+            )
 
     def owns(self, name: str, part: Any) -> None:
         """Take a model or an optimizer into the state of replicas."""
@@ -122,7 +128,7 @@ class Unchanged:
 
         self._survivors.position = self._position
         while True:
-            regrouped = self._survivors.run(keep, _NOTHING)
+            regrouped = self._survivors.run(keep, self._began)
             if regrouped is None or regrouped.complete:
                 return results
 
@@ -158,13 +164,15 @@ class Unchanged:
 
     def _edge(self) -> None:
         """Take in others that join, or join them, between two steps."""
-        if not self._start.time:
-            self._start.time = time.time()
-            if self.replaying and not self._midway:
-                self._start.files = dict(self._loaded)
+        if self._first:
+            self._first = False
+            if not self.replaying:
+                self._began.fill_(time.time())
+            elif not self._midway:
+                self._files = dict(self._loaded)
         if not self.replaying:
             self._survivors.position = self._position
-            self._survivors.edge(_NOTHING)
+            self._survivors.edge(self._began)
             return
         if self._link.over:
             self._survivors.leave()
@@ -174,10 +182,24 @@ class Unchanged:
             self._aim, self._left = furthest, left
             # Another way that is no shorter would not end: the others wait while this rank makes the rest of it.
             self._asked = self._midway or left <= 0 or 2 * left > before
-            if self._asked and self._survivors.join(_NOTHING, later=True) is None:
-                self._survivors.leave()
+            if self._asked:
+                self._ask()
         if self._asked:
             self._arrive()
+
+    def _ask(self) -> None:
+        """Let the others wait for this rank, which must have begun as they did."""
+        regrouped = self._survivors.join(self._began, later=True)
+        if regrouped is None:
+            self._survivors.leave()
+        began = min((float(one) for one in regrouped.payloads.values()), default=0.0)
+        for path, written in self._files.items():
+            if 0 < began < written:
+                raise InfrastructureError(
+                    f"--survive: this rank began with a newer checkpoint than the others, {path}, so it cannot come to"
+                    " their place; all ranks start again."
+                )
+        self._began.fill_(began)
 
     def _furthest(self) -> int:
         """Return how many steps the others have made, as far as known."""
@@ -191,16 +213,16 @@ class Unchanged:
     def _arrive(self) -> None:
         """Take the state of the others at their place in the program."""
         while self._reductions == self._survivors.position // REDUCTION:
-            if self._survivors.settle(_NOTHING):
+            if self._survivors.settle(self._began):
                 self.replaying = False
                 self._others = self._survivors.position % REDUCTION
                 self._outputs.clear()
                 logger.info("Rank %d trains from step %d", self._given.rank, self.steps)
                 return
         if self._reductions > self._survivors.position // REDUCTION:
-            raise ConfigurationError(
+            raise InfrastructureError(
                 "--survive: the program made more steps from its beginning than the ranks that train, so it cannot"
-                " be continued at their place."
+                " be continued at their place; all ranks start again."
             )
 
     def _remembered(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
@@ -236,27 +258,6 @@ def _anew(value: Any) -> Any:
     return (
         value.detach().clone().requires_grad_(value.is_floating_point() and torch.is_grad_enabled())
     )
-
-
-class _Start:
-    """When a rank began to train, as part of a replica's state; one that returns must begin as the others did."""
-
-    def __init__(self) -> None:
-        self.time = 0.0
-        self.files: dict[str, float] = {}
-        """What a rank that returns has loaded before its first step, with the times at which it was written."""
-
-    def state_dict(self) -> dict[str, float]:
-        return {"time": self.time}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        for path, written in self.files.items():
-            if written > state["time"]:
-                raise ConfigurationError(
-                    f"--survive: the program loaded {path}, which was written after the other ranks began, so it cannot"
-                    " come to their place; all ranks start again."
-                )
-        self.time, self.files = state["time"], {}
 
 
 class _StepCount:

@@ -40,6 +40,8 @@ class Survival:
             return False
         if verdict.hopeless or (verdict.origin is Origin.USER and not verdict.echo):
             return False  # the others run the same program
+        if verdict.cause == "cannot_join":
+            return False  # another attempt would come to the same place
         state.emit(report)
         incident = self._incident(now)
         incident.add(report)
