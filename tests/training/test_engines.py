@@ -3,6 +3,7 @@
 import copy
 import functools
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -255,6 +256,15 @@ def test_survivors_of_an_engine_keep_their_processes(run, common, engine) -> Non
     saved = saved_marks(common, engine, training.out)
     assert saved == {step: marks[step] for step in saved}
     assert max(saved) > last - 10
+    if engine == "transformers":
+        state = json.loads((training.out / "state.json").read_text())
+        losses = {
+            row["step"]: row["eval_loss"] for row in state["log_history"] if "eval_loss" in row
+        }
+        assert list(losses) == list(range(10, last + 1, 10))
+        assert (state["best_metric"], losses[state["best_global_step"]]) == (
+            min(losses.values()),
+        ) * 2
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")

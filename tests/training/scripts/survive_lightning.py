@@ -3,7 +3,7 @@
 import os
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from survive_common import SAVE_EVERY, Log, Model, Rows, optimizer_of, schedule_of
 from torch.utils.data import DataLoader, Subset
 
@@ -20,6 +20,7 @@ class Module(pl.LightningModule):
 
     def validation_step(self, batch, index):
         self.log("val", self.model(batch["x"], batch["labels"])["loss"], sync_dist=True)
+        self.log("steps", float(self.trainer.global_step), sync_dist=True)
 
     def configure_optimizers(self):
         optimizer = optimizer_of(self)
@@ -55,7 +56,7 @@ trainer = pl.Trainer(
     max_epochs=1000, accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy="ddp",
     default_root_dir=log.out, accumulate_grad_batches=2, gradient_clip_val=1.0, val_check_interval=2 * SAVE_EVERY,
     check_val_every_n_epoch=None, enable_progress_bar=False, enable_model_summary=False, logger=False,
-    callbacks=[Writing(), saving],
+    callbacks=[Writing(), saving, EarlyStopping("steps", mode="max", patience=2)],
 )  # fmt: skip
 module, rows = Module(), Rows()
 trainer.fit(module, DataLoader(rows, 8, shuffle=True), DataLoader(Subset(rows, range(64)), 32))
