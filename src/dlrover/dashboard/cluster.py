@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dlrover.errors import DLRoverError
 from dlrover.rpc import wire
 from dlrover.rpc.brain import BrainClient
 from dlrover.spec.brain import Shape
+
+if TYPE_CHECKING:
+    from dlrover.dashboard.pods import PodJob, PodJobs
 
 Source = Callable[[], Awaitable[list[dict[str, Any]]]]
 PATIENCE = 5.0
@@ -19,12 +22,17 @@ PATIENCE = 5.0
 class JobSources:
     """Sources of jobs by name; a source that cannot be reached gives its reason instead."""
 
-    def __init__(self, sources: Mapping[str, Source]) -> None:
+    def __init__(self, sources: Mapping[str, Source], pods: PodJobs | None = None) -> None:
         self._sources = dict(sources)
+        self._pods = pods
 
     async def rows(self) -> list[dict[str, Any]]:
         """Return what each source knows: ``name``, ``jobs``, and a ``problem`` if it cannot be reached."""
         return list(await asyncio.gather(*(_of(*pair) for pair in self._sources.items())))
+
+    def find(self, job: str) -> PodJob | None:
+        """Return the page of a job by the id in its row; None if there is none."""
+        return None if self._pods is None else self._pods.find(job)
 
 
 async def _of(name: str, source: Source) -> dict[str, Any]:
@@ -79,8 +87,10 @@ def kubernetes(kubeconfig: str, namespace: str) -> Source:
 def _elastic_job(job: Mapping[str, Any]) -> dict[str, Any]:
     status, replicas = job.get("status") or {}, job["spec"].get("replicaSpecs") or {}
     size = ", ".join(f"{spec.get('replicas', 0)} {role}" for role, spec in replicas.items())
+    name = f"{job['metadata']['namespace']}/{job['metadata']['name']}"
     return {
-        "name": f"{job['metadata']['namespace']}/{job['metadata']['name']}",
+        "id": name,
+        "name": name,
         "phase": status.get("phase", "").lower(),
         "size": size,
         "began": 0.0,

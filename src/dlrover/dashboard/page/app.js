@@ -40,7 +40,7 @@ const open = (next) => {
   listen("fixed", (value) => Object.assign(job, value));
   listen("status", (value) => { job.status = value; if (!value.outcome) job.rates = [...job.rates, value.rate].slice(-KEPT); });
   listen("ranks", (value) => { job.earlier = new Map((job.ranks || []).map((rank) => [rank.rank, rank])); job.ranks = value; });
-  for (const name of ["report", "roles", "checkpoints", "logs", "master"]) listen(name, (value) => { job[name] = value; });
+  for (const name of ["report", "roles", "checkpoints", "logs", "master", "unreachable"]) listen(name, (value) => { job[name] = value; });
   listen("problem", (value) => say(value.text, true));
 };
 
@@ -74,7 +74,8 @@ const jobPage = (job) => {
   document.title = `${name} · DLRover`;
   const away = job.master && !job.master.answers && status && !status.outcome;
   const over = Boolean(status && status.outcome);
-  const act = frozen || over || !status || away ? null : actions(job);
+  const unreachable = !over && job.unreachable && job.unreachable.text;
+  const act = frozen || over || !status || away || unreachable ? null : actions(job);
   const sections = [job.roles ? D.roles(job) : D.overview(job), D.timeline(job), D.nodes(job, act), D.incidents(job), D.plans(job), D.datasets(job), D.checkpoints(job), D.events(job), frozen ? null : D.logs(job, state.log)].filter(Boolean);
   const present = new Set(sections.map((section) => section.props.id));
   return [
@@ -83,7 +84,8 @@ const jobPage = (job) => {
       h("p", { class: "soft" }, [report.submitted ? `submitted ${D.moment(report.submitted)}` : "", status && status.size, job.roles ? `${over ? "ran" : "has run"} for ${D.duration(job.roles.seconds)}` : "", frozen ? `frozen ${D.moment(job.frozenAt)}` : ""].filter(Boolean).join(" · ")),
       h("p", { class: "soft small dir" }, report.dir || ""),
       act ? h("div", { class: "buttons" }, job.roles ? null : [h("button", { on: { click: act.stacks } }, "Stacks"), h("button", { on: { click: act.save } }, "Save"), h("button", { on: { click: act.scale } }, "Scale …")], h("button", { class: "danger", on: { click: act.stop } }, "Stop …")) : null),
-    away ? h("p", { class: "banner", key: "away", role: "status" }, `The ${job.roles ? "coordinator" : "master"} does not answer; this is where its journal ends.`) : null,
+    unreachable ? h("p", { class: "banner bad", key: "unreachable", role: "status" }, unreachable) : null,
+    away && !unreachable ? h("p", { class: "banner", key: "away", role: "status" }, `The ${job.roles ? "coordinator" : "master"} does not answer; this is where its journal ends.`) : null,
     status && status.waiting_for ? h("p", { class: "banner", key: "waits", role: "status" }, status.waiting_for) : null,
     over ? h("div", { class: `banner ${status.outcome.exit_code ? "bad" : "good"}`, key: "end" }, h("p", { class: "strong" }, status.outcome.reason),
       status.outcome.advice ? h("p", {}, "Next: ", status.outcome.advice) : null, status.outcome.others.map((line) => h("p", { class: "small" }, line))) : null,
@@ -117,7 +119,7 @@ D.jobTable = (jobs, title) => [
 ];
 
 D.clusterTable = (source) => D.table(source.name, [["job"], ["phase"], ["size"], ["began", "opt"], ["note"]],
-  source.jobs.map((job) => h("tr", { key: job.name }, h("td", {}, job.name), h("td", {}, D.phase(job.phase)), h("td", {}, job.size), h("td", { class: "opt" }, job.began ? D.moment(job.began) : "–"), h("td", {}, job.note))));
+  source.jobs.map((job) => h("tr", { key: job.name, class: job.id ? "open" : "" }, h("td", { class: "main-cell" }, job.id ? h("a", { href: `#/job/${encodeURIComponent(job.id)}` }, job.name) : job.name), h("td", {}, D.phase(job.phase)), h("td", {}, job.size), h("td", { class: "opt" }, job.began ? D.moment(job.began) : "–"), h("td", {}, job.note))));
 
 // ---- logs
 
