@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -107,14 +108,21 @@ class PodJob:
                     if rest:
                         yield rest
             except CommandError as error:
-                if not error.stderr:  # it ended together with the pod
-                    raise InfrastructureError(f"{self._master()} has just ended.") from error
-                said = error.stderr.strip().rpartition("\n")[2].removeprefix("dlrover: ")
-                raise ConfigurationError(said) from error
+                raise self._failed(error) from error
             except ApiError as error:
                 raise ConfigurationError(
                     f"{self._master()} cannot be asked through the API server: {error}."
                 ) from error
+
+    def _failed(self, error: CommandError) -> DLRoverError:
+        if not error.stderr:  # it could not start, or ended together with the pod
+            return InfrastructureError(f"{self._master()} gives no answer: {error}.")
+        if "No such option" in error.stderr:
+            return ConfigurationError(
+                f"{self._master()} has an earlier version of DLRover, which does not make this page."
+            )
+        said = error.stderr.strip().rpartition("\n")[2]
+        return ConfigurationError(said.removeprefix("dlrover: "))
 
     async def _container(self, client: Client) -> str:
         """Return the container of the master in its pod.
@@ -158,7 +166,8 @@ class PodJobs:
     def find(self, job: str) -> PodJob | None:
         """Return the page of ``NAMESPACE/NAME``; None if it is not one of these."""
         namespace, _, name = job.partition("/")
-        if not name or self._namespace not in ("", namespace):
+        valid = re.fullmatch(names.JOB_NAME, name) and re.fullmatch(r"[-a-z0-9]+", namespace)
+        if not valid or self._namespace not in ("", namespace):
             return None
         return PodJob(self._kubeconfig, namespace, name)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import mimetypes
 import socket
 import time
@@ -216,6 +217,8 @@ async def serve(app: Starlette, sock: socket.socket, lifeline_fd: int = -1) -> N
         timeout_graceful_shutdown=END_WAIT,
     )
     server = uvicorn.Server(config)
+    # Streams are open as long as anybody looks: that they are at the end is no error.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: "graceful" not in str(record.msg))
     if lifeline_fd >= 0:
         procs.Lifeline.watch(lifeline_fd, functools.partial(setattr, server, "should_exit", True))
     with contextlib.suppress(asyncio.CancelledError):
