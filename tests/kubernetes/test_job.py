@@ -200,7 +200,9 @@ def test_a_job_outlives_the_loss_of_its_master(job: Job) -> None:
             await job.until(lambda: job.cluster.told.get("Rejected") == 1)
             job.delete(master)
             back = "document.querySelector('#events')?.innerText.includes('The master is back')"
-            await asyncio.to_thread(browser.until, f"{back} && document.querySelector('.danger')")
+            await asyncio.to_thread(
+                browser.until, f"{back} && document.querySelector('.danger')", timeout=60
+            )
             (job.folder / "hold").unlink()
             await job.succeeds()
             ended = "document.querySelector('.banner')?.innerText"
