@@ -168,6 +168,9 @@ def dashboard(job: Job) -> Iterator[Browser]:
 def opens(browser: Browser, name: str) -> None:
     """The page of a job of the list is live, and its buttons act."""
     browser.until(f"[...document.querySelectorAll('.main-cell a')].some(a => a.text === '{name}')")
+    row = browser.run("return document.querySelector('tr.open').innerText")
+    assert "2 workers" in row
+    assert "ago" in row or "just now" in row
     browser.click(name)
     browser.until("document.querySelectorAll('#nodes tbody tr').length >= 2", timeout=60)
     browser.until("document.querySelector('#events')?.innerText.includes('Round 1 is complete')")

@@ -7,9 +7,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dlrover.errors import DLRoverError
+from dlrover.kubernetes.resources import names, times
 from dlrover.rpc import wire
 from dlrover.rpc.brain import BrainClient
 from dlrover.spec.brain import Shape
+from dlrover.spec.node import WORKER
+from dlrover.spec.words import counted
 
 if TYPE_CHECKING:
     from dlrover.dashboard.pods import PodJob, PodJobs
@@ -70,7 +73,7 @@ def _size(shape: Shape | None) -> str:
 
 
 def kubernetes(kubeconfig: str, namespace: str) -> Source:
-    """Return the ElasticJobs of a namespace; an empty one stands for all namespaces."""
+    """Return the ElasticJobs of a namespace, the latest first; an empty one stands for all namespaces."""
     from dlrover.kubernetes.api.client import ELASTIC_JOBS, Client  # noqa: PLC0415 - an extra
 
     async def ask() -> list[dict[str, Any]]:
@@ -79,20 +82,23 @@ def kubernetes(kubeconfig: str, namespace: str) -> Source:
             found, _ = await client.list(ELASTIC_JOBS, namespace or None)
         finally:
             await client.close()
-        return [_elastic_job(job) for job in found]
+        return sorted(map(_elastic_job, found), key=lambda row: -row["began"])
 
     return ask
 
 
 def _elastic_job(job: Mapping[str, Any]) -> dict[str, Any]:
-    status, replicas = job.get("status") or {}, job["spec"].get("replicaSpecs") or {}
-    size = ", ".join(f"{spec.get('replicas', 0)} {role}" for role, spec in replicas.items())
+    status, replicas = job.get("status") or {}, dict(job["spec"].get("replicaSpecs") or {})
+    replicas.pop(names.MASTER_ROLE, None)
+    sizes = {role: spec.get("replicas", 1) for role, spec in replicas.items()}
+    workers = [counted(sizes.pop(WORKER), "worker")] if WORKER in sizes else []
+    size = ", ".join([*workers, *(f"{number} {role}" for role, number in sizes.items())])
     name = f"{job['metadata']['namespace']}/{job['metadata']['name']}"
     return {
         "id": name,
         "name": name,
         "phase": status.get("phase", "").lower(),
         "size": size,
-        "began": 0.0,
+        "began": times.read(job["metadata"].get("creationTimestamp", "")) or 0.0,
         "note": status.get("message", ""),
     }

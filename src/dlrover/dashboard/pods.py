@@ -145,9 +145,9 @@ class PodJob:
             raise InfrastructureError(f"There is no ElasticJob {self._namespace}/{self._name}.")
         if pod is None or pod["status"].get("phase") != "Running":
             status = job.get("status") or {}
-            phase, message = status.get("phase", "Created").lower(), status.get("message", "")
+            phase, message = status.get("phase", "Created"), status.get("message", "")
             raise InfrastructureError(
-                f"{self._master()} does not run, and it is what makes this page; the job is {phase}"
+                f"{self._master()} does not run, and it is what makes this page; the job's phase is {phase}"
                 + (f": {message}" if message else ".")
             )
         container: str = pod["spec"]["containers"][0]["name"]

@@ -141,7 +141,7 @@ D.jobTable = (jobs, title) => [
 ];
 
 D.clusterTable = (source) => D.table(source.name, [["job"], ["phase"], ["size"], ["began", "opt"], ["note"]],
-  source.jobs.map((job) => h("tr", { key: job.name, class: job.id ? "open" : "" }, h("td", { class: "main-cell" }, job.id ? h("a", { href: `#/job/${encodeURIComponent(job.id)}` }, job.name) : job.name), h("td", {}, D.phase(job.phase)), h("td", {}, job.size), h("td", { class: "opt" }, job.began ? D.moment(job.began) : "–"), h("td", {}, job.note))));
+  source.jobs.map((job) => h("tr", { key: job.name, class: job.id ? "open" : "" }, h("td", { class: "main-cell" }, job.id ? h("a", { href: `#/job/${encodeURIComponent(job.id)}` }, job.name) : job.name), h("td", {}, D.phase(job.phase)), h("td", {}, job.size), h("td", { class: "opt", title: job.began ? D.moment(job.began) : "" }, job.began ? D.ago(job.began) : "–"), h("td", {}, job.note))));
 
 // ---- logs
 
