@@ -196,6 +196,10 @@ def test_a_job_outlives_the_loss_of_its_master(job: Job) -> None:
             await job.until(lambda: job.steps() > 5)
             before = job.workers()
             await asyncio.to_thread(opens, browser, f"{job.cluster.namespace}/digits")
+            inside = job.kubelet.pods[master].containers[0].beside
+            browser.run("location.hash = '#/'")
+            await job.until(lambda: all(one.poll() is not None for one in inside))
+            browser.run("history.back()")
             own = PodJob(job.cluster.kubeconfig, job.cluster.namespace, "digits")
             with pytest.raises(ConfigurationError, match="pods/exec"):
                 await own.act(StacksAction())  # the operator may not do that
