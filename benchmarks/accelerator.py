@@ -113,7 +113,7 @@ def strategies(_directory: Path, _gigabytes: float) -> Iterator[Row]:
     """Memory and step time of strategies for one accelerator, as predicted and as measured."""
     name = accelerator_of(torch.device("cuda", 0))
     for model, sequence, micro_batch, recompute in RUNS:
-        shape = Transformer.of(_config(model, sequence))
+        shape = replace(Transformer.of(_config(model, sequence)), autocast=True)
         strategy = replace(Strategy(), zero=0, micro_batch=micro_batch, recompute=recompute)
         told = predict(
             shape, strategy, Cluster(name, 1, 1), sequence=sequence, global_batch=micro_batch
