@@ -42,11 +42,9 @@ def test_a_node_that_runs_a_round_beyond_the_journal_makes_everybody_start_anew(
 @pytest.mark.parametrize("survive", [False, True])
 def test_a_node_that_has_left_its_round_makes_everybody_start_anew(survive):
     """It was called to a round that the journal lacks, and must not enter an earlier one again."""
-    for facts in ({"round": 2, "left": 1}, {"round": 4, "left": 3}):
+    for known, left, opens in ((2, 1, 2), (4, 3, 5)):
         job = JobDriver.running(2, survive=survive)
-        assert connect(job, 0, **facts)[:2] == calls(
-            max(2, facts["round"] + (facts["round"] > 2)), 0, 1
-        )
+        assert connect(job, 0, round=known, left=left) == calls(opens, 0, 1)
     job = JobDriver.running(2, survive=survive)
     world = job.machine.rounds.worlds[0]
     assert connect(job, 0, world, round=2, stopping=True) == calls(2, 0, 1)
@@ -85,6 +83,14 @@ def test_a_node_outside_the_world_takes_the_next_rounds_number_along():
     assert (rounds(job), job.machine.rendezvous.next_round) == ((1, False), 2)
     assert connect(job, 5, round=6) == []
     assert (rounds(job), job.machine.rendezvous.next_round) == ((1, False), 7)
+
+
+def test_the_next_rounds_number_is_above_all_that_nodes_know_when_a_round_is_adopted():
+    job = spares(0, 1, FIRST_SPARE)
+    connect(job, 2, round=4)
+    connect(job, 0, world_of(0))
+    connect(job, 1, world_of(1))
+    assert (rounds(job), job.machine.rendezvous.next_round) == ((1, False), 5)
 
 
 def spares(*ranks: int) -> JobDriver:
