@@ -124,6 +124,15 @@ def test_a_spare_whose_world_the_journal_lacks_stops_its_workers():
     assert connect(job, 2, world_of(1)) == calls(2, 2, reason="the world went on without this node")
 
 
+def test_a_node_that_takes_a_place_a_second_time_has_other_attempts():
+    job = JobDriver.running(2, 2, 2, survive=True)
+    world = job.machine.rounds.worlds[1].as_attempt(3)
+    job.give(inputs.NodeSilent(1, 60.0))
+    connect(job, 2, world, round=2, attempts={0: 3, 1: 3})
+    job.join(2)
+    assert job.machine.rounds.worlds[2].attempt == 4
+
+
 def test_a_check_ends_when_a_running_world_is_reported():
     job = JobDriver(2, 2, node_check=True)
     for node in range(2):

@@ -315,6 +315,7 @@ class JobMachine:
                     self.survival.learn(node, hello.held, now)
                 self.survival.catch_up(node)
         elif running_round:
+            self.state.membership.pass_over(hello.held or Holding())
             rounds.call(node, "the world went on without this node")
 
     def _node_disconnected(self, node_id: int, now: float) -> None:
