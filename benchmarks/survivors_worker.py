@@ -20,6 +20,8 @@ from torch import nn
 BATCH, MICRO = 32, 4
 PAUSE = 0.005
 """Seconds of a micro-batch beside its computation."""
+DEVICE = os.environ.get("SURVIVORS_DEVICE", "cpu")
+"""All replicas use the same one; the collectives are gloo's."""
 MOST = 1_000_000
 
 
@@ -28,14 +30,14 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     layers = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(12)]
-    model = nn.Sequential(*layers)
+    model = nn.Sequential(*layers).to(DEVICE)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
 def loss_of(model: nn.Module, first: int, count: int) -> torch.Tensor:
     """Return the mean loss of samples."""
     generator = torch.Generator().manual_seed(first)
-    batch = torch.randn(count, 256, generator=generator)
+    batch = torch.randn(count, 256, generator=generator).to(DEVICE)
     time.sleep(PAUSE)
     return (model(batch) - batch).square().mean()
 

@@ -8,6 +8,7 @@ import torch
 
 from dlrover.checkpoint import Checkpointer
 from dlrover.checkpoint.engine.copying import Copier
+from dlrover.checkpoint.engine.overlap import sum_of
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import faults
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -247,3 +248,16 @@ def test_an_interval_is_picked_and_told(directory, caplog):
 def test_a_wrong_interval_is_refused(directory, interval):
     with pytest.raises(ConfigurationError, match="interval is"):
         Checkpointer(directory, interval=interval)
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 8, 4096])
+@pytest.mark.parametrize(
+    "kind", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.complex128, torch.bool]
+)
+def test_a_sum_of_a_tensor_shows_any_change(size, kind):
+    whole = torch.arange(1, size + 3).to(kind)
+    for tensor in (whole, whole[1:], whole[:-1].expand(1, -1)):
+        before = sum_of(tensor)
+        if tensor.numel():
+            tensor.view(torch.uint8).view(-1)[-1] ^= 1
+            assert sum_of(tensor) != before

@@ -238,15 +238,25 @@ def test_a_job_of_several_roles_shows_its_instances_and_queues(
             check(browser)
             browser.click("echo")
             browser.until("document.querySelectorAll('#nodes tbody tr').length >= 2", timeout=60)
-            browser.run("history.back()")
+            browser.run("location.hash = '#/job/nosuch'")
+            browser.until(
+                "document.querySelector('.banner')?.innerText === 'There is no such job; it may have been deleted.'"
+            )
+            assert not browser.run("return document.querySelectorAll('section').length")
+            browser.run("history.go(-2)")
             browser.until("document.querySelector('#roles')")
+            assert browser.run("return document.activeElement.id") == "main"
             browser.click("Stop …")
             browser.click("Stop the job")
             browser.until(
                 "document.body.innerText.includes('stopped on the dashboard')", timeout=60
             )
             assert job.wait(60) == ExitCode.STOPPED
-            assert [c for c in browser.complaints() if "ERR_" not in c] == []
+            assert [c for c in browser.complaints() if "ERR_" not in c and "404" not in c] == []
+            server.terminate()
+            browser.until(
+                "document.querySelector('.banner')?.innerText.includes('server does not answer')"
+            )
         finally:
             job.terminate()
             server.terminate()

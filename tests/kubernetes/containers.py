@@ -20,6 +20,8 @@ class Container:
         self.folder = folder
         self.restarts = 0
         self.process: subprocess.Popen[bytes] | None = None
+        self.env: dict[str, str] = {}
+        self.beside: list[subprocess.Popen[bytes]] = []
         self.started = ""
         self.ended: dict[str, Any] | None = None
         self.last: dict[str, Any] | None = None
@@ -30,7 +32,7 @@ class Container:
         return self.folder / f"{self.name}-{self.restarts}.log"
 
     def start(self, command: list[str], env: dict[str, str]) -> None:
-        self.started, self.ended = now(), None
+        self.started, self.ended, self.env = now(), None, env
         with self.log.open("wb") as log:
             try:
                 self.process = subprocess.Popen(
@@ -46,11 +48,26 @@ class Container:
                 log.write(f"{error}\n".encode())
                 self.ended = self._terminated(127, "StartError")
 
+    def execute(self, command: list[str]) -> subprocess.Popen[bytes]:
+        """Run another command beside the first one, with which it ends."""
+        process = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", *command],
+            env=self.env,
+            cwd=self.spec.get("workingDir") or self.folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        self.beside.append(process)
+        return process
+
     def poll(self) -> None:
         if self.ended is None and self.process is not None and self.process.poll() is not None:
             code = self.process.returncode
             exit_code = 128 - code if code < 0 else code
             self.ended = self._terminated(exit_code, "Completed" if code == 0 else "Error")
+            for process in self.beside:
+                process.kill()
 
     def signal(self, number: int) -> None:
         if self.process is None or self.process.poll() is not None:
@@ -63,8 +80,10 @@ class Container:
     def close(self) -> None:
         """Kill what runs, and wait for its end."""
         self.signal(signal.SIGKILL)
-        if self.process is not None:
-            self.process.wait()
+        for process in (self.process, *self.beside):
+            if process is not None:
+                process.kill()
+                process.wait()
 
     def _terminated(self, code: int, reason: str) -> dict[str, Any]:
         message = ""

@@ -35,6 +35,7 @@ from typing import Any
 
 from tests.kubernetes.containers import Container, Pod, micro, now
 from tests.kubernetes.controlplane import ControlPlane
+from tests.kubernetes.execs import Execs
 from tests.kubernetes.services import Services
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,10 @@ class Kubelet:
             key.replace("gpu", "nvidia.com/gpu"): value for key, value in capacity.items()
         }
         self._services = Services()
+        self._execs = Execs(
+            plane.directory / "certificates",
+            lambda pod, command: self.pods[pod].containers[0].execute(command),
+        )
         self._numbers = itertools.count(1)
         self._net = secrets.randbelow(100) + 128
         self._subnet = secrets.randbelow(200)
@@ -89,6 +94,7 @@ class Kubelet:
         self._stopping.set()
         self._thread.join()
         self._services.close()
+        self._execs.close()
         for pod in self.pods.values():
             pod.close()
         path = f"/api/v1/namespaces/{self.namespace}/pods"
@@ -145,6 +151,8 @@ class Kubelet:
             "capacity": self._capacity,
             "allocatable": self._capacity,
             "conditions": [condition | times],
+            "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}],
+            "daemonEndpoints": {"kubeletEndpoint": {"Port": self._execs.port}},
         }
         self._plane.call("PATCH", f"/api/v1/nodes/{name}/status", {"status": status})
 

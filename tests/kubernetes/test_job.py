@@ -5,23 +5,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
+import re
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from dlrover.dashboard.actions import StacksAction
+from dlrover.dashboard.pods import PodJob
+from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.resources import names
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet
+from tests.support.browser import Browser, chromium
+from tests.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 
-STEPS = 60
+STEPS, HELD_AT = 60, 20
 SCRIPT = f"""
 import json, os, pathlib, sys, time
 rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
@@ -31,6 +40,8 @@ done = int(own.read_text()) if own.exists() else 0
 with open(folder / "starts", "a") as starts:
     starts.write(json.dumps({{"rank": rank, "world": world, "step": done, "pod": os.environ["POD_NAME"]}}) + "\\n")
 for step in range(done, {STEPS}):
+    while step == {HELD_AT} and (folder / "hold").exists():
+        time.sleep(0.1)
     time.sleep(0.1)
     temporary = own.with_suffix(".new")
     temporary.write_text(str(step + 1))
@@ -132,21 +143,85 @@ def test_a_job_outlives_the_loss_of_a_worker(job: Job) -> None:
     asyncio.run(story())
 
 
+@contextlib.contextmanager
+def dashboard(job: Job) -> Iterator[Browser]:
+    """A browser with the dashboard of the job's namespace."""
+    cluster, log = job.cluster, job.folder / "dashboard"
+    kubeconfig = ["--kubeconfig", str(cluster.plane.kubeconfig)]
+    command = [sys.executable, "-m", "dlrover.cli.main", "dashboard", "--port", "0", *kubeconfig]
+    env = os.environ | {"DLROVER_STATE_DIR": str(job.folder / "state")}
+    with (
+        chromium() as browser,
+        log.open("wb") as out,
+        subprocess.Popen(
+            [*command, "--kubernetes", cluster.namespace], stdout=out, stderr=out, env=env
+        ) as server,
+    ):
+        try:
+            browser.open(until(lambda: re.search(r"http://\S+token=\S+", log.read_text()), 60)[0])
+            yield browser
+            assert [c for c in browser.complaints() if "ERR_" not in c] == []
+        finally:
+            server.terminate()
+
+
+def opens(browser: Browser, name: str) -> None:
+    """The page of a job of the list is live, and its buttons act."""
+    browser.until(f"[...document.querySelectorAll('.main-cell a')].some(a => a.text === '{name}')")
+    row = browser.run("return document.querySelector('tr.open').innerText")
+    assert "2 workers" in row
+    assert "ago" in row or "just now" in row
+    browser.click(name)
+    browser.until("document.querySelectorAll('#nodes tbody tr').length >= 2", timeout=60)
+    browser.until("document.querySelector('#events')?.innerText.includes('Round 1 is complete')")
+    browser.click("Stacks")
+    browser.until("document.querySelector('dialog[open] pre')?.innerText.includes('train.py')")
+    browser.click("Close")
+    browser.click("master.log")
+    browser.until("document.querySelector('.tail')?.innerText.includes('Round 1 is complete')")
+    browser.click("Scale …")
+    browser.run("document.getElementById('wanted').value = '0'")
+    browser.click("Scale")
+    browser.until("document.querySelector('#say').innerText.includes('asks for 0 workers')")
+
+
 def test_a_job_outlives_the_loss_of_its_master(job: Job) -> None:
-    async def story() -> None:
+    """The dashboard shows its page all the time: it comes from the master's pod, whichever that is."""
+    master = names.master_name("digits")
+    (job.folder / "hold").touch()
+
+    async def story(browser: Browser) -> None:
         async with job.cluster.operator():
             job.submit(2)
             await job.until(lambda: job.steps() > 5)
             before = job.workers()
+            await asyncio.to_thread(opens, browser, f"{job.cluster.namespace}/digits")
+            inside = job.kubelet.pods[master].containers[0].beside
+            browser.run("location.hash = '#/'")
+            await job.until(lambda: all(one.poll() is not None for one in inside))
+            browser.run("history.back()")
+            own = PodJob(job.cluster.kubeconfig, job.cluster.namespace, "digits")
+            with pytest.raises(ConfigurationError, match="pods/exec"):
+                await own.act(StacksAction())  # the operator may not do that
             # A wrong number in the manifest is not the next master's either.
-            job.cluster.change(replicaSpecs={"worker": {"replicas": 0}})
             await job.until(lambda: job.cluster.told.get("Rejected") == 1)
-            job.delete(names.master_name("digits"))
+            job.delete(master)
+            back = "document.querySelector('#events')?.innerText.includes('The master is back')"
+            await asyncio.to_thread(
+                browser.until, f"{back} && document.querySelector('.danger')", timeout=60
+            )
+            (job.folder / "hold").unlink()
             await job.succeeds()
+            ended = "document.querySelector('.banner')?.innerText"
+            await asyncio.to_thread(browser.until, f"{ended} && !document.querySelector('.danger')")
+            browser.run("location.reload()")
+            text = f"The master of {job.cluster.namespace}/digits does not run"
+            await asyncio.to_thread(browser.until, f"{ended}.includes('{text}')")
         assert {start["pod"] for start in job.starts()} == set(before), "no worker noticed"
         assert len(job.starts()) == 2
 
-    asyncio.run(story())
+    with dashboard(job) as browser:
+        asyncio.run(story(browser))
 
 
 def test_a_worker_that_ran_out_of_memory_comes_back_with_more(job: Job) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from dlrover.cli.cluster import elasticrole
+from dlrover.dashboard.pods import PodJob
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.machine import objects
 from dlrover.kubernetes.resources import names, validation
@@ -148,6 +150,16 @@ class Numbers:
     def events(self, role: str) -> str:
         return (self.directory / "roles" / role / "events.jsonl").read_text()
 
+    async def pages(self) -> dict[str, str]:
+        """Where the dashboard's page of the job says that each role's own page is."""
+        page = PodJob(str(self.cluster.plane.kubeconfig), self.cluster.namespace, "numbers")
+        async with contextlib.aclosing(page.view()) as parts:
+            async for text in parts:
+                if text.startswith("event: roles"):
+                    roles = json.loads(text.partition("data: ")[2])["roles"]
+                    return {role["name"]: role["page"] for role in roles}
+        raise AssertionError("the view ends with its reader")
+
     def restarts(self) -> dict[str, int]:
         command = [sys.executable, "-m", "dlrover.cli.main", "status", "--output", "json"]
         done = subprocess.run(
@@ -215,6 +227,11 @@ def test_whatever_dies_the_others_go_on_and_nothing_stays(job: Numbers) -> None:
             trainers, (first, second) = job.pods("numbers-trainer"), job.pods("numbers-rollout")
             again = await asyncio.to_thread(job.submit)
             assert (again.returncode, "already has an ElasticJob" in again.stderr) == (2, True)
+
+            assert await job.pages() == {
+                role: f"{job.cluster.namespace}/numbers-{role}"
+                for role in ("trainer", "rollout", "main")
+            }
 
             job.delete(names.master_name("numbers-rollout"))  # with its journal
             container = job.kubelet.pods[coordinator].containers[0].process

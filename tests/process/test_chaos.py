@@ -161,7 +161,7 @@ def test_killed_by_sigkill_it_leaves_nothing_behind_not_even_what_it_had_stopped
     stopped = [p for p in marked(mark) if p.status() == psutil.STATUS_STOPPED]
     assert stopped
     os.kill(run.process.pid, signal.SIGKILL)
-    run.process.wait(10)
+    run.process.wait(40)
     until = time.monotonic() + 15
     while marked(mark):
         assert time.monotonic() < until, marked(mark)

@@ -69,7 +69,7 @@ def test_the_first_signal_ends_a_job_on_a_full_disk(run, full) -> None:
     launch = full("never")
     run.until(lambda: "last words" in launch.stderr, 30, "a full disk")
     launch.process.send_signal(signal.SIGTERM)
-    stdout, stderr = launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM, 15)
+    stdout, stderr = launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM, 40)
     check_console(stdout, stderr)
     assert "The job was stopped by SIGTERM." in stderr
 

@@ -29,7 +29,7 @@ def test_from_the_producer_to_the_page(run, tmp_path: Path, redis_port: int) -> 
         run.until(lambda: "step 20:" in launch.stdout, 60, "step 20")
         launch.of_kind("worker")[1].kill()
         printed = launch.succeed(90)
-        assert producer.wait(10) == 0
+        assert producer.wait(40) == 0
     finally:
         producer.kill()
         producer.wait()

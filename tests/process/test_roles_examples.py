@@ -120,6 +120,6 @@ def test_whatever_dies_every_10_to_20_seconds_the_reward_is_that_of_an_undisturb
         else:
             grpo.kill(role, chance.randrange(2))
         kills += 1
-    grpo.launch.end_with(0, 10)
+    grpo.launch.end_with(0, 40)
     assert kills
     assert grpo.check() > 0.9

@@ -101,7 +101,7 @@ def test_a_wrong_token_harms_nobody_else(run, tmp_path) -> None:
     host = cluster.add("host", *program)
     wait_for_rounds(host, [1])
     stranger = cluster.add("stranger", *program, env={"DLROVER_TOKEN": "of another job"})
-    _, stderr = stranger.end_with(ExitCode.USAGE, timeout=10)
+    _, stderr = stranger.end_with(ExitCode.USAGE, timeout=40)
     assert "The token is missing or is not this job's." in stderr.splitlines()[0]
     assert "Traceback" not in stderr
     (tmp_path / "go").touch()

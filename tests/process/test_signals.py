@@ -93,7 +93,7 @@ def test_a_signal_while_the_job_starts_ends_it(run, out: Path, kind: str) -> Non
     launch = run(run.scripts / "obedient.py", out)
     launch.wait_for(kind)
     launch.process.send_signal(signal.SIGINT)
-    launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGINT, timeout=10)
+    launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGINT, timeout=40)
 
 
 def test_workers_may_save_though_the_master_is_away(run, out: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_signal_where_the_nodes_meet_ends_the_job(run, out: Path, nodes: str) 
     if nodes == "1":
         run.until(lambda: noted(out, "ready"), 10, "ready")
     launch.process.send_signal(signal.SIGTERM)
-    launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM, timeout=10)
+    launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM, timeout=40)
     assert noted(out, "saved") == noted(out, "ready")
 
 
@@ -127,7 +127,7 @@ def test_a_signal_to_one_of_several_machines_ends_its_node(run, out: Path, kind:
     launch = run(run.scripts / "obedient.py", out, env=env)
     launch.wait_for(kind)
     launch.process.send_signal(signal.SIGTERM)
-    launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM, timeout=10)
+    launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM, timeout=40)
 
 
 @pytest.mark.parametrize("options", [["--nproc-per-node=2"], ["--local-nodes=2"]], ids=str)

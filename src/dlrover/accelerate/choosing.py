@@ -100,6 +100,7 @@ def candidates(task: StrategyTask, cluster: Cluster) -> Iterator[tuple[Strategy,
         _log.info("The model's config describes no transformer: its states are sharded over all ranks.")  # fmt: skip
         found: Iterator[tuple[Strategy, float]] = iter([(Strategy(dp_shard=cluster.size), 0.0)])
     else:
+        model = replace(model, autocast=True)
         even = _planned(model, cluster, task.sequence, task.global_batch)
         found = heapq.merge(even, _uneven(model, cluster, task), key=lambda each: each[1])
     seen: set[tuple[int, ...]] = set()

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dlrover import config
+from dlrover.cli import jobs
 from dlrover.cli.cluster import brain as brains
 from dlrover.cli.cluster.kube import Kubeconfig, extra as extra_of_kubernetes
 from dlrover.planning import extra
 
 if TYPE_CHECKING:
-    from dlrover.dashboard.cluster import Source
+    from dlrover.dashboard.cluster import JobSources, Source
 
 HOST, PORT = "127.0.0.1", 8650
 
@@ -45,22 +46,27 @@ def dashboard(  # noqa: PLR0913 - each is an option of the command
     ] = "",
     kubernetes: Annotated[
         str,
-        typer.Option(metavar="NAMESPACE", help="Namespace whose ElasticJobs to list; all for all."),
+        typer.Option(metavar="NAMESPACE", help="Namespace whose ElasticJobs to show; all for all."),
     ] = "",
     kubeconfig: Kubeconfig = "",
     lifeline_fd: Annotated[int, typer.Option(hidden=True)] = -1,
+    stdio: Annotated[bool, typer.Option("--stdio", hidden=True)] = False,
 ) -> None:
     """Show jobs in a browser: time, nodes, faults, plans, data, logs, and buttons that act.
 
     The printed link has a token. DLROVER_DASHBOARD_TOKEN sets the token.
     """
+    env = config.environ()
+    logging.basicConfig(format="dlrover dashboard: %(message)s", level=logging.WARNING)
+    if stdio:
+        from dlrover.dashboard.stdio import serve  # noqa: PLC0415 - loads grpc
+
+        asyncio.run(serve(jobs.find(env, "", "")))
+        return
     extra.require("The dashboard", ("starlette", "uvicorn"), "dashboard")
     from dlrover.dashboard import guard, server  # noqa: PLC0415 - an extra
-    from dlrover.dashboard.cluster import JobSources  # noqa: PLC0415 - loads grpc
     from dlrover.dashboard.listing import JobList  # noqa: PLC0415
 
-    logging.basicConfig(format="dlrover dashboard: %(message)s", level=logging.WARNING)
-    env = config.environ()
     given = env.get("DLROVER_DASHBOARD_TOKEN", "")
     server.check_host(host, given_token=bool(given))
     token = given or secrets.token_urlsafe(24)
@@ -69,16 +75,14 @@ def dashboard(  # noqa: PLR0913 - each is an option of the command
     listing = JobList(config.state_dirs(env), map(Path, job_dir or ()))
     hosts = guard.hosts(host, port, allow_host or ())
     sources = _sources(env, brain, kubernetes, kubeconfig)
-    app = server.application(listing, JobSources(sources), token, hosts)
+    app = server.application(listing, sources, token, hosts)
     name = f"[{host}]" if ":" in host else host
     link = f"http://{name}:{port}/?token={token}"
     print(f"The dashboard is at {link}", flush=True)
     asyncio.run(server.serve(app, sock, lifeline_fd))
 
 
-def _sources(
-    env: Mapping[str, str], brain: str, namespace: str, kubeconfig: str
-) -> dict[str, Source]:
+def _sources(env: Mapping[str, str], brain: str, namespace: str, kubeconfig: str) -> JobSources:
     """Return where else jobs are known: the Brain and Kubernetes, as far as they are named."""
     from dlrover.dashboard import cluster  # noqa: PLC0415 - loads grpc
     from dlrover.rpc import wire  # noqa: PLC0415
@@ -89,9 +93,12 @@ def _sources(
     if address:
         token = brains.token(settings.brain_token_file)
         sources[f"Brain at {address}"] = cluster.brain(address, token, wire.Tls(ca=settings.tls_ca))
-    if namespace:
-        name = "Kubernetes" if namespace == "all" else f"Kubernetes, namespace {namespace}"
-        with extra_of_kubernetes():
-            wanted = "" if namespace == "all" else namespace
-            sources[name] = cluster.kubernetes(kubeconfig, wanted)
-    return sources
+    if not namespace:
+        return cluster.JobSources(sources)
+    name = "Kubernetes" if namespace == "all" else f"Kubernetes, namespace {namespace}"
+    wanted = "" if namespace == "all" else namespace
+    with extra_of_kubernetes():
+        from dlrover.dashboard.pods import PodJobs  # noqa: PLC0415
+
+        sources[name] = cluster.kubernetes(kubeconfig, wanted)
+    return cluster.JobSources(sources, PodJobs(kubeconfig, wanted))

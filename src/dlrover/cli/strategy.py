@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,6 +40,10 @@ def strategy(  # noqa: PLR0913 - each is an option of the command
     global_batch: Annotated[
         int, typer.Option(min=0, help="Sequences of a step; by default those of 4 Mi tokens.")
     ] = 0,
+    autocast: Annotated[
+        bool,
+        typer.Option(help="The program keeps fp32 weights under autocast if they are not sharded."),
+    ] = False,
     limit: Annotated[int, typer.Option(min=1, help="Strategies to show.")] = 10,
     html: Annotated[
         str, typer.Option(metavar="FILE", help="Write a page with memory and speed of all.")
@@ -47,6 +52,8 @@ def strategy(  # noqa: PLR0913 - each is an option of the command
 ) -> None:
     """Show the fastest parallel strategies of a model that fit a cluster. Exits with 3 if none does."""
     job = _job(model, accelerator, nodes, per_node, sequence, global_batch)
+    if autocast:
+        job = replace(job, model=replace(job.model, autocast=True))
     from dlrover.planning.parallel.search import fitting  # noqa: PLC0415
 
     found = fitting(job)

@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from dlrover.dashboard import content, logs
+from dlrover.dashboard import actions, content, logs
 from dlrover.dashboard.inspect import goodput, roles
 from dlrover.dashboard.listing import roles_pages
-from dlrover.errors import DLRoverError
+from dlrover.errors import ConfigurationError, DLRoverError
 from dlrover.master.journal import history
 from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient, connect
@@ -35,19 +35,22 @@ BEAT = 15.0
 _NO_EVENTS = 1 << 40
 
 
-class JobFeed:
-    """Parts of a job's page as JSON texts, renewed while there are viewers."""
+class Feed:
+    """Parts of a page as JSON texts, renewed while there are viewers, who share them.
 
-    def __init__(self, job_dir: JobDir) -> None:
-        self._job_dir = job_dir
+    Args:
+        name: The job's name, for the log.
+        work: Makes the coroutines that publish the parts; they run while anybody looks.
+    """
+
+    def __init__(self, name: str, work: Callable[[], Iterable[Coroutine[Any, Any, None]]]) -> None:
+        self._name = name
+        self._work = work
         self._parts: dict[str, tuple[int, str]] = {}
         self._version = 0
         self._changed = asyncio.Event()
         self._viewers = 0
         self._tasks: list[asyncio.Task[None]] = []
-        self._master = False
-        self._fresh = asyncio.Event()
-        """Set when the journal has probably more to tell."""
 
     async def view(self) -> AsyncIterator[str]:
         """Yield the parts as server-sent events: all of them first, then each that changes."""
@@ -65,13 +68,20 @@ class JobFeed:
                 except asyncio.TimeoutError:
                     yield ": still here\n\n"
 
+    def publish(self, name: str, value: Any) -> None:
+        """Show a part, if it has changed."""
+        text = msgspec.json.encode(value).decode()
+        if self._parts.get(name, (0, ""))[1] != text:
+            self._version += 1
+            self._parts[name] = (self._version, text)
+            self._changed.set()
+            self._changed = asyncio.Event()
+
     @contextlib.contextmanager
     def _viewed(self) -> Any:
         self._viewers += 1
         if self._viewers == 1:
-            roles = self._job_dir.roles.exists()
-            work = (self._follow_roles() if roles else self._follow(), self._replay(), self._look())
-            self._tasks = [asyncio.create_task(self._safely(each)) for each in work]
+            self._tasks = [asyncio.create_task(self._safely(each)) for each in self._work()]
         try:
             yield
         finally:
@@ -81,22 +91,55 @@ class JobFeed:
                     task.cancel()
                 self._parts.clear()
 
-    async def _safely(self, work: Awaitable[None]) -> None:
+    async def _safely(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except Exception:  # a task's error is silent, and the page would look as if it were live
-            logger.exception("The page of %s is no longer renewed", self._job_dir.path)
-            self._publish(
+            logger.exception("The page of %s is no longer renewed", self._name)
+            self.publish(
                 "problem", {"text": "This page is no longer renewed; see the server's log."}
             )
 
-    def _publish(self, name: str, value: Any) -> None:
-        text = msgspec.json.encode(value).decode()
-        if self._parts.get(name, (0, ""))[1] != text:
-            self._version += 1
-            self._parts[name] = (self._version, text)
-            self._changed.set()
-            self._changed = asyncio.Event()
+
+class JobFeed:
+    """The live page of a job in a directory of this machine, its logs, and its buttons."""
+
+    def __init__(self, job_dir: JobDir) -> None:
+        self._job_dir = job_dir
+        self._feed = Feed(str(job_dir.path), self._work)
+        self._publish = self._feed.publish
+        self._master = False
+        self._fresh = asyncio.Event()
+        """Set when the journal has probably more to tell."""
+
+    def view(self) -> AsyncIterator[str]:
+        """Yield the page's parts as server-sent events."""
+        return self._feed.view()
+
+    async def log(self, name: str) -> AsyncIterator[str]:
+        """Yield the end of a log file and what is added to it as server-sent events.
+
+        Raises:
+            ConfigurationError: the job has no such file.
+        """
+        path = await asyncio.to_thread(logs.find, self._job_dir, name)
+        if path is None:
+            raise ConfigurationError("The job has no log file of that name.")
+        async for text in logs.tail(path):
+            yield text
+
+    async def act(self, action: actions.Action) -> dict[str, Any]:
+        """Carry out what a button asks for.
+
+        Raises:
+            ConfigurationError: the job has ended, or it cannot be done.
+            InfrastructureError: the master cannot be reached.
+        """
+        return await actions.carry_out(self._job_dir, action)
+
+    def _work(self) -> Iterable[Coroutine[Any, Any, None]]:
+        roles = self._job_dir.roles.exists()
+        return self._follow_roles() if roles else self._follow(), self._replay(), self._look()
 
     # ---- the master
 

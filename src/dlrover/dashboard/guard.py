@@ -86,7 +86,7 @@ class AccessGuard:
         if request.url.path == "/":
             return _locked()
         return _error(
-            401, "The page's cookie is missing: open the link that dlrover dashboard printed."
+            401, "This page needs its link again: open the one that dlrover dashboard printed."
         )
 
     def _from_here(self, headers: Headers) -> bool:

@@ -16,8 +16,10 @@ from dlrover.dashboard.inspect import roles
 from dlrover.errors import DLRoverError
 from dlrover.roles.client import load_config
 from dlrover.roles.coordinator.jobs import directory_of
+from dlrover.roles.spec import RolesConfig
 from dlrover.rpc.client import connect
-from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig
+from dlrover.spec.events import Event
+from dlrover.spec.jobdir import AgentConfig, ConfigHeader, JobDir, MasterAddress, MasterConfig
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.words import counted
 
@@ -25,6 +27,11 @@ JOBS = 200
 """Most jobs in the list: the latest ones."""
 ANSWER_TIME = 1.5
 """Seconds that a master has to tell the status of its job for the list."""
+
+# msgspec crashes the process if a thread decodes a type for the first time while another one decodes a part of it. Files
+# are read in threads: their types are made complete here.
+for _kind in (AgentConfig, ConfigHeader, Event, MasterAddress, MasterConfig, Outcome, RolesConfig):
+    msgspec.json.Decoder(_kind)
 
 
 class JobList:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import mimetypes
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import msgspec
 import uvicorn
@@ -26,13 +27,12 @@ from starlette.responses import (
 from starlette.routing import Route
 
 from dlrover._util import procs
-from dlrover.dashboard import actions, content, guard, logs
+from dlrover.dashboard import actions, content, guard
 from dlrover.dashboard.cluster import JobSources
 from dlrover.dashboard.feed import JobFeed
 from dlrover.dashboard.listing import JobList, ask_masters
 from dlrover.dashboard.page import ASSETS, STYLE, document, style
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
-from dlrover.spec.jobdir import JobDir
 
 MOST_BYTES = 4096
 """Maximum size of a request's body."""
@@ -44,13 +44,26 @@ END_WAIT = 1
 """Seconds that open streams get when the server ends."""
 
 
+class Job(Protocol):
+    """The page of one job, of this machine or of a cluster."""
+
+    def view(self) -> AsyncIterator[str]:
+        """Yield the page's parts as server-sent events."""
+
+    def log(self, name: str) -> AsyncIterator[str]:
+        """Yield the end of a log file and what is added to it as server-sent events."""
+
+    async def act(self, action: actions.Action) -> dict[str, Any]:
+        """Carry out what a button asks for; return the answer as ``text``, and whether it ``refused``."""
+
+
 class Dashboard:
     """Handlers of the server. Use it on one event loop."""
 
     def __init__(self, listing: JobList, cluster: JobSources) -> None:
         self._listing = listing
         self._cluster = cluster
-        self._feeds: dict[Path, JobFeed] = {}
+        self._feeds: WeakValueDictionary[str, Job] = WeakValueDictionary()
         self._list: tuple[float, str] = (0.0, "")
         self._listing_now = asyncio.Lock()
 
@@ -61,9 +74,9 @@ class Dashboard:
             Route("/assets/{name}", self.asset),
             Route("/api/jobs", self.jobs),
             Route("/api/jobs/live", self.jobs_live),
-            Route("/api/jobs/{job}/live", self.live),
-            Route("/api/jobs/{job}/log", self.log),
-            Route("/api/jobs/{job}/actions", self.act, methods=["POST"]),
+            Route("/api/jobs/{job:path}/live", self.live),
+            Route("/api/jobs/{job:path}/log", self.log),
+            Route("/api/jobs/{job:path}/actions", self.act, methods=["POST"]),
         ]
 
     async def page(self, _request: Request) -> Response:
@@ -113,26 +126,32 @@ class Dashboard:
 
     async def live(self, request: Request) -> Response:
         """Stream a job's content."""
-        job_dir = await self._find(request)
-        if job_dir is None:
-            return _no_job()
-        feed = self._feeds.setdefault(job_dir.path, JobFeed(job_dir))
-        return _stream(feed.view())
+        job = await self._find(request)
+        return _no_job() if job is None else _stream(job.view())
 
     async def log(self, request: Request) -> Response:
         """Stream the end of a log file, and what is added to it."""
-        job_dir = await self._find(request)
-        if job_dir is None:
+        job = await self._find(request)
+        if job is None:
             return _no_job()
-        path = await asyncio.to_thread(logs.find, job_dir, request.query_params.get("file", ""))
-        if path is None:
-            return _refused(404, "The job has no log file of that name.")
-        return _stream(logs.tail(path))
+        pieces = job.log(request.query_params.get("file", ""))
+        try:
+            first = await anext(pieces)
+        except DLRoverError as error:
+            return _refused(404, str(error))
+
+        async def stream() -> AsyncIterator[str]:
+            yield first
+            with contextlib.suppress(DLRoverError):  # its pod has ended: the page asks again
+                async for piece in pieces:
+                    yield piece
+
+        return _stream(stream())
 
     async def act(self, request: Request) -> Response:
         """Carry out what a button asks for."""
-        job_dir = await self._find(request)
-        if job_dir is None:
+        job = await self._find(request)
+        if job is None:
             return _no_job()
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             return _refused(415, "The body must be JSON.")
@@ -146,12 +165,20 @@ class Dashboard:
         except msgspec.DecodeError as error:
             return _refused(400, f"The body is no action: {error}.")
         try:
-            return _json(await actions.carry_out(job_dir, action))
+            return _json(await job.act(action))
         except DLRoverError as error:
             return _refused(409, str(error))
 
-    async def _find(self, request: Request) -> JobDir | None:
-        return await asyncio.to_thread(self._listing.find, request.path_params["job"])
+    async def _find(self, request: Request) -> Job | None:
+        """Return the job of an address; all who look at it at the same time get the same one."""
+        name = request.path_params["job"]
+        found: Job | None
+        if "/" in name:
+            found = self._cluster.find(name)
+        else:
+            job_dir = await asyncio.to_thread(self._listing.find, name)
+            found = None if job_dir is None else JobFeed(job_dir)
+        return None if found is None else self._feeds.setdefault(name, found)
 
 
 def application(
@@ -190,6 +217,8 @@ async def serve(app: Starlette, sock: socket.socket, lifeline_fd: int = -1) -> N
         timeout_graceful_shutdown=END_WAIT,
     )
     server = uvicorn.Server(config)
+    # Streams are open as long as anybody looks: that they are at the end is no error.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: "graceful" not in str(record.msg))
     if lifeline_fd >= 0:
         procs.Lifeline.watch(lifeline_fd, functools.partial(setattr, server, "should_exit", True))
     with contextlib.suppress(asyncio.CancelledError):

@@ -6,6 +6,7 @@ import functools
 import hmac
 import re
 import ssl
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,19 @@ MAX_TOKEN = 4096
 MAX_QUOTE = 200
 """Maximum characters quoted from a decoding error; errors travel in headers of limited size."""
 
-_decoder = functools.cache(msgspec.msgpack.Decoder)
+_making = threading.Lock()
 MAX_NUMBER = 1e150
 """Maximum magnitude of a number with a fraction: its square is finite."""
 _LARGE = (re.compile(rb"\xcb[\x5f-\x7f\xdf-\xff]"), re.compile(rb"\xca[\x7f\xff][\x80-\xff]"))
 """First bytes of larger numbers and NaN in MessagePack, with 64 and 32 bits; texts and bytes may contain them, too.
 One expression for both would take five times as long."""
+
+
+@functools.cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    # Of two threads that make decoders with a common part, one would get it before it is complete, and crash.
+    with _making:
+        return msgspec.msgpack.Decoder(kind)
 
 
 def encode(message: msgspec.Struct) -> bytes:

@@ -15,6 +15,9 @@ import numpy as np
 from dlrover._native.tables import slots_of
 from dlrover.embedding import Initializer, checkpoints, open_table
 
+COOL = 1.4
+"""Multiple of the mean: ``hot_server_ratio``, and what the servers' measurement of a few seconds may be wrong by."""
+
 
 def main(out: Path) -> None:
     table = open_table(
@@ -71,7 +74,7 @@ def cool(
         return asked.max() * len(asked)
 
     before = hottest()
-    while group._placement.moves or hottest() > 1.25:
+    while group._placement.moves or hottest() > COOL:
         step(table, model, chance, chance.choice(keys, 500, p=shares))
         time.sleep(0.02)
     return before, hottest()

@@ -422,6 +422,17 @@ class _CopyPlan:
         return sums[self._same]
 
 
+def overwrite(targets: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]) -> None:
+    """Copy each of the contents to its target."""
+    lazy = [target.is_conj() or target.is_neg() for target in targets]
+    with torch.no_grad():
+        if not any(lazy):
+            torch._foreach_copy_(list(targets), list(contents))
+            return
+        for target, content in zip(targets, contents, strict=True):
+            target.copy_(content)
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return True if the tensor is exactly its contiguous bytes in this process's memory."""
     return bool(are_plain([tensor])[0])
@@ -469,10 +480,7 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
 
 
 class SideStream:
-    """A stream beside the one that an accelerator computes on.
-
-    This class and `pin` could not be run where they were written, as no accelerator was available there.
-    """
+    """A stream beside the one that an accelerator computes on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -4,7 +4,8 @@ A parameter and its optimizer's state change only when the optimizer steps: a ho
 for the copy. All other tensors are copied before `save` returns. A write that no hook sees voids the copy.
 torch counts changes in place, except those through ``.data``, an accelerator's graph or a foreign kernel.
 So the state is read again after the copy and compared byte for byte, and a sample of it is compared with
-its values at the call of `save`.
+its values at the call of `save`. Of tensors on an accelerator, which adds numbers up faster than it hands them over,
+a sum at the call is compared with one after the copy.
 """
 
 from __future__ import annotations
@@ -143,6 +144,9 @@ class Snapshot:
         with torch.no_grad():
             self._copies = [(index, sources[index].clone()) for index in guarded.unguarded]
         self._guarded = guarded.guarded
+        self._near = [index for index in self._guarded if sources[index].is_cpu]
+        self._far = [index for index in self._guarded if not sources[index].is_cpu]
+        self._sums = self._summed()
         self._versions = self._current()
         self._sample = guarded.sample
         self._sampled = self._sample.take()
@@ -150,6 +154,9 @@ class Snapshot:
     def _current(self) -> list[int]:
         sources = self._copier.sources
         return [_version(sources[index]) for index in self._guarded]
+
+    def _summed(self) -> list[torch.Tensor]:
+        return [sum_of(self._copier.sources[index]) for index in self._far]
 
     def copy(self, buffer: torch.Tensor) -> list[int]:
         """Copy to a generation; return the tensors that changed meanwhile: with any, the copy is void."""
@@ -163,10 +170,25 @@ class Snapshot:
             )
             if before != after
         ]
-        changed = counted or self._copier.differing(buffer, self._guarded)
+        changed = counted or self._copier.differing(buffer, self._near)
         with self._copier.beside():
             same = self._sample.equals(self._sampled)
+            changed += [
+                index
+                for index, before, after in zip(self._far, self._sums, self._summed(), strict=True)
+                if not torch.equal(before, after)
+            ]
         return changed if changed or same else self._guarded
+
+
+def sum_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a dense tensor's bytes as integers of at most 8 bytes, on its device."""
+    with torch.no_grad():
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        whole = not (tensor.nbytes % 8 or tensor.data_ptr() % 8)
+        return flat.view(torch.int64 if whole else _INTEGERS[tensor.itemsize]).sum(
+            dtype=torch.int64
+        )
 
 
 def torn(step: int, copier: Copier, changed: list[int]) -> InfrastructureError:

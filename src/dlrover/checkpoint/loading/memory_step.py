@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import msgspec
@@ -191,8 +192,9 @@ class MemoryStep:
             verified = VerifiedTensors(generation, state.entries, sums, share, state.places)
         else:
             verified = VerifiedTensors(generation, self._layout(rank).entries, sums, share)
-        planned.restoration.run(verified)
-        problem = verified.problem()
+        with contextlib.closing(verified):
+            planned.restoration.run(verified)
+            problem = verified.problem()
         if problem:
             raise InfrastructureError(problem)
 
@@ -271,7 +273,7 @@ class VerifiedTensors(Sequence[torch.Tensor]):
     """The tensors of one generation, copied and checked in one pass.
 
     `fill` copies tensors to their targets and hashes them meanwhile. Items are views of the generation, which
-    `problem` checks. Call `problem` once, at the end.
+    `check` and `problem` hash. Call `problem` and `close` once, at the end.
 
     Args:
         generation: The generation that holds the tensors.
@@ -298,6 +300,8 @@ class VerifiedTensors(Sequence[torch.Tensor]):
         self._threads = copying.threads(share)
         self._checked = np.zeros(len(entries), np.bool_)
         self._damaged: list[int] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._beside: list[Future[None]] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -312,7 +316,9 @@ class VerifiedTensors(Sequence[torch.Tensor]):
         indices = np.array([index for _, index in chosen], np.intp)
         pointers = np.fromiter((t.data_ptr() for t, _ in chosen), np.uint64, len(chosen))
         self.fill_memory(pointers, indices)
-        return [item for item, is_direct in zip(pending, direct, strict=True) if not is_direct]
+        others = [item for item, is_direct in zip(pending, direct, strict=True) if not is_direct]
+        self.check(np.array([index for _, index in others], np.intp))
+        return others
 
     def fill_memory(self, pointers: Words, indices: npt.NDArray[np.intp]) -> None:
         """Copy the tensors of these numbers to the addresses."""
@@ -339,14 +345,26 @@ class VerifiedTensors(Sequence[torch.Tensor]):
         self._checked[indices] = True
         self._damaged += indices[found != self._sums[indices]].tolist()
 
+    def check(self, indices: npt.NDArray[np.intp]) -> None:
+        """Check the tensors of these numbers in a thread, while the caller copies them, such as to an accelerator."""
+        self._beside.append(self._thread.submit(self._hash, indices))
+
+    def _hash(self, indices: npt.NDArray[np.intp]) -> None:
+        found = self._kernels.hash(self._sources[indices], self._sizes[indices], self._threads)
+        self._compare(indices, found)
+
     def problem(self) -> str:
-        """Check the tensors not copied by `fill`; return the first problem, or an empty text."""
-        missing = np.flatnonzero(~self._checked)
-        found = self._kernels.hash(self._sources[missing], self._sizes[missing], self._threads)
-        self._compare(missing, found)
+        """Check what was not checked yet; return the first problem, or an empty text."""
+        for begun in self._beside:
+            begun.result()
+        self._hash(np.flatnonzero(~self._checked))
         if not self._damaged:
             return ""
         return f"The tensor {name(self._entries[min(self._damaged)].path)} in memory is damaged."
+
+    def close(self) -> None:
+        """Wait until no thread reads the generation."""
+        self._thread.shutdown()
 
 
 def _overlap(pointers: Words, sizes: Words) -> bool:

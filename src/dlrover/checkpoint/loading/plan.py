@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dlrover.checkpoint.engine.copying import joined
+from dlrover.checkpoint.engine.copying import joined, overwrite
 from dlrover.checkpoint.loading.replay import Replay
 from dlrover.checkpoint.loading.restore import Prepare, Restoration, StateReading
 from dlrover.checkpoint.machine import extent, layout as layouts
@@ -151,8 +151,7 @@ class PartialLoad:
         """Copy the parts to their targets."""
         targets = [target.tensor for target in self._targets]
         if targets:
-            with torch.no_grad():
-                torch._foreach_copy_(targets, tensors)
+            overwrite(targets, tensors)
 
 
 def taking(

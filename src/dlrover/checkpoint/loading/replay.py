@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from dlrover.checkpoint.engine.copying import Copier, LoadTargets
+from dlrover.checkpoint.engine.copying import Copier, LoadTargets, overwrite
 from dlrover.checkpoint.engine.tree import State
 from dlrover.checkpoint.loading.restore import MemoryFiller, is_live
 from dlrover.checkpoint.machine import layout as layouts
@@ -54,10 +54,10 @@ class Replay:
         if isinstance(tensors, MemoryFiller):
             tensors.fill_memory(mine.pointers[mine.direct], np.flatnonzero(mine.direct))
             rest = ~mine.direct
+            tensors.check(np.flatnonzero(rest))
         pairs = [(mine.tensors[i], tensors[i]) for i in np.flatnonzero(rest) if mine.places[1][i]]
         if pairs:
-            with torch.no_grad():
-                torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+            overwrite(*map(list, zip(*pairs, strict=True)))
         for container, key, value in self._changes:
             container[key] = value
 

@@ -17,7 +17,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from dlrover.checkpoint.engine import tree as trees
-from dlrover.checkpoint.engine.copying import Words, check_memory
+from dlrover.checkpoint.engine.copying import Words, check_memory, overwrite
 from dlrover.checkpoint.engine.tree import DTYPES, Shard, Spread, State
 from dlrover.checkpoint.machine.extent import Extent
 from dlrover.checkpoint.machine.layout import Path, TensorRef, TensorSpec, name, replace_refs
@@ -35,6 +35,9 @@ class MemoryFiller(Protocol):
 
     def fill_memory(self, pointers: Words, indices: npt.NDArray[np.intp]) -> None:
         """Copy saved tensors, given by number, to addresses of plain memory."""
+
+    def check(self, indices: npt.NDArray[np.intp]) -> None:
+        """Check saved tensors, given by number, while the caller copies them."""
 
 
 @runtime_checkable
@@ -316,7 +319,7 @@ def _overwrite(pending: list[tuple[torch.Tensor, int]], tensors: Sequence[torch.
         pending = tensors.fill(pending)
     if pending:
         targets, contents = zip(*((t, tensors[i]) for t, i in pending), strict=True)
-        torch._foreach_copy_(targets, contents)
+        overwrite(targets, contents)
 
 
 def _has_load_hooks(module: torch.nn.Module) -> bool:

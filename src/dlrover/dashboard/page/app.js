@@ -18,7 +18,9 @@ const go = (path) => { location.hash = path; };
 
 const follow = () => {
   const next = route();
-  if (next.job !== state.route.job || !state.stream) open(next);
+  const other = next.job !== state.route.job;
+  if (other || !state.stream) open(next);
+  if (other) { main.focus({ preventScroll: true }); scrollTo(0, 0); }
   state.route = next;
   draw();
   if (next.section) focusSection(next.section);
@@ -28,20 +30,36 @@ const open = (next) => {
   if (state.stream) state.stream.close();
   if (state.log) closeLog();
   state.job = next.job ? newJob(next.job) : null;
-  state.stream = new EventSource(next.job ? `/api/jobs/${encodeURIComponent(next.job)}/live` : "/api/jobs/live");
-  state.stream.onopen = () => { state.link = "live"; draw(); };
-  state.stream.onerror = () => { state.link = state.stream.readyState === 2 ? "closed" : "waiting"; draw(); };
-  const listen = (name, take) => state.stream.addEventListener(name, (event) => { take(JSON.parse(event.data)); draw(); });
-  if (!next.job) {
+  connect();
+};
+
+const connect = () => {
+  const { job } = state;
+  const stream = state.stream = new EventSource(job ? `/api/jobs/${encodeURIComponent(job.id)}/live` : "/api/jobs/live");
+  stream.onopen = () => { state.link = "live"; draw(); };
+  stream.onerror = () => { state.link = stream.readyState === 2 ? "closed" : "waiting"; if (state.link === "closed") refused(stream); draw(); };
+  const listen = (name, take) => stream.addEventListener(name, (event) => { take(JSON.parse(event.data)); draw(); });
+  if (!job) {
     listen("jobs", (value) => { state.jobs = value; state.fixed = value; });
     return;
   }
-  const job = state.job;
   listen("fixed", (value) => Object.assign(job, value));
   listen("status", (value) => { job.status = value; if (!value.outcome) job.rates = [...job.rates, value.rate].slice(-KEPT); });
   listen("ranks", (value) => { job.earlier = new Map((job.ranks || []).map((rank) => [rank.rank, rank])); job.ranks = value; });
-  for (const name of ["report", "roles", "checkpoints", "logs", "master"]) listen(name, (value) => { job[name] = value; });
+  for (const name of ["report", "roles", "checkpoints", "logs", "master", "unreachable"]) listen(name, (value) => { job[name] = value; });
   listen("problem", (value) => say(value.text, true));
+};
+
+// The server refused the stream, and the browser does not ask again by itself: say why, and do.
+const refused = async (stream) => {
+  const stop = new AbortController();
+  try {
+    const answer = await fetch(stream.url, { signal: stop.signal });
+    state.why = answer.ok ? "" : (await answer.json()).error;
+    stop.abort();
+  } catch { state.why = ""; }
+  draw();
+  setTimeout(() => { if (state.stream === stream) connect(); }, 5000);
 };
 
 const newJob = (id) => ({
@@ -56,7 +74,7 @@ let due = false;
 const draw = () => {
   if (due) return;
   due = true;
-  requestAnimationFrame(() => { due = false; D.render(main, state.job ? jobPage(state.job) : jobsPage()); frame(); });
+  requestAnimationFrame(() => { due = false; D.render(main, lost(), state.job ? jobPage(state.job) : jobsPage()); frame(); });
 };
 
 const frame = () => {
@@ -67,6 +85,9 @@ const frame = () => {
   D.render(link, h("span", { class: `light ${state.link}`, "aria-hidden": "true" }), words);
 };
 
+const lost = () => (frozen || !["waiting", "closed"].includes(state.link) ? null
+  : h("p", { class: "banner bad", key: "lost", role: "status" }, (state.link === "closed" && state.why) || "The dashboard's server does not answer; this is what it said last."));
+
 const jobPage = (job) => {
   const { report } = job;
   const status = job.status || job.roles; // a job of several roles has those instead
@@ -74,16 +95,19 @@ const jobPage = (job) => {
   document.title = `${name} · DLRover`;
   const away = job.master && !job.master.answers && status && !status.outcome;
   const over = Boolean(status && status.outcome);
-  const act = frozen || over || !status || away ? null : actions(job);
-  const sections = [job.roles ? D.roles(job) : D.overview(job), D.timeline(job), D.nodes(job, act), D.incidents(job), D.plans(job), D.datasets(job), D.checkpoints(job), D.events(job), frozen ? null : D.logs(job, state.log)].filter(Boolean);
+  const unreachable = !over && job.unreachable && job.unreachable.text;
+  const act = frozen || over || !status || away || unreachable ? null : actions(job);
+  const blank = !status && !report.dir;
+  const sections = blank && (unreachable || state.link !== "live") ? [] : [job.roles ? D.roles(job) : D.overview(job), D.timeline(job), D.nodes(job, act), D.incidents(job), D.plans(job), D.datasets(job), D.checkpoints(job), D.events(job), frozen ? null : D.logs(job, state.log)].filter(Boolean);
   const present = new Set(sections.map((section) => section.props.id));
   return [
     h("div", { class: "head", key: "head" },
-      h("div", { class: "title" }, h("h1", {}, name), D.phase((status && status.phase) || report.phase)),
+      h("div", { class: "title" }, h("h1", {}, name), blank ? null : D.phase((status && status.phase) || report.phase)),
       h("p", { class: "soft" }, [report.submitted ? `submitted ${D.moment(report.submitted)}` : "", status && status.size, job.roles ? `${over ? "ran" : "has run"} for ${D.duration(job.roles.seconds)}` : "", frozen ? `frozen ${D.moment(job.frozenAt)}` : ""].filter(Boolean).join(" · ")),
       h("p", { class: "soft small dir" }, report.dir || ""),
       act ? h("div", { class: "buttons" }, job.roles ? null : [h("button", { on: { click: act.stacks } }, "Stacks"), h("button", { on: { click: act.save } }, "Save"), h("button", { on: { click: act.scale } }, "Scale …")], h("button", { class: "danger", on: { click: act.stop } }, "Stop …")) : null),
-    away ? h("p", { class: "banner", key: "away", role: "status" }, `The ${job.roles ? "coordinator" : "master"} does not answer; this is where its journal ends.`) : null,
+    unreachable ? h("p", { class: "banner bad", key: "unreachable", role: "status" }, unreachable) : null,
+    away && !unreachable ? h("p", { class: "banner", key: "away", role: "status" }, `The ${job.roles ? "coordinator" : "master"} does not answer; this is where its journal ends.`) : null,
     status && status.waiting_for ? h("p", { class: "banner", key: "waits", role: "status" }, status.waiting_for) : null,
     over ? h("div", { class: `banner ${status.outcome.exit_code ? "bad" : "good"}`, key: "end" }, h("p", { class: "strong" }, status.outcome.reason),
       status.outcome.advice ? h("p", {}, "Next: ", status.outcome.advice) : null, status.outcome.others.map((line) => h("p", { class: "small" }, line))) : null,
@@ -117,7 +141,7 @@ D.jobTable = (jobs, title) => [
 ];
 
 D.clusterTable = (source) => D.table(source.name, [["job"], ["phase"], ["size"], ["began", "opt"], ["note"]],
-  source.jobs.map((job) => h("tr", { key: job.name }, h("td", {}, job.name), h("td", {}, D.phase(job.phase)), h("td", {}, job.size), h("td", { class: "opt" }, job.began ? D.moment(job.began) : "–"), h("td", {}, job.note))));
+  source.jobs.map((job) => h("tr", { key: job.name, class: job.id ? "open" : "" }, h("td", { class: "main-cell" }, job.id ? h("a", { href: `#/job/${encodeURIComponent(job.id)}` }, job.name) : job.name), h("td", {}, D.phase(job.phase)), h("td", {}, job.size), h("td", { class: "opt", title: job.began ? D.moment(job.began) : "" }, job.began ? D.ago(job.began) : "–"), h("td", {}, job.note))));
 
 // ---- logs
 
@@ -154,7 +178,7 @@ const actions = (job) => ({
   scale: () => {
     const now = job.status.nodes.filter((node) => node.node_rank >= 0 && node.role !== "ps").length;
     const field = h("label", { class: "field" }, "Nodes", h("input", { id: "wanted", type: "number", min: "1", max: "100000", initially: { value: String(now || 1) } }));
-    ask("Another number of nodes", [`The job has ${D.count(now, "node")} of its world now.${job.status.size ? ` ${job.status.size}.` : ""} Training goes on with the new number after a new round.`, field], "Scale", false)
+    ask("Another number of nodes", [`The job has ${job.status.size || D.count(now, "node")} now. Training goes on with the new number after a new round.`, field], "Scale", false)
       .then((yes) => yes && send(job, { action: "scale", nodes: Number(yes.nodes) }));
   },
   drain: (node) => ask(`Drain node ${node.id}?`, ["Another node is started; this one trains on until it has taken its place."], "Drain the node", false).then((yes) => yes && send(job, { action: "drain", node: node.id })),
@@ -256,6 +280,7 @@ paint();
 if (frozen) {
   state.job = Object.assign(newJob(""), JSON.parse(frozen.textContent), { frozen: true });
   document.getElementById("home").removeAttribute("href");
+  document.getElementById("all").remove();
   draw();
 } else {
   addEventListener("hashchange", follow);

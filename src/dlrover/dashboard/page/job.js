@@ -14,8 +14,8 @@ const card = (name, title, aside, ...kids) => h("section", { id: name, key: name
 const tile = (label, value, note, extra) => h("div", { class: "tile" }, h("dt", {}, label), h("dd", {}, h("span", { class: "value" }, value), note ? h("span", { class: "note" }, note) : null, extra || null));
 
 D.spark = (values) => {
-  if (values.length < 3) return null;
-  const most = Math.max(...values) || 1;
+  const most = Math.max(...values);
+  if (values.length < 3 || !most) return null;
   const points = values.map((value, i) => `${(100 * i / (values.length - 1)).toFixed(1)},${(22 - 20 * value / most).toFixed(1)}`).join(" ");
   return h("svg", { class: "spark", viewBox: "0 0 100 24", preserveAspectRatio: "none", "aria-hidden": "true" }, h("polyline", { points }));
 };
@@ -63,11 +63,11 @@ D.roles = (job) => {
   const rows = roles.flatMap((role) => (role.instances.length ? role.instances : [null]).map((one, at) => [role, one, at]));
   const states = { serving: "good", running: "good", stale: "busy" };
   return card("roles", "Roles", D.count(roles.length, "role"),
-    D.table("Roles and their instances", [["role"], ["kind", "opt"], ["status"], ["restarts", "num"], ["instance", "num"], ["state"], ["phase"], ["weights", "opt"], ["last end", "opt"]],
+    D.table("Roles and their instances", [["role"], ["kind", "opt"], ["status"], ["restarts", "num opt"], ["instance", "num"], ["state"], ["phase"], ["weights", "opt"], ["last end", "opt"]],
       rows.map(([role, one, at]) => h("tr", { key: `${role.name} ${at}` },
-        at ? [h("td", {}), h("td", { class: "opt" }), h("td", {}), h("td", {})] : [
+        at ? [h("td", {}), h("td", { class: "opt" }), h("td", {}), h("td", { class: "opt" })] : [
           h("td", {}, role.page ? h("a", { href: `#/job/${encodeURIComponent(role.page)}` }, role.name) : role.name), h("td", { class: "opt" }, role.kind),
-          h("td", {}, D.badge(role.status, D.phases[role.status] || "busy"), role.waits_for.length ? ` for ${role.waits_for.join(", ")}` : ""), h("td", { class: "num" }, role.restarts)],
+          h("td", {}, D.badge(role.status, D.phases[role.status] || "busy"), role.waits_for.length ? ` for ${role.waits_for.join(", ")}` : ""), h("td", { class: "num opt" }, role.restarts)],
         one ? [h("td", { class: "num" }, one.index), h("td", {}, D.badge(one.state, states[one.state] || "")), h("td", {}, one.phase ? `${one.phase} ${D.duration(one.phase_seconds)}` : "–"),
           h("td", { class: "opt" }, Object.entries(one.weights).map(([name, version]) => `${name} ${version}`).join(", ") || "–"), h("td", { class: "opt" }, one.reason || "–")]
           : ["num", "", "", "opt", "opt"].map((kind) => h("td", { class: kind }, "–"))))),

@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import httpcore2
 import httpx2
 import msgspec
 
@@ -232,6 +233,25 @@ class Client:
                     if line.strip():
                         yield _event(line)
 
+    @contextlib.asynccontextmanager
+    async def upgrade(
+        self, path: str, query: Mapping[str, Sequence[str]], headers: Mapping[str, str]
+    ) -> AsyncIterator[Any]:
+        """Open a connection that speaks another protocol from then on; its stream has ``read`` and ``write``.
+
+        Raises:
+            ApiError: the server keeps to HTTP.
+            InfrastructureError: the connection broke.
+        """
+        given = {**await self._headers(), **headers, "Connection": "Upgrade"}
+        with self._failures("CONNECT", path):
+            async with self._http.stream("GET", path, params=query, headers=given) as answer:
+                self.on_call("CONNECT", str(answer.status_code))
+                if answer.status_code != 101:
+                    await answer.aread()
+                    raise _error(answer)
+                yield answer.extensions["network_stream"]
+
     async def create(self, resource: Resource, obj: Manifest) -> Manifest:
         """Create an object.
 
@@ -397,7 +417,11 @@ class Client:
     def _failures(self, method: str, what: str) -> Any:
         try:
             yield
-        except httpx2.HTTPError as error:
+        except (
+            httpx2.HTTPError,
+            httpcore2.NetworkError,  # these two: of an upgraded connection
+            httpcore2.TimeoutException,
+        ) as error:
             self.on_call(method, "")
             raise InfrastructureError(
                 f"The Kubernetes API server {self._access.server} does not answer to {method} {what}: "

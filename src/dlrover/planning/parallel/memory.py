@@ -21,7 +21,13 @@ GIB = float(1 << 30)
 LOGIT_BYTES = 9.0
 """Bytes of a logit while the loss is computed: bf16, its fp32 copy, the softmax and its gradient."""
 LOGIT_BYTES_GATHERED = 12.0
-"""The same with ZeRO's stage 3, whose programs compute the loss with kernels that are not fused."""
+"""The same with ZeRO's stage 3 and under autocast, where programs compute the loss with kernels that are not fused."""
+STREAM, STREAM_AUTOCAST = 8, 26
+"""Bytes that a layer keeps of each element of its input, besides attention and the feed-forward layer.
+
+In bf16, these are the inputs and outputs of both norms. Under autocast they are in fp32: of each norm its input and the normalized input, and
+for each of the five matrices that follow a norm its input in bf16.
+"""
 CHUNKS = 8
 """Chunks of the sequence in a chunked loss."""
 COPIES = 2.0
@@ -98,6 +104,11 @@ class Blocks:
     sequence: int
 
     @property
+    def autocast(self) -> Any:
+        """True where the program runs under autocast."""
+        return (self.of.stage == 0) & self.model.autocast
+
+    @property
     def tokens(self) -> Any:
         """Tokens of a micro-batch on a rank."""
         return self.of.micro_batch * self.sequence / self.of.cp
@@ -139,7 +150,7 @@ class Blocks:
         count = self.counted(experts=experts)
         if not self.model.kept:
             return count
-        alone = replace(self, of=Columns.of([Strategy()]))
+        alone = Blocks(replace(self.model, autocast=False), Columns.of([Strategy()]), self.sequence)
         # what the program keeps beyond the count is divided as the rest is; a compiler fuses it away
         more = self.model.kept / alone.counted(experts=bool(self.model.experts))
         return count * np.where(self.of.compile, 1.0, more)
@@ -149,8 +160,8 @@ class Blocks:
         model, of = self.model, self.of
         queries, keys = self.heads
         spread = np.where(of.sequence_parallel, of.tp, 1)
-        # inputs and outputs of both norms; q, k and v; attention's output and the statistics of its softmax
-        stream = 8 * model.hidden / spread
+        stream = np.where(self.autocast, STREAM_AUTOCAST, STREAM) * model.hidden / spread
+        # q, k and v; attention's output and the statistics of its softmax
         attention = 4 * queries + 4 * keys + 4 * model.heads / of.tp
         return stream + attention + self.feed_forward(experts=experts)
 
@@ -173,11 +184,15 @@ class Blocks:
         model, of = self.model, self.of
         queries, keys = self.heads
         spread = np.where(of.sequence_parallel, of.tp, 1)
-        entered = 2 * model.hidden / spread
+        entered = np.where(self.autocast, 4, 2) * model.hidden / spread
         per = model.experts_per_token + model.shared_experts if experts else 1
         width = model.ffn if experts or not model.dense_ffn else model.dense_ffn
         # every second matrix product and attention's output stay, as in the policy of torch's examples
         half = 4 * queries + 2 * keys + 2 * width * per / of.tp + 2 * model.hidden / spread
+        # `auto_accelerate` keeps them all
+        first = (4 if model.gated else 2) * width * per / of.tp
+        products = 4 * queries + 4 * keys + first + 4 * model.hidden / spread
+        half = np.where(self.autocast, products, half)
         none = self.kept(experts=experts)
         return np.select([of.recompute == 0, of.recompute == 1], [none, entered + half], entered)
 
@@ -223,11 +238,44 @@ def rank(blocks: Blocks, global_batch: int, *, first: bool) -> MemoryUse:
         np.where(loss > transient, 0.0, transient),
         np.where(loss > transient, loss, 0.0),
     )
+    if model.autocast:
+        states, activations, transient, loss = _under_autocast(
+            blocks, states, activations, transient, loss, again, global_batch
+        )
     plain = np.where(of.tp > 1, GAPS_TENSOR, GAPS)
     gaps = np.where(of.stage == 3, np.where(of.compile, GAPS_COMPILED, GAPS_GATHERED), plain)
     reserve = WORKSPACE + other + gaps * (gathered + activations + transient + loss)
     where = np.zeros_like(of.pp) if first else of.pp - 1
     return MemoryUse(states, gathered, activations, transient, loss, reserve, where)
+
+
+def _under_autocast(
+    blocks: Blocks,
+    states: Any,
+    activations: Any,
+    transient: Any,
+    loss: Any,
+    again: Any,
+    global_batch: int,
+) -> tuple[Any, Any, Any, Any]:
+    """States, activations, transients and loss at the fuller of two moments of the first micro-batch.
+
+    At the loss there are no gradients yet, but the weights of layers that are not recomputed in bf16. At the end of the
+    backward pass it is the other way round.
+    """
+    of = blocks.of
+    each = states / (2 + of.gradient_bytes + of.optimizer_bytes)
+    kept = np.where(of.recompute > 0, 1 - again, 1.0)
+    lacking = np.where(of.rounds(global_batch) == 1, of.gradient_bytes, 0) + 2 * (1 - kept)
+    early, late = states - each * lacking, states - 2 * each
+    at_end = late + transient > early + activations + loss
+    which = blocks.autocast
+    return (
+        np.where(which, np.where(at_end, late, early), states),
+        np.where(which & at_end, 0.0, activations),
+        np.where(which & ~at_end & (loss > 0), 0.0, transient),
+        np.where(which & at_end, 0.0, loss),
+    )
 
 
 def _layers(model: Transformer, of: Columns, *, first: bool) -> tuple[Any, Any]:
@@ -274,5 +322,5 @@ def _expert_shards(of: Columns) -> Any:
 def _loss(blocks: Blocks) -> Any:
     """Bytes of the logits and all that is made of them."""
     of = blocks.of
-    each = np.where(of.stage == 3, LOGIT_BYTES_GATHERED, LOGIT_BYTES)
+    each = np.where((of.stage == 3) | blocks.autocast, LOGIT_BYTES_GATHERED, LOGIT_BYTES)
     return blocks.tokens * blocks.vocab * each / np.where(of.chunked_loss, CHUNKS, 1)

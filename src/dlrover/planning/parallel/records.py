@@ -70,6 +70,9 @@ class Transformer:
     """Width of the feed-forward layer in ``dense_layers``."""
     kept: float = 0.0
     """Bytes of a token that a layer of the program keeps for its backward pass on one rank; 0 to count them."""
+    autocast: bool = False
+    """True if the program keeps its weights in fp32 where it does not shard them, and autocast converts them, as PyTorch's own loops and
+    `auto_accelerate` do; gradients exist from one backward pass to the next optimizer's step."""
 
     def __post_init__(self) -> None:
         _whole(self, 1, "layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
@@ -77,7 +80,7 @@ class Transformer:
             self, 0, "experts", "experts_per_token", "shared_experts", "head_dim", "dense_layers"
         )
         _whole(self, 0, "dense_ffn")
-        _flags(self, "tied", "gated")
+        _flags(self, "tied", "gated", "autocast")
         if not self.kept >= 0:
             raise ConfigurationError(
                 f"Transformer: kept is {self.kept!r}, not a number of 0 or more."

@@ -1,0 +1,199 @@
+"""The page of a job on Kubernetes: dlrover makes it in the pod of the job's master, and this side passes it on.
+
+This is ``kubectl exec POD -- dlrover``: no port is opened, and the job's token stays in the pod.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from dlrover.dashboard import stdio
+from dlrover.dashboard.actions import Action, ScaleAction
+from dlrover.dashboard.feed import RETRY, Feed
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
+from dlrover.kubernetes.api.client import ELASTIC_JOBS, PODS, ApiError, Client
+from dlrover.kubernetes.api.execution import CommandError, Execution, execute
+from dlrover.kubernetes.resources import names
+from dlrover.spec.words import counted
+
+PATIENCE = 10.0
+"""Seconds that the API server has to name the master's pod."""
+EVENT = b"\n\n"
+"""End of a server-sent event."""
+
+
+class PodJob:
+    """The live page of an ElasticJob, its logs, and its buttons."""
+
+    def __init__(self, kubeconfig: str, namespace: str, name: str) -> None:
+        self._kubeconfig, self._namespace, self._name = kubeconfig, namespace, name
+        self._feed = Feed(f"{namespace}/{name}", lambda: (self._follow(),))
+
+    def view(self) -> AsyncIterator[str]:
+        """Yield the page's parts as server-sent events; ``unreachable`` says why there are no others."""
+        return self._feed.view()
+
+    async def log(self, name: str) -> AsyncIterator[str]:
+        """Yield the end of a log file of the master's pod and what is added to it as server-sent events.
+
+        Raises:
+            ConfigurationError: there is no such file.
+            InfrastructureError: the pod cannot be reached.
+        """
+        async for text in self._ask(stdio.Request(log=name)):
+            yield f"{text.decode()}\n\n"
+
+    async def act(self, action: Action) -> dict[str, object]:
+        """Carry out what a button asks for; the number of workers is the manifest's.
+
+        Raises:
+            ConfigurationError: the job has ended, or it cannot be done.
+            InfrastructureError: the pod or the API server cannot be reached.
+        """
+        if isinstance(action, ScaleAction):
+            return await self._scale(action.nodes)
+        answer = b"".join([text async for text in self._ask(stdio.Request(action=action))])
+        return msgspec.json.decode(answer, type=dict[str, object])
+
+    async def _scale(self, workers: int) -> dict[str, object]:
+        async with _client(self._kubeconfig) as client:
+            patch = {"spec": {"replicas": workers}}
+            await client.patch(ELASTIC_JOBS, self._namespace, self._name, patch, "scale")
+        return {
+            "text": f"The manifest asks for {counted(workers, 'worker')} now.",
+            "refused": False,
+        }
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                async for text in self._ask(stdio.Request()):
+                    self._pass_on(text.decode())
+            except DLRoverError as error:
+                self._feed.publish("unreachable", {"text": str(error)})
+            await asyncio.sleep(RETRY)
+
+    def _pass_on(self, text: str) -> None:
+        self._feed.publish("unreachable", {"text": ""})
+        name, newline, data = text.partition("\n")
+        if not newline:
+            return  # a sign of life
+        value = msgspec.json.decode(data.removeprefix("data: "))
+        name = name.removeprefix("event: ")
+        if name == "roles":  # in the pod, a role's page is that of a directory
+            for role in value["roles"]:
+                own = names.job_of_role(self._name, role["name"])
+                role["page"] = role["page"] and f"{self._namespace}/{own}"
+        self._feed.publish(name, value)
+
+    async def _ask(self, request: stdio.Request) -> AsyncIterator[bytes]:
+        """Yield what ``dlrover dashboard --stdio`` answers in the master's pod, by events or as a whole."""
+        pod, rest = names.master_name(self._name), b""
+        async with _client(self._kubeconfig) as client:
+            container = await self._container(client)
+            try:
+                async with (
+                    execute(client, self._namespace, pod, container, stdio.COMMAND) as running,
+                    _talking(running, msgspec.json.encode(request)),
+                ):
+                    async for piece in running.output():
+                        *whole, rest = (rest + piece).split(EVENT)
+                        for event in whole:
+                            yield event
+                    if rest:
+                        yield rest
+            except CommandError as error:
+                raise self._failed(error) from error
+            except ApiError as error:
+                raise ConfigurationError(
+                    f"{self._master()} cannot be asked through the API server: {error}."
+                ) from error
+
+    def _failed(self, error: CommandError) -> DLRoverError:
+        if not error.stderr:  # it could not start, or ended together with the pod
+            return InfrastructureError(f"{self._master()} gives no answer: {error}.")
+        if "No such option" in error.stderr:
+            return ConfigurationError(
+                f"{self._master()} has an earlier version of DLRover, which does not make this page."
+            )
+        said = error.stderr.strip().rpartition("\n")[2]
+        return ConfigurationError(said.removeprefix("dlrover: "))
+
+    async def _container(self, client: Client) -> str:
+        """Return the container of the master in its pod.
+
+        Raises:
+            InfrastructureError: there is none that runs.
+        """
+        try:
+            job = await asyncio.wait_for(
+                client.find(ELASTIC_JOBS, self._namespace, self._name), PATIENCE
+            )
+            pod = await asyncio.wait_for(
+                client.find(PODS, self._namespace, names.master_name(self._name)), PATIENCE
+            )
+        except asyncio.TimeoutError:
+            raise InfrastructureError(
+                f"The Kubernetes API server does not answer within {PATIENCE:g} s."
+            ) from None
+        if job is None:
+            raise InfrastructureError(f"There is no ElasticJob {self._namespace}/{self._name}.")
+        if pod is None or pod["status"].get("phase") != "Running":
+            status = job.get("status") or {}
+            phase, message = status.get("phase", "Created"), status.get("message", "")
+            raise InfrastructureError(
+                f"{self._master()} does not run, and it is what makes this page; the job's phase is {phase}"
+                + (f": {message}" if message else ".")
+            )
+        container: str = pod["spec"]["containers"][0]["name"]
+        return container
+
+    def _master(self) -> str:
+        return f"The master of {self._namespace}/{self._name}"
+
+
+class PodJobs:
+    """The pages of the jobs of a namespace; an empty one stands for all namespaces."""
+
+    def __init__(self, kubeconfig: str, namespace: str) -> None:
+        self._kubeconfig, self._namespace = kubeconfig, namespace
+
+    def find(self, job: str) -> PodJob | None:
+        """Return the page of ``NAMESPACE/NAME``; None if it is not one of these."""
+        namespace, _, name = job.partition("/")
+        valid = re.fullmatch(names.JOB_NAME, name) and re.fullmatch(r"[-a-z0-9]+", namespace)
+        if not valid or self._namespace not in ("", namespace):
+            return None
+        return PodJob(self._kubeconfig, namespace, name)
+
+
+@contextlib.asynccontextmanager
+async def _client(kubeconfig: str) -> AsyncIterator[Client]:
+    client = Client.from_config(kubeconfig or None)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+@contextlib.asynccontextmanager
+async def _talking(running: Execution, request: bytes) -> AsyncIterator[None]:
+    """Ask, and then say now and then that somebody still listens."""
+
+    async def beat() -> None:
+        with contextlib.suppress(InfrastructureError):  # who reads meets it, too
+            while True:
+                await asyncio.sleep(stdio.BEAT)
+                await running.send(b"\n")
+
+    await running.send(request + b"\n")
+    task = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        task.cancel()

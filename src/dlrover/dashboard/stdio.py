@@ -1,0 +1,66 @@
+"""``dlrover dashboard --stdio``: the content of one job's page over standard streams, for a dashboard elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import msgspec
+
+from dlrover.dashboard.actions import Action
+from dlrover.dashboard.feed import JobFeed
+from dlrover.errors import ConfigurationError
+from dlrover.spec.jobdir import JobDir
+
+COMMAND = ("dlrover", "dashboard", "--stdio")
+BEAT = 15.0
+"""Seconds between two lines of the other side, so that this one knows that somebody looks."""
+SILENCE = 60.0
+"""Seconds without a line after which nobody does."""
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the other side wants, on the first line: the page's content, a log, or an action; of the last its answer."""
+
+    log: str = ""
+    action: Action | None = None
+
+
+async def serve(job_dir: JobDir) -> None:
+    """Write what the first line of standard input asks for; end with the lines that follow it.
+
+    Raises:
+        ConfigurationError: the line is no request, or the job does not have what it asks for.
+    """
+    lines = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(lines), sys.stdin
+    )
+    try:
+        request = msgspec.json.decode(await lines.readline(), type=Request)
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(f"The first line is no request: {error}.") from error
+    answer = asyncio.create_task(_answer(job_dir, request))
+    watch = asyncio.create_task(_until_silent(lines))
+    await asyncio.wait((answer, watch), return_when=asyncio.FIRST_COMPLETED)
+    if answer.done():
+        answer.result()
+
+
+async def _until_silent(lines: asyncio.StreamReader) -> None:
+    while await asyncio.wait_for(lines.readline(), SILENCE):
+        pass
+
+
+async def _answer(job_dir: JobDir, request: Request) -> None:
+    feed = JobFeed(job_dir)
+    if request.action is not None:
+        _write(msgspec.json.encode(await feed.act(request.action)).decode())
+        return
+    async for text in feed.log(request.log) if request.log else feed.view():
+        _write(text)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
