@@ -140,6 +140,10 @@ def test_a_call_to_a_new_round_stops_the_workers_before_it_joins(make):
     assert (machine.stage, machine.running_round) == (Stage.JOINED, 0)
 
 
+def test_it_reports_which_round_it_has_left():
+    assert (running().holding(0).left, joined_again().holding(0).left) == (0, 1)
+
+
 def test_without_workers_it_joins_at_once():
     assert give(agent(welcome()), call(2)) == [JoinRound(2)]
 

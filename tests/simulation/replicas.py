@@ -356,7 +356,7 @@ class Replicas:
         ):
             return
         known = self.ranks.get(node.first_rank + local_rank)
-        if known is None or known.attempt != attempt:
+        if known is None or (known.node, known.attempt) != (node, attempt):
             rank = SimulatedRank(self._run, node, local_rank, attempt)
             self.ranks[rank.rank] = rank
             self._run.broken = False

@@ -16,7 +16,13 @@ from dlrover.spec.events import (
 )
 from dlrover.spec.failure import FailureKind, Rung
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.spec.requests.membership import JoinMembers, Meet, MembershipRequest, checksum
+from dlrover.spec.requests.membership import (
+    FinishMembers,
+    JoinMembers,
+    Meet,
+    MembershipRequest,
+    checksum,
+)
 from tests.simulation.cluster import WORKER_KINDS, Cluster
 from tests.simulation.nodes import Delays, SimulatedNode
 
@@ -118,6 +124,16 @@ def test_a_lost_disk_takes_no_membership_away(seed):
     cluster.run_until(lambda: all_train(cluster))
     assert counts(cluster, RoundOpened) == (1,)
     assert cluster.finish().exit_code == ExitCode.SUCCESS
+
+
+def test_a_rank_that_finishes_before_the_master_knows_its_round_says_so_again():
+    cluster = started(2, 1)
+    cluster.lose_disk()
+    cluster.run_until(lambda: cluster.machine.adoption.pending)
+    for request in (FinishMembers(1, 0, 0), Meet(1, 0, 0)):
+        assert "has lost round 1" in cluster.program.ask(request).away
+    cluster.run_until(lambda: counts(cluster, MasterAdopted) == (1,))
+    assert cluster.program.ask(FinishMembers(1, 0, 0)).members.over
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -284,6 +300,7 @@ class Troubled(Cluster):
                 lambda n: self.silence(n, chance.choice([0.5, 2.0, 30.0, 70.0, 100.0])),
                 lambda _: self.kill_master(chance.choice(away)),
                 lambda _: self.lose_disk(chance.choice(away)),
+                lambda _: self.lose_moments(chance.randint(1, 40), chance.choice(away)),
                 lambda _: self.kill_master(chance.choice(away), after_commands=chance.randrange(6)),
             ],
             every=chance.choice([0.5, 2.0, 5.0, 20.0]),

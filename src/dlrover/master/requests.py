@@ -31,7 +31,12 @@ from dlrover.spec.events import HotServer
 from dlrover.spec.node import CHIEF
 from dlrover.spec.requests import Unanswered, WorkerReply, WorkerRequest
 from dlrover.spec.requests.cluster import ClusterRequest, LookCluster
-from dlrover.spec.requests.membership import LookMembers, Meet, MembershipChange, MembersNow
+from dlrover.spec.requests.membership import (
+    LookMembers,
+    Meet,
+    MembershipRequest,
+    MembersNow,
+)
 from dlrover.spec.requests.placement import (
     LookPlacement,
     MoveSlots,
@@ -198,12 +203,10 @@ class Requests:
 
     def begin(self, request: WorkerRequest) -> Begun:
         """Begin what `use` waits for."""
-        services, membership = self._services, self._machine.state.membership
+        services = self._services
         if self._machine.outcome is not None:
             return Unanswered(refused="The job has ended.")
-        if isinstance(request, Meet):
-            return self.meeting.handle(request, self._journal.epoch, membership)
-        if isinstance(request, MembershipChange | LookMembers):
+        if isinstance(request, MembershipRequest):
             return self._members(request)
         if isinstance(request, SlotsUsed):
             request = self._relief(request) or LookPlacement(request.known)
@@ -222,8 +225,12 @@ class Requests:
         ratio, window = limits.hot_server_ratio, limits.hot_server_window
         return self._hot.handle(used, placement, self._clock(), ratio, window)
 
-    def _members(self, request: MembershipChange | LookMembers) -> WorkerReply:
+    def _members(self, request: MembershipRequest) -> WorkerReply:
         membership, latest = self._machine.state.membership, self._heartbeats.activities
+        if request.round > self._machine.rendezvous.last_round:
+            return Unanswered(away=f"The master's journal has lost round {request.round}.")
+        if isinstance(request, Meet):
+            return self.meeting.handle(request, self._journal.epoch, membership)
         if not isinstance(request, LookMembers):
             try:
                 self._submit(inputs.MemberReported(request))

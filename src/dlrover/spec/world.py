@@ -76,6 +76,8 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     """Highest round that the agent knows; 0 for none."""
     world: World | None = None
     """World of the node's workers, be they running, ended or being stopped."""
+    left: Count = 0
+    """Highest round whose workers were stopped here, mostly since it was over; 0 for none."""
     nproc: Workers = 1
     """Workers of the node."""
     steps: Count = 0

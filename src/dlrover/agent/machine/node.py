@@ -105,6 +105,8 @@ class AgentMachine:
     members: Members | None = None
     #: failures in ``world``, until the next one or until the worker is started again
     failures: list[Failure] = field(default_factory=list)
+    #: the highest round whose workers were stopped
+    left: int = 0
     #: the highest round that a master has announced
     last_round: int = 0
     #: the highest epoch of a master so far
@@ -126,6 +128,7 @@ class AgentMachine:
         return Holding(
             round=self.last_round,
             world=self.world,
+            left=self.left,
             nproc=self.nproc,
             steps=steps,
             succeeded=self.stage is Stage.SUCCEEDED,
@@ -266,6 +269,7 @@ class AgentMachine:
         return []
 
     def _workers_stopped(self) -> list[Command]:
+        self.left = max(self.left, self.running_round)
         self.running = set()
         self.world = self.members = None
         self.attempts = {}

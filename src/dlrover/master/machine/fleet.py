@@ -7,16 +7,18 @@ so that the new workers find the step. The node is not lost: there is no fault, 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.rendezvous import UNRANKED
 from dlrover.master.machine.state import JobState, Migration, Node, given_up, released
-from dlrover.rpc.messages import Dismiss, Hello
+from dlrover.rpc.messages import Dismiss, Hello, StandBy
 from dlrover.spec import events
 from dlrover.spec.node import SPARE, FoundNode, LaunchNode, NodeStatus, is_server
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.world import Offer
 
 _USAGE = (ExitCode.USAGE, 126, 127)
 """Exit codes by which an agent, or the shell that starts it, reports that its command is wrong."""
@@ -270,6 +272,31 @@ class Fleet:
         for node, rank in filled:
             node.node_rank = rank
         return {rank for _, rank in filled}
+
+    def keep_places(self, members: Collection[int]) -> None:
+        """Let spares that are members of a running world have the places of nodes outside it, which are spares then.
+
+        A master that has lost that a spare took a place has started another node for it.
+        """
+        state, nodes = self.state, self.state.nodes
+        outside = [
+            node
+            for node in self.staying()
+            if not (node.id in members or state.is_outside(node) or is_server(node.node_rank))
+        ]
+        spares = [nodes[i] for i in members if state.is_spare(nodes[i])]
+        for spare, other in zip(spares, outside, strict=False):
+            spare.node_rank, other.node_rank = other.node_rank, spare.node_rank
+            offer = state.rendezvous.offers.get(other.id)
+            if offer is not None:
+                state.rendezvous.withdraw(other.id)
+                self.stand_by(other, offer)
+
+    def stand_by(self, node: Node, offer: Offer) -> None:
+        """Keep the offer of a launched spare until it takes a place."""
+        if self.state.spares.stand_by(node.id, offer):
+            self.state.emit(events.SpareReady(node.id))
+        self.state.send(inputs.Say(node.id, StandBy()))
 
     def decide_spares(self, now: float) -> None:
         """Choose the number of spares anew where that is automatic."""

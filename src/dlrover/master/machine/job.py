@@ -24,7 +24,7 @@ from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.resizer import ResizeInput, Resizer
 from dlrover.master.machine.state import JobState, Node, excluded, given_up, released
 from dlrover.master.machine.waiting import too_few
-from dlrover.rpc.messages import Dismiss, Hello, Join, StandBy, StopRequest, Succeeded, Welcome
+from dlrover.rpc.messages import Dismiss, Hello, Join, StopRequest, Succeeded, Welcome
 from dlrover.spec import events
 from dlrover.spec.check import CheckReport
 from dlrover.spec.job import JobSpec
@@ -235,6 +235,7 @@ class JobMachine:
         state, node = self.state, self.fleet.node_of(event)
         interval = self.job.limits.heartbeat_interval
         alone = state.is_instance(node)
+        lost = self._has_lost_round(node, event)
         round_ = self.instances.next_round(node) if alone else self.rendezvous.next_round
         welcome = Welcome(node.id, round_, interval)
         state.send(inputs.Greet(event.uid, welcome))
@@ -263,8 +264,23 @@ class JobMachine:
             state.emit(events.NodeConnected(node.id, event.hostname))
         if alone:
             self.instances.connected(node, event.round, event.held)
-        elif not self._hear(node, event.held, now) and not state.is_spare(node):
-            self._catch_up(node, event, now)
+        elif not self._hear(node, event.held, now):
+            self._catch_up(node, event, lost, now)
+
+    def _has_lost_round(self, node: Node, hello: Hello) -> bool:
+        """Take in which rounds a node knows; return whether the journal has lost the end of the present one.
+
+        A crash of the master's machine may lose the journal's last moments. What nodes know of later rounds counts.
+        """
+        rdzv, worlds, held = self.rendezvous, self.rounds.worlds, hello.held
+        if self.state.is_instance(node) or not self.adoption.over:
+            return False
+        later = rdzv.hear(hello.round, hello.round if held is None else held.round)
+        if rdzv.collecting or node.id not in worlds:
+            return later and rdzv.collecting
+        if held is None or held.world is None:
+            return hello.round > rdzv.round or (held is not None and held.left >= rdzv.round)
+        return held.stopping or held.world.as_attempt(0) != worlds[node.id].as_attempt(0)
 
     def _hear(self, node: Node, held: Holding | None, now: float) -> bool:
         """Note what a node holds; return whether a running round may have to be adopted."""
@@ -275,28 +291,31 @@ class JobMachine:
             if held.world is None and held.round <= rdzv.round:
                 return False
             rdzv.suspend()
+            self.checks.cancel()
             adoption.begin((), now, now + self.job.limits.recovery_grace)
         adoption.hear(node.id, held)
         return True
 
-    def _catch_up(self, node: Node, hello: Hello, now: float) -> None:
-        """Send a node what it missed while it was disconnected."""
+    def _catch_up(self, node: Node, hello: Hello, lost: bool, now: float) -> None:
+        """Send a node what it missed while it was disconnected; ``lost``: the journal has lost the end of its round."""
         rdzv, rounds, running_round = self.rendezvous, self.rounds, hello.round
-        if rdzv.collecting:
+        if lost:
+            rounds.open("the master has lost a round", now)
+            if node.status is not NodeStatus.READY:
+                return  # it was called
+        if rdzv.collecting and not self.state.is_spare(node):
             rdzv.expect(node.id)
             if running_round:
                 rounds.call(node, "a new round is open")
         elif node.id in rounds.worlds:
-            if running_round > rdzv.round:
-                # A crash of the master's machine may lose the journal's last moments.
-                rounds.open("the master has lost a round", now)
-            elif running_round < rdzv.round and node.status is NodeStatus.RUNNING:
+            if running_round < rdzv.round and node.status is NodeStatus.RUNNING:
                 rounds.assign(node.id)
             elif running_round == rdzv.round:
                 if hello.held is not None:
                     self.survival.learn(node, hello.held, now)
                 self.survival.catch_up(node)
         elif running_round:
+            self.state.membership.pass_over(hello.held or Holding())
             rounds.call(node, "the world went on without this node")
 
     def _node_disconnected(self, node_id: int, now: float) -> None:
@@ -338,9 +357,7 @@ class JobMachine:
         if not node.connected:
             return
         self.fleet.failed_starts.pop(node.node_rank, None)
-        if self.spares.stand_by(node.id, join.offer):
-            self.state.emit(events.SpareReady(node.id))
-        self.state.send(inputs.Say(node.id, StandBy()))
+        self.fleet.stand_by(node, join.offer)
         self.state.send(*self.checks.again(node.id))
 
     def _node_succeeded(self, node: Node, round_: int) -> None:
@@ -432,8 +449,8 @@ class JobMachine:
         state, rdzv, checks = self.state, self.rendezvous, self.checks
         if state.has_ended():
             return False
-        if rdzv.collecting:
-            checks.cancel()
+        if rdzv.collecting and checks.run is not None and checks.run.aside:
+            checks.cancel()  # a round has opened
         if checks.run is None:
             return self._begin_check(now)
         run, conclusion = checks.run, checks.conclude(now)

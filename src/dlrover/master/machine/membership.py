@@ -168,6 +168,15 @@ class Membership:
         self.number = max(self.number, theirs.number) + 1
         return True
 
+    def pass_over(self, held: Holding) -> None:
+        """Use no attempt again of a node outside the world, if the journal has lost that it was in a lost one's place."""
+        there = {rank for ranks in self.ranks.values() for rank in ranks}
+        if held.world is not None and held.world.round == self.round:
+            for local_rank, attempt in held.attempts.items():
+                rank = held.world.first_rank + local_rank
+                if rank in self.latest and rank not in there:
+                    self.latest[rank] = max(self.latest[rank], attempt)
+
     def end(self) -> None:
         """End the membership: a new round opens."""
         self.__init__(self.job)  # type: ignore[misc]

@@ -32,6 +32,8 @@ class Rendezvous:
     job: JobSpec
     #: number of the collecting round, else of the last completed one; 0 before the first
     round: int = 0
+    #: highest round that a node knows of and the journal has lost: no number is used twice
+    passed: int = 0
     #: True while ``round`` waits for nodes
     collecting: bool = False
     #: offer of each node that is ready for the collecting (else the next) round
@@ -77,15 +79,26 @@ class Rendezvous:
     @property
     def next_round(self) -> int:
         """Number of the round that a node may join now."""
-        return self.round if self.collecting else self.round + 1
+        return self.round if self.collecting else max(self.round, self.passed) + 1
 
     def open(self, awaited: Iterable[int], *, fixed: bool, now: float) -> None:
         """Begin to collect the next round; nodes that already made an offer have joined."""
-        self.round += 1
+        self.round = max(self.round, self.passed) + 1
         self.collecting = True
         self.fixed = fixed
         self.missing = set(awaited) - self.offers.keys()
         self.opened_at = self.last_join_at = now
+
+    def hear(self, running: int, known: int) -> bool:
+        """Take in a node's running round and the highest that it knows; return whether later ones have been open.
+
+        A round that nobody has opened is known, too, if it is the next.
+        """
+        later = max(running, known if known > self.next_round else 0)
+        if later < self.next_round:
+            return False
+        self.passed = later
+        return True
 
     def suspend(self) -> None:
         """Revoke the first round, since the master may have to adopt a running one."""

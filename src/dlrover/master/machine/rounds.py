@@ -151,7 +151,10 @@ class Rounds:
         self.worlds = {i: held.world for i, held in members.items() if held.world is not None}
         some_world = next(iter(self.worlds.values()))
         state.rendezvous.adopt(some_world.round, tuple(self.worlds))
+        for held in state.adoption.held.values():
+            state.rendezvous.hear(0, held.round)
         state.membership.adopt(self.worlds, members)
+        self.fleet.keep_places(members)
         state.restarts.count = some_world.restart_count
         state.autoscaling.batch = some_world.global_batch
         self.since = now

@@ -74,9 +74,8 @@ class Checks:
         self.passed.discard(node)
 
     def cancel(self) -> None:
-        """End a check of spares without a result: a round has opened."""
-        if self.run is not None and self.run.aside:
-            self.run = None
+        """End a check without a result."""
+        self.run = None
 
     def deadline(self) -> float | None:
         """Return when the running round of a check times out; None without a check."""

@@ -129,7 +129,7 @@ class Ladder:
             case Action.RESTART_FRESH if self.state.is_instance(node):
                 self.instances.fresh.add(node.id)
             case Action.RESTART_FRESH:
-                self.rounds.fresh = (node.id, self.state.rendezvous.last_round + 1)
+                self.rounds.fresh = (node.id, self.state.rendezvous.next_round)
             case Action.RELAUNCH:
                 fleet.exclude(node, title, now)
                 fleet.give_up(node, title, now)
