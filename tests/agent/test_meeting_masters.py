@@ -41,7 +41,7 @@ def test_an_agent_tells_who_trains_and_which_processes_of_its_ranks_run() -> Non
     machine.handle(messages.CallToRound(6, "a fault"))
     machine.handle(WorkersStopped())
     machine.validate()
-    assert machine.holding(0) == Holding(round=6, nproc=2)
+    assert machine.holding(0) == Holding(round=6, left=5, nproc=2)
 
 
 def test_an_agent_tells_of_the_highest_round_also_after_its_workers() -> None:
@@ -53,7 +53,7 @@ def test_an_agent_tells_of_the_highest_round_also_after_its_workers() -> None:
     machine.handle(WorkersStopped())
     machine.handle(messages.Welcome(3, 1, 15.0, 8))  # by a master that knows nothing
     machine.validate()
-    assert machine.holding(0) == Holding(round=6, nproc=2)
+    assert machine.holding(0) == Holding(round=6, left=5, nproc=2)
     assert machine.round == 1
 
 
