@@ -5,11 +5,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from dlrover.agent.machine.node import AgentMachine, WorkersStopped
 from dlrover.master.machine import inputs
-from dlrover.rpc.messages import CallToRound, Hello, StandBy
+from dlrover.rpc.messages import AssignWorld, CallToRound, Dismiss, Hello, StandBy, Welcome
 from dlrover.spec.check import CheckReport
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.node import FIRST_SPARE, FoundNode
+from dlrover.spec.outcome import Outcome
 from dlrover.spec.world import Holding, World
 from tests.support.drivers import JobDriver
 
@@ -145,3 +147,70 @@ def test_a_check_ends_when_a_running_world_is_reported():
         job.give(inputs.Reported(order.node_id, CheckReport(check=1, round=1, results=())))
     connect(job, 1, world_of(1))
     assert (rounds(job), job.machine.rounds.worlds[1]) == ((1, False), world_of(1))
+
+
+# ---- what is no lost round
+
+
+def agent_of(job: JobDriver, node: int) -> AgentMachine:
+    """Return an agent that runs its workers of the job's world."""
+    agent = AgentMachine(nproc=2)
+    agent.handle(Welcome(node, 1, 5.0))
+    agent.handle(AssignWorld(job.machine.rounds.worlds[node]))
+    return agent
+
+
+def hello(agent: AgentMachine, node: int) -> Hello:
+    return Hello(
+        f"agent {node}", agent.node_id, -1, f"host{node}", agent.running_round, agent.holding(0)
+    )
+
+
+def test_a_hello_that_comes_a_round_late_opens_none():
+    job = JobDriver.running(2, 2, 2)
+    late = hello(agent_of(job, 0), 0)
+    job.fail(1, KILLED)
+    job.join(0, 1)
+    (again,) = job.give(late)[1:]
+    assert again.message.world.round == 2
+    assert rounds(job) == (2, False)
+
+
+def test_a_node_that_leaves_by_itself_and_connects_meanwhile_opens_none():
+    job = JobDriver.running(2, 2, 2, survive=True)
+    agent = agent_of(job, 1)
+    agent.handle(Dismiss(Outcome(exit_code=143, reason="SIGTERM")))
+    assert agent.holding(0).stopping
+    job.give(hello(agent, 1))
+    assert rounds(job) == (1, False)
+
+
+def test_a_node_that_returns_to_its_round_may_miss_its_world_once():
+    job = JobDriver.running(2, 2, 2, survive=True)
+    agent = agent_of(job, 1)
+    job.give(inputs.NodeSilent(1, 60.0))
+    for command in job.give(hello(agent, 1)):
+        agent.handle(command.message)
+    agent.handle(WorkersStopped())
+    assert (agent.left, agent.left_attempt) == (1, 0)
+    new = agent.node_id
+    job.join(new)
+    job.give(inputs.NodeDisconnected(new))
+    again = job.give(hello(agent, 1))[1:]
+    assert any(isinstance(command.message, AssignWorld) for command in again)
+    assert rounds(job) == (1, False)
+
+
+def test_a_round_far_beyond_the_journal_is_no_round():
+    job = JobDriver.running(2)
+    connect(job, 0, job.machine.rounds.worlds[0], round=2**53)
+    job.fail(1, KILLED)
+    assert rounds(job) == (2, True)
+
+
+def test_the_round_before_is_the_completed_one_whatever_the_next_one_is_called():
+    job = JobDriver.running(2)
+    connect(job, 0, job.machine.rounds.worlds[0], round=6)
+    job.fail(1, KILLED)
+    assert rounds(job) == (7, True)
+    assert job.machine.rendezvous.last_round == 1

@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import threading
+import types
 import uuid
 from collections.abc import Callable, Iterator
 
@@ -192,3 +193,23 @@ def test_a_second_loop_is_refused_as_it_would_have_no_steps(monkeypatch):
                 )
         with pytest.raises(UserCodeError, match="called again"):
             next(trained.steps(4))
+
+
+def test_a_file_is_noted_however_it_is_named_unless_it_was_fetched(tmp_path, monkeypatch):
+    module = types.ModuleType("safetensors_like")
+
+    def load_file(filename, device="cpu"):
+        return filename, device
+
+    module.load_file = load_file
+    monkeypatch.setattr(hooks, "_loaded", {})
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    files = [tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "cache" / "c.pt"]
+    for file in files:
+        file.touch()
+    hooks._note(module, "load_file")
+    assert module.load_file(filename=files[0], device="meta") == (files[0], "meta")
+    assert module.load_file(files[1]) == (files[1], "cpu")
+    module.load_file(files[2])
+    assert hooks._loaded.keys() == {str(files[0]), str(files[1])}

@@ -87,8 +87,7 @@ class Feed:
         finally:
             self._viewers -= 1
             if not self._viewers:
-                for task in self._tasks:
-                    task.cancel()
+                self._ending = asyncio.ensure_future(_end(self._tasks))
                 self._parts.clear()
 
     async def _safely(self, work: Coroutine[Any, Any, None]) -> None:
@@ -99,6 +98,14 @@ class Feed:
             self.publish(
                 "problem", {"text": "This page is no longer renewed; see the server's log."}
             )
+
+
+async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel tasks until they end: before Python 3.12, ``asyncio.wait_for`` may swallow a cancellation."""
+    while tasks:
+        for task in tasks:
+            task.cancel()
+        _, tasks = await asyncio.wait(tasks, timeout=1.0)
 
 
 class JobFeed:

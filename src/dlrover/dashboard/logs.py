@@ -30,7 +30,8 @@ def names(job_dir: JobDir) -> list[dict[str, Any]]:
     """Return the name, the size and the time of the last change of each log file, the latest first."""
     found: list[dict[str, Any]] = []
     for name, path in _files(job_dir):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeEncodeError):  # a name that is no text
+            name.encode()
             status = path.stat()
             found.append({"name": name, "size": status.st_size, "at": round(status.st_mtime)})
     return sorted(found, key=lambda file: (-file["at"], file["name"]))[:FILES]

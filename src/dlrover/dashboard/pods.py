@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import msgspec
 
@@ -19,12 +19,19 @@ from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 from dlrover.kubernetes.api.client import ELASTIC_JOBS, PODS, ApiError, Client
 from dlrover.kubernetes.api.execution import CommandError, Execution, execute
 from dlrover.kubernetes.resources import names
+from dlrover.spec.node import WORKER
 from dlrover.spec.words import counted
 
 PATIENCE = 10.0
 """Seconds that the API server has to name the master's pod."""
 EVENT = b"\n\n"
 """End of a server-sent event."""
+LARGEST = 16 << 20
+"""Most bytes of an event."""
+PARTS = frozenset(
+    ("fixed", "master", "status", "ranks", "report", "roles", "logs", "checkpoints", "problem")
+)
+"""Parts of a page that a pod may make."""
 
 
 class PodJob:
@@ -56,9 +63,16 @@ class PodJob:
             InfrastructureError: the pod or the API server cannot be reached.
         """
         if isinstance(action, ScaleAction):
+            if action.role != WORKER:
+                raise ConfigurationError("Only the number of workers can be changed here.")
             return await self._scale(action.nodes)
         answer = b"".join([text async for text in self._ask(stdio.Request(action=action))])
-        return msgspec.json.decode(answer, type=dict[str, object])
+        try:
+            return msgspec.json.decode(answer, type=dict[str, object])
+        except msgspec.DecodeError as error:
+            raise InfrastructureError(
+                f"{self._master()} does not say what became of it: {error}."
+            ) from error
 
     async def _scale(self, workers: int) -> dict[str, object]:
         async with _client(self._kubeconfig) as client:
@@ -72,10 +86,20 @@ class PodJob:
     async def _follow(self) -> None:
         while True:
             try:
-                async for text in self._ask(stdio.Request()):
-                    self._pass_on(text.decode())
+                async with contextlib.aclosing(self._ask(stdio.Request())) as events:
+                    async for text in events:
+                        self._pass_on(text.decode())
             except DLRoverError as error:
                 self._feed.publish("unreachable", {"text": str(error)})
+            except (
+                msgspec.DecodeError,
+                UnicodeDecodeError,
+                RecursionError,
+                LookupError,
+                TypeError,
+            ):
+                problem = f"{self._master()} sends what is no part of this page."
+                self._feed.publish("unreachable", {"text": problem})
             await asyncio.sleep(RETRY)
 
     def _pass_on(self, text: str) -> None:
@@ -85,15 +109,17 @@ class PodJob:
             return  # a sign of life
         value = msgspec.json.decode(data.removeprefix("data: "))
         name = name.removeprefix("event: ")
+        if name not in PARTS:
+            return
         if name == "roles":  # in the pod, a role's page is that of a directory
             for role in value["roles"]:
                 own = names.job_of_role(self._name, role["name"])
                 role["page"] = role["page"] and f"{self._namespace}/{own}"
         self._feed.publish(name, value)
 
-    async def _ask(self, request: stdio.Request) -> AsyncIterator[bytes]:
+    async def _ask(self, request: stdio.Request) -> AsyncGenerator[bytes, None]:
         """Yield what ``dlrover dashboard --stdio`` answers in the master's pod, by events or as a whole."""
-        pod, rest = names.master_name(self._name), b""
+        pod, rest = names.master_name(self._name), bytearray()
         async with _client(self._kubeconfig) as client:
             container = await self._container(client)
             try:
@@ -102,11 +128,18 @@ class PodJob:
                     _talking(running, msgspec.json.encode(request)),
                 ):
                     async for piece in running.output():
-                        *whole, rest = (rest + piece).split(EVENT)
-                        for event in whole:
-                            yield event
+                        begin = max(0, len(rest) - 1)
+                        rest += piece
+                        while (end := rest.find(EVENT, begin)) >= 0:
+                            yield bytes(rest[:end])
+                            del rest[: end + len(EVENT)]
+                            begin = 0
+                        if len(rest) > LARGEST:
+                            raise InfrastructureError(
+                                f"{self._master()} sends more than {LARGEST} bytes at once."
+                            )
                     if rest:
-                        yield rest
+                        yield bytes(rest)
             except CommandError as error:
                 raise self._failed(error) from error
             except ApiError as error:

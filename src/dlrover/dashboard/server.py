@@ -136,7 +136,7 @@ class Dashboard:
             return _no_job()
         pieces = job.log(request.query_params.get("file", ""))
         try:
-            first = await anext(pieces)
+            first = await anext(pieces, "")
         except DLRoverError as error:
             return _refused(404, str(error))
 

@@ -40,7 +40,8 @@ async def serve(job_dir: JobDir) -> None:
         request = msgspec.json.decode(await lines.readline(), type=Request)
     except msgspec.DecodeError as error:
         raise ConfigurationError(f"The first line is no request: {error}.") from error
-    answer = asyncio.create_task(_answer(job_dir, request))
+    output = await _output()
+    answer = asyncio.create_task(_answer(job_dir, request, output))
     watch = asyncio.create_task(_until_silent(lines))
     await asyncio.wait((answer, watch), return_when=asyncio.FIRST_COMPLETED)
     if answer.done():
@@ -52,15 +53,28 @@ async def _until_silent(lines: asyncio.StreamReader) -> None:
         pass
 
 
-async def _answer(job_dir: JobDir, request: Request) -> None:
+async def _output() -> asyncio.StreamWriter:
+    """Return standard output; a write to it never blocks, so that the other side's silence is noticed."""
+    loop = asyncio.get_running_loop()
+    transport, protocol = await loop.connect_write_pipe(
+        asyncio.streams.FlowControlMixin, sys.stdout
+    )
+    transport.set_write_buffer_limits(0)
+    return asyncio.StreamWriter(transport, protocol, None, loop)
+
+
+async def _answer(job_dir: JobDir, request: Request, output: asyncio.StreamWriter) -> None:
     feed = JobFeed(job_dir)
     if request.action is not None:
-        _write(msgspec.json.encode(await feed.act(request.action)).decode())
+        acting = asyncio.ensure_future(feed.act(request.action))
+        while not (await asyncio.wait((acting,), timeout=BEAT))[0]:
+            await _write(output, "\n")  # a sign of life; JSON may begin with it
+        await _write(output, msgspec.json.encode(acting.result()).decode())
         return
     async for text in feed.log(request.log) if request.log else feed.view():
-        _write(text)
+        await _write(output, text)
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+async def _write(output: asyncio.StreamWriter, text: str) -> None:
+    output.write(text.encode())
+    await output.drain()

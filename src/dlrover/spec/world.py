@@ -78,6 +78,8 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     """World of the node's workers, be they running, ended or being stopped."""
     left: Count = 0
     """Highest round whose workers were stopped here, mostly since it was over; 0 for none."""
+    left_attempt: Count = 0
+    """The world's highest attempt there: a node may take a lost one's place in the round that it has left."""
     nproc: Workers = 1
     """Workers of the node."""
     steps: Count = 0

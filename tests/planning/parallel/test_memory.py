@@ -116,6 +116,15 @@ def test_under_autocast_gradients_stay_between_micro_batches_and_shards_are_as_b
         for batch in (1, 2)
     )
     assert twice - once == pytest.approx(4 * SMALL.parameters / 2**30, rel=0.05)
+    wide = Transformer(
+        24, 2048, 8192, 16, 16, 32000, autocast=True
+    )  # what a layer takes outweighs the loss
+    chunked = Strategy(micro_batch=16, recompute="full", chunked_loss=True)
+    once, twice = (
+        predict(wide, chunked, ONE_H200, sequence=8192, global_batch=batch).active_gib
+        for batch in (16, 32)
+    )
+    assert 0 <= twice - once <= 1.01 * 4 * wide.parameters / 2**30
     sharded, eight = Strategy(dp_shard=8), Cluster("h200")
     plain = replace(SMALL, autocast=False)
     found = [

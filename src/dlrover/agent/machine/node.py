@@ -107,6 +107,8 @@ class AgentMachine:
     failures: list[Failure] = field(default_factory=list)
     #: the highest round whose workers were stopped
     left: int = 0
+    #: the world's highest attempt there
+    left_attempt: int = 0
     #: the highest round that a master has announced
     last_round: int = 0
     #: the highest epoch of a master so far
@@ -129,6 +131,7 @@ class AgentMachine:
             round=self.last_round,
             world=self.world,
             left=self.left,
+            left_attempt=self.left_attempt,
             nproc=self.nproc,
             steps=steps,
             succeeded=self.stage is Stage.SUCCEEDED,
@@ -269,7 +272,9 @@ class AgentMachine:
         return []
 
     def _workers_stopped(self) -> list[Command]:
-        self.left = max(self.left, self.running_round)
+        if self.world is not None:
+            now = self.running_round, self.world.attempt
+            self.left, self.left_attempt = max((self.left, self.left_attempt), now)
         self.running = set()
         self.world = self.members = None
         self.attempts = {}

@@ -43,7 +43,7 @@ const connect = () => {
     listen("jobs", (value) => { state.jobs = value; state.fixed = value; });
     return;
   }
-  listen("fixed", (value) => Object.assign(job, value));
+  listen("fixed", ({ causes, activities }) => Object.assign(job, { causes, activities })); // never the id
   listen("status", (value) => { job.status = value; if (!value.outcome) job.rates = [...job.rates, value.rate].slice(-KEPT); });
   listen("ranks", (value) => { job.earlier = new Map((job.ranks || []).map((rank) => [rank.rank, rank])); job.ranks = value; });
   for (const name of ["report", "roles", "checkpoints", "logs", "master", "unreachable"]) listen(name, (value) => { job[name] = value; });

@@ -8,7 +8,8 @@ const D = {};
 // `h` describes an element, `D.render` makes a parent's children so. Texts become text nodes only: nothing that
 // comes from a job is ever read as markup. Elements stay where they can, with their focus and their open state.
 
-const h = (tag, props, ...kids) => ({ tag, props: props || {}, kids: kids.flat(9).filter((k) => k !== null && k !== undefined && k !== false && k !== "") });
+const ELEMENT = Symbol("made by h"); // which no JSON holds: an object of a job is a text, too
+const h = (tag, props, ...kids) => ({ [ELEMENT]: true, tag, props: props || {}, kids: kids.flat(9).filter((k) => k !== null && k !== undefined && k !== false && k !== "") });
 
 D.SVG = "http://www.w3.org/2000/svg";
 
@@ -18,7 +19,7 @@ D.render = (parent, ...kids) => {
   for (const node of parent.childNodes) if (node.vkey !== undefined) keyed.set(node.vkey, node);
   wanted.forEach((kid, place) => {
     let now = parent.childNodes[place];
-    if (typeof kid !== "object") {
+    if (!kid[ELEMENT]) {
       if (now && now.nodeType === 3) { if (now.data !== String(kid)) now.data = String(kid); }
       else parent.insertBefore(document.createTextNode(String(kid)), now || null);
       return;

@@ -21,6 +21,8 @@ PROTOCOL = "v4.channel.k8s.io"
 """The first byte of each message is its channel: 0 to 2 are the command's streams, 3 is how it ended."""
 SILENCE = 60.0
 """Seconds without any output after which the connection counts as lost."""
+LARGEST = 16 << 20
+"""Most bytes of a message."""
 PIECE = 64 * 1024
 """Most bytes that are read at once."""
 
@@ -86,7 +88,7 @@ class Execution:
                     return
 
     async def _messages(self) -> AsyncIterator[tuple[int, bytes]]:
-        message = b""
+        message = bytearray()
         while True:
             data = await self._stream.read(PIECE, timeout=SILENCE)
             self._socket.receive_data(data or None)
@@ -94,9 +96,12 @@ class Execution:
                 match event:
                     case BytesMessage(data=piece, message_finished=whole):
                         message += piece
+                        if len(message) > LARGEST:
+                            raise InfrastructureError("The pod sends too large a message.")
                         if whole:
-                            yield message[0], message[1:]
-                            message = b""
+                            if message:
+                                yield message[0], bytes(message[1:])
+                            message = bytearray()
                     case Ping():
                         await self._write(event.response())
                     case CloseConnection(reason=reason):
@@ -105,9 +110,12 @@ class Execution:
                         )
 
     def _check(self, content: bytes) -> None:
-        status = msgspec.json.decode(content, type=Manifest)
+        try:
+            status = msgspec.json.decode(content, type=Manifest)
+        except msgspec.DecodeError:
+            status = {"message": "the API server does not say how the command ended"}
         if status.get("status") != "Success":
-            raise CommandError(status.get("message", ""), self._stderr.decode(errors="replace"))
+            raise CommandError(status.get("message") or "", self._stderr.decode(errors="replace"))
 
     async def _write(self, event: Event) -> None:
         async with self._writing:

@@ -278,9 +278,14 @@ class JobMachine:
         later = rdzv.hear(hello.round, hello.round if held is None else held.round)
         if rdzv.collecting or node.id not in worlds:
             return later and rdzv.collecting
+        world = worlds[node.id]
         if held is None or held.world is None:
-            return hello.round > rdzv.round or (held is not None and held.left >= rdzv.round)
-        return held.stopping or held.world.as_attempt(0) != worlds[node.id].as_attempt(0)
+            left = (held.left, held.left_attempt) if held is not None else (0, 0)
+            return hello.round > rdzv.round or left >= (rdzv.round, world.attempt)
+        if held.world.round < rdzv.round:
+            return False  # it was said before this round
+        called = held.stopping and held.round > rdzv.round  # otherwise it leaves by itself
+        return called or held.world.as_attempt(0) != world.as_attempt(0)
 
     def _hear(self, node: Node, held: Holding | None, now: float) -> bool:
         """Note what a node holds; return whether a running round may have to be adopted."""

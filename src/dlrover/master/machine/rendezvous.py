@@ -23,6 +23,8 @@ from dlrover.spec.world import Offer, World
 
 UNRANKED = 1 << 31
 """Sort key of nodes without a wanted rank, behind all others; among themselves they sort by id (age)."""
+LEAP = 1000
+"""Maximum number of rounds that a master may have lost with its journal."""
 
 
 @dataclass
@@ -34,6 +36,8 @@ class Rendezvous:
     round: int = 0
     #: highest round that a node knows of and the journal has lost: no number is used twice
     passed: int = 0
+    #: number of the last completed round while ``round`` collects
+    before: int = 0
     #: True while ``round`` waits for nodes
     collecting: bool = False
     #: offer of each node that is ready for the collecting (else the next) round
@@ -74,7 +78,7 @@ class Rendezvous:
     @property
     def last_round(self) -> int:
         """Number of the last completed round; 0 before the first."""
-        return self.round - 1 if self.collecting else self.round
+        return self.before if self.collecting else self.round
 
     @property
     def next_round(self) -> int:
@@ -83,6 +87,7 @@ class Rendezvous:
 
     def open(self, awaited: Iterable[int], *, fixed: bool, now: float) -> None:
         """Begin to collect the next round; nodes that already made an offer have joined."""
+        self.before = self.last_round
         self.round = max(self.round, self.passed) + 1
         self.collecting = True
         self.fixed = fixed
@@ -95,7 +100,7 @@ class Rendezvous:
         A round that nobody has opened is known, too, if it is the next.
         """
         later = max(running, known if known > self.next_round else 0)
-        if later < self.next_round:
+        if not self.next_round <= later <= self.next_round + LEAP:
             return False
         self.passed = later
         return True

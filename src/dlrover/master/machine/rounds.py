@@ -128,7 +128,10 @@ class Rounds:
 
     def _collect(self, awaited: list[int], reason: str, *, fixed: bool, now: float) -> None:
         rdzv = self.state.rendezvous
+        collected = rdzv.round if rdzv.collecting else 0
         rdzv.open(awaited, fixed=fixed, now=now)
+        if self.fresh is not None and self.fresh[1] == collected:
+            self.fresh = self.fresh[0], rdzv.round
         count = len(rdzv.missing) + len(rdzv.offers)
         self.state.emit(events.RoundOpened(rdzv.round, reason, count))
 

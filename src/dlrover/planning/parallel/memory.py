@@ -234,14 +234,20 @@ def rank(blocks: Blocks, global_batch: int, *, first: bool) -> MemoryUse:
     loss = np.where(of.pp == 1, _loss(blocks), 0.0) if first else _loss(blocks)
     # the loss is over when the first layer's backward pass begins, but its memory does not fit what follows
     other = np.where(of.stage == 3, np.minimum(loss, transient), 0.0)
+    backward = transient
     transient, loss = (
         np.where(loss > transient, 0.0, transient),
         np.where(loss > transient, loss, 0.0),
     )
     if model.autocast:
-        states, activations, transient, loss = _under_autocast(
-            blocks, states, activations, transient, loss, again, global_batch
+        then = _under_autocast(
+            blocks, states, activations, np.maximum(transient, loss), backward, again, global_batch
         )
+        which = blocks.autocast
+        states = np.where(which, then[0], states)
+        activations = np.where(which, then[1], activations)
+        transient = np.where(which, np.where(loss > 0, 0.0, then[2]), transient)
+        loss = np.where(which, np.where(loss > 0, then[2], 0.0), loss)
     plain = np.where(of.tp > 1, GAPS_TENSOR, GAPS)
     gaps = np.where(of.stage == 3, np.where(of.compile, GAPS_COMPILED, GAPS_GATHERED), plain)
     reserve = WORKSPACE + other + gaps * (gathered + activations + transient + loss)
@@ -253,28 +259,26 @@ def _under_autocast(
     blocks: Blocks,
     states: Any,
     activations: Any,
-    transient: Any,
     loss: Any,
+    transient: Any,
     again: Any,
     global_batch: int,
-) -> tuple[Any, Any, Any, Any]:
-    """States, activations, transients and loss at the fuller of two moments of the first micro-batch.
+) -> tuple[Any, Any, Any]:
+    """States, activations, and all that is alive for a moment, at the fuller of two moments of the first micro-batch.
 
     At the loss there are no gradients yet, but the weights of layers that are not recomputed in bf16. At the end of the
-    backward pass it is the other way round.
+    backward pass it is the other way round. ``loss`` and ``transient`` are what is alive for a moment there.
     """
     of = blocks.of
-    each = states / (2 + of.gradient_bytes + of.optimizer_bytes)
+    each = states / (2 + of.gradient_bytes + np.where(of.offload, 0, of.optimizer_bytes))
     kept = np.where(of.recompute > 0, 1 - again, 1.0)
     lacking = np.where(of.rounds(global_batch) == 1, of.gradient_bytes, 0) + 2 * (1 - kept)
     early, late = states - each * lacking, states - 2 * each
     at_end = late + transient > early + activations + loss
-    which = blocks.autocast
     return (
-        np.where(which, np.where(at_end, late, early), states),
-        np.where(which & at_end, 0.0, activations),
-        np.where(which & ~at_end & (loss > 0), 0.0, transient),
-        np.where(which & at_end, 0.0, loss),
+        np.where(at_end, late, early),
+        np.where(at_end, 0.0, activations),
+        np.where(at_end, transient, loss),
     )
 
 

@@ -167,7 +167,9 @@ class _TrainerRecord:
 
     def _counting(self) -> list[Any]:
         every = self._trainer.callback_handler.callbacks
-        return [callback for callback in every if callable(getattr(callback, "state", None))]
+        from transformers.trainer_callback import ExportableState  # noqa: PLC0415 - it is imported by now
+
+        return [callback for callback in every if isinstance(callback, ExportableState)]
 
     def state_dict(self) -> dict[str, Any]:
         of = self._trainer
@@ -177,7 +179,9 @@ class _TrainerRecord:
             "callbacks": [callback.state()["attributes"] for callback in self._counting()],
             "losses": [float(getattr(of, name, 0.0)) for name in ("_tr_loss", "_total_loss_scalar")],
         }  # fmt: skip
-        return {"json": json.dumps(record)}
+        return {
+            "json": json.dumps(record, default=lambda value: value.tolist())
+        }  # of NumPy and torch
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         of, record = self._trainer, json.loads(state["json"])
@@ -226,14 +230,29 @@ class _Callbacks:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        every = [callback.state_dict() for callback in self._trainer.callbacks]
+        every = {
+            callback.state_key: [_taken(callback), callback.state_dict()]
+            for callback in self._trainer.callbacks
+        }
         return {"step": self._trainer.global_step, "callbacks": every}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         _check_step(self._trainer.global_step, state["step"])
-        for callback, one in zip(self._trainer.callbacks, state["callbacks"], strict=True):
+        for callback in self._trainer.callbacks:
+            taken, one = state["callbacks"].get(callback.state_key, ({}, {}))
+            for (
+                name,
+                value,
+            ) in taken.items():  # a `ModelCheckpoint` takes no state of another directory
+                setattr(callback, name, value)
             if one:
                 callback.load_state_dict(one)
+
+
+def _taken(callback: Any) -> dict[str, Any]:
+    """Return what a `ModelCheckpoint` does not count as its state, and by which it decides whether to save."""
+    names = "dirpath", "_last_global_step_saved", "_last_checkpoint_saved"
+    return {name: getattr(callback, name) for name in names if hasattr(callback, name)}
 
 
 def _watch_decisions(running: Running, module: Any) -> None:

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dlrover import launched
+from dlrover import config, launched
 from dlrover.errors import ConfigurationError
 from dlrover.training.replicas import engines
 from dlrover.training.worker.imports import after_import
@@ -255,13 +255,23 @@ def _note(module: types.ModuleType, name: str, package: str = "") -> None:
     original = getattr(module, name)
 
     @functools.wraps(original)
-    def wrapped(file: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        file = args[0] if args else kwargs.get("f", kwargs.get("filename"))
         path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", "")
         with contextlib.suppress(OSError, TypeError, ValueError):  # no file of this machine
-            _loaded[str(path)] = os.stat(path).st_mtime
-        return original(file, *args, **kwargs)
+            if not _is_fetched(path):
+                _loaded[str(path)] = os.stat(path).st_mtime
+        return original(*args, **kwargs)
 
     _replace(module, package, original, wrapped)
+
+
+def _is_fetched(path: Any) -> bool:
+    """Return whether a file is in a cache of downloads, which a new machine fills when the program starts."""
+    environ = config.environ()
+    homes = [environ.get(name, "") for name in ("TORCH_HOME", "HF_HOME", "XDG_CACHE_HOME")]
+    homes = [os.path.realpath(home) for home in (*homes, os.path.expanduser("~/.cache")) if home]
+    return any(os.path.realpath(path).startswith(home + os.sep) for home in homes)
 
 
 def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 REDUCTION = 1 << 32
 """Positions between two reductions."""
+BEGUN = 1 << 31
+"""Added to the position once the step of the next reduction has begun: a rank joins at this place of its program only."""
 
 
 class Unchanged:
@@ -171,6 +173,7 @@ class Unchanged:
             elif not self._midway:
                 self._files = dict(self._loaded)
         if not self.replaying:
+            self._others = max(self._others, BEGUN)
             self._survivors.position = self._position
             self._survivors.edge(self._began)
             return
@@ -213,6 +216,11 @@ class Unchanged:
     def _arrive(self) -> None:
         """Take the state of the others at their place in the program."""
         while self._reductions == self._survivors.position // REDUCTION:
+            if self._survivors.position % REDUCTION < BEGUN:
+                raise InfrastructureError(
+                    "--survive: another rank was lost while the others were between two steps, where this rank cannot"
+                    " join them; all ranks start again."
+                )
             if self._survivors.settle(self._began):
                 self.replaying = False
                 self._others = self._survivors.position % REDUCTION
