@@ -29,7 +29,7 @@ from dlrover.spec.requests.membership import (
 
 torch = pytest.importorskip("torch")
 
-from dlrover.training.replicas import hooks, restarts, survivors  # noqa: E402
+from dlrover.training.replicas import functions, hooks, restarts, survivors  # noqa: E402
 from dlrover.training.replicas.groups import Changed, MeetingStore  # noqa: E402
 from dlrover.training.replicas.link import Link  # noqa: E402
 from dlrover.training.replicas.replicas import Replicas  # noqa: E402
@@ -213,3 +213,14 @@ def test_a_file_is_noted_however_it_is_named_unless_it_was_fetched(tmp_path, mon
     assert module.load_file(files[1]) == (files[1], "cpu")
     module.load_file(files[2])
     assert hooks._loaded.keys() == {str(files[0]), str(files[1])}
+
+
+@pytest.mark.parametrize("found", [(None,), (["a", "b"],), None])
+def test_objects_of_a_lost_rank_cannot_be_scattered(found):
+    """``found`` is what the group exchanges: of a rank without objects, of one that has them, on a rank that replays."""
+    group = types.SimpleNamespace(exchange=lambda objects, root: found, rank=lambda: 1)
+    given = {"scatter_object_input_list": None, "scatter_object_output_list": [None], "src": 0, "group_src": None}  # fmt: skip
+    lost = found == (None,)
+    with pytest.raises(InfrastructureError, match=r"rank 0, .* all ranks start again") if lost else contextlib.nullcontext():  # fmt: skip
+        functions._scatter_objects(group, given)
+    assert given["scatter_object_output_list"] == ["b" if found == (["a", "b"],) else None]

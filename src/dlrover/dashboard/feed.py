@@ -35,7 +35,7 @@ BEAT = 15.0
 _NO_EVENTS = 1 << 40
 
 
-class Feed:
+class PageFeed:
     """Parts of a page as JSON texts, renewed while there are viewers, who share them.
 
     Args:
@@ -113,7 +113,7 @@ class JobFeed:
 
     def __init__(self, job_dir: JobDir) -> None:
         self._job_dir = job_dir
-        self._feed = Feed(str(job_dir.path), self._work)
+        self._feed = PageFeed(str(job_dir.path), self._work)
         self._publish = self._feed.publish
         self._master = False
         self._fresh = asyncio.Event()

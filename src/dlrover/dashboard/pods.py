@@ -14,7 +14,7 @@ import msgspec
 
 from dlrover.dashboard import stdio
 from dlrover.dashboard.actions import Action, ScaleAction
-from dlrover.dashboard.feed import RETRY, Feed
+from dlrover.dashboard.feed import RETRY, PageFeed
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 from dlrover.kubernetes.api.client import ELASTIC_JOBS, PODS, ApiError, Client
 from dlrover.kubernetes.api.execution import CommandError, Execution, execute
@@ -39,7 +39,7 @@ class PodJob:
 
     def __init__(self, kubeconfig: str, namespace: str, name: str) -> None:
         self._kubeconfig, self._namespace, self._name = kubeconfig, namespace, name
-        self._feed = Feed(f"{namespace}/{name}", lambda: (self._follow(),))
+        self._feed = PageFeed(f"{namespace}/{name}", lambda: (self._follow(),))
 
     def view(self) -> AsyncIterator[str]:
         """Yield the page's parts as server-sent events; ``unreachable`` says why there are no others."""
@@ -52,8 +52,8 @@ class PodJob:
             ConfigurationError: there is no such file.
             InfrastructureError: the pod cannot be reached.
         """
-        async for text in self._ask(stdio.Request(log=name)):
-            yield f"{text.decode()}\n\n"
+        async for text in self._ask(stdio.PageRequest(log=name)):
+            yield f"{text.decode(errors='replace')}\n\n"
 
     async def act(self, action: Action) -> dict[str, object]:
         """Carry out what a button asks for; the number of workers is the manifest's.
@@ -66,7 +66,7 @@ class PodJob:
             if action.role != WORKER:
                 raise ConfigurationError("Only the number of workers can be changed here.")
             return await self._scale(action.nodes)
-        answer = b"".join([text async for text in self._ask(stdio.Request(action=action))])
+        answer = b"".join([text async for text in self._ask(stdio.PageRequest(action=action))])
         try:
             return msgspec.json.decode(answer, type=dict[str, object])
         except msgspec.DecodeError as error:
@@ -86,7 +86,7 @@ class PodJob:
     async def _follow(self) -> None:
         while True:
             try:
-                async with contextlib.aclosing(self._ask(stdio.Request())) as events:
+                async with contextlib.aclosing(self._ask(stdio.PageRequest())) as events:
                     async for text in events:
                         self._pass_on(text.decode())
             except DLRoverError as error:
@@ -117,7 +117,7 @@ class PodJob:
                 role["page"] = role["page"] and f"{self._namespace}/{own}"
         self._feed.publish(name, value)
 
-    async def _ask(self, request: stdio.Request) -> AsyncGenerator[bytes, None]:
+    async def _ask(self, request: stdio.PageRequest) -> AsyncGenerator[bytes, None]:
         """Yield what ``dlrover dashboard --stdio`` answers in the master's pod, by events or as a whole."""
         pod, rest = names.master_name(self._name), bytearray()
         async with _client(self._kubeconfig) as client:

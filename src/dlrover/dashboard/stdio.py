@@ -19,7 +19,7 @@ SILENCE = 60.0
 """Seconds without a line after which nobody does."""
 
 
-class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PageRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the other side wants, on the first line: the page's content, a log, or an action; of the last its answer."""
 
     log: str = ""
@@ -37,7 +37,7 @@ async def serve(job_dir: JobDir) -> None:
         lambda: asyncio.StreamReaderProtocol(lines), sys.stdin
     )
     try:
-        request = msgspec.json.decode(await lines.readline(), type=Request)
+        request = msgspec.json.decode(await lines.readline(), type=PageRequest)
     except msgspec.DecodeError as error:
         raise ConfigurationError(f"The first line is no request: {error}.") from error
     output = await _output()
@@ -63,7 +63,7 @@ async def _output() -> asyncio.StreamWriter:
     return asyncio.StreamWriter(transport, protocol, None, loop)
 
 
-async def _answer(job_dir: JobDir, request: Request, output: asyncio.StreamWriter) -> None:
+async def _answer(job_dir: JobDir, request: PageRequest, output: asyncio.StreamWriter) -> None:
     feed = JobFeed(job_dir)
     if request.action is not None:
         acting = asyncio.ensure_future(feed.act(request.action))

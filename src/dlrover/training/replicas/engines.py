@@ -166,9 +166,9 @@ class _TrainerRecord:
         self._trainer = trainer
 
     def _counting(self) -> list[Any]:
-        every = self._trainer.callback_handler.callbacks
         from transformers.trainer_callback import ExportableState  # noqa: PLC0415 - it is imported by now
 
+        every = self._trainer.callback_handler.callbacks
         return [callback for callback in every if isinstance(callback, ExportableState)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,9 +179,8 @@ class _TrainerRecord:
             "callbacks": [callback.state()["attributes"] for callback in self._counting()],
             "losses": [float(getattr(of, name, 0.0)) for name in ("_tr_loss", "_total_loss_scalar")],
         }  # fmt: skip
-        return {
-            "json": json.dumps(record, default=lambda value: value.tolist())
-        }  # of NumPy and torch
+        numbers = json.dumps(record, default=lambda value: value.tolist())  # of NumPy and torch
+        return {"json": numbers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         of, record = self._trainer, json.loads(state["json"])
@@ -240,11 +239,10 @@ class _Callbacks:
         _check_step(self._trainer.global_step, state["step"])
         for callback in self._trainer.callbacks:
             taken, one = state["callbacks"].get(callback.state_key, ({}, {}))
-            for (
-                name,
-                value,
-            ) in taken.items():  # a `ModelCheckpoint` takes no state of another directory
-                setattr(callback, name, value)
+            for name, value in taken.items():
+                setattr(
+                    callback, name, value
+                )  # before the state, which is refused for another directory
             if one:
                 callback.load_state_dict(one)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.training.replicas.managed import ManagedGroup
 
 
@@ -57,10 +57,16 @@ def _gather_objects(group: ManagedGroup, given: Mapping[str, Any]) -> None:
 
 
 def _scatter_objects(group: ManagedGroup, given: Mapping[str, Any]) -> None:
-    every = given["scatter_object_input_list"]
-    found = group.exchange(every, _rank(given, "src")) or every
-    if found:
-        given["scatter_object_output_list"][0] = found[group.rank()]
+    source, every = _rank(given, "src"), given["scatter_object_input_list"]
+    found = group.exchange((every,), source)
+    if found is not None:
+        (every,) = found
+        if every is None:
+            raise InfrastructureError(
+                f"--survive: rank {source}, whose objects scatter_object_list distributes, is lost; all ranks start again."
+            )
+    if every:
+        given["scatter_object_output_list"][0] = every[group.rank()]
 
 
 def _rank(given: Mapping[str, Any], name: str) -> int:
