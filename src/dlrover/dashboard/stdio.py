@@ -16,11 +16,11 @@ COMMAND = ("dlrover", "dashboard", "--stdio")
 BEAT = 15.0
 """Seconds between two lines of the other side, so that this one knows that somebody looks."""
 SILENCE = 60.0
-"""Seconds without a line after which nobody does."""
+"""Seconds without a line after which the other side counts as gone."""
 
 
 class PageRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the other side wants, on the first line: the page's content, a log, or an action; of the last its answer."""
+    """Request on the first line: for the content of the page, for a log, or for an action, whose result is the answer."""
 
     log: str = ""
     action: Action | None = None

@@ -97,7 +97,7 @@ class Rendezvous:
     def hear(self, running: int, known: int) -> bool:
         """Take in a node's running round and the highest that it knows; return whether later ones have been open.
 
-        A round that nobody has opened is known, too, if it is the next.
+        Nodes also know the number of the next round, which is not open yet.
         """
         later = max(running, known if known > self.next_round else 0)
         if not self.next_round <= later <= self.next_round + LEAP:

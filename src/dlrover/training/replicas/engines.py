@@ -1,8 +1,8 @@
 """What Accelerate and the Trainers of Transformers and Lightning do beside their steps, on a rank that replays.
 
-It writes nothing, logs nothing and decides nothing, since its losses mean nothing; when it joins the others, it takes
-their records, such as the best loss so far. While rank 0 is away, which writes what all have, no rank saves: a
-checkpoint would lack its parts.
+A rank that replays writes, logs and decides nothing, since it computes no losses; when it joins the others, it takes their
+records, such as the best loss so far. No rank saves while rank 0 is away: rank 0 writes the parts that all ranks have
+alike, and a checkpoint would lack them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SAVES = [
     ("accelerate.accelerator", "Accelerator", "save_model"),
     ("transformers.trainer", "Trainer", "save_model", "_save_checkpoint"),
 ]
-"""Methods of all ranks that save, of which rank 0 does a part; they do nothing while it is away, either."""
+"""Methods that save with a part of rank 0 in each checkpoint; they also do nothing while rank 0 is away."""
 _QUIET_IN_LIGHTNING = [
     ("trainer.connectors.logger_connector.logger_connector", "_LoggerConnector", "log_metrics"),
     ("callbacks.early_stopping", "EarlyStopping", "_run_early_stopping_check"),
