@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from pathlib import Path
 
 import psutil
@@ -92,40 +91,7 @@ def take(browser: Browser) -> None:
         browser.until(f"innerWidth === {width} && document.querySelector('.buttons')")
         browser.run("document.querySelector('.dir').hidden = true; scrollTo(0, 0)")
         time.sleep(2.0)  # until all is drawn in its new size
-        path = ROOT / "docs" / name
-        browser.shoot(path)
-        path.write_bytes(smaller(path.read_bytes()))
-
-
-def smaller(png: bytes) -> bytes:
-    """Return the same RGB picture without the filters of its lines, which make flat colours larger."""
-    chunks, place = [], 8
-    while place < len(png):
-        size = int.from_bytes(png[place : place + 4], "big")
-        chunks.append((png[place + 4 : place + 8], png[place + 8 : place + 8 + size]))
-        place += 12 + size
-    packed = zlib.decompress(b"".join(data for kind, data in chunks if kind == b"IDAT"))
-    width = 3 * int.from_bytes(png[16:20], "big")
-    above, plain = bytearray(width), b""
-    for start in range(0, len(packed), width + 1):
-        line = bytearray(packed[start + 1 : start + 1 + width])
-        for x in range(width):
-            left, before = (line[x - 3], above[x - 3]) if x >= 3 else (0, 0)
-            line[x] = (line[x] + predicted(packed[start], left, above[x], before)) % 256
-        above, plain = line, plain + b"\0" + line
-    made = png[:33]  # its head, and the size
-    for kind, data in ((b"IDAT", zlib.compress(plain, 9)), (b"IEND", b"")):
-        made += len(data).to_bytes(4, "big") + kind + data
-        made += zlib.crc32(kind + data).to_bytes(4, "big")
-    return made
-
-
-def predicted(filtered: int, left: int, above: int, before: int) -> int:
-    """Return what a filter of PNG takes a byte to be."""
-    if filtered < 4:
-        return (0, left, above, (left + above) // 2)[filtered]
-    guess = left + above - before
-    return min((left, above, before), key=lambda value: abs(guess - value))
+        browser.shoot(ROOT / "docs" / name)
 
 
 if __name__ == "__main__":
