@@ -44,7 +44,7 @@ END_WAIT = 1
 """Seconds that open streams get when the server ends."""
 
 
-class Job(Protocol):
+class JobPage(Protocol):
     """The page of one job, of this machine or of a cluster."""
 
     def view(self) -> AsyncIterator[str]:
@@ -63,7 +63,7 @@ class Dashboard:
     def __init__(self, listing: JobList, cluster: JobSources) -> None:
         self._listing = listing
         self._cluster = cluster
-        self._feeds: WeakValueDictionary[str, Job] = WeakValueDictionary()
+        self._feeds: WeakValueDictionary[str, JobPage] = WeakValueDictionary()
         self._list: tuple[float, str] = (0.0, "")
         self._listing_now = asyncio.Lock()
 
@@ -169,10 +169,10 @@ class Dashboard:
         except DLRoverError as error:
             return _refused(409, str(error))
 
-    async def _find(self, request: Request) -> Job | None:
+    async def _find(self, request: Request) -> JobPage | None:
         """Return the job of an address; all who look at it at the same time get the same one."""
         name = request.path_params["job"]
-        found: Job | None
+        found: JobPage | None
         if "/" in name:
             found = self._cluster.find(name)
         else:
