@@ -176,7 +176,7 @@ def dashboard(job: Job, *options: str) -> Iterator[Browser]:
             server.terminate()
 
 
-def shows(browser: Browser, place: str, text: str, timeout: float = 30.0) -> None:
+def shows(browser: Browser, place: str, text: str, timeout: float = 60.0) -> None:
     """Wait for a text in the page's first element of that kind."""
     wanted = json.dumps(text)
     browser.until(
