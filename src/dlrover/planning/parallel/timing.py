@@ -31,8 +31,6 @@ EXPOSED = 0.3
 """Part of the work that runs beside a layer's longest which lengthens the layer."""
 HOP = 1e-5
 """Seconds of a ring's step from node to node."""
-RAILS = 0.5
-"""Power of the ranks of a group in one node by which its bandwidth between nodes grows."""
 STEP = 1e-2
 """Seconds of a step that no other term explains, times the coefficient ``step``."""
 
@@ -143,7 +141,7 @@ class Work:
     ) -> None:
         """Add the time in which each rank of a group receives ``moved`` bytes less its own part."""
         part = moved * (group.size - 1) / group.size
-        speed = np.minimum(self.device.intra, self.device.inter * group.near**RAILS)
+        speed = np.minimum(self.device.intra, self.device.inter * group.near)
         row[:, _INDEX[near]] += np.where(group.between, 0.0, part / self.device.intra)
         # a ring passes each node once, however small the message
         ring = HOP * calls * group.size / group.near
