@@ -17,8 +17,11 @@ from dlrover.checkpoint.machine.layout import ITEM_BYTES, Path, TensorPart, Tens
 from dlrover.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from torch.distributed._shard.sharded_tensor import ShardedTensor
-    from torch.distributed.tensor import DTensor
+    # Under their own names: other modules take them from here.
+    from torch.distributed._shard.sharded_tensor import (
+        ShardedTensor as ShardedTensor,  # noqa: PLC0414
+    )
+    from torch.distributed.tensor import DTensor as DTensor  # noqa: PLC0414
 else:
 
     class _Late(type):
