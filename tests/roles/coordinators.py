@@ -125,7 +125,7 @@ class Coordinator:
         env = {
             **os.environ,
             **self.variables(role, index, attempt, instances),
-            "PYTHONPATH": str(self.directory.path),
+            "PYTHONPATH": f"{self.directory.path}:{os.environ['PYTHONPATH']}",
         }
         process = subprocess.Popen(
             [sys.executable, *command, target, *args],
