@@ -14,8 +14,6 @@ from hypothesis import settings
 from tests.support.directories import Directory
 from tests.support.forks import Forks
 
-INTERPRETER = Path(__file__).parent / "support" / "interpreter"
-
 settings.register_profile("project", deadline=None, derandomize=True)
 settings.load_profile("project")
 
@@ -42,15 +40,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One cache for all test processes: a program's modules are imported once for all workers of a job.
-
-    What these import is less (`tests/support/interpreter`).
-    """
+    """One cache for all test processes: a program's modules are imported once for all workers of a job."""
     base = tmp_path_factory.getbasetemp()
     cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLROVER_CACHE_DIR", str(cache))
-        patch.setenv("PYTHONPATH", str(INTERPRETER), prepend=os.pathsep)
         yield
 
 

@@ -22,7 +22,7 @@ def run(
     done = subprocess.run(
         [sys.executable, "-m", module, "--nproc_per_node", str(count), "--max_restarts", "1", str(SCRIPTS / script), *args],
         capture_output=True, text=True, timeout=150, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{APART}:{os.environ['PYTHONPATH']}"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": APART},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -52,7 +52,7 @@ def dlrover_run(directory: Path) -> dict[str, str]:
     command.chmod(0o755)
     return {
         "PATH": f"{directory}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{Path(dlrover.__file__).parents[1]}:{os.environ['PYTHONPATH']}",
+        "PYTHONPATH": str(Path(dlrover.__file__).parents[1]),
         "OMP_NUM_THREADS": "1",
         "DLROVER_RECOVERY_GRACE": "3",  # a new master waits so long for nodes that may still run
     }

@@ -125,7 +125,7 @@ class Coordinator:
         env = {
             **os.environ,
             **self.variables(role, index, attempt, instances),
-            "PYTHONPATH": f"{self.directory.path}:{os.environ['PYTHONPATH']}",
+            "PYTHONPATH": str(self.directory.path),
         }
         process = subprocess.Popen(
             [sys.executable, *command, target, *args],
