@@ -64,7 +64,7 @@ def test_the_death_of_the_command_leaves_nothing_in_the_cluster(run, ray_cluster
 
 def test_more_than_the_cluster_can_have_is_refused_at_once_by_role(run, ray_cluster) -> None:
     file = run.directory / "large.yaml"
-    role = {"entry": "json:JSONDecoder", "instances": 30, "resources": {"cpu": 0.25}}
+    role = {"entry": "json.dumps", "instances": 30, "resources": {"cpu": 0.25}}
     file.write_text(json.dumps({"name": "large", "roles": {"rollout": role}}))
     job_dir = run.directory / "large" / "job"
     launch = run(file, *where(ray_cluster), "--job-dir", job_dir, launcher=ROLES, name="large")
