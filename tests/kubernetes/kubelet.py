@@ -159,12 +159,12 @@ class Kubelet:
     def _renew(self) -> None:
         if time.monotonic() - self._renewed < LEASE_PERIOD:
             return
-        self._renewed = time.monotonic()
         for name in self.nodes:
             if name not in self._lost:
                 path = f"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{name}"
                 self._plane.call("PATCH", path, {"spec": {"renewTime": micro()}})
                 self._post_ready(name)
+        self._renewed = time.monotonic()
 
     # ---- pods
 
