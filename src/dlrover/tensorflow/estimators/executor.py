@@ -25,7 +25,7 @@ from dlrover.spec.requests.cluster import (
     LookCluster,
     UseCluster,
 )
-from dlrover.spec.requests.shards import ForgetWorker
+from dlrover.spec.requests.shards import ForgetWorker, LookShards
 from dlrover.tensorflow import serving
 from dlrover.tensorflow.estimators.conf import EstimatorConf
 from dlrover.tensorflow.estimators.feed import Feed
@@ -178,6 +178,7 @@ class Worker(TrainingTask):
     def __init__(self, conf: EstimatorConf, here: TaskPlace) -> None:
         super().__init__(conf, here)
         self._leaving = threading.Event()
+        self._shards = connect()
         self._number = 0
         """The chief's latest generation."""
 
@@ -200,15 +201,29 @@ class Worker(TrainingTask):
             logger.info("Nothing is left to train: %s", error)  # the job has ended
 
     def _plan(self, done: int) -> Plan | None:
-        """Wait for a generation after the last one that is done; return None if this worker is to leave."""
+        """Wait for a generation, or for records that others leave behind; return None if this worker is to leave.
+
+        Args:
+            done: generation in which nothing was left to read.
+        """
         for reply in look(self._registry, LOOK, TIMEOUT if not done else float("inf")):
             if self._leaving.is_set():
                 return None
             plan = plan_of(reply.note)
             self._number = plan.number
-            if plan.number > done and all(answers(server_at(a)) for a in plan.servers):
+            if (plan.number > done or self._is_left()) and all(
+                answers(server_at(a)) for a in plan.servers
+            ):
                 return plan
         raise InfrastructureError(f"The chief did not come within {TIMEOUT:g} s.")
+
+    def _is_left(self) -> bool:
+        """Return whether records are to be read."""
+        records = self._member.feed.records if self._member is not None else None
+        if records is None or self._conf.max_steps:
+            return False
+        reply = self._shards.ask(LookShards(records.name))
+        return not (reply.away or reply.refused or reply.exhausted)
 
     def _before(self, plan: Plan) -> None:
         """Wait until the chief has restored the model."""

@@ -27,10 +27,14 @@ class Feed:
     Args:
         data: the reader and its columns.
         readers: how the records are dealt; None: this process reads all of them.
+        waits_for_others: end only when all records count, since those of a worker that dies come back.
     """
 
-    def __init__(self, data: DataSet, readers: Readers | None) -> None:
+    def __init__(
+        self, data: DataSet, readers: Readers | None, *, waits_for_others: bool = False
+    ) -> None:
         self._data, self._reader = data, data.opened()
+        self._waits_for_others = waits_for_others
         self._size = int(self._reader._data_nums)  # noqa: SLF001 - the original's name in readers
         self.records: Records[int] | None = None
         if readers is not None and getattr(self._reader, "enable_dynamic_sharding", True):
@@ -104,11 +108,13 @@ class Feed:
                     yield self._batch([Span(0, start, min(size, start + step))])
             return
         for epoch in self.records.until_end():
-            yield from self._epoch(self.records, last=epoch == self._data.epoch - 1)
+            yield from self._epoch(
+                self.records, last=epoch == self._data.epoch - 1 and self._waits_for_others
+            )
             self.records.end_epoch()
 
     def _epoch(self, records: Records[int], *, last: bool) -> Iterator[Any]:
-        """Yield this worker's batches; at the end of the last epoch, also those that dead workers leave behind."""
+        """Yield this worker's batches; if this is the ``last`` epoch, also those that dead workers leave behind."""
         patient, found = False, True
         while found and not self._closed:
             batch: list[Span] = []

@@ -19,7 +19,7 @@ MAX_WORKERS = 4096
 """Maximum number of workers beside the chief."""
 ABSENT, RUNS = -1, 0
 """What stands for a worker without a session, and for one that has not paused yet; else its last pause."""
-PAUSE_POLL = 0.005
+PAUSE_POLL = 0.01
 """Seconds between two looks at a pause's state."""
 DEAD_AFTER = 0.5
 """Seconds of waiting for a worker's pause after which the chief looks if it is alive."""

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 POLL = 0.25
 """Seconds between two looks at the job during a session."""
-GRACE = 3.0
-"""Seconds in which a session must end once its cluster is gone; after that it is left alone."""
+GRACE = 0.5
+"""Seconds in which a session must end by itself once its cluster is gone; after that it is left alone."""
 RETRY = 0.1, 5.0
 """Seconds before the first repetition of a failed session, and before later ones."""
 MAX_FAILURES = 10
@@ -115,8 +115,10 @@ class TrainingTask(abc.ABC):
         self._task = msgspec.structs.replace(self._task, start=self._task.start + 1)
         reader = Reader(reader_name(self._task), REPORT_INTERVAL)
         readers = Readers(Incarnation(plan.number, 0), plan.base, reader)
-        feed = Feed(self._conf.train_set, readers)
-        index = -1 if self._here.role == CHIEF else self._here.index
+        # A worker that waited for records within a step could not pause: it ends its session instead.
+        leads = self._here.role == CHIEF
+        feed = Feed(self._conf.train_set, readers, waits_for_others=leads)
+        index = -1 if leads else self._here.index
         member = self._member = Member(
             plan, index, feed, self._is_due, functools.partial(self._began, plan)
         )
@@ -134,7 +136,7 @@ class TrainingTask(abc.ABC):
         # TensorFlow may wait without end for a server that is lost: such a thread is left alone.
         threading.Thread(target=session, name="dlrover-session", daemon=True).start()
         try:
-            self._watch(done, feed)
+            self._watch(done, plan, feed)
         finally:
             feed.close()
         if errors:
@@ -151,7 +153,14 @@ class TrainingTask(abc.ABC):
             saving_listeners=self._listeners(member),
         )
 
-    def _watch(self, done: threading.Event, feed: Feed) -> None:
+    def _lost(self, plan: Plan) -> str:
+        """Return why a session can make no more steps; TensorFlow would wait for a lost server without end."""
+        silent = [address for address in plan.servers if not answers(server_at(address))]
+        if silent:
+            return f"no connection to ps at {', '.join(silent)}."
+        return "the cluster is another one." if self._is_gone() else ""
+
+    def _watch(self, done: threading.Event, plan: Plan, feed: Feed) -> None:
         """Look at the job until the session has ended."""
         over = float("inf")
         while not done.wait(POLL):
@@ -159,14 +168,12 @@ class TrainingTask(abc.ABC):
                 self._look(self._watched.ask(LookCluster()))
             except InfrastructureError as error:  # the training goes on without a master
                 logger.debug("%s", error)
-                continue
-            if self._is_gone():
+            why = self._lost(plan)
+            if why:
                 feed.close()  # a step may wait for records
                 over = min(over, time.monotonic() + GRACE)
             if time.monotonic() > over:
-                raise ClusterChangedError(
-                    "the cluster is another one, and the session does not end."
-                )
+                raise ClusterChangedError(why or "a parameter server was lost.")
 
     def _may_repeat(self, error: BaseException, plan: Plan) -> bool:
         """Wait and return True if another session may help."""
@@ -186,10 +193,8 @@ class TrainingTask(abc.ABC):
         """Return why another session may help; empty if the error has nothing to do with the cluster."""
         if isinstance(error, ClusterChangedError):
             return str(error)
-        silent = [address for address in plan.servers if not answers(server_at(address))]
-        if silent:
-            return f"no connection to ps at {', '.join(silent)}."
-        return str(error).partition("\n")[0] if isinstance(error, FAULTS) else ""
+        known = isinstance(error, FAULTS)
+        return self._lost(plan) or (str(error).partition("\n")[0] if known else "")
 
     def _run_config(self, plan: Plan) -> Any:
         """Return TensorFlow's configuration of a session with the plan's servers.
