@@ -70,7 +70,7 @@ class Kubelet:
         self._services = Services()
         self._execs = Execs(
             plane.directory / "certificates",
-            lambda pod, command: self.pods[pod].containers[0].execute(command),
+            lambda pod, name: {one.name: one for one in self.pods[pod].containers}[name],
         )
         self._numbers = itertools.count(1)
         self._net = secrets.randbelow(100) + 128

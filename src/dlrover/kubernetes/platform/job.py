@@ -120,6 +120,7 @@ def _brain_side(job: ElasticJob) -> BrainSide:
         ),
         address=job.spec.brain_service,
         cluster=job.spec.optimize_mode == "cluster",
+        origin=job.uid,
     )
 
 
