@@ -189,6 +189,52 @@ def test_a_program_for_ddp_that_knows_nothing_of_losses(run) -> None:
     assert len(launch.events_of(events.RoundOpened)) == 1
 
 
+def test_a_lost_rank_goes_on_from_the_newest_checkpoint_in_memory(run) -> None:
+    """After its return, all save again, and the next one that is lost begins with what they have saved."""
+    script = SCRIPT.with_name("unchanged_checkpoints.py")
+
+    def rows(rank: int) -> list[list[str]]:
+        path = run.directory / f"rank{rank}.txt"
+        return [row.split() for row in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    def begins(rank: int) -> list[int]:
+        return [int(row[1]) for row in rows(rank) if row[0] == "begin"]
+
+    def end(launch: Launch) -> None:
+        (run.directory / "new").write_text(str(int(rows(1)[-1][0]) + 30))
+        (run.directory / "new").rename(run.directory / "last")
+        launch.succeed(90)
+        assert rows(0)[-10:] == [[*row[:2], rows(0)[-1][2]] for row in rows(1)[-10:]]
+        assert len(launch.events_of(events.RoundOpened)) == 1
+        (run.directory / "last").unlink()
+
+    first = run("--survive", "--nproc-per-node=2", script, run.directory)
+    for joined, victim in enumerate((0, 1), 1):
+        here = int(rows(0)[-1][0]) if joined > 1 else 0
+        first.until(
+            lambda h=here: all(rows(r) and _count(rows(r)[-1]) > h + 20 for r in (0, 1)),
+            60,
+            "steps",
+        )
+        killed = rows(victim)[-1]
+        psutil.Process(int(killed[2])).kill()
+        first.until(
+            lambda j=joined: len(first.events_of(events.ReplicaJoined)) == j, 90, "its return"
+        )
+        assert int(killed[0]) - 5 <= begins(victim)[-1] <= int(killed[0]) + 1
+    end(first)
+    again = run("--survive", "--nproc-per-node=2", script, run.directory)  # from storage
+    again.until(lambda: len(begins(0)) == 3 and _count(rows(0)[-1]), 60, "steps of the second job")
+    psutil.Process(int(rows(1)[-1][2])).kill()
+    again.until(lambda: again.events_of(events.ReplicaJoined), 90, "its return")
+    assert begins(1)[-1] >= begins(0)[-1] >= 50
+    end(again)
+
+
+def _count(row: list[str]) -> int:
+    return 0 if row[0] == "begin" else int(row[0])
+
+
 def test_a_training_function_is_called_again_in_its_living_process(run) -> None:
     script = SCRIPT.with_name("restartable.py")
     launch = run("--survive", "--nproc-per-node=2", script, run.directory)

@@ -29,10 +29,19 @@ class ManagedGroup(dist.ProcessGroup):  # type: ignore[misc]
     def __init__(self, rank: int, size: int, unchanged: Unchanged) -> None:
         super().__init__(rank, size)
         self._unchanged, self._rank, self._size = unchanged, rank, size
+        self._name = ""
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the name of the backend."""
         return NAME
+
+    @property
+    def group_name(self) -> str:
+        """The name that torch has given the group, which the base class keeps for its backends only."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce tensors among the ranks that train."""
