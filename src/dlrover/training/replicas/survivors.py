@@ -139,7 +139,8 @@ class Survivors:
         except Changed:
             self._regroup(payload, complete=False)
             return False
-        self._waiting, self.usable = None, True
+        self._waiting, self._later = None, False
+        self.usable = self._settled = True
         return True
 
     def finish(self) -> None:
