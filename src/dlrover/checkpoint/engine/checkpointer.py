@@ -197,6 +197,11 @@ class Checkpointer:
             self._join(self._newest_stored().including(known))
         return True
 
+    @property
+    def _apart(self) -> bool:
+        """True if this rank saves nothing, or nothing yet since it has returned to the others."""
+        return self._read_only or (launched.survival is not None and self._membership < 0)
+
     def _lease(self) -> Lease | None:
         if self._world.rank:
             return None
@@ -298,7 +303,7 @@ class Checkpointer:
 
         A training that ends because of them does so: its next try takes an older step.
         """
-        if not self._read_only and not self._world.alone:
+        if not self._apart:
             self._findings.apply(self._direct, self._joined.session)
 
     def _copy(self, order: _Order, state: State) -> None:
@@ -409,7 +414,7 @@ class Checkpointer:
         Raises:
             InfrastructureError: a save failed since the last call; the message says which.
         """
-        if self._read_only or self._world.alone:
+        if self._apart:
             return
         with launched.blocked():
             if self._background is not None:
@@ -616,6 +621,8 @@ class Checkpointer:
         self, planner: Planner, step: int | None = None, again: Replayer | None = None
     ) -> LoadRecord | None:
         self._world.check()
+        if not self._read_only:
+            self._takes_part()  # with ranks that have returned
         self._world.agree(self._prepare_to_load)
         began = time.monotonic()
         if self._read_only and not self._identity:

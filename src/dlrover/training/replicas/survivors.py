@@ -139,7 +139,7 @@ class Survivors:
         except Changed:
             self._regroup(payload, complete=False)
             return False
-        self._waiting, self.usable = None, True
+        self._waiting, self._later, self.usable, self._settled = None, False, True, True
         return True
 
     def finish(self) -> None:
