@@ -138,10 +138,14 @@ class FlashCallback(TrainerCallback):
 
 
 def _write(value: Any, path: Path) -> None:
-    """Write a file, also in a rank that returns to the others of ``--survive``: there, torch writes none."""
+    """Write a file, also in a rank that returns to the others of ``--survive``: there, torch writes none.
+
+    It must not look newer to the rank than the checkpoints with which the others have begun.
+    """
     buffer = io.BytesIO()
     torch.save(value, buffer)
     path.write_bytes(buffer.getvalue())
+    os.utime(path, (0, 0))
 
 
 def _ranks() -> int:
