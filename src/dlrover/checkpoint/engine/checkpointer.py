@@ -37,7 +37,7 @@ from dlrover.checkpoint.machine.saves import NOWHERE, Newest, Place, SaveId
 from dlrover.checkpoint.saver.protocol import SaverGoneError
 from dlrover.checkpoint.storage import faults, storage
 from dlrover.checkpoint.storage.lease import Lease, job_of
-from dlrover.checkpoint.storage.stores import open_shared, reason
+from dlrover.checkpoint.storage.stores import Store, open_shared, reason
 from dlrover.errors import (
     ConfigurationError,
     DLRoverError,
@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 LOST_POLL = 0.2
 """Seconds between two looks for lost ranks, while their parts of a save are awaited."""
+LOST_NEWS = 5.0
+"""Seconds until it is known that a rank is lost whose part of a save the saver lacks."""
 
 
 class LoadRecord(msgspec.Struct, frozen=True):
@@ -128,9 +130,8 @@ class Checkpointer:
         self._local = frozenset(local)
         self._start_afresh = start_afresh
         self._read_only = read_only
-        self._store = self._world.agree(lambda: open_shared(path))
-        self._identity = shared.identity(self._world, self._store, create=not read_only)
-        shared.check(self._world, self._store, self._identity, read_only=read_only)
+        self._path = path
+        self._store, self._identity = self._open()
         shared.note(self._world, self._store, launched.given.checkpoints)
         self._client = SaverClient(
             self._store, self._identity, node=launched.given.node, keep=policy, linger=linger,
@@ -154,6 +155,13 @@ class Checkpointer:
             except BaseException:
                 self._client.close()
                 raise
+
+    def _open(self) -> tuple[Store, str]:
+        """Return the directory and its identity, which are the same on all ranks. Collective."""
+        store = self._world.agree(lambda: open_shared(self._path))
+        identity = shared.identity(self._world, store, create=not self._read_only)
+        shared.check(self._world, store, identity, read_only=self._read_only)
+        return store, identity
 
     def _join(self, newest: Newest) -> None:
         """Begin a session with the other ranks; ``newest`` is the newest save that this rank knows. Collective."""
@@ -183,8 +191,16 @@ class Checkpointer:
             if self._background is not None:
                 self._background.wait()
             known = self._numbering.newest if self._membership >= 0 else Newest()
+            self._open()  # as a rank that has returned and makes its Checkpointer only now
+            self._world.agree(self._attach_again)
+            self._pace.begin()
             self._join(self._newest_stored().including(known))
         return True
+
+    @property
+    def _apart(self) -> bool:
+        """True if this rank saves nothing, or nothing yet since it has returned to the others."""
+        return self._read_only or (launched.survival is not None and self._membership < 0)
 
     def _lease(self) -> Lease | None:
         if self._world.rank:
@@ -287,7 +303,7 @@ class Checkpointer:
 
         A training that ends because of them does so: its next try takes an older step.
         """
-        if not self._read_only and not self._world.alone:
+        if not self._apart:
             self._findings.apply(self._direct, self._joined.session)
 
     def _copy(self, order: _Order, state: State) -> None:
@@ -334,7 +350,8 @@ class Checkpointer:
             return
         self._wait_for_saver()  # steps are stored one at a time
         began = time.monotonic()
-        problem = self._direct.write(order.save, layout, self._copier.sources, order.metrics)
+        with self._no_wait_for_lost(order.save):
+            problem = self._direct.write(order.save, layout, self._copier.sources, order.metrics)
         if problem:
             logger.error("%s", problem)
             self._problems.append(problem)
@@ -397,7 +414,7 @@ class Checkpointer:
         Raises:
             InfrastructureError: a save failed since the last call; the message says which.
         """
-        if self._read_only or self._world.alone:
+        if self._apart:
             return
         with launched.blocked():
             if self._background is not None:
@@ -406,11 +423,21 @@ class Checkpointer:
             self._notifier.settle()
         problems, self._problems = self._problems, []
         self._pace.asked.clear()
-        survival = launched.survival
-        if problems and survival is not None and survival.number != self._membership:
-            logger.warning("%s", " ".join(problems))  # a rank was lost, and the others go on
+        if problems and self._lost_ranks():
+            logger.warning("%s", " ".join(problems))  # the others go on
         elif problems:
             raise InfrastructureError(" ".join(problems))
+
+    def _lost_ranks(self) -> bool:
+        """Return whether a rank was lost since the session has begun; the saver may have seen it first."""
+        survival, until = launched.survival, time.monotonic() + LOST_NEWS
+        if survival is None or self._world.size == 1:
+            return False
+        while not survival.lacking and survival.number == self._membership:
+            if time.monotonic() > until:
+                return False
+            threading.Event().wait(LOST_POLL)
+        return True
 
     def _wait_for_saver(self) -> None:
         try:
@@ -420,8 +447,8 @@ class Checkpointer:
             self._reconnect()
 
     @contextlib.contextmanager
-    def _no_wait_for_lost(self) -> Iterator[None]:
-        """Meanwhile, give up the saves to which a rank that is lost has not added its part."""
+    def _no_wait_for_lost(self, *saves: SaveId) -> Iterator[None]:
+        """Meanwhile, give up the saves to which a rank that is lost has not added its part: ``saves`` and those asked."""
         survival, done = launched.survival, threading.Event()
         if survival is None or self._world.size == 1:
             yield
@@ -430,7 +457,7 @@ class Checkpointer:
         def watch() -> None:
             while not done.wait(LOST_POLL):
                 if survival.lacking:
-                    for save in list(self._pace.asked):
+                    for save in [*self._pace.asked, *saves]:
                         self._give_up(save)
                     return
 
@@ -454,11 +481,22 @@ class Checkpointer:
 
     def _reconnect(self) -> None:
         """Connect to a new saver; the memory of the old one is lost."""
+        self._attach()
+        self._client.join(self._joined)
+
+    def _attach_again(self) -> None:
+        """Connect to a new saver if the old one has ended."""
+        try:
+            self._client.look()
+        except SaverGoneError as error:
+            logger.warning("%s It is started again", error)
+            self._attach()
+
+    def _attach(self) -> None:
         self._problems += filter(None, map(self._lost, sorted(self._pace.asked)))
         self._pace.asked.clear()
         self._pool.forget()
-        self._client.attach(self._world.rank)
-        self._client.join(self._joined)
+        self._attached = self._client.attach(self._world.rank)
 
     def _lost(self, save: SaveId) -> str:
         """Return the error message for a save whose saver ended; empty if the save is stored."""
@@ -583,6 +621,8 @@ class Checkpointer:
         self, planner: Planner, step: int | None = None, again: Replayer | None = None
     ) -> LoadRecord | None:
         self._world.check()
+        if not self._read_only:
+            self._takes_part()  # with ranks that have returned
         self._world.agree(self._prepare_to_load)
         began = time.monotonic()
         if self._read_only and not self._identity:
@@ -592,7 +632,7 @@ class Checkpointer:
         loader = Loader(self._world, client, self._store, self._identity, planner, again)
         found = loader.load() if step is None else loader.load_stored(step)
         self._findings.damaged |= loader.damaged
-        if launched.survival is not None:
+        if launched.survival is not None and not self._read_only:
             save = (
                 found.save if found is not None and found.save is not None else SaveId(0, 0, 0, 0)
             )

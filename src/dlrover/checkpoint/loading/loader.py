@@ -122,7 +122,7 @@ class Loader:
     def _keep(self, save: SaveId | None) -> None:
         """Tell the saver which save to continue from; None: none in memory. Collective."""
         client = self._client
-        if client is not None:
+        if client is not None and not self._world.alone:  # the others may still need older ones
             self._world.agree(lambda: client.keep(save))
 
     def _older(
