@@ -33,6 +33,18 @@ def check(interval: object, hours_between_failures: float | None) -> None:
         )
 
 
+def check_arguments(step: int, to: str | None) -> None:
+    """Refuse arguments of a save.
+
+    Raises:
+        ConfigurationError: one is wrong.
+    """
+    if to not in ("memory", "storage", None):
+        raise ConfigurationError(f"to is {to!r}; it must be 'memory' or 'storage'.")
+    if step < 0:
+        raise ConfigurationError(f"step is {step}; it must be 0 or more.")
+
+
 class Pace:
     """Destination of saves that do not name one."""
 
