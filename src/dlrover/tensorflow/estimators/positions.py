@@ -17,6 +17,7 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.requests.shards import LookShards
 from dlrover.tensorflow.estimators.session import Member
 from dlrover.tensorflow.machine.plan import Positions
+from dlrover.tensorflow.watch import ClusterChangedError
 
 logger = logging.getLogger(__name__)
 SUFFIX = ".records"
@@ -52,6 +53,8 @@ class PositionSaver(tf.compat.v1.train.CheckpointSaverListener):  # type: ignore
     def before_save(self, session: Any, global_step_value: int) -> None:
         """Count what was made, and write the positions."""
         member = self._member
+        if member.lost:  # the batches ended before the data did, and the chief may have begun anew
+            raise ClusterChangedError("a parameter server was lost.")
         launched.saving(int(global_step_value))
         member.made()
         if member.step >= 0:  # else no worker has a session yet

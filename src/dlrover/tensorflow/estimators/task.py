@@ -170,6 +170,8 @@ class TrainingTask(abc.ABC):
                 logger.debug("%s", error)
             why = self._lost(plan)
             if why:
+                assert self._member is not None
+                self._member.lost = True
                 feed.close()  # a step may wait for records
                 over = min(over, time.monotonic() + GRACE)
             if time.monotonic() > over:
