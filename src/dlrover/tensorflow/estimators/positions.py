@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -84,7 +85,8 @@ class PositionSaver(tf.compat.v1.train.CheckpointSaverListener):  # type: ignore
         if self._member.step >= 0 and not self._member.stopped:
             self._member.go_on(session)
         state = tf.train.get_checkpoint_state(self._directory)
-        kept = {f"{path}{SUFFIX}" for path in (state.all_model_checkpoint_paths if state else ())}
+        paths = state.all_model_checkpoint_paths if state else ()
+        kept = {f"{os.path.basename(path)}{SUFFIX}" for path in paths}
         for path in tf.io.gfile.glob(f"{self._directory}/model.ckpt-*{SUFFIX}"):
-            if path not in kept:
+            if os.path.basename(path) not in kept:  # the model's directory may be written in several ways
                 tf.io.gfile.remove(path)
