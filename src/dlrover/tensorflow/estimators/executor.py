@@ -157,7 +157,9 @@ class Chief(TrainingTask):
                 self._forget(task)
         self._workers |= present
         for task in present.values():
-            if not answers(task):
+            if answers(task):
+                self._dead.discard(task)  # it may have had no reader yet when it did not answer
+            else:
                 self._forget(task)
 
     def _forget(self, task: ClusterTask) -> None:
