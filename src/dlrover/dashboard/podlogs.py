@@ -117,11 +117,22 @@ async def tail(
         except ApiError as error:
             raise _refused(error, namespace, name) from error
         # The log has ended, or its connection: an ended container says nothing more.
-        while pods.ended(pod := await find(client, namespace, job, name)):
-            end = f"The pod has {pods.phase(pod).lower()}: this is the end of its log."
-            yield logs.event({"note": end})
+        while end := _end(await find(client, namespace, job, name), container):
+            yield logs.event({"note": f"{end}: this is the end of its log."})
             await asyncio.sleep(AGAIN)
         await asyncio.sleep(logs.PAUSE)
+
+
+def _end(pod: Manifest, container: str) -> str:
+    """Return how a container has ended; empty while it runs. Others of its pod may go on."""
+    if pods.ended(pod):
+        return f"The pod has {pods.phase(pod).lower()}"
+    name = container or main_container(pod)
+    for status in (pod.get("status") or {}).get("containerStatuses") or ():
+        state = status.get("state") or {}
+        if status.get("name") == name and state and "running" not in state:
+            return f"Container {name} does not run"
+    return ""
 
 
 async def _follow(
