@@ -64,8 +64,10 @@ def listed(found: Iterable[Manifest]) -> list[dict[str, Any]]:
 
 
 def _order(pod: Manifest) -> tuple[bool, int, str]:
-    of_node = nodes.node_id(pod) >= 0
-    rank = nodes.node_rank(pod) if of_node else 1 << 40
+    try:
+        rank = nodes.node_rank(pod) if nodes.node_id(pod) >= 0 else 1 << 40
+    except (LookupError, ValueError):  # somebody else's pod, with the job's label
+        rank = 1 << 40
     return pods.ended(pod), rank, pods.name(pod)
 
 
@@ -85,6 +87,8 @@ async def find(client: Client, namespace: str, job: str, name: str) -> Manifest:
     try:
         pod = await client.find(PODS, namespace, name)
     except ApiError as error:
+        if error.status != 403:
+            raise
         raise ConfigurationError(
             f"Pod {namespace}/{name} cannot be looked at: {error}; ask the cluster's administrator for the "
             f"right to get pods in namespace {namespace}."

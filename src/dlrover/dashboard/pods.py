@@ -183,9 +183,13 @@ class PodJob:
                 self._pod_logs = podlogs.listed(found)
                 self._feed.publish("unlisted", {"text": ""})
             except ApiError as error:
-                problem = f"The logs of the pods are not listed: {error}; this needs the right to list pods."
+                needs = "; this needs the right to list pods" if error.status == 403 else ""
+                problem = f"The logs of the pods are not listed: {error}{needs}."
                 self._feed.publish("unlisted", {"text": problem})
-            except (InfrastructureError, asyncio.TimeoutError):
+            except (
+                DLRoverError,
+                asyncio.TimeoutError,
+            ):  # such as a kubeconfig that is just replaced
                 pass  # the page says it already
             self._publish_logs()
             await asyncio.sleep(max(podlogs.AGAIN, (time.monotonic() - began) / SHARE))

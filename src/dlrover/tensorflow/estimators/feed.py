@@ -156,9 +156,7 @@ class Feed:
         columns = self._data.columns
         values: Sequence[Any] = batch
         if self._is_text:
-            defaults = [
-                tf.constant([""] if of == "string" else [0], of) for of in self._types()
-            ]
+            defaults = [tf.constant([""] if of == "string" else [0], of) for of in self._types()]
             values = tf.io.decode_csv(batch[0], defaults, field_delim=self._data.field_delim)
         found = {
             column.name: _sparse(value, column.dtype) if column.is_sparse else value

@@ -88,5 +88,7 @@ class PositionSaver(tf.compat.v1.train.CheckpointSaverListener):  # type: ignore
         paths = state.all_model_checkpoint_paths if state else ()
         kept = {f"{os.path.basename(path)}{SUFFIX}" for path in paths}
         for path in tf.io.gfile.glob(f"{self._directory}/model.ckpt-*{SUFFIX}"):
-            if os.path.basename(path) not in kept:  # the model's directory may be written in several ways
+            if (
+                os.path.basename(path) not in kept
+            ):  # the model's directory may be written in several ways
                 tf.io.gfile.remove(path)
