@@ -85,10 +85,9 @@ class PositionSaver(tf.compat.v1.train.CheckpointSaverListener):  # type: ignore
         if self._member.step >= 0 and not self._member.stopped:
             self._member.go_on(session)
         state = tf.train.get_checkpoint_state(self._directory)
+        # Names alone: a path of the model's directory may be written in several ways.
         paths = state.all_model_checkpoint_paths if state else ()
         kept = {f"{os.path.basename(path)}{SUFFIX}" for path in paths}
         for path in tf.io.gfile.glob(f"{self._directory}/model.ckpt-*{SUFFIX}"):
-            if (
-                os.path.basename(path) not in kept
-            ):  # the model's directory may be written in several ways
+            if os.path.basename(path) not in kept:
                 tf.io.gfile.remove(path)
