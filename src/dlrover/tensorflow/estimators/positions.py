@@ -88,6 +88,6 @@ class PositionSaver(tf.compat.v1.train.CheckpointSaverListener):  # type: ignore
         # Names alone: a path of the model's directory may be written in several ways.
         paths = state.all_model_checkpoint_paths if state else ()
         kept = {f"{os.path.basename(path)}{SUFFIX}" for path in paths}
-        for path in tf.io.gfile.glob(f"{self._directory}/model.ckpt-*{SUFFIX}"):
+        for path in tf.io.gfile.glob(os.path.join(self._directory, f"model.ckpt-*{SUFFIX}")):
             if os.path.basename(path) not in kept:
                 tf.io.gfile.remove(path)
