@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from dlrover.errors import InfrastructureError
+from dlrover.kubernetes.api import client as clients
 from dlrover.kubernetes.api.client import PODS, ApiError, Client
 from dlrover.kubernetes.machine import nodes
 from dlrover.kubernetes.platform import platform as platforms
@@ -452,3 +454,18 @@ def test_what_may_be_otherwise_later_is_asked_for_again(
     may_pass = platforms._may_pass
     assert may_pass(error, 0.0) is at_once
     assert may_pass(error, platforms.FORBIDDEN_GRACE + 1) is later
+
+
+def test_what_a_server_forbids_is_tried_again_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has just started does not know its rules yet."""
+    now = [100.0]
+    monkeypatch.setattr(clients.time, "monotonic", lambda: now[0])
+    patience, forbidden = clients.Patience(), ApiError(403, "Forbidden", "no right")
+    assert patience.outwaits(forbidden)
+    now[0] += clients.FORBIDDEN_GRACE - 1
+    assert patience.outwaits(forbidden)
+    now[0] += 2
+    assert not patience.outwaits(forbidden)
+    assert not patience.outwaits(ApiError(422, "Invalid", "wrong"))
+    assert patience.outwaits(InfrastructureError("away"))
+    assert patience.outwaits(forbidden), "it was away in between"
