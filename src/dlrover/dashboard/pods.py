@@ -49,7 +49,7 @@ class PodJob:
         self._kubeconfig, self._namespace, self._name = kubeconfig, namespace, name
         self._history = history
         self._told: set[str] = set()
-        """Parts that a master has sent; ``outcome``: it has told the job's end, too."""
+        """Parts that a master has sent; ``outcome``: that of its end is among them."""
         self._over = False
         self._feed = PageFeed(f"{namespace}/{name}", lambda: (self._follow(), self._list_logs()))
         self._pod_logs: list[dict[str, Any]] = []
@@ -131,7 +131,7 @@ class PodJob:
             await asyncio.sleep(RETRY)
 
     async def _tell_end(self) -> bool:
-        """Show what is known of the job once it has ended, unless its master has told more; return whether it has."""
+        """Show what is known of the job once it has ended, unless its master has sent its end; return whether it has."""
         async with _client(self._kubeconfig) as client:
             job = await self._job(client)
         ended = cluster.ended_job(job)
