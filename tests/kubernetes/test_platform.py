@@ -350,6 +350,33 @@ def test_no_pod_is_made_twice_and_what_an_earlier_run_left_makes_way(
     asyncio.run(story())
 
 
+def test_a_pod_of_an_earlier_elastic_job_makes_way_before_the_garbage_collector_comes(
+    make: Callable[..., Nodes], kubelet: StartKubelet, control_plane: ControlPlane
+) -> None:
+    kubelet()
+    earlier = make()
+    path = f"/apis/{names.API_VERSION}/namespaces/{earlier.namespace}/elasticjobs/job"
+
+    async def story() -> None:
+        async with earlier.platform() as platform:
+            name = platform.launch(LaunchNode(0, 0))
+            await earlier.until(lambda: earlier.running() == {name})
+        uid = earlier.pods()[name]["metadata"]["uid"]
+        control_plane.call("DELETE", path)
+        here = make()
+        async with here.platform() as platform:
+            assert platform.find() == []
+            platform.launch(LaunchNode(0, 0))
+            await here.until(
+                lambda: here.pods().get(name, {}).get("metadata", {}).get("uid", uid) != uid
+            )
+            await here.until(lambda: here.running() == {name})
+            assert here.exits == {}
+
+    with control_plane.without("kube-controller-manager"):
+        asyncio.run(story())
+
+
 def test_a_node_that_is_killed_before_its_pod_is_made_gets_none(
     make: Callable[..., Nodes], kubelet: StartKubelet
 ) -> None:

@@ -260,7 +260,8 @@ class KubernetesPlatform:
     async def _made(self, name: str) -> str:
         """Return the uid of the node's live pod, made by an attempt with a lost response; empty if none.
 
-        An ended pod of that name, left by an earlier run of the job, is deleted.
+        A pod of that name left by an earlier run of the job is deleted: one that has ended, and one of an
+        ElasticJob of this name that is no longer there. The garbage collector may need minutes for the latter.
         """
         try:
             pod = await self._client.get(PODS, self._namespace, name)
@@ -268,7 +269,9 @@ class KubernetesPlatform:
             if self._ours(pod) and not nodes.ending(pod):
                 return uid
             if pods.ended(pod) and self._ours(pod):
-                await self._client.delete(PODS, self._namespace, name, uid=uid)
+                await self._client.delete(PODS, self._namespace, name, uid)
+            elif pods.of_earlier(pod, self._job.name, self._uid) and not pods.leaving(pod):
+                await self._client.delete(PODS, self._namespace, name, uid, KILL_GRACE)
         except InfrastructureError as error:
             logger.info("Pod %s: %s", name, error)
         return ""
