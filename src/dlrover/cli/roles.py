@@ -9,8 +9,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
@@ -25,10 +24,10 @@ from dlrover.cli.output import Form, Output, print_table
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.roles import capacity
 from dlrover.roles.coordinator.jobs import directory_of
-from dlrover.roles.loading import load
+from dlrover.roles.loading import load, tls_of
 from dlrover.roles.spec import RolesConfig, RolesJob
 from dlrover.spec.events import Event
-from dlrover.spec.jobdir import JobDir, TlsFiles
+from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import CAUSES, Outcome
 from dlrover.spec.words import counted
 
@@ -125,23 +124,6 @@ def _submit(job: RolesJob, where: Where, output: Form) -> None:
     if where.namespace:
         made["metadata"]["namespace"] = where.namespace
     submit.create(made, where.kubeconfig, output, dry_run=where.dry_run)
-
-
-def tls_of(env: Mapping[str, str]) -> TlsFiles:
-    """Return the TLS settings of a job of several roles.
-
-    Raises:
-        ConfigurationError: some of the three files are set, and others are not.
-    """
-    found = config.settings(env).tls
-    files = {"tls_cert": found.cert, "tls_key": found.key, "tls_ca": found.ca}
-    missing = [name for name, path in files.items() if not path]
-    if 0 < len(missing) < len(files):
-        raise ConfigurationError(
-            f"A job of several roles with TLS needs tls_cert, tls_key and tls_ca; not set: {', '.join(missing)}."
-        )
-    cert, key, ca = (path and str(Path(path).absolute()) for path in files.values())
-    return TlsFiles(cert, key, ca, found.server_name)
 
 
 def run(content: RolesConfig, directory: str) -> Outcome:

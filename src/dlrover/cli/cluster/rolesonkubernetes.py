@@ -24,7 +24,7 @@ from dlrover.kubernetes.machine import objects, tls
 from dlrover.kubernetes.resources import names
 from dlrover.kubernetes.resources.types import ElasticJob
 from dlrover.roles.coordinator.jobs import arguments, limits_of, restarts
-from dlrover.roles.loading import of_options, to_options
+from dlrover.roles.loading import of_options, tls_of, to_options
 from dlrover.roles.spec import RoleKind, RolesConfig, RolesJob, RoleSpec
 from dlrover.spec.jobdir import JobDir
 
@@ -195,7 +195,7 @@ def coordinate(job: ElasticJob, env: Mapping[str, str], job_dir: str, port: int)
             host=host,
             port=port,
             address=service,
-            tls=config.settings(env).tls,
+            tls=tls_of(env),
         )
         jobs.write(directory, directory.roles, msgspec.json.encode(content))
         jobs.write_token(directory, jobs.given_token(env))

@@ -56,6 +56,7 @@ class RoleWorker:
         self.place: MemberPlace = environment.place(found)
         self.phases = Phases()
         self.phases.set(WORK if ready else START)
+        pem = certificates.make() if found.tls_ca else ""
         tls = Tls(ca=found.tls_ca, server_name=found.tls_server_name)
         self.link = ServiceLink(
             self.place, self.phases, found.address, *environment.credentials(found), tls
@@ -69,7 +70,6 @@ class RoleWorker:
         self._lock = threading.Lock()
         host = _own_address(found.address)
         secret = wire.secret_of(self.link.token)
-        pem = certificates.make() if self.link.secured else ""
         self.listener = CallListener(
             exports, host, self.machine, secret, self.holding, self.phases, pem
         )
