@@ -202,3 +202,32 @@ def test_a_training_function_is_called_again_in_its_living_process(run) -> None:
     assert rows(1)[-1][1:] == [second, "2"]
     assert rows(0)[-1][2] == "1"
     assert len(launch.events_of(events.RoundOpened)) == 1
+
+
+def test_a_program_for_hsdp_that_knows_nothing_of_losses(run) -> None:
+    """A row is lost with one of its ranks and returns as a whole; the other row keeps its processes."""
+    launch = run("--survive", "--nproc-per-node=4", SCRIPT.with_name("hsdp.py"), run.directory)
+
+    def rows(rank: int) -> list[list[str]]:
+        path = run.directory / f"rank{rank}.txt"
+        return [row.split() for row in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    def pids() -> list[str]:
+        return [rows(rank)[-1][2] for rank in range(4)]
+
+    launch.until(lambda: all(len(rows(rank)) > 10 for rank in range(4)), 90, "ten steps")
+    for victim, survivors, lost in ((3, (0, 1), (2, 3)), (0, (2, 3), (0, 1))):
+        before, joined = pids(), len(launch.events_of(events.ReplicaJoined))
+        psutil.Process(int(before[victim])).kill()
+        launch.until(lambda n=joined: len(launch.events_of(events.ReplicaJoined)) == n + 2, 90)
+        step = int(rows(survivors[0])[-1][0])
+        launch.until(lambda s=step: all(int(rows(r)[-1][0]) > s + 5 for r in range(4)), 60)
+        after = pids()
+        assert [after[rank] for rank in survivors] == [before[rank] for rank in survivors]
+        assert not {after[rank] for rank in lost} & set(before)
+    (run.directory / "new").write_text(str(int(rows(0)[-1][0]) + 20))
+    (run.directory / "new").rename(run.directory / "last")
+    launch.succeed(90)
+    found = [[(row[0], row[1], *row[3:]) for row in rows(rank)[-15:]] for rank in range(4)]
+    assert found[0] == found[1] == found[2] == found[3]
+    assert len(launch.events_of(events.RoundOpened)) == 1

@@ -65,6 +65,8 @@ class Worker:
     ended_at: int = 0
     """Time at which its end was seen, in monotonic nanoseconds."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    unwanted: bool = False
+    """True if it is to end at once."""
 
 
 class WorkerGroup:
@@ -195,6 +197,14 @@ class WorkerGroup:
         zygote = self._zygotes.cold() if fresh else self._zygotes.pick()
         zygote.spawn(order)
 
+    def end(self, local_rank: int) -> bool:
+        """Kill a worker of the running round, which is started again; return False if it has ended already."""
+        worker = self._workers[local_rank]
+        worker.unwanted = True
+        if worker.pid and worker.status is None:
+            procs.kill_group(worker.pid)
+        return worker.status is None
+
     def tell(self, members: Members) -> None:
         """Tell the workers who trains."""
         if self.members is not None:
@@ -234,7 +244,7 @@ class WorkerGroup:
 
     def _started(self, id_: int, pid: int) -> None:
         self._by_id[id_].pid = pid
-        if self._stopped_at is not None:
+        if self._stopped_at is not None or self._by_id[id_].unwanted:
             procs.kill([pid])  # it has only just started: it has no state to save
 
     def _exited(self, id_: int, status: int, start_problem: str = "") -> None:
