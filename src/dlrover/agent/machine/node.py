@@ -281,12 +281,10 @@ class AgentMachine:
         if attempt and self.stage in (Stage.RUNNING, Stage.FAILED):
             return self._start_those({event.local_rank: attempt}, fresh)
         if event.failure is not None:
-            attempt = self.attempts[event.local_rank]
-            failure = msgspec.structs.replace(event.failure, attempt=attempt)
-            self.failures.append(failure)
+            self.failures.append(event.failure)
             if self.stage is Stage.RUNNING:
                 self.stage = Stage.FAILED
-            return [messages.Failed(failure)]
+            return [messages.Failed(event.failure)]
         if self.stage is Stage.RUNNING and not self.running:
             self.stage = Stage.SUCCEEDED
             return [messages.Succeeded(self.running_round)]

@@ -59,6 +59,7 @@ class Worker:
 
     local_rank: int
     rank: int
+    attempt: int = 0
     pid: int = 0
     status: int | None = None
     """Wait status; None until the worker has ended."""
@@ -155,7 +156,7 @@ class WorkerGroup:
         self._tell_first(world)
         self._logs = self._run_logs.attempt(world.restart_count, ranks)
         orders = []
-        for worker in [Worker(local, rank) for local, rank in ranks.items()]:
+        for worker in [Worker(local, rank, world.attempt) for local, rank in ranks.items()]:
             self._ids += 1
             order = self.orders.order(self._ids, worker.local_rank, world, self._logs)
             orders.append((worker, order))
@@ -189,7 +190,7 @@ class WorkerGroup:
             error_file.rename(error_file.with_name(f"error.{attempt}.json"))
         self._ids += 1
         world = self._world.as_attempt(attempt)
-        worker = Worker(local_rank, environment.rank_in(world, local_rank))
+        worker = Worker(local_rank, environment.rank_in(world, local_rank), attempt)
         order = self.orders.order(self._ids, local_rank, world, self._logs)
         self._workers[local_rank] = self._by_id[order.spawn] = worker
         self._away.add(local_rank)

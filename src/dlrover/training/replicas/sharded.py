@@ -145,7 +145,8 @@ class Models:
         models, cls = self, module.FSDPModule
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            forward = functools.partial(super(cls, self).__call__, *args, **kwargs)
+            inherited = super(cls, self).__call__  # type: ignore[misc] # of the module that FSDP has divided
+            forward = functools.partial(inherited, *args, **kwargs)
             return models.forward(self, forward, args, kwargs)
 
         cls.__call__ = call

@@ -208,8 +208,8 @@ class Survivors:
         except Changed as change:
             logger.debug("Rank %d repeats operation %d: %s", self.rank, self.position, change)
         # What one of a row knows to be complete is complete: the others must not repeat it without it.
-        confirmed, self._agreed = self._most(confirmed, self._agreed)
-        if not confirmed:
+        complete, self._agreed = self._most(confirmed, self._agreed)
+        if not complete:
             return self._regroup(payload, complete=has_all)
         self._renewed = 0
         return None
@@ -246,7 +246,7 @@ class Survivors:
             self.close()
             if members.over:
                 return self._alone(complete)
-            self._last, found = members.number, None
+            self._last, found, payloads = members.number, None, {}
             try:
                 self._group = MembershipGroup(self._link, self._round, members, self.rank)
                 found, payloads = self._exchange(self._present(), payload, complete)

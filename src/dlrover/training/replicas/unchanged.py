@@ -204,7 +204,7 @@ class Unchanged:
 
     def passes(self, model: torch.nn.Module) -> bool:
         """Note that a forward pass begins, the first of a step at an edge; return whether it is for training."""
-        trains = model.training and torch.is_grad_enabled()
+        trains = bool(model.training and torch.is_grad_enabled())
         if trains and self._fresh:
             self._edge()
         self._fresh = self._fresh and not trains
