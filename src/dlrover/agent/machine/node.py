@@ -251,7 +251,8 @@ class AgentMachine:
         due = {
             local: attempt
             for local, attempt in event.attempts.items()
-            if attempt > self.attempts.get(local, attempt)
+            if attempt
+            > max(self.attempts.get(local, attempt), self.again.get(local, (0, False))[0])
         }
         # A worker that runs has lost the others of its row: it is ended first.
         ended = [EndWorker(i) for i in due if i in self.running and i not in self.again]

@@ -246,7 +246,8 @@ class Survivors:
             self.close()
             if members.over:
                 return self._alone(complete)
-            self._last, found, payloads = members.number, None, {}
+            self._last, found = members.number, None
+            payloads: dict[int, torch.Tensor] = {}
             try:
                 self._group = MembershipGroup(self._link, self._round, members, self.rank)
                 found, payloads = self._exchange(self._present(), payload, complete)
