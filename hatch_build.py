@@ -66,7 +66,7 @@ class NativeBuildHook(BuildHookInterface):
 
 
 def compile_library(root: Path, target: Path, choice: str) -> None:
-    """Compile the library unless ``target`` was made from the present sources by the same command.
+    """Compile the library unless the same command has made it from the present sources, here or beside them.
 
     Raises:
         NotBuiltError: ``DLROVER_NATIVE`` is ``off``, there is no compiler, or it fails.
@@ -90,8 +90,11 @@ def compile_library(root: Path, target: Path, choice: str) -> None:
     for path in sorted(root.glob("native/*")):
         build.update(path.read_bytes())
     mark = f"dlrover-build:{build.hexdigest()}"
-    if target.exists() and mark.encode() in target.read_bytes():
-        return
+    for made in (target, root / "src" / LIBRARY):
+        if made.exists() and mark.encode() in made.read_bytes():
+            if made != target:
+                shutil.copyfile(made, target)
+            return
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-") as directory:
         made = Path(directory, target.name)
         define = f'-DDLROVER_BUILD="{build.hexdigest()}"'

@@ -22,7 +22,15 @@ import numpy as np
 import parallel_data as data
 from parallel_data import GIB, Run
 
-from dlrover.accelerate import Cluster, Observation, Strategy, Transformer, calibrate, search
+from dlrover.accelerate import (
+    Cluster,
+    Observation,
+    Strategy,
+    Transformer,
+    calibrate,
+    predict,
+    search,
+)
 from dlrover.planning.parallel import memory as model
 from dlrover.planning.parallel.accelerators import ACCELERATORS
 from dlrover.planning.parallel.columns import Columns
@@ -30,6 +38,9 @@ from dlrover.planning.parallel.predict import Predicted, predict_all
 from dlrover.planning.parallel.rules import PlannedJob, obeys
 
 FOLDS = 5
+LLAMA_8B = Transformer(32, 4096, 14336, 32, 8, 128256)
+LLAMA_70B = Transformer(80, *data.LLAMA_70B)
+LLAMA_405B = Transformer(126, *data.LLAMA_405B)
 CONSTANTS = {
     "LOGIT_BYTES": (7.0, 9.0, 11.0, 13.0),
     "COPIES": (0.0, 1.0, 2.0),
@@ -72,10 +83,13 @@ def memories(runs: Sequence[Run]) -> Any:
         of = Columns.of([runs[at].strategy for at in places])
         blocks = model.Blocks(job.model, of, job.sequence)
         full = model.memory(job.model, of, job.sequence, job.global_batch)
-        last = model.rank(blocks, job.global_batch, first=False)
+        ends = {
+            name: model.rank(blocks, job.global_batch, first=name == "first")
+            for name in ("first", "last")
+        }
         for index, at in enumerate(places):
-            found = last if runs[at].last else full
             run = runs[at]
+            found = ends.get(run.stage, full)
             # where a set has both, the reserved memory is compared
             bytes_ = found.total if run.reserved else found.active
             pairs[at] = bytes_[index] / GIB, run.reserved or run.allocated
@@ -289,6 +303,33 @@ def time_table(sets: dict[str, list[Run]], neutral: tuple[float, ...]) -> list[A
     return rows
 
 
+def fp8(folder: Path, neutral: tuple[float, ...]) -> dict[str, Any]:
+    """Runs in fp8: llm-foundry's, calibrated from those in bf16 alone, and how much faster torchtitan's are than in bf16."""
+    plain, runs = data.foundry(folder, "h100"), data.foundry(folder, "h100", "fp8")
+    cluster = calibrate(Cluster("h100-80", coefficients=neutral), observations(plain))
+    found = seconds(runs, cluster) / np.array([run.seconds for run in runs]) - 1
+    rows = [
+        (f"llm-foundry {run.model}, {run.sequence}", share(float(off)))
+        for run, off in zip(runs, found, strict=True)
+    ]
+    gains = []
+    for ranks, slow, fast in data.FP8:
+        one = Strategy(dp_shard=ranks, micro_batch=2, recompute="selective", compile=True)
+        both = [
+            predict(
+                LLAMA_8B, replace(one, precision=name), Cluster("h100-96", ranks // 8),
+                sequence=8192, global_batch=2 * ranks,
+            ).tokens_per_second
+            for name in ("bf16", "fp8")
+        ]  # fmt: skip
+        gains.append((both[1] / both[0], fast / slow))
+        rows.append(
+            (f"torchtitan, {ranks} ranks: gain", "{:.2f}, measured {:.2f}".format(*gains[-1]))
+        )
+    table(("fp8", "error"), rows)
+    return {"llm-foundry": [float(off) for off in found], "torchtitan": gains}
+
+
 def choices(runs: Sequence[Run], neutral: tuple[float, ...]) -> dict[str, Any]:
     """Speed of the plan that is chosen among the measured ones, as a part of the best one's, by model and nodes."""
     good = [run for run in runs if not run.failed]
@@ -318,26 +359,36 @@ def choices(runs: Sequence[Run], neutral: tuple[float, ...]) -> dict[str, Any]:
 # ---- search
 
 
-LLAMA_8B = Transformer(32, 4096, 14336, 32, 8, 128256)
-LLAMA_70B = Transformer(80, *data.LLAMA_70B)
-LLAMA_405B = Transformer(126, *data.LLAMA_405B)
-PUBLISHED = [  # source, shape, nodes of 8 H100, sequence, batch, and tp, pp, cp, ep of the published plan
-    ("Llama 3 405B on 8,192", LLAMA_405B, 1024, 8192, 2048, (8, 16, 1, 1)),
-    ("Llama 3 405B on 16,384", LLAMA_405B, 2048, 8192, 2048, (8, 16, 1, 1)),
-    ("Llama 3 405B on 16,384, long", LLAMA_405B, 2048, 131072, 128, (8, 16, 16, 1)),
-    ("Megatron-Bridge Llama 3 8B on 8, FP8", LLAMA_8B, 1, 8192, 128, (1, 1, 1, 1)),
-    ("Megatron-Bridge Llama 3 70B on 64, FP8", LLAMA_70B, 8, 8192, 256, (4, 8, 1, 1)),
-    ("Megatron-Bridge Llama 3 405B on 1,024, FP8", LLAMA_405B, 128, 8192, 1536, (8, 8, 2, 1)),
+PUBLISHED = [  # source, shape, nodes of 8 H100, sequence, batch, tp, pp, cp, ep of the published plan, its products
+    ("Llama 3 405B on 8,192", LLAMA_405B, 1024, 8192, 2048, (8, 16, 1, 1), "bf16"),
+    ("Llama 3 405B on 16,384", LLAMA_405B, 2048, 8192, 2048, (8, 16, 1, 1), "bf16"),
+    ("Llama 3 405B on 16,384, long", LLAMA_405B, 2048, 131072, 128, (8, 16, 16, 1), "bf16"),
+    ("Megatron-Bridge Llama 3 8B on 8, FP8", LLAMA_8B, 1, 8192, 128, (1, 1, 1, 1), "fp8"),
+    ("Megatron-Bridge Llama 3 70B on 64, FP8", LLAMA_70B, 8, 8192, 256, (4, 8, 1, 1), "fp8"),
+    (
+        "Megatron-Bridge Llama 3 405B on 1,024, FP8",
+        LLAMA_405B,
+        128,
+        8192,
+        1536,
+        (8, 8, 2, 1),
+        "fp8",
+    ),
 ]
 
 
 def searches() -> list[Any]:
     """Place of published plans in the search, what it finds, and its CPU time."""
     rows = []
-    for name, shape, nodes, sequence, batch, plan in PUBLISHED:
+    for name, shape, nodes, sequence, batch, plan, precision in PUBLISHED:
         started = time.process_time()
         found = search(
-            shape, Cluster("h100-80", nodes), sequence=sequence, global_batch=batch, limit=10**6
+            shape,
+            Cluster("h100-80", nodes),
+            sequence=sequence,
+            global_batch=batch,
+            limit=10**6,
+            precision=precision,
         )
         used = time.process_time() - started
         degrees = [(one.tp, one.pp, one.cp, one.ep) for one, _ in found]
@@ -439,6 +490,8 @@ def times(folder: Path) -> Any:
             hopper,
         ),
         "h100": time_table({"llm-foundry H100": data.foundry(folder, "h100")}, ampere),
+        "b200": time_table({"SimuMax": data.simumax(folder, timed=True)}, ampere),
+        "fp8": fp8(folder, ampere),
     }
 
 
@@ -446,6 +499,56 @@ def times(folder: Path) -> Any:
 def plans(folder: Path) -> Any:
     """Chosen plans of the playbook."""
     return choices(data.playbook(folder), ACCELERATORS["a100-80"].coefficients)
+
+
+@part
+def noise(folder: Path) -> Any:
+    """Runs of the playbook that differ in nothing, or in ZeRO's stage (0 or 1) alone: what no model can know."""
+    runs = [run for run in data.playbook(folder) if not run.failed]
+    same: dict[Any, list[Run]] = defaultdict(list)
+    for run in runs:
+        same[run.model, run.strategy].append(run)
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for at, run in enumerate(runs):
+        alike[run.model, replace(run.strategy, zero=0)].append(at)
+    ratios = [
+        max(a, b) / min(a, b)
+        for places in alike.values()
+        for a, b in itertools.combinations([runs[at].seconds for at in places], 2)
+    ]
+    repeated = [group for group in same.values() if len(group) > 1]
+    memories_ = [sorted(run.reserved for run in group) for group in repeated]
+    speeds = [sorted(run.seconds for run in group) for group in repeated]
+    found = {
+        "repeated": len(repeated),
+        "memory": float(np.mean([(a[-1] - a[0]) / np.mean(a) for a in memories_])),
+        "time": float(np.mean([a[-1] / a[0] for a in speeds])),
+        "pairs": len(ratios),
+        "pairs_time": float(np.mean(ratios)),
+        "pairs_1.5": float(np.mean(np.array(ratios) > 1.5)),
+        "oracle": _by_partner(runs, alike),
+    }
+    table(("noise of the playbook", ""), [(key, f"{value:.3g}") for key, value in found.items()])
+    return found
+
+
+def _by_partner(runs: Sequence[Run], alike: dict[Any, list[int]]) -> float:
+    """Speed of the chosen plan as a part of the best one's, if a plan's time is that of the run which differs in ZeRO's stage alone."""
+    partner: dict[int, float] = {}
+    for places in alike.values():
+        for at in places if len(places) > 1 else ():
+            others = [np.log(runs[other].seconds) for other in places if other != at]
+            partner[at] = float(np.mean(others))
+    cells: dict[Any, list[int]] = defaultdict(list)
+    for at, run in enumerate(runs):
+        cells[run.model, run.cluster.nodes].append(at)
+    parts = []
+    for places in cells.values():
+        known = [at for at in places if at in partner]
+        if known:
+            best = min(runs[at].seconds for at in places)
+            parts.append(best / runs[min(known, key=partner.__getitem__)].seconds)
+    return float(np.mean(parts))
 
 
 @part

@@ -30,8 +30,8 @@ class Run:
     """GiB that the allocator reserved on the fullest rank, or 0."""
     allocated: float = 0.0
     """GiB allocated at the peak, or 0."""
-    last: bool = False
-    """True if the memory is that of the last stage."""
+    stage: str = ""
+    """The stage whose memory it is: ``first`` or ``last``; empty for the fullest one."""
     failed: bool = False
 
 
@@ -51,11 +51,16 @@ NANOTRON = {
 
 
 def playbook(folder: Path) -> list[Run]:
-    """Ultra-Scale Playbook: nanotron on H100, 256 sequences of 4096 tokens a step."""
+    """Ultra-Scale Playbook: nanotron on H100, 256 sequences of 4096 tokens a step.
+
+    In runs with one micro-batch, whose last stage needs most, the memory is that of the first one.
+    """
     runs = []
     for row in read(folder, "playbook_unique.csv"):
         layers, hidden, ffn, heads, tied = NANOTRON[row["model"]]
-        shape = Transformer(layers, hidden, ffn, heads, heads, 131072, tied=tied)
+        shape = Transformer(
+            layers, hidden, ffn, heads, heads, 131072, tied=tied, copied_gradients=True
+        )
         dp, pp, tp = int(row["DP"]), int(row["PP"]), int(row["TP"])
         strategy = Strategy(
             dp_shard=dp, zero=int(row["ZeRO"]), pp=pp, tp=tp, micro_batch=int(row["MBS"])
@@ -66,7 +71,9 @@ def playbook(folder: Path) -> list[Run]:
             continue
         seconds = 256 * 4096 / (float(row["tok_s_gpu"]) * dp * pp * tp)
         memory = float(row["mem_gb"])
-        runs.append(Run(row["model"], shape, strategy, cluster, 4096, 256, seconds, memory))
+        runs.append(
+            Run(row["model"], shape, strategy, cluster, 4096, 256, seconds, memory, stage="first")
+        )
     return runs
 
 
@@ -92,14 +99,16 @@ MPT = {
 }  # fmt: skip
 
 
-def foundry(folder: Path, kind: str) -> list[Run]:
-    """llm-foundry's table for A100 or H100: FSDP, bf16."""
+def foundry(folder: Path, kind: str, precision: str = "bf16") -> list[Run]:
+    """llm-foundry's table for A100 or H100: FSDP; in fp8, with Transformer Engine's layers."""
     runs = []
     for row in read(folder, "llmfoundry.csv"):
-        if "fp8" in row["Precision"] or not row["GPU"].startswith(kind):
+        if ("fp8" in row["Precision"]) != (precision == "fp8") or not row["GPU"].startswith(kind):
             continue
         layers, hidden, heads = MPT[row["Model"]]
-        shape = Transformer(layers, hidden, 4 * hidden, heads, heads, 50368, True, False)
+        shape = Transformer(
+            layers, hidden, 4 * hidden, heads, heads, 50368, True, False, fused=precision == "fp8"
+        )
         gpus, batch, sequence = (
             int(row[name]) for name in ("# GPUs", "GlobalBatchSize", "SeqLen (T)")
         )
@@ -108,6 +117,7 @@ def foundry(folder: Path, kind: str) -> list[Run]:
             zero=3 if row["Sharding Strategy"] == "FULL_SHARD" else 2,
             micro_batch=int(row["MicroBatchSize"]),
             recompute="full" if row["Activation Checkpointing"] == "True" else "none",
+            precision=precision,
         )
         accelerator = row["GPU"].replace("_", "-").removesuffix("gb")
         cluster = Cluster(accelerator, max(1, gpus // 8), min(8, gpus))
@@ -120,26 +130,49 @@ LLAMA_70B = (8192, 28672, 64, 8, 128256)
 LLAMA_405B = (16384, 53248, 128, 8, 128256)
 
 
-def simumax(folder: Path) -> list[Run]:
-    """SimuMax's runs of Llama 3 on 8 B200: each memory once, since the number of micro-batches does not change it."""
+DEEPSEEK = {  # SimuMax's excerpts of DeepSeek V2 and V3 have one layer without experts
+    "deepseekv2": {
+        "hidden": 5120, "ffn": 1536, "vocab": 102400, "experts": 160, "experts_per_token": 6,
+        "shared_experts": 2, "dense_ffn": 12288,
+    },
+    "deepseekv3": {
+        "hidden": 7168, "ffn": 2048, "vocab": 129280, "experts": 256, "experts_per_token": 8,
+        "shared_experts": 1, "dense_ffn": 18432,
+    },
+}  # fmt: skip
+LATENT = {
+    "heads": 128, "kv_heads": 128, "head_dim": 128, "q_lora": 1536, "kv_lora": 512, "rope_dim": 64,
+    "value_dim": 128, "dense_layers": 1,
+}  # fmt: skip
+
+
+def simumax(folder: Path, *, timed: bool = False) -> list[Run]:
+    """SimuMax's runs of Llama 3 and DeepSeek on 8 B200, with Megatron-LM's fused activation and loss.
+
+    Each memory is there once, since the number of micro-batches does not change it, unless times are wanted.
+    """
     runs = []
     for row in json.loads((folder / "simumax_b200.json").read_text())["rows"]:
         case = row["case"]
-        if "llama3" not in case or row["mbc"] != 4:
+        if not timed and row["mbc"] != 4:
             continue
-        found = {key: int(value) for key, value in re.findall(r"(tp|pp|cp|dp|seq)(\d+)", case)}
-        shape = Transformer(
-            row["layer_num"], *(LLAMA_405B if "405b" in row["model"] else LLAMA_70B)
-        )
+        found = {key: int(value) for key, value in re.findall(r"(tp|pp|cp|dp|ep|seq)(\d+)", case)}
+        name, layers = row["model"], row["layer_num"]
+        if name in DEEPSEEK:
+            shape = Transformer(layers, **DEEPSEEK[name], **LATENT, fused=True)
+        else:
+            size = LLAMA_405B if "405b" in name else LLAMA_70B
+            shape = Transformer(layers, *size, fused=True)
         strategy = Strategy(
             dp_shard=found.get("dp", 1), zero=1, tp=found.get("tp", 1), pp=found.get("pp", 1),
-            cp=found.get("cp", 1),
+            cp=found.get("cp", 1), ep=found.get("ep", 1),
         )  # fmt: skip
         sequence = found.get("seq", 4096)
         runs.append(
             Run(
-                f"{row['model']} {sequence}", shape, strategy, Cluster("b200"), sequence,
-                4 * strategy.dp, row["real_ms"] / 1e3, row["real_reserved_gib"], row["real_alloc_gib"],
+                f"{name} {sequence}", shape, strategy, Cluster("b200"), sequence,
+                row["mbc"] * strategy.dp, row["real_ms"] / 1e3, row["real_reserved_gib"],
+                row["real_alloc_gib"],
             )
         )  # fmt: skip
     return runs
@@ -185,7 +218,7 @@ def _megatron(name: str, given: dict[str, Any], peak: float, size: int) -> Run:
     )  # fmt: skip
     batch = number("global-batch-size", dp * strategy.micro_batch * 8)
     cluster, sequence = Cluster("h100-80", size // 8), number("seq-length", 4096)
-    return Run(name, shape, strategy, cluster, sequence, batch, allocated=peak, last=True)
+    return Run(name, shape, strategy, cluster, sequence, batch, allocated=peak, stage="last")
 
 
 def torchtitan() -> list[Run]:
@@ -205,6 +238,12 @@ def _titan(name: str, shape: Transformer, rows: Any) -> Iterator[Run]:
         strategy = Strategy(**fields)
         cluster = Cluster("h100-96", strategy.size // 8)
         yield Run(name, shape, strategy, cluster, sequence, batch, reserved=memory)
+
+
+FP8 = [  # torchtitan, Llama 3 8B compiled: ranks, and tokens a second of each in bf16 and in fp8
+    (8, 6667, 8532),
+    (128, 6514, 8380),
+]
 
 
 _OP = {"micro_batch": 2, "recompute": "selective"}

@@ -80,6 +80,7 @@ class Job:
             option = [] if kind == "restart" else ["--survive"]
             command = [sys.executable, "-m", "dlrover.cli.run.run", *option]
             command += ["--nproc-per-node", str(replicas), "--max-restarts", "1000"]
+            command += ["--rdzv-conf", "node_fault_limit=0"]  # all faults are of one node
             self._start([*command, str(WORKER), kind, str(directory)], env)
             return
         port = 20000 + random.randrange(20000)
@@ -212,7 +213,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--signals", nargs="+", default=["KILL", "STOP"])
-    parser.add_argument("--kinds", nargs="+", default=["replicas", "unchanged", "restart"])
+    parser.add_argument("--kinds", nargs="*", default=["replicas", "unchanged", "restart"])
     parser.add_argument("--torchft", default="", help="Interpreter that has torchft 0.2.0.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

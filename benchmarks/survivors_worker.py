@@ -143,6 +143,10 @@ def torchft(out: Path) -> None:
 
     module, inner = model_and_optimizer()
     rank = int(os.environ["REPLICA_GROUP_ID"])
+    port = int(os.environ["MASTER_PORT"])
+    _store = torch.distributed.TCPStore(  # torchrun would have one for each replica
+        "127.0.0.1", port, is_master=True, wait_for_workers=False
+    )
     manager = Manager(
         pg=ProcessGroupGloo(),
         min_replica_size=1,

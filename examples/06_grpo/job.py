@@ -7,7 +7,11 @@ from dlrover.roles import Job
 settings = {
     "steps": int(os.environ.get("GRPO_STEPS", "150")),
     "out": os.path.abspath(os.environ.get("GRPO_OUT", "grpo-out")),
-    "step_time": float(os.environ.get("GRPO_STEP_TIME", "0")),
+    "ahead": int(os.environ.get("GRPO_AHEAD", "4")),  # batches that may wait for the trainer
+    "step_time": float(os.environ.get("GRPO_STEP_TIME", "0")),  # seconds more for each step
+    "rollout_time": float(
+        os.environ.get("GRPO_ROLLOUT_TIME", "0")
+    ),  # and for each call of a rollout
     "model": {"width": 32, "layers": 2, "heads": 2},
 }
 one_thread = {"OMP_NUM_THREADS": "1"}

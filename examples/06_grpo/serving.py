@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from typing import Any
 
 import model
@@ -20,6 +22,7 @@ class Rollout:
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         self._model = model.build(settings).eval()
+        self._seconds = settings["rollout_time"]
         self._lock = threading.Lock()
         self._load(weights.latest())
         threading.Thread(target=self._follow, daemon=True).start()
@@ -35,14 +38,15 @@ class Rollout:
 
     @rpc(idempotent=True)
     def generate(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
-        """Return for each prompt a group of answers, their log-probabilities and the version that made them."""
+        """Return for each prompt a group of answers, their log-probabilities, and what made them."""
         repeated = torch.tensor(prompts).repeat_interleave(GROUP, 0)
         with self._lock, torch.no_grad():
             version = [self._version.epoch, self._version.step]
+            time.sleep(self._seconds)
             answers = model.generate(self._model, repeated)
             logs = model.log_probabilities(self._model, repeated, answers)
         return [
-            {"answers": group.tolist(), "logs": log.tolist(), "version": version}
+            {"answers": group.tolist(), "logs": log.tolist(), "version": version, "by": os.getpid()}
             for group, log in zip(answers.split(GROUP), logs.split(GROUP), strict=True)
         ]
 

@@ -16,7 +16,6 @@ from dlrover.checkpoint import Checkpointer
 from dlrover.roles import Queue, current_worker, weights
 
 CLIP, KEEP_NEAR, RATE = 0.2, 0.005, 5e-3
-AHEAD = 4
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -26,19 +25,27 @@ out = Path(settings["out"])
 policy = model.build(settings)
 wrapped = DistributedDataParallel(policy)
 optimizer = torch.optim.AdamW(policy.parameters(), RATE)
-state: dict[str, Any] = {"model": policy, "optimizer": optimizer, "step": 0}
+state: dict[str, Any] = {"model": policy, "optimizer": optimizer, "step": 0, "learned": []}
 checkpointer = Checkpointer(out / "checkpoints", interval=50)
 checkpointer.load(state)
 worker.resumed(state["step"])  # what was learned and published after it never was
+
+
+def publish() -> None:
+    """Publish the policy, with the numbers of the batches that it has learned."""
+    weights.publish({**policy.state_dict(), "learned": state["learned"]}, state["step"])
+
+
 if first:
-    samples = Queue("samples", size=AHEAD)
+    samples = Queue("samples", size=settings["ahead"])
     published = weights.versions()
     if not published or published[-1].step < state["step"]:
-        weights.publish(policy.state_dict(), state["step"])
+        publish()
 
 
-def received(item: Any) -> list[torch.Tensor]:
-    """Return this rank's half of a batch that rank 0 has: prompts, answers, log-probabilities, advantages, reference."""
+def received(item: Any) -> tuple[int, list[torch.Tensor]]:
+    """Return the number of a batch that rank 0 has, and this rank's half: prompts, answers, log-probabilities, advantages,
+    reference."""
     if first:
         rewards = torch.tensor(item["rewards"])
         spread = rewards - rewards.mean(1, keepdim=True)
@@ -46,10 +53,10 @@ def received(item: Any) -> list[torch.Tensor]:
         prompts = torch.tensor(item["prompts"]).repeat_interleave(rewards.shape[1], 0)
         flat = [torch.tensor(item[key]).flatten(0, 1) for key in ("answers", "logs", "reference")]
         whole = [prompts, flat[0], flat[1], advantages.flatten()[:, None], flat[2]]
-    shape = torch.tensor([len(whole[0]) if first else 0])
+    shape = torch.tensor([len(whole[0]), item["batch"]] if first else [0, 0])
     dist.broadcast(shape, 0)
     count, kinds = (
-        int(shape),
+        int(shape[0]),
         (torch.int64, torch.int64, torch.float32, torch.float32, torch.float32),
     )
     parts = []
@@ -57,12 +64,13 @@ def received(item: Any) -> list[torch.Tensor]:
         tensor = whole[place] if first else torch.empty(count, width, dtype=kind)
         dist.broadcast(tensor, 0)
         parts.append(tensor.chunk(dist.get_world_size())[dist.get_rank()])
-    return parts
+    return int(shape[1]), parts
 
 
 while state["step"] < settings["steps"]:
     items = samples.get() if first else None
-    prompts, answers, before, advantages, reference = received(items[0] if items else None)
+    batch, parts = received(items[0] if items else None)
+    prompts, answers, before, advantages, reference = parts
     logs = wrapped(torch.cat([model.start(prompts), answers[:, :-1]], 1))[:, -model.LENGTH :]
     logs = logs.log_softmax(-1).gather(-1, answers[..., None])[..., 0]
     ratio = (logs - before).exp()
@@ -73,13 +81,14 @@ while state["step"] < settings["steps"]:
     loss.backward()
     optimizer.step()
     step = state["step"] = state["step"] + 1
+    state["learned"].append(batch)
     if first:
         samples.ack(items, step=step)  # leased again if the role goes back behind this step
     checkpointer.save(step, state)
     if first:
-        weights.publish(policy.state_dict(), step)
+        publish()
         rewards = torch.tensor(items[0]["rewards"])
-        record = {"step": step, "batch": items[0]["batch"], "reward": float(rewards.mean())}
+        record = {"step": step, "batch": batch, "reward": float(rewards.mean())}
         with (out / "learned.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
         if step % 25 == 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 
 def _ignore(_step: int) -> None:
@@ -47,7 +48,35 @@ class Given:
     """File that lists the directories of the program's checkpoints, for people; empty: none."""
 
 
+class Survival(Protocol):
+    """This process's rank in a training that goes on without lost ranks."""
+
+    @property
+    def replaying(self) -> bool:
+        """True while a rank that was started again runs the program without its model."""
+
+    @property
+    def whole(self) -> bool:
+        """True if all ranks of the world train, this one too."""
+
+    @property
+    def number(self) -> int:
+        """Number of the membership in which this rank trains."""
+
+    @property
+    def lacking(self) -> bool:
+        """True if a rank was lost with which this one has trained last."""
+
+    def place(self) -> tuple[int, int, int]:
+        """Return the job's round, the reductions and the steps, to be stored with a save of all ranks; 0, 0, 0: none."""
+
+    def continued(self, save: int, place: tuple[int, int, int]) -> None:
+        """Take note of the save that this rank's program continues from: its number, and what `place` gave for it."""
+
+
 given = Given()
+survival: Survival | None = None
+"""None in a program whose ranks are all started again when one is lost."""
 reading: Callable[[int, int, int], None] | None = None
 """Called with the dataset's key, the partition and the first position of each shard whose reading begins."""
 blocked: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext

@@ -119,9 +119,11 @@ def start_saver(directory: Path, program: str, *words: str) -> None:
 @pytest.mark.parametrize(
     ("label", "step"), [("save.begun", 2), ("save.copied", 2), ("save.committed", 3)]
 )
-def test_a_worker_that_dies_in_a_save_leaves_the_last_whole_step(directory, label, step):
-    ended = subprocess.run([sys.executable, "-c", SAVES, str(directory), label], check=False)
-    assert ended.returncode == -signal.SIGKILL
+def test_a_worker_that_dies_in_a_save_leaves_the_last_whole_step(
+    directory, forks, tmp_path, label, step
+):
+    (tmp_path / "saves.py").write_text(SAVES)
+    assert forks.start(tmp_path / "saves.py", directory, label).wait(60) == -signal.SIGKILL
     record, state = load(directory, linger=0.0)
     assert (record.source, record.step) == ("memory", step)
     assert_step(state, step)

@@ -118,7 +118,7 @@ def test_what_lies_beside_the_steps_is_not_damaged_either(place):
     place.write("latest", b'{"step":1}')
     with pytest.raises(OtherFormatError, match=SAID):
         storage.tracked(place)
-    place.write("latest", b'{"format":3,"step":')
+    place.write("latest", b'{"format":4,"step":')
     assert storage.tracked(place).step == -1
     identity = storage.identity(place)
     first_save.record(place, identity, "job", JoinSaver(1, 1, (0,)), [SaveId(0, 1, 1, 1)])

@@ -222,7 +222,8 @@ def options() -> set[str]:
     for command in commands:
         for parameter in command.params:
             found |= {*parameter.opts, *parameter.secondary_opts}
-    return {*found, "--help", "--rdzv-*"}
+    originals = {"--conf", "--evaluator_num", "--enable_auto_scaling"}
+    return {*found, *originals, "--help", "--rdzv-*"}
 
 
 @pages

@@ -22,6 +22,8 @@ TIMEOUT = 120
 """Seconds for a test that names no other limit: the first one starts the control plane."""
 PROGRAMS = pytest.StashKey[Path | str]()
 """Where the programs are, or why there are none."""
+PLANE = pytest.StashKey[ControlPlane | None]()
+"""The control plane while it runs."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -37,6 +39,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Find or build the programs here: no test's time limit is running."""
     if any(map(_needs_control_plane, session.items)) and not session.config.option.collectonly:
         session.config.stash[PROGRAMS] = _programs()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    plane = item.config.stash.get(PLANE, None)
+    if plane is not None and _needs_control_plane(item):
+        plane.wake()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Let the control plane rest while the tests that follow do not need it."""
+    plane = item.config.stash.get(PLANE, None)
+    if plane is not None and not (nextitem is not None and _needs_control_plane(nextitem)):
+        plane.rest()
 
 
 def _needs_control_plane(item: pytest.Item) -> bool:
@@ -66,8 +83,10 @@ def control_plane(
     plane = ControlPlane(programs, tmp_path_factory.mktemp("kubernetes"))
     try:
         plane.start()
+        request.config.stash[PLANE] = plane
         yield plane
     finally:
+        request.config.stash[PLANE] = None
         plane.stop()
 
 

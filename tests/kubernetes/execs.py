@@ -1,4 +1,4 @@
-"""Commands in containers for the test's kubelet: what a kubelet serves to the API server under ``/exec``."""
+"""The port of the test's kubelet for the API server: commands in containers (``/exec``), and ``/containerLogs``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import hashlib
 import json
 import os
 import ssl
-import subprocess
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,11 +19,15 @@ from urllib.parse import parse_qs, urlsplit
 from wsproto.connection import Connection, ConnectionType
 from wsproto.events import BytesMessage, CloseConnection
 
+from tests.kubernetes.containers import Container
+
 _MAGIC = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 """Of RFC 6455."""
 
-Start = Callable[[str, list[str]], subprocess.Popen[bytes]]
-"""Runs a command in a pod that is named."""
+Find = Callable[[str, str], Container]
+"""A container, by the names of its pod and its own; raises `LookupError`."""
+LOOK = 0.05
+"""Seconds between two looks at a log that is followed."""
 
 
 class Execs(ThreadingHTTPServer):
@@ -31,9 +35,9 @@ class Execs(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, certificates: Path, start: Start) -> None:
+    def __init__(self, certificates: Path, find: Find) -> None:
         super().__init__(("127.0.0.1", 0), _Exec)
-        self.start = start
+        self.find, self.closing = find, False
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificates / "apiserver.crt", certificates / "apiserver.key")
         self.socket = context.wrap_socket(self.socket, server_side=True)
@@ -41,6 +45,7 @@ class Execs(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def close(self) -> None:
+        self.closing = True
         self.shutdown()
         self.server_close()
 
@@ -51,12 +56,44 @@ class _Exec(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
-        _, _, _, pod, _ = url.path.split("/")
+        _, kind, _, pod, name = url.path.split("/")
+        query = parse_qs(url.query)
+        try:
+            container = self.server.find(pod, name)
+        except LookupError:
+            self.send_error(404)
+            return
+        if kind == "containerLogs":
+            self._send_log(container, int(query["tailLines"][0]))
+        else:
+            self._execute(container, query["command"])
+
+    def _send_log(self, container: Container, lines: int) -> None:
+        """Send the end of a log, and what is added to it until its container ends."""
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        with container.log.open("rb") as log, contextlib.suppress(OSError):  # nobody listens
+            data = b"".join(log.read().splitlines(keepends=True)[-lines:])
+            while not self.server.closing:
+                over = container.ended is not None
+                data += log.read()
+                if data:
+                    self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
+                    data = b""
+                elif over:
+                    self.wfile.write(b"0\r\n\r\n")
+                    return
+                else:
+                    time.sleep(LOOK)
+        self.close_connection = True
+
+    def _execute(self, container: Container, command: list[str]) -> None:
         self._accept()
         self._connection, self._writing = Connection(ConnectionType.SERVER), threading.Lock()
         for channel in range(4):
             self._write(channel, b"")
-        process = self.server.start(pod, parse_qs(url.query)["command"])
+        process = container.execute(command)
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None

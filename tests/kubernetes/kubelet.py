@@ -70,7 +70,7 @@ class Kubelet:
         self._services = Services()
         self._execs = Execs(
             plane.directory / "certificates",
-            lambda pod, command: self.pods[pod].containers[0].execute(command),
+            lambda pod, name: {one.name: one for one in self.pods[pod].containers}[name],
         )
         self._numbers = itertools.count(1)
         self._net = secrets.randbelow(100) + 128
@@ -159,12 +159,12 @@ class Kubelet:
     def _renew(self) -> None:
         if time.monotonic() - self._renewed < LEASE_PERIOD:
             return
-        self._renewed = time.monotonic()
         for name in self.nodes:
             if name not in self._lost:
                 path = f"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{name}"
                 self._plane.call("PATCH", path, {"spec": {"renewTime": micro()}})
                 self._post_ready(name)
+        self._renewed = time.monotonic()
 
     # ---- pods
 

@@ -22,6 +22,9 @@ from dlrover.dashboard.actions import StacksAction
 from dlrover.dashboard.pods import PodJob
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.resources import names
+from dlrover.rpc.brain import BrainClient
+from dlrover.spec.outcome import Goodput, IncidentCost, Outcome
+from tests.brain import jobs as brain_jobs, processes
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet
@@ -35,13 +38,18 @@ SCRIPT = f"""
 import json, os, pathlib, sys, time
 rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
 folder = pathlib.Path(sys.argv[1])
-own = folder / f"rank-{{rank}}"
+own, word = folder / f"rank-{{rank}}", folder / "word"
+sys.stdout.buffer.write(b"x" * 400_000 + b"\\n<b>bold</b> \\xff\\x1b[31mred\\n")
+sys.stdout.flush()
 done = int(own.read_text()) if own.exists() else 0
 with open(folder / "starts", "a") as starts:
     starts.write(json.dumps({{"rank": rank, "world": world, "step": done, "pod": os.environ["POD_NAME"]}}) + "\\n")
 for step in range(done, {STEPS}):
     while step == {HELD_AT} and (folder / "hold").exists():
         time.sleep(0.1)
+        if rank == "0" and word.exists():
+            print(word.read_text(), flush=True)
+            word.unlink()
     time.sleep(0.1)
     temporary = own.with_suffix(".new")
     temporary.write_text(str(step + 1))
@@ -144,17 +152,20 @@ def test_a_job_outlives_the_loss_of_a_worker(job: Job) -> None:
 
 
 @contextlib.contextmanager
-def dashboard(job: Job) -> Iterator[Browser]:
+def dashboard(job: Job, *options: str) -> Iterator[Browser]:
     """A browser with the dashboard of the job's namespace."""
     cluster, log = job.cluster, job.folder / "dashboard"
     kubeconfig = ["--kubeconfig", str(cluster.plane.kubeconfig)]
     command = [sys.executable, "-m", "dlrover.cli.main", "dashboard", "--port", "0", *kubeconfig]
-    env = os.environ | {"DLROVER_STATE_DIR": str(job.folder / "state")}
+    env = {"DLROVER_STATE_DIR": str(job.folder / "state"), "DLROVER_BRAIN_TOKEN": processes.TOKEN}
     with (
         chromium() as browser,
         log.open("wb") as out,
         subprocess.Popen(
-            [*command, "--kubernetes", cluster.namespace], stdout=out, stderr=out, env=env
+            [*command, "--kubernetes", cluster.namespace, *options],
+            stdout=out,
+            stderr=out,
+            env=os.environ | env,
         ) as server,
     ):
         try:
@@ -165,6 +176,14 @@ def dashboard(job: Job) -> Iterator[Browser]:
             server.terminate()
 
 
+def shows(browser: Browser, place: str, text: str, timeout: float = 60.0) -> None:
+    """Wait for a text in the page's first element of that kind."""
+    wanted = json.dumps(text)
+    browser.until(
+        f"document.querySelector('{place}')?.innerText.includes({wanted})", timeout=timeout
+    )
+
+
 def opens(browser: Browser, name: str) -> None:
     """The page of a job of the list is live, and its buttons act."""
     browser.until(f"[...document.querySelectorAll('.main-cell a')].some(a => a.text === '{name}')")
@@ -173,29 +192,108 @@ def opens(browser: Browser, name: str) -> None:
     assert "ago" in row or "just now" in row
     browser.click(name)
     browser.until("document.querySelectorAll('#nodes tbody tr').length >= 2", timeout=60)
-    browser.until("document.querySelector('#events')?.innerText.includes('Round 1 is complete')")
+    shows(browser, "#events", "Round 1 is complete")
     browser.click("Stacks")
-    browser.until("document.querySelector('dialog[open] pre')?.innerText.includes('train.py')")
+    shows(browser, "dialog[open] pre", "train.py")
     browser.click("Close")
     browser.click("master.log")
-    browser.until("document.querySelector('.tail')?.innerText.includes('Round 1 is complete')")
+    shows(browser, ".tail", "Round 1 is complete")
     browser.click("Scale …")
     browser.run("document.getElementById('wanted').value = '0'")
     browser.click("Scale")
     browser.until("document.querySelector('#say').innerText.includes('asks for 0 workers')")
 
 
+def has_logs(browser: Browser, job: Job) -> None:
+    """Each worker's output is on the page, and its agent's log; what is hostile in it is text."""
+    pod = next(start["pod"] for start in job.starts() if start["rank"] == "0")
+    choose = "openLog(arguments[0])"
+    browser.run(choose, f"pods/{pod}/agent-{pod.rpartition('-')[2]}.log")
+    shows(browser, ".tail", "dlrover.agent")
+    browser.run(choose, f"pods/{pod}")
+    shows(browser, ".tail", "xxx\n<b>bold</b> \ufffdred")
+    shows(browser, ".log-head", "the end of the file")
+    (job.folder / "word").write_text("a word for rank 0")
+    shows(browser, ".tail", "red\na word for rank 0")
+    browser.run(
+        "const f = document.querySelector('.log input'); f.value = 'word for'; f.oninput({target: f})"
+    )
+    browser.until("document.querySelector('.tail').innerText.trim() === 'a word for rank 0'")
+    browser.run(choose, "pods/nosuch")
+    shows(browser, ".card .warning", "nosuch is gone, and its log with it: choose another log")
+
+
+async def remembers(client: BrainClient, uid: str) -> None:
+    """The Brain has a job that was made from the ElasticJob."""
+    origin = brain_jobs.register("digits-0", name="digits", origin=uid)
+    await client.report(origin)
+    await client.report(brain_jobs.samples("digits-0", brain_jobs.shape(1), throughput=55.0))
+    await client.plan("digits-0", brain_jobs.shape(1))
+    await client.report(brain_jobs.end("digits-0", outcome=OUTCOME))
+
+
+def tells_the_end(browser: Browser, job: Job) -> None:
+    """The page of an ended job has what the cluster still knows, and the logs that are there."""
+    shows(browser, ".banner.good", "All workers succeeded.")
+    shows(browser, ".banner:not(.good)", "its journal went with its pod")
+    shows(browser, ".overview", "87.5 %")
+    shows(browser, ".overview", "2 workers")
+    shows(browser, "#incidents", "rank 1 was killed")
+    shows(browser, "#plans", "1 → 2")
+    assert not browser.run("return document.querySelector('button.danger')")
+    browser.run("openLog(arguments[0])", f"pods/{job.starts()[0]['pod']}")
+    shows(browser, ".tail", "<b>bold</b>")
+    shows(browser, ".log-head", "The pod has succeeded: this is the end of its log.")
+    browser.run("location.hash = '#/'")
+    shows(browser, "section[aria-label^=Kubernetes] tr.open", "succeeded")
+    browser.click("digits-0")
+    shows(browser, ".banner:not(.good)", "what the Brain's history has of the job")
+    shows(browser, "#plans", "1 → 2")
+
+
+OUTCOME = Outcome(
+    exit_code=0,
+    reason="All workers succeeded.",
+    goodput=Goodput(
+        goodput_ratio=0.875,
+        wall_seconds=80.0,
+        job_seconds=40.0,
+        nodes=2,
+        seconds={"productive": 70.0, "recomputed_steps": 10.0},
+        incidents=(
+            IncidentCost(
+                since=1.7e9,
+                until=1.7e9 + 10,
+                over=True,
+                title="rank 1 was killed by SIGKILL",
+                node=1,
+                round=1,
+                seconds={"recomputed_steps": 10.0},
+                steps_lost=2,
+            ),
+        ),
+    ),
+)
+
+
 def test_a_job_outlives_the_loss_of_its_master(job: Job) -> None:
-    """The dashboard shows its page all the time: it comes from the master's pod, whichever that is."""
+    """The dashboard shows its page all the time: it comes from the master's pod, whichever that is.
+
+    After the end it comes from the ElasticJob, the pods that are left, and the Brain.
+    """
     master = names.master_name("digits")
     (job.folder / "hold").touch()
 
-    async def story(browser: Browser) -> None:
+    async def story(browser: Browser, address: str) -> None:
         async with job.cluster.operator():
             job.submit(2)
             await job.until(lambda: job.steps() > 5)
             before = job.workers()
             await asyncio.to_thread(opens, browser, f"{job.cluster.namespace}/digits")
+            await asyncio.to_thread(has_logs, browser, job)
+            async with BrainClient(address, processes.TOKEN) as client:
+                uid = job.cluster.get("elasticjobs", "digits")["metadata"]["uid"]
+                await remembers(client, uid)
             inside = job.kubelet.pods[master].containers[0].beside
             browser.run("location.hash = '#/'")
             await job.until(lambda: all(one.poll() is not None for one in inside))
@@ -203,6 +301,11 @@ def test_a_job_outlives_the_loss_of_its_master(job: Job) -> None:
             own = PodJob(job.cluster.kubeconfig, job.cluster.namespace, "digits")
             with pytest.raises(ConfigurationError, match="pods/exec"):
                 await own.act(StacksAction())  # the operator may not do that
+            with pytest.raises(ConfigurationError, match="right to get pods/log"):
+                await anext(own.log(f"pods/{before[0]}"))
+            other = PodJob(job.cluster.kubeconfig, job.cluster.namespace, "other")
+            with pytest.raises(ConfigurationError, match="is none of job other"):
+                await anext(other.log(f"pods/{before[0]}"))
             # A wrong number in the manifest is not the next master's either.
             await job.until(lambda: job.cluster.told.get("Rejected") == 1)
             job.delete(master)
@@ -215,13 +318,15 @@ def test_a_job_outlives_the_loss_of_its_master(job: Job) -> None:
             ended = "document.querySelector('.banner')?.innerText"
             await asyncio.to_thread(browser.until, f"{ended} && !document.querySelector('.danger')")
             browser.run("location.reload()")
-            text = f"The master of {job.cluster.namespace}/digits does not run"
-            await asyncio.to_thread(browser.until, f"{ended}.includes('{text}')")
+            await asyncio.to_thread(tells_the_end, browser, job)
         assert {start["pod"] for start in job.starts()} == set(before), "no worker noticed"
         assert len(job.starts()) == 2
 
-    with dashboard(job) as browser:
-        asyncio.run(story(browser))
+    with (
+        processes.brain(f"sqlite:///{job.folder.parent}/brain.db") as brain,
+        dashboard(job, "--brain", brain.address) as browser,
+    ):
+        asyncio.run(story(browser, brain.address))
 
 
 def test_a_worker_that_ran_out_of_memory_comes_back_with_more(job: Job) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
+import os
 import subprocess
 import sys
 import time
@@ -19,6 +21,7 @@ from dlrover.cli.cluster import elasticrole
 from dlrover.dashboard.pods import PodJob
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.machine import objects
+from dlrover.kubernetes.platform import job as elastic_job
 from dlrover.kubernetes.resources import names, validation
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import Outcome
@@ -26,75 +29,18 @@ from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet
 from tests.kubernetes.manifests import job as job_manifest
+from tests.process.test_roles import JOB, each_batch_was_learned_once, learned
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
-
-JOB = """
-from dlrover.roles import Job
-
-common = {"config": {"out": OUT}, "shutdown_timeout": 5}
-job = (
-    Job("numbers")
-    .role("trainer", "trainer.py", kind="elastic", instances=2, **common)
-    .role("rollout", "serving:Rollout", instances=2, resources={"cpu": 1, "memory": "1Gi"}, **common)
-    .role("main", "main.py", kind="driver", depends_on=["rollout"], **common)
-)
-"""
-SERVING = """
-import os
-from dlrover.roles import rpc
-
-class Rollout:
-    def __init__(self, settings):
-        pass
-
-    @rpc(idempotent=True)
-    def square(self, numbers):
-        return [[number * number, os.environ["POD_NAME"]] for number in numbers]
-"""
-TRAINER = """
-import json, os, pathlib, threading
-from dlrover.roles import Queue, current_worker
-
-worker = current_worker()
-out = pathlib.Path(worker.config["out"])
-(out / f"trainer-{worker.index}-of-{os.environ['WORLD_SIZE']}-{os.environ['POD_NAME']}").touch()
-if worker.index:
-    threading.Event().wait()
-samples = Queue("samples", size=3)
-while True:
-    items = samples.get(timeout=1e6)
-    with (out / "learned").open("a") as file:
-        file.write(f"{items[0]}\\n")
-    samples.ack(items)
-"""
-MAIN = """
-import pathlib, threading
-from dlrover.roles import Queue, RoleGroup, current_worker
-
-worker = current_worker()
-out = pathlib.Path(worker.config["out"])
-rollouts, samples = RoleGroup("rollout"), Queue("samples", size=3)
-number = worker.cursor or 0
-while not (out / "enough").exists():
-    found = rollouts.call_batch("square", 4, list(range(4 * number, 4 * number + 4))).result()
-    with (out / "served").open("a") as file:
-        file.write(f"{number}\\n")
-    samples.put(number, cursor=number + 1)
-    number += 1
-while samples.status().done < number:
-    threading.Event().wait(0.1)
-"""
+AWAY = 20.0
+"""Seconds without an API server."""
 
 
 class Numbers:
-    """A driver has two rollouts square numbers, and an elastic role take note of them."""
+    """The job that the tests of other platforms run, too; its programs write to a folder."""
 
     def __init__(self, cluster: Cluster, kubelet: Kubelet, folder: Path) -> None:
-        self.cluster, self.kubelet, self.folder, self.file = cluster, kubelet, folder, "job.py"
-        files = {"job.py": JOB.replace("OUT", repr(str(folder))), "serving.py": SERVING}
-        for name, text in (files | {"trainer.py": TRAINER, "main.py": MAIN}).items():
-            (folder / name).write_text(text)
+        self.cluster, self.kubelet, self.folder = cluster, kubelet, folder
 
     def submit(self, *more: str) -> subprocess.CompletedProcess[str]:
         access = [
@@ -109,17 +55,14 @@ class Numbers:
             "--image",
             "train:1",
             "--working-dir",
-            str(self.folder),
+            str(JOB.parent),
             *more,
         ]
-        command = [sys.executable, "-m", "dlrover.cli.main", "roles", str(self.folder / self.file)]
+        command = [sys.executable, "-m", "dlrover.cli.main", "roles", str(JOB)]
         return subprocess.run(
-            [*command, *words, *access], capture_output=True, text=True, check=False, timeout=60
-        )
-
-    def lines(self, name: str) -> list[str]:
-        path = self.folder / name
-        return path.read_text().splitlines() if path.exists() else []
+            [*command, *words, *access], env={**os.environ, "OUT": str(self.folder)},
+            capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
 
     def pods(self, name: str, role: str = "worker") -> list[str]:
         """The pods that run of an ElasticJob."""
@@ -171,7 +114,9 @@ class Numbers:
 
     @property
     def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.cluster.get("elasticjobs", "numbers").get("status", {})
+        found: dict[str, Any] = {}
+        with contextlib.suppress(OSError, http.client.HTTPException):  # the API server is away
+            found = self.cluster.get("elasticjobs", "numbers").get("status", {})
         return found
 
     def log(self) -> str:
@@ -190,15 +135,37 @@ class Numbers:
 
     async def more(self) -> None:
         """Wait for a few more batches."""
-        enough = len(self.lines("learned")) + 4  # the queue takes 3
-        await self.until(lambda: len(self.lines("learned")) >= enough)
+        enough = len(learned(self.folder)) + 4  # the queue takes 3
+        await self.until(lambda: len(learned(self.folder)) >= enough)
+
+    def coordinators(self) -> list[psutil.Process]:
+        """The coordinator's process in its pod, if it has been started."""
+        container = self.kubelet.pods[names.master_name("numbers")].containers[0].process
+        assert container is not None
+        with contextlib.suppress(psutil.Error):
+            inside = psutil.Process(container.pid).children()
+            return [one for one in inside if "dlrover.roles" in one.cmdline()]
+        return []
+
+    async def without_api_server(self, pod: str) -> None:
+        """Stop the API server for a while; meanwhile a pod dies, and batches are learned."""
+        plane, back = self.cluster.plane, time.monotonic() + AWAY
+        await asyncio.to_thread(plane.kill, "kube-apiserver")
+        self.kubelet.kill(pod)
+        of_job = {elastic_job.VARIABLE: f"{self.cluster.namespace}/numbers"}
+        another = asyncio.create_task(elastic_job.fetch(of_job))  # as a pod does that starts
+        await self.more()
+        await self.until(lambda: time.monotonic() > back)
+        assert not another.done()
+        await asyncio.to_thread(plane.start_api_server)
+        assert (await another).name == "numbers"
 
 
 @pytest.fixture
 def job(
     control_plane: ControlPlane, namespace: str, tmp_path: Path, kubelet: Callable[..., Kubelet]
 ) -> Numbers:
-    folder = tmp_path / "image"
+    folder = tmp_path / "out"
     folder.mkdir()
     return Numbers(Cluster(control_plane, namespace, tmp_path), kubelet(nodes=2), folder)
 
@@ -215,8 +182,11 @@ def claim(job: Numbers) -> None:
     call("POST", path, {"metadata": {"name": "journal"}, "spec": wanted})
 
 
-def test_whatever_dies_the_others_go_on_and_nothing_stays(job: Numbers) -> None:
+def test_whatever_dies_the_others_go_on_and_nothing_stays(
+    job: Numbers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     coordinator = names.master_name("numbers")
+    monkeypatch.setenv("KUBECONFIG", str(job.cluster.plane.kubeconfig))
 
     async def story() -> None:
         async with job.cluster.operator():
@@ -234,16 +204,15 @@ def test_whatever_dies_the_others_go_on_and_nothing_stays(job: Numbers) -> None:
             }
 
             job.delete(names.master_name("numbers-rollout"))  # with its journal
-            container = job.kubelet.pods[coordinator].containers[0].process
-            assert container is not None
-            inside = psutil.Process(container.pid).children()
-            next(one for one in inside if "dlrover.roles" in one.cmdline()).kill()
+            job.coordinators()[0].kill()
             await job.until(lambda: job.events("rollout").count("node_connected") == 4)
             await job.more()
             uid = job.kubelet.pods[coordinator].uid
-            for pod in (coordinator, first, trainers[0]):
-                job.delete(pod)
+            job.delete(coordinator)
             await job.until(lambda: job.kubelet.pods[coordinator].uid != uid)
+            await job.until(lambda: bool(job.coordinators()))
+            await job.without_api_server(first)
+            job.delete(trainers[0])
             job.cluster.plane.call("DELETE", job.cluster.path("elasticjobs", "numbers-main"))
             for role, gone in (("rollout", first), ("trainer", trainers[0])):
                 await job.until(lambda of=role, gone=gone: job.replaced(f"numbers-{of}", gone))
@@ -257,8 +226,7 @@ def test_whatever_dies_the_others_go_on_and_nothing_stays(job: Numbers) -> None:
             await job.until(lambda: job.status.get("phase") == "Succeeded")
 
     asyncio.run(story())
-    served, learned = ({int(line) for line in job.lines(name)} for name in ("served", "learned"))
-    assert served == learned == set(range(len(served)))
+    each_batch_was_learned_once(job.folder)
     assert [one["metadata"]["name"] for one in job.cluster.list("elasticjobs")] == ["numbers"]
     assert {one["metadata"]["name"] for one in job.cluster.list("pods")} <= {coordinator}
 

@@ -19,17 +19,19 @@ from dlrover.rpc import wire
 from dlrover.rpc.brain import BrainClient, request_id
 from dlrover.rpc.server import Server
 from dlrover.spec.brain import ClusterNode, ReportCluster
-from dlrover.spec.events import Event, JobEnded, PlanDropped
+from dlrover.spec.events import Event, PlanDropped
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import BrainSide
 from dlrover.spec.measurements import Batches, ModelProfile, NodeUsage, SpeedSample
 from dlrover.spec.node import Size
+from dlrover.spec.outcome import Outcome
 from dlrover.spec.plan import Group, Plan, ScaleKind
 
 pytestmark = pytest.mark.slow
 
 TOKEN = "the-token-of-the-brain"
 MACHINE = ClusterNode(name="big", capacity={"accelerator": 16.0})
+SUCCESS = Outcome(exit_code=0, reason="All workers succeeded.")
 JOB = JobSpec(name="my job", min_nodes=1, max_nodes=8, managed_nodes=1, auto_scale=True)
 
 
@@ -54,6 +56,7 @@ async def story(tmp_path, *, serve: bool = True, cluster: bool = True, secret: s
         address=f"127.0.0.1:{port}",
         cluster=cluster,
         program="train.py",
+        origin="uid-1",
         node=Group(count=1, accelerators=1),
     )
     job = brainside.connect(side, JOB, secret, wire.Tls(), {brainside.TOKEN: TOKEN})
@@ -83,10 +86,14 @@ def test_it_is_told_of_a_job_and_chooses_its_size(tmp_path):
             assert known.job.description.features["parameters"] == 7
             assert known.nodes[0].cpu == 1.5
             job.happened(Event(1, 0.0, PlanDropped(1, "no nodes", decision.plan_id)))
-            job.happened(Event(2, 0.0, JobEnded(0, "All workers succeeded.")))
-        async with story(tmp_path) as (_, client):
+            job.ended(SUCCESS)
+        async with story(tmp_path, secret="other") as (_, client):
             known = await client.explain(job.id)
             assert known.plans[-1].state == "refused"
+            assert known.job.state == "succeeded"
+            assert known.outcome == SUCCESS
+            assert job.id in [row.job for row in await client.jobs(origin="uid-1")]
+            assert await client.jobs(origin="uid-%") == ()
 
     asyncio.run(run())
 
@@ -96,7 +103,7 @@ def test_it_hears_once_what_a_similar_job_has_measured(tmp_path):
         async with story(tmp_path, cluster=False) as (past, _):
             for one in (sample(1, 0.1), sample(2, 0.102)):
                 past.measured(one, ModelProfile(parameters=7), {})
-            past.happened(Event(1, 0.0, JobEnded(0, "All workers succeeded.")))
+            past.ended(SUCCESS)
         async with story(tmp_path, cluster=False, secret="other") as (job, _):
             job.measured(sample(1, 0.1), ModelProfile(parameters=7), {})
             found = await job.similar()

@@ -71,8 +71,21 @@ def beside(tree: Path) -> Path:
     return tree / "src" / LIBRARY
 
 
+def small(tree: Path) -> Path:
+    """The only source of a library that compiles at once."""
+    for source in (tree / "native").glob("*.cpp"):
+        source.unlink()
+    made = tree / "native/small.cpp"
+    made.write_text(
+        'extern "C" __attribute__((visibility("default"))) const char* small() {'
+        ' return "dlrover-build:" DLROVER_BUILD; }\n'
+    )
+    return made
+
+
 @needs_compiler
 def test_a_wheel_with_the_library_serves_all_pythons(tree: Path):
+    small(tree)  # CI builds one of all sources
     tags, files = wheel(tree, build(tree, DLROVER_NATIVE="require"))
     assert tags.startswith("py3-none-linux_")
     assert LIBRARY in files
@@ -108,7 +121,7 @@ def test_without_the_library_the_wheel_is_pure_and_the_reason_is_shown(
 
 
 def test_a_library_that_is_required_and_fails_ends_the_build(tree: Path):
-    (tree / "native/xxh3.cpp").write_text("#error broken\n")
+    small(tree).write_text("#error broken\n")
     for env in ({}, {"PATH": ""}):
         done = build(tree, DLROVER_NATIVE="require", **env)
         assert done.returncode
@@ -123,19 +136,19 @@ def test_other_values_are_refused(tree: Path):
 
 
 @needs_compiler
-def test_an_editable_installation_compiles_only_what_changed(tree: Path):
-    for source in (tree / "native").glob("*.cpp"):
-        source.unlink()
-    (tree / "native/small.cpp").write_text(
-        'extern "C" __attribute__((visibility("default"))) const char* small() {'
-        ' return "dlrover-build:" DLROVER_BUILD; }\n'
-    )
+def test_an_editable_installation_and_its_wheels_compile_only_what_changed(tree: Path):
+    source = small(tree)
     done = build(tree, "build_editable")
     assert LIBRARY not in wheel(tree, done)[1]
     first = beside(tree).stat().st_mtime_ns
     build(tree, "build_editable")
     assert beside(tree).stat().st_mtime_ns == first
-    with (tree / "native/small.cpp").open("a") as file:
+    with beside(tree).open("ab") as file:
+        file.write(b"this very one")
+    name = build(tree).stdout.split()[-1]
+    with zipfile.ZipFile(tree.parent / name) as archive:
+        assert archive.read(LIBRARY).endswith(b"this very one"), "a wheel takes it as it is"
+    with source.open("a") as file:
         file.write("// changed\n")
     build(tree, "build_editable")
     changed = beside(tree).stat().st_mtime_ns

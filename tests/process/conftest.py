@@ -198,12 +198,11 @@ class Launch:
 
     def processes(self) -> list[psutil.Process]:
         """All processes that were started by this launch, the launcher included."""
-        found = []
-        for process in psutil.process_iter():
+        mark, found = f"{MARK}={self.mark}".encode(), []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(psutil.Error, OSError):
-                ended = process.status() == psutil.STATUS_ZOMBIE
-                if not ended and process.environ().get(MARK) == self.mark:
-                    found.append(process)
+                if mark in Path(f"/proc/{pid}/environ").read_bytes():  # empty once it has ended
+                    found.append(psutil.Process(int(pid)))
         return found
 
     def of_kind(self, kind: str) -> list[psutil.Process]:

@@ -93,7 +93,11 @@ def test_a_known_program_tries_no_size(run) -> None:
             env={"DLROVER_BRAIN": server.address, "DLROVER_BRAIN_TOKEN": processes.TOKEN},
         )
         launch.until(lambda: launch.events_of(events.SizeSettled), 60, "a size that is settled")
-    assert launch.events_of(events.SizeSettled)[0].body.nodes == 2
-    assert not launch.events_of(events.PlanMade)
-    assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
-    launch.end_with(ExitCode.STOPPED)
+        assert launch.events_of(events.SizeSettled)[0].body.nodes == 2
+        assert not launch.events_of(events.PlanMade)
+        assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
+        launch.end_with(ExitCode.STOPPED)
+        (ours,) = (job for job in ask(server.address, lambda c: c.jobs()) if job.job != "past")
+        end = ask(server.address, lambda c: c.explain(ours.job)).outcome
+    assert (end.exit_code, ours.state) == (ExitCode.STOPPED, "stopped")
+    assert end.goodput.goodput_ratio > 0

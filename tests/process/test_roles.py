@@ -13,18 +13,34 @@ from dlrover.spec import events
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(500)]
 ROLES = (sys.executable, "-m", "dlrover.cli.main", "roles")
-SCRIPTS = Path(__file__).parent / "scripts" / "roles"
+JOB = Path(__file__).parent / "scripts" / "roles" / "job.py"
+"""The job that runs unchanged on each platform."""
+
+
+def learned(out: Path) -> list[int]:
+    """The batches that the trainer of the job has learned."""
+    state = out / "state.json"
+    return list(json.loads(state.read_text())[2]) if state.exists() else []
+
+
+def each_batch_was_learned_once(out: Path) -> int:
+    """Check what the job has left; return the number of batches."""
+    count, total = (out / "result").read_text().split()
+    number = int(count)
+    assert sorted(learned(out)) == list(range(number))
+    assert float(total) == sum(n * n for n in range(4 * number))
+    return number
 
 
 class Numbers:
-    """A job of `scripts/roles/job.py`."""
+    """The job, started with these options."""
 
-    def __init__(self, run) -> None:
-        self.run, self.out = run, run.directory / "out"
+    def __init__(self, run, *options: str, name: str = "run") -> None:
+        self.run, self.out = run, run.directory / f"{name}-out"
         self.out.mkdir()
         self.launch = run(
-            SCRIPTS / "job.py", "--job-dir", run.directory / "run" / "job",
-            launcher=ROLES, env={"OUT": str(self.out)},
+            JOB, *options, "--job-dir", run.directory / name / "job",
+            launcher=ROLES, name=name, env={"OUT": str(self.out)},
         )  # fmt: skip
         self.launch.is_ours = True
 
@@ -92,11 +108,7 @@ def test_whoever_dies_each_batch_is_learned_once_and_the_others_go_on(run) -> No
     job.launch.end_with(0, 180)
     assert out.exists()
 
-    number, total = (job.out / "result").read_text().split()
-    step, _, learned = json.loads((job.out / "state.json").read_text())
-    assert sorted(learned) == list(range(int(number))), "each batch once"
-    assert step == int(number)
-    assert float(total) == sum(n * n for n in range(4 * int(number)))
+    number = each_batch_was_learned_once(job.out)
     began: dict[int, int] = {}
     for _, epoch, current, found in job.served:
         for _, used, pid in found:

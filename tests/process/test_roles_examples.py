@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,6 @@ import pytest
 
 from dlrover.cli.roles import status
 from dlrover.spec.jobdir import JobDir
-from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.torch, pytest.mark.timeout(400)]
 ROLES = (sys.executable, "-m", "dlrover.cli.main", "roles")
@@ -62,13 +58,11 @@ class Grpo:
             with_pid.send_signal(signal.SIGKILL)
 
     def check(self) -> float:
-        """Check that each batch was learned once and by whom it was made; return the reward in the end."""
-        by_step = {line["step"]: line["batch"] for line in self.lines("learned.jsonl")}
-        assert sorted(by_step.values()) == list(range(self.steps)), "each batch once"
-        assert sorted(by_step) == list(range(1, self.steps + 1))
-        for batch in self.lines("batches.jsonl"):
-            assert len(batch["versions"]) == 16
-        return json.loads((self.out / "result.json").read_text())["reward"]
+        """Check that the weights in the end have learned each batch once; return their reward."""
+        result: dict[str, Any] = json.loads((self.out / "result.json").read_text())
+        assert sorted(result["learned"]) == list(range(self.steps))
+        assert all(len(batch["versions"]) == 16 for batch in self.lines("batches.jsonl"))
+        return float(result["reward"])
 
 
 def test_grpo_learns_and_each_batch_counts_once_although_its_processes_are_killed(run) -> None:
@@ -93,33 +87,3 @@ def test_the_evaluation_sees_the_training_become_better(run) -> None:
     seen = [json.loads(line) for line in (out / "evaluation.jsonl").read_text().splitlines()]
     assert seen[-1]["step"] == 60
     assert seen[-1]["right"] > 0.5
-
-
-@pytest.mark.heavy
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", range(20))
-def test_whatever_dies_every_10_to_20_seconds_the_reward_is_that_of_an_undisturbed_run(
-    run, seed
-) -> None:
-    chance = random.Random(seed)
-    grpo = Grpo(run, 150, step_time=0.2, name=f"seed{seed}")
-    until(lambda: grpo.lines("learned.jsonl"), 200, "the first step")
-    kills = 0
-    while grpo.launch.process.poll() is None:
-        due = time.monotonic() + chance.uniform(10, 20)
-        until(lambda at=due: time.monotonic() > at or grpo.launch.process.poll() is not None, 60)
-        role = chance.choice(
-            ["rollout", "rollout", "trainer", "reward", "reference", "main", "coordinator"]
-        )
-        if grpo.launch.process.poll() is not None:
-            break
-        if role == "coordinator":
-            for process in grpo.launch.processes():
-                if "dlrover.roles" in process.cmdline():
-                    os.kill(process.pid, signal.SIGKILL)
-        else:
-            grpo.kill(role, chance.randrange(2))
-        kills += 1
-    grpo.launch.end_with(0, 40)
-    assert kills
-    assert grpo.check() > 0.9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import signal
 import subprocess
@@ -169,19 +170,69 @@ def test_a_program_for_ddp_that_knows_nothing_of_losses(run) -> None:
 
     launch.until(lambda: all(len(rows(rank)) > 10 for rank in range(3)), 60, "ten steps")
     pids = [rows(rank)[-1][2] for rank in range(3)]
-    psutil.Process(int(pids[0])).kill()
-    launch.until(lambda: launch.events_of(events.ReplicaJoined), 90, "a rank that returns")
-    step = int(rows(1)[-1][0])
-    launch.until(lambda: int(rows(0)[-1][0]) > step + 5, 60, "its steps")
+    joined = functools.partial(launch.events_of, events.ReplicaJoined)
+    for lost in (0, 2):  # the second loss finds a rank that has returned
+        before = len(joined())
+        psutil.Process(int(pids[lost])).kill()
+        launch.until(lambda n=before: len(joined()) > n, 90, "a rank that returns")
+        step = int(rows(1)[-1][0])
+        launch.until(lambda r=lost, s=step: int(rows(r)[-1][0]) > s + 5, 60, "its steps")
+        pids = [rows(rank)[-1][2] for rank in range(3)] if lost == 0 else pids
     (run.directory / "new").write_text(str(int(rows(1)[-1][0]) + 50))
     (run.directory / "new").rename(run.directory / "last")
     launch.succeed(90)
-    assert [rows(rank)[-1][2] for rank in (1, 2)] == pids[1:]
+    assert [rows(rank)[-1][2] for rank in (0, 1)] == pids[:2]
     found = [[(row[0], row[1], row[3]) for row in rows(rank)[-20:]] for rank in range(3)]
     assert found[0] == found[1] == found[2]
     steps = [int(row[0]) for row in rows(1)]
     assert steps == list(range(len(steps)))
     assert len(launch.events_of(events.RoundOpened)) == 1
+
+
+def test_a_lost_rank_goes_on_from_the_newest_checkpoint_in_memory(run) -> None:
+    """After its return, all save again, and the next one that is lost begins with what they have saved."""
+    script = SCRIPT.with_name("unchanged_checkpoints.py")
+
+    def rows(rank: int) -> list[list[str]]:
+        path = run.directory / f"rank{rank}.txt"
+        return [row.split() for row in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    def begins(rank: int) -> list[int]:
+        return [int(row[1]) for row in rows(rank) if row[0] == "begin"]
+
+    def end(launch: Launch) -> None:
+        (run.directory / "new").write_text(str(int(rows(1)[-1][0]) + 30))
+        (run.directory / "new").rename(run.directory / "last")
+        launch.succeed(90)
+        assert rows(0)[-10:] == [[*row[:2], rows(0)[-1][2]] for row in rows(1)[-10:]]
+        assert len(launch.events_of(events.RoundOpened)) == 1
+        (run.directory / "last").unlink()
+
+    first = run("--survive", "--nproc-per-node=2", script, run.directory)
+    for joined, victim in enumerate((0, 1), 1):
+        here = int(rows(0)[-1][0]) if joined > 1 else 0
+        first.until(
+            lambda h=here: all(rows(r) and _count(rows(r)[-1]) > h + 20 for r in (0, 1)),
+            60,
+            "steps",
+        )
+        killed = rows(victim)[-1]
+        psutil.Process(int(killed[2])).kill()
+        first.until(
+            lambda j=joined: len(first.events_of(events.ReplicaJoined)) == j, 90, "its return"
+        )
+        assert int(killed[0]) - 5 <= begins(victim)[-1] <= int(killed[0]) + 1
+    end(first)
+    again = run("--survive", "--nproc-per-node=2", script, run.directory)  # from storage
+    again.until(lambda: len(begins(0)) == 3 and _count(rows(0)[-1]), 60, "steps of the second job")
+    psutil.Process(int(rows(1)[-1][2])).kill()
+    again.until(lambda: again.events_of(events.ReplicaJoined), 90, "its return")
+    assert begins(1)[-1] >= begins(0)[-1] >= 50
+    end(again)
+
+
+def _count(row: list[str]) -> int:
+    return 0 if row[0] == "begin" else int(row[0])
 
 
 def test_a_training_function_is_called_again_in_its_living_process(run) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import psutil
 import pytest
 
 from dlrover.spec import events
-from tests.process.test_roles import ROLES, SCRIPTS, Numbers, coordinator
+from tests.process.test_roles import ROLES, Numbers, coordinator, each_batch_was_learned_once
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200),
@@ -18,26 +17,12 @@ pytestmark = [
 WAIT = 200.0
 
 
-class NumbersOnRay(Numbers):
-    """The job of `tests/process/test_roles.py`, on a cluster of which it takes less than two nodes."""
+def where(cluster) -> tuple[str, ...]:
+    return "--platform", "ray", "--ray-address", cluster.address
 
-    def __init__(self, run, cluster, name: str = "run", rollouts: int = 2) -> None:
-        self.run, self.out = run, run.directory / f"{name}-out"
-        self.out.mkdir()
-        common = {"config": {"out": str(self.out)}, "shutdown_timeout": 5, "max_restarts": 20}
-        one = {**common, "resources": {"cpu": 0.25}}
-        roles = {
-            "trainer": {"entry": "trainer.py", "kind": "elastic", "processes": 2, **one},
-            "rollout": {"entry": "rollout:Rollout", "instances": rollouts, **one},
-            "main": {"entry": "main.py", "kind": "driver", **one},
-        }
-        file = run.directory / f"{name}.yaml"
-        file.write_text(json.dumps({"name": name, "directory": str(SCRIPTS), "roles": roles}))
-        where = ["--platform", "ray", "--ray-address", cluster.address]
-        self.launch = run(
-            file, *where, "--job-dir", run.directory / name / "job", launcher=ROLES, name=name
-        )
-        self.launch.is_ours = True
+
+class NumbersOnRay(Numbers):
+    """The job on a cluster, of which it takes less than two nodes."""
 
     def kill_actor(self, role: str) -> None:
         """Kill the actor of an instance, above its agent and that one's zygote."""
@@ -48,7 +33,7 @@ class NumbersOnRay(Numbers):
 
 
 def test_whoever_dies_each_batch_is_learned_once(run, ray_cluster) -> None:
-    job = NumbersOnRay(run, ray_cluster)
+    job = NumbersOnRay(run, *where(ray_cluster))
     job.launch.until(lambda: len(job.served) > 2, WAIT, "the first batches")
     job.kill("rollout")
     kept = job.living("main")
@@ -67,21 +52,21 @@ def test_whoever_dies_each_batch_is_learned_once(run, ray_cluster) -> None:
     assert (status["rollout"]["restarts"], status["main"]["restarts"]) == (2, 1)
     (job.out / "enough").touch()
     job.launch.end_with(0, WAIT)
-    number, total = (job.out / "result").read_text().split()
-    step, _, learned = json.loads((job.out / "state.json").read_text())
-    assert sorted(learned) == list(range(int(number))), "each batch once"
-    assert step == int(number)
-    assert float(total) == sum(n * n for n in range(4 * int(number)))
+    each_batch_was_learned_once(job.out)
 
 
 def test_the_death_of_the_command_leaves_nothing_in_the_cluster(run, ray_cluster) -> None:
-    job = NumbersOnRay(run, ray_cluster, "killed")
+    job = NumbersOnRay(run, *where(ray_cluster), name="killed")
     job.launch.until(lambda: len(job.served) > 2, WAIT, "the first batches")
     job.launch.process.kill()
     ray_cluster.is_empty()
 
 
 def test_more_than_the_cluster_can_have_is_refused_at_once_by_role(run, ray_cluster) -> None:
-    job = NumbersOnRay(run, ray_cluster, "large", rollouts=30)
-    assert "role rollout: 30 nodes need CPU 7.5" in job.launch.end_with(2, WAIT)[1]
-    assert not Path(job.launch.job_dir, "roles").exists()
+    file = run.directory / "large.yaml"
+    role = {"entry": "json.dumps", "instances": 30, "resources": {"cpu": 0.25}}
+    file.write_text(json.dumps({"name": "large", "roles": {"rollout": role}}))
+    job_dir = run.directory / "large" / "job"
+    launch = run(file, *where(ray_cluster), "--job-dir", job_dir, launcher=ROLES, name="large")
+    assert "role rollout: 30 nodes need CPU 7.5" in launch.end_with(2, WAIT)[1]
+    assert not (job_dir / "roles").exists()

@@ -1,8 +1,9 @@
-"""A coordinator whose journal finds no room: the end of a role is not lost."""
+"""A coordinator whose journal finds no room: the end of a role is not lost. Nor is one made up that comes with its own."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,28 @@ def test_a_role_that_ends_while_the_disk_is_full_ends_and_is_journalled_later(
     assert isinstance(entries[1], RoleExited), "in the order in which they took effect"
     assert isinstance(entries[2], bytes)
     assert len(entries) == 3
+
+
+def test_a_launcher_that_ends_with_the_command_is_no_failure_of_its_role(tmp_path: Path) -> None:
+    directory = JobDir(tmp_path)
+
+    async def run() -> list[object]:
+        first = RolesJournal(directory.journal)
+        first.append(Submitted(JOB), 1.0)
+        first.close()
+        journal, history = RolesJournal(directory.journal), History(directory.events)
+        read_fd, write_fd = os.pipe()
+        config = RolesConfig(job=JOB)
+        coordinator = Coordinator(directory, config, journal, history, {}, read_fd)
+        os.close(write_fd)  # the command, or the pod, dies
+        coordinator._exited("a", 1, None, 3)
+        entries = [entry for _, entry in journal.entries()]
+        for one in (coordinator, journal, history):
+            one.close()
+        os.close(read_fd)
+        return entries
+
+    assert asyncio.run(run()) == [Submitted(JOB)]
 
 
 def test_the_state_of_the_service_replaces_its_inputs_alone(tmp_path: Path) -> None:

@@ -278,6 +278,9 @@ def test_the_process_that_keeps_weights_is_started_again_and_ends_with_the_job(
 ) -> None:
     with coordinator(tmp_path, keeps=True) as made:
         first = until(lambda: made.keeper, 60)
-        os.kill(first, signal.SIGKILL)
+        with joined(made, "trainer"):
+            os.kill(first, signal.SIGKILL)
+            until(lambda: not holder._runs(first), 60)
+            weights.publish({"a": np.zeros(3)}, 1)  # before anyone knows
         second = until(lambda: made.keeper not in (0, first) and made.keeper, 60)
     until(lambda: not holder._runs(second), 60)

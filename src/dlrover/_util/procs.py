@@ -213,6 +213,13 @@ class Lifeline:
 
         loop.add_reader(fd, closed)
 
+    @staticmethod
+    def is_cut(fd: int) -> bool:
+        """Return whether the holder has died, also before ``watch`` has said it."""
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        return bool(poll.poll(0))
+
 
 def exit_reason(status: int) -> str:
     """Describe how a process ended, from the status of `os.waitpid`."""

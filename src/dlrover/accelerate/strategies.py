@@ -130,6 +130,8 @@ def _problems(one: Strategy, anatomy: Anatomy, world_size: int) -> Iterator[str]
         )
     if one.chunked_loss:
         yield "chunked_loss is True; accepted is False, because the program computes the loss"
+    if one.precision == "fp8":
+        yield "precision is 'fp8'; accepted are 'fp32', 'bf16' and 'fp16', because products in fp8 are only planned"
     for name in one.blocks:
         if name not in anatomy.classes:
             yield f"blocks has {name!r}; accepted are classes of modules that the model has"

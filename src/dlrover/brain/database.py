@@ -198,6 +198,7 @@ def _delete_jobs(connection: Connection, names: list[str]) -> int:
         rows = sum(_delete_some(connection, table, name) for table in _OF_JOBS)
         rows += _delete_plans(connection, name)
         if rows < PRUNED:
+            connection.execute(tables.ends.delete().where(tables.ends.c.job == name))
             connection.execute(tables.jobs.delete().where(tables.jobs.c.id == name))
             rows += 1
         deleted += rows

@@ -15,6 +15,7 @@ from dlrover.errors import ConfigurationError
 from dlrover.planning.shapes import added
 from dlrover.planning.warmstart import LEAST_SIMILARITY, SIMILAR, PastJob, similarity
 from dlrover.spec import brain
+from dlrover.spec.outcome import Outcome
 from dlrover.spec.plan import Group, Plan, PlanOutcome
 
 SAMPLES = 60
@@ -207,6 +208,9 @@ def job_rows(
         query = query.where(_of_tenant(tenant))
     if asked.running:
         query = query.where(jobs.c.state == "running")
+    if asked.origin:
+        origin = f'"origin":{msgspec.json.encode(asked.origin).decode()}'
+        query = query.where(jobs.c.description.contains(origin, autoescape=True))
     return _rows(connection, connection.execute(query).all())
 
 
@@ -246,6 +250,7 @@ def story(connection: Connection, job: str) -> brain.Story:
     row = connection.execute(sa.select(jobs).where(jobs.c.id == job)).one_or_none()
     if row is None:
         raise ConfigurationError(f"The Brain knows no job {job}; dlrover brain jobs lists them.")
+    end = connection.scalar(sa.select(tables.ends.c.outcome).where(tables.ends.c.job == job))
     used = sa.select(nodes).where(nodes.c.job == job).order_by(nodes.c.node)
     samples = _latest(connection, tables.samples, tables.samples.c.id, [job], TALE_SAMPLES)
     return brain.Story(
@@ -253,6 +258,7 @@ def story(connection: Connection, job: str) -> brain.Story:
         plans=tuple(_record(found) for found in _plans(connection, job)),
         nodes=tuple(_node(found) for found in connection.execute(used)),
         samples=tuple(msgspec.json.decode(found.sample, type=brain.Sample) for found in samples),
+        outcome=None if end is None else msgspec.json.decode(end, type=Outcome),
     )
 
 

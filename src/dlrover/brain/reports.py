@@ -125,6 +125,7 @@ def _register(batch: Batch, report: brain.RegisterJob, now: float) -> None:
     }
     if batch.has_job(report.job):
         batch.change_job(report.job, **values)
+        _forget_end(batch, report.job)
     else:
         batch.add_job(report.job, values | {"registered": now, "throughput": 0.0, "done": 0.0})
 
@@ -221,6 +222,14 @@ def _end(batch: Batch, report: brain.ReportEnd, now: float) -> None:
     if report.shape is not None:
         values["shape"] = as_json(checked(report.shape))
     batch.change_job(report.job, **values)
+    _forget_end(batch, report.job)
+    if report.outcome is not None:
+        row = {"job": report.job, "outcome": as_json(report.outcome)}
+        batch.connection.execute(tables.ends.insert().values(row))
+
+
+def _forget_end(batch: Batch, job: str) -> None:
+    batch.connection.execute(tables.ends.delete().where(tables.ends.c.job == job))
 
 
 def _cluster(batch: Batch, report: brain.ReportCluster, now: float) -> None:

@@ -58,6 +58,15 @@ jobs = Table(
 )
 """Jobs; shape, throughput and done are those of the last sample."""
 
+ends = Table(
+    "ends",
+    metadata,
+    Column("job", ID, ForeignKey("jobs.id"), primary_key=True),
+    Column("outcome", JSON, nullable=False),
+    **OPTIONS,
+)
+"""Ends of jobs as their masters saw them: large, and read for one job alone."""
+
 nodes = Table(
     "nodes",
     metadata,

@@ -85,20 +85,23 @@ def dashboard(  # noqa: PLR0913 - each is an option of the command
 def _sources(env: Mapping[str, str], brain: str, namespace: str, kubeconfig: str) -> JobSources:
     """Return where else jobs are known: the Brain and Kubernetes, as far as they are named."""
     from dlrover.dashboard import cluster  # noqa: PLC0415 - loads grpc
+    from dlrover.dashboard.history import BrainJobs  # noqa: PLC0415
     from dlrover.rpc import wire  # noqa: PLC0415
 
     sources: dict[str, Source] = {}
+    history: BrainJobs | None = None
     settings = config.settings(env)
     address = brain or settings.brain
     if address:
         token = brains.token(settings.brain_token_file)
-        sources[f"Brain at {address}"] = cluster.brain(address, token, wire.Tls(ca=settings.tls_ca))
+        history = BrainJobs(address, token, wire.Tls(ca=settings.tls_ca))
+        sources[f"Brain at {address}"] = history.rows
     if not namespace:
-        return cluster.JobSources(sources)
+        return cluster.JobSources(sources, brain=history)
     name = "Kubernetes" if namespace == "all" else f"Kubernetes, namespace {namespace}"
     wanted = "" if namespace == "all" else namespace
     with extra_of_kubernetes():
         from dlrover.dashboard.pods import PodJobs  # noqa: PLC0415
 
         sources[name] = cluster.kubernetes(kubeconfig, wanted)
-    return cluster.JobSources(sources, PodJobs(kubeconfig, wanted))
+    return cluster.JobSources(sources, PodJobs(kubeconfig, wanted, history), history)

@@ -44,6 +44,7 @@ def strategy(  # noqa: PLR0913 - each is an option of the command
         bool,
         typer.Option(help="The program keeps fp32 weights under autocast if they are not sharded."),
     ] = False,
+    precision: Annotated[str, typer.Option(help="Type of matrix products: bf16 or fp8.")] = "bf16",
     limit: Annotated[int, typer.Option(min=1, help="Strategies to show.")] = 10,
     html: Annotated[
         str, typer.Option(metavar="FILE", help="Write a page with memory and speed of all.")
@@ -52,6 +53,7 @@ def strategy(  # noqa: PLR0913 - each is an option of the command
 ) -> None:
     """Show the fastest parallel strategies of a model that fit a cluster. Exits with 3 if none does."""
     job = _job(model, accelerator, nodes, per_node, sequence, global_batch)
+    job = replace(job, precision=precision)
     if autocast:
         job = replace(job, model=replace(job.model, autocast=True))
     from dlrover.planning.parallel.search import fitting  # noqa: PLC0415

@@ -24,7 +24,7 @@ from dlrover.spec import events
 from dlrover.spec.activity import Activity
 from dlrover.spec.events import Event, WorkerFailed
 from dlrover.spec.jobdir import JobDir
-from dlrover.spec.outcome import CAUSES, IncidentCost, Outcome
+from dlrover.spec.outcome import CAUSES, Goodput, IncidentCost, Outcome
 
 ROWS = 64
 """Most nodes that are drawn: those with the most incidents, then the first ones."""
@@ -118,22 +118,12 @@ def of_ranks(ranks: RanksReply) -> list[dict[str, Any]]:
 
 def of_report(found: GoodputReport, happened: Sequence[Event]) -> dict[str, Any]:
     """Return what a job's journal and its events tell."""
-    goodput = found.goodput
     return {
         "job": found.job,
         "dir": found.job_dir,
         "phase": found.phase,
         "submitted": found.submitted_at,
-        "goodput": {
-            "ratio": goodput.goodput_ratio,
-            "words": goodput.in_words(),
-            "summary": ledger.summary(found),
-            "wall": goodput.wall_seconds,
-            "job": goodput.job_seconds,
-            "nodes": goodput.nodes,
-            "seconds": goodput.seconds,
-            "notes": ledger.notes(goodput, ledger.Amounts(goodput.wall_seconds)),
-        },
+        "goodput": of_goodput(found.goodput),
         "timeline": _timeline(found),
         "rounds": [
             {"at": at, **msgspec.to_builtins(body)}
@@ -144,6 +134,20 @@ def of_report(found: GoodputReport, happened: Sequence[Event]) -> dict[str, Any]
         "plans": [msgspec.to_builtins(plan) for plan in found.plans],
         "datasets": [_dataset(queue) for queue in found.datasets.values()],
         **of_events(happened),
+    }
+
+
+def of_goodput(goodput: Goodput) -> dict[str, Any]:
+    """Return the use of a job's time, in figures and words."""
+    return {
+        "ratio": goodput.goodput_ratio,
+        "words": goodput.in_words(),
+        "summary": ledger.summary(goodput),
+        "wall": goodput.wall_seconds,
+        "job": goodput.job_seconds,
+        "nodes": goodput.nodes,
+        "seconds": goodput.seconds,
+        "notes": ledger.notes(goodput, ledger.Amounts(goodput.wall_seconds)),
     }
 
 
@@ -206,6 +210,17 @@ def _incidents(found: GoodputReport) -> list[dict[str, Any]]:
     return [
         _incident(incident, failed.get(incident.round, ()), hangs.get(incident.round))
         for incident in found.goodput.incidents
+    ]
+
+
+def of_incidents(outcome: Outcome) -> list[dict[str, Any]]:
+    """Return the incidents of an ended job; that which ended it has its root cause."""
+    failure, verdict = outcome.failure, outcome.verdict
+    root = [] if failure is None or verdict is None else [WorkerFailed(failure, verdict)]
+    found = outcome.goodput.incidents if outcome.goodput is not None else ()
+    return [
+        _incident(one, [each for each in root if each.failure.round == one.round], None)
+        for one in found
     ]
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ class JobFeed:
         """Yield the page's parts as server-sent events."""
         return self._feed.view()
 
-    async def log(self, name: str) -> AsyncIterator[str]:
+    async def log(self, name: str) -> AsyncGenerator[str, None]:
         """Yield the end of a log file and what is added to it as server-sent events.
 
         Raises:

@@ -50,7 +50,7 @@ async def tail(path: Path) -> AsyncIterator[str]:
         if piece is not None and (piece.data or piece.fresh):
             text = piece.data.decode(errors="replace")
             value = {"text": text, "fresh": piece.fresh, "cut": piece.fresh and piece.begin > 0}
-            yield f"data: {msgspec.json.encode(value).decode()}\n\n"
+            yield event(value)
             identity, place, idle = piece.identity, piece.begin + len(piece.data), 0.0
             continue
         await asyncio.sleep(PAUSE)
@@ -58,6 +58,11 @@ async def tail(path: Path) -> AsyncIterator[str]:
         if idle >= BEAT:
             idle = 0.0
             yield ": still here\n\n"
+
+
+def event(value: dict[str, Any]) -> str:
+    """Return a part of a log as a server-sent event."""
+    return f"data: {msgspec.json.encode(value).decode()}\n\n"
 
 
 class _Piece(NamedTuple):

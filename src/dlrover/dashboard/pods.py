@@ -8,22 +8,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
 
 import msgspec
 
-from dlrover.dashboard import stdio
+from dlrover.dashboard import cluster, podlogs, stdio
 from dlrover.dashboard.actions import Action, ScaleAction
-from dlrover.dashboard.feed import RETRY, PageFeed
+from dlrover.dashboard.ended import of_elastic_job
+from dlrover.dashboard.feed import RETRY, SHARE, PageFeed
+from dlrover.dashboard.history import BrainJobs
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 from dlrover.kubernetes.api.client import ELASTIC_JOBS, PODS, ApiError, Client
 from dlrover.kubernetes.api.execution import CommandError, Execution, execute
 from dlrover.kubernetes.resources import names
+from dlrover.kubernetes.resources.types import Manifest
 from dlrover.spec.node import WORKER
 from dlrover.spec.words import counted
 
 PATIENCE = 10.0
 """Seconds that the API server has to name the master's pod."""
+SILENT = f"The Kubernetes API server does not answer within {PATIENCE:g} s."
 EVENT = b"\n\n"
 """End of a server-sent event."""
 LARGEST = 16 << 20
@@ -37,23 +43,40 @@ PARTS = frozenset(
 class PodJob:
     """The live page of an ElasticJob, its logs, and its buttons."""
 
-    def __init__(self, kubeconfig: str, namespace: str, name: str) -> None:
+    def __init__(
+        self, kubeconfig: str, namespace: str, name: str, history: BrainJobs | None = None
+    ) -> None:
         self._kubeconfig, self._namespace, self._name = kubeconfig, namespace, name
-        self._feed = PageFeed(f"{namespace}/{name}", lambda: (self._follow(),))
+        self._history = history
+        self._told: set[str] = set()
+        """Parts that a master has sent; ``outcome``: it has told the job's end, too."""
+        self._feed = PageFeed(f"{namespace}/{name}", lambda: (self._follow(), self._list_logs()))
+        self._pod_logs: list[dict[str, Any]] = []
+        self._files: list[dict[str, Any]] = []
 
     def view(self) -> AsyncIterator[str]:
         """Yield the page's parts as server-sent events; ``unreachable`` says why there are no others."""
         return self._feed.view()
 
-    async def log(self, name: str) -> AsyncIterator[str]:
-        """Yield the end of a log file of the master's pod and what is added to it as server-sent events.
+    async def log(self, name: str) -> AsyncGenerator[str, None]:
+        """Yield the end of a log and what is added to it as server-sent events: of a pod, or a file of the master's.
 
         Raises:
-            ConfigurationError: there is no such file.
-            InfrastructureError: the pod cannot be reached.
+            ConfigurationError: there is no such log, or it may not be read.
+            InfrastructureError: the pod is gone or cannot be reached.
         """
-        async for text in self._ask(stdio.PageRequest(log=name)):
-            yield f"{text.decode(errors='replace')}\n\n"
+        wanted = podlogs.PodLog.parse(name)
+        if wanted is not None and not wanted.file:
+            async with _client(self._kubeconfig) as client:
+                pieces = podlogs.tail(client, self._namespace, self._name, *wanted[:2])
+                async with contextlib.aclosing(pieces):
+                    async for text in pieces:
+                        yield text
+            return
+        pod, file = ("", name) if wanted is None else (wanted.pod, wanted.file)
+        async with contextlib.aclosing(self._ask(stdio.PageRequest(log=file), pod)) as events:
+            async for piece in events:
+                yield f"{piece.decode(errors='replace')}\n\n"
 
     async def act(self, action: Action) -> dict[str, object]:
         """Carry out what a button asks for; the number of workers is the manifest's.
@@ -84,8 +107,12 @@ class PodJob:
         }
 
     async def _follow(self) -> None:
+        self._told = set()
         while True:
             try:
+                if await self._tell_end():
+                    await asyncio.sleep(podlogs.AGAIN)
+                    continue
                 async with contextlib.aclosing(self._ask(stdio.PageRequest())) as events:
                     async for text in events:
                         self._pass_on(text.decode())
@@ -102,6 +129,26 @@ class PodJob:
                 self._feed.publish("unreachable", {"text": problem})
             await asyncio.sleep(RETRY)
 
+    async def _tell_end(self) -> bool:
+        """Show what is known of the job once it has ended, unless its master has told more; return whether it has."""
+        async with _client(self._kubeconfig) as client:
+            job = await self._job(client)
+        ended = cluster.ended_job(job)
+        if ended is None:
+            return False
+        if "outcome" not in self._told:
+            story, why = None, ""
+            if self._history is not None:
+                story, why = await self._history.of_origin(job["metadata"]["uid"])
+            parts = of_elastic_job(ended, story, why)
+            for name in ("status",) if "report" in self._told else tuple(parts):
+                self._feed.publish(name, parts[name])
+            if story is not None or self._history is None:
+                self._told.add("outcome")
+        self._files = []  # which were the master's
+        self._publish_logs()
+        return True
+
     def _pass_on(self, text: str) -> None:
         self._feed.publish("unreachable", {"text": ""})
         name, newline, data = text.partition("\n")
@@ -111,17 +158,51 @@ class PodJob:
         name = name.removeprefix("event: ")
         if name not in PARTS:
             return
+        self._told.add(name)
+        if name in ("status", "roles") and value["outcome"]:
+            self._told.add("outcome")
+        if name == "logs":
+            self._files = [*value]
+            self._publish_logs()
+            return
         if name == "roles":  # in the pod, a role's page is that of a directory
             for role in value["roles"]:
                 own = names.job_of_role(self._name, role["name"])
                 role["page"] = role["page"] and f"{self._namespace}/{own}"
         self._feed.publish(name, value)
 
-    async def _ask(self, request: stdio.PageRequest) -> AsyncGenerator[bytes, None]:
-        """Yield what ``dlrover dashboard --stdio`` answers in the master's pod, by events or as a whole."""
-        pod, rest = names.master_name(self._name), bytearray()
+    async def _list_logs(self) -> None:
+        """Show which logs there are: those of the pods, as far as the viewer may list them, and the master's files."""
+        labels = f"{names.JOB_LABEL}={self._name}"
+        while True:
+            began = time.monotonic()
+            try:
+                async with _client(self._kubeconfig) as client:
+                    listing = client.list(PODS, self._namespace, labels=labels)
+                    found, _ = await asyncio.wait_for(listing, PATIENCE)
+                self._pod_logs = podlogs.listed(found)
+                self._feed.publish("unlisted", {"text": ""})
+            except ApiError as error:
+                problem = f"The logs of the pods are not listed: {error}; this needs the right to list pods."
+                self._feed.publish("unlisted", {"text": problem})
+            except (InfrastructureError, asyncio.TimeoutError):
+                pass  # the page says it already
+            self._publish_logs()
+            await asyncio.sleep(max(podlogs.AGAIN, (time.monotonic() - began) / SHARE))
+
+    def _publish_logs(self) -> None:
+        self._feed.publish("logs", [*self._pod_logs, *self._files])
+
+    async def _ask(self, request: stdio.PageRequest, pod: str = "") -> AsyncGenerator[bytes, None]:
+        """Yield what ``dlrover dashboard --stdio`` answers in a pod, by events or as a whole; by default the master's."""
+        whose = f"Pod {self._namespace}/{pod}" if pod else self._master()
+        rest = bytearray()
         async with _client(self._kubeconfig) as client:
-            container = await self._container(client)
+            if pod:
+                found = await podlogs.find(client, self._namespace, self._name, pod)
+                container = podlogs.main_container(found)
+            else:
+                pod, container = names.master_name(self._name), await self._container(client)
             try:
                 async with (
                     execute(client, self._namespace, pod, container, stdio.COMMAND) as running,
@@ -136,26 +217,16 @@ class PodJob:
                             begin = 0
                         if len(rest) > LARGEST:
                             raise InfrastructureError(
-                                f"{self._master()} sends more than {LARGEST} bytes at once."
+                                f"{whose} sends more than {LARGEST} bytes at once."
                             )
                     if rest:
                         yield bytes(rest)
             except CommandError as error:
-                raise self._failed(error) from error
+                raise _failed(whose, error) from error
             except ApiError as error:
                 raise ConfigurationError(
-                    f"{self._master()} cannot be asked through the API server: {error}."
+                    f"{whose} cannot be asked through the API server: {error}."
                 ) from error
-
-    def _failed(self, error: CommandError) -> DLRoverError:
-        if not error.stderr:  # it could not start, or ended together with the pod
-            return InfrastructureError(f"{self._master()} gives no answer: {error}.")
-        if "No such option" in error.stderr:
-            return ConfigurationError(
-                f"{self._master()} has an earlier version of DLRover, which does not make this page."
-            )
-        said = error.stderr.strip().rpartition("\n")[2]
-        return ConfigurationError(said.removeprefix("dlrover: "))
 
     async def _container(self, client: Client) -> str:
         """Return the container of the master in its pod.
@@ -163,19 +234,13 @@ class PodJob:
         Raises:
             InfrastructureError: there is none that runs.
         """
+        job = await self._job(client)
         try:
-            job = await asyncio.wait_for(
-                client.find(ELASTIC_JOBS, self._namespace, self._name), PATIENCE
-            )
             pod = await asyncio.wait_for(
                 client.find(PODS, self._namespace, names.master_name(self._name)), PATIENCE
             )
         except asyncio.TimeoutError:
-            raise InfrastructureError(
-                f"The Kubernetes API server does not answer within {PATIENCE:g} s."
-            ) from None
-        if job is None:
-            raise InfrastructureError(f"There is no ElasticJob {self._namespace}/{self._name}.")
+            raise InfrastructureError(SILENT) from None
         if pod is None or pod["status"].get("phase") != "Running":
             status = job.get("status") or {}
             phase, message = status.get("phase", "Created"), status.get("message", "")
@@ -186,6 +251,22 @@ class PodJob:
         container: str = pod["spec"]["containers"][0]["name"]
         return container
 
+    async def _job(self, client: Client) -> Manifest:
+        """Return the ElasticJob.
+
+        Raises:
+            ApiError: the viewer may not look at it.
+            InfrastructureError: there is none, or the API server does not answer.
+        """
+        try:
+            found = client.find(ELASTIC_JOBS, self._namespace, self._name)
+            job = await asyncio.wait_for(found, PATIENCE)
+        except asyncio.TimeoutError:
+            raise InfrastructureError(SILENT) from None
+        if job is None:
+            raise InfrastructureError(f"There is no ElasticJob {self._namespace}/{self._name}.")
+        return job
+
     def _master(self) -> str:
         return f"The master of {self._namespace}/{self._name}"
 
@@ -193,8 +274,8 @@ class PodJob:
 class PodJobs:
     """The pages of the jobs of a namespace; an empty one stands for all namespaces."""
 
-    def __init__(self, kubeconfig: str, namespace: str) -> None:
-        self._kubeconfig, self._namespace = kubeconfig, namespace
+    def __init__(self, kubeconfig: str, namespace: str, history: BrainJobs | None = None) -> None:
+        self._kubeconfig, self._namespace, self._history = kubeconfig, namespace, history
 
     def find(self, job: str) -> PodJob | None:
         """Return the page of ``NAMESPACE/NAME``; None if it is not one of these."""
@@ -202,7 +283,18 @@ class PodJobs:
         valid = re.fullmatch(names.JOB_NAME, name) and re.fullmatch(r"[-a-z0-9]+", namespace)
         if not valid or self._namespace not in ("", namespace):
             return None
-        return PodJob(self._kubeconfig, namespace, name)
+        return PodJob(self._kubeconfig, namespace, name, self._history)
+
+
+def _failed(whose: str, error: CommandError) -> DLRoverError:
+    if not error.stderr:  # it could not start, or ended together with the pod
+        return InfrastructureError(f"{whose} gives no answer: {error}.")
+    if "No such option" in error.stderr:
+        return ConfigurationError(
+            f"{whose} has an earlier version of DLRover, which does not make this page."
+        )
+    said = error.stderr.strip().rpartition("\n")[2]
+    return ConfigurationError(said.removeprefix("dlrover: "))
 
 
 @contextlib.asynccontextmanager

@@ -9,7 +9,7 @@ import logging
 import mimetypes
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -40,6 +40,8 @@ LIST_PAUSE = 2.0
 """Seconds between two looks at the list of jobs."""
 BEAT = 15.0
 """Seconds after which a silent stream gets a comment."""
+LOG_RETRY = 5000
+"""Milliseconds after which the page asks again for a log that it did not get."""
 END_WAIT = 1
 """Seconds that open streams get when the server ends."""
 
@@ -50,8 +52,8 @@ class JobPage(Protocol):
     def view(self) -> AsyncIterator[str]:
         """Yield the page's parts as server-sent events."""
 
-    def log(self, name: str) -> AsyncIterator[str]:
-        """Yield the end of a log file and what is added to it as server-sent events."""
+    def log(self, name: str) -> AsyncGenerator[str, None]:
+        """Yield the end of a log and what is added to it as server-sent events."""
 
     async def act(self, action: actions.Action) -> dict[str, Any]:
         """Carry out what a button asks for; return the answer as ``text``, and whether it ``refused``."""
@@ -134,19 +136,7 @@ class Dashboard:
         job = await self._find(request)
         if job is None:
             return _no_job()
-        pieces = job.log(request.query_params.get("file", ""))
-        try:
-            first = await anext(pieces, "")
-        except DLRoverError as error:
-            return _refused(404, str(error))
-
-        async def stream() -> AsyncIterator[str]:
-            yield first
-            with contextlib.suppress(DLRoverError):  # its pod has ended: the page asks again
-                async for piece in pieces:
-                    yield piece
-
-        return _stream(stream())
+        return _stream(_log(job.log(request.query_params.get("file", ""))))
 
     async def act(self, request: Request) -> Response:
         """Carry out what a button asks for."""
@@ -244,6 +234,17 @@ def _json(value: Any) -> Response:
 
 def _stream(events: AsyncIterator[str]) -> Response:
     return StreamingResponse(events, media_type="text/event-stream")
+
+
+async def _log(pieces: AsyncGenerator[str, None]) -> AsyncIterator[str]:
+    """Yield a log; ``problem`` says why there is no more, and the page asks again after a while."""
+    try:
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+    except DLRoverError as error:
+        problem = msgspec.json.encode({"text": str(error)}).decode()
+        yield f"retry: {LOG_RETRY}\nevent: problem\ndata: {problem}\n\n"
 
 
 def _refused(status: int, sentence: str) -> Response:

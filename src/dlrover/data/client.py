@@ -9,6 +9,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from dlrover._util import backoff
 from dlrover.data.machine.spans import Spans
@@ -57,6 +58,14 @@ CLOSE_WAIT = 2.0
 _SMOOTHING = 0.5
 
 
+class Reader(NamedTuple):
+    """What a reader is to the service."""
+
+    name: str
+    report_interval: float = REPORT_INTERVAL
+    """Seconds between two reports: if it dies, what it has not reported is dealt again."""
+
+
 class ShardClient:
     """One worker's shards of one dataset. Made by one thread, used by one thread at a time."""
 
@@ -68,24 +77,25 @@ class ShardClient:
         incarnation: Incarnation,
         base: bytes = b"",
         ahead: float = AHEAD,
+        reader: Reader | None = None,
     ) -> None:
         self._spec = spec
         self._seconds_ahead = ahead
         self._service = service
-        self._name = f"{rank}-{uuid.uuid4().hex[:12]}"
+        self._name, self._report_interval = reader or Reader(f"{rank}-{uuid.uuid4().hex[:12]}")
         self._incarnation = incarnation
         self._changed = threading.Condition()
         # ---- _changed guards all of the following
         self._acknowledged = Spans()
         self._ready, self._lent = deque[Span](), deque[Span]()
         """Leased samples that are not taken yet, and taken samples that are not claimed yet."""
-        self._ahead = 0
-        self._fewest = FEWEST
+        self._ahead, self._fewest = 0, FEWEST
         self._unreported = Spans()
         self._failed: list[FailedSpan] = []
         self._between = False  # between two loops: no more reading of its epoch
         self._exhausted = self._complete = self._closing = self._patient = False
         self._starving = self._resting = self._others_starve = False
+        self._flushing = self._reporting = False
         self._error: Exception | None = None
         self._away_since: float | None = None
         self._count = 0
@@ -144,6 +154,8 @@ class ShardClient:
                     raise self._error
                 if self._ready:
                     return self._taken()
+                if self._closing:
+                    return []
                 over = self._complete if patient else self._exhausted
                 quiet = idle is not None and time.monotonic() - began > idle
                 if over and (self._ended or quiet) and not self._failed:
@@ -256,6 +268,20 @@ class ShardClient:
             if self._short():
                 self._changed.notify_all()
 
+    def flush(self) -> None:
+        """Wait until all that is acknowledged is reported.
+
+        Raises:
+            InfrastructureError: this worker's shards were leased to others.
+        """
+        with self._changed:
+            self._flushing = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._over or not (self._unreported or self._reporting))
+            self._flushing = False
+            if self._error is not None:
+                raise self._error
+
     def _weight(self, span: Span) -> int:
         """Return how many positions of a span count for the speed; for a gap in a stream, at most a shard."""
         size = span.stop - span.start
@@ -308,7 +334,7 @@ class ShardClient:
     # ---- the thread
 
     def _run(self) -> None:
-        pause = min(REPORT_INTERVAL, self._spec.timeout / (2 * RENEWALS))
+        pause = min(self._report_interval, self._spec.timeout / (2 * RENEWALS))
         while True:
             with self._changed:
                 self._changed.wait_for(self._due, pause)
@@ -329,7 +355,9 @@ class ShardClient:
 
     def _due(self) -> bool:
         leaves = self._resting and bool(self._ready)
-        return self._closing or bool(self._failed) or bool(self._grown) or leaves or self._short()
+        flushes = self._flushing and bool(self._unreported)
+        due = self._closing or bool(self._failed) or bool(self._grown)
+        return due or leaves or flushes or self._short()
 
     def _short(self) -> bool:
         """Return whether to fetch more samples."""
@@ -387,6 +415,7 @@ class ShardClient:
         if self._closing or self._resting or stuck or ends:
             want = 0  # a loop that ends must not fetch returned samples for the next loop
         acknowledged = list(self._unreported)
+        self._reporting = bool(acknowledged)
         self._unreported = Spans(acknowledged[MAX_SPANS:])
         failed, self._failed = self._failed[:MAX_WANT], self._failed[MAX_WANT:]
         gap, self._gap = self._gap, None
@@ -429,6 +458,7 @@ class ShardClient:
 
     def _take_in(self, request: TakeShards, reply: ShardReply, sent: float) -> None:
         with self._changed:
+            self._reporting = False
             if not (reply.away or reply.refused):
                 self._renewed = sent
             got = _size(reply.spans)

@@ -6,13 +6,13 @@ import os
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby, islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from dlrover import launched
 from dlrover.data import services
-from dlrover.data.client import ShardClient
+from dlrover.data.client import Reader, ShardClient
 from dlrover.data.machine import order
 from dlrover.data.machine.spans import Part, Spans
 from dlrover.data.machine.state import NO_READER, RankData, began, count, merged
@@ -40,6 +40,17 @@ class Source(Protocol[Sample_co]):
 
     def __getitem__(self, index: int) -> Sample_co:
         """Return one sample."""
+
+
+class Readers(NamedTuple):
+    """What the readers of a data set share if each starts and ends by itself, instead of in the job's rounds."""
+
+    incarnation: Incarnation
+    """A later one begins anew, with ``base``."""
+    base: bytes
+    """Samples that the model had learned from (packed `Spans`)."""
+    reader: Reader
+    """This one; another start of it has another name."""
 
 
 class Records(Generic[Sample_co]):
@@ -122,6 +133,7 @@ class Records(Generic[Sample_co]):
         self._closed = False
         self._base = b""
         self._loads = 0
+        self._readers: Readers | None = None
         self._orders: dict[int, order.Order] = {}
         self.epoch = 0
         """The current or next epoch; it ends at ``epochs``."""
@@ -294,13 +306,32 @@ class Records(Generic[Sample_co]):
         return self._client
 
     @property
+    def name(self) -> str:
+        """The name of the data set in its job."""
+        return self._spec.name
+
+    def join(self, readers: Readers) -> None:
+        """Read with others that start and end by themselves; call this before anything is read."""
+        self._readers, self._base = readers, readers.base
+
+    def flush(self) -> None:
+        """Wait until the master knows all that is acknowledged."""
+        if self._client is not None:
+            self._client.flush()
+
+    @property
     def _incarnation(self) -> Incarnation:
+        if self._readers is not None:
+            return self._readers.incarnation
         return Incarnation(launched.given.round, self._loads)
 
     def _open(self) -> ShardClient:
         if self._stream is None:
             rank, _ = services.world()
-            return ShardClient(self._spec, services.connect(), rank, self._incarnation, self._base)
+            reader = self._readers.reader if self._readers is not None else None
+            return ShardClient(
+                self._spec, services.connect(), rank, self._incarnation, self._base, reader=reader
+            )
         client = self._stream.open(self._spec, self._base, self._incarnation)
         self._spec = client.spec
         return client

@@ -115,7 +115,12 @@ async def _serve(
         job = job if master.replayed else await brain.first(job)
     takeover.begin(master, job, str(job_dir.path), history, platform)
     try:
-        return await _until_ended(master, job_dir, orphaned)
+        outcome = await _until_ended(master, job_dir, orphaned)
+        if outcome is None:
+            return ExitCode.INFRASTRUCTURE
+        if brain is not None:
+            brain.ended(outcome)
+        return outcome.exit_code
     finally:
         master.close()
         await server.stop(STOP_GRACE)
@@ -199,7 +204,8 @@ async def _platform(settings: MasterConfig, setup: Setup) -> Platform | None:
     return platform
 
 
-async def _until_ended(master: Master, job_dir: JobDir, orphaned: asyncio.Event) -> int:
+async def _until_ended(master: Master, job_dir: JobDir, orphaned: asyncio.Event) -> Outcome | None:
+    """Return the job's outcome, which is also written; None if the master ends before the job."""
     serving = asyncio.create_task(master.run())
     owner_died = asyncio.create_task(orphaned.wait())
     await asyncio.wait([serving, owner_died], return_when=asyncio.FIRST_COMPLETED)
@@ -207,16 +213,16 @@ async def _until_ended(master: Master, job_dir: JobDir, orphaned: asyncio.Event)
     if not (serving.done() or master.ended.is_set()):
         logger.info("The launcher died; so does its master")
         serving.cancel()
-        return ExitCode.INFRASTRUCTURE
+        return None
     outcome = master.machine.outcome
     if not await serving or outcome is None:
-        return ExitCode.INFRASTRUCTURE
+        return None
     goodput = master.ledger.goodput(master.clock())
     outcome = msgspec.structs.replace(
         outcome, goodput=goodput, skipped=master.services.shards.summary()
     )
     files.write_atomically(job_dir.outcome, msgspec.json.encode(outcome))
-    return outcome.exit_code
+    return outcome
 
 
 def read_outcome(path: Path) -> Outcome | None:

@@ -113,6 +113,16 @@ MODULES = (
     Module("dlrover.trainer.tensorflow.util.column_info", {
         "Column": "`tf.TensorSpec` for `dlrover.tensorflow.dataset`",
     }, f"{_ORIGINAL}.tensorflow"),
+    Module("dlrover.trainer.tensorflow.hooks.elastic_data_shard_report_hook", {
+        "ElasticDataShardReportHook": "nothing: `dlrover.tensorflow.estimators` reports by itself",
+    }, f"{_ORIGINAL}.tensorflow"),
+    Module("dlrover.trainer.tensorflow.hooks.global_step_hook", {
+        "GlobalStepHook": "nothing: `dlrover.tensorflow.estimators` counts by itself",
+    }, f"{_ORIGINAL}.tensorflow"),
+    Module("dlrover.trainer.util.conf_util", {
+        "ConfigurationManagerInterface": "a class of `dlrover.tensorflow.estimators`",
+        "ConfigurationManagerMeta": "a class of `dlrover.tensorflow.estimators`",
+    }, f"{_ORIGINAL}.tensorflow"),
     Module("dlrover.trainer.util.log_util", _LOGGER, f"{_ORIGINAL}.replaced"),
     Module("dlrover.python.common.log", _LOGGER, f"{_ORIGINAL}.replaced"),
     Module("dlrover.python.common.enums", {"FailoverStrategy": _RULES}, f"{_ORIGINAL}.replaced"),
@@ -172,11 +182,11 @@ PROGRAMS = (
         "dlrover.cli:command", f"{_ORIGINAL}.programs:master",
     ),
     MainModule(
-        "dlrover.trainer.entry.local_entry", "`dlrover-run --chief` and `dlrover.tensorflow.resilient`",
-        f"{_ORIGINAL}.programs:estimator",
+        "dlrover.trainer.entry.local_entry", "`dlrover-run --chief -m dlrover.tensorflow.estimators`",
+        "dlrover.cli:launcher", f"{_ORIGINAL}.programs:estimator",
     ),
     MainModule(
-        "dlrover.trainer.__main__", "`dlrover-run --chief` and `dlrover.tensorflow.resilient`",
-        f"{_ORIGINAL}.programs:estimator",
+        "dlrover.trainer.__main__", "`dlrover-run --chief -m dlrover.tensorflow.estimators`",
+        "dlrover.cli:launcher", f"{_ORIGINAL}.programs:estimator",
     ),
 )  # fmt: skip

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 
-from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
+from dlrover.errors import ConfigurationError, DLRoverError
 
 PLATFORMS = {
     "local": [],
@@ -15,10 +16,14 @@ PLATFORMS = {
 }
 """By the original's ``--platform``: options of ``dlrover master``."""
 ESTIMATOR = (
-    "dlrover: TensorFlow has had no tf.estimator since 2.16, so there is nothing to run a train_conf class with; write"
-    " the model in Keras or as a loop in dlrover.tensorflow.resilient, and start it with dlrover-run --chief --servers"
-    " N; see docs/tensorflow.md."
+    "TensorFlow has had no tf.estimator since 2.16, so there is nothing to run a train_conf class with; install"
+    " tensorflow==2.15.*, or write the model in Keras or as a loop in dlrover.tensorflow.resilient, and start it with"
+    " dlrover-run --chief --servers N; see docs/tensorflow.md."
 )
+ESTIMATOR_PLATFORMS = {
+    "local": True, "local_kubernetes": True, "local_ray": True, "Kubernetes": False, "kubernetes": False
+}  # fmt: skip
+"""By the original's ``--platform``: whether the nodes are started on this machine."""
 
 
 def master(argv: Sequence[str]) -> list[str]:
@@ -67,7 +72,31 @@ def run(command: Callable[[], int], arguments: Callable[[Sequence[str]], list[st
     return command()
 
 
-def estimator() -> int:
-    """Say what to write instead of an estimator."""
-    print(ESTIMATOR, file=sys.stderr)
-    return ExitCode.USAGE
+def estimator(argv: Sequence[str]) -> list[str]:
+    """Return the command line of ``dlrover-run`` for one of ``dlrover.trainer.entry.local_entry``.
+
+    Raises:
+        ConfigurationError: there are no estimators, or an option is wrong.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m dlrover.trainer.entry.local_entry", allow_abbrev=False
+    )
+    parser.add_argument("--conf", required=True)
+    parser.add_argument("--platform", default="local")
+    for role, count in (("ps", 1), ("worker", 1), ("evaluator", 0)):
+        parser.add_argument(f"--{role}_num", type=int, default=count)
+    known, ignored = parser.parse_known_args(argv)
+    if importlib.util.find_spec("tensorflow_estimator") is None:  # a package that 2.15 needs
+        raise ConfigurationError(ESTIMATOR)
+    if known.platform not in ESTIMATOR_PLATFORMS:
+        raise ConfigurationError(
+            f"--platform {known.platform}: must be one of {', '.join(ESTIMATOR_PLATFORMS)}."
+        )
+    if ignored:
+        print(f"dlrover: without effect: {' '.join(ignored)}", file=sys.stderr)
+    nodes = [
+        "--local-nodes", str(known.worker_num), "--servers", str(known.ps_num),
+        "--evaluators", str(known.evaluator_num),
+    ]  # fmt: skip
+    here = ESTIMATOR_PLATFORMS[known.platform]
+    return ["--chief", *(nodes if here else ()), "-m", "dlrover.tensorflow.estimators", known.conf]

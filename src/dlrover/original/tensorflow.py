@@ -12,6 +12,21 @@ from typing import Any
 
 from dlrover import launched
 from dlrover.original.sharding import ShardingClient
+from dlrover.tensorflow.estimators.conf import (
+    ConfigurationManagerInterface,
+    ConfigurationManagerMeta,
+)
+
+__all__ = [
+    "Column",
+    "ConfigurationManagerInterface",
+    "ConfigurationManagerMeta",
+    "ElasticDataShardReportHook",
+    "ElasticReader",
+    "FileReader",
+    "GlobalStepHook",
+    "ReportModelInfoHook",
+]
 
 MINIBATCHES_PER_SHARD = 2
 
@@ -135,6 +150,10 @@ class ElasticDataShardReportHook(_Hook):
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Report the batch."""
         self._sharding_client.report_batch_done()
+
+
+class GlobalStepHook(_Hook):
+    """Hook that does nothing: an estimator of a configuration counts its steps by itself."""
 
 
 class ReportModelInfoHook(_Hook):

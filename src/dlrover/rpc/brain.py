@@ -70,9 +70,11 @@ class BrainClient(Connection):
         found: brain.Similar = await self._call("Similar", brain.AskSimilar(job=job), brain.Similar)
         return found
 
-    async def jobs(self, limit: int = 100, *, running: bool = False) -> tuple[brain.JobRow, ...]:
-        """Return the jobs that the Brain knows, latest first."""
-        request = brain.AskJobs(limit=limit, running=running)
+    async def jobs(
+        self, limit: int = 100, *, running: bool = False, origin: str = ""
+    ) -> tuple[brain.JobRow, ...]:
+        """Return the jobs that the Brain knows, latest first; ``origin``: only those of that origin."""
+        request = brain.AskJobs(limit=limit, running=running, origin=origin)
         found: brain.Jobs = await self._call("Jobs", request, brain.Jobs)
         return found.jobs
 

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from dlrover.spec.measurements import Batches
+from dlrover.spec.outcome import Outcome
 from dlrover.spec.plan import Group, Plan
 
 Id: TypeAlias = Annotated[str, Meta(min_length=1, max_length=100, pattern=r"^[!-~]+$")]
@@ -85,6 +86,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     """Samples until its end; 0 if unknown."""
     restart: Amount = 30.0
     """Seconds without progress after a change of its size."""
+    origin: Text = ""
+    """Id of the object from which the job was made, such as the uid of an ElasticJob; empty: none."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,6 +195,8 @@ class ReportEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     reason: Text = ""
     shape: Shape | None = None
     """Its last size; None: the shape of its last sample."""
+    outcome: Outcome | None = None
+    """Its end as its master saw it, with its goodput and incidents; None: not known."""
 
 
 class ReportCluster(msgspec.Struct, frozen=True, kw_only=True, tag="cluster"):
@@ -311,6 +316,8 @@ class AskJobs(msgspec.Struct, frozen=True, kw_only=True):
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 100
     running: bool = False
     """True: only jobs that have not ended."""
+    origin: Text = ""
+    """Only jobs of this origin; empty: of any."""
 
 
 class Jobs(msgspec.Struct, frozen=True):
@@ -372,6 +379,8 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeRecord, ...]
     samples: tuple[Sample, ...]
     """The last 200, oldest first."""
+    outcome: Outcome | None = None
+    """Its end as its master reported it; None: it runs, or its master did not report that."""
 
 
 class AskCluster(msgspec.Struct, frozen=True):

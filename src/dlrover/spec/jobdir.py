@@ -134,6 +134,8 @@ class BrainSide(msgspec.Struct, frozen=True, kw_only=True):
     """True: the Brain chooses the job's size together with those of all others. False: the job does."""
     program: str = ""
     """The job's program, by which similar past jobs are found."""
+    origin: str = ""
+    """Id of the object from which the job was made, such as the uid of an ElasticJob; empty: none."""
     node: Group = Group(count=1)
     """Resources of the cluster that each node takes, where known."""
 

@@ -26,18 +26,29 @@ MASTER_WAIT = 600.0
 """Seconds that a task that starts waits for a master."""
 
 
-def start(task: ClusterTask) -> Any:
+def start(task: ClusterTask, name: str = "") -> Any:
     """Start TensorFlow's server of a task.
 
     The server knows itself only. The chief tells it about the others, and which number it has among them, so that
     any server can take any place.
+
+    Args:
+        task: the task.
+        name: how the server calls itself, if not by its role; in sessions with their own cluster, no task may have
+            the name and number that a server began with.
     """
-    spec = tf.train.ClusterSpec({task.role: [task.address]})
-    return tf.distribute.Server(spec, job_name=task.role, task_index=0, protocol="grpc", start=True)
+    spec = tf.train.ClusterSpec({name or task.role: [task.address]})
+    return tf.distribute.Server(
+        spec, job_name=name or task.role, task_index=0, protocol="grpc", start=True
+    )
 
 
-def serve(place: TaskPlace) -> None:
+def serve(place: TaskPlace, name: str = "") -> None:
     """Serve until SIGTERM, and then until the chief does without this task.
+
+    Args:
+        place: what this process is.
+        name: as for `start`.
 
     Raises:
         ConfigurationError: the job has no chief.
@@ -52,7 +63,7 @@ def serve(place: TaskPlace) -> None:
     registry = JobRegistry()
     address = joined(place.host, free_port(_last_port(registry, place)))
     task = ClusterTask(place.role, place.index, launched.given.round, address)
-    server = start(task)
+    server = start(task, name)
     if not registry.ask(EnterCluster(task), MASTER_WAIT).wanted.get(CHIEF):
         raise ConfigurationError(NO_CHIEF)
     launched.imported()  # the next start is a fork that has TensorFlow

@@ -24,6 +24,13 @@ SHAPES = st.builds(
     shared_experts=st.integers(0, 1),
     dense_layers=st.integers(0, 1),
     kept=st.sampled_from([0.0, 1e5]),
+    kv_lora=st.sampled_from([16, 512]),
+    q_lora=st.sampled_from([0, 64]),
+    rope_dim=st.sampled_from([0, 64]),
+    value_dim=st.sampled_from([0, 100]),
+    imbalance=st.sampled_from([1.0, 3.5]),
+    fused=FLAG,
+    copied_gradients=FLAG,
 )
 STRATEGIES = st.builds(
     Strategy,
@@ -44,6 +51,7 @@ STRATEGIES = st.builds(
     gradient_bytes=st.sampled_from([0, 2, 4]),
     chunked_loss=FLAG,
     compile=FLAG,
+    precision=st.sampled_from(["bf16", "fp8"]),
 )
 
 

@@ -37,11 +37,24 @@ LLAMA2 = [  # torchtitan's pull request 165: parts of 95.04 GiB
     (Strategy(dp_shard=8, micro_batch=8, recompute="selective"), 0.6251),
     (Strategy(dp_shard=8, micro_batch=8, compile=True), 0.9499),
 ]
-SIMUMAX = [  # SimuMax, 8 x B200, Llama 3 70B with 12 layers, 4 micro-batches: GiB allocated, reserved
-    (Strategy(dp_shard=4, zero=1, pp=2), 66.55, 70.88),
-    (Strategy(dp_shard=4, zero=1, tp=2), 60.68, 62.53),
-    (Strategy(dp_shard=2, zero=1, tp=4), 39.07, 40.18),
-    (Strategy(zero=1, tp=8), 28.29, 29.12),
+LLAMA_70B_12 = replace(LLAMA_70B, layers=12, fused=True)
+LATENT = Transformer(
+    4, 5120, 1536, 128, 128, 102400, experts=160, experts_per_token=6, shared_experts=2, head_dim=128, dense_layers=1,
+    dense_ffn=12288, q_lora=1536, kv_lora=512, rope_dim=64, value_dim=128, fused=True,
+)  # fmt: skip
+DEEPSEEK_V3 = replace(
+    LATENT, hidden=7168, ffn=2048, vocab=129280, experts=256, experts_per_token=8, shared_experts=1, dense_ffn=18432,
+)  # fmt: skip
+SIMUMAX = [  # SimuMax, 8 x B200, 4 layers of DeepSeek V2 and V3, 12 of Llama 3 70B: tokens, GiB allocated, reserved
+    (LLAMA_70B_12, Strategy(dp_shard=4, zero=1, pp=2), 4096, 66.55, 70.88),
+    (LLAMA_70B_12, Strategy(dp_shard=4, zero=1, tp=2), 4096, 60.68, 62.53),
+    (LLAMA_70B_12, Strategy(dp_shard=2, zero=1, tp=4), 4096, 39.07, 40.18),
+    (LLAMA_70B_12, Strategy(zero=1, tp=8), 4096, 28.29, 29.12),
+    (LLAMA_70B_12, Strategy(zero=1, tp=2, cp=4), 131072, 112.67, 121.4),
+    (LATENT, Strategy(dp_shard=8, zero=1, ep=8), 4096, 45.63, 48.79),
+    (LATENT, Strategy(dp_shard=4, zero=1, ep=4, pp=2), 4096, 44.7, 47.05),
+    (DEEPSEEK_V3, Strategy(dp_shard=8, zero=1, ep=8), 4096, 104.3, 110.18),
+    (DEEPSEEK_V3, Strategy(dp_shard=4, zero=1, ep=4, pp=2), 4096, 114.0, 118.61),
 ]
 PLAYBOOK = [  # Ultra-Scale Playbook, nanotron on H100: nodes, GB, sequences of 4096, 256 a step
     (NANO_1B, Strategy(dp_shard=8, zero=0), 1, 36.7),
@@ -69,12 +82,13 @@ def test_llama2_7b_by_recomputation(strategy, part):
     assert found.memory_gib == pytest.approx(95.04 * part, rel=0.08)
 
 
-@pytest.mark.parametrize(("strategy", "allocated", "reserved"), SIMUMAX)
-def test_simumaxs_runs_of_llama_70b(strategy, allocated, reserved):
-    model = replace(LLAMA_70B, layers=12)
-    found = predict(model, strategy, Cluster("b200"), sequence=4096, global_batch=4 * strategy.dp)
-    assert found.memory_gib == pytest.approx(reserved, rel=0.03)
-    assert found.active_gib == pytest.approx(allocated, rel=0.05)
+@pytest.mark.parametrize(("model", "strategy", "sequence", "allocated", "reserved"), SIMUMAX)
+def test_simumaxs_runs_are_within_3_percent(model, strategy, sequence, allocated, reserved):
+    found = predict(
+        model, strategy, Cluster("b200"), sequence=sequence, global_batch=4 * strategy.dp
+    )
+    assert found.active_gib == pytest.approx(allocated, rel=0.03)
+    assert found.memory_gib == pytest.approx(reserved, rel=0.04)
 
 
 @pytest.mark.parametrize(("model", "strategy", "nodes", "measured"), PLAYBOOK)
@@ -177,6 +191,17 @@ def test_interleaving_costs_memory_and_the_first_stage_has_most_micro_batches():
     wide = replace(LLAMA_8B, vocab=512_000)
     few = predict(wide, replace(plain, virtual=8), cluster, sequence=8192, global_batch=2)
     assert few.stage == 3  # with one micro-batch in flight the loss counts
+
+
+def test_what_a_program_does_changes_its_memory():
+    model = Transformer(8, 2048, 1024, 16, 16, 128256, experts=64, experts_per_token=8)
+    strategy = Strategy(dp_shard=8, zero=1, ep=8)
+    plain = gib(strategy, model)
+    assert gib(strategy, replace(model, fused=True)) < plain
+    assert gib(strategy, replace(model, imbalance=2.0)) > plain
+    copied = gib(strategy, replace(model, copied_gradients=True))
+    kept = model.parameters - model.layers * 56 * model.expert
+    assert (copied - plain) * 2**30 == pytest.approx(4 * kept, rel=0.01)
 
 
 def test_experts_are_shared_by_their_ranks():

@@ -21,6 +21,35 @@ LLAMA = {
 }
 
 
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "vocab_size": 129280,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "head_dim": 64,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+DEEPSEEK_V2 = DEEPSEEK_V3 | {
+    "num_hidden_layers": 60, "hidden_size": 5120, "vocab_size": 102400, "intermediate_size": 12288,
+    "moe_intermediate_size": 1536, "n_routed_experts": 160, "n_shared_experts": 2,
+    "num_experts_per_tok": 6, "first_k_dense_replace": 1,
+}  # fmt: skip
+DEEPSEEK_V2_LITE = DEEPSEEK_V2 | {
+    "num_hidden_layers": 27, "hidden_size": 2048, "intermediate_size": 10944,
+    "moe_intermediate_size": 1408, "n_routed_experts": 64, "q_lora_rank": None,
+    "num_attention_heads": 16, "num_key_value_heads": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [(DEEPSEEK_V3, 671e9), (DEEPSEEK_V2, 236e9), (DEEPSEEK_V2_LITE, 15.7e9)],
+)
+def test_latent_attention_has_the_published_parameters(config, parameters):
+    shape = Transformer.of(config)
+    assert shape.parameters == pytest.approx(parameters, rel=0.002)
+    assert (shape.width, shape.rope_dim, shape.value_width) == (128, 64, 128)
+
+
 def test_parameters_are_those_of_the_published_models():
     assert Transformer.of(LLAMA).parameters == pytest.approx(8.03e9, rel=0.001)
     gpt2 = {"model_type": "gpt2", "n_layer": 48, "n_embd": 1600, "n_head": 25, "vocab_size": 50257}
@@ -60,6 +89,9 @@ def test_two_matrices_and_ties_follow_from_the_type():
         (lambda: Transformer(1, 8, 8, 3, 2, 10), "heads is 3, not a multiple of kv_heads 2"),
         (lambda: Transformer(1, 8, 8, 2, 2, 10, experts=4, experts_per_token=5), "between 1 and"),
         (lambda: Transformer(1, 8, 8, 2, 2, 10, dense_layers=2), "more than layers 1"),
+        (lambda: Transformer(1, 8, 8, 2, 2, 10, rope_dim=4), "rope_dim is 4: it needs kv_lora"),
+        (lambda: Transformer(1, 8, 8, 2, 2, 10, imbalance=0.5), "imbalance is 0.5, not a number"),
+        (lambda: Strategy(precision="int8"), "precision is 'int8'; accepted are .*'fp8'"),
         (lambda: Transformer(0, 8, 8, 2, 2, 10), "layers is 0, not a positive integer"),
         (lambda: Strategy(tp=True), "tp is True"),
         (lambda: Strategy(zero=4), "zero is 4, not 0, 1, 2 or 3"),

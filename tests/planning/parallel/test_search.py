@@ -52,6 +52,18 @@ def test_the_search_knows_experts_and_long_sequences():
     assert all(one.cp * one.tp > 1 for one, _ in long)
 
 
+def test_the_search_in_fp8_needs_an_accelerator_that_has_it():
+    job = {"sequence": 4096, "global_batch": 64}
+    [(strategy, faster)] = search(LLAMA_8B, Cluster(), limit=1, precision="fp8", **job)
+    [(_, plain)] = search(LLAMA_8B, Cluster(), limit=1, **job)
+    assert strategy.precision == "fp8"
+    assert faster.step_seconds < plain.step_seconds
+    found = why_not(LLAMA_8B, Strategy(dp_shard=8, precision="fp8"), Cluster("a100-80"), **job)
+    assert found.reason == "precision is fp8: a100-80 has no products in fp8."
+    assert found.strategy.precision == "bf16"
+    assert search(LLAMA_8B, Cluster("a100-80"), precision="fp8", **job) == []
+
+
 def test_nothing_fits_a_small_cluster():
     assert search(LLAMA_405B, Cluster("a100-40"), sequence=4096, global_batch=64) == []
 

@@ -50,6 +50,45 @@ def seconds(strategy, *, model=LLAMA_8B, nodes=0, batch=256, sequence=4096, kind
     return predict(model, strategy, cluster, sequence=sequence, global_batch=batch).step_seconds
 
 
+LATENT = Transformer(
+    4, 5120, 1536, 128, 128, 102400, experts=160, experts_per_token=6, shared_experts=2, head_dim=128, dense_layers=1,
+    dense_ffn=12288, q_lora=1536, kv_lora=512, rope_dim=64, value_dim=128, fused=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rounds", "measured"),
+    [  # SimuMax, 4 layers of DeepSeek V2 on 8 B200
+        (Strategy(dp_shard=8, zero=1, ep=8), 8, 0.6762),
+        (Strategy(dp_shard=4, zero=1, ep=4, pp=2), 8, 0.4926),
+        (Strategy(dp_shard=8, zero=1, ep=8), 32, 2.7213),
+    ],
+)
+def test_published_times_of_experts_and_latent_attention(strategy, rounds, measured):
+    found = seconds(strategy, model=LATENT, batch=rounds * strategy.dp, kind="b200")
+    assert found == pytest.approx(measured, rel=0.12)
+
+
+def test_experts_that_are_far_or_unevenly_asked_are_slower():
+    near, far = Strategy(dp_shard=32, zero=1, ep=8), Strategy(dp_shard=32, zero=1, ep=32)
+    one_more = replace(LATENT, dense_layers=0)
+    assert seconds(near, model=LATENT) < seconds(far, model=LATENT)
+    assert seconds(near, model=LATENT) < seconds(near, model=replace(LATENT, imbalance=2.0))
+    # a layer without experts is as wide, but sends nothing
+    assert seconds(near, model=LATENT) < seconds(near, model=one_more)
+
+
+@pytest.mark.parametrize(("ranks", "bf16", "fp8"), [(8, 6667, 8532), (128, 6514, 8380)])
+def test_products_in_fp8_are_faster(ranks, bf16, fp8):
+    # torchtitan, docs/performance of 2024-12: tokens a second of each accelerator
+    strategy = Strategy(dp_shard=ranks, micro_batch=2, recompute="selective", compile=True)
+    slow, fast = (
+        seconds(one, batch=2 * ranks, sequence=8192, kind="h100-96")
+        for one in (strategy, replace(strategy, precision="fp8"))
+    )
+    assert slow / fast == pytest.approx(fp8 / bf16, rel=0.03)
+
+
 def test_a_step_has_costs_that_do_not_grow_with_its_batch():
     strategy = Strategy(dp_replicate=16)
     assert 2 * seconds(strategy, batch=64) > 1.03 * seconds(strategy, batch=128)

@@ -10,6 +10,7 @@ Apart from DLRover's own modules, only the standard library is imported here.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import stat
@@ -59,7 +60,7 @@ def preload(names: list[str], own: Mapping[str, str]) -> Preloaded:
     """
     before = dict(os.environ)  # noqa: TID251 - to detect changes by the imports
     generators = Generators()
-    with _quiet(), generators.watched(), _watched() as reads:
+    with _quiet(), _rarely_collecting(), generators.watched(), _watched() as reads:
         for name in names:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
@@ -150,6 +151,19 @@ def _quiet() -> Iterator[None]:
     finally:
         if warnings.showwarning is ignore:
             warnings.showwarning = shown
+
+
+@contextlib.contextmanager
+def _rarely_collecting() -> Iterator[None]:
+    """Collect garbage rarely: imports make hundreds of thousands of objects, nearly all of which stay."""
+    before = gc.get_threshold()
+    rarely = (100_000, *before[1:])
+    gc.set_threshold(*rarely)
+    try:
+        yield
+    finally:
+        if gc.get_threshold() == rarely:  # no imported module has set another one
+            gc.set_threshold(*before)
 
 
 class _WatchedEnviron(dict[bytes, bytes]):

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -33,7 +33,7 @@ from dlrover.checkpoint.loading.replay import Replayer
 from dlrover.checkpoint.loading.restore import Prepare, StateReading
 from dlrover.checkpoint.machine.layout import PackedLayout, TensorSpec
 from dlrover.checkpoint.machine.policies import Policy, checked_metrics, policy_of
-from dlrover.checkpoint.machine.saves import Newest, SaveId
+from dlrover.checkpoint.machine.saves import NOWHERE, Newest, Place, SaveId
 from dlrover.checkpoint.saver.protocol import SaverGoneError
 from dlrover.checkpoint.storage import faults, storage
 from dlrover.checkpoint.storage.lease import Lease, job_of
@@ -45,6 +45,9 @@ from dlrover.errors import (
 )
 
 logger = logging.getLogger(__name__)
+
+LOST_POLL = 0.2
+"""Seconds between two looks for lost ranks, while their parts of a save are awaited."""
 
 
 class LoadRecord(msgspec.Struct, frozen=True):
@@ -119,6 +122,7 @@ class Checkpointer:
         if save_at_breakpoint is None:
             save_at_breakpoint = launched.given.save_at_breakpoint
         wishes = Wishes(save_at_breakpoint, replicas, replica_bandwidth)
+        self._wishes, self._policy = wishes, policy
         self._world = TorchWorld()
         self._leave_world = weakref.finalize(self, self._world.close)
         self._local = frozenset(local)
@@ -140,25 +144,47 @@ class Checkpointer:
         self._problems: list[str] = []
         self._findings = direct.LoadFindings()
         self._notifier = StoredStepNotifier(self._store, self._client.stored)
+        self._membership = -1
+        """Number of the membership, in a program that survives losses, in which the session has begun."""
         if not read_only:
-            self._join(wishes, policy)
+            try:
+                self._attached = self._world.agree(lambda: self._client.attach(self._world.rank))
+                if not self._world.alone:
+                    self._join(self._newest_stored())
+            except BaseException:
+                self._client.close()
+                raise
 
-    def _join(self, wishes: Wishes, policy: Policy) -> None:
-        """Connect to the saver and begin a session with the other ranks. Collective."""
-        try:
-            attached = self._world.agree(lambda: self._client.attach(self._world.rank))
-            self._joined, self._numbering = joining.join(
-                self._world, self._client, attached, self._newest_stored(), wishes, config.environ()
-            )
-            if self._background is None:  # else the training needs the cores
-                self._copier.threads = copying.threads(len(self._joined.ranks))
-            self._direct = direct.DirectWriter(
-                self._store, self._identity, policy, self._world.rank, self._world.size,
-                self._world.agree(self._lease),
-            )  # fmt: skip
-        except BaseException:
-            self._client.close()
-            raise
+    def _join(self, newest: Newest) -> None:
+        """Begin a session with the other ranks; ``newest`` is the newest save that this rank knows. Collective."""
+        self._joined, self._numbering = joining.join(
+            self._world, self._client, self._attached, newest, self._wishes, config.environ()
+        )
+        if self._background is None:  # else the training needs the cores
+            self._copier.threads = copying.threads(len(self._joined.ranks))
+        self._direct = direct.DirectWriter(
+            self._store, self._identity, self._policy, self._world.rank, self._world.size,
+            self._world.agree(self._lease),
+        )  # fmt: skip
+        if launched.survival is not None:
+            self._membership = launched.survival.number
+
+    def _takes_part(self) -> bool:
+        """Return whether a save is made: not while a rank of a program that survives losses is away.
+
+        The first save after its return begins a session with it. Then collective.
+        """
+        survival = launched.survival
+        if survival is None:
+            return True
+        if not survival.whole:
+            return False
+        if survival.number != self._membership:
+            if self._background is not None:
+                self._background.wait()
+            known = self._numbering.newest if self._membership >= 0 else Newest()
+            self._join(self._newest_stored().including(known))
+        return True
 
     def _lease(self) -> Lease | None:
         if self._world.rank:
@@ -191,7 +217,8 @@ class Checkpointer:
         Without ``to``, the interval decides about storage. The call returns when the copy is done; with
         ``overlap`` it returns at once. All ranks must make the same saves in the same order, but do not wait
         for each other. A step may be saved again; its last save counts, for all ranks. Rank 0's ``metrics``
-        are stored with the step, for `KeepBest`, without values that are not finite.
+        are stored with the step, for `KeepBest`, without values that are not finite. In a program that survives
+        losses, nothing is saved while a rank is away.
 
         If the state does not fit in memory, a step for storage is written there before `save` returns; any
         other step is dropped.
@@ -204,8 +231,11 @@ class Checkpointer:
             raise ConfigurationError(
                 "This Checkpointer only reads, as read_only=True says; make one without it to save."
             )
+        if not self._takes_part():
+            return
         # First: a save that fails on one rank must count there, too.
-        save = self._numbering.next(step)
+        survival = launched.survival
+        save = self._numbering.next(step, Place(*survival.place()) if survival else NOWHERE)
         try:
             self._do_save(save, state, to, metrics or {})
         except BaseException:
@@ -257,7 +287,7 @@ class Checkpointer:
 
         A training that ends because of them does so: its next try takes an older step.
         """
-        if not self._read_only:
+        if not self._read_only and not self._world.alone:
             self._findings.apply(self._direct, self._joined.session)
 
     def _copy(self, order: _Order, state: State) -> None:
@@ -367,7 +397,7 @@ class Checkpointer:
         Raises:
             InfrastructureError: a save failed since the last call; the message says which.
         """
-        if self._read_only:
+        if self._read_only or self._world.alone:
             return
         with launched.blocked():
             if self._background is not None:
@@ -376,14 +406,41 @@ class Checkpointer:
             self._notifier.settle()
         problems, self._problems = self._problems, []
         self._pace.asked.clear()
-        if problems:
+        survival = launched.survival
+        if problems and survival is not None and survival.number != self._membership:
+            logger.warning("%s", " ".join(problems))  # a rank was lost, and the others go on
+        elif problems:
             raise InfrastructureError(" ".join(problems))
 
     def _wait_for_saver(self) -> None:
         try:
-            self._problems += self._client.wait()
+            with self._no_wait_for_lost():
+                self._problems += self._client.wait()
         except SaverGoneError:
             self._reconnect()
+
+    @contextlib.contextmanager
+    def _no_wait_for_lost(self) -> Iterator[None]:
+        """Meanwhile, give up the saves to which a rank that is lost has not added its part."""
+        survival, done = launched.survival, threading.Event()
+        if survival is None or self._world.size == 1:
+            yield
+            return
+
+        def watch() -> None:
+            while not done.wait(LOST_POLL):
+                if survival.lacking:
+                    for save in list(self._pace.asked):
+                        self._give_up(save)
+                    return
+
+        watcher = threading.Thread(target=watch, name="dlrover-lost-ranks")
+        watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watcher.join()
 
     def close(self) -> None:
         """Disconnect from the saver, which goes on storing the requested steps."""
@@ -437,7 +494,7 @@ class Checkpointer:
             prepare = restore.in_place(state, self._local)
             again = Replayer(state, self._copier)
             record = self._load(prepare, step, again)
-            if self._read_only:
+            if self._read_only or self._world.alone:
                 return record
             if step is not None:
                 self._go_back(step)
@@ -511,7 +568,7 @@ class Checkpointer:
         """
         with launched.blocked():
             record = self._carry_out(functools.partial(taking, choose), step)
-            if step is not None and not self._read_only:
+            if step is not None and not self._read_only and not self._world.alone:
                 self._go_back(step)
         if not self._read_only:
             launched.loaded(0 if record is None else record.step)
@@ -535,6 +592,13 @@ class Checkpointer:
         loader = Loader(self._world, client, self._store, self._identity, planner, again)
         found = loader.load() if step is None else loader.load_stored(step)
         self._findings.damaged |= loader.damaged
+        if launched.survival is not None:
+            save = (
+                found.save if found is not None and found.save is not None else SaveId(0, 0, 0, 0)
+            )
+            launched.survival.continued(save.number, msgspec.structs.astuple(save.place))
+        if found is None and self._world.alone:
+            return None
         if found is None:
             fresh.begin(
                 self._world, self._store, self._identity, job_of(config.environ()), loader,
@@ -544,7 +608,7 @@ class Checkpointer:
                 self._world.agree(lambda: client.keep(None))
             return None
         self._warn_of_loss(loader.lost, found)
-        if found.save is not None and not self._read_only:
+        if found.save is not None and not self._read_only and not self._world.alone:
             self._numbering.pass_over(found.save)
         record = LoadRecord(found.step, found.source, time.monotonic() - began)
         logger.info("Step %d was loaded from %s in %.2f s", *msgspec.structs.astuple(record))
@@ -554,7 +618,7 @@ class Checkpointer:
         if self._background is not None:
             self._background.wait()
         self._pool.wait()
-        if self._world.rank == 0 and not self._read_only:
+        if self._world.rank == 0 and not self._read_only and not self._world.alone:
             storage.adopt(self._store)
 
     def _warn_of_loss(self, lost: Lost | None, found: LoadedStep) -> None:

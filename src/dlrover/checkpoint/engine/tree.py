@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.tensor import DTensor, Replicate, Shard as ShardPlacement
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.extent import Extent
 from dlrover.checkpoint.machine.layout import ITEM_BYTES, Path, TensorPart, TensorSpec, name
 from dlrover.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    # Under their own names: other modules take them from here.
+    from torch.distributed._shard.sharded_tensor import (
+        ShardedTensor as ShardedTensor,  # noqa: PLC0414
+    )
+    from torch.distributed.tensor import DTensor as DTensor  # noqa: PLC0414
+else:
+
+    class _Late(type):
+        """A class of PyTorch whose import takes a second: it has no instances before the program imports it."""
+
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, getattr(sys.modules.get(cls.home), cls.__name__, ()))
+
+    class DTensor(metaclass=_Late):
+        """`torch.distributed.tensor.DTensor`."""
+
+        home = "torch.distributed.tensor"
+
+    class ShardedTensor(metaclass=_Late):
+        """The tensor of ``FullyShardedDataParallel`` that is spread over ranks."""
+
+        home = "torch.distributed._shard.sharded_tensor"
+
 
 State = dict[str, Any]
 """Modules, optimizers, objects with ``state_dict``, tensors and plain values, in any nesting."""
@@ -182,13 +205,19 @@ def _nothing_of(whole: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _extent_of_dtensor(value: DTensor, path: Path) -> Extent:
+    # The program has imported them.
+    from torch.distributed.tensor import Replicate, Shard as Placement  # noqa: PLC0415
+    from torch.distributed.tensor._utils import (  # noqa: PLC0415
+        compute_local_shape_and_global_offset,
+    )
+
     whole, mesh = tuple(value.shape), value.device_mesh
     if any(placement.is_partial() for placement in value.placements):
         raise ConfigurationError(f"The tensor {name(path)} is a partial sum on each rank.")
     if mesh.get_coordinate() is None:
         raise ConfigurationError(f"This rank has no part of the tensor {name(path)}.")
     shape, at = compute_local_shape_and_global_offset(whole, mesh, value.placements)
-    if any(not isinstance(p, ShardPlacement | Replicate) for p in value.placements):
+    if any(not isinstance(p, Placement | Replicate) for p in value.placements):
         _check_contiguous(value, shape, at, path)
     return Extent(whole, tuple(at), tuple(shape))
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from dlrover import launched
 from dlrover.checkpoint.storage.stores import StorageAwayError
 from dlrover.errors import ConfigurationError, InfrastructureError
 
@@ -33,6 +34,17 @@ class TorchWorld:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             # A group of its own: the training's may be bound to devices, or be in use.
             self.group = dist.new_group(backend="gloo")
+
+    @property
+    def alone(self) -> bool:
+        """True while this rank, which was started again, replays: the others neither save nor load with it."""
+        survival = launched.survival
+        return survival is not None and survival.replaying
+
+    @property
+    def leads(self) -> bool:
+        """True if this rank looks for what is stored."""
+        return self.rank == 0 or self.alone
 
     def close(self) -> None:
         """Destroy the group, whose threads must not outlive the interpreter.

@@ -103,7 +103,8 @@ class Loader:
         holding = self._world.agree(self._look)
         mine, self.unrecorded = holding.held, holding.unrecorded
         everyone = [_held.decode(data) for data in self._world.gather(msgspec.msgpack.encode(mine))]
-        held, self.lost = candidates(everyone), newest_lost(everyone)
+        held = candidates(everyone, {self._world.rank} if self._world.alone else None)
+        self.lost = newest_lost(everyone)
         last = self._last_stored()
         fresh = [one for one in held if last is None or one.save >= last]
         for candidate in fresh:
@@ -178,6 +179,10 @@ class Loader:
         known: dict[int, RankState] = {}
         fetched: Fetched = {}
         if any(needs_more for (needs_more,) in world.exchange([planned is None])):
+            if world.alone:
+                raise InfrastructureError(
+                    "It takes the memory of other ranks, which go on training."
+                )
             known = step.everything()
             planned = world.agree(
                 lambda: self._plan(known, saved_size, complete=True, own=step.is_at_hand)
@@ -208,7 +213,7 @@ class Loader:
         """
 
         def look() -> SaveId | None:
-            return None if self._world.rank else storage.tracked(self._store)
+            return storage.tracked(self._store) if self._world.leads else None
 
         last = self._world.agree(look)
         agreed: SaveId | None = _tracked.decode(self._world.gather(msgspec.msgpack.encode(last))[0])
@@ -236,7 +241,7 @@ class Loader:
 
     def _manifest(self, step: int) -> bytes:
         """Return the step's manifest on rank 0, to recognize the step if another save replaces it."""
-        if self._world.rank:
+        if not self._world.leads:
             return b""
         try:
             return self._store.read(join(step_folder(step), MANIFEST))
@@ -271,7 +276,7 @@ class Loader:
 
     def _listed(self) -> list[tuple[int, SaveId | None]]:
         found: dict[int, SaveId | None] = {}
-        if self._world.rank == 0:
+        if self._world.leads:
             self._check_directory()
             with explained(f"{self._store.location} cannot be read"):
                 found = storage.saves(self._store)
@@ -313,7 +318,7 @@ class Loader:
         blind = [rank for rank, (flag,) in enumerate(world.exchange([sees])) if not flag]
         if not blind:
             return
-        there = world.agree(lambda: world.rank == 0 and self._store.exists(manifest))
+        there = world.agree(lambda: world.leads and self._store.exists(manifest))
         where = self._store.where(manifest)
         if not world.exchange([there])[0][0]:
             raise InfrastructureError(f"{where} was deleted while it was loaded.")

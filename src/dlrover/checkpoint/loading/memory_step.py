@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -254,8 +254,13 @@ def newest_lost(everyone: Sequence[Sequence[HeldGeneration]]) -> Lost | None:
     return Lost(key[0], tuple(sorted(missing))) if missing else None
 
 
-def candidates(everyone: Sequence[Sequence[HeldGeneration]]) -> list[Candidate]:
-    """Return the steps in memory that can be loaded, newest first, from what each rank sees."""
+def candidates(
+    everyone: Sequence[Sequence[HeldGeneration]], needed: Collection[int] | None = None
+) -> list[Candidate]:
+    """Return the steps in memory that can be loaded, newest first, from what each rank sees.
+
+    ``needed``: the saved ranks whose parts suffice; by default all of them.
+    """
     seen: dict[tuple[SaveId, int], dict[int, list[int]]] = {}
     for viewer, held in enumerate(everyone):
         for item in held:
@@ -263,7 +268,7 @@ def candidates(everyone: Sequence[Sequence[HeldGeneration]]) -> list[Candidate]:
     found = []
     for key in sorted(seen, reverse=True):
         viewers = seen[key]
-        if viewers.keys() >= set(range(key[1])):
+        if viewers.keys() >= set(range(key[1]) if needed is None else needed):
             servers = {rank: who[rank % len(who)] for rank, who in viewers.items()}
             found.append(Candidate(key, servers))
     return found

@@ -13,12 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.tensor import DTensor
 
 from dlrover.checkpoint.engine import tree as trees
 from dlrover.checkpoint.engine.copying import Words, check_memory, overwrite
-from dlrover.checkpoint.engine.tree import DTYPES, Shard, Spread, State
+from dlrover.checkpoint.engine.tree import DTYPES, DTensor, Shard, ShardedTensor, Spread, State
 from dlrover.checkpoint.machine.extent import Extent
 from dlrover.checkpoint.machine.layout import Path, TensorRef, TensorSpec, name, replace_refs
 from dlrover.errors import ConfigurationError
@@ -288,7 +286,7 @@ class Restoration:
         if isinstance(model, _Like):
             model = model.tensor
         if isinstance(model, DTensor):
-            return DTensor.from_local(
+            return type(model).from_local(
                 tensor, model.device_mesh, model.placements,
                 run_check=False, shape=model.shape, stride=model.stride(),
             )  # fmt: skip

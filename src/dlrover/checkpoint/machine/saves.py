@@ -12,6 +12,19 @@ from collections.abc import Iterable
 import msgspec
 
 
+class Place(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """Where the ranks of a program were at a save, if they survive losses: a rank that returns goes on from there."""
+
+    round: int = 0
+    """Identifier of the job and its round; 0: the place is unknown."""
+    reductions: int = 0
+    steps: int = 0
+    """Optimizer steps in this round."""
+
+
+NOWHERE = Place()
+
+
 class SaveId(msgspec.Struct, frozen=True, order=True):
     """Identifier of one save of all ranks. The newer save is greater."""
 
@@ -21,6 +34,7 @@ class SaveId(msgspec.Struct, frozen=True, order=True):
     step: int
     session: int
     """Identifier of the world's run that made the save: equal on all ranks, different in each run."""
+    place: Place = NOWHERE
 
     @property
     def folder(self) -> str:
@@ -53,11 +67,16 @@ class Numbering:
         self._session = session
         self._newest = newest
 
-    def next(self, step: int) -> SaveId:
+    @property
+    def newest(self) -> Newest:
+        """The greatest line and number so far."""
+        return self._newest
+
+    def next(self, step: int, place: Place = NOWHERE) -> SaveId:
         """Return the identifier of the next save, at ``step``."""
         line, number = self._newest.line, self._newest.number + 1
         self._newest = Newest(line, number)
-        return SaveId(line, number, step, self._session)
+        return SaveId(line, number, step, self._session, place)
 
     def pass_over(self, save: SaveId) -> None:
         """Make all later saves newer than this one."""

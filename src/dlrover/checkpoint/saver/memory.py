@@ -30,7 +30,7 @@ from dlrover import config
 from dlrover._native.kernels import Kernels, kernels as choose
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.layout import Layout, PackedLayout
-from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.machine.saves import Place, SaveId
 from dlrover.checkpoint.storage import formats
 from dlrover.errors import InfrastructureError
 
@@ -44,7 +44,7 @@ POPULATE_CHUNK = 1 << 26
 INDEX_RESERVE = 1 << 16
 """Bytes reserved for the index to grow before the memory must be enlarged."""
 
-_FIELDS = struct.Struct("<8sIIqQQQQQQQQQ")
+_FIELDS = struct.Struct("<8sIIqQQQQQQQQQQQQ")
 _START = struct.Struct("<8sI")
 """Magic and format number; this part is the same in every format."""
 _STATE_AT = 256
@@ -123,6 +123,7 @@ class Generation:
         fields = _FIELDS.pack(
             MAGIC, formats.FORMAT, rank, save.step, world_size, save.session, save.number, save.line,
             packed.layout_hash, data_bytes, len(index), packed.index_hash, packed.tensors,
+            *msgspec.structs.astuple(save.place),
         )  # fmt: skip
         self._map[: len(fields)] = fields
         _WORD.pack_into(self._map, len(fields), xxhash.xxh3_64_intdigest(fields))
@@ -165,14 +166,14 @@ class Generation:
             raise InfrastructureError("The header of a memory checkpoint is damaged.")
         (
             _, _, rank, step, world_size, session, number, line, layout_hash, data_bytes,
-            index_bytes, index_hash, tensors,
+            index_bytes, index_hash, tensors, *place,
         ) = _FIELDS.unpack(fields)  # fmt: skip
         if required(data_bytes, index_bytes, tensors) > self.size:
             raise InfrastructureError(f"The memory checkpoint of step {step} is truncated.")
         return Header(
             rank,
             world_size,
-            SaveId(line, number, step, session),
+            SaveId(line, number, step, session, Place(*place)),
             layout_hash,
             data_bytes,
             index_bytes,

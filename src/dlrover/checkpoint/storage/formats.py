@@ -13,7 +13,7 @@ import msgspec
 
 from dlrover.checkpoint.storage.stores import StorageAwayError
 
-FORMAT = 3
+FORMAT = 4
 _WITHOUT = 1
 """Format of files that do not name one."""
 _Content = TypeVar("_Content")

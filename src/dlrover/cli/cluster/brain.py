@@ -20,6 +20,7 @@ from dlrover.cli.output import Form, Output, show
 from dlrover.errors import ConfigurationError
 from dlrover.spec import brain as records
 from dlrover.spec.plan import Effect, Group
+from dlrover.spec.words import counted
 
 if TYPE_CHECKING:
     from dlrover.rpc.brain import BrainClient
@@ -286,6 +287,10 @@ def _print_story(story: records.Story, console: Console) -> None:
         f"{row.description.strategy}, optimizeMode {row.description.mode}, {row.samples} samples"
         + (f", {_size(row.shape.groups)}, {row.throughput:,.4g} samples/s" if row.shape else ""),
     )
+    end = story.outcome
+    if end is not None and end.goodput is not None:
+        made = f"{counted(end.steps, 'step')}, {counted(end.restarts, 'restart')}"
+        _say(console, f"goodput {end.goodput.in_words()}, {made}")
     if not story.plans:
         console.print("It has had no plan.")
         return

@@ -117,25 +117,10 @@ async def _work(
     given: Mapping[str, str],
     stopping: asyncio.Event,
 ) -> Outcome:
-    parent = await _parent(client, env, stopping)
+    parent = await elastic_job.awaited(client, env, stopping)
     if parent is None:
         return STOPPED
     return await ElasticRole(client, job_dir, parent, attempt, given, stopping).run()
-
-
-async def _parent(
-    client: Client, env: Mapping[str, str], stopping: asyncio.Event
-) -> ElasticJob | None:
-    """Return the job of several roles, also once the API server is back; None if the role is stopped meanwhile."""
-    while not stopping.is_set():
-        try:
-            return await elastic_job.read(client, env)
-        except InfrastructureError as error:
-            if isinstance(error, ApiError) and not error.retriable:
-                raise
-            logger.warning("The job cannot be read yet: %s", error)
-        await asyncio.sleep(RETRY)
-    return None
 
 
 class ElasticRole:

@@ -136,7 +136,7 @@ def render(found: GoodputReport, console: Console) -> None:
         f"{goodput.nodes} node{'' if goodput.nodes == 1 else 's'}",
         highlight=False,
     )
-    console.print(summary(found), highlight=False, soft_wrap=True)
+    console.print(summary(found.goodput), highlight=False, soft_wrap=True)
     console.print()
     console.print(_causes(goodput, amount))
     if goodput.incidents:
@@ -146,11 +146,10 @@ def render(found: GoodputReport, console: Console) -> None:
         console.print(note, highlight=False, soft_wrap=True)
 
 
-def summary(found: GoodputReport) -> str:
+def summary(goodput: Goodput) -> str:
     """Return the goodput in one sentence."""
-    goodput = found.goodput
     amount = Amounts(goodput.wall_seconds)
-    productive = goodput.seconds[Cause.PRODUCTIVE.value]
+    productive = goodput.seconds.get(Cause.PRODUCTIVE.value, 0.0)
     if goodput.goodput_ratio is None:
         return "Goodput is not measured: the program has reported no training step."
     return (

@@ -46,7 +46,7 @@ const connect = () => {
   listen("fixed", ({ causes, activities }) => Object.assign(job, { causes, activities })); // never the id
   listen("status", (value) => { job.status = value; if (!value.outcome) job.rates = [...job.rates, value.rate].slice(-KEPT); });
   listen("ranks", (value) => { job.earlier = new Map((job.ranks || []).map((rank) => [rank.rank, rank])); job.ranks = value; });
-  for (const name of ["report", "roles", "checkpoints", "logs", "master", "unreachable"]) listen(name, (value) => { job[name] = value; });
+  for (const name of ["report", "roles", "checkpoints", "logs", "unlisted", "master", "unreachable", "known"]) listen(name, (value) => { job[name] = value; });
   listen("problem", (value) => say(value.text, true));
 };
 
@@ -93,12 +93,13 @@ const jobPage = (job) => {
   const status = job.status || job.roles; // a job of several roles has those instead
   const name = (status && status.name) || report.job || job.id;
   document.title = `${name} · DLRover`;
-  const away = job.master && !job.master.answers && status && !status.outcome;
+  const known = job.known && job.known.text; // there is no master to ask
+  const away = !known && job.master && !job.master.answers && status && !status.outcome;
   const over = Boolean(status && status.outcome);
   const unreachable = !over && job.unreachable && job.unreachable.text;
-  const act = frozen || over || !status || away || unreachable ? null : actions(job);
+  const act = frozen || over || !status || away || known || unreachable ? null : actions(job);
   const blank = !status && !report.dir;
-  const sections = blank && (unreachable || state.link !== "live") ? [] : [job.roles ? D.roles(job) : D.overview(job), D.timeline(job), D.nodes(job, act), D.incidents(job), D.plans(job), D.datasets(job), D.checkpoints(job), D.events(job), frozen ? null : D.logs(job, state.log)].filter(Boolean);
+  const sections = blank && (unreachable || state.link !== "live") ? [] : [job.roles ? D.roles(job) : D.overview(job), D.timeline(job), D.nodes(job, act), D.incidents(job), D.plans(job), D.datasets(job), D.checkpoints(job), D.events(job), frozen || (known && !job.logs) ? null : D.logs(job, state.log)].filter(Boolean);
   const present = new Set(sections.map((section) => section.props.id));
   return [
     h("div", { class: "head", key: "head" },
@@ -107,6 +108,7 @@ const jobPage = (job) => {
       h("p", { class: "soft small dir" }, report.dir || ""),
       act ? h("div", { class: "buttons" }, job.roles ? null : [h("button", { on: { click: act.stacks } }, "Stacks"), h("button", { on: { click: act.save } }, "Save"), h("button", { on: { click: act.scale } }, "Scale …")], h("button", { class: "danger", on: { click: act.stop } }, "Stop …")) : null),
     unreachable ? h("p", { class: "banner bad", key: "unreachable", role: "status" }, unreachable) : null,
+    known ? h("p", { class: "banner", key: "known", role: "status" }, known) : null,
     away && !unreachable ? h("p", { class: "banner", key: "away", role: "status" }, `The ${job.roles ? "coordinator" : "master"} does not answer; this is where its journal ends.`) : null,
     status && status.waiting_for ? h("p", { class: "banner", key: "waits", role: "status" }, status.waiting_for) : null,
     over ? h("div", { class: `banner ${status.outcome.exit_code ? "bad" : "good"}`, key: "end" }, h("p", { class: "strong" }, status.outcome.reason),
@@ -126,7 +128,8 @@ const jobsPage = () => {
     h("section", { class: "card", key: "here", "aria-label": "Jobs of this machine" }, jobs.length ? D.jobTable(jobs, cluster.length ? "This machine" : "")
       : D.empty("No job has run here yet.", "Start one with ", D.code("dlrover-run --nproc-per-node 2 train.py"), "; it appears here by itself.")),
     cluster.map((source) => h("section", { class: "card", key: source.name, "aria-label": source.name }, h("header", {}, h("h2", {}, source.name)),
-      source.problem ? h("p", { class: "warning" }, source.problem) : source.jobs.length ? D.clusterTable(source) : D.empty("It knows no jobs.", ""))),
+      source.problem ? h("p", { class: "warning" }, source.problem) : null, source.jobs.length ? D.clusterTable(source) : source.problem ? null : D.empty("It knows no jobs.", ""),
+      source.more ? h("p", { class: "soft" }, `The jobs that run and the latest others, ${D.count(source.jobs.length, "job")} in all; earlier ones are not listed.`) : null)),
   ];
 };
 
@@ -140,18 +143,24 @@ D.jobTable = (jobs, title) => [
       h("td", { class: "num" }, typeof job.goodput === "number" ? D.percent(job.goodput) : "–")))),
 ];
 
-D.clusterTable = (source) => D.table(source.name, [["job"], ["phase"], ["size"], ["began", "opt"], ["note"]],
-  source.jobs.map((job) => h("tr", { key: job.name, class: job.id ? "open" : "" }, h("td", { class: "main-cell" }, job.id ? h("a", { href: `#/job/${encodeURIComponent(job.id)}` }, job.name) : job.name), h("td", {}, D.phase(job.phase)), h("td", {}, job.size), h("td", { class: "opt", title: job.began ? D.moment(job.began) : "" }, job.began ? D.ago(job.began) : "–"), h("td", {}, job.note))));
+D.clusterTable = (source) => D.table(source.name, [["job"], ["phase"], ["size", "opt"], ["began", "opt"], ["time", "num"], ["goodput", "num"], ["note", "opt"]],
+  source.jobs.map((job) => h("tr", { key: job.name, class: job.id ? "open" : "" }, h("td", { class: "main-cell" }, job.id ? h("a", { href: `#/job/${encodeURIComponent(job.id)}` }, job.name) : job.name), h("td", {}, D.phase(job.phase)), h("td", { class: "opt" }, job.size), h("td", { class: "opt", title: job.began ? D.moment(job.began) : "" }, job.began ? D.ago(job.began) : "–"),
+    h("td", { class: "num" }, typeof job.seconds === "number" ? D.duration(job.seconds) : "–"), h("td", { class: "num" }, typeof job.goodput === "number" ? D.percent(job.goodput) : "–"), h("td", { class: "opt" }, job.note))));
 
 // ---- logs
 
 D.logs = (job, log) => card("logs", "Logs", job.logs && job.logs.length ? h("select", { "aria-label": "Log file", class: "filter", on: { change: (e) => openLog(e.target.value) } },
-    h("option", { value: "", selected: !log }, "Choose a file …"), job.logs.map((file) => h("option", { key: file.name, value: file.name, selected: Boolean(log) && log.name === file.name }, `${file.name} (${D.bytes(file.size)})`))) : null,
-  !job.logs || !job.logs.length ? D.empty("There are no log files here.", "Workers write their output below the job directory, on the machine where they run.")
+    h("option", { value: "", selected: !log }, "Choose a file …"), job.logs.map((file) => h("option", { key: file.name, value: file.name, selected: Boolean(log) && log.name === file.name }, `${file.name} (${file.size === null ? file.note : D.bytes(file.size)})`))) : null,
+  job.unlisted && job.unlisted.text ? h("p", { class: "warning" }, job.unlisted.text) : null,
+  !job.logs || !job.logs.length ? job.known ? D.empty("The pods of this job are gone,", "and their logs with them: look where the cluster collects the logs of its pods.") : D.empty("There are no log files here.", "Workers write their output below the job directory, on the machine where they run.")
     : !log ? h("div", { class: "files" }, job.logs.slice(0, 8).map((file) => h("button", { key: file.name, class: "quiet", on: { click: () => openLog(file.name) } }, file.name)))
-    : h("div", { class: "log" }, h("div", { class: "log-head" }, h("span", { class: "soft small" }, log.cut ? "the end of the file, as it grows" : "as it grows"),
+    : h("div", { class: "log" }, h("div", { class: "log-head" }, h("span", { class: "soft small" }, log.note || (log.cut ? "the end of the file, as it grows" : "as it grows")),
+      h("input", { key: `filter-${log.name}`, type: "search", class: "filter", placeholder: "Filter lines, as by [default1]", "aria-label": "Filter lines", on: { input: (e) => { log.filter = e.target.value; draw(); } } }),
       h("label", {}, h("input", { type: "checkbox", initially: { checked: true }, on: { change: (e) => { log.follows = e.target.checked; } } }), " follow")),
-    h("pre", { key: `log-${log.name}`, class: "tail", tabindex: "0", role: "log", "aria-label": log.name, "aria-live": "off" }, D.plain(log.text) || "(empty so far)")));
+    log.problem ? h("p", { class: "warning", role: "status" }, log.problem) : null,
+    h("pre", { key: `log-${log.name}`, class: "tail", tabindex: "0", role: "log", "aria-label": log.name, "aria-live": "off" }, lines(log) || "(empty so far)")));
+
+const lines = ({ text, filter }) => (filter ? D.plain(text).split("\n").filter((line) => line.includes(filter)).join("\n") || "(no line has that)" : D.plain(text));
 
 const openLog = (name) => {
   closeLog();
@@ -159,12 +168,15 @@ const openLog = (name) => {
   const log = state.log = { name, text: "", cut: false, follows: true };
   log.stream = new EventSource(`/api/jobs/${encodeURIComponent(state.job.id)}/log?file=${encodeURIComponent(name)}`);
   log.stream.onmessage = (event) => {
-    const { text, fresh, cut } = JSON.parse(event.data);
-    if (fresh) { log.text = ""; log.cut = cut; }
+    const { text, fresh, cut, note } = JSON.parse(event.data);
+    log.problem = "";
+    if (note) { log.note = note; return draw(); }
+    if (fresh) { log.text = log.note = ""; log.cut = cut; }
     log.text = (log.text + text).slice(-400000);
     draw();
     if (log.follows) requestAnimationFrame(() => requestAnimationFrame(() => { const end = document.querySelector(".tail"); if (end) end.scrollTop = end.scrollHeight; }));
   };
+  log.stream.addEventListener("problem", (event) => { log.problem = JSON.parse(event.data).text; draw(); });
   draw();
   focusSection("logs");
 };

@@ -24,13 +24,14 @@ D.overview = (job) => {
   const { status, report } = job;
   const goodput = report.goodput;
   const over = Boolean(status && status.outcome);
-  const running = status && !over;
+  const running = status && !over && !job.known;
   const tiles = status ? [
-    tile(status.step >= 0 ? "Step" : "Steps", D.whole(status.step >= 0 ? status.step : status.total_steps), status.step >= 0 && status.total_steps !== status.step ? `${D.whole(status.total_steps)} made in all` : ""),
+    tile(status.step >= 0 ? "Step" : "Steps", status.step < 0 && status.total_steps < 0 ? "–" : D.whole(status.step >= 0 ? status.step : status.total_steps), status.step >= 0 && status.total_steps !== status.step ? `${D.whole(status.total_steps)} made in all` : ""),
     running && tile("Speed", status.rate ? `${D.figure(status.rate)} /s` : "–", status.rate ? "steps, last minute" : "no steps measured yet", D.spark(job.rates)),
     running && tile("Time left", status.seconds_left >= 0 ? D.duration(status.seconds_left) : "–", status.seconds_left >= 0 ? `until ${D.clock(Date.now() / 1000 + status.seconds_left)}` : "the program does not say"),
-    tile("Running time", D.duration(status.seconds), D.count(status.restarts, "restart")),
-    tile("World", status.processes, D.count(status.nodes.filter((n) => n.node_rank >= 0).length, "node")),
+    tile("Running time", D.duration(status.seconds), status.restarts < 0 ? "" : D.count(status.restarts, "restart")),
+    status.processes && tile("World", status.processes, status.nodes.length ? D.count(status.nodes.filter((n) => n.node_rank >= 0).length, "node") : ""),
+    ...(report.facts || []).map((fact) => tile(...fact)),
   ] : [];
   return card("overview", "Overview", null,
     h("div", { class: "overview" },
@@ -100,7 +101,7 @@ D.timeline = (job) => {
 
 D.nodes = (job, actions) => {
   const { status } = job;
-  if (!status) return null;
+  if (!status || (job.known && !status.nodes.length)) return null;
   const gone = (node) => ["lost", "released", "failed", "succeeded"].includes(node.status) && !node.connected;
   const all = job.frozen || job.allNodes || status.outcome ? status.nodes : status.nodes.filter((node) => !gone(node));
   const hidden = status.nodes.length - all.length;

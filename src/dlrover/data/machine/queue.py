@@ -302,7 +302,11 @@ class ShardQueue:
     def _look(self) -> None:
         epoch = 0 if self.is_stream else self._first_open_epoch()
         reply = self._reply(epoch, ())
-        self._answer(msgspec.structs.replace(reply, skipped=tuple(self.skipped)))
+        known = Spans()
+        known.partitions = {n: partition.acknowledged for n, partition in self.partitions.items()}
+        self._answer(
+            msgspec.structs.replace(reply, skipped=tuple(self.skipped), packed=known.packed())
+        )
 
     def forgive(self, now: float) -> None:
         """Restart the silence timeouts, because the master was down or stopped until ``now``.

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import httpcore2
@@ -41,6 +41,8 @@ WATCH_TIMEOUT = 60.0
 """Seconds after which the server ends a watch; bookmarks mark the position."""
 STALL_GRACE = 10.0
 """Seconds after `WATCH_TIMEOUT` before a silent open watch counts as stalled."""
+LOG_SILENCE = 300.0
+"""Seconds without a new line after which a followed log ends, so that a lost connection is noticed."""
 PAGE = 500
 """Objects per page of a list."""
 CONNECTIONS = 64
@@ -219,19 +221,32 @@ class Client:
             fieldSelector=fields,
         )
         wait = httpx2.Timeout(timeout + STALL_GRACE, connect=CONNECT_TIMEOUT, pool=CONNECT_TIMEOUT)
-        headers = await self._headers()
         path = resource.path(namespace)
-        with self._failures("WATCH", resource.plural):
-            async with self._http.stream(
-                "GET", path, params=query, headers=headers, timeout=wait
-            ) as answer:
-                self.on_call("WATCH", str(answer.status_code))
-                if answer.status_code >= 400:
-                    await answer.aread()
-                    raise _error(answer)
-                async for line in answer.aiter_lines():
-                    if line.strip():
-                        yield _event(line)
+        async with self._stream("WATCH", resource.plural, path, query, {}, wait) as answer:
+            async for line in answer.aiter_lines():
+                if line.strip():
+                    yield _event(line)
+
+    async def log(
+        self, namespace: str, pod: str, container: str, lines: int
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the last ``lines`` lines of a container, and what it adds; end with it, or after `LOG_SILENCE`.
+
+        The first piece is empty: the log is there.
+
+        Raises:
+            ApiError: 400 before the container has started; 403 without the right to ``pods/log``; 404 if there is
+                no such pod.
+            InfrastructureError: the connection broke.
+        """
+        query = {"container": container, "follow": "true", "tailLines": str(lines)}
+        wait = httpx2.Timeout(LOG_SILENCE, connect=CONNECT_TIMEOUT, pool=CONNECT_TIMEOUT)
+        path = PODS.path(namespace, pod, "log")
+        async with self._stream("LOG", path, path, query, {}, wait) as answer:
+            yield b""
+            with contextlib.suppress(httpx2.ReadTimeout):
+                async for piece in answer.aiter_bytes():
+                    yield piece
 
     @contextlib.asynccontextmanager
     async def upgrade(
@@ -243,14 +258,33 @@ class Client:
             ApiError: the server keeps to HTTP.
             InfrastructureError: the connection broke.
         """
-        given = {**await self._headers(), **headers, "Connection": "Upgrade"}
-        with self._failures("CONNECT", path):
-            async with self._http.stream("GET", path, params=query, headers=given) as answer:
-                self.on_call("CONNECT", str(answer.status_code))
-                if answer.status_code != 101:
+        given = {**headers, "Connection": "Upgrade"}
+        async with self._stream("CONNECT", path, path, query, given, None, 101) as answer:
+            yield answer.extensions["network_stream"]
+
+    @contextlib.asynccontextmanager
+    async def _stream(
+        self,
+        kind: str,
+        what: str,
+        path: str,
+        query: Mapping[str, Any],
+        headers: Mapping[str, str],
+        wait: httpx2.Timeout | None,
+        wanted: int = 200,
+    ) -> AsyncIterator[httpx2.Response]:
+        """Open an answer that comes in pieces."""
+        given = {**await self._headers(), **headers}
+        timeout = wait or self._http.timeout
+        with self._failures(kind, what):
+            async with self._http.stream(
+                "GET", path, params=query, headers=given, timeout=timeout
+            ) as answer:
+                self.on_call(kind, str(answer.status_code))
+                if answer.status_code != wanted:
                     await answer.aread()
                     raise _error(answer)
-                yield answer.extensions["network_stream"]
+                yield answer
 
     async def create(self, resource: Resource, obj: Manifest) -> Manifest:
         """Create an object.

@@ -146,7 +146,10 @@ def operator_rules() -> list[Manifest]:
 
 
 def aggregated_rules() -> dict[str, list[Manifest]]:
-    """Return the rights of a namespace's users, added to the cluster's roles ``view`` and ``edit``."""
+    """Return the rights of a namespace's users, added to the cluster's roles ``view`` and ``edit``.
+
+    Those to ``view`` suffice for what the dashboard shows of ended jobs and of logs.
+    """
     both = ["elasticjobs", "scaleplans"]
     change = ["create", "update", "patch", "delete", "deletecollection"]
     return {
@@ -157,6 +160,10 @@ def aggregated_rules() -> dict[str, list[Manifest]]:
                 ["elasticjobs/status", "elasticjobs/scale", "scaleplans/status"],
                 ["get"],
             ),
+            _rule(
+                "", ["pods"], ["get", "list"]
+            ),  # this and the next one are in the cluster's view, too
+            _rule("", ["pods/log"], ["get"]),
         ],
         "edit": [
             _rule(names.GROUP, both, change),

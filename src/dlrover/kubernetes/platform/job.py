@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Mapping
 
 import msgspec
 
-from dlrover.errors import ConfigurationError
-from dlrover.kubernetes.api.client import ELASTIC_JOBS, Client
+from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.kubernetes.api.client import ELASTIC_JOBS, ApiError, Client
 from dlrover.kubernetes.machine import nodes, record
 from dlrover.kubernetes.machine.decisions import status_of
 from dlrover.kubernetes.platform.inventory import requests_of
@@ -19,6 +21,10 @@ from dlrover.spec.jobdir import BrainSide
 from dlrover.spec.node import SERVER
 from dlrover.spec.plan import Group
 
+logger = logging.getLogger(__name__)
+
+RETRY = 0.5
+"""Seconds between attempts to reach the API server."""
 VARIABLE, UID_VARIABLE = "DLROVER_KUBERNETES_JOB", "DLROVER_KUBERNETES_JOB_UID"
 
 
@@ -45,13 +51,30 @@ async def read(client: Client, env: Mapping[str, str]) -> ElasticJob:
     return msgspec.structs.replace(record.resolve(manifest).job, status=status_of(manifest))
 
 
+async def awaited(
+    client: Client, env: Mapping[str, str], stopping: asyncio.Event
+) -> ElasticJob | None:
+    """Call `read` until the API server answers; return None if ``stopping`` is set before."""
+    while not stopping.is_set():
+        try:
+            return await read(client, env)
+        except InfrastructureError as error:
+            if isinstance(error, ApiError) and not error.retriable:
+                raise
+            logger.warning("The job cannot be read yet: %s", error)
+        await asyncio.sleep(RETRY)
+    return None
+
+
 async def fetch(env: Mapping[str, str]) -> ElasticJob:
-    """Call `read` with a client of its own."""
+    """Call `awaited` with a client of its own: a pod that starts without an API server waits for it."""
     client = Client.from_config()
     try:
-        return await read(client, env)
+        found = await awaited(client, env, asyncio.Event())
     finally:
         await client.close()
+    assert found is not None
+    return found
 
 
 def request(job: ElasticJob) -> Request:
@@ -120,6 +143,7 @@ def _brain_side(job: ElasticJob) -> BrainSide:
         ),
         address=job.spec.brain_service,
         cluster=job.spec.optimize_mode == "cluster",
+        origin=job.uid,
     )
 
 

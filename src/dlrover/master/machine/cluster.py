@@ -27,6 +27,8 @@ class TaskCluster:
     leaving: set[ClusterTask] = field(default_factory=set)
     #: tasks that the coordinator uses
     used: set[ClusterTask] = field(default_factory=set)
+    #: the coordinator's latest note
+    note: bytes = b""
 
     def handle(self, request: ClusterRequest) -> ClusterReply:
         """Handle a request and return the cluster.
@@ -41,13 +43,15 @@ class TaskCluster:
                 if self.tasks.get((task.role, task.index)) == task:
                     self.leaving.add(task)
                 self._let_go()
-            case UseCluster(tasks):
-                self.used = set(tasks)
+            case UseCluster(tasks, note):
+                self.used, self.note = set(tasks), note
                 self._let_go()
             case LookCluster():
                 pass
         return ClusterReply(
-            tasks=tuple(sorted(self.tasks.values())), leaving=tuple(sorted(self.leaving))
+            tasks=tuple(sorted(self.tasks.values())),
+            leaving=tuple(sorted(self.leaving)),
+            note=self.note,
         )
 
     def _enter(self, task: ClusterTask) -> None:

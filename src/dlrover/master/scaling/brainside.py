@@ -24,6 +24,7 @@ from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import BrainSide
 from dlrover.spec.measurements import ModelProfile, NodeUsage, SpeedSample
 from dlrover.spec.node import SERVER, Size
+from dlrover.spec.outcome import Outcome
 from dlrover.spec.plan import Group, Plan, ScaleDecision, ScaleKind
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class JobBrain:
             mode="cluster" if self.cluster else "single-job",
             features=features,
             strategy="ps" if job.servers else "all-reduce",
+            origin=self._side.origin,
             space=brain.Space(
                 workers=brain.Range(job.min_nodes, job.max_nodes, job.node_unit),
                 servers=brain.Range(max(1, job.min_servers), max(1, job.max_servers)),
@@ -124,10 +126,11 @@ class JobBrain:
                 self._outcome(self._name(body), state, body.throughput)
             case events.PlanDropped() as body:
                 self._outcome(self._name(body), "refused", 0.0, body.reason)
-            case events.JobEnded() as body:
-                self._report(
-                    brain.ReportEnd, state=_state(body.exit_code), reason=body.reason[:2000]
-                )
+
+    def ended(self, outcome: Outcome) -> None:
+        """Report the job's end."""
+        state, reason = _state(outcome.exit_code), outcome.reason[:2000]
+        self._report(brain.ReportEnd, state=state, reason=reason, outcome=outcome)
 
     def _outcome(
         self, plan_id: str, state: brain.PlanState, throughput: float, reason: str = ""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from dlrover.planning.parallel.records import RECOMPUTE, Cluster, Strategy
+from dlrover.planning.parallel.records import PRECISIONS, RECOMPUTE, Cluster, Strategy
+
+CODED: Mapping[str, tuple[str, ...]] = {"recompute": RECOMPUTE, "precision": PRECISIONS}
+"""Fields whose values are indices into the accepted ones."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Strategies, one per element of each array; ``recompute`` is an index into ``RECOMPUTE``."""
+    """Strategies, one per element of each array; those of ``CODED`` are indices."""
 
     dp_replicate: Any
     dp_shard: Any
@@ -32,16 +35,18 @@ class Columns:
     gradient_bytes: Any
     chunked_loss: Any
     compile: Any
+    precision: Any
 
     @classmethod
     def of(cls, strategies: Sequence[Strategy]) -> Columns:
         """Return the columns of some strategies."""
         values = {
-            name.name: np.array([getattr(each, name.name) for each in strategies])
-            for name in fields(cls)
-            if name.name != "recompute"
+            field.name: np.array([getattr(each, field.name) for each in strategies])
+            for field in fields(cls)
+            if field.name not in CODED
         }
-        values["recompute"] = np.array([RECOMPUTE.index(each.recompute) for each in strategies])
+        for name, accepted in CODED.items():
+            values[name] = np.array([accepted.index(getattr(each, name)) for each in strategies])
         return cls(**values)
 
     def __len__(self) -> int:
@@ -54,7 +59,13 @@ class Columns:
     def strategy(self, index: int) -> Strategy:
         """Return one of the strategies."""
         values = {name.name: getattr(self, name.name)[index].item() for name in fields(self)}
-        return Strategy(**{**values, "recompute": RECOMPUTE[values["recompute"]]})
+        named = {name: accepted[values[name]] for name, accepted in CODED.items()}
+        return Strategy(**{**values, **named})
+
+    @property
+    def fp8(self) -> Any:
+        """True where layers' matrix products are in fp8."""
+        return self.precision == PRECISIONS.index("fp8")
 
     @property
     def dp(self) -> Any:

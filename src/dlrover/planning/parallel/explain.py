@@ -58,7 +58,7 @@ def why_not(
     Raises:
         ConfigurationError: the accelerator is unknown, or a number is not positive.
     """
-    job = PlannedJob(model, cluster, sequence, global_batch)
+    job = PlannedJob(model, cluster, sequence, global_batch, strategy.precision)
     now = predict(model, strategy, cluster, sequence=sequence, global_batch=global_batch)
     if now.fits:
         return _slower(job, strategy, now)
@@ -135,6 +135,7 @@ def _changed(strategy: Strategy, times: int) -> Iterator[Strategy]:
 def _one_change(strategy: Strategy) -> Iterator[Strategy]:
     """Strategies that differ in one way."""
     options: dict[str, list[Any]] = {
+        "precision": ["bf16"] if strategy.precision == "fp8" else [],
         "recompute": list(RECOMPUTE[RECOMPUTE.index(strategy.recompute) + 1 :]),
         "chunked_loss": [True],
         "offload": [True],

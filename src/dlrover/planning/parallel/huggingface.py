@@ -62,7 +62,23 @@ def shape(config: Any) -> dict[str, Any]:
         "gated": kind not in TWO_MATRICES,
         "tied": kind in TIED if tied is None else bool(tied),
     }
-    return {**fields, **_experts(config, ffn)}
+    return {**fields, **_latent(config), **_experts(config, ffn)}
+
+
+def _latent(config: Any) -> dict[str, Any]:
+    """The fields of multi-head latent attention."""
+    compressed = _number(config, "kv_lora_rank")
+    if not compressed:
+        return {}
+    return {
+        "kv_lora": compressed,
+        "q_lora": _number(config, "q_lora_rank"),
+        # here, ``head_dim`` is the rotary part or the sum of both
+        "head_dim": _number(config, "qk_nope_head_dim"),
+        "rope_dim": _number(config, "qk_rope_head_dim"),
+        "value_dim": _number(config, "v_head_dim"),
+        "kv_heads": _number(config, *NAMES["heads"]),
+    }
 
 
 def _experts(config: Any, ffn: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ adds to that (kernels that are not fused, copies, the allocator's gaps) is measu
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,8 @@ LOGIT_BYTES = 9.0
 """Bytes of a logit while the loss is computed: bf16, its fp32 copy, the softmax and its gradient."""
 LOGIT_BYTES_GATHERED = 12.0
 """The same with ZeRO's stage 3 and under autocast, where programs compute the loss with kernels that are not fused."""
+LOGIT_BYTES_FUSED = 6.0
+"""The same if one kernel computes the loss: bf16, and fp32 that turns into the softmax in place."""
 STREAM, STREAM_AUTOCAST = 8, 26
 """Bytes that a layer keeps of each element of its input, besides attention and the feed-forward layer.
 
@@ -95,6 +97,15 @@ def interval(of_rank: MemoryUse, of: Columns) -> tuple[Any, Any]:
     ) * total
 
 
+class HeadWidths(NamedTuple):
+    """Widths of all heads on a rank."""
+
+    queries: Any
+    keys: Any
+    values: Any
+    outputs: Any
+
+
 @dataclass(frozen=True)
 class Blocks:
     """What one layer of a model takes on a rank."""
@@ -109,16 +120,27 @@ class Blocks:
         return (self.of.stage == 0) & self.model.autocast
 
     @property
+    def load(self) -> Any:
+        """Tokens of the experts' rank with most of them, as a multiple of the average."""
+        return np.where(self.of.ep > 1, np.minimum(self.model.imbalance, self.of.ep), 1.0)
+
+    @property
     def tokens(self) -> Any:
         """Tokens of a micro-batch on a rank."""
         return self.of.micro_batch * self.sequence / self.of.cp
 
     @property
-    def heads(self) -> tuple[Any, Any]:
-        """Widths of a rank's queries, and of its keys: a rank has at least one of their heads."""
+    def heads(self) -> HeadWidths:
+        """Widths of a rank's heads: it has at least one head of keys."""
         model, tp = self.model, self.of.tp
-        keys = np.maximum(model.kv_heads / tp, 1.0)
-        return model.heads * model.width / tp, model.width * np.minimum(keys, model.kv_heads)
+        queries, keys = (
+            model.heads / tp,
+            np.minimum(np.maximum(model.kv_heads / tp, 1.0), model.kv_heads),
+        )
+        both = model.width + model.rope_dim
+        return HeadWidths(
+            queries * both, keys * both, keys * model.value_width, queries * model.value_width
+        )
 
     @property
     def vocab(self) -> Any:
@@ -129,9 +151,12 @@ class Blocks:
     def attention(self) -> Any:
         """Parameters of attention, router, norms and shared experts on a rank."""
         model = self.model
-        queries, keys = self.heads
+        of_heads = sum(self.heads) * model.hidden
+        if model.kv_lora:
+            # all ranks have the matrices that compress
+            of_heads = model.hidden * model.latent + sum(model.projections) / self.of.tp
         shared = model.shared_experts * model.expert / self.of.tp
-        return 2 * model.hidden * (queries + keys) + model.hidden * (2 + model.experts) + shared
+        return of_heads + model.hidden * (2 + model.experts) + shared
 
     @property
     def dense(self) -> Any:
@@ -158,40 +183,45 @@ class Blocks:
     def counted(self, *, experts: bool) -> Any:
         """The same, counted from the operations of a layer."""
         model, of = self.model, self.of
-        queries, keys = self.heads
         spread = np.where(of.sequence_parallel, of.tp, 1)
         stream = np.where(self.autocast, STREAM_AUTOCAST, STREAM) * model.hidden / spread
         # q, k and v; attention's output and the statistics of its softmax
-        attention = 4 * queries + 4 * keys + 4 * model.heads / of.tp
+        attention = 2 * sum(self.heads) + 4 * model.heads / of.tp
+        if model.kv_lora:
+            # before and after the norms of what is compressed; keys without their rotary part, which lie beside the values
+            attention += 2 * (2 * model.latent - model.rope_dim) / spread
+            attention += 2 * model.heads * model.width / of.tp
         return stream + attention + self.feed_forward(experts=experts)
 
     def feed_forward(self, *, experts: bool) -> Any:
         """Bytes of a token that the feed-forward layer keeps."""
         model, of = self.model, self.of
         # outputs of the first matrices, and what enters the last one
-        each = 6 + np.where(of.compile, 0.0, COPIES) if model.gated else 4
+        each = 6 + np.where(of.compile | model.fused, 0.0, COPIES) if model.gated else 4
         if not experts:
             width = (model.dense_ffn if model.experts else 0) or model.ffn
             return each * width / of.tp
         split = of.expert_tensor()
         # a token's copies for its experts, and what they return; the router's scores
-        moved = 4 * model.hidden * model.experts_per_token * split / of.tp
-        routed = each * model.ffn * model.experts_per_token / of.tp
+        sent = model.experts_per_token * self.load / of.tp
+        moved, routed = 4 * model.hidden * split * sent, each * model.ffn * sent
         return moved + routed + each * model.ffn * model.shared_experts / of.tp + 8 * model.experts
 
     def saved(self, *, experts: bool) -> Any:
         """Bytes of a token that a layer keeps for its backward pass, by what is recomputed."""
         model, of = self.model, self.of
-        queries, keys = self.heads
+        queries, keys, values, outputs = self.heads
         spread = np.where(of.sequence_parallel, of.tp, 1)
         entered = np.where(self.autocast, 4, 2) * model.hidden / spread
         per = model.experts_per_token + model.shared_experts if experts else 1
         width = model.ffn if experts or not model.dense_ffn else model.dense_ffn
         # every second matrix product and attention's output stay, as in the policy of torch's examples
-        half = 4 * queries + 2 * keys + 2 * width * per / of.tp + 2 * model.hidden / spread
+        inputs = 2 * model.latent / spread if model.kv_lora else 2 * queries + 2 * keys
+        half = inputs + 2 * outputs + 2 * width * per / of.tp + 2 * model.hidden / spread
         # `auto_accelerate` keeps them all
         first = (4 if model.gated else 2) * width * per / of.tp
-        products = 4 * queries + 4 * keys + first + 4 * model.hidden / spread
+        inputs = 2 * (queries + keys + values) + (2 * model.latent / spread if model.kv_lora else 0)
+        products = inputs + 2 * outputs + first + 4 * model.hidden / spread
         half = np.where(self.autocast, products, half)
         none = self.kept(experts=experts)
         return np.select([of.recompute == 0, of.recompute == 1], [none, entered + half], entered)
@@ -221,10 +251,13 @@ def rank(blocks: Blocks, global_batch: int, *, first: bool) -> MemoryUse:
     ends = np.where(alone, 1.0 if model.tied else 2.0, 1.0)
     table = blocks.vocab * model.hidden
     shared = layers * blocks.attention + dense * blocks.dense + ends * table
+    routed = expert_layers * blocks.experts
     states = _states(of, shared, of.shards)
-    states = states + _states(of, expert_layers * blocks.experts, _expert_shards(of))
+    states = states + _states(of, routed, _expert_shards(of))
     layer = blocks.attention + (blocks.experts if model.experts else blocks.dense)
-    gathered = np.where(of.stage == 3, 4 * layer + 2 * ends * table, 0.0) + 2 * layer
+    # gradients of matrices before they are added up: experts' are alike, and take turns
+    lone = blocks.attention + (model.expert / of.expert_tensor() if model.experts else blocks.dense)
+    gathered = np.where(of.stage == 3, 6 * layer + 2 * ends * table, 2 * lone)
     again = of.recomputed(layers)
     per_token = dense * blocks.held(again, experts=False)
     if model.experts:
@@ -251,6 +284,12 @@ def rank(blocks: Blocks, global_batch: int, *, first: bool) -> MemoryUse:
     plain = np.where(of.tp > 1, GAPS_TENSOR, GAPS)
     gaps = np.where(of.stage == 3, np.where(of.compile, GAPS_COMPILED, GAPS_GATHERED), plain)
     reserve = WORKSPACE + other + gaps * (gathered + activations + transient + loss)
+    if model.copied_gradients:
+        # one buffer that no freed activation makes room for; without ZeRO, buckets of bf16
+        each = np.select(
+            [of.stage == 0, of.stage < 3], [2 * (of.dp * of.cp > 1), of.gradient_bytes]
+        )
+        reserve = reserve + each * (shared + routed)
     where = np.zeros_like(of.pp) if first else of.pp - 1
     return MemoryUse(states, gathered, activations, transient, loss, reserve, where)
 
@@ -325,6 +364,6 @@ def _expert_shards(of: Columns) -> Any:
 
 def _loss(blocks: Blocks) -> Any:
     """Bytes of the logits and all that is made of them."""
-    of = blocks.of
-    each = np.where((of.stage == 3) | blocks.autocast, LOGIT_BYTES_GATHERED, LOGIT_BYTES)
+    of, plain = blocks.of, LOGIT_BYTES_FUSED if blocks.model.fused else LOGIT_BYTES
+    each = np.where((of.stage == 3) | blocks.autocast, LOGIT_BYTES_GATHERED, plain)
     return blocks.tokens * blocks.vocab * each / np.where(of.chunked_loss, CHUNKS, 1)

@@ -12,7 +12,7 @@ from dlrover.planning.parallel.huggingface import shape
 Recompute = Literal["none", "selective", "full"]
 """What the backward pass computes again: nothing, cheap operations (attention, norms), or whole blocks."""
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 CONTEXTS = ("all_gather", "ulysses")
 SCHEDULES = ("", "gpipe", "1f1b", "interleaved_1f1b")
 
@@ -62,14 +62,28 @@ class Transformer:
     experts_per_token: int = 2
     shared_experts: int = 0
     """Experts of each layer that every token passes, in addition."""
+    imbalance: float = 1.0
+    """Tokens of the rank whose experts have most of them, as a multiple of the average."""
     head_dim: int = 0
     """Width of a head; 0 for ``hidden / heads``."""
     dense_layers: int = 0
     """Layers of a model with experts that have none."""
     dense_ffn: int = 0
     """Width of the feed-forward layer in ``dense_layers``."""
+    q_lora: int = 0
+    """With ``kv_lora``: width to which queries are compressed; 0 if they are not."""
+    kv_lora: int = 0
+    """Width to which keys and values are compressed in multi-head latent attention; 0 without it."""
+    rope_dim: int = 0
+    """With ``kv_lora``: what rotary embeddings add to the width of a head's query and key."""
+    value_dim: int = 0
+    """With ``kv_lora``: width of a head's value; 0 for that of a head."""
     kept: float = 0.0
     """Bytes of a token that a layer of the program keeps for its backward pass on one rank; 0 to count them."""
+    fused: bool = False
+    """True if the program computes a gated activation, and the loss, in one kernel each, as Megatron-LM can: both keep less."""
+    copied_gradients: bool = False
+    """True if the program copies its gradients to reduce them over the ranks of one ZeRO group, as nanotron does."""
     autocast: bool = False
     """True if the program keeps its weights in fp32 where it does not shard them, and autocast converts them, as PyTorch's own loops and
     `auto_accelerate` do; gradients exist from one backward pass to the next optimizer's step."""
@@ -79,11 +93,15 @@ class Transformer:
         _whole(
             self, 0, "experts", "experts_per_token", "shared_experts", "head_dim", "dense_layers"
         )
-        _whole(self, 0, "dense_ffn")
-        _flags(self, "tied", "gated", "autocast")
+        _whole(self, 0, "dense_ffn", "q_lora", "kv_lora", "rope_dim", "value_dim")
+        _flags(self, "tied", "gated", "fused", "copied_gradients", "autocast")
         if not self.kept >= 0:
             raise ConfigurationError(
                 f"Transformer: kept is {self.kept!r}, not a number of 0 or more."
+            )
+        if not self.imbalance >= 1:
+            raise ConfigurationError(
+                f"Transformer: imbalance is {self.imbalance!r}, not a number of 1 or more."
             )
         if self.heads % self.kv_heads:
             raise ConfigurationError(
@@ -98,6 +116,11 @@ class Transformer:
             raise ConfigurationError(
                 f"Transformer: dense_layers is {self.dense_layers}, more than layers {self.layers}."
             )
+        for name in ("q_lora", "rope_dim", "value_dim"):
+            if getattr(self, name) and not self.kv_lora:
+                raise ConfigurationError(
+                    f"Transformer: {name} is {getattr(self, name)}: it needs kv_lora, which is 0."
+                )
 
     @classmethod
     def of(cls, config: Any) -> Transformer:
@@ -117,9 +140,28 @@ class Transformer:
         return self.head_dim or max(1, self.hidden // self.heads)
 
     @property
+    def value_width(self) -> int:
+        """Width of a head's value."""
+        return self.value_dim or self.width
+
+    @property
+    def latent(self) -> int:
+        """Width to which attention compresses all its inputs."""
+        return self.q_lora + self.kv_lora + self.rope_dim
+
+    @property
+    def projections(self) -> tuple[int, int]:
+        """Parameters of the matrices that make a layer's queries, keys and values, and of its output's."""
+        output = self.hidden * self.heads * self.value_width
+        queries = (self.q_lora or self.hidden) * self.heads * (self.width + self.rope_dim)
+        if not self.kv_lora:
+            return queries + 2 * self.hidden * self.kv_heads * self.width, output
+        return queries + self.kv_lora * self.heads * (self.width + self.value_width), output
+
+    @property
     def attention(self) -> int:
         """Parameters of a layer's attention."""
-        return 2 * self.hidden * self.width * (self.heads + self.kv_heads)
+        return self.hidden * self.latent + sum(self.projections)
 
     @property
     def expert(self) -> int:
@@ -195,7 +237,8 @@ class Strategy:
     """True if logits and loss are computed in chunks of the sequence."""
     compile: bool = False
     precision: str = "bf16"
-    """Type of matrix products: ``fp32``, ``bf16`` or ``fp16``; parameters and the optimizer's state are in fp32."""
+    """Type of matrix products: ``fp32``, ``bf16`` or ``fp16``, or ``fp8`` for those of layers and bf16 for the rest; parameters and the
+    optimizer's state are in fp32."""
     context: str = "all_gather"
     """With cp: ``all_gather`` of keys and values, or ``ulysses``, which exchanges heads for positions."""
     schedule: str = ""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dlrover.errors import ConfigurationError
+from dlrover.planning.parallel.accelerators import accelerator
 from dlrover.planning.parallel.columns import Columns
 from dlrover.planning.parallel.records import Cluster, Strategy, Transformer
 from dlrover.planning.parallel.stages import stages
@@ -22,12 +23,15 @@ class PlannedJob:
     cluster: Cluster
     sequence: int
     global_batch: int
+    precision: str = "bf16"
+    """Type of the matrix products of the strategies that are searched."""
 
     def __post_init__(self) -> None:
         for name in ("sequence", "global_batch"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigurationError(f"{name} is {value!r}, not a positive integer.")
+        Strategy(precision=self.precision)
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,10 @@ def _experts(job: PlannedJob, of: Columns) -> Any:
 
 
 RULES = (
+    StrategyRule(
+        lambda job, of: of.fp8 & (not accelerator(job.cluster.accelerator).fp8),
+        lambda job, one: f"precision is fp8: {job.cluster.accelerator} has no products in fp8.",
+    ),
     StrategyRule(
         lambda job, of: of.size != job.cluster.size,
         lambda job, one: (

@@ -13,6 +13,7 @@ from dlrover.errors import ConfigurationError
 from dlrover.planning.parallel.columns import Columns
 from dlrover.planning.parallel.predict import Predicted, predict_all
 from dlrover.planning.parallel.records import (
+    PRECISIONS,
     RECOMPUTE,
     Cluster,
     Prediction,
@@ -46,6 +47,7 @@ def search(
     sequence: int,
     global_batch: int,
     limit: int = 10,
+    precision: str = "bf16",
 ) -> list[tuple[Strategy, Prediction]]:
     """Return the fastest strategies that fit, each the best one of its degrees of parallelism.
 
@@ -55,13 +57,14 @@ def search(
         sequence: Tokens of a sequence.
         global_batch: Sequences of a step, on all ranks together.
         limit: Strategies to return, at most.
+        precision: Type of matrix products: ``bf16`` or ``fp8``.
 
     Raises:
-        ConfigurationError: the accelerator is unknown, or a number is not positive.
+        ConfigurationError: the accelerator or the precision is unknown, or a number is not positive.
     """
     if limit < 1:
         raise ConfigurationError(f"limit is {limit}, not a positive integer.")
-    return fitting(PlannedJob(model, cluster, sequence, global_batch))[:limit]
+    return fitting(PlannedJob(model, cluster, sequence, global_batch, precision))[:limit]
 
 
 def fitting(job: PlannedJob) -> list[tuple[Strategy, Prediction]]:
@@ -128,10 +131,10 @@ def _blocks(job: PlannedJob) -> Iterator[Columns]:
     """All strategies of a job, in blocks; some break a rule."""
     rows = _degrees(job)
     while block := list(itertools.islice(rows, BLOCK // len(RECOMPUTE))):
-        yield _columns(np.array(block, dtype=int))
+        yield _columns(np.array(block, dtype=int), PRECISIONS.index(job.precision))
 
 
-def _columns(rows: Any) -> Columns:
+def _columns(rows: Any, precision: int) -> Columns:
     """Strategies from rows of ``FIELDS``, with each way to recompute."""
     rows = np.repeat(rows, len(RECOMPUTE), axis=0)
     count = len(rows)
@@ -146,6 +149,7 @@ def _columns(rows: Any) -> Columns:
         gradient_bytes=4 * one,
         chunked_loss=no,
         compile=no,
+        precision=precision * one,
     )
 
 

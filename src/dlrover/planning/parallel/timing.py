@@ -25,14 +25,17 @@ LATENCY = 1e-4
 """Seconds that one collective takes at least, times the coefficient ``collective``."""
 STAGGER = 1e-4
 """Seconds of a collective for each rank, between stages whose hosts wait for one another."""
+FP8_BYTES, FP8_BYTES_FUSED = 6, 2
+"""Bytes moved to turn an element into fp8: read in bf16 for its scale and again to convert it, and written in both layouts.
+
+In compiled and fused programs, the kernel that makes the element writes it in fp8.
+"""
 SMALL = 2.5e9
 """Operations of a matrix product at which an accelerator reaches half of its rate."""
 EXPOSED = 0.3
 """Part of the work that runs beside a layer's longest which lengthens the layer."""
 HOP = 1e-5
 """Seconds of a ring's step from node to node."""
-RAILS = 0.5
-"""Power of the ranks of a group in one node by which its bandwidth between nodes grows."""
 STEP = 1e-2
 """Seconds of a step that no other term explains, times the coefficient ``step``."""
 
@@ -69,10 +72,10 @@ def timed(
     work = Work(Blocks(model, of, sequence), cluster, device)
     rounds = of.rounds(global_batch)
     first, last, most = _layers(model, of)
-    layer, head = _layer(work, weights), work.head()
+    layer, head = _average_layer(work, weights), work.head()
     if np.any(of.recompute_layers):
         plain = replace(of, recompute=np.zeros_like(of.recompute))
-        without = _layer(Work(Blocks(model, plain, sequence), cluster, device), weights)
+        without = _average_layer(replace(work, blocks=replace(work.blocks, of=plain)), weights)
         again = of.recomputed(most)[:, None]
         layer = again * layer + (1 - again) * without
     seconds_layer, seconds_head = _sum(layer, weights), _sum(head, weights)
@@ -96,6 +99,8 @@ class Work:
     blocks: Blocks
     cluster: Cluster
     device: AcceleratorModel
+    experts: bool = False
+    """True for a layer with experts."""
 
     def zeros(self) -> Any:
         """A row of no time for each strategy."""
@@ -106,36 +111,57 @@ class Work:
         """Forward passes that a layer's products equal: the backward pass takes two, and what is computed again."""
         model, of = self.blocks.model, self.blocks.of
         queries, keys = model.heads * model.width, model.kv_heads * model.width
-        ffn = model.ffn * (model.experts_per_token + model.shared_experts if model.experts else 1)
-        again = queries + keys + (ffn if model.gated else 0)
-        share = again / (2 * queries + 2 * keys + (3 if model.gated else 2) * ffn)
+        ffn = model.dense_ffn if model.experts and not self.experts else model.ffn
+        ffn *= model.experts_per_token + model.shared_experts if self.experts else 1
+        attention = model.projections[0] if model.kv_lora else model.hidden * (queries + keys)
+        again = attention + model.hidden * (ffn if model.gated else 0)
+        share = again / (model.attention + (3 if model.gated else 2) * model.hidden * ffn)
         return np.select([of.recompute == 0, of.recompute == 1], [3.0, 3.0 + share], 4.0)
+
+    def operands(self) -> Any:
+        """Elements that a layer's products take for one micro-batch: inputs, gradients of outputs, and weights."""
+        blocks, model, of = self.blocks, self.blocks.model, self.blocks.of
+        per = model.experts_per_token + model.shared_experts if self.experts else 1
+        width = model.dense_ffn if model.experts and not self.experts else model.ffn
+        ffn = (4 if model.gated else 3) * width * per / of.tp
+        tokens = blocks.tokens * (4 * model.hidden + 2 * sum(blocks.heads) + ffn)
+        return tokens + blocks.attention + (blocks.experts if self.experts else blocks.dense)
 
     def device_time(self) -> Any:
         """Computation and communication of a layer for one micro-batch."""
         blocks, model, of, device = self.blocks, self.blocks.model, self.blocks.of, self.device
         tokens, row = blocks.tokens, self.zeros()
-        row[:, _INDEX["matmul"]] = self.passes * _products(blocks) / device.flops
-        queries, _ = blocks.heads
+        products = _products(blocks, experts=self.experts)
+        rate = np.where(of.fp8, device.fp8 or device.flops, device.flops)
+        row[:, _INDEX["matmul"]] = self.passes * products / rate
+        queries, keys, values, outputs = blocks.heads
         # half of the scores are masked; the backward pass computes them again
-        scores = 2 * queries * tokens * blocks.sequence
+        scores = (queries + outputs) * tokens * blocks.sequence
         attention = np.where(of.recompute == RECOMPUTE.index("full"), 4.5, 3.5) * scores
         row[:, _INDEX["attention"]] = attention / device.flops
-        kept = blocks.kept(experts=bool(model.experts))
         again = np.where(of.recompute > 0, 4.0, 3.0)
-        row[:, _INDEX["memory"]] = again * tokens * kept / device.bandwidth
+        touched = again * tokens * blocks.kept(experts=self.experts)
+        if self.experts:
+            # with few tokens for each expert, reading its matrices takes as long as the products
+            touched += (4 + 2 * of.gradient_bytes) * blocks.experts
+        each = np.where(of.compile | model.fused, FP8_BYTES_FUSED, FP8_BYTES)
+        touched += np.where(of.fp8, each * self.operands(), 0.0)
+        row[:, _INDEX["memory"]] = touched / device.bandwidth
         tensor = RankGroup.of(of.tp, np.ones_like(of.tp), self.cluster)
         # gathered and scattered around attention and the feed-forward layer, forward and backward
         moved = _calls(of) * 2 * model.hidden * tokens
         self._collective(row, tensor, moved, near="tensor", far="tensor_between")
         ring = RankGroup.of(of.cp, of.tp, self.cluster)
-        _, keys = blocks.heads
         # every other rank's keys and values, and their gradients
-        self._collective(row, ring, of.cp * tokens * keys * 12, near="tensor", far="tensor_between")
-        if model.experts:
+        moved = of.cp * tokens * (keys + values) * 6
+        self._collective(row, ring, moved, near="tensor", far="tensor_between")
+        if self.experts:
             copies = model.experts_per_token * tokens * model.hidden / of.tp
             spread = RankGroup.of(of.ep, of.expert_tensor(), self.cluster)
-            self._collective(row, spread, 8 * copies, near="tensor", far="tensor_between")
+            # there and back, forward and backward; what goes to other nodes takes its own rank's link
+            moved, far = 8 * copies * blocks.load, 1 - spread.near / spread.size
+            row[:, _INDEX["tensor"]] += (spread.near - 1) / spread.size * moved / device.intra
+            row[:, _INDEX["tensor_between"]] += far * moved / device.inter
         return row
 
     def _collective(
@@ -143,7 +169,7 @@ class Work:
     ) -> None:
         """Add the time in which each rank of a group receives ``moved`` bytes less its own part."""
         part = moved * (group.size - 1) / group.size
-        speed = np.minimum(self.device.intra, self.device.inter * group.near**RAILS)
+        speed = np.minimum(self.device.intra, self.device.inter * group.near)
         row[:, _INDEX[near]] += np.where(group.between, 0.0, part / self.device.intra)
         # a ring passes each node once, however small the message
         ring = HOP * calls * group.size / group.near
@@ -165,7 +191,7 @@ class Work:
     def gather_time(self) -> Any:
         """Communication of a layer for one micro-batch: gradients from ZeRO's stage 2 on, parameters in stage 3."""
         blocks, of, row = self.blocks, self.blocks.of, self.zeros()
-        layer = blocks.attention + (blocks.experts if blocks.model.experts else blocks.dense)
+        layer = blocks.attention + (blocks.experts if self.experts else blocks.dense)
         group = RankGroup.of(of.shards, of.tp, self.cluster)
         each = np.select(
             [of.stage == 3, of.stage == 2], [4.0 + of.gradient_bytes, of.gradient_bytes]
@@ -226,6 +252,16 @@ def _calls(of: Columns) -> Any:
     return np.where(of.recompute == RECOMPUTE.index("full"), 12.0, 8.0)
 
 
+def _average_layer(work: Work, weights: Any) -> Any:
+    """The row of a layer, on average over those with experts and those without."""
+    model = work.blocks.model
+    if not model.experts:
+        return _layer(work, weights)
+    part = model.dense_layers / model.layers
+    found = (1 - part) * _layer(replace(work, experts=True), weights)
+    return found + part * _layer(work, weights) if part else found
+
+
 def _layer(work: Work, weights: Any) -> Any:
     """One layer's row: of device, host and gathering, the slowest, and a part of the others."""
     rows = np.stack([work.device_time(), work.host_time(), work.gather_time()])
@@ -239,23 +275,25 @@ def _sum(rows: Any, weights: Any) -> Any:
     return np.sum(rows * weights, axis=-1)
 
 
-def _products(blocks: Blocks) -> Any:
+def _products(blocks: Blocks, *, experts: bool) -> Any:
     """Operations of a layer's matrix products, forward, lengthened where they are too small for the accelerator."""
     model, of, tokens = blocks.model, blocks.of, blocks.tokens
-    queries, keys = blocks.heads
-    hidden = model.hidden
-    first = _effective(2 * tokens * hidden * (queries + 2 * keys))
-    total = first + _effective(2 * tokens * hidden * queries)
-    if model.experts:
+    hidden, (queries, keys, values, outputs) = model.hidden, blocks.heads
+    total = _effective(2 * tokens * hidden * outputs)
+    if model.kv_lora:
+        total = total + _effective(2 * tokens * hidden * model.latent)
+        total = total + 2 * _effective(tokens * model.projections[0] / of.tp)
+    else:
+        total = total + _effective(2 * tokens * hidden * (queries + keys + values))
+    each = 3 if model.gated else 2
+    if experts:
         # an expert's product has the tokens that were sent to it
         here = np.maximum(model.experts / of.ep, 1)
-        routed = 2 * tokens * model.experts_per_token * model.expert / of.tp
+        routed = 2 * tokens * model.experts_per_token * model.expert / of.tp * blocks.load
         total = total + here * _effective(routed / here)
         return total + _effective(2 * tokens * model.shared_experts * model.expert / of.tp)
-    matrix = 2 * tokens * hidden * model.ffn / of.tp
-    return (
-        total + (_effective(2 * matrix) if model.gated else _effective(matrix)) + _effective(matrix)
-    )
+    matrix = 2 * tokens * blocks.dense / each
+    return total + _effective((each - 1) * matrix) + _effective(matrix)
 
 
 def _effective(operations: Any) -> Any:

@@ -159,6 +159,8 @@ class Coordinator:
             self._carry_out(command, now)
 
     def _exited(self, role: str, attempt: int, outcome: Outcome | None, code: int) -> None:
+        if outcome is None and self._lifeline_fd >= 0 and procs.Lifeline.is_cut(self._lifeline_fd):
+            return  # all launchers end, and so does this coordinator; in another pod, the role goes on
         if self.machine.roles[role].attempt == attempt and role in self._following:
             self._following.pop(role).cancel()
         if outcome is None:

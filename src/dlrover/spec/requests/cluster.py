@@ -14,6 +14,8 @@ import msgspec
 MAX_TASKS = 10_000
 """Maximum number of tasks in a cluster."""
 MAX_NAME = 200
+MAX_NOTE = 4 * 1024 * 1024
+"""Maximum bytes of a coordinator's note."""
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 _Number = Annotated[int, msgspec.Meta(ge=0)]
@@ -46,6 +48,8 @@ class UseCluster(msgspec.Struct, frozen=True, array_like=True, tag="use"):
     """The coordinator uses these tasks, and no others."""
 
     tasks: Annotated[tuple[ClusterTask, ...], msgspec.Meta(max_length=MAX_TASKS)]
+    note: Annotated[bytes, msgspec.Meta(max_length=MAX_NOTE)] = b""
+    """What the coordinator tells the others; the master only passes it on."""
 
 
 class LookCluster(msgspec.Struct, frozen=True, array_like=True, tag="cluster"):
@@ -64,3 +68,5 @@ class ClusterReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, t
     """Those of them that are to end."""
     wanted: dict[str, int] = {}
     """Number of tasks that the job is to have, by role."""
+    note: bytes = b""
+    """The coordinator's latest note."""

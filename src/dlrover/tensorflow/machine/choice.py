@@ -101,6 +101,8 @@ def choose(
     spares: int,
     used: ClusterChoice | None = None,
     lost: AbstractSet[ClusterTask] = frozenset(),
+    *,
+    only_servers: bool = False,
 ) -> tuple[ClusterChoice | None, str]:
     """Choose the tasks of the next cluster; without enough of them, return None and what is awaited.
 
@@ -112,14 +114,16 @@ def choose(
         spares: parameter servers to keep idle.
         used: the present or the last cluster.
         lost: tasks that do not answer.
+        only_servers: leave out the workers, which come and go by themselves.
     """
     there = [task for task in reply.tasks if task not in lost and task not in reply.leaving]
-    workers = tuple(task for task in there if task.role == WORKER)
+    workers = tuple(task for task in there if task.role == WORKER and not only_servers)
     servers = [task for task in there if task.role == SERVER]
     wanted = max(1, reply.wanted.get(SERVER, 1) - spares)
     known = used.addresses if used is not None else frozenset()
     servers = sorted(servers, key=lambda task: (SERVER, task.address) not in known)[:wanted]
     fewest = 1 if used is not None else max(1, reply.wanted.get(WORKER, 1))
+    fewest = 0 if only_servers else fewest
     missing = [
         f"{need - have} of {counted(need, what)}"
         for what, need, have in (
@@ -151,13 +155,15 @@ class ClusterChange:
     """True if a task is gone; TensorFlow may wait for it forever."""
 
 
-def change(reply: ClusterReply, spares: int, used: ClusterChoice) -> ClusterChange:
+def change(
+    reply: ClusterReply, spares: int, used: ClusterChoice, *, only_servers: bool = False
+) -> ClusterChange:
     """Return why the cluster in use is to be built again."""
     listed = {(task.role, task.address) for task in reply.tasks}
     gone = [task for task in used.tasks if (task.role, task.address) not in listed]
     if gone:
         return ClusterChange(f"{named(gone)} {'is' if len(gone) == 1 else 'are'} gone", lost=True)
-    best, _ = choose(reply, spares, used)
+    best, _ = choose(reply, spares, used, only_servers=only_servers)
     if best is None or best.addresses == used.addresses:
         return ClusterChange()
     return ClusterChange(f"the job now has {best.in_words()} instead of {used.in_words()}")

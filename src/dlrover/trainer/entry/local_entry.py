@@ -2,12 +2,13 @@
 
 import sys
 
-from dlrover.original.programs import estimator
+from dlrover.cli import launcher
+from dlrover.original.programs import estimator, run
 
 
 def main() -> int:
     """Run the program; return its exit code."""
-    return estimator()
+    return run(launcher, estimator)
 
 
 if __name__ == "__main__":

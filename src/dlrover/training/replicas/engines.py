@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 Running = Callable[[], "Unchanged | None"]
 """Returns this process's rank, once the program has made its process group."""
 _QUIET = [
-    ("dlrover.checkpoint.engine.checkpointer", "Checkpointer", "save"),
     ("accelerate.accelerator", "Accelerator", "save", "log"),
     ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained"),
 ]

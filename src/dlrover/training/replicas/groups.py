@@ -116,10 +116,15 @@ class Done(dist._Work):  # type: ignore[misc] # noqa: SLF001 - the only base in 
 class Group(dist.ProcessGroup):  # type: ignore[misc]
     """torch's process group, made in Python."""
 
+    _name = ""
+
     @property
     def group_name(self) -> str:
-        """The name by which operations of tensors find the group."""
-        return str(dist.distributed_c10d._world.pg_names[self])  # noqa: SLF001
+        """The name that torch has given the group, which the base class keeps for its backends only."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
 
 
 class Peers:

@@ -96,6 +96,7 @@ def _watch_groups(module: Any) -> None:
         given = launched.given
         if not _running:
             _running.append(unchanged.Unchanged(open_link(), given, _loaded))
+            launched.survival = _running[0]
             managed.register(_running[0])
             for name, early in _early:
                 if (part := early()) is not None:

@@ -99,6 +99,17 @@ class Survivors:
         """The ranks that train, as far as known."""
         return self._group.ranks if self._group is not None else [self.rank]
 
+    @property
+    def number(self) -> int:
+        """Number of the membership in which this rank trains; -1 before."""
+        return self._group.number if self._group is not None else -1
+
+    @property
+    def lacking(self) -> bool:
+        """True if a rank of the group is lost."""
+        group, members = self._group, self._link.members
+        return group is not None and members is not None and _lacks(members, group)
+
     def _note(self, members: Members) -> None:
         """Leave a collective that waits for a lost rank; runs in the link's thread."""
         group = self._group
@@ -161,7 +172,8 @@ class Survivors:
         if any(self._most(failed)):
             self._regroup(payload, complete=False)
             return False
-        self._waiting, self._later, self.usable, self._settled = None, False, True, True
+        self._waiting, self._later = None, False
+        self.usable = self._settled = True
         return True
 
     def finish(self) -> None:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import logging
 import math
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from dlrover import launched
+from dlrover import config, launched
+from dlrover.checkpoint.storage.lease import job_of
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.requests.membership import DivideMembers, LookMembers, MembersNow
 from dlrover.training.replicas.groups import Changed, MembershipGroup, Peers
@@ -43,10 +45,15 @@ class Unchanged:
         self.steps = 0
         """Steps of the optimizer that were skipped."""
         self._link, self._given = link, given
+        self._round = zlib.crc32(f"{job_of(config.environ())} {given.round}".encode()) or 1
         self._loaded = loaded
         self._files: dict[str, float] = {}
-        self._began = torch.zeros(1, dtype=torch.float64)
-        """When the ranks made their first step, in seconds since the epoch; they tell each other with each regrouping."""
+        self._began = torch.zeros(2, dtype=torch.float64)
+        """When the ranks made their first step, in seconds since the epoch, and the number of the save that they began
+        with, 0 for none; they send it to each other with each regrouping."""
+        self._continues = 0
+        """Number of the save that a returning rank began with; the others have begun before, if its place is known."""
+        self._placed = False
         self._parts: dict[str, Any] = {"numbers": _StepCount()}
         self._healer = Healer(self._parts)
         self._survivors = Survivors(link, given.round, given.rank, given.attempt, self._healer)
@@ -62,6 +69,41 @@ class Unchanged:
     def saves(self) -> bool:
         """True if a checkpoint may be saved here: this rank trains, and rank 0, which writes what all have, does."""
         return not self.replaying and 0 in self._survivors.ranks
+
+    @property
+    def whole(self) -> bool:
+        """True if all ranks train."""
+        return not self.replaying and len(self._survivors.ranks) == self._given.world_size
+
+    @property
+    def number(self) -> int:
+        """Number of the membership in which this rank trains."""
+        return self._survivors.number
+
+    @property
+    def lacking(self) -> bool:
+        """True if a rank was lost with which this one has trained last."""
+        return self._survivors.lacking
+
+    def place(self) -> tuple[int, int, int]:
+        """Return where a rank goes on that loads what is saved now; nowhere within a step."""
+        edge = self._fresh and not self.replaying
+        return (self._round, self._reductions, launched.steps_made()) if edge else (0, 0, 0)
+
+    def continued(self, save: int, place: tuple[int, int, int]) -> None:
+        """Take note of the save that the program continues from; a returning rank goes on at its place."""
+        if not self.replaying:
+            self._began[1] = save if self._first else self._began[1]
+            return
+        if not self._first:
+            raise InfrastructureError(
+                "--survive: the program loads a checkpoint after its first step, so a rank cannot come to the others'"
+                " place; all ranks start again."
+            )
+        self._continues, self._placed = save, place[0] == self._round
+        if self._placed:
+            _, self._reductions, self.steps = place
+            self._others = 0
 
     # ---- life
 
@@ -222,7 +264,7 @@ class Unchanged:
         if self._first:
             self._first = False
             if not self.replaying:
-                self._began.fill_(time.time())
+                self._began[0] = time.time()
             elif not self._midway:
                 self._files = dict(self._loaded)
         if not self.replaying:
@@ -248,14 +290,20 @@ class Unchanged:
         regrouped = self._survivors.join(self._began, later=True)
         if regrouped is None:
             self._survivors.leave()
-        began = min((float(one) for one in regrouped.payloads.values()), default=0.0)
+        times = [one for one in regrouped.payloads.values() if float(one[0])]
+        began, first = min(map(torch.Tensor.tolist, times), default=[0.0, 0.0])
+        if times and (self._continues > first if not self._placed else self._continues <= first):
+            raise InfrastructureError(
+                "--survive: this rank began with another checkpoint than the others, and where they were when it was"
+                " saved is not known; all ranks start again."
+            )
         for path, written in self._files.items():
             if 0 < began < written:
                 raise InfrastructureError(
                     f"--survive: this rank began with a newer checkpoint than the others, {path}, so it cannot come to"
                     " their place; all ranks start again."
                 )
-        self._began.fill_(began)
+        self._began[:] = torch.tensor([began, first])
 
     def _furthest(self) -> int:
         """Return how many steps the others have made, as far as a rank of this row knows; leave if they have finished."""

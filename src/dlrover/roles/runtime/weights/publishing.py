@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +41,10 @@ from dlrover.roles.runtime.weights.parts import (
 from dlrover.roles.runtime.worker import RoleWorker, current_worker
 
 NAME = "weights"
+HOLDER_LIMIT = 60.0
+"""Seconds to look for a process that keeps weights; the coordinator replaces one that has gone."""
+AGAIN = 0.5
+"""Seconds between two tries if the coordinator knows no other process."""
 WAIT = 600.0
 """Seconds to wait for a version, or for the view that lists it."""
 
@@ -75,18 +81,25 @@ def publish(state: Mapping[str, Any], version: int, *, name: str = NAME) -> Vers
     for key, value in values.items():
         payload.encode_named(f"the value {key} of the weights", value)
     with holders.publishing:
-        for last in (False, True):
+        end = time.monotonic() + HOLDER_LIMIT
+        while True:
+            seen = worker.link.view.number
             holder, address = _holder(worker)
             try:
                 connection = holders.connection(worker, holder, address)
                 return _published(worker, connection, holder, mine, values, (name, version, parts))
             except OSError as error:
                 holders.drop(holder)
-                if last:
+                if time.monotonic() > end:
                     raise InfrastructureError(
                         f"The process that keeps weights has gone: {error}."
                     ) from error
-    raise AssertionError
+            with contextlib.suppress(InfrastructureError):  # the same one again, after a while
+                worker.link.wait(functools.partial(_is_newer, seen), AGAIN, "another view")
+
+
+def _is_newer(number: int, view: JobView) -> bool:
+    return view.number > number
 
 
 def _published(

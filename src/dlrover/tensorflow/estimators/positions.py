@@ -1,0 +1,87 @@
+"""Positions in the data, in a file beside each checkpoint of an estimator: ``model.ckpt-100.records``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import tensorflow as tf
+
+from dlrover import launched
+from dlrover.data.records import Records
+from dlrover.data.services import connect
+from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.spec.requests.shards import LookShards
+from dlrover.tensorflow.estimators.session import Member
+from dlrover.tensorflow.machine.plan import Positions
+
+logger = logging.getLogger(__name__)
+SUFFIX = ".records"
+
+
+def beside(checkpoint: str) -> Positions | None:
+    """Return the positions that belong to a checkpoint; None if it has none.
+
+    Raises:
+        ConfigurationError: the file is another program's.
+    """
+    path = checkpoint + SUFFIX
+    try:
+        with tf.io.gfile.GFile(path, "rb") as file:
+            return msgspec.msgpack.decode(file.read(), type=Positions)
+    except tf.errors.NotFoundError:
+        logger.warning("%s has no positions: the data are read from their beginning", checkpoint)
+        return None
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(f"{path} holds no positions: {error}.") from error
+
+
+class PositionSaver(tf.compat.v1.train.CheckpointSaverListener):  # type: ignore[misc]
+    """Lets the others pause while the chief saves, and writes the positions before the checkpoint.
+
+    A step is saved twice only at the positions of the first time: after a loss, the training goes on from its
+    newest checkpoint. So a file that is written before a crash is right for the checkpoint that is there.
+    """
+
+    def __init__(self, member: Member, model_dir: str, alive: Callable[[int], bool]) -> None:
+        self._member, self._directory, self._alive = member, model_dir, alive
+
+    def before_save(self, session: Any, global_step_value: int) -> None:
+        """Count what was made, and write the positions."""
+        member = self._member
+        launched.saving(int(global_step_value))
+        member.made()
+        if member.step >= 0:  # else no worker has a session yet
+            member.pause_others(session, self._alive)
+        records = member.feed.records
+        if records is None:
+            return
+        acknowledged = self._acknowledged(records) if member.step >= 0 else member.plan.base
+        known = Positions(records.name, len(records.source), acknowledged)
+        path = f"{self._directory}/model.ckpt-{global_step_value}{SUFFIX}"
+        with tf.io.gfile.GFile(f"{path}.new", "wb") as file:
+            file.write(msgspec.msgpack.encode(known))
+        tf.io.gfile.rename(f"{path}.new", path, overwrite=True)
+
+    def _acknowledged(self, records: Records[int]) -> bytes:
+        records.flush()
+        with contextlib.closing(connect()) as service:
+            reply = service.ask(LookShards(records.name))
+        if reply.away or reply.refused:
+            raise InfrastructureError(
+                f"The master does not tell what was read: {reply.away or reply.refused}"
+            )
+        return reply.packed
+
+    def after_save(self, session: Any, global_step_value: int) -> None:
+        """Let the others go on; remove the positions of checkpoints that are gone."""
+        if self._member.step >= 0 and not self._member.stopped:
+            self._member.go_on(session)
+        state = tf.train.get_checkpoint_state(self._directory)
+        kept = {f"{path}{SUFFIX}" for path in (state.all_model_checkpoint_paths if state else ())}
+        for path in tf.io.gfile.glob(f"{self._directory}/model.ckpt-*{SUFFIX}"):
+            if path not in kept:
+                tf.io.gfile.remove(path)

@@ -1,0 +1,50 @@
+"""What the chief of estimators tells the others: the cluster of a generation, and where its data begin."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dlrover.errors import ProtocolError
+
+
+class Plan(msgspec.Struct, frozen=True, array_like=True):
+    """One generation: the sessions between two changes of the parameter servers."""
+
+    number: int = 0
+    """Generations so far; 0: the chief has not started."""
+    servers: tuple[str, ...] = ()
+    """Addresses of the parameter servers, in their order."""
+    base: bytes = b""
+    """Samples that the restored model had learned from (packed `Spans`)."""
+    ready: bool = False
+    """True once the chief has restored the model."""
+
+    @property
+    def container(self) -> str:
+        """Name of the generation's variables on the servers: a step of an earlier one changes none of them."""
+        return f"dlrover{self.number}"
+
+    def packed(self) -> bytes:
+        """Return the plan as the chief's note."""
+        return msgspec.msgpack.encode(self)
+
+
+def plan_of(note: bytes) -> Plan:
+    """Return the plan in the chief's note.
+
+    Raises:
+        ProtocolError: the note is another program's.
+    """
+    try:
+        return msgspec.msgpack.decode(note, type=Plan) if note else Plan()
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"The chief's note is no plan: {error}.") from error
+
+
+class Positions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint's model has learned from, in a file beside the checkpoint."""
+
+    name: str
+    size: int
+    acknowledged: bytes
+    version: int = 1

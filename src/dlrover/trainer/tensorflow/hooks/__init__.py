@@ -1,0 +1,1 @@
+"""Modules of the original; `dlrover.original.names` has the table of them."""

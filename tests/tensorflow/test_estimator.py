@@ -1,0 +1,126 @@
+"""Trainings with an estimator, in the original's manner, go on when tasks are killed, added and removed."""
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+
+from dlrover.original import programs  # noqa: E402
+from dlrover.spec import events  # noqa: E402
+from tests.process.conftest import Runner  # noqa: E402
+from tests.tensorflow.conftest import SCRIPTS, START, Job  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        not hasattr(tf, "estimator"),
+        reason=f"TensorFlow {tf.__version__} has no estimators; scripts/test-engines has 2.15, too",
+    ),
+]  # fmt: skip
+RECORDS, EPOCHS, BATCH = 3000, 2, 10
+MANY = 12000
+"""Records for a training that lasts until a new process has imported TensorFlow."""
+
+
+class Estimated(Job):
+    """A job of scripts/estimated.py."""
+
+    def __init__(
+        self,
+        run: Runner,
+        ps: int = 2,
+        workers: int = 2,
+        evaluators: int = 0,
+        records: int = RECORDS,
+    ) -> None:
+        self.out, self._run = run.directory / "out", run
+        self.out.mkdir()
+        self.best = table(self.out / "table.csv", records)
+        options = [f"--ps_num={ps}", f"--worker_num={workers}", f"--evaluator_num={evaluators}"]
+        command = programs.estimator(["--platform=local", "--conf=estimated.Conf", *options])
+        env = {"OUT": str(self.out), "RECORDS": str(records)}
+        self.launch = run("--shutdown-timeout=5", *command, cwd=SCRIPTS, env=env)
+
+    def kill_worker(self) -> None:
+        os.kill(self.notes("worker")[-1][4], signal.SIGKILL)
+
+    def lose_server(self) -> None:
+        before = self.cluster
+        self.kill("ps")
+        self.begun(lambda cluster: cluster != before, "another cluster")
+
+    def of_size(self, servers: int) -> None:
+        """Ask for a number of parameter servers; wait for a step with them."""
+        self.scale("ps", servers)
+        self.begun(lambda cluster: len(cluster["ps"]) == servers, f"{servers} servers")
+
+
+def table(path: Path, records: int) -> float:
+    """Write records of a linear model; return the least loss that a linear model can have."""
+    random = np.random.default_rng(7)
+    inputs = random.normal(size=(records, 4))
+    outputs = inputs @ [1.0, -2.0, 3.0, 0.5] + random.normal(scale=0.1, size=records)
+    rows = np.column_stack([inputs, outputs])
+    lines = (f"{number},{','.join(map(str, row))}\n" for number, row in enumerate(rows))
+    path.write_text("number,a,b,c,d,y\n" + "".join(lines))
+    found = np.linalg.lstsq(inputs, outputs, rcond=None)[0]
+    return float(np.mean((inputs @ found - outputs) ** 2))
+
+
+def test_an_undisturbed_training_is_evaluated(run: Runner) -> None:
+    training = Estimated(run, ps=1, evaluators=1)
+    training.train(30)
+    evaluated = training.out / "model" / "eval"
+    training.launch.until(lambda: list(evaluated.glob("events*")), START, "an evaluation")
+    end = training.end()
+    assert (end["steps"], end["wrong"]) == (RECORDS * EPOCHS // BATCH, {})
+    assert end["loss"] == pytest.approx(training.best, rel=0.1)
+    assert {note[3] for note in training.notes("step")} == {"chief", "worker"}
+
+
+def test_lost_servers_take_the_training_back_to_its_checkpoint(run: Runner) -> None:
+    training = Estimated(run)
+    for _ in range(3):
+        training.train(60)
+        training.lose_server()
+    end = training.end()
+    assert end["wrong"] == {}
+    assert end["loss"] == pytest.approx(training.best, rel=0.1)
+    assert not training.launch.events_of(events.RestartDecided), "the chief is the same process"
+    assert len({note[4] for note in training.notes("worker")}) == 2, "and so are the workers"
+
+
+def test_servers_come_and_go_and_nothing_is_repeated(run: Runner) -> None:
+    training = Estimated(run, ps=1, workers=1, records=MANY)
+    training.train(30)
+    training.of_size(2)
+    training.train(30)
+    training.of_size(1)
+    end = training.end()
+    assert (end["steps"], end["wrong"]) == (MANY * EPOCHS // BATCH, {})
+    assert end["loss"] == pytest.approx(training.best, rel=0.1)
+    assert training.steps <= end["steps"] + 2, (
+        "a worker may make one more step, which changes nothing"
+    )
+
+
+def test_a_worker_and_the_chief_restart_alone(run: Runner) -> None:
+    training = Estimated(run, ps=1, workers=2, records=MANY)
+    training.train(30)
+    training.launch.until(lambda: len(training.notes("worker")) == 2, START, "two workers")
+    training.kill_worker()
+    training.launch.until(lambda: len(training.notes("worker")) == 3, START, "its return")
+    assert len(training.notes("begin")) == 1, "the others went on"
+    training.train(30)
+    os.kill(training.notes("begin")[-1][4], signal.SIGKILL)
+    training.launch.until(lambda: len(training.notes("begin")) == 2, START, "another chief")
+    end = training.end()
+    assert sum(abs(count - EPOCHS) for count in end["wrong"].values()) <= 3 * BATCH, (
+        "what the worker had learned and not reported is learned again"
+    )
+    assert all(count >= EPOCHS for count in end["wrong"].values())
+    assert end["loss"] == pytest.approx(training.best, rel=0.1)
