@@ -14,6 +14,7 @@ dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.set_num_threads(1)
 torch.manual_seed(1)
+torch.set_default_dtype(torch.float64)  # sums in another order are close
 data, classes = torch.randn(4096, 16), torch.randint(0, 4, (4096,))
 mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
 model = torch.nn.Sequential(
@@ -43,7 +44,7 @@ with (out / f"rank{rank}.txt").open("a", buffering=1) as log:
             float(p.full_tensor().detach().double().abs().sum()) for p in model.parameters()
         )
         log.write(
-            f"{step} {weights:.9f} {os.getpid()} {optimizer.param_groups[0]['lr']:.9f} {float(norm):.6f}\n"
+            f"{step} {weights:.9f} {os.getpid()} {optimizer.param_groups[0]['lr']:.9f} {float(norm):.9f}\n"
         )
         time.sleep(0.02)
         goes_on = not (last.exists() and step >= int(last.read_text()))

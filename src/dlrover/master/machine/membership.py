@@ -188,7 +188,7 @@ class Membership:
         attempts = theirs.attempts if newer else self.attempts
         self.attempts = {r: a for r, a in attempts.items() if r in there and self.latest[r] == a}
         self.over |= theirs.over
-        self.ready -= latest.keys()
+        self.ready -= latest.keys() | self.attempts.keys()
         self._level(self.latest)
         # No other membership has this number: nodes and ranks take in none of a number that they know.
         self.number = max(self.number, theirs.number) + 1

@@ -136,7 +136,7 @@ class Survivors:
             members = self._ask(request)
         if members is None:
             raise InfrastructureError(f"Round {self._round} is over; rank {self.rank} cannot join.")
-        if members.over:
+        if any(self._most(members.over)):
             return None
         regrouped = self._regroup(payload, complete=False)
         return regrouped if self.usable or self._waiting is not None else None
