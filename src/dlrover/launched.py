@@ -57,11 +57,11 @@ class Survival(Protocol):
 
     @property
     def whole(self) -> bool:
-        """True if all ranks of the world train, this one too."""
+        """True if all ranks of the world have carried out the last collective: the same on all that train."""
 
     @property
     def number(self) -> int:
-        """Number of the membership in which this rank trains."""
+        """Number of the membership that has carried out the last collective: the same on all ranks that train."""
 
     @property
     def lacking(self) -> bool:

@@ -217,12 +217,13 @@ def test_a_lost_rank_goes_on_from_the_newest_checkpoint_in_memory(run) -> None:
             60,
             "steps",
         )
-        killed = rows(victim)[-1]
-        psutil.Process(int(killed[2])).kill()
+        pid = rows(victim)[-1][2]
+        psutil.Process(int(pid)).kill()
         first.until(
             lambda j=joined: len(first.events_of(events.ReplicaJoined)) == j, 90, "its return"
         )
-        assert int(killed[0]) - 5 <= begins(victim)[-1] <= int(killed[0]) + 1
+        last = max(_count(row) for row in rows(victim) if row[2] == pid)
+        assert last - 5 <= begins(victim)[-1] <= last + 1
     end(first)
     again = run("--survive", "--nproc-per-node=2", script, run.directory)  # from storage
     again.until(lambda: len(begins(0)) == 3 and _count(rows(0)[-1]), 60, "steps of the second job")
@@ -230,6 +231,21 @@ def test_a_lost_rank_goes_on_from_the_newest_checkpoint_in_memory(run) -> None:
     again.until(lambda: again.events_of(events.ReplicaJoined), 90, "its return")
     assert begins(1)[-1] >= begins(0)[-1] >= 50
     end(again)
+
+
+def test_a_rank_that_is_lost_before_its_part_of_a_save_ends_no_other(run) -> None:
+    """The others wait for the save, and learn from the saver that it is not whole before they know of the loss."""
+    late, other, lost = (run.directory / name for name in ("late", "rank0.txt", "rank1.txt"))
+    late.touch()
+    script = SCRIPT.with_name("unchanged_checkpoints.py")
+    launch = run("--survive", "--nproc-per-node=2", script, run.directory)
+    launch.until(lambda: not late.exists(), 60, "the step before the save")
+    psutil.Process(int(lost.read_text().split()[-1])).kill()
+    launch.until(lambda: launch.events_of(events.ReplicaJoined), 90, "its return")
+    (run.directory / "new").write_text(str(int(other.read_text().split("\n")[-2].split()[0]) + 60))
+    (run.directory / "new").rename(run.directory / "last")
+    launch.succeed(90)
+    assert len(launch.events_of(events.RoundOpened)) == 1
 
 
 def _count(row: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import tempfile
@@ -71,8 +72,8 @@ class FlashCallback(TrainerCallback):
         (folder / "trainer_state.json").write_text(state["trainer"], encoding="utf-8")
         if state["ranks"] == _ranks():
             name = f"rng_state_{dist.get_rank()}.pth" if _ranks() > 1 else "rng_state.pth"
-            torch.save(state["rng"], folder / name)
-        torch.save(state["model"], folder / "pytorch_model.bin")  # zeros: the Trainer requires it
+            _write(state["rng"], folder / name)
+        _write(state["model"], folder / "pytorch_model.bin")  # zeros: the Trainer requires it
         return str(folder)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **live: Any) -> None:
@@ -134,6 +135,17 @@ class FlashCallback(TrainerCallback):
             "rng": objects.encode(randomness.states(every_device=every)),
             "ranks": _ranks(),
         }
+
+
+def _write(value: Any, path: Path) -> None:
+    """Write a file, also in a rank that returns to the others of ``--survive``: there, torch writes none.
+
+    It must not look newer to the rank than the checkpoints with which the others have begun.
+    """
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    path.write_bytes(buffer.getvalue())
+    os.utime(path, (0, 0))
 
 
 def _ranks() -> int:

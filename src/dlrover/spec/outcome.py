@@ -31,7 +31,7 @@ class Cause(str, enum.Enum):
     RECOMPUTED_STEPS = "recomputed_steps"
     """Steps made again because a fault undid them, and steps that an interruption cut off."""
     FAULT_DETECTION = "fault_detection"
-    """From a fault's first sign to its detection, as far as no step was completed meanwhile."""
+    """From a fault's first sign, or the last step completed after it, to its detection."""
     WAITING_FOR_RESOURCES = "waiting_for_resources"
     """Until a requested node connects while no world trains, and while nodes wait because there are too few."""
     DEGRADED = "degraded"
@@ -112,8 +112,8 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     earlier_incident_seconds: float = 0.0
     """Total cost of the earlier incidents in seconds."""
     degraded_seconds: float = 0.0
-    """Wall time of the job in which a world trained with fewer nodes than the job wants, or once had where nodes
-    come by themselves, or without some of its ranks."""
+    """Wall time of the job in which a world trained without some of its ranks, or with fewer nodes than the job
+    wants; where nodes come by themselves, with fewer than it once had."""
     rounds_without_first_step: int = 0
     """Rounds after the first whose programs did not report their first step. The steps that they made again
     count as productive, so the ratio is then an upper bound."""

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -17,7 +17,7 @@ import torch
 
 from dlrover import config, launched
 from dlrover._util.collection import no_collection
-from dlrover.checkpoint.engine import copying, direct, joining, pace, shared, tree
+from dlrover.checkpoint.engine import copying, direct, joining, losses, pace, shared, tree
 from dlrover.checkpoint.engine.client import GenerationPool, SaverClient
 from dlrover.checkpoint.engine.copying import Copier
 from dlrover.checkpoint.engine.joining import Wishes
@@ -26,18 +26,17 @@ from dlrover.checkpoint.engine.overlap import Background, Guarded, Snapshot, tor
 from dlrover.checkpoint.engine.tree import State
 from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.loading import fresh, restore
-from dlrover.checkpoint.loading.loader import LoadedStep, Loader
-from dlrover.checkpoint.loading.memory_step import Lost
+from dlrover.checkpoint.loading.loader import Loader
 from dlrover.checkpoint.loading.plan import Planner, RankState, Target, restoring, taking
 from dlrover.checkpoint.loading.replay import Replayer
 from dlrover.checkpoint.loading.restore import Prepare, StateReading
 from dlrover.checkpoint.machine.layout import PackedLayout, TensorSpec
 from dlrover.checkpoint.machine.policies import Policy, checked_metrics, policy_of
-from dlrover.checkpoint.machine.saves import NOWHERE, Newest, Place, SaveId
+from dlrover.checkpoint.machine.saves import Newest, SaveId
 from dlrover.checkpoint.saver.protocol import SaverGoneError
 from dlrover.checkpoint.storage import faults, storage
 from dlrover.checkpoint.storage.lease import Lease, job_of
-from dlrover.checkpoint.storage.stores import open_shared, reason
+from dlrover.checkpoint.storage.stores import Store, open_shared
 from dlrover.errors import (
     ConfigurationError,
     DLRoverError,
@@ -45,9 +44,6 @@ from dlrover.errors import (
 )
 
 logger = logging.getLogger(__name__)
-
-LOST_POLL = 0.2
-"""Seconds between two looks for lost ranks, while their parts of a save are awaited."""
 
 
 class LoadRecord(msgspec.Struct, frozen=True):
@@ -128,9 +124,8 @@ class Checkpointer:
         self._local = frozenset(local)
         self._start_afresh = start_afresh
         self._read_only = read_only
-        self._store = self._world.agree(lambda: open_shared(path))
-        self._identity = shared.identity(self._world, self._store, create=not read_only)
-        shared.check(self._world, self._store, self._identity, read_only=read_only)
+        self._path = path
+        self._store, self._identity = self._open()
         shared.note(self._world, self._store, launched.given.checkpoints)
         self._client = SaverClient(
             self._store, self._identity, node=launched.given.node, keep=policy, linger=linger,
@@ -154,6 +149,13 @@ class Checkpointer:
             except BaseException:
                 self._client.close()
                 raise
+
+    def _open(self) -> tuple[Store, str]:
+        """Return the directory and its identity, which are the same on all ranks. Collective."""
+        store = self._world.agree(lambda: open_shared(self._path))
+        identity = shared.identity(self._world, store, create=not self._read_only)
+        shared.check(self._world, store, identity, read_only=self._read_only)
+        return store, identity
 
     def _join(self, newest: Newest) -> None:
         """Begin a session with the other ranks; ``newest`` is the newest save that this rank knows. Collective."""
@@ -183,8 +185,16 @@ class Checkpointer:
             if self._background is not None:
                 self._background.wait()
             known = self._numbering.newest if self._membership >= 0 else Newest()
+            self._open()  # as a rank that has returned and makes its Checkpointer only now
+            self._world.agree(self._attach_again)
+            self._pace.begin()
             self._join(self._newest_stored().including(known))
         return True
+
+    @property
+    def _apart(self) -> bool:
+        """True if this rank saves nothing, or nothing yet since it has returned to the others."""
+        return self._read_only or (launched.survival is not None and self._membership < 0)
 
     def _lease(self) -> Lease | None:
         if self._world.rank:
@@ -234,8 +244,7 @@ class Checkpointer:
         if not self._takes_part():
             return
         # First: a save that fails on one rank must count there, too.
-        survival = launched.survival
-        save = self._numbering.next(step, Place(*survival.place()) if survival else NOWHERE)
+        save = self._numbering.next(step, losses.place())
         try:
             self._do_save(save, state, to, metrics or {})
         except BaseException:
@@ -267,7 +276,7 @@ class Checkpointer:
         with launched.blocked():
             do = to or self._pace.due(step, self._client)
             try:
-                _check_arguments(step, to)
+                pace.check_arguments(step, to)
                 measured = checked_metrics(metrics)
                 self._world.check()
                 if do != "nothing":
@@ -287,7 +296,7 @@ class Checkpointer:
 
         A training that ends because of them does so: its next try takes an older step.
         """
-        if not self._read_only and not self._world.alone:
+        if not self._apart:
             self._findings.apply(self._direct, self._joined.session)
 
     def _copy(self, order: _Order, state: State) -> None:
@@ -334,7 +343,8 @@ class Checkpointer:
             return
         self._wait_for_saver()  # steps are stored one at a time
         began = time.monotonic()
-        problem = self._direct.write(order.save, layout, self._copier.sources, order.metrics)
+        with losses.watched(self._world, {order.save: began}, self._give_up):
+            problem = self._direct.write(order.save, layout, self._copier.sources, order.metrics)
         if problem:
             logger.error("%s", problem)
             self._problems.append(problem)
@@ -397,7 +407,7 @@ class Checkpointer:
         Raises:
             InfrastructureError: a save failed since the last call; the message says which.
         """
-        if self._read_only or self._world.alone:
+        if self._apart:
             return
         with launched.blocked():
             if self._background is not None:
@@ -406,41 +416,17 @@ class Checkpointer:
             self._notifier.settle()
         problems, self._problems = self._problems, []
         self._pace.asked.clear()
-        survival = launched.survival
-        if problems and survival is not None and survival.number != self._membership:
-            logger.warning("%s", " ".join(problems))  # a rank was lost, and the others go on
+        if problems and losses.since(self._world, self._membership):
+            logger.warning("%s", " ".join(problems))  # the others go on
         elif problems:
             raise InfrastructureError(" ".join(problems))
 
     def _wait_for_saver(self) -> None:
         try:
-            with self._no_wait_for_lost():
+            with losses.watched(self._world, self._pace.asked, self._give_up):
                 self._problems += self._client.wait()
         except SaverGoneError:
             self._reconnect()
-
-    @contextlib.contextmanager
-    def _no_wait_for_lost(self) -> Iterator[None]:
-        """Meanwhile, give up the saves to which a rank that is lost has not added its part."""
-        survival, done = launched.survival, threading.Event()
-        if survival is None or self._world.size == 1:
-            yield
-            return
-
-        def watch() -> None:
-            while not done.wait(LOST_POLL):
-                if survival.lacking:
-                    for save in list(self._pace.asked):
-                        self._give_up(save)
-                    return
-
-        watcher = threading.Thread(target=watch, name="dlrover-lost-ranks")
-        watcher.start()
-        try:
-            yield
-        finally:
-            done.set()
-            watcher.join()
 
     def close(self) -> None:
         """Disconnect from the saver, which goes on storing the requested steps."""
@@ -454,21 +440,24 @@ class Checkpointer:
 
     def _reconnect(self) -> None:
         """Connect to a new saver; the memory of the old one is lost."""
-        self._problems += filter(None, map(self._lost, sorted(self._pace.asked)))
-        self._pace.asked.clear()
-        self._pool.forget()
-        self._client.attach(self._world.rank)
+        self._attach()
         self._client.join(self._joined)
 
-    def _lost(self, save: SaveId) -> str:
-        """Return the error message for a save whose saver ended; empty if the save is stored."""
-        step = save.step
+    def _attach_again(self) -> None:
+        """Connect to a new saver if the old one has ended."""
         try:
-            if storage.is_published(self._store, save):
-                return ""
-        except (OSError, InfrastructureError) as error:
-            return f"The saver ended, and whether step {step} is stored cannot be read: {reason(error)}."
-        return f"Step {step} was not stored: the saver ended before."
+            self._client.look()
+        except SaverGoneError as error:
+            logger.warning("%s It is started again", error)
+            self._attach()
+
+    def _attach(self) -> None:
+        self._problems += filter(
+            None, (direct.lost(self._store, save) for save in sorted(self._pace.asked))
+        )
+        self._pace.asked.clear()
+        self._pool.forget()
+        self._attached = self._client.attach(self._world.rank)
 
     # ---- load
 
@@ -583,6 +572,8 @@ class Checkpointer:
         self, planner: Planner, step: int | None = None, again: Replayer | None = None
     ) -> LoadRecord | None:
         self._world.check()
+        if not self._read_only:
+            self._takes_part()  # with ranks that have returned
         self._world.agree(self._prepare_to_load)
         began = time.monotonic()
         if self._read_only and not self._identity:
@@ -592,11 +583,8 @@ class Checkpointer:
         loader = Loader(self._world, client, self._store, self._identity, planner, again)
         found = loader.load() if step is None else loader.load_stored(step)
         self._findings.damaged |= loader.damaged
-        if launched.survival is not None:
-            save = (
-                found.save if found is not None and found.save is not None else SaveId(0, 0, 0, 0)
-            )
-            launched.survival.continued(save.number, msgspec.structs.astuple(save.place))
+        if not self._read_only:
+            losses.continued(None if found is None else found.save)
         if found is None and self._world.alone:
             return None
         if found is None:
@@ -607,7 +595,7 @@ class Checkpointer:
             if client is not None:
                 self._world.agree(lambda: client.keep(None))
             return None
-        self._warn_of_loss(loader.lost, found)
+        loader.warn_of_loss(found)
         if found.save is not None and not self._read_only and not self._world.alone:
             self._numbering.pass_over(found.save)
         record = LoadRecord(found.step, found.source, time.monotonic() - began)
@@ -620,17 +608,3 @@ class Checkpointer:
         self._pool.wait()
         if self._world.rank == 0 and not self._read_only and not self._world.alone:
             storage.adopt(self._store)
-
-    def _warn_of_loss(self, lost: Lost | None, found: LoadedStep) -> None:
-        """Warn if the training falls back by more than one save: ranks may be one save apart."""
-        if lost is None or self._world.rank:
-            return
-        if found.save is None or lost.save.number > found.save.number + 1:
-            logger.warning("%s The training goes back to step %d", lost.sentence, found.step)
-
-
-def _check_arguments(step: int, to: str | None) -> None:
-    if to not in ("memory", "storage", None):
-        raise ConfigurationError(f"to is {to!r}; it must be 'memory' or 'storage'.")
-    if step < 0:
-        raise ConfigurationError(f"step is {step}; it must be 0 or more.")

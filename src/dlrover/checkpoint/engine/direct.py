@@ -22,7 +22,7 @@ from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import persist, storage
 from dlrover.checkpoint.storage.lease import Lease
 from dlrover.checkpoint.storage.persist import PEER_PATIENCE, PersistJob, RankPart
-from dlrover.checkpoint.storage.stores import Store
+from dlrover.checkpoint.storage.stores import Store, reason
 from dlrover.errors import InfrastructureError
 
 logger = logging.getLogger(__name__)
@@ -146,6 +146,19 @@ class LoadFindings:
                     logger.warning("It is not recorded that step %d is the newest: %s", step, error)
                     return
         self._went_back = None
+
+
+def lost(store: Store, save: SaveId) -> str:
+    """Return the error message for a save whose saver ended; empty if the save is stored."""
+    step = save.step
+    try:
+        if storage.is_published(store, save):
+            return ""
+    except (OSError, InfrastructureError) as error:
+        return (
+            f"The saver ended, and whether step {step} is stored cannot be read: {reason(error)}."
+        )
+    return f"Step {step} was not stored: the saver ended before."
 
 
 def _wait(seconds: float) -> bool:

@@ -33,6 +33,18 @@ def check(interval: object, hours_between_failures: float | None) -> None:
         )
 
 
+def check_arguments(step: int, to: str | None) -> None:
+    """Refuse arguments of a save.
+
+    Raises:
+        ConfigurationError: one is wrong.
+    """
+    if to not in ("memory", "storage", None):
+        raise ConfigurationError(f"to is {to!r}; it must be 'memory' or 'storage'.")
+    if step < 0:
+        raise ConfigurationError(f"step is {step}; it must be 0 or more.")
+
+
 class Pace:
     """Destination of saves that do not name one."""
 
@@ -41,10 +53,15 @@ class Pace:
     ) -> None:
         hours = hours_between_failures or HOURS_BETWEEN_FAILURES / world.size
         self._interval = interval
-        self._auto = Auto(hours * 3600)
+        self._seconds = hours * 3600
         self._world = world
         self.asked: dict[SaveId, float] = {}
         """Times at which saves that are not durable yet were sent to storage, by this process's clock."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from here and measure anew, with ranks that have just begun to save."""
+        self._auto = Auto(self._seconds)
 
     def due(self, step: int, client: SaverClient) -> Do:
         """Return the destination of a step."""

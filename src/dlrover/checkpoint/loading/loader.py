@@ -116,13 +116,21 @@ class Loader:
                 return found
         return None
 
+    def warn_of_loss(self, found: LoadedStep) -> None:
+        """Warn if the training falls back by more than one save: ranks may be one save apart."""
+        lost = self.lost
+        if lost is None or self._world.rank:
+            return
+        if found.save is None or lost.save.number > found.save.number + 1:
+            logger.warning("%s The training goes back to step %d", lost.sentence, found.step)
+
     def _look(self) -> ValidGenerations:
         return self._client.look() if self._client is not None else ValidGenerations(())
 
     def _keep(self, save: SaveId | None) -> None:
         """Tell the saver which save to continue from; None: none in memory. Collective."""
         client = self._client
-        if client is not None:
+        if client is not None and not self._world.alone:  # the others may still need older ones
             self._world.agree(lambda: client.keep(save))
 
     def _older(

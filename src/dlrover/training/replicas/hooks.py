@@ -5,7 +5,7 @@
 ``DeviceMesh``, ``fully_shard``      see `sharded`
 ``DistributedDataParallel``          its gradients are reduced by `Unchanged`; its forward pass is an edge
 ``Optimizer.step``                   does nothing while a rank replays
-``torch.save`` and ``safetensors``   write nothing while a rank replays
+``torch.save`` and ``safetensors``   write no files while a rank replays
 ``torch.load`` and ``safetensors``   the files that a returning rank loads are noted
 ``GradScaler``                       looks for no overflow while a rank replays
 Accelerate, Trainers                 see `engines`
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import sys
 import types
@@ -263,7 +264,19 @@ def _mute(module: types.ModuleType, names: tuple[str, ...], package: str = "") -
     """Let functions that write a checkpoint do nothing while this rank replays."""
     for name in names:
         original = getattr(module, name)
-        _replace(module, package, original, _quiet(original))
+        _replace(module, package, original, _writes_no_file(original))
+
+
+def _writes_no_file(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that writes to memory only while this rank replays."""
+    quiet = _quiet(function)
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        file = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
+        return (function if isinstance(file, io.BytesIO) else quiet)(*args, **kwargs)
+
+    return wrapped
 
 
 def _note(module: types.ModuleType, name: str, package: str = "") -> None:

@@ -54,6 +54,11 @@ class Unchanged:
         self._continues = 0
         """Number of the save that a returning rank began with; the others have begun before, if its place is known."""
         self._placed = False
+        self._continued: tuple[int, ...] | None = None
+        """The place at which all Checkpointers of a returning rank continue; zeros: it is not known."""
+        self._last: tuple[int, list[int]] = (-1, [])
+        """Number and ranks of the membership that has carried out the last collective. Of a loss since, some ranks may
+        know and others not."""
         self._parts: dict[str, Any] = {"numbers": _StepCount()}
         self._healer = Healer(self._parts)
         self._survivors = Survivors(link, given.round, given.rank, given.attempt, self._healer)
@@ -72,18 +77,18 @@ class Unchanged:
 
     @property
     def whole(self) -> bool:
-        """True if all ranks train."""
-        return not self.replaying and len(self._survivors.ranks) == self._given.world_size
+        """True if all ranks have carried out the last collective."""
+        return not self.replaying and len(self._last[1]) == self._given.world_size
 
     @property
     def number(self) -> int:
-        """Number of the membership in which this rank trains."""
-        return self._survivors.number
+        """Number of the membership that has carried out the last collective."""
+        return self._last[0]
 
     @property
     def lacking(self) -> bool:
         """True if a rank was lost with which this one has trained last."""
-        return self._survivors.lacking
+        return self._survivors.lacking or self._survivors.number != self._last[0]
 
     def place(self) -> tuple[int, int, int]:
         """Return where a rank goes on that loads what is saved now; nowhere within a step."""
@@ -101,6 +106,13 @@ class Unchanged:
                 " place; all ranks start again."
             )
         self._continues, self._placed = save, place[0] == self._round
+        where = place if self._placed else (0, 0, 0)
+        if self._continued not in (None, where):
+            raise InfrastructureError(
+                "--survive: the program continues from checkpoints in several directories that were not saved at the same"
+                " place, so a rank cannot come to the others' place; all ranks start again."
+            )
+        self._continued = where
         if self._placed:
             _, self._reductions, self.steps = place
             self._others = 0
@@ -111,6 +123,7 @@ class Unchanged:
         """Begin to train, unless this rank replays first."""
         if not self.replaying:
             self._survivors.join(self._began)
+            self._last = self._survivors.number, self._survivors.ranks
 
     def finish(self) -> None:
         """Report the end of the program."""
@@ -220,8 +233,10 @@ class Unchanged:
 
         self._survivors.position = self._position
         while True:
+            group = self._survivors.number, self._survivors.ranks
             regrouped = self._survivors.run(keep, self._began)
             if regrouped is None or regrouped.complete:
+                self._last = group
                 return results
 
     @property
@@ -292,7 +307,7 @@ class Unchanged:
             self._survivors.leave()
         times = [one for one in regrouped.payloads.values() if float(one[0])]
         began, first = min(map(torch.Tensor.tolist, times), default=[0.0, 0.0])
-        if times and (self._continues > first if not self._placed else self._continues <= first):
+        if times and (self._continues != first if not self._placed else self._continues <= first):
             raise InfrastructureError(
                 "--survive: this rank began with another checkpoint than the others, and where they were when it was"
                 " saved is not known; all ranks start again."
