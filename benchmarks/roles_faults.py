@@ -53,7 +53,7 @@ WARM = 10
 BEFORE = 5.0
 """Seconds before the death of a trainer with whose rate that after it is compared, too."""
 PUSHED = 1.0
-"""Seconds after a rollback until every process has been told."""
+"""Seconds after a rollback until every process knows of it."""
 LIMIT = 300.0
 """Seconds after which nothing is killed any more, and after as many more a run that has not ended counts as stuck."""
 
@@ -163,7 +163,7 @@ class History:
         return wrong, ages
 
     def away(self, kills: list[Kill]) -> list[tuple[float, float]]:
-        """From each kill of a trainer's rank to the next step, if nobody else is away then."""
+        """From each kill of a trainer's rank to the next step, if no other role is away then."""
         found = []
         for kill in kills:
             if kill.role != "trainer":

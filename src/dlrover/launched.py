@@ -48,7 +48,7 @@ class Given:
     """File that lists the directories of the program's checkpoints, for people; empty: none."""
 
 
-class Survival(Protocol):
+class SurvivingRank(Protocol):
     """This process's rank in a training that goes on without lost ranks."""
 
     @property
@@ -75,7 +75,7 @@ class Survival(Protocol):
 
 
 given = Given()
-survival: Survival | None = None
+survival: SurvivingRank | None = None
 """None in a program whose ranks are all started again when one is lost."""
 reading: Callable[[int, int, int], None] | None = None
 """Called with the dataset's key, the partition and the first position of each shard whose reading begins."""

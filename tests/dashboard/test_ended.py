@@ -196,6 +196,9 @@ def test_the_logs_of_pods_have_names_by_which_they_are_found() -> None:
         ("pods/m", "dlrover-master, running"),
         ("pods/w-0", "worker, failed"),
     ]
+    stranger = pod("x", "Running", 3)
+    del stranger["metadata"]["labels"][RANK_LABEL]
+    assert podlogs.listed([stranger, pod("m", "Running")])[0]["name"] == "pods/m"
     assert PodLog.parse("pods/w-1/proxy") == PodLog("w-1", "proxy")
     assert PodLog.parse("pods/w-1/agent-1.log") == PodLog("w-1", "", "agent-1.log")
 

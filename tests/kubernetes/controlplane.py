@@ -14,6 +14,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,16 @@ class ControlPlane:
         for process in self._processes.values():
             process.send_signal(signal.SIGCONT)
         self._wait_for(lambda: self.call("GET", "/readyz", plain=True))
+
+    @contextlib.contextmanager
+    def without(self, name: str) -> Iterator[None]:
+        """Stop one of the processes meanwhile."""
+        process = self._processes[name]
+        process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGCONT)
 
     def kill(self, name: str) -> None:
         process = self._processes.pop(name)

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api import client as api
-from dlrover.kubernetes.api.client import Client
-from dlrover.kubernetes.api.informer import Informer
+from dlrover.kubernetes.api.client import ApiError, Client
+from dlrover.kubernetes.api.informer import FIRST_WAIT, Informer
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.manifests import CONFIG_MAPS
 from tests.kubernetes.proxy import Proxy
@@ -170,3 +171,37 @@ def test_everything_is_reported_again_now_and_then(
             await one.until(lambda: one.keys.count(f"{namespace}/changing") >= 2)
 
     asyncio.run(story())
+
+
+def test_a_server_that_is_back_and_forgot_the_version_is_listed_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long the wait has become while the server was away."""
+    away = [InfrastructureError("away")] * 8
+    watched = iter([*away, ApiError(410, "Expired", "too old resource version"), *away])
+    pauses: list[float] = []
+
+    class Server:
+        lists = 0
+
+        async def list(self, *_: object) -> tuple[list[dict[str, Any]], str]:
+            self.lists += 1
+            return [], "1"
+
+        async def watch(self, *_: object, **__: object) -> AsyncIterator[Any]:
+            if len(pauses) == 9:
+                raise asyncio.CancelledError
+            raise next(watched)
+            yield
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr("dlrover.kubernetes.api.informer.asyncio.sleep", sleep)
+    server = Server()
+    informer = Informer(server, CONFIG_MAPS, "default", "", print)  # type: ignore[arg-type]
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(informer.run())
+    assert pauses[7] > 10 * FIRST_WAIT
+    assert pauses[8] < 2 * FIRST_WAIT
+    assert server.lists == 2

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from dlrover.errors import InfrastructureError
+from dlrover.kubernetes.api import client as clients
 from dlrover.kubernetes.api.client import PODS, ApiError, Client
 from dlrover.kubernetes.machine import nodes
 from dlrover.kubernetes.platform import platform as platforms
@@ -348,6 +350,33 @@ def test_no_pod_is_made_twice_and_what_an_earlier_run_left_makes_way(
     asyncio.run(story())
 
 
+def test_a_pod_of_an_earlier_elastic_job_makes_way_before_the_garbage_collector_comes(
+    make: Callable[..., Nodes], kubelet: StartKubelet, control_plane: ControlPlane
+) -> None:
+    kubelet()
+    earlier = make()
+    path = f"/apis/{names.API_VERSION}/namespaces/{earlier.namespace}/elasticjobs/job"
+
+    async def story() -> None:
+        async with earlier.platform() as platform:
+            name = platform.launch(LaunchNode(0, 0))
+            await earlier.until(lambda: earlier.running() == {name})
+        uid = earlier.pods()[name]["metadata"]["uid"]
+        control_plane.call("DELETE", path)
+        here = make()
+        async with here.platform() as platform:
+            assert platform.find() == []
+            platform.launch(LaunchNode(0, 0))
+            await here.until(
+                lambda: here.pods().get(name, {}).get("metadata", {}).get("uid", uid) != uid
+            )
+            await here.until(lambda: here.running() == {name})
+            assert here.exits == {}
+
+    with control_plane.without("kube-controller-manager"):
+        asyncio.run(story())
+
+
 def test_a_node_that_is_killed_before_its_pod_is_made_gets_none(
     make: Callable[..., Nodes], kubelet: StartKubelet
 ) -> None:
@@ -452,3 +481,18 @@ def test_what_may_be_otherwise_later_is_asked_for_again(
     may_pass = platforms._may_pass
     assert may_pass(error, 0.0) is at_once
     assert may_pass(error, platforms.FORBIDDEN_GRACE + 1) is later
+
+
+def test_what_a_server_forbids_is_tried_again_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has just started does not know its rules yet."""
+    now = [100.0]
+    monkeypatch.setattr(clients.time, "monotonic", lambda: now[0])
+    patience, forbidden = clients.Patience(), ApiError(403, "Forbidden", "no right")
+    assert patience.outwaits(forbidden)
+    now[0] += clients.FORBIDDEN_GRACE - 1
+    assert patience.outwaits(forbidden)
+    now[0] += 2
+    assert not patience.outwaits(forbidden)
+    assert not patience.outwaits(ApiError(422, "Invalid", "wrong"))
+    assert patience.outwaits(InfrastructureError("away"))
+    assert patience.outwaits(forbidden), "it was away in between"

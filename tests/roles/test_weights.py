@@ -232,7 +232,7 @@ def test_a_recovered_rollout_serves_once_it_has_the_current_weights_and_none_tha
             job.kill("rollout", 0)
             job.again("rollout", 0)
             rollouts.wait(2, 60)
-            assert [one.place.index for one in rollouts.members(serving=True)] == [1]
+            until(lambda: [m.place.index for m in rollouts.members(serving=True)] == [1], 60)
             got = rollouts.call_batch("generate", 4, list("abcd"), _chunk=1).result(60)
             assert {sample[1] for sample in got} == {1}, "the stale one gets no prompts"
             assert rollouts.call("load")[0] == [0, 2]

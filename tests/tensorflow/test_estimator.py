@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,3 +125,21 @@ def test_a_worker_and_the_chief_restart_alone(run: Runner) -> None:
     )
     assert all(count >= EPOCHS for count in end["wrong"].values())
     assert end["loss"] == pytest.approx(training.best, rel=0.1)
+
+
+def test_a_session_that_has_lost_its_servers_neither_saves_nor_ends_the_training(
+    tmp_path: Path,
+) -> None:
+    from dlrover.tensorflow.estimators.positions import PositionSaver
+    from dlrover.tensorflow.estimators.session import Member
+    from dlrover.tensorflow.machine.plan import Plan
+    from dlrover.tensorflow.watch import ClusterChangedError
+
+    feed: Any = None
+    member = Member(Plan(1), -1, feed, due=lambda: False, began=lambda: None)
+    member.lost = True  # and its batches end as if the data did
+    with pytest.raises(ClusterChangedError):
+        PositionSaver(member, str(tmp_path), lambda _: True).before_save(None, 7)
+    member.end(None)
+    assert not member.ended
+    assert not list(tmp_path.iterdir())

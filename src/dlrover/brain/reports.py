@@ -221,10 +221,11 @@ def _end(batch: Batch, report: brain.ReportEnd, now: float) -> None:
     values: dict[str, Any] = {"state": report.state, "ended": now, "reason": report.reason}
     if report.shape is not None:
         values["shape"] = as_json(checked(report.shape))
+    outcome = None if report.outcome is None else as_json(report.outcome)
     batch.change_job(report.job, **values)
     _forget_end(batch, report.job)
-    if report.outcome is not None:
-        row = {"job": report.job, "outcome": as_json(report.outcome)}
+    if outcome is not None:
+        row = {"job": report.job, "outcome": outcome}
         batch.connection.execute(tables.ends.insert().values(row))
 
 

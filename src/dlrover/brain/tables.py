@@ -61,7 +61,7 @@ jobs = Table(
 ends = Table(
     "ends",
     metadata,
-    Column("job", ID, ForeignKey("jobs.id"), primary_key=True),
+    Column("job", ID, ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
     Column("outcome", JSON, nullable=False),
     **OPTIONS,
 )

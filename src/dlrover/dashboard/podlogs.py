@@ -64,8 +64,10 @@ def listed(found: Iterable[Manifest]) -> list[dict[str, Any]]:
 
 
 def _order(pod: Manifest) -> tuple[bool, int, str]:
-    of_node = nodes.node_id(pod) >= 0
-    rank = nodes.node_rank(pod) if of_node else 1 << 40
+    try:
+        rank = nodes.node_rank(pod) if nodes.node_id(pod) >= 0 else 1 << 40
+    except (LookupError, ValueError):  # somebody else's pod, with the job's label
+        rank = 1 << 40
     return pods.ended(pod), rank, pods.name(pod)
 
 
@@ -85,6 +87,8 @@ async def find(client: Client, namespace: str, job: str, name: str) -> Manifest:
     try:
         pod = await client.find(PODS, namespace, name)
     except ApiError as error:
+        if error.status != 403:
+            raise
         raise ConfigurationError(
             f"Pod {namespace}/{name} cannot be looked at: {error}; ask the cluster's administrator for the "
             f"right to get pods in namespace {namespace}."
@@ -117,11 +121,22 @@ async def tail(
         except ApiError as error:
             raise _refused(error, namespace, name) from error
         # The log has ended, or its connection: an ended container says nothing more.
-        while pods.ended(pod := await find(client, namespace, job, name)):
-            end = f"The pod has {pods.phase(pod).lower()}: this is the end of its log."
-            yield logs.event({"note": end})
+        while end := _end(await find(client, namespace, job, name), container):
+            yield logs.event({"note": f"{end}: this is the end of its log."})
             await asyncio.sleep(AGAIN)
         await asyncio.sleep(logs.PAUSE)
+
+
+def _end(pod: Manifest, container: str) -> str:
+    """Return how a container has ended; empty while it runs. Others of its pod may go on."""
+    if pods.ended(pod):
+        return f"The pod has {pods.phase(pod).lower()}"
+    name = container or main_container(pod)
+    for status in (pod.get("status") or {}).get("containerStatuses") or ():
+        state = status.get("state") or {}
+        if status.get("name") == name and state and "running" not in state:
+            return f"Container {name} does not run"
+    return ""
 
 
 async def _follow(

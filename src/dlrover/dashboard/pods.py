@@ -49,7 +49,8 @@ class PodJob:
         self._kubeconfig, self._namespace, self._name = kubeconfig, namespace, name
         self._history = history
         self._told: set[str] = set()
-        """Parts that a master has sent; ``outcome``: it has told the job's end, too."""
+        """Parts that a master has sent; ``outcome``: that of its end is among them."""
+        self._over = False
         self._feed = PageFeed(f"{namespace}/{name}", lambda: (self._follow(), self._list_logs()))
         self._pod_logs: list[dict[str, Any]] = []
         self._files: list[dict[str, Any]] = []
@@ -107,7 +108,7 @@ class PodJob:
         }
 
     async def _follow(self) -> None:
-        self._told = set()
+        self._told, self._over = set(), False
         while True:
             try:
                 if await self._tell_end():
@@ -130,12 +131,17 @@ class PodJob:
             await asyncio.sleep(RETRY)
 
     async def _tell_end(self) -> bool:
-        """Show what is known of the job once it has ended, unless its master has told more; return whether it has."""
+        """Show what is known of the job once it has ended, unless its master has sent its end; return whether it has."""
         async with _client(self._kubeconfig) as client:
             job = await self._job(client)
         ended = cluster.ended_job(job)
         if ended is None:
+            if self._over:  # it runs again, or another job has its name
+                self._over = False
+                self._told.clear()
+                self._feed.publish("known", None)
             return False
+        self._over = True
         if "outcome" not in self._told:
             story, why = None, ""
             if self._history is not None:
@@ -183,9 +189,13 @@ class PodJob:
                 self._pod_logs = podlogs.listed(found)
                 self._feed.publish("unlisted", {"text": ""})
             except ApiError as error:
-                problem = f"The logs of the pods are not listed: {error}; this needs the right to list pods."
+                needs = "; this needs the right to list pods" if error.status == 403 else ""
+                problem = f"The logs of the pods are not listed: {error}{needs}."
                 self._feed.publish("unlisted", {"text": problem})
-            except (InfrastructureError, asyncio.TimeoutError):
+            except (
+                DLRoverError,
+                asyncio.TimeoutError,
+            ):  # such as a kubeconfig that is just replaced
                 pass  # the page says it already
             self._publish_logs()
             await asyncio.sleep(max(podlogs.AGAIN, (time.monotonic() - began) / SHARE))

@@ -52,5 +52,7 @@ with (out / f"rank{rank}.txt").open("a", buffering=1) as log:
         if step % 50 == 0:
             checkpointer.save(step, state, "storage")
             checkpointer.wait()
+checkpointer.save(step, state, "storage")
+checkpointer.wait()
 checkpointer.close()
 dist.destroy_process_group()

@@ -11,7 +11,7 @@ import msgspec
 
 from dlrover import launched
 from dlrover.checkpoint.engine.world import TorchWorld
-from dlrover.checkpoint.machine.saves import NOWHERE, Place, SaveId
+from dlrover.checkpoint.machine.saves import NOWHERE, SaveId, SavePlace
 
 POLL = 0.2
 """Seconds between two looks for lost ranks."""
@@ -19,9 +19,9 @@ NEWS = 5.0
 """Seconds until it is known that a rank is lost whose part of a save the saver lacks."""
 
 
-def place() -> Place:
+def place() -> SavePlace:
     """Return where the ranks are, to be stored with a save."""
-    return NOWHERE if launched.survival is None else Place(*launched.survival.place())
+    return NOWHERE if launched.survival is None else SavePlace(*launched.survival.place())
 
 
 def continued(save: SaveId | None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 
-class Place(msgspec.Struct, frozen=True, order=True, array_like=True):
+class SavePlace(msgspec.Struct, frozen=True, order=True, array_like=True):
     """Where the ranks of a program were at a save, if they survive losses: a rank that returns goes on from there."""
 
     round: int = 0
@@ -22,7 +22,7 @@ class Place(msgspec.Struct, frozen=True, order=True, array_like=True):
     """Optimizer steps in this round."""
 
 
-NOWHERE = Place()
+NOWHERE = SavePlace()
 
 
 class SaveId(msgspec.Struct, frozen=True, order=True):
@@ -34,7 +34,7 @@ class SaveId(msgspec.Struct, frozen=True, order=True):
     step: int
     session: int
     """Identifier of the world's run that made the save: equal on all ranks, different in each run."""
-    place: Place = NOWHERE
+    place: SavePlace = NOWHERE
 
     @property
     def folder(self) -> str:
@@ -72,7 +72,7 @@ class Numbering:
         """The greatest line and number so far."""
         return self._newest
 
-    def next(self, step: int, place: Place = NOWHERE) -> SaveId:
+    def next(self, step: int, place: SavePlace = NOWHERE) -> SaveId:
         """Return the identifier of the next save, at ``step``."""
         line, number = self._newest.line, self._newest.number + 1
         self._newest = Newest(line, number)

@@ -30,7 +30,7 @@ from dlrover import config
 from dlrover._native.kernels import Kernels, kernels as choose
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.layout import Layout, PackedLayout
-from dlrover.checkpoint.machine.saves import Place, SaveId
+from dlrover.checkpoint.machine.saves import SaveId, SavePlace
 from dlrover.checkpoint.storage import formats
 from dlrover.errors import InfrastructureError
 
@@ -173,7 +173,7 @@ class Generation:
         return Header(
             rank,
             world_size,
-            SaveId(line, number, step, session, Place(*place)),
+            SaveId(line, number, step, session, SavePlace(*place)),
             layout_hash,
             data_bytes,
             index_bytes,

@@ -24,7 +24,7 @@ from dlrover._util import files, logs, procs
 from dlrover.cli import jobs
 from dlrover.cli.cluster import rolesonkubernetes
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, InfrastructureError
-from dlrover.kubernetes.api.client import ELASTIC_JOBS, PODS, ApiError, Client
+from dlrover.kubernetes.api.client import ELASTIC_JOBS, PODS, ApiError, Client, Patience
 from dlrover.kubernetes.api.informer import Informer
 from dlrover.kubernetes.machine import objects, pods
 from dlrover.kubernetes.machine.decisions import status_of
@@ -193,6 +193,7 @@ class ElasticRole:
 
     async def _ensure(self) -> bool:
         """Make the ElasticJob, or find that of this start; return False if the role is stopped meanwhile."""
+        patience = Patience()
         while not self._stopping.is_set():
             try:
                 found = await self._found()
@@ -202,8 +203,8 @@ class ElasticRole:
                 await remove(self._client, self._namespace, self._name, found["metadata"]["uid"])
             except InfrastructureError as error:
                 taken = isinstance(error, ApiError) and error.reason == "AlreadyExists"
-                if isinstance(error, ApiError) and not (error.retriable or taken):
-                    raise ConfigurationError(error.message) from error
+                if not (taken or patience.outwaits(error)):
+                    raise ConfigurationError(str(error)) from error
                 logger.warning("The ElasticJob %s is not made yet: %s", self._name, error)
             await asyncio.sleep(RETRY)
         return False

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -49,6 +50,10 @@ CONNECTIONS = 64
 """Maximum concurrent connections to the server; each watch holds one."""
 
 
+FORBIDDEN_GRACE = 30.0
+"""Seconds for which what is forbidden is tried again: new rights and accounts, and a server that starts, take time."""
+
+
 class ApiError(InfrastructureError):
     """An error response from the API server."""
 
@@ -77,6 +82,23 @@ class ApiError(InfrastructureError):
         the token was just replaced.
         """
         return self.passing or self.status in (401, 409)
+
+
+class Patience:
+    """Which errors one waits out: an API server that has just started forbids for a moment what it allows later."""
+
+    def __init__(self) -> None:
+        self._forbidden: float | None = None
+        """When the server forbade it first; None if it did not the last time."""
+
+    def outwaits(self, error: InfrastructureError) -> bool:
+        """Return whether another attempt is worthwhile after an error."""
+        if not isinstance(error, ApiError) or error.status != 403:
+            self._forbidden = None
+            return not isinstance(error, ApiError) or error.retriable
+        now = time.monotonic()
+        self._forbidden = now if self._forbidden is None else self._forbidden
+        return now - self._forbidden < FORBIDDEN_GRACE
 
 
 class Resource(NamedTuple):

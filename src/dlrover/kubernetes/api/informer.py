@@ -71,6 +71,7 @@ class Informer:
                 asked = error.retry_after if isinstance(error, ApiError) else None
                 if isinstance(error, ApiError) and not error.passing:
                     self._version = ""  # 410: the version is too old; others: a list may show why
+                    self._healthy |= error.status == 410  # as after a restart of the server
                 wait = FIRST_WAIT if self._healthy else wait
                 pause = min(LONGEST_WAIT, jitter(wait) if asked is None else asked)
                 wait = min(LONGEST_WAIT, wait * 2)

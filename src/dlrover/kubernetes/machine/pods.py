@@ -83,6 +83,15 @@ def owned(pod: Manifest, uid: str) -> bool:
     return any(ref.get("uid") == uid for ref in pod["metadata"].get("ownerReferences") or ())
 
 
+def of_earlier(pod: Manifest, job: str, uid: str) -> bool:
+    """Return whether it belongs to an earlier ElasticJob of that name, deleted since: names are unique."""
+    references = pod["metadata"].get("ownerReferences") or ()
+    return any(
+        ref.get("kind") == "ElasticJob" and ref.get("name") == job and ref.get("uid") != uid
+        for ref in references
+    )
+
+
 def end_of_master(pod: Manifest) -> End:
     """Return how the master's pod ended: with the job's exit code, or from an external cause."""
     terminated = _terminated(pod)

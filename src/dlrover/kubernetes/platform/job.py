@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.kubernetes.api.client import ELASTIC_JOBS, ApiError, Client
+from dlrover.kubernetes.api.client import ELASTIC_JOBS, Client, Patience
 from dlrover.kubernetes.machine import nodes, record
 from dlrover.kubernetes.machine.decisions import status_of
 from dlrover.kubernetes.platform.inventory import requests_of
@@ -55,11 +55,12 @@ async def awaited(
     client: Client, env: Mapping[str, str], stopping: asyncio.Event
 ) -> ElasticJob | None:
     """Call `read` until the API server answers; return None if ``stopping`` is set before."""
+    patience = Patience()
     while not stopping.is_set():
         try:
             return await read(client, env)
         except InfrastructureError as error:
-            if isinstance(error, ApiError) and not error.retriable:
+            if not patience.outwaits(error):
                 raise
             logger.warning("The job cannot be read yet: %s", error)
         await asyncio.sleep(RETRY)

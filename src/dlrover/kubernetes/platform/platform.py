@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlrover.errors import InfrastructureError
-from dlrover.kubernetes.api.client import PODS, ApiError, Client, jitter
+from dlrover.kubernetes.api.client import (
+    FORBIDDEN_GRACE,
+    PODS,
+    ApiError,
+    Client,
+    Patience,
+    jitter,
+)
 from dlrover.kubernetes.api.informer import Informer
 from dlrover.kubernetes.machine import nodes, pods
 from dlrover.kubernetes.platform import job as jobs
@@ -41,8 +48,6 @@ KILL_GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL when a node is ended."""
 FORCE_AFTER = 60.0
 """Seconds beyond its grace period after which a pod on an unresponsive machine is deleted by force."""
-FORBIDDEN_GRACE = 30.0
-"""Seconds for which a forbidden or not-found creation is retried: new rights and accounts take time."""
 SWEEP_INTERVAL = 5.0
 """Seconds between checks for pods that vanished unseen or whose deletion does not end."""
 CLOSE_TIMEOUT = 10.0
@@ -255,7 +260,8 @@ class KubernetesPlatform:
     async def _made(self, name: str) -> str:
         """Return the uid of the node's live pod, made by an attempt with a lost response; empty if none.
 
-        An ended pod of that name, left by an earlier run of the job, is deleted.
+        A pod of that name left by an earlier run of the job is deleted: one that has ended, and one of an
+        ElasticJob of this name that is no longer there. The garbage collector may need minutes for the latter.
         """
         try:
             pod = await self._client.get(PODS, self._namespace, name)
@@ -263,14 +269,16 @@ class KubernetesPlatform:
             if self._ours(pod) and not nodes.ending(pod):
                 return uid
             if pods.ended(pod) and self._ours(pod):
-                await self._client.delete(PODS, self._namespace, name, uid=uid)
+                await self._client.delete(PODS, self._namespace, name, uid)
+            elif pods.of_earlier(pod, self._job.name, self._uid) and not pods.leaving(pod):
+                await self._client.delete(PODS, self._namespace, name, uid, KILL_GRACE)
         except InfrastructureError as error:
             logger.info("Pod %s: %s", name, error)
         return ""
 
     async def _delete(self, name: str, grace: float = KILL_GRACE, only: str = "") -> None:
         """Delete a running pod, ``only`` the one with that uid; a pending deletion keeps its grace period."""
-        wait = FIRST_WAIT
+        wait, patience = FIRST_WAIT, Patience()
         while True:
             try:
                 pod = await self._pod(name)
@@ -282,7 +290,7 @@ class KubernetesPlatform:
                 async with self._slots:
                     await self._client.delete(PODS, self._namespace, name, uid, grace)
             except InfrastructureError as error:
-                if isinstance(error, ApiError) and not error.retriable:
+                if not patience.outwaits(error):
                     logger.error("Pod %s cannot be deleted: %s", name, error)  # noqa: TRY400
                     return
                 logger.info("Pod %s is to be deleted: %s", name, error)

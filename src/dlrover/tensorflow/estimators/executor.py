@@ -97,10 +97,10 @@ class Chief(TrainingTask):
 
     def run(self) -> None:
         """Train to the end, in one generation after the other."""
-        while True:
-            if self._trained(self._begin()):
-                break
-        self._registry.ask(UseCluster(()), TIMEOUT)
+        while not self._trained(plan := self._begin()):
+            pass
+        # The number stays: a chief that dies right here begins with a later one.
+        self._registry.ask(UseCluster((), Plan(plan.number + 1).packed()), TIMEOUT)
 
     def _begin(self) -> Plan:
         """Begin a generation, once its servers are there; all others may end from now on."""
@@ -157,7 +157,9 @@ class Chief(TrainingTask):
                 self._forget(task)
         self._workers |= present
         for task in present.values():
-            if not answers(task):
+            if answers(task):
+                self._dead.discard(task)  # it may have had no reader yet when it did not answer
+            else:
                 self._forget(task)
 
     def _forget(self, task: ClusterTask) -> None:
@@ -211,9 +213,9 @@ class Worker(TrainingTask):
                 return None
             plan = plan_of(reply.note)
             self._number = plan.number
-            if (plan.number > done or self._is_left()) and all(
-                answers(server_at(a)) for a in plan.servers
-            ):
+            if not plan.servers or not (plan.number > done or self._is_left()):
+                continue
+            if all(answers(server_at(a)) for a in plan.servers):
                 return plan
         raise InfrastructureError(f"The chief did not come within {TIMEOUT:g} s.")
 

@@ -45,7 +45,7 @@ class Feed:
                 shard=data.batch_size * BATCHES_PER_SHARD,
             )
             self.records.join(readers)
-        first = self._reader.read_data_by_index_range(0, 1)
+        first = list(self._reader.read_data_by_index_range(0, 1))
         self._is_text = not first or isinstance(first[0], str | bytes)
         self._changed = threading.Condition()
         self._unlearned: deque[list[Span]] = deque()
@@ -54,7 +54,7 @@ class Feed:
 
     def dataset(self) -> tf.data.Dataset:
         """Return the batches as features and labels; without label columns, as features."""
-        types = tuple(tf.TensorSpec([None], column.dtype) for column in self._data.columns)
+        types = tuple(tf.TensorSpec([None], of) for of in self._types())
         signature = TEXT if self._is_text else types
         found = tf.data.Dataset.from_generator(self._batches, output_signature=signature)
         return found.map(self._parsed).prefetch(AHEAD)
@@ -147,12 +147,16 @@ class Feed:
                 self._unlearned.append(spans)
         return records if self._is_text else tuple(map(list, zip(*records, strict=True)))
 
+    def _types(self) -> list[Any]:
+        """Return the types of the columns in a record: values that blanks separate are a text."""
+        columns = self._data.columns
+        return [tf.string if column.is_sparse else column.dtype for column in columns]
+
     def _parsed(self, *batch: Any) -> Any:
         columns = self._data.columns
         values: Sequence[Any] = batch
         if self._is_text:
-            texts = [tf.string if column.is_sparse else column.dtype for column in columns]
-            defaults = [tf.constant([""] if of == "string" else [0], of) for of in texts]
+            defaults = [tf.constant([""] if of == "string" else [0], of) for of in self._types()]
             values = tf.io.decode_csv(batch[0], defaults, field_delim=self._data.field_delim)
         found = {
             column.name: _sparse(value, column.dtype) if column.is_sparse else value

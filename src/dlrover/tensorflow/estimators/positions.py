@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.requests.shards import LookShards
 from dlrover.tensorflow.estimators.session import Member
 from dlrover.tensorflow.machine.plan import Positions
+from dlrover.tensorflow.watch import ClusterChangedError
 
 logger = logging.getLogger(__name__)
 SUFFIX = ".records"
@@ -52,6 +54,8 @@ class PositionSaver(tf.compat.v1.train.CheckpointSaverListener):  # type: ignore
     def before_save(self, session: Any, global_step_value: int) -> None:
         """Count what was made, and write the positions."""
         member = self._member
+        if member.lost:  # the batches ended before the data did, and the chief may have begun anew
+            raise ClusterChangedError("a parameter server was lost.")
         launched.saving(int(global_step_value))
         member.made()
         if member.step >= 0:  # else no worker has a session yet
@@ -81,7 +85,9 @@ class PositionSaver(tf.compat.v1.train.CheckpointSaverListener):  # type: ignore
         if self._member.step >= 0 and not self._member.stopped:
             self._member.go_on(session)
         state = tf.train.get_checkpoint_state(self._directory)
-        kept = {f"{path}{SUFFIX}" for path in (state.all_model_checkpoint_paths if state else ())}
-        for path in tf.io.gfile.glob(f"{self._directory}/model.ckpt-*{SUFFIX}"):
-            if path not in kept:
+        # Names alone: a path of the model's directory may be written in several ways.
+        paths = state.all_model_checkpoint_paths if state else ()
+        kept = {f"{os.path.basename(path)}{SUFFIX}" for path in paths}
+        for path in tf.io.gfile.glob(os.path.join(self._directory, f"model.ckpt-*{SUFFIX}")):
+            if os.path.basename(path) not in kept:
                 tf.io.gfile.remove(path)

@@ -56,6 +56,8 @@ class Member(tf.estimator.SessionRunHook):  # type: ignore[misc]
         """True once the training has come to its end by itself."""
         self.stopped = False
         """True if it is to end because the cluster changes."""
+        self.lost = False
+        """True if its cluster is lost: it must not save, and its end is not that of the training."""
         self._pending = False
 
     def build(self) -> None:
@@ -111,7 +113,7 @@ class Member(tf.estimator.SessionRunHook):  # type: ignore[misc]
 
     def end(self, session: Any) -> None:
         """Leave; the records that were read ahead are for others."""
-        self.ended = not (self.stopped or self._due())
+        self.ended = not (self.stopped or self.lost or self._due())
         if self._index >= 0:
             session.run(self._keep, {self._number: ABSENT})
 

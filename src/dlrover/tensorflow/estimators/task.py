@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 POLL = 0.25
 """Seconds between two looks at the job during a session."""
+PROBES = 2
+"""Attempts to connect to a parameter server: a packet that is lost costs as long as one attempt lasts."""
 GRACE = 0.5
 """Seconds in which a session must end by itself once its cluster is gone; after that it is left alone."""
 RETRY = 0.1, 5.0
@@ -155,7 +157,11 @@ class TrainingTask(abc.ABC):
 
     def _lost(self, plan: Plan) -> str:
         """Return why a session can make no more steps; TensorFlow would wait for a lost server without end."""
-        silent = [address for address in plan.servers if not answers(server_at(address))]
+        silent = [
+            address
+            for address in plan.servers
+            if not any(answers(server_at(address)) for _ in range(PROBES))
+        ]
         if silent:
             return f"no connection to ps at {', '.join(silent)}."
         return "the cluster is another one." if self._is_gone() else ""
@@ -170,6 +176,8 @@ class TrainingTask(abc.ABC):
                 logger.debug("%s", error)
             why = self._lost(plan)
             if why:
+                assert self._member is not None
+                self._member.lost = True
                 feed.close()  # a step may wait for records
                 over = min(over, time.monotonic() + GRACE)
             if time.monotonic() > over:

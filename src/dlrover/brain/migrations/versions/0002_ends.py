@@ -16,7 +16,12 @@ def upgrade() -> None:
     """Create the table."""
     op.create_table(
         "ends",
-        sa.Column("job", sa.String(100), sa.ForeignKey("jobs.id"), primary_key=True),
+        sa.Column(
+            "job",
+            sa.String(100),
+            sa.ForeignKey("jobs.id", ondelete="CASCADE"),  # earlier Brains delete jobs, too
+            primary_key=True,
+        ),
         sa.Column(
             "outcome", sa.Text().with_variant(MEDIUMTEXT(), "mysql", "mariadb"), nullable=False
         ),
