@@ -30,7 +30,7 @@ from dlrover.tensorflow import serving
 from dlrover.tensorflow.estimators.conf import EstimatorConf
 from dlrover.tensorflow.estimators.feed import Feed
 from dlrover.tensorflow.estimators.positions import PositionSaver, beside
-from dlrover.tensorflow.estimators.session import Member
+from dlrover.tensorflow.estimators.session import ClusterMember
 from dlrover.tensorflow.estimators.task import (
     SERVER_NAME,
     TrainingTask,
@@ -141,7 +141,7 @@ class Chief(TrainingTask):
                 names = [Plan(number).container for number in earlier]
                 tf.compat.v1.Session.reset(f"grpc://{address}", names)
 
-    def _listeners(self, member: Member) -> list[Any]:
+    def _listeners(self, member: ClusterMember) -> list[Any]:
         return [PositionSaver(member, self._conf.model_dir, self._is_alive)]
 
     def _is_alive(self, index: int) -> bool:
