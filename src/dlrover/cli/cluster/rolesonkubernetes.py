@@ -114,6 +114,8 @@ def job_of(
     main["name"] = "main"
     main["command"] = ["dlrover-run", *arguments(role, content)]
     secret = {"name": names.own_name(job.name, job.uid), "key": names.TOKEN_KEY}
+    if job.spec.master.tls:
+        env = {**env, config.ROLE_VARIABLES["tls_ca"]: f"{tls.FOLDER}/{tls.AUTHORITY}"}
     given = [one for one in main.get("env") or () if one["name"] not in env]
     plain = [{"name": name, "value": value} for name, value in env.items() if name != TOKEN]
     main["env"] = [*given, *plain, {"name": TOKEN, "valueFrom": {"secretKeyRef": secret}}]
