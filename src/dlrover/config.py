@@ -36,7 +36,7 @@ OTHER_VARIABLES = frozenset(
     {"MASTER_ADDR", "JOB_DIR", "CONFIG", "TOKEN", "STATE_DIR", "CACHE_DIR", "KUBERNETES_JOB", "KUBERNETES_JOB_UID", "NODE_ID",
      "NODE_NAME", "NODE_RANK", "NODE_COMMAND", "STEPS_FILE", "BRAIN_TOKEN", "BRAIN_DATABASE", "DASHBOARD_TOKEN", "REPLICA_SECRET",
      "NATIVE", "ROLES_ADDRESS", "ROLES_TOKEN", "ROLES_TOKEN_FILE", "ROLES_JOB", "ROLE", "ROLE_ATTEMPT",
-     "ROLE_CONFIG"}
+     "ROLE_CONFIG", "ROLES_TLS_CA", "ROLES_TLS_SERVER_NAME"}
 )  # fmt: skip
 """``DLROVER_...`` variables that are not settings of the configuration file."""
 REPLICA_SECRET = f"{ENV_PREFIX}REPLICA_SECRET"
@@ -276,6 +276,8 @@ ROLE_VARIABLES = {
     "role": "DLROVER_ROLE",
     "attempt": "DLROVER_ROLE_ATTEMPT",
     "config": "DLROVER_ROLE_CONFIG",
+    "tls_ca": "DLROVER_ROLES_TLS_CA",
+    "tls_server_name": "DLROVER_ROLES_TLS_SERVER_NAME",
     "index": "ROLE_RANK",
     "instances": "ROLE_WORLD_SIZE",
 }
@@ -300,6 +302,10 @@ class RolePlace(msgspec.Struct, frozen=True):
     index: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Number of the instance in its role; in an elastic role, of the worker."""
     instances: Annotated[int, msgspec.Meta(ge=1)] = 1
+    tls_ca: str = ""
+    """PEM certificates by which the coordinator is verified; empty: the job does not use TLS."""
+    tls_server_name: str = ""
+    """Name in the coordinator's certificate, if that is not the address."""
 
 
 def role_place(env: Mapping[str, str]) -> RolePlace | None:

@@ -191,7 +191,7 @@ def test_whatever_dies_the_others_go_on_and_nothing_stays(
     async def story() -> None:
         async with job.cluster.operator():
             claim(job)
-            done = await asyncio.to_thread(job.submit, "--journal-claim", "journal")
+            done = await asyncio.to_thread(job.submit, "--tls", "--journal-claim", "journal")
             assert done.returncode == 0, done.stderr
             await job.more()
             trainers, (first, second) = job.pods("numbers-trainer"), job.pods("numbers-rollout")

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from dlrover import config
-from dlrover.kubernetes.machine import tls
-from dlrover.kubernetes.operator import certificates
+from tests.support import certificates
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(120)]
 
@@ -141,16 +140,7 @@ def test_workers_of_two_nodes_are_numbered_as_by_torchrun(run, project: Path) ->
 
 
 def test_with_tls_the_workers_of_all_nodes_have_one_secret(run, project: Path) -> None:
-    """`certificates` of Kubernetes makes one for this machine here."""
-    files = {name: run.directory / name for name in (tls.AUTHORITY, tls.CERTIFICATE, tls.KEY)}
-    for name, text in certificates.make(["localhost", "127.0.0.1"]).items():
-        files[name].write_text(text)
-    env = {
-        "DLROVER_TOKEN": "guessed",
-        "DLROVER_TLS_CA": str(files[tls.AUTHORITY]),
-        "DLROVER_TLS_CERT": str(files[tls.CERTIFICATE]),
-        "DLROVER_TLS_KEY": str(files[tls.KEY]),
-    }
+    env = {"DLROVER_TOKEN": "guessed", **certificates.settings(certificates.made(run.directory))}
     endpoint = f"--rdzv-endpoint=localhost:{run.free_port()}"
     options = ["--rdzv-backend=c10d", "--rdzv-id=pair", endpoint, "--nnodes=2", "facts.py"]
     seen = []

@@ -1,5 +1,6 @@
 """``dlrover roles``: whoever dies, each number is learned once, and nobody works with old weights."""
 
+import asyncio
 import json
 import os
 import signal
@@ -9,7 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dlrover.errors import InfrastructureError
+from dlrover.roles.client import RolesClient
+from dlrover.rpc.wire import Tls
 from dlrover.spec import events
+from dlrover.spec.jobdir import JobDir
+from tests.support import certificates
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(500)]
 ROLES = (sys.executable, "-m", "dlrover.cli.main", "roles")
@@ -35,12 +41,12 @@ def each_batch_was_learned_once(out: Path) -> int:
 class Numbers:
     """The job, started with these options."""
 
-    def __init__(self, run, *options: str, name: str = "run") -> None:
+    def __init__(self, run, *options: str, name: str = "run", env=None) -> None:
         self.run, self.out = run, run.directory / f"{name}-out"
         self.out.mkdir()
         self.launch = run(
             JOB, *options, "--job-dir", run.directory / name / "job",
-            launcher=ROLES, name=name, env={"OUT": str(self.out)},
+            launcher=ROLES, name=name, env={"OUT": str(self.out), **(env or {})},
         )  # fmt: skip
         self.launch.is_ours = True
 
@@ -84,8 +90,15 @@ def coordinator(launch) -> psutil.Process:
     return found
 
 
+async def status_at(address: str, token: str, tls: Tls | None) -> None:
+    async with RolesClient(address, token, tls) as client:
+        await client.status()
+
+
 def test_whoever_dies_each_batch_is_learned_once_and_the_others_go_on(run) -> None:
-    job = Numbers(run)
+    """All that goes over a network does so by TLS."""
+    tls = certificates.made(run.directory)
+    job = Numbers(run, env=certificates.settings(tls))
     job.more("at the start")
     first = {role: job.living(role) for role in ("trainer", "rollout", "main")}
     for _ in range(2):  # the second death of the same role is handled as the first
@@ -101,6 +114,11 @@ def test_whoever_dies_each_batch_is_learned_once_and_the_others_go_on(run) -> No
         role: kept[role] for role in ("trainer", "rollout")
     }, "the death of the driver stops nobody else"
 
+    where = JobDir(job.launch.job_dir)
+    token, address = where.token.read_text(), json.loads(where.master.read_text())["address"]
+    for given in (None, Tls(ca=certificates.made(job.out).ca)):
+        with pytest.raises(InfrastructureError, match=r"The coordinator at .* cannot be reached"):
+            asyncio.run(status_at(address, token, given))
     status = job.status()
     assert (status["rollout"]["restarts"], status["main"]["restarts"]) == (2, 1)
     assert status["trainer"]["restarts"] >= 2

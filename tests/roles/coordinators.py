@@ -22,7 +22,9 @@ from dlrover.roles.runtime import environment, holder, worker
 from dlrover.roles.runtime.worker import RoleWorker
 from dlrover.roles.serving import RolesService
 from dlrover.rpc.server import Server
-from dlrover.spec.jobdir import JobDir
+from dlrover.rpc.wire import Tls
+from dlrover.spec.jobdir import JobDir, TlsFiles
+from tests.support import certificates
 
 TOKEN = "a-token-of-tests"
 
@@ -36,6 +38,8 @@ class Coordinator:
     processes: dict[tuple[str, int], subprocess.Popen[str]] = field(default_factory=dict)
     lifeline: tuple[int, int] = (-1, -1)
     """With one, the service keeps a process for weights, which ends with it."""
+    secured: bool = True
+    """It has TLS."""
     _launched: dict[tuple[str, int], tuple[int, str, int, tuple[str, ...]]] = field(
         default_factory=dict
     )
@@ -43,6 +47,7 @@ class Coordinator:
     def __post_init__(self) -> None:
         self.directory.path.mkdir(parents=True, exist_ok=True)
         self.directory.token.write_text(TOKEN)
+        self.tls = certificates.made(self.directory.path) if self.secured else TlsFiles()
         self.start()
 
     def start(self) -> None:
@@ -55,7 +60,7 @@ class Coordinator:
         self.journal = RolesJournal(self.directory.journal)
         entries = [entry for _, entry in self.journal.entries() if isinstance(entry, bytes)]
         self.service = RolesService(self.journal, entries)
-        self._server = Server(TOKEN, program="coordinator")
+        self._server = Server(TOKEN, Tls.of(self.tls), program="coordinator")
         self.service.register(self._server)
         self.port = await self._server.start("127.0.0.1", self.port)
         self.service.begin()
@@ -111,7 +116,7 @@ class Coordinator:
 
     def variables(self, role: str, index: int, attempt: int, instances: int) -> dict[str, str]:
         found = environment.variables(
-            f"127.0.0.1:{self.port}", self.directory.token, role, attempt, job="test"
+            f"127.0.0.1:{self.port}", self.directory.token, role, attempt, job="test", tls=self.tls
         )
         return {**found, "ROLE_RANK": str(index), "ROLE_WORLD_SIZE": str(instances)}
 
@@ -176,12 +181,12 @@ class Coordinator:
 
 
 @contextmanager
-def coordinator(path: Path, *, keeps: bool = False) -> Iterator[Coordinator]:
-    """A coordinator; one that ``keeps`` has a process that keeps weights."""
+def coordinator(path: Path, *, keeps: bool = False, secured: bool = True) -> Iterator[Coordinator]:
+    """A coordinator, with TLS if it is ``secured``; one that ``keeps`` has a process that keeps weights."""
     lifeline = os.pipe() if keeps else (-1, -1)
     if keeps:
         os.set_inheritable(lifeline[0], True)
-    made = Coordinator(JobDir(path / "job"), lifeline=lifeline)
+    made = Coordinator(JobDir(path / "job"), lifeline=lifeline, secured=secured)
     try:
         yield made
     finally:

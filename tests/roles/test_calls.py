@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -11,7 +12,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from dlrover.errors import ConfigurationError, InfrastructureError, MemberLostError, RemoteError
+from dlrover.checkpoint.saver import certificates
+from dlrover.errors import (
+    ConfigurationError,
+    InfrastructureError,
+    MemberLostError,
+    ProtocolError,
+    RemoteError,
+)
 from dlrover.roles import RoleGroup, current_worker
 from dlrover.roles.runtime import wire
 from dlrover.roles.runtime.listener import CallState
@@ -86,7 +94,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
         made.write("programs.py", PROGRAM)
         for index in range(2):
             made.launch("rollout", index, "programs:Rollout", instances=2)
-        with joined(made, "driver"):
+        with joined(made, "driver") as me:
+            me.calls._machine = "another machine"  # calls go by TCP, with TLS
             RoleGroup("rollout").wait(2, 60)
             yield made
 
@@ -179,7 +188,7 @@ def test_a_member_answers_that_it_lives_while_its_method_runs(
     held = rollouts.call_rank0("hold")
     address = rollouts.members()[0].address
     with wire.connect(
-        address, "another machine", wire.secret_of(current_worker().link.token)
+        address, "another machine", wire.secret_of(current_worker().link.token), tls=True
     ) as sock:
 
         def state() -> CallState:
@@ -274,9 +283,38 @@ def test_a_coordinator_that_dies_is_noticed_by_no_call(
 
 
 def test_a_process_that_does_not_know_the_secret_is_turned_away(rollouts: RoleGroup) -> None:
+    address = rollouts.members()[0].address
     for machine in ("another", current_worker().machine):
         with pytest.raises((OSError, InfrastructureError)):
-            wire.connect(rollouts.members()[0].address, machine, b"guess")
+            wire.connect(address, machine, b"guess")
+
+
+def test_who_has_another_certificate_or_none_hears_nothing(
+    rollouts: RoleGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    me = current_worker()
+    own, secret = me.listener.address, wire.secret_of(me.link.token)
+    for shown in (certificates.fingerprint(certificates.make()), b""):
+        changed = msgspec.structs.replace(own, fingerprint=shown)
+        with pytest.raises(ProtocolError, match="no process of this job: It shows another cert"):
+            wire.connect(changed, "another machine", secret, tls=True)
+    with socket.create_connection((own.host, own.port)) as plain:
+        plain.settimeout(60)
+        plain.sendall(bytes(64))
+        until(lambda: "Closed a connection: It does not speak TLS" in caplog.text, 60)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        host, port = listening.getsockname()
+
+        def answer() -> None:
+            with listening.accept()[0] as plain:
+                plain.sendall(bytes(64))
+
+        answered = threading.Thread(target=answer)
+        answered.start()
+        changed = msgspec.structs.replace(own, host=host, port=port, fingerprint=b"")
+        with pytest.raises(ProtocolError, match="It does not speak TLS as this job's processes do"):
+            wire.connect(changed, "another machine", secret, tls=True)
+        answered.join()
 
 
 def test_a_fork_takes_no_part(rollouts: RoleGroup) -> None:

@@ -25,7 +25,7 @@ ROLLOUT = MemberPlace("rollout", 0, 1)
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Coordinator]:
-    with coordinator(tmp_path) as made, joined(made, "driver"):
+    with coordinator(tmp_path, secured=False) as made, joined(made, "driver"):
         yield made
 
 

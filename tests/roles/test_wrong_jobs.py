@@ -174,6 +174,8 @@ def test_the_command_exits_with_2(folder: Path) -> None:
         ([job, "--platform", "slurm"], "slurm: must be local, ray or kubernetes"),
         ([job, "--image", "train:1"], "--image train:1: needs --platform kubernetes"),
         ([job, *pods, "--ray-address", "h:1"], "--ray-address h:1: needs --platform ray"),
+        ([job, "--tls"], "--tls: needs --platform kubernetes"),
+        ([job], "needs tls_cert, tls_key and tls_ca; not set: tls_cert, tls_key"),
         ([job, *pods], "--platform kubernetes needs --image"),
         ([job, *pods, *image, "--kubeconfig", str(below)], "cannot be read"),
         ([turns, *pods, *image], "role a: collocate g: with --platform kubernetes"),
@@ -185,6 +187,6 @@ def test_the_command_exits_with_2(folder: Path) -> None:
         ([job, *ray, "--ray-working-dir", str(below)], "is not below it"),
         ([turns, *ray], "role a: collocate g: with --platform ray"),
     ):
-        result = CliRunner().invoke(app, ["roles", *words])
+        result = CliRunner().invoke(app, ["roles", *words], env={"DLROVER_TLS_CA": "ca.crt"})
         assert isinstance(result.exception, ConfigurationError)
         assert (says in str(result.exception), result.exception.exit_code) == (True, 2)

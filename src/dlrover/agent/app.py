@@ -90,7 +90,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
     workers.orders.checkpoints = str(job_dir.checkpoints.absolute())
     checker = Checker(job_dir.path, settings.accelerator, env)
     workers.others = lambda: checker.pids
-    tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca, settings.tls.server_name)
+    tls = wire.Tls.of(settings.tls)
     address = settings.master_address or _master_address(job_dir)
     if not settings.address:
         settings = msgspec.structs.replace(settings, address=_own_address(address))

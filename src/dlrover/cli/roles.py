@@ -24,7 +24,7 @@ from dlrover.cli.output import Form, Output, print_table
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.roles import capacity
 from dlrover.roles.coordinator.jobs import directory_of
-from dlrover.roles.loading import load
+from dlrover.roles.loading import load, tls_of
 from dlrover.roles.spec import RolesConfig, RolesJob
 from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir
@@ -53,6 +53,8 @@ def roles(  # noqa: PLR0913 - each is an option of the command
                                              "image's own working directory).")] = "",
     journal_claim: Annotated[str, typer.Option(help="PersistentVolumeClaim that keeps the coordinator's journal "
                                                "when its pod is lost.")] = "",
+    tls: Annotated[bool, typer.Option("--tls", help="On Kubernetes: encrypt connections with TLS, with certificates of "
+                                      "the job's own. Elsewhere the settings tls_cert, tls_key and tls_ca do.")] = False,
     namespace: Annotated[str, typer.Option(help="Namespace on Kubernetes; default: that of the kubeconfig.")] = "",
     kubeconfig: Kubeconfig = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the ElasticJob without creating it.")] = False,
@@ -64,7 +66,7 @@ def roles(  # noqa: PLR0913 - each is an option of the command
 
     if platform not in PLATFORMS:
         raise ConfigurationError(f"--platform {platform}: must be local, ray or kubernetes.")
-    where = Where(image, working_dir, journal_claim, namespace, kubeconfig, dry_run)
+    where = Where(image, working_dir, journal_claim, tls, namespace, kubeconfig, dry_run)
     where.check(platform)
     job = load(file)
     if platform == "kubernetes":
@@ -92,6 +94,7 @@ class Where(NamedTuple):
     image: str
     working_dir: str
     journal_claim: str
+    tls: bool
     namespace: str
     kubeconfig: str
     dry_run: bool
@@ -116,7 +119,8 @@ def _submit(job: RolesJob, where: Where, output: Form) -> None:
 
         from dlrover.cli.cluster import rolesonkubernetes  # noqa: PLC0415
 
-    made = rolesonkubernetes.manifest(job, where.image, where.working_dir, where.journal_claim)
+    master = {"journalClaim": where.journal_claim, "tls": where.tls}
+    made = rolesonkubernetes.manifest(job, where.image, where.working_dir, master)
     if where.namespace:
         made["metadata"]["namespace"] = where.namespace
     submit.create(made, where.kubeconfig, output, dry_run=where.dry_run)
@@ -135,6 +139,7 @@ def run(content: RolesConfig, directory: str) -> Outcome:
     job = content.job
     logging.basicConfig(format="dlrover: %(message)s", level=logging.WARNING)
     env = config.environ()
+    content = msgspec.structs.replace(content, tls=tls_of(env))
     job_dir = jobs.create(env, job.name, directory)
     with jobs.locked(job_dir):
         jobs.write(job_dir, job_dir.roles, msgspec.json.encode(content))

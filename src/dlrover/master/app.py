@@ -99,7 +99,7 @@ async def _serve(
     orphaned = asyncio.Event()
     if lifeline_fd >= 0:
         procs.Lifeline.watch(lifeline_fd, orphaned.set)
-    tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca, settings.tls.server_name)
+    tls = wire.Tls.of(settings.tls)
     server = Server(read_token(job_dir), tls)
     master.register(server)
     master.services.use_token(read_token(job_dir))

@@ -1,4 +1,4 @@
-"""Reads a job of several roles from a Python or YAML file."""
+"""Reads a job of several roles from a Python or YAML file, and its settings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from typing import Any
 
 import msgspec
 
+from dlrover import config
 from dlrover.errors import ConfigurationError, DLRoverError
 from dlrover.roles.builder import Job
 from dlrover.roles.spec import EntryForm, RolesJob, RoleSpec, check
+from dlrover.spec.jobdir import TlsFiles
 
 OPTIONS = tuple(
     name
@@ -152,3 +154,20 @@ def _check_keys(where: str, content: dict[Any, Any], known: Iterable[str]) -> No
             near = difflib.get_close_matches(str(key), known, 1)
             hint = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(known)}."
             raise ConfigurationError(f"{where}: the key {key} is unknown; {hint}")
+
+
+def tls_of(env: Mapping[str, str]) -> TlsFiles:
+    """Return the TLS settings of a job of several roles.
+
+    Raises:
+        ConfigurationError: some of the three files are set, and others are not.
+    """
+    found = config.settings(env).tls
+    files = {"tls_cert": found.cert, "tls_key": found.key, "tls_ca": found.ca}
+    missing = [name for name, path in files.items() if not path]
+    if 0 < len(missing) < len(files):
+        raise ConfigurationError(
+            f"A job of several roles with TLS needs tls_cert, tls_key and tls_ca; not set: {', '.join(missing)}."
+        )
+    cert, key, ca = (path and str(Path(path).absolute()) for path in files.values())
+    return TlsFiles(cert, key, ca, found.server_name)

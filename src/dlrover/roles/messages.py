@@ -62,6 +62,8 @@ class CallAddress(msgspec.Struct, frozen=True, array_like=True):
     """Identifies the machine and its network namespace; processes with the same one use the Unix socket."""
     local: str = ""
     """Name of the Unix socket in the abstract namespace."""
+    fingerprint: bytes = b""
+    """Of the certificate that it shows by TCP; empty: the job does not use TLS."""
 
 
 class Version(msgspec.Struct, frozen=True, array_like=True, order=True):

@@ -12,6 +12,7 @@ import msgspec
 
 from dlrover.errors import ConfigurationError
 from dlrover.roles.messages import IDLE
+from dlrover.spec.jobdir import TlsFiles
 from dlrover.spec.node import NodeLimits
 
 FORMAT = 1
@@ -148,6 +149,8 @@ class RolesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """0: any free port at the first start, the same one afterwards."""
     address: str = ""
     """``host:port`` at which the roles reach the coordinator; empty: where it listens."""
+    tls: TlsFiles = TlsFiles()
+    """Of the coordinator's server; all processes of the job use TLS then."""
     ray_address: str = ""
     """The Ray cluster of the platform ``ray``."""
     ray_working_dir: str = ""

@@ -15,6 +15,7 @@ import msgspec
 
 from dlrover._util import encoding
 from dlrover.errors import ConfigurationError, ProtocolError
+from dlrover.spec.jobdir import TlsFiles
 
 SERVICE = "dlrover.Master"
 BRAIN_SERVICE = "dlrover.Brain"
@@ -109,6 +110,11 @@ class Tls(msgspec.Struct, frozen=True):
     key: str = ""
     ca: str = ""
     server_name: str = ""
+
+    @classmethod
+    def of(cls, files: TlsFiles) -> Tls:
+        """Return the settings of a configuration."""
+        return cls(files.cert, files.key, files.ca, files.server_name)
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """Return credentials for a server; None without TLS."""

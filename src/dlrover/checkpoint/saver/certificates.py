@@ -1,7 +1,8 @@
-"""TLS between savers, each with a self-signed certificate whose fingerprint the others know.
+"""TLS between savers, and between roles; each process has a self-signed certificate whose fingerprint the others know.
 
 No authority vouches for a certificate: its fingerprint comes with the world's plan, sealed with a secret that
-the nodes have from the job's master. The names and dates in it are therefore ignored.
+the nodes have from the job's master, or from the coordinator of the roles. The names and dates in it are therefore
+ignored.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import ssl
 from dlrover.errors import ConfigurationError, ProtocolError
 
 _BEGIN = "-----BEGIN CERTIFICATE-----"
+NO_TLS = "It does not speak TLS as this job's processes do ({})."
 
 
 def make() -> str:
@@ -31,8 +33,7 @@ def make() -> str:
         from cryptography.hazmat.primitives.asymmetric import ec  # noqa: PLC0415
     except ImportError as error:
         raise ConfigurationError(
-            "Replicas of a job that uses TLS need the package cryptography on each node: pip install"
-            " 'dlrover[tls]'."
+            "A job that uses TLS needs the package cryptography on each node: pip install 'dlrover[tls]'."
         ) from error
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "DLRover saver")])
@@ -58,33 +59,41 @@ def fingerprint(pem: str) -> bytes:
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem[pem.index(_BEGIN) :])).digest()
 
 
-def accept(sock: socket.socket, pem: str) -> ssl.SSLSocket:
+def accept(
+    sock: socket.socket, pem: str, kind: type[ssl.SSLSocket] = ssl.SSLSocket
+) -> ssl.SSLSocket:
     """Start TLS with a client that has connected; it needs no certificate.
 
     Raises:
         ProtocolError: the client does not speak TLS.
     """
+    context = _server(pem)
+    context.sslsocket_class = kind
     try:
-        return _server(pem).wrap_socket(sock, server_side=True)
+        return context.wrap_socket(sock, server_side=True)
     except ssl.SSLError as error:
-        raise ProtocolError(f"It does not speak TLS as this job's savers do ({error}).") from error
+        raise ProtocolError(NO_TLS.format(error)) from error
 
 
-def connect(sock: socket.socket, expected: bytes) -> ssl.SSLSocket:
-    """Start TLS with the saver whose certificate has the fingerprint ``expected``, and with no other.
+def connect(
+    sock: socket.socket, expected: bytes, kind: type[ssl.SSLSocket] = ssl.SSLSocket
+) -> ssl.SSLSocket:
+    """Start TLS with the process whose certificate has the fingerprint ``expected``, and with no other.
 
     Raises:
         ProtocolError: the peer does not speak TLS, or shows another certificate. Nothing was sent to it.
     """
+    context = _client()
+    context.sslsocket_class = kind
     try:
-        secured = _client().wrap_socket(sock)
+        secured = context.wrap_socket(sock)
     except ssl.SSLError as error:
-        raise ProtocolError(f"It does not speak TLS as this job's savers do ({error}).") from error
+        raise ProtocolError(NO_TLS.format(error)) from error
     shown = hashlib.sha256(secured.getpeercert(binary_form=True) or b"").digest()
     if not hmac.compare_digest(shown, expected):
         secured.close()
         raise ProtocolError(
-            "It shows another certificate than the saver of that node: another process has its address, or"
+            "It shows another certificate than the one that is known of it: another process has its address, or"
             " someone in between answers."
         )
     return secured

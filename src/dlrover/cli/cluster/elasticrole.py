@@ -34,6 +34,7 @@ from dlrover.kubernetes.resources.types import ElasticJob, Manifest
 from dlrover.master.journal.history import History
 from dlrover.roles.client import load_config
 from dlrover.rpc.client import MasterClient
+from dlrover.rpc.wire import Tls
 from dlrover.spec.events import Event, InstanceStarted, JobSubmitted, RoundCompleted
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig
@@ -140,7 +141,7 @@ class ElasticRole:
         self._client, self._dir, self._parent, self._stopping = client, job_dir, parent, stopping
         self._manifest = rolesonkubernetes.job_of(parent, self._role, content, attempt, env)
         self._namespace, self._name = parent.namespace, self._manifest["metadata"]["name"]
-        self._token = env[rolesonkubernetes.TOKEN]
+        self._token, self._tls = env[rolesonkubernetes.TOKEN], content.tls
         self._uid, self._address = "", ""
         self._outcome: Outcome | None = None
         self._lives: dict[int, int] = {}
@@ -234,7 +235,8 @@ class ElasticRole:
 
     def _describe(self) -> None:
         """Write what commands need to reach the role's master from the coordinator's pod."""
-        content = MasterConfig(job=JobSpec(name=self._name), platform="kubernetes")
+        job = JobSpec(name=self._name)
+        content = MasterConfig(job=job, platform="kubernetes", tls=self._tls)
         jobs.write(self._dir, self._dir.job, msgspec.json.encode(content))
         jobs.write_token(self._dir, self._token)
 
@@ -280,12 +282,15 @@ class ElasticRole:
             known = MasterAddress(self._address, os.getpid())
             files.write_atomically(self._dir.master, msgspec.json.encode(known))
 
+    def _master(self) -> MasterClient:
+        return MasterClient(self._address, self._token, Tls.of(self._tls))
+
     async def _stop(self) -> None:
         """Ask the role's master to end its job, until it has the request."""
         while True:
             with contextlib.suppress(InfrastructureError):
                 if self._address:
-                    async with MasterClient(self._address, self._token) as master:
+                    async with self._master() as master:
                         await master.stop("The coordinator stops the role.", ExitCode.STOPPED)
                     return
             await asyncio.sleep(RETRY)
@@ -298,7 +303,7 @@ class ElasticRole:
         while True:
             try:
                 if self._address:
-                    async with MasterClient(self._address, self._token) as master:
+                    async with self._master() as master:
                         await self._copy(master, history)
             except InfrastructureError as error:
                 logger.info("Its master does not answer: %s", error)

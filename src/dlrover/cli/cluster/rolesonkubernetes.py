@@ -20,11 +20,11 @@ import msgspec
 from dlrover import accelerators, config
 from dlrover.cli import jobs
 from dlrover.errors import ConfigurationError, ExitCode
-from dlrover.kubernetes.machine import objects
+from dlrover.kubernetes.machine import objects, tls
 from dlrover.kubernetes.resources import names
 from dlrover.kubernetes.resources.types import ElasticJob
 from dlrover.roles.coordinator.jobs import arguments, limits_of, restarts
-from dlrover.roles.loading import of_options, to_options
+from dlrover.roles.loading import of_options, tls_of, to_options
 from dlrover.roles.spec import RoleKind, RolesConfig, RolesJob, RoleSpec
 from dlrover.spec.jobdir import JobDir
 
@@ -60,8 +60,10 @@ def check(job: RolesJob) -> None:
             )
 
 
-def manifest(job: RolesJob, image: str, working_dir: str, claim: str) -> Manifest:
+def manifest(job: RolesJob, image: str, working_dir: str, settings: Manifest) -> Manifest:
     """Return the ElasticJob of a job of several roles; the image has its files in ``working_dir``.
+
+    ``settings`` are those of ``spec.master``; empty ones are left out.
 
     Raises:
         ConfigurationError: the job cannot run on Kubernetes.
@@ -77,6 +79,7 @@ def manifest(job: RolesJob, image: str, working_dir: str, claim: str) -> Manifes
         **({"workingDir": working_dir} if working_dir else {}),
     }
     master = {"template": {"spec": {"containers": [container]}}}
+    given = {name: value for name, value in settings.items() if value}
     return {
         "apiVersion": names.API_VERSION,
         "kind": "ElasticJob",
@@ -84,7 +87,7 @@ def manifest(job: RolesJob, image: str, working_dir: str, claim: str) -> Manifes
         "spec": {
             "roles": {role.name: to_options(role, job.directory) for role in job.roles},
             "replicaSpecs": {names.MASTER_ROLE: master},
-            **({"master": {"journalClaim": claim}} if claim else {}),
+            **({"master": given} if given else {}),
         },
     }
 
@@ -111,6 +114,8 @@ def job_of(
     main["name"] = "main"
     main["command"] = ["dlrover-run", *arguments(role, content)]
     secret = {"name": names.own_name(job.name, job.uid), "key": names.TOKEN_KEY}
+    if job.spec.master.tls:
+        env = {**env, config.ROLE_VARIABLES["tls_ca"]: f"{tls.FOLDER}/{tls.AUTHORITY}"}
     given = [one for one in main.get("env") or () if one["name"] not in env]
     plain = [{"name": name, "value": value} for name, value in env.items() if name != TOKEN]
     main["env"] = [*given, *plain, {"name": TOKEN, "valueFrom": {"secretKeyRef": secret}}]
@@ -121,6 +126,10 @@ def job_of(
         f"{config.ENV_PREFIX}{key.upper()}": value for key, value in limits_of(role).items()
     }
     of_master = {"name": "main", "env": [{"name": n, "value": v} for n, v in settings.items()]}
+    pod_of_master: Manifest = {"containers": [of_master]}
+    # All masters have the coordinator's certificate: those who reach them expect its name.
+    tls.give_master(pod_of_master, of_master, job)
+    tls.give_node(spec, main, job)
     worker = {
         "replicas": role.most,
         **({"minReplicas": role.least} if elastic else {}),
@@ -139,7 +148,7 @@ def job_of(
         "spec": {
             "replicaSpecs": {
                 "worker": worker,
-                names.MASTER_ROLE: {"template": {"spec": {"containers": [of_master]}}},
+                names.MASTER_ROLE: {"template": {"spec": pod_of_master}},
             },
             "envs": {key: _without_defaults(one) for key, one in job.spec.envs.items()},
             "spares": {"replicas": role.spares},
@@ -174,10 +183,6 @@ def coordinate(job: ElasticJob, env: Mapping[str, str], job_dir: str, port: int)
     from dlrover.cli.run.supervisor import Supervisor  # noqa: PLC0415
     from dlrover.roles import client  # noqa: PLC0415
 
-    if job.spec.master.tls:
-        raise ConfigurationError(
-            "spec.master.tls is true: a job with spec.roles has no TLS yet; take it away."
-        )
     roles = of_options(job.name, job.spec.roles, Path(os.getcwd()))
     check(roles)
     directory = jobs.create(env, job.name, job_dir or env.get("DLROVER_JOB_DIR", ""))
@@ -187,7 +192,12 @@ def coordinate(job: ElasticJob, env: Mapping[str, str], job_dir: str, port: int)
         service = f"{names.master_name(job.name)}.{job.namespace}.svc:{port}"
         host = env.get("POD_IP") or "0.0.0.0"  # noqa: S104 - the token is a secret
         content = RolesConfig(
-            job=roles, platform="kubernetes", host=host, port=port, address=service
+            job=roles,
+            platform="kubernetes",
+            host=host,
+            port=port,
+            address=service,
+            tls=tls_of(env),
         )
         jobs.write(directory, directory.roles, msgspec.json.encode(content))
         jobs.write_token(directory, jobs.given_token(env))

@@ -125,7 +125,8 @@ class Coordinator:
         self.service.begin()
         self._looking = asyncio.create_task(self._health.run())
         if self._lifeline_fd >= 0:
-            own = variables(address, self._job_dir.token, HOLDER, 0, job=self._config.job.name)
+            job, tls = self._config.job.name, self._config.tls
+            own = variables(address, self._job_dir.token, HOLDER, 0, job=job, tls=tls)
             self._keeping = asyncio.create_task(keep(self.service, own, self._lifeline_fd))
         if not self._replayed:
             self.submit(inputs.Submitted(self._config.job))
@@ -269,6 +270,7 @@ class Coordinator:
             attempt,
             job=job.name,
             settings=job.role(name).config,
+            tls=self._config.tls,
         )
 
     def _stop_role(self, name: str, attempt: int) -> None:

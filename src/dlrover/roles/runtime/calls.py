@@ -234,7 +234,8 @@ class Calls:
         if known is not None and known.place == found.place and not known.closed:
             return known
         address, machine, secret = found.address, self._machine, self._secret
-        made = MemberConnection(found, lambda: wire.connect(address, machine, secret))
+        tls = self._link.secured
+        made = MemberConnection(found, lambda: wire.connect(address, machine, secret, tls=tls))
         self._connections[key] = made
         return made
 

@@ -114,6 +114,8 @@ class MemberConnection:
                     self._take(wire.receive(sock, memory))
         except (OSError, InfrastructureError, ProtocolError) as error:
             why = str(error)
+            if isinstance(error, ProtocolError):  # no calls will ever get through
+                logger.warning("%s: %s", self.place, why)
         finally:
             self._end(why)
 

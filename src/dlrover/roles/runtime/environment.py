@@ -10,7 +10,7 @@ from typing import Any
 from dlrover import config, launched
 from dlrover.errors import ConfigurationError
 from dlrover.roles.messages import MemberPlace
-from dlrover.spec.jobdir import JobDir
+from dlrover.spec.jobdir import JobDir, TlsFiles
 
 
 def variables(
@@ -21,6 +21,7 @@ def variables(
     *,
     job: str = "",
     settings: Mapping[str, Any] | None = None,
+    tls: TlsFiles | None = None,
 ) -> dict[str, str]:
     """Return the variables for the processes of a role; their agents add index and number of instances.
 
@@ -32,7 +33,9 @@ def variables(
         attempt: Number of the start of the role's job.
         job: Name of the job.
         settings: The user's configuration of the role.
+        tls: Of the job.
     """
+    tls = tls or TlsFiles()
     values = {
         "address": address,
         "token_file" if isinstance(token, Path) else "token": str(token),
@@ -40,6 +43,8 @@ def variables(
         "role": role,
         "attempt": str(attempt),
         "config": json.dumps(settings or {}),
+        "tls_ca": tls.ca,
+        "tls_server_name": tls.server_name,
     }
     return {config.ROLE_VARIABLES[field]: value for field, value in values.items()}
 

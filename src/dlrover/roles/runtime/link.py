@@ -30,6 +30,7 @@ from dlrover.roles.messages import (
     WatchJob,
 )
 from dlrover.roles.runtime.phases import Phases, end
+from dlrover.rpc import wire
 from dlrover.rpc.connection import Connection
 from dlrover.spec.jobdir import JobDir, MasterAddress
 
@@ -74,6 +75,7 @@ class ServiceLink:
         address: Address of the coordinator.
         token: Token of the job.
         beside: Directory where a coordinator that had to take another address writes it; None if it keeps its address.
+        tls: How to verify the coordinator.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class ServiceLink:
         address: str,
         token: str,
         beside: JobDir | None = None,
+        tls: wire.Tls | None = None,
     ) -> None:
         self.place, self.phases = place, phases
         self.view = JobView()
@@ -90,6 +93,7 @@ class ServiceLink:
         self.listeners: list[Callable[[JobView], None]] = []
         """Called on the link's thread with each view; they must not block."""
         self._address, self.token, self._beside = address, token, beside
+        self._tls = tls or wire.Tls()
         self.over = threading.Event()
         """Set when this life of the instance is over: another has taken its place."""
         self._changed = threading.Condition()
@@ -107,6 +111,11 @@ class ServiceLink:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
         self._loop.close()
+
+    @property
+    def secured(self) -> bool:
+        """True if the job uses TLS."""
+        return bool(self._tls.ca)
 
     def close(self) -> None:
         """End the link; requests that wait fail."""
@@ -164,7 +173,7 @@ class ServiceLink:
 
     def _connected(self) -> CoordinatorClient:
         if self._client is None:
-            self._client = CoordinatorClient(self._address, self.token)
+            self._client = CoordinatorClient(self._address, self.token, self._tls)
         return self._client
 
     async def _look_elsewhere(self) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from dlrover._util import handshake
+from dlrover.checkpoint.saver import certificates
 from dlrover.errors import DLRoverError, ProtocolError
 from dlrover.roles.messages import WORK, CallAddress
 from dlrover.roles.runtime import payload, wire
@@ -63,6 +64,7 @@ class CallListener:
         secret: Secret of the job's processes.
         holding: Weights that this process keeps.
         phases: Learns of the calls.
+        pem: Key and certificate of this process for TLS with other machines; empty: without TLS.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class CallListener:
         secret: bytes,
         holding: HeldParts,
         phases: Phases,
+        pem: str = "",
     ) -> None:
+        self._pem = pem
         self._holding, self._phases = holding, phases
         self._exports, self._secret = exports, secret
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -90,7 +94,8 @@ class CallListener:
         self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._unix.bind(f"\0{local}")
         self._unix.listen(1024)
-        self.address = CallAddress(host, self._tcp.getsockname()[1], machine, local)
+        shown = certificates.fingerprint(pem) if pem else b""
+        self.address = CallAddress(host, self._tcp.getsockname()[1], machine, local, shown)
         for sock in (self._tcp, self._unix):
             threading.Thread(
                 target=self._accept, args=(sock,), name="roles-accept", daemon=True
@@ -142,19 +147,34 @@ class CallListener:
                 with contextlib.suppress(OSError):  # its thread closes it
                     oldest.shutdown(socket.SHUT_RDWR)
 
+    def _secured(self, sock: socket.socket) -> socket.socket:
+        """Return the connection, with TLS if the job uses it and the caller may be on another machine.
+
+        Raises:
+            ProtocolError: The caller does not speak TLS.
+        """
+        if sock.family == socket.AF_UNIX:
+            return sock
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if not self._pem:
+            return sock
+        sock.settimeout(handshake.TIMEOUT)
+        # A duplicate: the end of the first one still ends the connection.
+        return certificates.accept(sock.dup(), self._pem, wire.SecuredSocket)
+
     def _serve(self, sock: socket.socket) -> None:
-        connection = None
+        connection, used = None, sock
         try:
-            if sock.family != socket.AF_UNIX:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            wire.bound_sends(sock)
-            connection = _Connection(sock) if handshake.accept(sock, self._secret) else None
+            used = self._secured(sock)
+            known = handshake.accept(used, self._secret)
+            wire.bound_sends(used)
+            connection = _Connection(used) if known else None
             self._strangers.pop(sock, None)
             if connection is None:
                 logger.warning("A caller does not know the job's secret")
             memory = wire.BodyMemory()
             while connection is not None:
-                self._take(connection, wire.receive(sock, memory))
+                self._take(connection, wire.receive(used, memory))
         except ProtocolError as error:
             logger.warning("Closed a connection: %s", error)
         except OSError as error:
@@ -162,6 +182,7 @@ class CallListener:
         finally:
             self._open.discard(sock)
             self._strangers.pop(sock, None)
+            used.close()
             sock.close()
             if connection is not None and connection.session is not None:
                 connection.session.end()

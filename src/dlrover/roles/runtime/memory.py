@@ -43,8 +43,10 @@ class HolderConnection:
         OSError: Every method does if the process is gone.
     """
 
-    def __init__(self, address: CallAddress, machine: str, secret: bytes) -> None:
-        self._sock = wire.connect(address, machine, secret)
+    def __init__(
+        self, address: CallAddress, machine: str, secret: bytes, *, tls: bool = False
+    ) -> None:
+        self._sock = wire.connect(address, machine, secret, tls=tls)
         self._sock.settimeout(ANSWER_TIMEOUT)
         self.local = self._sock.family == socket.AF_UNIX
         self._lock = threading.RLock()

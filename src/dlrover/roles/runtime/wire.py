@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
+import functools
 import hmac
+import select
 import socket
+import ssl
 import struct
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dlrover._util import handshake
+from dlrover.checkpoint.saver import certificates
 from dlrover.errors import InfrastructureError, ProtocolError
 from dlrover.roles.messages import CallAddress
 from dlrover.roles.runtime.payload import ALIGNMENT, Bytes
@@ -31,6 +37,8 @@ MAX_BODY = 1 << 38
 CONNECT_TIMEOUT = 5.0
 SEND_TIMEOUT = 60
 """Seconds without progress after which a peer that takes no bytes counts as gone: others wait for their turn."""
+RECORDS = 1 << 20
+"""Bytes that are encrypted at once; meanwhile nothing is received."""
 SMALL = 1 << 20
 """Bytes of a body from which on its memory is worth to be kept."""
 KEPT = 2
@@ -166,12 +174,20 @@ def fill(sock: socket.socket, view: memoryview) -> None:
 
 
 def connect(
-    address: CallAddress, machine: str, secret: bytes, timeout: float = CONNECT_TIMEOUT
+    address: CallAddress,
+    machine: str,
+    secret: bytes,
+    timeout: float = CONNECT_TIMEOUT,
+    *,
+    tls: bool = False,
 ) -> socket.socket:
     """Return a connection to a process of the job: by its Unix socket if it runs on this ``machine``.
 
+    With ``tls``, a process of another machine must show the certificate of its address.
+
     Raises:
         OSError: There is no connection within ``timeout`` seconds.
+        ProtocolError: With ``tls``, the process has no certificate, or shows another one.
         InfrastructureError: Another program answers at the address.
     """
     if address.local and address.machine == machine:
@@ -184,6 +200,8 @@ def connect(
             raise
     else:
         sock = socket.create_connection((address.host, address.port), timeout)
+        if tls or address.fingerprint:
+            sock = _secured(sock, address)
     if not handshake.offer(sock, secret):
         raise InfrastructureError(f"{address.host}:{address.port} is no process of this job.")
     sock.settimeout(None)
@@ -191,8 +209,85 @@ def connect(
     return sock
 
 
+def _secured(sock: socket.socket, address: CallAddress) -> socket.socket:
+    try:
+        return certificates.connect(sock, address.fingerprint, SecuredSocket)
+    except ProtocolError as error:
+        sock.close()
+        if isinstance(error.__cause__, ssl.SSLEOFError):  # it has died just now
+            raise ConnectionResetError("the peer has closed the connection") from error
+        raise ProtocolError(
+            f"{address.host}:{address.port} is no process of this job: {error}"
+        ) from error
+
+
+class SecuredSocket(ssl.SSLSocket):
+    """A TLS connection that one thread may read while others write to it, once `share` was called.
+
+    OpenSSL bears one thread at a time, so that none may wait inside it.
+    """
+
+    _lock: threading.Lock | None = None
+    _reading: float | None = None
+    """Time-outs in seconds."""
+    _writing = float(SEND_TIMEOUT)
+
+    def share(self, seconds: float) -> None:
+        """Let several threads use it; sending fails after ``seconds`` without progress."""
+        self._reading, self._writing = self.gettimeout(), seconds
+        self.setblocking(False)
+        self._lock = threading.Lock()
+
+    def settimeout(self, value: float | None) -> None:
+        """Set the time-out, which is that of receiving once the connection is shared."""
+        if self._lock is None:
+            super().settimeout(value)
+        else:
+            self._reading = value
+
+    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
+        """Receive some bytes."""
+        return self._alone(
+            functools.partial(super().recv_into, buffer, nbytes, flags), self._reading
+        )
+
+    def sendmsg(self, buffers: Sequence[memoryview], *_: Any) -> int:  # type: ignore[override]
+        """Send the first of the buffers, or a part of it."""
+        return self._alone(functools.partial(self.send, buffers[0][:RECORDS]), self._writing)
+
+    def _alone(self, what: Callable[[], int], timeout: float | None) -> int:
+        assert self._lock is not None
+        while True:
+            with self._lock:
+                fd = self.fileno()
+                if fd < 0:
+                    raise OSError(errno.EBADF, "the connection is closed")
+                try:
+                    return what()
+                except ssl.SSLWantReadError:
+                    wanted = select.POLLIN
+                except ssl.SSLWantWriteError:
+                    wanted = select.POLLOUT
+            ready = select.poll()
+            ready.register(fd, wanted)
+            if not ready.poll(None if timeout is None else timeout * 1000):
+                raise TimeoutError("the peer is silent")
+
+    def shutdown(self, how: int) -> None:
+        """End the connection; nothing goes out without TLS after it, as with the inherited method."""
+        socket.socket.shutdown(self, how)
+
+    def close(self) -> None:
+        """Close it when no other thread is inside OpenSSL."""
+        with self._lock or contextlib.nullcontext():
+            super().close()
+
+
 def bound_sends(sock: socket.socket, seconds: int = SEND_TIMEOUT) -> None:
     """Let sends to a peer that is stopped fail with an OSError after a while; receiving may take for ever."""
+    if isinstance(sock, SecuredSocket):
+        sock.share(seconds)
+        return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, 0))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from dlrover import config, launched
 from dlrover._util.sockets import address_towards
+from dlrover.checkpoint.saver import certificates
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.roles.messages import (
     MAX_CURSOR,
@@ -32,6 +33,7 @@ from dlrover.roles.runtime.link import ServiceLink
 from dlrover.roles.runtime.listener import CallListener
 from dlrover.roles.runtime.phases import Phases
 from dlrover.roles.spec import NAME
+from dlrover.rpc.wire import Tls
 
 
 class RoleWorker:
@@ -54,8 +56,10 @@ class RoleWorker:
         self.place: MemberPlace = environment.place(found)
         self.phases = Phases()
         self.phases.set(WORK if ready else START)
+        pem = certificates.make() if found.tls_ca else ""
+        tls = Tls(ca=found.tls_ca, server_name=found.tls_server_name)
         self.link = ServiceLink(
-            self.place, self.phases, found.address, *environment.credentials(found)
+            self.place, self.phases, found.address, *environment.credentials(found), tls
         )
         self.machine = machine()
         self.holding = HeldParts(self.place)
@@ -66,7 +70,9 @@ class RoleWorker:
         self._lock = threading.Lock()
         host = _own_address(found.address)
         secret = wire.secret_of(self.link.token)
-        self.listener = CallListener(exports, host, self.machine, secret, self.holding, self.phases)
+        self.listener = CallListener(
+            exports, host, self.machine, secret, self.holding, self.phases, pem
+        )
         self._join()
         exports.changed = self._join
         self.calls = Calls(self.link, self.machine)

@@ -36,7 +36,9 @@ class Holders:
             self._follow(worker)
             if place not in self._open:
                 secret = wire.secret_of(worker.link.token)
-                self._open[place] = HolderConnection(address, worker.machine, secret)
+                self._open[place] = HolderConnection(
+                    address, worker.machine, secret, tls=worker.link.secured
+                )
             return self._open[place]
 
     def declared(self, worker: RoleWorker) -> set[str]:
