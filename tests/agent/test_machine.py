@@ -6,6 +6,7 @@ from hypothesis import given, settings, strategies as st
 from dlrover.agent.machine.node import (
     AgentMachine,
     Command,
+    EndWorker,
     Input,
     JoinRound,
     Stage,
@@ -174,10 +175,18 @@ def test_an_ended_worker_is_started_again_once_for_each_attempt():
     assert give(machine, WorkerEnded(0, None), WorkerEnded(1, None)) == [Succeeded(1)]
 
 
-def test_a_worker_of_another_round_or_one_that_runs_is_not_started_again():
+def test_a_worker_of_another_round_is_not_started_again():
     machine = failed()
-    assert give(machine, StartAgain(2, {0: 1}), StartAgain(1, {1: 1})) == []
+    assert give(machine, StartAgain(2, {0: 1})) == []
     assert machine.stage is Stage.FAILED
+
+
+def test_a_worker_that_has_lost_its_row_is_ended_and_started_again():
+    machine = failed()
+    assert give(machine, StartAgain(1, {0: 2, 1: 2})) == [EndWorker(1), StartAgain(1, {0: 2})]
+    assert give(machine, StartAgain(1, {0: 2, 1: 3}), StartAgain(1, {1: 2})) == []
+    assert give(machine, WorkerEnded(1, failure())) == [StartAgain(1, {1: 3})]
+    assert (machine.stage, machine.failures) == (Stage.RUNNING, [])
 
 
 def test_failures_of_a_past_world_are_forgotten_in_the_next_one():

@@ -17,6 +17,7 @@ from dlrover.spec.job import Limits
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.requests.membership import (
     MAX_VALUE,
+    DivideMembers,
     FinishMembers,
     JoinMembers,
     Meet,
@@ -32,6 +33,7 @@ BROKEN = ProbeResult(
     component=Component.DEVICE, state=ProbeState.FAILED, message="it computes wrongly"
 )
 TIME = ProbeResult(component=Component.NETWORK, figure=1.0, unit="ms")
+KILLED = {"kind": FailureKind.SIGNAL, "signal": 9}
 
 
 def membership(job: JobDriver) -> Membership:
@@ -273,6 +275,45 @@ def test_the_keys_of_a_thousand_ranks_are_read_in_messages_of_a_bounded_size():
     assert read == values
 
 
+def in_rows() -> JobDriver:
+    """Two nodes of two ranks each, in two rows."""
+    job = JobDriver.running(2, 2, 2, survive=True)
+    for row in (3, 2, 4):  # 3 divides no world of 4 ranks; the first that does counts
+        job.give(inputs.MemberReported(DivideMembers(1, rank=0, attempt=0, row=row)))
+    assert membership(job).members() == Members(1, 1, dict.fromkeys(range(4), 0), row=2)
+    return job
+
+
+def test_a_row_is_lost_starts_again_and_joins_as_a_whole():
+    job = in_rows()
+    for attempt, rank in ((1, 3), (2, 2)):
+        job.fail(1, KILLED | {"rank": rank, "local_rank": rank - 2})
+        assert membership(job).attempts == {0: 0, 1: 0}
+        assert membership(job).out_of(1) == {0: attempt, 1: attempt}
+        assert not job.machine.rendezvous.collecting
+    for ready, attempts in (((2, 1), 2), ((2, 2), 2), ((2, 2), 2), ((3, 2), 4)):
+        job.give(inputs.MemberReported(JoinMembers(1, *ready)))
+        assert len(membership(job).attempts) == attempts
+    assert membership(job).attempts == {0: 0, 1: 0, 2: 2, 3: 2}
+
+
+def test_a_round_opens_if_each_row_has_lost_a_rank():
+    job = in_rows()
+    job.fail(1, KILLED | {"rank": 3, "local_rank": 1})
+    job.fail(0, KILLED | {"rank": 0})
+    assert job.machine.rendezvous.collecting
+
+
+def test_the_rows_of_a_lost_master_are_known_from_its_nodes():
+    trains = Members(5, 2, dict.fromkeys(range(4), 0), row=2)
+    # One rank of the second row was started again: as soon as the master hears of it, the row does as a whole.
+    job = adopted(held(0, members=trains), held(1, attempts={0: 1, 1: 0}))
+    assert membership(job).attempts == {0: 0, 1: 0}
+    assert membership(job).out_of(1) == {0: 1, 1: 1}
+    job.give(*(inputs.MemberReported(JoinMembers(5, rank, 1)) for rank in (2, 3)))
+    assert membership(job).attempts == {0: 0, 1: 0, 2: 1, 3: 1}
+
+
 def test_nobody_is_started_again_beside_ranks_that_have_ended_well():
     """A rank that joined would wait for them: the master that heard of the end may have lost its journal."""
     job = adopted(held(0), held(1))
@@ -295,9 +336,6 @@ def test_a_job_whose_rank_0_was_lost_at_its_end_does_not_end_without_it(lost: in
     else:
         assert job.machine.outcome is not None
         assert job.machine.outcome.exit_code == ExitCode.SUCCESS
-
-
-KILLED = {"kind": FailureKind.SIGNAL, "signal": 9}
 
 
 def test_a_rank_that_cannot_join_the_others_lets_all_start_again():

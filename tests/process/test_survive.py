@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import signal
 import subprocess
@@ -269,3 +270,38 @@ def test_a_training_function_is_called_again_in_its_living_process(run) -> None:
     assert rows(1)[-1][1:] == [second, "2"]
     assert rows(0)[-1][2] == "1"
     assert len(launch.events_of(events.RoundOpened)) == 1
+
+
+def test_a_program_for_hsdp_that_knows_nothing_of_losses(run) -> None:
+    """A row is lost with one of its ranks and returns as a whole; the other row keeps its processes."""
+    launch = run("--survive", "--nproc-per-node=4", SCRIPT.with_name("hsdp.py"), run.directory)
+
+    def rows(rank: int) -> list[list[str]]:
+        path = run.directory / f"rank{rank}.txt"
+        return [row.split() for row in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    def pids() -> list[str]:
+        return [rows(rank)[-1][2] for rank in range(4)]
+
+    launch.until(lambda: all(len(rows(rank)) > 10 for rank in range(4)), 90, "ten steps")
+    before = pids()
+    psutil.Process(int(before[3])).kill()
+    launch.until(lambda: len(launch.events_of(events.ReplicaJoined)) == 2, 90)
+    step = int(rows(0)[-1][0])
+    launch.until(lambda: all(int(rows(r)[-1][0]) > step + 5 for r in range(4)), 60)
+    after = pids()
+    assert after[:2] == before[:2]
+    assert not set(after[2:]) & set(before)
+    (run.directory / "new").write_text(str(int(rows(0)[-1][0]) + 5))
+    (run.directory / "new").rename(run.directory / "last")
+    launch.succeed(90)
+    found = [[(row[0], row[1], *row[3:]) for row in rows(rank)[-5:]] for rank in range(4)]
+    assert found[0] == found[1] == found[2] == found[3]
+    assert len(launch.events_of(events.RoundOpened)) == 1
+    given = "".join(f"{row[0]} {row[1]} {row[4]}\n" for row in rows(0))
+    alone = [sys.executable, SCRIPT.with_name("hsdp_alone.py")]
+    by_step = subprocess.run(
+        alone, input=given, text=True, check=True, stdout=subprocess.PIPE
+    ).stdout.split()
+    assert len(by_step) == len(rows(0))
+    assert [rows for rows, _ in itertools.groupby(by_step)] == ["01", "0", "01"]

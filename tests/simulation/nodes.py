@@ -166,6 +166,8 @@ class Program:
     delays: Delays
     #: optimizer steps until the workers end with exit code 0
     steps: int
+    #: ranks that have a replica together, where losses are survived
+    row: int = 1
     #: steps between two checkpoints; with 1, no step is repeated
     checkpoint_every: int = 1
     #: seconds of a step by number of nodes, in all and for computation; None: ``delays.step``
@@ -367,14 +369,24 @@ class SimulatedWorkers:
 
     async def stop(self, _number: int, _grace: float) -> None:
         if self.run is not None:
-            self.end()
+            self.end_all()
             await asyncio.sleep(self._time.draw(self._program.delays.stop))
             await self._node.awake()
 
     async def close(self, _saver_wait: float = 0.0) -> None:
         """Do nothing."""
 
-    def end(self) -> None:
+    def end(self, local_rank: int) -> bool:
+        """Kill one worker, which is started again; return False if there is none."""
+        run = self.run
+        if run is None or run.replicas is None:
+            return False
+        run.replicas.kill(self._node, local_rank)
+        ended = (self._node.when_awake, self._ended, run, local_rank, None)
+        self._time.after(self._program.delays.message, *ended)
+        return True
+
+    def end_all(self) -> None:
         """End the workers, so that the others wait for them."""
         if self.run is not None:
             self.run.lose(self._node)
@@ -441,6 +453,7 @@ class SimulatedWorkers:
             rank=world.first_rank + local_rank,
             local_rank=local_rank,
             round=world.round,
+            attempt=machine.attempts[local_rank],
             time=self._time.now,
             steps=run.steps,
             hostname=self._node.hostname,
@@ -597,7 +610,7 @@ class SimulatedNode:
         if not self.alive:
             return
         self.alive = False
-        self.workers.end()
+        self.workers.end_all()
         if self.link is not None:
             self.link.cut()
         self._process.cancel()

@@ -8,13 +8,16 @@ steps that it has learned from.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dlrover.errors import InfrastructureError
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.requests import Unanswered
 from dlrover.spec.requests.membership import (
+    DivideMembers,
     FinishMembers,
     JoinMembers,
     LookMembers,
@@ -48,15 +51,17 @@ class Changed(Exception):  # noqa: N818 - control flow
 
 
 class Group:
-    """The ranks of one membership that are connected."""
+    """The ranks of one membership that are connected, or those of one row."""
 
-    def __init__(self, program: Program, attempts: dict[int, int]) -> None:
+    def __init__(self, program: Program, size: int, row: int = 1) -> None:
         self.ranks: dict[int, SimulatedRank] = {}
         """Those that have arrived."""
+        self.row = row
         self.broken = False
-        self._program, self._size = program, len(attempts)
-        self._given: dict[SimulatedRank, Any] = {}
-        self._waiting: list[tuple[asyncio.Future[dict[int, Any]], Any]] = []
+        self._program, self._size = program, size
+        self._given: dict[int, dict[SimulatedRank, Any]] = {}
+        """What ranks have given to an exchange of all of them (-1), or of those with one place in their rows."""
+        self._waiting: dict[int, list[asyncio.Future[dict[int, Any]]]] = {}
         self._entered = asyncio.Event()
 
     async def enter(self, rank: SimulatedRank, refused: Callable[[], bool | None]) -> None:
@@ -72,19 +77,25 @@ class Group:
                 self._entered.set()
             await _within(self._entered.wait(), self._program.time.draw(LOOK))
 
-    async def gather(self, rank: SimulatedRank, value: Any, seconds: float | Range = 0.0) -> Any:
-        """Exchange values between all ranks, which takes a while; each rank has the result at another instant."""
+    async def gather(
+        self, rank: SimulatedRank, value: Any, seconds: float | Range = 0.0, *, column: bool = False
+    ) -> Any:
+        """Exchange values between all ranks, or those with one place in their rows, which takes a while.
+
+        Each rank has the result at another instant.
+        """
         if self.broken:
             raise Changed
         time = self._program.time
         future = time.loop.create_future()
-        self._waiting.append((future, value))
-        self._given[rank] = value
-        if len(self._given) == self._size:
-            given = {one.rank: said for one, said in self._given.items()}
-            waiting, self._given, self._waiting = self._waiting, {}, []
+        key, size = (rank.rank % self.row, self._size // self.row) if column else (-1, self._size)
+        self._waiting.setdefault(key, []).append(future)
+        found = self._given.setdefault(key, {})
+        found[rank] = value
+        if len(found) == size:
+            given = {one.rank: said for one, said in self._given.pop(key).items()}
             later = time.draw(seconds)
-            for each, _ in waiting:
+            for each in self._waiting.pop(key):
                 delay = later + time.draw(self._program.delays.message)
                 time.after(delay, self._deliver, each, given)
         return await future
@@ -100,7 +111,7 @@ class Group:
     def abandon(self) -> None:
         """End all exchanges with an error."""
         self.broken = True
-        for future, _ in self._waiting:
+        for future in itertools.chain(*self._waiting.values()):
             self._deliver(future, {})
 
 
@@ -129,6 +140,7 @@ class SimulatedRank:
         self._members = node.machine.members
         self._news = asyncio.Event()
         self._group: Group | None = None
+        self._row: Group | None = None
         self._last = self._agreed = self._number = -1
         self._renewed = 0
         self._task = self._program.time.loop.create_task(self._live())
@@ -143,8 +155,9 @@ class SimulatedRank:
         """End at once; the others notice."""
         self.alive = False
         self._task.cancel()
-        if self._group is not None:
-            self._group.abandon()
+        for group in (self._group, self._row):
+            if group is not None:
+                group.abandon()
 
     # ---- what is known
 
@@ -212,6 +225,8 @@ class SimulatedRank:
 
     async def _train(self) -> bool:
         """Train to the end; False if the others finished before this rank was back."""
+        if self.attempt:
+            await self._divide()
         ask: MembershipRequest = LookMembers(self._run.round)
         if self.attempt:
             ask = JoinMembers(self._run.round, self.rank, self.attempt)
@@ -220,13 +235,16 @@ class SimulatedRank:
             if self._program.time.now >= until:
                 raise InfrastructureError(f"Round {self._run.round} is over.")
             await asyncio.sleep(self._program.time.draw(LOOK))
-        if members.over or not await self._regroup(complete=False):
+        (over,) = await self._most(members.over)
+        if over or not await self._regroup(complete=False):
             return False
+        if not self.attempt:
+            await self._divide()
         while self._run.left(self.place.position):
-            newer = self._group is not None and self._agreed > self._number
-            known = await self._wait(self._has_agreed, NEWS_LIMIT) if newer else None
-            if known is not None and not known.over:
-                await self._regroup(complete=False)
+            if self._group is not None and self._agreed > self._number:
+                known = await self._wait(self._has_agreed, NEWS_LIMIT)
+                if not any(await self._most(known is None or known.over)):
+                    await self._regroup(complete=False)
             await self._step()
         return True
 
@@ -234,16 +252,20 @@ class SimulatedRank:
         return members.number >= self._agreed
 
     async def _step(self) -> None:
-        has_all = False
+        has_all = confirmed = False
         group = self._group
         assert group is not None
         try:
             assert self.state == self.place.position, "a state that does not belong to its step"
-            await group.gather(self, None, self._run.step_time())
+            await group.gather(self, None, self._run.step_time(), column=True)
             has_all = True
             known = await group.gather(self, self._number_known)
             self._agreed = max(known.values())
+            confirmed = True
         except Changed:
+            pass
+        complete, self._agreed = await self._most(confirmed, self._agreed)
+        if not complete:
             await self._regroup(complete=has_all)
             return
         self._renewed = 0
@@ -259,12 +281,59 @@ class SimulatedRank:
     def _number_known(self) -> int:
         return self._members.number if self._members is not None else -1
 
+    # ---- its row
+
+    async def _divide(self) -> None:
+        """Connect to the other ranks of the row."""
+        size, round_ = self._program.row, self._run.round
+        if size == 1:
+            return
+        await self._ask(DivideMembers(round_, self.rank, self.attempt, size))
+        row, group = self.rank // size, self._group
+
+        def refused() -> bool | None:
+            if group is not None and group.broken:
+                raise InfrastructureError("A rank was lost while the program made its mesh.")
+            reply = self._try(Meet(round_, self.attempt, 0, row=row))
+            return None if reply is None else bool(reply.refused)
+
+        self._row = self._run.replicas.group_of((-1, row, self.attempt), size)
+        try:
+            await self._row.enter(self, refused)
+        except Changed:
+            await self._lost()
+        if group is not None and group.row != size:
+            await self._regroup(complete=False)
+
+    async def _most(self, *values: int) -> list[int]:
+        """Return the greatest of each value among the ranks of the row."""
+        if self._row is None:
+            return list(values)
+        try:
+            found = await self._row.gather(self, values)
+        except Changed:
+            await self._lost()
+        return [max(one) for one in zip(*found.values(), strict=True)]
+
+    async def _lost(self) -> NoReturn:
+        """Wait for the end of this process, since another one of its row has ended."""
+        out = await self._wait(
+            lambda m: m.over or m.attempts.get(self.rank) != self.attempt, NEWS_LIMIT
+        )
+        if out is not None:
+            await asyncio.sleep(EXCLUDED_LIMIT)
+        raise InfrastructureError(f"Rank {self.rank} has lost another rank of its row.")
+
     # ---- a new group
 
     async def _regroup(self, *, complete: bool) -> bool:
         """Form the group of the next membership; False if the training is over without this rank."""
         while True:
             members = await self._next_members()
+            number, least = await self._most(members.number, -members.number)
+            if number != -least:
+                await self._wait(lambda m, number=number: m.number >= number, NEWS_LIMIT)  # type: ignore[misc]
+                continue
             if self._group is not None:
                 self._group.abandon()
                 self._group = None
@@ -277,18 +346,20 @@ class SimulatedRank:
                     self._made()
                 return self.place.usable
             self._last = self._number = members.number
-            try:
-                await self._exchange(await self._enter(members), complete)
-            except Changed:
-                continue
-            return True
+            found = None
+            with contextlib.suppress(Changed):
+                found = await self._exchange(await self._enter(members), complete)
+            if not any(await self._most(found is None)) and found is not None:
+                self._regrouped(found, complete)
+                return True
 
     async def _enter(self, members: Members) -> Group:
         def refused() -> bool | None:
             reply = self._try(Meet(members.round, members.number, checksum(members.attempts)))
             return None if reply is None else bool(reply.refused)
 
-        group = self._run.replicas.group_of(members)
+        key = (members.number, *itertools.chain(*sorted(members.attempts.items())))
+        group = self._run.replicas.group_of(key, len(members.attempts), members.row)
         self._group = group
         await group.enter(self, refused)
         return group
@@ -311,21 +382,26 @@ class SimulatedRank:
             raise InfrastructureError(f"The job goes on without rank {self.rank}.")
         return mine
 
-    async def _exchange(self, group: Group, complete: bool) -> None:
+    async def _exchange(self, group: Group, complete: bool) -> Regrouped:
         places = await group.gather(self, self.place._replace(complete=complete))
-        found = regroup(places)
-        behind = self.place.usable and self.place.position < found.top
+        found = regroup(places, group.row)
         if found.joining:
             self._run.replicas.healing = found
             try:
-                sent = await group.gather(self, self.state, self._program.delays.heal)
+                sent = await group.gather(self, self.state, self._program.delays.heal, column=True)
             finally:
                 self._run.replicas.healing = None
             if self.rank in found.joining:
-                assert sent[found.source] == found.top, "a state of another step"
-                self.state, behind = sent[found.source], False
-                self.place = Place(found.top, True, False, self.place.settled)
+                self.state = sent[found.source + self.rank % group.row]
+                assert self.state == found.top, "a state of another step"
             await group.gather(self, None)
+        return found
+
+    def _regrouped(self, found: Regrouped, complete: bool) -> None:
+        """Go on where the group does."""
+        behind = self.place.usable and self.place.position < found.top
+        if self.rank in found.joining:
+            self.place, behind = Place(found.top, True, False, self.place.settled), False
         if behind:
             assert complete
             assert found.top == self.place.position + 1, "ranks are more than a step apart"
@@ -355,6 +431,8 @@ class Replicas:
             self._run.round, local_rank, attempt
         ):
             return
+        if local_rank in machine.again:
+            return  # it is being ended
         known = self.ranks.get(node.first_rank + local_rank)
         if known is None or (known.node, known.attempt) != (node, attempt):
             rank = SimulatedRank(self._run, node, local_rank, attempt)
@@ -374,10 +452,9 @@ class Replicas:
                 rank.kill()
         self._run.broken = not any(rank.alive for rank in self.ranks.values())
 
-    def group_of(self, members: Members) -> Group:
-        """Return the group of a membership; a broken one does not come back."""
-        key = (members.number, *sum(sorted(members.attempts.items()), ()))
+    def group_of(self, key: tuple[int, ...], size: int, row: int = 1) -> Group:
+        """Return the group of a membership or of a row's attempt; a broken one does not come back."""
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = Group(self._run.program, members.attempts)
+            group = self._groups[key] = Group(self._run.program, size, row)
         return group

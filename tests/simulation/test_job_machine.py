@@ -228,7 +228,9 @@ def troubled(seed: int) -> Cluster:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize(
+    "block", [pytest.param(n, marks=pytest.mark.heavy if n > 1 else ()) for n in range(8)]
+)
 def test_a_job_whose_faults_end_succeeds_and_its_nodes_leave(block):
     for seed in range(block * 125, (block + 1) * 125):
         cluster = troubled(seed)

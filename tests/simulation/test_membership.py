@@ -275,16 +275,19 @@ class Troubled(Cluster):
     mistaken = -1
     """Step of the last failure that looks like a mistake of the program: twice at one step, it is one."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, row: int = 1) -> None:
         chance = random.Random(seed)
         delays = Delays(revive=(0.1, 20.0), heal=(0.05, chance.choice((0.5, 5.0))))
+        count, nproc = chance.randint(1, 5), chance.randint(1, 3)
+        count += -count % row if nproc % row else 0
         super().__init__(
-            job(chance.randint(1, 5), node_check=seed % 3 == 0, spares=seed % 4 // 2 * (1 + seed % 2)),
-            nproc=chance.randint(1, 3),
+            job(count, node_check=seed % 3 == 0, spares=seed % 4 // 2 * (1 + seed % 2)),
+            nproc=nproc,
             steps=chance.choice([5, 40, 100]),
             seed=seed,
             delays=delays,
         )  # fmt: skip
+        self.program.row = row
         self.program.checkpoint_every = chance.choice([1, 5])
         away = [0.1, 1.0, 5.0, 30.0]
         heal = {"source": chance.random() < 0.7, "masters": chance.random() < 0.3}
@@ -314,11 +317,11 @@ class Troubled(Cluster):
             self.kill_worker(node, kind, echoes)
 
 
-def ends_well(seeds: range) -> None:
+def ends_well(seeds: range, row: int = 1) -> None:
     """Each of these jobs succeeds, with each state on the way valid; together, they had faults during a healing."""
     struck = healed = 0
     for seed in seeds:
-        cluster = Troubled(seed)
+        cluster = Troubled(seed, row)
         outcome = cluster.finish(limit=3600.0)
         assert outcome.exit_code == ExitCode.SUCCESS, f"seed {seed}: {outcome.reason}"
         assert cluster.program.steps_done >= cluster.program.steps
@@ -331,6 +334,12 @@ def ends_well(seeds: range) -> None:
 @pytest.mark.slow
 def test_a_job_of_replicas_whose_faults_end_succeeds() -> None:
     ends_well(range(20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [2, 3])
+def test_a_job_of_rows_whose_faults_end_succeeds(row: int) -> None:
+    ends_well(range(8), row)
 
 
 @pytest.mark.heavy

@@ -13,7 +13,7 @@ from dlrover.errors import ConfigurationError
 from dlrover.original import programs
 from dlrover.original.tensorflow import Column, ConfigurationManagerInterface
 from dlrover.tensorflow.estimators.conf import checked, load
-from dlrover.tensorflow.machine.plan import Plan, plan_of
+from dlrover.tensorflow.machine.plan import Plan, Positions, plan_of
 
 COLUMNS = (Column.create(name="x", dtype="float32"),)
 
@@ -115,3 +115,10 @@ def test_plans() -> None:
     plan = Plan(3, ("a:1", "b:2"), b"base", True)
     assert plan_of(plan.packed()) == plan
     assert plan.container != Plan(4).container
+
+
+def test_positions_are_not_used_for_more_or_fewer_records() -> None:
+    known = Positions("train.csv", 6000, b"")
+    known.check("out/model.ckpt-7.records", 6000)
+    with pytest.raises(ConfigurationError, match=r"-7.records .* 6,000 .* has 6,001; .* remove"):
+        known.check("out/model.ckpt-7.records", 6001)

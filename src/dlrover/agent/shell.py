@@ -320,6 +320,8 @@ class Agent:
                     delays = self._spawn_delays.get(local_rank, itertools.repeat(0.0))
                     again = round_, local_rank, attempt, fresh
                     loop.call_later(next(delays), self._start_again, *again)
+            case agent_machine.EndWorker(local_rank) if not self._workers.end(local_rank):
+                self._handle(agent_machine.WorkerEnded(local_rank, None))
             case Members():
                 self._workers.tell(command)
             case messages.StandBy():

@@ -18,37 +18,59 @@ REPLY_BYTES = 1 << 20
 
 
 class Meeting:
-    """The keys of one membership."""
+    """The keys of the newest membership, and those of each row of ranks that have a replica together."""
 
     def __init__(self) -> None:
-        self._of = (0, 0, 0)
-        """The membership's round, its number and the checksum of its ranks."""
-        self._keys: dict[str, bytes] = {}
-        self._size = 0
+        self._rooms: dict[int, _Room] = {}
+        """By row; -1 for all ranks."""
 
     def handle(self, request: Meet, epoch: int, membership: Membership) -> Met:
-        """Set and read keys; refuse those of a membership that is over."""
-        now = membership.round, membership.number
-        if now != self._of[:2]:
-            self._of = *now, checksum(membership.attempts)
-            self._keys, self._size = {}, 0
-        if (request.round, request.number, request.ranks) != self._of:
-            return Met(
-                epoch, refused=f"Membership {request.number} of round {request.round} is over."
-            )
+        """Set and read keys; refuse those of a membership or a row that is over."""
+        room = self._room(request.row, membership)
+        if room is None or (request.round, request.number, request.ranks) != room.of:
+            what = "Membership" if request.row < 0 else f"Row {request.row}, attempt"
+            return Met(epoch, refused=f"{what} {request.number} of round {request.round} is over.")
         if any(len(value) > MAX_VALUE for value in request.put.values()):
             return Met(epoch, refused=f"A value has at most {MAX_VALUE} bytes.")
         most = MAX_VALUE * max(LEAST_VALUES, len(membership.latest))
+        if not room.set(request.put, most):
+            return Met(epoch, refused=f"All keys of a membership have at most {most} bytes.")
+        return Met(epoch, room.page(request.after))
+
+    def _room(self, row: int, membership: Membership) -> _Room | None:
+        """Return the keys of the newest membership, or of a row's latest attempt; None if there is no such row."""
+        number, ranks = membership.number, membership.row_of(row * membership.row)
+        if row >= 0:
+            number = max((membership.latest.get(rank, -1) for rank in ranks), default=-1)
+        room = self._rooms.get(row)
+        if number >= 0 and (room is None or room.of[:2] != (membership.round, number)):
+            of = 0 if row >= 0 else checksum(membership.attempts)
+            room = self._rooms[row] = _Room((membership.round, number, of))
+        return room
+
+
+class _Room:
+    """The keys of ranks that meet."""
+
+    def __init__(self, of: tuple[int, int, int]) -> None:
+        self.of = of
+        """The round, the number of the membership and the checksum of its ranks; of a row, its attempt and 0."""
+        self._keys: dict[str, bytes] = {}
+        self._size = 0
+
+    def set(self, put: dict[str, bytes], most: int) -> bool:
+        """Set keys, unless all of them together are larger than ``most`` bytes."""
         size = self._size + sum(
-            len(key) + len(value) - self._size_of(key) for key, value in request.put.items()
+            len(key) + len(value) - self._size_of(key) for key, value in put.items()
         )
         if size > most:
-            return Met(epoch, refused=f"All keys of a membership have at most {most} bytes.")
-        self._keys.update(request.put)
+            return False
+        self._keys.update(put)
         self._size = size
-        return Met(epoch, self._page(request.after))
+        return True
 
-    def _page(self, after: int) -> dict[str, bytes]:
+    def page(self, after: int) -> dict[str, bytes]:
+        """Return the keys after so many, up to `REPLY_BYTES`."""
         found, size = {}, 0
         for key, value in islice(self._keys.items(), after, None):
             found[key] = value

@@ -64,6 +64,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     local_rank: int
     round: int
     pid: int = 0
+    attempt: KnownCount = -1
+    """Earlier processes of the rank in this round, where the world goes on without lost ranks; -1 if unknown."""
     time: float = 0.0
     """When the process was seen to have ended, seconds since the epoch."""
     exit_code: int | None = None

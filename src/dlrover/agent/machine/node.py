@@ -62,12 +62,19 @@ class JoinRound(msgspec.Struct, frozen=True):
     round: int
 
 
+class EndWorker(msgspec.Struct, frozen=True):
+    """Command: end a worker, if it runs, to start it again; its `WorkerEnded` follows in any case."""
+
+    local_rank: int
+
+
 class StopWorkers(msgspec.Struct, frozen=True):
     """Command: stop all workers, then report `WorkersStopped`."""
 
 
 Command: TypeAlias = (
     JoinRound
+    | EndWorker
     | StopWorkers
     | messages.Failed
     | messages.Succeeded
@@ -101,6 +108,8 @@ class AgentMachine:
     running: set[int] = field(default_factory=set)
     #: attempt of each worker's process, by local rank
     attempts: dict[int, int] = field(default_factory=dict)
+    #: by local rank, the attempt of each worker that is to be started again once it has been ended, and if afresh
+    again: dict[int, tuple[int, bool]] = field(default_factory=dict)
     #: the newest membership of ``world``; None before the master has sent one
     members: Members | None = None
     #: failures in ``world``, until the next one or until the worker is started again
@@ -242,15 +251,23 @@ class AgentMachine:
         due = {
             local: attempt
             for local, attempt in event.attempts.items()
-            if attempt > self.attempts.get(local, attempt) and local not in self.running
+            if attempt
+            > max(self.attempts.get(local, attempt), self.again.get(local, (0, False))[0])
         }
+        # A worker that runs has lost the others of its row: it is ended first.
+        ended = [EndWorker(i) for i in due if i in self.running and i not in self.again]
+        self.again |= {i: (due.pop(i), event.fresh) for i in self.running & due.keys()}
+        return [*ended, *self._start_those(due, event.fresh)]
+
+    def _start_those(self, due: dict[int, int], fresh: bool) -> list[Command]:
+        """Start ended workers again."""
         if not due:
             return []
         self.attempts.update(due)
         self.running |= due.keys()
         self.failures = [f for f in self.failures if f.local_rank not in due]
         self.stage = Stage.FAILED if self.failures else Stage.RUNNING
-        return [messages.StartAgain(event.round, due, event.fresh)]
+        return [messages.StartAgain(self.running_round, due, fresh)]
 
     def awaits(self, round_: int, local_rank: int, attempt: int) -> bool:
         """Return whether a worker is still to be started in this attempt."""
@@ -261,6 +278,9 @@ class AgentMachine:
         if self.world is None:
             return []
         self.running.discard(event.local_rank)
+        attempt, fresh = self.again.pop(event.local_rank, (0, False))
+        if attempt and self.stage in (Stage.RUNNING, Stage.FAILED):
+            return self._start_those({event.local_rank: attempt}, fresh)
         if event.failure is not None:
             self.failures.append(event.failure)
             if self.stage is Stage.RUNNING:
@@ -277,7 +297,7 @@ class AgentMachine:
             self.left, self.left_attempt = max((self.left, self.left_attempt), now)
         self.running = set()
         self.world = self.members = None
-        self.attempts = {}
+        self.attempts, self.again = {}, {}
         if self.outcome is not None:
             self.stage = Stage.LEFT
             return [messages.Dismiss(self.outcome)]
@@ -306,6 +326,7 @@ class AgentMachine:
         assert self.stage is not Stage.FAILED or self.failures, "failed without a failure"
         assert self.round <= self.last_round, "a round beyond the last one announced"
         assert self.order is None or self.world is None, "a check beside workers"
+        assert self.again.keys() <= self.running, "a worker is to be ended that does not run"
         assert self.world is None or self.running <= self.attempts.keys(), (
             "a worker without an attempt"
         )

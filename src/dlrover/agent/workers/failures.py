@@ -58,6 +58,7 @@ class FailureRecords:
             local_rank=worker.local_rank,
             round=round_,
             pid=worker.pid,
+            attempt=worker.attempt,
             time=error.time if kind is FailureKind.EXCEPTION and error.time else time.time(),
             exit_code=None if signaled else os.WEXITSTATUS(status),
             signal=os.WTERMSIG(status) if signaled else None,

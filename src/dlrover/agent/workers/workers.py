@@ -59,12 +59,15 @@ class Worker:
 
     local_rank: int
     rank: int
+    attempt: int = 0
     pid: int = 0
     status: int | None = None
     """Wait status; None until the worker has ended."""
     ended_at: int = 0
     """Time at which its end was seen, in monotonic nanoseconds."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    unwanted: bool = False
+    """True if it is to end at once."""
 
 
 class WorkerGroup:
@@ -153,7 +156,7 @@ class WorkerGroup:
         self._tell_first(world)
         self._logs = self._run_logs.attempt(world.restart_count, ranks)
         orders = []
-        for worker in [Worker(local, rank) for local, rank in ranks.items()]:
+        for worker in [Worker(local, rank, world.attempt) for local, rank in ranks.items()]:
             self._ids += 1
             order = self.orders.order(self._ids, worker.local_rank, world, self._logs)
             orders.append((worker, order))
@@ -187,13 +190,21 @@ class WorkerGroup:
             error_file.rename(error_file.with_name(f"error.{attempt}.json"))
         self._ids += 1
         world = self._world.as_attempt(attempt)
-        worker = Worker(local_rank, environment.rank_in(world, local_rank))
+        worker = Worker(local_rank, environment.rank_in(world, local_rank), attempt)
         order = self.orders.order(self._ids, local_rank, world, self._logs)
         self._workers[local_rank] = self._by_id[order.spawn] = worker
         self._away.add(local_rank)
         self._board.clear(local_rank)
         zygote = self._zygotes.cold() if fresh else self._zygotes.pick()
         zygote.spawn(order)
+
+    def end(self, local_rank: int) -> bool:
+        """Kill a worker of the running round, which is started again; return False if it has ended already."""
+        worker = self._workers[local_rank]
+        worker.unwanted = True
+        if worker.pid and worker.status is None:
+            procs.kill_group(worker.pid)
+        return worker.status is None
 
     def tell(self, members: Members) -> None:
         """Tell the workers who trains."""
@@ -234,7 +245,7 @@ class WorkerGroup:
 
     def _started(self, id_: int, pid: int) -> None:
         self._by_id[id_].pid = pid
-        if self._stopped_at is not None:
+        if self._stopped_at is not None or self._by_id[id_].unwanted:
             procs.kill([pid])  # it has only just started: it has no state to save
 
     def _exited(self, id_: int, status: int, start_problem: str = "") -> None:

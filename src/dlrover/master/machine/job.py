@@ -120,7 +120,7 @@ class JobMachine:
             case inputs.Hung():
                 self.recovery.hung(event, now)
             case inputs.MemberReported(change):
-                self.survival.report(change)
+                self.survival.report(change, now)
             case StopRequest(reason, exit_code):
                 self.state.end(exit_code, reason, now)
             case inputs.DeadlinePassed():

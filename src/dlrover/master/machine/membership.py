@@ -4,6 +4,9 @@ In a job that survives losses, a rank's loss opens no round while another one tr
 in their own processes, and the lost one is started again on its node or on the node that replaces it. Its new
 process asks to join once it is ready.
 
+Replicas may be spread over rows of ranks (HSDP). A row is lost with any of its ranks: the others of it are ended and
+started again, all in one attempt, and they join together.
+
 Invariant: a rank trains (`attempts`), or it is out; a rank that is out may ask to join in its present attempt only.
 """
 
@@ -14,6 +17,7 @@ from dataclasses import dataclass, field
 
 from dlrover.spec.job import JobSpec
 from dlrover.spec.requests.membership import (
+    DivideMembers,
     FinishMembers,
     JoinMembers,
     Members,
@@ -45,6 +49,12 @@ class Membership:
     holes: dict[int, World] = field(default_factory=dict)
     #: nodes that took the places of lost ones
     replacements: set[int] = field(default_factory=set)
+    #: ranks of a row
+    row: int = 1
+    #: ranks that have asked to join in their latest attempt, while others of their row have not
+    ready: set[int] = field(default_factory=set)
+    #: attempts in which ranks are to be started again, by node and local rank; the caller takes them
+    due: dict[int, dict[int, int]] = field(default_factory=dict)
     #: ids of the failures that were answered here
     seen: set[str] = field(default_factory=set)
     #: True once a rank has finished the training
@@ -64,7 +74,17 @@ class Membership:
 
     def members(self, steps: int = 0) -> Members:
         """Return the membership as a message."""
-        return Members(self.round, self.number, dict(self.attempts), self.over, steps)
+        return Members(self.round, self.number, dict(self.attempts), self.over, steps, self.row)
+
+    def row_of(self, rank: int) -> range:
+        """Return the ranks of a rank's row."""
+        first = rank - rank % self.row
+        return range(first, first + self.row)
+
+    def rows_of(self, ranks: Iterable[int]) -> list[int]:
+        """Return all ranks of the rows that ranks belong to, in order."""
+        firsts = sorted({rank - rank % self.row for rank in ranks})
+        return [rank for first in firsts for rank in self.row_of(first)]
 
     def out_of(self, node_id: int) -> dict[int, int]:
         """Return the attempt of each rank of a node that was started again, by local rank."""
@@ -87,8 +107,8 @@ class Membership:
         return (len(first) - trains if self.active else 0), len(first)
 
     def spares(self, ranks: Iterable[int]) -> bool:
-        """Return whether other ranks than these train."""
-        return bool(self.attempts.keys() - set(ranks))
+        """Return whether other rows than these ranks' train."""
+        return bool(self.attempts.keys() - set(self.rows_of(ranks)))
 
     def survives_worker(self, node_id: int, local_rank: int) -> bool:
         """Return whether the world goes on without this worker."""
@@ -135,14 +155,16 @@ class Membership:
             key=lambda members: (members.number, members.over),
             default=Members(self.round, 0, self.attempts),
         )
-        alive = {r: a for r, a in newest.attempts.items() if self.latest.get(r) == a}
-        over = newest.over or any(holding.succeeded for holding in held.values())
-        if not (alive or over):
+        self.row = newest.row if not len(self.latest) % newest.row else 1
+        self.over = newest.over or any(holding.succeeded for holding in held.values())
+        self.attempts = {r: a for r, a in newest.attempts.items() if self.latest.get(r) == a}
+        self._level(self.latest)
+        self.due.clear()  # all nodes are told anyway
+        if not (self.attempts or self.over):
             self.end()
             return
-        self.attempts, self.over = alive, over
         # Without a rank that was started again since then, it is another membership.
-        self.number = newest.number + (alive.keys() != newest.attempts.keys())
+        self.number = newest.number + (self.attempts.keys() != newest.attempts.keys())
 
     def learn(self, node_id: int, held: Holding) -> bool:
         """Take in what a node knows of this round, and not a journal without its last moments.
@@ -157,13 +179,17 @@ class Membership:
         latest = dict(theirs.attempts) if newer else {}
         latest |= {ranks[i]: a for i, a in held.attempts.items() if i < len(ranks)}
         latest = {r: a for r, a in latest.items() if a > self.latest.get(r, a)}
-        if not (again or latest or theirs.over > self.over):
+        if not (again or latest or theirs.over > self.over or theirs.row > self.row):
             return False
         self.latest |= latest
+        if self.row == 1 and not len(self.latest) % theirs.row:
+            self.row = theirs.row
         there = {rank for ranks in self.ranks.values() for rank in ranks}
         attempts = theirs.attempts if newer else self.attempts
         self.attempts = {r: a for r, a in attempts.items() if r in there and self.latest[r] == a}
         self.over |= theirs.over
+        self.ready -= latest.keys() | self.attempts.keys()
+        self._level(self.latest)
         # No other membership has this number: nodes and ranks take in none of a number that they know.
         self.number = max(self.number, theirs.number) + 1
         return True
@@ -181,53 +207,69 @@ class Membership:
         """End the membership: a new round opens."""
         self.__init__(self.job)  # type: ignore[misc]
 
-    def lose_worker(self, failure_id: str, node_id: int, local_rank: int) -> int:
-        """Go on without a worker, which is started again; return its next attempt."""
-        rank = self.ranks[node_id][local_rank]
+    def lose_worker(self, failure_id: str, node_id: int, local_rank: int) -> list[int]:
+        """Go on without a worker's row, which is started again; return its ranks."""
+        row = self.row_of(self.ranks[node_id][local_rank])
         self.seen.add(failure_id)
-        self._drop((rank,))
-        self.latest[rank] += 1
-        return self.latest[rank]
+        self._start(row, 1 + max(self.latest[rank] for rank in row))
+        return list(row)
 
-    def lose_node(self, node_id: int, world: World) -> None:
-        """Go on without a node; another one takes its place."""
-        self._drop(self.ranks.pop(node_id))
+    def lose_node(self, node_id: int, world: World) -> list[int]:
+        """Go on without the rows of a node, whose place another one takes; return their ranks."""
+        rows = self.rows_of(self.ranks.pop(node_id))
         self.holes[node_id] = world
+        self._drop(rows)
+        for row in map(self.row_of, rows[:: self.row]):
+            self._start(row, 1 + max(self.latest[rank] for rank in row))
+        return rows
 
     def replace(self, lost: int, node_id: int) -> World:
         """Let a node take a lost one's place; return the world of its workers, which are new attempts."""
         world = self.holes.pop(lost)
         ranks = self._ranks_of(world)
-        attempt = 1 + max(self.latest[rank] for rank in ranks)
+        rows, there = self.rows_of(ranks), {r for held in self.ranks.values() for r in held}
+        waiting = [self.latest[rank] for rank in rows if rank in there]
+        attempt = max(1 + max(self.latest[rank] for rank in ranks), *waiting, 0)
         self.latest.update(dict.fromkeys(ranks, attempt))
         self.ranks[node_id] = ranks
         self.replacements.add(node_id)
+        self._start(rows, attempt)
         return world.as_attempt(attempt)
 
     def report(self, change: MembershipChange) -> bool:
         """Take a rank's report; return whether the membership has changed."""
         if not self._may_train(change):
             return False
-        if change.attempt > self.latest[change.rank]:
-            self._drop((change.rank,))  # the journal has lost that it was started again
+        known = change.attempt <= self.latest[change.rank]
+        if not known:  # the journal has lost that it was started again
+            self._drop((change.rank,))
             self.latest[change.rank] = change.attempt
+            self._start(self.row_of(change.rank), change.attempt)
+        changes = self._take(change)
+        self.number += changes
+        return changes or not known
+
+    def _take(self, change: MembershipChange) -> bool:
+        """Take a report of a rank in its latest attempt; return whether it makes another membership."""
         match change:
             case JoinMembers(_, rank, attempt):
-                if self.over or self.attempts.get(rank) == attempt:
-                    return False
-                self.attempts[rank] = attempt
-            case RenewMembers(_, rank, attempt, number):
+                return not self.over and self.attempts.get(rank) != attempt and self._admit(rank)
+            case RenewMembers(_, rank, _, number):
                 if not self.number <= number <= self.number + LEAP:
                     return False
                 # A master that has lost its journal may not know the newest membership, or that this rank joined.
                 self.number = number
                 if not self.over:
-                    self.attempts[rank] = attempt
+                    self._admit(rank)
+            case DivideMembers(_, _, _, row):
+                if self.row > 1 or row == 1 or len(self.latest) % row:
+                    return False
+                self.row = row
+                self._level(self.latest)
             case FinishMembers():
                 if self.over:
                     return False
                 self.over = True
-        self.number += 1
         return True
 
     def succeed(self, node_id: int) -> bool:
@@ -246,6 +288,44 @@ class Membership:
             return False
         # A process must not train on whose node is lost.
         return any(change.rank in ranks for ranks in self.ranks.values())
+
+    def _admit(self, rank: int) -> bool:
+        """Let the row of a rank that is ready train; False while others of it are not."""
+        row = self.row_of(rank)
+        self.ready.add(rank)
+        if not all(r in self.ready or r in self.attempts for r in row):
+            return False
+        self.ready -= set(row)
+        self.attempts |= {r: self.latest[r] for r in row}
+        return True
+
+    def _level(self, ranks: Iterable[int]) -> None:
+        """Let rows that are not whole start again, in the latest attempt of their ranks unless one has trained in it."""
+        rows = self.rows_of(ranks) if self.row > 1 else []
+        for row in map(self.row_of, rows[:: self.row]):
+            attempt = max(self.latest[rank] for rank in row)
+            trained = [self.attempts.get(rank) == attempt for rank in row]
+            if not all(trained):
+                self._start(row, attempt + any(trained))
+
+    def _start(self, rows: Iterable[int], attempt: int) -> None:
+        """Go on without rows, whose ranks start again in an attempt where they have nodes and are behind it."""
+        lost = set(rows)
+        self._drop(lost)
+        waits = set[int]()
+        for node_id, ranks in self.ranks.items():
+            for rank in lost.intersection(ranks):
+                if self.latest[rank] < attempt:
+                    self.latest[rank] = attempt
+                    self.due.setdefault(node_id, {})[rank - ranks.start] = attempt
+                else:
+                    waits.add(rank)
+        self.ready -= lost - waits
+
+    def take_due(self) -> dict[int, dict[int, int]]:
+        """Return the attempts in which ranks are to be started again, by node and local rank, once."""
+        due, self.due = self.due, {}
+        return due
 
     def _drop(self, ranks: Iterable[int]) -> None:
         lost = self.attempts.keys() & set(ranks)
@@ -269,3 +349,11 @@ class Membership:
         assert self.attempts.keys() <= set(held), "a rank without a node trains"
         assert not self.ranks.keys() & self.holes.keys(), "a node is lost and there"
         assert not self.round or self.attempts or self.over, "no rank trains"
+        assert not len(self.latest) % self.row, "a row is cut off"
+        assert not self.due, "nobody has ordered the ranks to start again"
+        assert self.ready <= set(held) - self.attempts.keys(), "a rank asks to join that trains"
+        there = set(held)
+        for row in map(self.row_of, range(0, len(self.latest), self.row)):
+            assert len({rank in self.attempts for rank in row}) == 1, "a part of a row trains"
+            alike = {self.latest[rank] for rank in row if rank in there}
+            assert len(alike) <= 1, "a row in different attempts"

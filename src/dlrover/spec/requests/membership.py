@@ -1,7 +1,8 @@
 """Membership: which ranks of a running world train, without a new round when one of them is lost.
 
 The world's ranks stay as they are; what changes is the set of those that train, and each change has a number. A
-rank may be lost and started again: each of its processes is one *attempt*.
+rank may be lost and started again: each of its processes is one *attempt*. Where a replica is spread over several
+ranks, these are a *row*: consecutive ranks that train, are lost and start again together.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from dlrover.spec.numbers import Count
+from dlrover.spec.numbers import Count, KnownCount, Workers
 
 MAX_KEY = 400
 MAX_KEYS = 10_000
@@ -34,6 +35,8 @@ class Members(msgspec.Struct, frozen=True, tag="members"):
     """True once a rank has finished the training: no rank joins any more."""
     steps: Count = 0
     """Optimizer steps of the training ranks in this round, as far as known when a rank asks to join."""
+    row: Workers = 1
+    """Ranks of a row."""
 
 
 def checksum(attempts: Mapping[int, int]) -> int:
@@ -61,6 +64,15 @@ class RenewMembers(msgspec.Struct, frozen=True, array_like=True, tag="renew_memb
     number: Count
 
 
+class DivideMembers(msgspec.Struct, frozen=True, array_like=True, tag="divide_members"):
+    """Replicas are spread over rows of so many ranks; each rank of the world says so, and the first report counts."""
+
+    round: Count
+    rank: Count
+    attempt: Count
+    row: Workers
+
+
 class FinishMembers(msgspec.Struct, frozen=True, array_like=True, tag="finish_members"):
     """A rank has finished the training."""
 
@@ -83,6 +95,8 @@ class Meet(msgspec.Struct, frozen=True, array_like=True, tag="meet"):
     put: Annotated[dict[_Key, bytes], msgspec.Meta(max_length=MAX_KEYS)] = {}
     after: Count = 0
     """Number of keys that the rank has read: it gets the next ones, in the order in which they were set."""
+    row: KnownCount = -1
+    """Row whose ranks connect to each other, by its place in the world; ``number`` is their attempt. -1: all ranks do."""
 
 
 class LookMembers(msgspec.Struct, frozen=True, array_like=True, tag="look_members"):
@@ -106,6 +120,6 @@ class MembersNow(msgspec.Struct, frozen=True, array_like=True, tag="members_now"
     members: Members | None
 
 
-MembershipChange: TypeAlias = JoinMembers | RenewMembers | FinishMembers
+MembershipChange: TypeAlias = JoinMembers | RenewMembers | DivideMembers | FinishMembers
 MembershipRequest: TypeAlias = MembershipChange | Meet | LookMembers
 MembershipReply: TypeAlias = Met | MembersNow

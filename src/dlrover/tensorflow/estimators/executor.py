@@ -28,9 +28,9 @@ from dlrover.spec.requests.cluster import (
 from dlrover.spec.requests.shards import ForgetWorker, LookShards
 from dlrover.tensorflow import serving
 from dlrover.tensorflow.estimators.conf import EstimatorConf
-from dlrover.tensorflow.estimators.feed import Feed
-from dlrover.tensorflow.estimators.positions import PositionSaver, beside
-from dlrover.tensorflow.estimators.session import Member
+from dlrover.tensorflow.estimators.feed import Feed, size_of
+from dlrover.tensorflow.estimators.positions import SUFFIX, PositionSaver, beside
+from dlrover.tensorflow.estimators.session import ClusterMember
 from dlrover.tensorflow.estimators.task import (
     SERVER_NAME,
     TrainingTask,
@@ -123,7 +123,10 @@ class Chief(TrainingTask):
     def _base(self) -> bytes:
         path = tf.train.latest_checkpoint(self._conf.model_dir)
         known = beside(path) if path is not None else None
-        return known.acknowledged if known is not None else b""
+        if known is None:
+            return b""
+        known.check(f"{path}{SUFFIX}", size_of(self._conf.train_set.opened()))
+        return known.acknowledged
 
     def _tell(self, registry: Registry, plan: Plan) -> None:
         assert self._used is not None
@@ -141,7 +144,7 @@ class Chief(TrainingTask):
                 names = [Plan(number).container for number in earlier]
                 tf.compat.v1.Session.reset(f"grpc://{address}", names)
 
-    def _listeners(self, member: Member) -> list[Any]:
+    def _listeners(self, member: ClusterMember) -> list[Any]:
         return [PositionSaver(member, self._conf.model_dir, self._is_alive)]
 
     def _is_alive(self, index: int) -> bool:

@@ -35,7 +35,7 @@ class Feed:
     ) -> None:
         self._data, self._reader = data, data.opened()
         self._waits_for_others = waits_for_others
-        self._size = int(self._reader._data_nums)  # noqa: SLF001 - the original's name in readers
+        self._size = size_of(self._reader)
         self.records: Records[int] | None = None
         if readers is not None and getattr(self._reader, "enable_dynamic_sharding", True):
             self.records = Records(
@@ -166,6 +166,11 @@ class Feed:
         if not labels:
             return found
         return found, labels if len(labels) > 1 else next(iter(labels.values()))
+
+
+def size_of(reader: Any) -> int:
+    """Return a reader's number of records."""
+    return int(reader._data_nums)  # noqa: SLF001 - the original's name in readers
 
 
 def _sparse(texts: Any, dtype: str) -> Any:

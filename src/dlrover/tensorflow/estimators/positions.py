@@ -16,7 +16,7 @@ from dlrover.data.records import Records
 from dlrover.data.services import connect
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.requests.shards import LookShards
-from dlrover.tensorflow.estimators.session import Member
+from dlrover.tensorflow.estimators.session import ClusterMember
 from dlrover.tensorflow.machine.plan import Positions
 from dlrover.tensorflow.watch import ClusterChangedError
 
@@ -48,7 +48,7 @@ class PositionSaver(tf.compat.v1.train.CheckpointSaverListener):  # type: ignore
     newest checkpoint. So a file that is written before a crash is right for the checkpoint that is there.
     """
 
-    def __init__(self, member: Member, model_dir: str, alive: Callable[[int], bool]) -> None:
+    def __init__(self, member: ClusterMember, model_dir: str, alive: Callable[[int], bool]) -> None:
         self._member, self._directory, self._alive = member, model_dir, alive
 
     def before_save(self, session: Any, global_step_value: int) -> None:

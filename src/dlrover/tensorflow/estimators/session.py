@@ -25,7 +25,7 @@ DEAD_AFTER = 0.5
 """Seconds of waiting for a worker's pause after which the chief looks if it is alive."""
 
 
-class Member(tf.estimator.SessionRunHook):  # type: ignore[misc]
+class ClusterMember(tf.estimator.SessionRunHook):  # type: ignore[misc]
     """The hook of a worker or the chief, for one session.
 
     While the chief saves, no worker makes a step, so that a checkpoint holds the effect of exactly the records that
@@ -163,7 +163,7 @@ class Rooted(tf.estimator.Estimator):  # type: ignore[misc]
         before: called before the session is made, when the graph is complete.
     """
 
-    def __init__(self, inner: Any, member: Member, before: Callable[[], None]) -> None:
+    def __init__(self, inner: Any, member: ClusterMember, before: Callable[[], None]) -> None:
         self._member, self._before = member, before
         super().__init__(self._modelled(_model_fn(inner)), config=inner.config)
 

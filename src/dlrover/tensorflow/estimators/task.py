@@ -26,7 +26,7 @@ from dlrover.spec.requests.shards import Incarnation
 from dlrover.tensorflow import serving
 from dlrover.tensorflow.estimators.conf import EstimatorConf
 from dlrover.tensorflow.estimators.feed import Feed
-from dlrover.tensorflow.estimators.session import Member, Rooted
+from dlrover.tensorflow.estimators.session import ClusterMember, Rooted
 from dlrover.tensorflow.machine.choice import TaskPlace
 from dlrover.tensorflow.machine.plan import Plan
 from dlrover.tensorflow.registry import JobRegistry, answers, free_port, joined
@@ -68,7 +68,7 @@ class TrainingTask(abc.ABC):
         address = joined(here.host, free_port())
         self._task = ClusterTask(here.role, here.index, launched.given.round * STARTS, address)
         self._server = serving.start(self._task, SERVER_NAME)
-        self._member: Member | None = None
+        self._member: ClusterMember | None = None
         self._reached, self._failures = -1, 0
         self._delays = backoff.delays(*RETRY)
 
@@ -98,7 +98,7 @@ class TrainingTask(abc.ABC):
     def _is_gone(self) -> bool:
         """Return whether the session has lost its cluster."""
 
-    def _listeners(self, member: Member) -> list[Any]:
+    def _listeners(self, member: ClusterMember) -> list[Any]:
         """Return what takes part in saving."""
         return []
 
@@ -121,7 +121,7 @@ class TrainingTask(abc.ABC):
         leads = self._here.role == CHIEF
         feed = Feed(self._conf.train_set, readers, waits_for_others=leads)
         index = -1 if leads else self._here.index
-        member = self._member = Member(
+        member = self._member = ClusterMember(
             plan, index, feed, self._is_due, functools.partial(self._began, plan)
         )
         done = threading.Event()
@@ -145,7 +145,7 @@ class TrainingTask(abc.ABC):
             raise errors[0]
         return member.ended and not self._is_gone()
 
-    def _train(self, member: Member) -> None:
+    def _train(self, member: ClusterMember) -> None:
         inner = estimator_of(self._conf, self._run_config(member.plan))
         estimator = Rooted(inner, member, functools.partial(self._before, member.plan))
         estimator.train(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dlrover.errors import ProtocolError
+from dlrover.errors import ConfigurationError, ProtocolError
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
@@ -46,5 +46,20 @@ class Positions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     size: int
+    """Number of records."""
     acknowledged: bytes
     version: int = 1
+
+    def check(self, path: str, size: int) -> None:
+        """Check that the reader, whose records number ``size``, reads what the positions are for.
+
+        Its name may differ: that is the path of a file, which may have been moved.
+
+        Raises:
+            ConfigurationError: it has more or fewer records.
+        """
+        if size != self.size:
+            raise ConfigurationError(
+                f"{path} holds positions in {self.size:,} records ({self.name}), but the reader has {size:,}; train with"
+                " the same records, or remove the file to read the new ones from their beginning."
+            )

@@ -39,12 +39,12 @@ class Regrouped(NamedTuple):
     at_top: list[int]
     """The ranks that are there with their state. Others that have one finish the operation before."""
     source: int
-    """The rank whose state the joining ones take."""
+    """First rank of the row whose state the joining ones take, each from the rank with its place in the row."""
     joining: list[int]
 
 
-def regroup(places: Mapping[int, Place]) -> Regrouped:
-    """Return what follows.
+def regroup(places: Mapping[int, Place], row: int = 1) -> Regrouped:
+    """Return what follows; ``row`` consecutive ranks have a state together.
 
     Raises:
         InfrastructureError: No state counts: none is usable, or a rank lacks a result on which others have continued.
@@ -57,6 +57,9 @@ def regroup(places: Mapping[int, Place]) -> Regrouped:
     if not all(places[rank].complete for rank in behind):
         raise InfrastructureError(f"Ranks {behind} lack what others have.")
     at_top = [rank for rank, place in usable.items() if place.position == top]
-    source = min(at_top, key=lambda rank: (not places[rank].settled, rank))
+    whole = [r for r in at_top if r % row == 0 and set(range(r, r + row)) <= set(at_top)]
+    if not whole:
+        raise InfrastructureError("No row of ranks has a state to train with.")
+    source = min(whole, key=lambda rank: (not places[rank].settled, rank))
     joining = [r for r in places if r not in usable or not places[r].settled]
-    return Regrouped(top, at_top, source, [rank for rank in joining if rank != source])
+    return Regrouped(top, at_top, source, [r for r in joining if r - r % row != source])

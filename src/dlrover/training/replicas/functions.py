@@ -28,8 +28,8 @@ def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     function = _FUNCTIONS.get(original.__name__)
     if function is None:
         raise ConfigurationError(
-            f"--survive: torch.distributed.{original.__name__} does not outlive the loss of a rank; a model must be"
-            " whole on each rank (DistributedDataParallel), and not divided among them (FSDP, pipelines)."
+            f"--survive: torch.distributed.{original.__name__} among these ranks does not outlive the loss of one; a"
+            " model must be whole on each rank (DistributedDataParallel) or on each row of ranks (HSDP)."
         )
     return function(group, given)
 
@@ -42,7 +42,7 @@ def _gather(group: ManagedGroup, given: Mapping[str, Any]) -> Any:
 
 def _broadcast_objects(group: ManagedGroup, given: Mapping[str, Any]) -> None:
     objects = given["object_list"]
-    found = group.exchange(objects, _rank(given, "src"))
+    found = group.exchange(objects, _rank(group, given, "src"))
     objects[:] = objects if found is None else found
 
 
@@ -52,12 +52,12 @@ def _all_gather_objects(group: ManagedGroup, given: Mapping[str, Any]) -> None:
 
 def _gather_objects(group: ManagedGroup, given: Mapping[str, Any]) -> None:
     found = group.gather_objects(given["obj"])
-    if group.rank() == _rank(given, "dst"):
+    if group.own == _rank(group, given, "dst"):
         given["object_gather_list"][:] = found
 
 
 def _scatter_objects(group: ManagedGroup, given: Mapping[str, Any]) -> None:
-    source, every = _rank(given, "src"), given["scatter_object_input_list"]
+    source, every = _rank(group, given, "src"), given["scatter_object_input_list"]
     found = group.exchange((every,), source)
     if found is not None:
         (every,) = found
@@ -69,9 +69,11 @@ def _scatter_objects(group: ManagedGroup, given: Mapping[str, Any]) -> None:
         given["scatter_object_output_list"][0] = every[group.rank()]
 
 
-def _rank(given: Mapping[str, Any], name: str) -> int:
-    """Return the rank that a function names; ranks in managed groups are those of the world."""
-    return next((r for r in (given[name], given[f"group_{name}"]) if r is not None), 0)
+def _rank(group: ManagedGroup, given: Mapping[str, Any], name: str) -> int:
+    """Return the rank that a function names, as numbered in the world."""
+    if given[name] is not None:
+        return int(given[name])
+    return group.ranks[given[f"group_{name}"] or 0]
 
 
 _FUNCTIONS: dict[str, Callable[[ManagedGroup, Mapping[str, Any]], Any]] = {

@@ -11,13 +11,14 @@ import contextlib
 import os
 import socket
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dlrover.spec.requests.membership import MAX_VALUE, Meet, Met, checksum
+from dlrover.spec.requests.membership import MAX_VALUE, Meet, Members, Met, checksum
 from dlrover.training.replicas.link import Link
 
 TIMEOUT = timedelta(minutes=30)
@@ -36,9 +37,15 @@ class Changed(Exception):  # noqa: N818 - control flow: the membership is over
 class MeetingStore(dist.Store):  # type: ignore[misc]
     """torch's store for one membership, in the memory of the job's master: no rank holds it. Each key is set once."""
 
-    def __init__(self, link: Link, round_: int, number: int, attempts: dict[int, int]) -> None:
+    def __init__(
+        self, link: Link, round_: int, number: int, attempts: dict[int, int], row: int = -1
+    ) -> None:
+        """Let the ranks of a membership meet, or those of a ``row`` in their attempt ``number``."""
         super().__init__()
-        self._link, self._of = link, (round_, number, checksum(attempts))
+        self._link, self._row = link, row
+        self._of = round_, number, checksum(attempts) if row < 0 else 0
+        self.look: Callable[[], None] = lambda: None
+        """Called while keys are awaited; an error ends the wait."""
         self.refused = False
         """True once the master has said that the membership is over."""
         self._own: dict[str, bytes] = {}
@@ -65,12 +72,13 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
         delay, most = POLL
         while not self._known.keys() >= set(keys):
             if not self._ask({}):
+                self.look()
                 self._pause.wait(delay)
                 delay = min(most, 1.5 * delay)
 
     def _ask(self, put: dict[str, bytes]) -> bool:
         """Set keys; return whether there are new ones."""
-        reply = self._link.ask(Meet(*self._of, put, self._read))
+        reply = self._link.ask(Meet(*self._of, put, self._read, self._row))
         assert isinstance(reply, Met)
         if reply.refused:
             self.refused = True
@@ -84,50 +92,57 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
         return bool(reply.values)
 
 
-class MembershipGroup:
-    """The process group of one membership; a rank alone has no connections."""
+class Done(dist._Work):  # type: ignore[misc] # noqa: SLF001 - the only base in Python
+    """An operation that is complete."""
 
-    def __init__(
-        self, link: Link, round_: int, number: int, attempts: dict[int, int], rank: int
-    ) -> None:
-        """Connect to the other ranks; ``attempts`` are those of the ranks, in order.
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        self._future.set_result(tensors)
 
-        Raises:
-            Changed: The membership is over.
-        """
-        self.number, self.attempts = number, attempts
-        self.ranks = list(attempts)
-        self.place = self.ranks.index(rank)
-        self._sockets: list[socket.socket] = []
+    def wait(self, _timeout: Any = None) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def get_future(self) -> Any:
+        """Return a future that is complete."""
+        return self._future
+
+
+class Group(dist.ProcessGroup):  # type: ignore[misc]
+    """torch's process group, made in Python."""
+
+    _name = ""
+
+    @property
+    def group_name(self) -> str:
+        """The name that torch has given the group, which the base class keeps for its backends only."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+
+class Peers:
+    """Ranks that are connected; a rank alone has no connections."""
+
+    def __init__(self, ranks: list[int], rank: int, failed: Callable[[], None]) -> None:
+        """``failed`` is called when a collective has failed."""
+        self.ranks = ranks
+        self.place = ranks.index(rank)
+        self._failed = failed
         self._backend: Any = None
+
+    def _connect(self, store: dist.Store) -> None:
         if len(self.ranks) > 1:
-            self._connect(MeetingStore(link, round_, number, attempts))
-
-    def _connect(self, store: MeetingStore) -> None:
-        with _forming:  # the sockets of one group at a time are new
-            before = _descriptors()
-            try:
-                self._backend = dist.ProcessGroupGloo(
-                    store, self.place, len(self.ranks), CONNECT_TIMEOUT
-                )
-                self._backend._set_default_timeout(TIMEOUT)  # noqa: SLF001
-            except (RuntimeError, Changed) as error:
-                raise Changed(str(error)) from error
-            self._sockets = _connected(_descriptors() - before)
-
-    def abandon(self) -> None:
-        """End all collectives with an error, also one that another thread waits in."""
-        for sock in self._sockets:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Abandon the group and free its connections."""
-        self.abandon()
-        for sock in self._sockets:
-            sock.close()
-        self._sockets = []
-        self._backend = None
+            self._backend = dist.ProcessGroupGloo(
+                store, self.place, len(self.ranks), CONNECT_TIMEOUT
+            )
+            self._backend._set_default_timeout(TIMEOUT)  # noqa: SLF001
 
     # ---- collectives
 
@@ -167,8 +182,54 @@ class MembershipGroup:
     def _wait(self, works: list[Any]) -> None:
         failures = [error for work in works if (error := _failure(work))]  # all of them end
         if failures:
-            self.abandon()
+            self._failed()
             raise Changed(str(failures[0])) from failures[0]
+
+
+class MembershipGroup(Peers):
+    """The process groups of one membership: of all its ranks, and of those with the same place in their rows."""
+
+    def __init__(self, link: Link, round_: int, members: Members, rank: int) -> None:
+        """Connect to the other ranks.
+
+        Raises:
+            Changed: The membership is over.
+        """
+        self.attempts = dict(sorted(members.attempts.items()))
+        super().__init__(list(self.attempts), rank, self.abandon)
+        self.number, self.row = members.number, members.row
+        column = [r for r in self.ranks if r % self.row == rank % self.row]
+        self.column: Peers = self if self.row == 1 else Peers(column, rank, self.abandon)
+        """The ranks with the same place in their rows; with rows of one rank, all."""
+        self._sockets: list[socket.socket] = []
+        if len(self.ranks) > 1:
+            self._meet(MeetingStore(link, round_, self.number, self.attempts))
+
+    def _meet(self, store: MeetingStore) -> None:
+        with _forming:  # the sockets of one group at a time are new
+            before = _descriptors()
+            try:
+                self._connect(store)
+                if self.column is not self:
+                    place = self.column.ranks[0] % self.row
+                    self.column._connect(dist.PrefixStore(f"column {place}", store))  # noqa: SLF001
+            except (RuntimeError, Changed) as error:
+                raise Changed(str(error)) from error
+            self._sockets = _connected(_descriptors() - before)
+
+    def abandon(self) -> None:
+        """End all collectives with an error, also one that another thread waits in."""
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Abandon the groups and free their connections."""
+        self.abandon()
+        for sock in self._sockets:
+            sock.close()
+        self._sockets = []
+        self._backend = self.column._backend = None  # noqa: SLF001
 
 
 def _failure(work: Any) -> RuntimeError | None:

@@ -11,11 +11,15 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils import _pytree as pytree
 
 from dlrover.checkpoint.engine import tree
 from dlrover.checkpoint.machine import layout as layouts
-from dlrover.training.replicas.groups import MembershipGroup
+from dlrover.errors import ConfigurationError
+from dlrover.training.replicas.groups import Peers
 
+_PART = "dlrover.part of"
 CHUNK = 64 * 1024 * 1024
 """Bytes of a state that are sent in one collective."""
 
@@ -32,10 +36,12 @@ class Healer:
 
     def __init__(self, parts: dict[str, Any]) -> None:
         self._parts = parts
+        self.mesh: Any = None
+        """Device mesh of the state's ``DTensor``, of which a rank has its part; None: there are none."""
         self.seconds = 0.0
         """Duration of the last healing on this rank."""
 
-    def heal(self, group: MembershipGroup, source: int, joining: list[int], rank: int) -> None:
+    def heal(self, group: Peers, source: int, joining: list[int], rank: int) -> None:
         """Send the state of ``source`` to the ranks ``joining``; all ranks of the group call this."""
         began = time.monotonic()
         if rank == source:
@@ -46,8 +52,9 @@ class Healer:
                 self._load(taken)
         self.seconds = time.monotonic() - began
 
-    def _send(self, group: MembershipGroup, source: int) -> None:
-        flat = tree.flatten({name: part.state_dict() for name, part in self._parts.items()})
+    def _send(self, group: Peers, source: int) -> None:
+        parts = {name: _divided(part.state_dict()) for name, part in self._parts.items()}
+        flat = tree.flatten(parts)
         shapes = [(tree.DTYPE_NAMES[t.dtype], tuple(t.shape)) for t in flat.tensors]
         header = msgspec.msgpack.encode(_Header(layouts.encode(flat.packed), shapes))
         group.send_all([torch.tensor([len(header)])], source)
@@ -58,10 +65,40 @@ class Healer:
 
     def _load(self, state: dict[str, Any]) -> None:
         for name, part in self._parts.items():
-            part.load_state_dict(state[name])
+            part.load_state_dict(_joined(state[name], self.mesh))
 
 
-def _receive(group: MembershipGroup, source: int) -> dict[str, Any]:
+def _divided(state: Any) -> Any:
+    """Return a state with this rank's part in the place of each ``DTensor``, and what it is a part of."""
+
+    def part(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        at = [p.dim if isinstance(p, Shard) else -1 for p in value.placements]
+        if not all(isinstance(p, Shard | Replicate) for p in value.placements):
+            raise ConfigurationError("--survive: a state has sums that are not complete.")
+        return {_PART: [at, list(value.shape), list(value.stride())], "local": value.to_local()}
+
+    return pytree.tree_map(part, state)
+
+
+def _joined(state: Any, mesh: Any) -> Any:
+    """Return the state that `_divided` was made of, on this rank's mesh."""
+    if isinstance(state, dict) and _PART in state:
+        at, shape, stride = state[_PART]
+        mesh = mesh if len(at) == mesh.ndim else mesh[mesh.mesh_dim_names[-1]]
+        placements = [Replicate() if dim < 0 else Shard(dim) for dim in at]
+        return DTensor.from_local(
+            state["local"], mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        )  # fmt: skip
+    if isinstance(state, dict):
+        return {key: _joined(value, mesh) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(_joined(value, mesh) for value in state)
+    return state
+
+
+def _receive(group: Peers, source: int) -> dict[str, Any]:
     length = torch.zeros(1, dtype=torch.int64)
     group.send_all([length], source)
     encoded = torch.empty(int(length), dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""The hooks by which ``dlrover-run --survive`` handles losses in programs for `DistributedDataParallel`.
+"""The hooks by which ``dlrover-run --survive`` handles losses in programs for `DistributedDataParallel` and HSDP.
 
 ==================================== ================================================================
 ``init_process_group``               makes `ManagedGroup` the default group
-``DeviceMesh``                       ends the program with one sentence
+``DeviceMesh``, ``fully_shard``      see `sharded`
 ``DistributedDataParallel``          its gradients are reduced by `Unchanged`; its forward pass is an edge
 ``Optimizer.step``                   does nothing while a rank replays
 ``torch.save`` and ``safetensors``   write no files while a rank replays
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlrover import config, launched
 from dlrover.errors import ConfigurationError
-from dlrover.training.replicas import engines
+from dlrover.training.replicas import engines, sharded
 from dlrover.training.worker.imports import after_import
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ _early: list[tuple[str, weakref.ref[Any]]] = []
 def install() -> None:
     """Place each hook when its module is imported."""
     after_import("torch.distributed.distributed_c10d", _watch_groups)
-    after_import("torch.distributed.device_mesh", _refuse_meshes)
     after_import("torch.nn.parallel.distributed", _watch_models)
     after_import("torch.optim.optimizer", _watch_optimizers)
     after_import("torch.serialization", functools.partial(_mute, names=("save",), package="torch"))
@@ -60,8 +59,14 @@ def install() -> None:
         after_import("torch.serialization", functools.partial(_note, name="load", package="torch"))
         after_import("safetensors.torch", functools.partial(_note, name="load_file"))
     after_import("torch.amp.grad_scaler", _watch_scalers)
-    engines.install(lambda: _running[0] if _running else None)
+    after_import("torch.distributed.checkpoint.state_dict_saver", _watch_savers)
+    engines.install(_present)
+    sharded.install(_present)
     launched.finished = _finish
+
+
+def _present() -> Unchanged | None:
+    return _running[0] if _running and plain_group is None else None
 
 
 def _finish() -> None:
@@ -124,19 +129,25 @@ def _carried_out(original: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _refuse_meshes(module: Any) -> None:
-    make = module.DeviceMesh.__init__
+def _watch_savers(module: Any) -> None:
+    """Let checkpoints of ``torch.distributed.checkpoint`` be saved by all ranks or not at all."""
+    for name in ("save", "async_save"):
+        _replace(module, "torch.distributed.checkpoint", getattr(module, name), _saved_whole(getattr(module, name)))  # fmt: skip
 
-    @functools.wraps(make)
-    def wrapped_make(*args: Any, **kwargs: Any) -> None:
-        if _running and plain_group is None:
-            raise ConfigurationError(
-                "--survive: a device mesh, as FSDP and HSDP need it, does not outlive the loss of a rank; let the model"
-                " be whole on each rank (DistributedDataParallel), or start the program without --survive."
-            )
-        make(*args, **kwargs)
 
-    module.DeviceMesh.__init__ = wrapped_make
+def _saved_whole(save: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        rank = _present()
+        if rank is None or rank.all_train():
+            return save(*args, **kwargs)
+        from concurrent.futures import Future  # noqa: PLC0415 - for this case alone
+
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future if save.__name__ == "async_save" else None
+
+    return wrapped
 
 
 def _replace(module: Any, package: str, original: Any, new: Any) -> None:
@@ -155,6 +166,10 @@ def _watch_models(module: types.ModuleType) -> None:
     def wrapped_make(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         if _running:
+            if not getattr(self.process_group, "whole", True):
+                raise ConfigurationError(
+                    "--survive: DistributedDataParallel among some of the ranks does not outlive the loss of one."
+                )
             _running[0].owns("model", self.module)
             order = {id(p): i for i, p in enumerate(self.module.parameters())}
             # torch refuses annotations that are text.

@@ -1,8 +1,9 @@
-"""The default process group of an unchanged program that survives losses.
+"""The process groups of an unchanged program that survive losses: of all ranks, and of those that have the same part.
 
 Ranks and the world's size stay as they are. A collective works among the ranks that train: sums and means leave out
 those that do not, and a gather has the lowest rank's part in their places. It is carried out when it is called; one
-in which a rank is lost is repeated by the others.
+in which a rank is lost is repeated by the others. In a program whose replicas are spread over rows of ranks (HSDP),
+there are also groups of the ranks with the same place in their rows; all ranks use theirs at the same place of the program.
 """
 
 from __future__ import annotations
@@ -16,38 +17,37 @@ from torch.distributed import distributed_c10d as c10d
 
 from dlrover import launched
 from dlrover.errors import ConfigurationError
-from dlrover.training.replicas.groups import MembershipGroup
+from dlrover.training.replicas.groups import Done, Group, Peers
+from dlrover.training.replicas.rows import RowGroup
 from dlrover.training.replicas.unchanged import Unchanged
 
 NAME = "dlrover"
 """Name of the backend, as ``torch.distributed.get_backend`` returns it."""
 
 
-class ManagedGroup(dist.ProcessGroup):  # type: ignore[misc]
+class ManagedGroup(Group):
     """A process group whose collectives go on without lost ranks."""
 
-    def __init__(self, rank: int, size: int, unchanged: Unchanged) -> None:
-        super().__init__(rank, size)
-        self._unchanged, self._rank, self._size = unchanged, rank, size
-        self._name = ""
+    def __init__(self, ranks: list[int], own: int, unchanged: Unchanged) -> None:
+        super().__init__(ranks.index(own), len(ranks))
+        self.ranks, self.own = ranks, own
+        """The group's ranks and this rank, as numbered in the world."""
+        self._unchanged, self._size = unchanged, len(ranks)
+
+    @property
+    def whole(self) -> bool:
+        """True if all ranks of the world are in the group."""
+        return self._size == launched.given.world_size
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the name of the backend."""
         return NAME
 
-    @property
-    def group_name(self) -> str:
-        """The name that torch has given the group, which the base class keeps for its backends only."""
-        return self._name
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce tensors among the ranks that train."""
         reduction = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
 
-        def operation(group: MembershipGroup) -> list[torch.Tensor]:
+        def operation(group: Peers) -> list[torch.Tensor]:
             copies = [tensor.detach().cpu().clone() for tensor in tensors]
             group.reduce(copies, reduction)
             return copies
@@ -60,9 +60,9 @@ class ManagedGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Send tensors of a rank to the others; if it does not train, those of the lowest rank that does."""
-        root = getattr(opts, "rootRank", 0)
+        root = self.ranks[getattr(opts, "rootRank", 0)]
 
-        def operation(group: MembershipGroup) -> list[torch.Tensor]:
+        def operation(group: Peers) -> list[torch.Tensor]:
             copies = [tensor.detach().cpu().clone().contiguous() for tensor in tensors]
             group.send_all(copies, root if root in group.ranks else group.ranks[0])
             return copies
@@ -80,10 +80,10 @@ class ManagedGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._gather(list(output.view(self._size, *own.shape)), own)
 
     def _gather(self, outputs: list[torch.Tensor], own: torch.Tensor) -> Any:
-        def operation(group: MembershipGroup) -> list[torch.Tensor]:
+        def operation(group: Peers) -> list[torch.Tensor]:
             found = group.gather(own.detach().cpu().contiguous())
             by_rank = dict(zip(group.ranks, found, strict=True))
-            return [by_rank.get(rank, found[0]) for rank in range(self._size)]
+            return [by_rank.get(rank, found[0]) for rank in self.ranks]
 
         return self._run(operation, outputs, [own] * self._size)
 
@@ -98,38 +98,38 @@ class ManagedGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce tensors in one rank; those of the others stay as they are."""
-        root = getattr(opts, "rootRank", 0)
+        root = self.ranks[getattr(opts, "rootRank", 0)]
         return self.allreduce(
-            tensors if root == self._rank else [tensor.clone() for tensor in tensors], opts
+            tensors if root == self.own else [tensor.clone() for tensor in tensors], opts
         )
 
     def exchange(self, objects: Any, root: int) -> Any:
         """Return the objects of a rank, or those of the lowest rank that trains; None while this rank replays."""
 
-        def operation(group: MembershipGroup) -> list[torch.Tensor]:
+        def operation(group: Peers) -> list[torch.Tensor]:
             source = root if root in group.ranks else group.ranks[0]
             own = _packed(objects)
             length = torch.tensor([len(own)])
             group.send_all([length], source)
-            data = own if source == self._rank else torch.empty(int(length), dtype=torch.uint8)
+            data = own if source == self.own else torch.empty(int(length), dtype=torch.uint8)
             group.send_all([data], source)
             return [data]
 
-        results = self._unchanged.collective(operation, [])
+        results = self._unchanged.collective(operation, [], whole=self.whole)
         return _unpacked(results[0]) if results else None
 
     def gather_objects(self, own: Any) -> list[Any]:
         """Return the object of each rank, that of the lowest one for a rank that does not train."""
 
-        def operation(group: MembershipGroup) -> list[torch.Tensor]:
+        def operation(group: Peers) -> list[torch.Tensor]:
             data = _packed(own)
             lengths = [int(length) for length in group.gather(torch.tensor([len(data)]))]
             padded = torch.nn.functional.pad(data, (0, max(lengths) - len(data)))
             found = zip(group.ranks, group.gather(padded), lengths, strict=True)
             by_rank = {rank: one[:length] for rank, one, length in found}
-            return [by_rank.get(rank, by_rank[group.ranks[0]]) for rank in range(self._size)]
+            return [by_rank.get(rank, by_rank[group.ranks[0]]) for rank in self.ranks]
 
-        results = self._unchanged.collective(operation, [])
+        results = self._unchanged.collective(operation, [], whole=self.whole)
         return [_unpacked(result) for result in results] if results else [own] * self._size
 
     def barrier(self, opts: Any = None) -> Any:
@@ -139,17 +139,17 @@ class ManagedGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def _run(
         self,
-        operation: Callable[[MembershipGroup], list[torch.Tensor]],
+        operation: Callable[[Peers], list[torch.Tensor]],
         outputs: list[torch.Tensor],
         alone: list[torch.Tensor] | None = None,
     ) -> Any:
         """Carry out an operation and write its results to ``outputs``."""
-        results = self._unchanged.collective(operation, alone or outputs)
+        results = self._unchanged.collective(operation, alone or outputs, whole=self.whole)
         with torch.no_grad():
             for output, result in zip(outputs, results, strict=True):
                 if output is not result:
                     output.copy_(result.view_as(output))
-        return _Done(outputs)
+        return Done(outputs)
 
 
 def _packed(objects: Any) -> torch.Tensor:
@@ -162,36 +162,21 @@ def _unpacked(data: torch.Tensor) -> Any:
     return c10d._tensor_to_object(data, data.numel(), None)  # noqa: SLF001
 
 
-class _Done(dist._Work):  # type: ignore[misc] # noqa: SLF001 - the only base in Python
-    """An operation that is complete."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        self._future.set_result(tensors)
-
-    def wait(self, _timeout: Any = None) -> bool:
-        """Return at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
-
-    def get_future(self) -> Any:
-        """Return a future that is complete."""
-        return self._future
-
-
 def register(unchanged: Unchanged) -> None:
-    """Let torch make this group for the backend `NAME`."""
+    """Let torch make these groups for the backend `NAME`."""
+    given = launched.given
 
-    def create(_store: Any, rank: int, size: int, _timeout: Any) -> ManagedGroup:
-        if size != launched.given.world_size:
-            raise ConfigurationError(
-                f"--survive: a group of {size} of the {launched.given.world_size} ranks does not outlive a loss; the"
-                " program can have groups of all ranks only."
-            )
-        return ManagedGroup(rank, size, unchanged)
+    def create(options: Any, _pg_options: Any) -> dist.ProcessGroup:
+        ranks = list(options.global_ranks_in_group) or list(range(given.world_size))
+        row, size = unchanged.row, unchanged.row.size if unchanged.row is not None else 1
+        column = list(range(given.rank % size, given.world_size, size))
+        if row is not None and ranks == list(range(given.rank - row.place, given.rank - row.place + size)):  # fmt: skip
+            return RowGroup(row, lambda: unchanged.replaying)
+        if len(ranks) == given.world_size or ranks == column:
+            return ManagedGroup(ranks, given.rank, unchanged)
+        raise ConfigurationError(
+            f"--survive: a group of {len(ranks)} of the {given.world_size} ranks does not outlive a loss; the program"
+            " can have groups of all ranks, and those of a device mesh (replicas, ranks of a replica) for HSDP."
+        )
 
-    dist.Backend.register_backend(NAME, create, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])

@@ -7,6 +7,9 @@ it. So ranks are never more than one operation apart, and none counts twice.
 
 The confirmation also says which membership each rank knows. Those that join are taken in at the next *edge*, where
 all ranks come with the same knowledge, so that no operation is abandoned for them.
+
+The ranks of a row have a model together, and wait for each other within a step, too. So they agree on the outcome of
+each operation and of each new group: all of a row are always at the same position.
 """
 
 from __future__ import annotations
@@ -33,9 +36,10 @@ from dlrover.training.machine.places import (
     NEWS_LIMIT,
     RENEWALS,
     Place,
+    Regrouped,
     regroup,
 )
-from dlrover.training.replicas.groups import Changed, MembershipGroup
+from dlrover.training.replicas.groups import Changed, MembershipGroup, Peers
 from dlrover.training.replicas.link import Link
 
 logger = logging.getLogger(__name__)
@@ -47,8 +51,18 @@ AGAIN = 0.2
 class Healed(Protocol):
     """What a rank gives to those that join, and takes when it joins itself."""
 
-    def heal(self, group: MembershipGroup, source: int, joining: list[int], rank: int) -> None:
+    def heal(self, group: Peers, source: int, joining: list[int], rank: int) -> None:
         """Send the state of ``source`` to the ranks ``joining``; all ranks of the group call this."""
+        ...
+
+
+class Row(Protocol):
+    """The ranks that have a model together."""
+
+    size: int
+
+    def most(self, *values: int) -> list[int]:
+        """Return the greatest of each value among the ranks of the row; all of them call this."""
         ...
 
 
@@ -72,9 +86,10 @@ class Survivors:
         self.usable = attempt == 0
         """True if this rank has the state that belongs to its position."""
         self._link, self._round, self._attempt, self._state = link, round_, attempt, state
+        self._row: Row | None = None
         self._group: MembershipGroup | None = None
         self._settled = self._later = False
-        self._waiting: tuple[int, list[int]] | None = None
+        self._waiting: Regrouped | None = None
         self._renewed = 0
         self._last = self._agreed = -1
         link.on_change = self._note
@@ -121,10 +136,25 @@ class Survivors:
             members = self._ask(request)
         if members is None:
             raise InfrastructureError(f"Round {self._round} is over; rank {self.rank} cannot join.")
-        if members.over:
+        if any(self._most(members.over)):
             return None
         regrouped = self._regroup(payload, complete=False)
         return regrouped if self.usable or self._waiting is not None else None
+
+    def divide(self, row: Row, payload: torch.Tensor) -> None:
+        """Train as one of a row from now on; all ranks that train call this at the same place."""
+        self._row = row
+        if self._group is not None and self._group.row != row.size:
+            self._regroup(payload, complete=False)
+
+    def check(self) -> None:
+        """Check that no rank of the group is lost.
+
+        Raises:
+            Changed: One is.
+        """
+        if self._group is not None:
+            self._present()
 
     def _ask(self, request: LookMembers | JoinMembers) -> Members | None:
         reply = self._link.ask(request)
@@ -134,9 +164,12 @@ class Survivors:
     def settle(self, payload: torch.Tensor) -> bool:
         """Take the state of the others, which wait for it; False if they are at another place now."""
         assert self._waiting is not None
+        failed = False
         try:
-            self._heal(self._present(), *self._waiting)
+            self._heal(self._present(), self._waiting)
         except Changed:
+            failed = True
+        if any(self._most(failed)):
             self._regroup(payload, complete=False)
             return False
         self._waiting, self._later = None, False
@@ -176,15 +209,19 @@ class Survivors:
         Otherwise, a rank was lost: what the operation has written is undefined, unless the `Regrouping` says that it
         is complete.
         """
-        has_all = False
+        has_all = confirmed = False
         try:
             group = self._present()
             operation(group)
             has_all = True
             known = torch.tensor([self._link.number])
             self._agreed = max(int(number) for number in group.gather(known))
+            confirmed = True
         except Changed as change:
             logger.debug("Rank %d repeats operation %d: %s", self.rank, self.position, change)
+        # What one of a row knows to be complete is complete: the others must not repeat it without it.
+        complete, self._agreed = self._most(confirmed, self._agreed)
+        if not complete:
             return self._regroup(payload, complete=has_all)
         self._renewed = 0
         return None
@@ -192,10 +229,14 @@ class Survivors:
     def edge(self, payload: torch.Tensor) -> Regrouping | None:
         """Take in ranks that join, between two operations on all ranks; None if there are none."""
         group = self._group
-        newer = group is not None and self._agreed > group.number
-        if newer and self._link.wait(lambda m: m.number >= self._agreed, NEWS_LIMIT):
-            return None if self._link.over else self._regroup(payload, complete=False)
-        return None
+        if group is None or self._agreed <= group.number:
+            return None
+        found = self._link.wait(lambda m: m.number >= self._agreed, NEWS_LIMIT)
+        missing = found is None or self._link.over
+        return None if any(self._most(missing)) else self._regroup(payload, complete=False)
+
+    def _most(self, *values: int) -> list[int]:
+        return self._row.most(*values) if self._row is not None else list(values)
 
     def _present(self) -> MembershipGroup:
         """Return the group, if all its ranks are alive."""
@@ -210,18 +251,22 @@ class Survivors:
         """Form the group of the next membership and exchange where the ranks are; heal those that join."""
         while True:
             members = self._next_members()
+            number, least = self._most(members.number, -members.number)
+            if number != -least:
+                self._link.wait(lambda m, number=number: m.number >= number, NEWS_LIMIT)  # type: ignore[misc]
+                continue
             self.close()
             if members.over:
                 return self._alone(complete)
-            self._last = members.number
+            self._last, found = members.number, None
+            payloads: dict[int, torch.Tensor] = {}
             try:
-                attempts = dict(sorted(members.attempts.items()))
-                self._group = MembershipGroup(
-                    self._link, self._round, members.number, attempts, self.rank
-                )
-                return self._exchange(self._present(), payload, complete)
+                self._group = MembershipGroup(self._link, self._round, members, self.rank)
+                found, payloads = self._exchange(self._present(), payload, complete)
             except Changed as change:
                 logger.debug("Rank %d: membership %d: %s", self.rank, members.number, change)
+            if not any(self._most(found is None)) and found is not None:
+                return self._regrouped(found, payloads)
 
     def _alone(self, complete: bool) -> Regrouping:
         """End the training: a rank has finished it, so the last operation was complete on all."""
@@ -252,28 +297,35 @@ class Survivors:
 
     def _exchange(
         self, group: MembershipGroup, payload: torch.Tensor, complete: bool
-    ) -> Regrouping:
+    ) -> tuple[Regrouped, dict[int, torch.Tensor]]:
+        """Tell each other where the ranks are; heal those that join, unless they do so later."""
         own = Place(self.position, self.usable, complete, self._settled)
         every = group.gather(torch.tensor(own, dtype=torch.int64))
         places = {r: Place(*t.tolist()) for r, t in zip(group.ranks, every, strict=True)}
         payloads = dict(zip(group.ranks, group.gather(payload), strict=True))
-        top, ranks_at_top, source, joining = regroup(places)
-        at_top = {rank: payloads[rank] for rank in ranks_at_top}
-        if self.rank in joining:
-            self.position = top
-            if self._later:
-                self._waiting = source, joining
-                return Regrouping(group.ranks, at_top, complete=False)
-        if joining:
-            self._heal(group, source, joining)
-        self._settled = True
-        if self.rank in joining:
-            self.usable = True
-            return Regrouping(group.ranks, at_top, complete=False)
-        return Regrouping(group.ranks, at_top, self.position < top)
+        found = regroup(places, group.row)
+        if found.joining and not (self._later and self.rank in found.joining):
+            self._heal(group, found)
+        return found, payloads
 
-    def _heal(self, group: MembershipGroup, source: int, joining: list[int]) -> None:
-        self._state.heal(group, source, joining, self.rank)
+    def _regrouped(self, found: Regrouped, payloads: dict[int, torch.Tensor]) -> Regrouping:
+        """Return what follows for this rank."""
+        at_top = {rank: payloads[rank] for rank in found.at_top}
+        behind, joins = self.position < found.top, self.rank in found.joining
+        if joins:
+            self.position = found.top
+        if joins and self._later:
+            self._waiting = found
+        else:
+            self._settled = self.usable = True
+        return Regrouping(list(payloads), at_top, behind and not joins)
+
+    def _heal(self, group: MembershipGroup, found: Regrouped) -> None:
+        """Let those that join take the state of the rank with the same place in the row of the source."""
+        place = self.rank % group.row
+        joining = [rank for rank in found.joining if rank % group.row == place]
+        if joining:
+            self._state.heal(group.column, found.source + place, joining, self.rank)
         group.gather(torch.ones(1))
 
 

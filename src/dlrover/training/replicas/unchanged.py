@@ -1,8 +1,7 @@
-"""Programs that use `DistributedDataParallel` as they are: what they see of a loss is a slow step.
+"""Programs that use `DistributedDataParallel` or FSDP2's HSDP as they are: what they see of a loss is a slow step.
 
 Each synchronizing backward pass is one *reduction*; other collectives are counted within it. A rank that is started
-again runs the program from its beginning, without the model: `DistributedDataParallel` returns what it returned once,
-the optimizer does nothing, collectives have no effect. So it comes to the place of the others within moments, with
+again runs the program from its beginning, without the model: it returns what it returned once, the optimizer does nothing, collectives have no effect. So it comes to the place of the others within moments, with
 its loaders, schedulers and counters where they would be; there it takes their state, and trains.
 """
 
@@ -20,11 +19,12 @@ from torch.utils import _pytree as pytree
 
 from dlrover import config, launched
 from dlrover.checkpoint.storage.lease import job_of
-from dlrover.errors import InfrastructureError
-from dlrover.spec.requests.membership import LookMembers, MembersNow
-from dlrover.training.replicas.groups import MembershipGroup
+from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.spec.requests.membership import DivideMembers, LookMembers, MembersNow
+from dlrover.training.replicas.groups import Changed, MembershipGroup, Peers
 from dlrover.training.replicas.healing import Healer
 from dlrover.training.replicas.link import Link
+from dlrover.training.replicas.rows import Row
 from dlrover.training.replicas.survivors import Survivors
 
 logger = logging.getLogger(__name__)
@@ -60,9 +60,10 @@ class Unchanged:
         """Number and ranks of the membership that has carried out the last collective. Of a loss since, some ranks may
         know and others not."""
         self._parts: dict[str, Any] = {"numbers": _StepCount()}
-        self._survivors = Survivors(
-            link, given.round, given.rank, given.attempt, Healer(self._parts)
-        )
+        self._healer = Healer(self._parts)
+        self._survivors = Survivors(link, given.round, given.rank, given.attempt, self._healer)
+        self.row: Row | None = None
+        """The ranks that have a replica together with this one; None: it has one alone."""
         self._reductions = self._others = 0
         self._fresh = self._first = True
         self._asked = self._local = self._midway = False
@@ -138,6 +139,42 @@ class Unchanged:
         """Take a model or an optimizer into the state of replicas."""
         self._parts[f"{name} {len(self._parts)}"] = part
 
+    def divide(self, size: int) -> None:
+        """Begin to train as one of a row of so many ranks.
+
+        Raises:
+            ConfigurationError: The program's ranks are in rows of another size.
+        """
+        if self.row is None:
+            given = self._given
+            self._link.ask(DivideMembers(given.round, given.rank, given.attempt, size))
+            self.row = Row(self._link, given, size, self._look)
+            self._survivors.position = self._position
+            self._survivors.divide(self.row, self._began)
+        if self.row.size != size:
+            raise ConfigurationError(
+                f"--survive: the program has device meshes with replicas of {self.row.size} and of {size} ranks; it can"
+                " have one kind only."
+            )
+
+    def _look(self) -> None:
+        """Give up while this rank waits for others of its row, if those of other rows wait for it."""
+        try:
+            self._survivors.check()
+        except Changed as change:
+            raise InfrastructureError(
+                "--survive: a rank was lost while the program made its device mesh; all ranks start again."
+            ) from change
+
+    def all_train(self) -> bool:
+        """Return whether all ranks of the world train; all that do call this."""
+        (count,) = self.collective(lambda group: [torch.tensor(len(group.ranks))], [torch.zeros(1)])
+        return int(count) == self._given.world_size
+
+    def spread_over(self, mesh: Any) -> None:
+        """Note the device mesh that parts of the state belong to."""
+        self._healer.mesh = mesh
+
     def begins_at(self, step: int) -> None:
         """Count reductions from a step of the training, so that a rank that returns may begin with a newer checkpoint."""
         if step and not self._reductions:
@@ -147,41 +184,52 @@ class Unchanged:
     # ---- collectives
 
     def collective(
-        self, operation: Callable[[MembershipGroup], list[torch.Tensor]], alone: list[torch.Tensor]
+        self,
+        operation: Callable[[Peers], list[torch.Tensor]],
+        alone: list[torch.Tensor],
+        *,
+        whole: bool = True,
     ) -> list[torch.Tensor]:
-        """Return the results of a collective, or of a rank ``alone`` while this one replays."""
+        """Return the results of a collective, or of a rank ``alone`` while this one replays.
+
+        It is one of all ranks, or of those with the same place in their rows.
+        """
         if self._local:
             return alone
         if self.replaying or self._behind():
             self._others += 1
             return alone
-        results = self._carry_out(operation)
+        results = self._carry_out(operation, whole=whole)
         self._others += 1
         return results
 
-    def reduce(self, gradients: list[torch.Tensor]) -> None:
-        """Replace gradients by their means over the ranks that train."""
+    def reduce(self, gradients: list[torch.Tensor], *, whole: bool = True) -> None:
+        """Replace gradients by their means over the ranks that train, or those with the same place in their rows."""
 
-        def operation(group: MembershipGroup) -> list[torch.Tensor]:
+        def operation(group: Peers) -> list[torch.Tensor]:
             flat = torch.cat([g.detach().reshape(-1).cpu() for g in gradients])
             group.sum([flat])
             return [flat.div_(len(group.ranks))]
 
-        (flat,) = self._carry_out(operation)
+        (flat,) = self._carry_out(operation, whole=whole)
         for gradient, mean in zip(
             gradients, flat.split([g.numel() for g in gradients]), strict=True
         ):
             gradient.copy_(mean.view_as(gradient))
+        self.reduced()
+
+    def reduced(self) -> None:
+        """Count a reduction."""
         self._reductions += 1
         self._others = 0
 
     def _carry_out(
-        self, operation: Callable[[MembershipGroup], list[torch.Tensor]]
+        self, operation: Callable[[Peers], list[torch.Tensor]], *, whole: bool
     ) -> list[torch.Tensor]:
         results: list[torch.Tensor] = []
 
         def keep(group: MembershipGroup) -> None:
-            results[:] = operation(group)
+            results[:] = operation(group if whole else group.column)
 
         self._survivors.position = self._position
         while True:
@@ -203,16 +251,21 @@ class Unchanged:
 
     def forward(self, model: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the output of a model's forward pass."""
-        trains = model.module.training and torch.is_grad_enabled()
-        if trains and self._fresh:
-            self._edge()
-        self._fresh = self._fresh and not trains
+        trains = self.passes(model.module)
         if not self.replaying:
             self._rebuild(model)
             return original(model, *args, **kwargs)
         self._reductions += trains and model.require_backward_grad_sync
         self._others = 0 if trains else self._others
-        return self._remembered(model.module, args, kwargs)
+        return self.remembered(model.module, args, kwargs)
+
+    def passes(self, model: torch.nn.Module) -> bool:
+        """Note that a forward pass begins, the first of a step at an edge; return whether it is for training."""
+        trains = bool(model.training and torch.is_grad_enabled())
+        if trains and self._fresh:
+            self._edge()
+        self._fresh = self._fresh and not trains
+        return trains
 
     def _rebuild(self, model: Any) -> None:
         """Let a model arrange its buckets, which it does once, without the others: their order does not matter here."""
@@ -234,7 +287,7 @@ class Unchanged:
             self._survivors.position = self._position
             self._survivors.edge(self._began)
             return
-        if self._link.over:
+        if self._link.over and self.row is None:
             self._survivors.leave()
         if not self._asked and self.steps >= self._aim:
             furthest = self._furthest()
@@ -268,13 +321,17 @@ class Unchanged:
         self._began[:] = torch.tensor([began, first])
 
     def _furthest(self) -> int:
-        """Return how many steps the others have made, as far as known."""
-        here = launched.furthest()
-        if self.steps < here:
-            return here
-        reply = self._link.ask(LookMembers(self._given.round))
-        known = reply.members if isinstance(reply, MembersNow) else None
-        return max(here, known.steps if known is not None else 0)
+        """Return how many steps the others have made, as far as a rank of this row knows; leave if they have finished."""
+        furthest = launched.furthest()
+        if self.steps >= furthest:
+            reply = self._link.ask(LookMembers(self._given.round))
+            known = reply.members if isinstance(reply, MembersNow) else None
+            furthest = max(furthest, known.steps if known is not None else 0)
+        if self.row is not None:  # its ranks ask at the same place
+            furthest, over = self.row.most(furthest, self._link.over)
+            if over:
+                self._survivors.leave()
+        return furthest
 
     def _arrive(self) -> None:
         """Take the state of the others at their place in the program."""
@@ -296,7 +353,7 @@ class Unchanged:
                 " be continued at their place; all ranks start again."
             )
 
-    def _remembered(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def remembered(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the output of the first pass with such arguments, as new tensors."""
         leaves, _ = pytree.tree_flatten((args, kwargs))
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]

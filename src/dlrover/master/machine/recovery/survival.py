@@ -1,6 +1,6 @@
 """The response to losses that stop no other rank: the ranks that are left go on, the lost ones start again.
 
-The world, its round and its ranks stay; a node that is given up because of its faults is lost with all its ranks.
+A row of ranks that have one replica together is lost with any of them. The world, its round and its ranks stay; a node that is given up because of its faults is lost with all its ranks.
 Where no other rank trains, after a mistake of the program, and in a job without ``survive``, the loss is an incident
 like any other.
 """
@@ -36,30 +36,37 @@ class Survival:
         """Go on without a failed worker and start it again; return False if that is not possible."""
         state, failure, verdict = self.state, report.failure, report.verdict
         membership = state.membership
+        if membership.active and 0 <= failure.attempt < membership.latest.get(failure.rank, 0):
+            membership.seen.add(failure.id)
+            state.emit(report)  # its row was lost before, and it has been ordered to start again
+            return True
         if not membership.survives_worker(failure.node_id, failure.local_rank):
             return False
         if verdict.hopeless or (verdict.origin is Origin.USER and not verdict.echo):
             return False  # the others run the same program
         if verdict.cause == "cannot_join":
             return False  # another attempt would come to the same place
+        self._start_without(report, now)
+        return True
+
+    def _start_without(self, report: events.WorkerFailed, now: float) -> None:
+        state, failure, verdict = self.state, report.failure, report.verdict
+        membership = state.membership
         state.emit(report)
         incident = self._incident(now)
         incident.add(report)
         decision = self._decide(report, now)
         if decision is None:
-            return True
+            return
         node = state.nodes[failure.node_id]
         action = self.ladder.action(node, decision, verdict, now)
         if self.ladder.leaves(node, action):
             self._give_up(node, decision, report, action, now)
-            return True
-        attempt = membership.lose_worker(failure.id, failure.node_id, failure.local_rank)
-        self.ladder.emit(decision, report, action, now, (failure.rank,))
+            return
+        row = membership.lose_worker(failure.id, failure.node_id, failure.local_rank)
+        self.ladder.emit(decision, report, action, now, tuple(row))
         self.ladder.act(node, action, verdict.title, now)
-        fresh = action is Action.RESTART_FRESH
-        self._say(failure.node_id, StartAgain(failure.round, {failure.local_rank: attempt}, fresh))
-        self._tell()
-        return True
+        self._tell(failure.node_id if action is Action.RESTART_FRESH else -1)
 
     def _give_up(
         self,
@@ -72,9 +79,8 @@ class Survival:
         """Go on without a node that is still there; open a round if no other node's rank trains."""
         state, membership, title = self.state, self.state.membership, report.verdict.title
         if membership.survives_node(node.id):
-            ranks = tuple(membership.ranks[node.id])
-            membership.lose_node(node.id, self.rounds.worlds[node.id])
-            self.ladder.emit(decision, report, action, now, ranks)
+            ranks = membership.lose_node(node.id, self.rounds.worlds[node.id])
+            self.ladder.emit(decision, report, action, now, tuple(ranks))
             self.ladder.act(node, action, title, now)
             self._tell()
             return
@@ -97,9 +103,8 @@ class Survival:
         decision = self._decide(report, now)
         if decision is None:
             return True
-        ranks = tuple(membership.ranks[node.id])
-        membership.lose_node(node.id, self.rounds.worlds[node.id])
-        self.ladder.emit(decision, report, Action.RESTART, now, ranks)
+        ranks = membership.lose_node(node.id, self.rounds.worlds[node.id])
+        self.ladder.emit(decision, report, Action.RESTART, now, tuple(ranks))
         self._tell()
         return True
 
@@ -129,17 +134,18 @@ class Survival:
 
     # ---- returns
 
-    def report(self, change: MembershipChange) -> None:
-        """Take a rank's report: it is ready to train with the others, or has finished."""
+    def report(self, change: MembershipChange, now: float) -> None:
+        """Take a rank's report: it is ready to train with the others, has finished, or is one of a row."""
         membership = self.state.membership
-        away = change.rank not in membership.attempts
+        row = membership.row_of(change.rank)
+        away = [rank for rank in row if rank not in membership.attempts]
         if not membership.report(change):
             return
-        if away and change.rank in membership.attempts:
-            self.state.emit(events.ReplicaJoined(change.rank, len(membership.attempts)))
-            if self.state.incident is not None and self.state.incident.survived:
-                self.state.incident.steps = self.state.progress.steps
-        self._tell()
+        joined = [rank for rank in away if rank in membership.attempts]
+        self.state.emit(*(events.ReplicaJoined(r, len(membership.attempts)) for r in joined))
+        if joined and self.state.incident is not None and self.state.incident.survived:
+            self.state.incident.steps = self.state.progress.steps
+        self._go_on("no replica is whole", now)
 
     def succeed(self, node_id: int) -> None:
         """Note that all workers of a node have ended well, so that no rank trains on without it."""
@@ -152,16 +158,14 @@ class Survival:
             return
         for node_id in self.rounds.fill_holes():
             self._say(node_id, self.state.membership.members(self.state.progress.steps))
+        self._order()
 
     def learn(self, node: Node, held: Holding, now: float) -> None:
         """Take in what a node knows and the journal does not: a crash of its machine may lose its last moments."""
         membership = self.state.membership
         if node.id not in membership.ranks or not membership.learn(node.id, held):
             return
-        if membership.attempts or membership.over:
-            self._tell()
-        else:
-            self.rounds.open("the master has lost who trains", now)
+        self._go_on("the master has lost who trains", now)
 
     def catch_up(self, node: Node) -> None:
         """Repeat the orders that a node may have missed while it was disconnected."""
@@ -175,9 +179,24 @@ class Survival:
 
     # ---- orders
 
-    def _tell(self) -> None:
-        """Tell all nodes who trains."""
+    def _go_on(self, reason: str, now: float) -> None:
+        """Tell all nodes who trains; open a round if nobody does."""
         membership = self.state.membership
+        if membership.attempts or membership.over:
+            self._tell()
+        else:
+            self.rounds.open(reason, now)
+
+    def _order(self, fresh: int = -1) -> None:
+        """Order ranks to start again, on one node from processes that have loaded nothing."""
+        membership = self.state.membership
+        for node_id, attempts in membership.take_due().items():
+            self._say(node_id, StartAgain(membership.round, attempts, node_id == fresh))
+
+    def _tell(self, fresh: int = -1) -> None:
+        """Order lost ranks to start again, and tell all nodes who trains."""
+        membership = self.state.membership
+        self._order(fresh)
         members = membership.members(self.state.progress.steps)
         for node_id in membership.ranks:
             self._say(node_id, members)

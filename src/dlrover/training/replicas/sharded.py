@@ -1,0 +1,251 @@
+"""Models that FSDP2 spreads over rows of ranks (HSDP), in a program that is unchanged.
+
+FSDP gathers parameters and scatters gradients within the row. It is kept from adding gradients up over the rows while
+the backward pass runs, when a row may be lost between two of its sums: `Unchanged` does so once, at the end of the pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from dlrover import launched
+from dlrover.errors import ConfigurationError
+from dlrover.training.worker.imports import after_import
+
+if TYPE_CHECKING:
+    import torch
+
+    from dlrover.training.replicas.unchanged import Unchanged
+
+Running = Callable[[], "Unchanged | None"]
+"""Returns this process's rank, once the program has made its process group."""
+_FSDP = "torch.distributed.fsdp._fully_shard"
+USE = (
+    'use fully_shard with init_device_mesh(device, (replicas, ranks of a replica), mesh_dim_names=("replicate", "shard"))'
+    ", or start the program without --survive."
+)
+
+
+def install(running: Running) -> None:
+    """Place each hook when its module is imported."""
+    models = Models(running)
+    after_import("torch.distributed.device_mesh", functools.partial(_watch_meshes, running))
+    after_import(f"{_FSDP}._fsdp_param_group", models.watch_groups)
+    after_import(f"{_FSDP}._fsdp_state", models.watch_states)
+    after_import(f"{_FSDP}._fully_shard", models.watch_modules)
+    first = "torch.distributed.fsdp.fully_sharded_data_parallel"
+    after_import(first, functools.partial(_refuse, running))
+
+
+def _refuse(running: Running, module: Any) -> None:
+    cls = module.FullyShardedDataParallel
+    make = cls.__init__
+
+    @functools.wraps(make)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        if running() is not None:
+            raise ConfigurationError(
+                f"--survive: FullyShardedDataParallel does not outlive the loss of a rank; {USE}"
+            )
+        make(*args, **kwargs)
+
+    cls.__init__ = wrapped
+
+
+def _watch_meshes(running: Running, module: Any) -> None:
+    """Let the ranks of the second dimension of a mesh be a row; refuse other meshes."""
+    make = module.DeviceMesh.__init__
+
+    @functools.wraps(make)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        from torch import distributed  # noqa: PLC0415 - it is imported by now
+
+        if launched.given.survive and not distributed.is_initialized():
+            distributed.init_process_group()  # as the mesh would
+        rank = running()
+        if rank is not None and kwargs.get("_init_backend", True) and not kwargs.get("_root_mesh"):
+            _divide(rank, *args, **kwargs)
+        make(self, *args, **kwargs)
+
+    module.DeviceMesh.__init__ = wrapped
+
+
+def _divide(
+    rank: Unchanged, _device: str = "", mesh: Any = None, *,
+    _layout: Any = None, _rank_map: Any = None, **_others: Any,
+) -> None:  # fmt: skip
+    import torch  # noqa: PLC0415 - it is imported by now
+
+    ranks = _layout.remap_to_tensor(_rank_map)[0] if mesh is None else torch.as_tensor(mesh)
+    world = torch.arange(launched.given.world_size)
+    regular = ranks.dim() == 2 and torch.equal(ranks.flatten().cpu(), world.to(ranks.dtype))
+    if not regular or ranks.shape[0] == 1:
+        raise ConfigurationError(
+            f"--survive: a device mesh of the shape {tuple(ranks.shape)} with these ranks does not outlive the loss of one,"
+            f" as there is no second replica with its part, or not in a row of consecutive ranks; {USE}"
+        )
+    rank.divide(ranks.shape[1])
+
+
+class Models:
+    """The models of this process that FSDP divides."""
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+        self._inside = self._queued = False
+        self._modules: list[weakref.ref[Any]] = []
+        self._passed: dict[int, Any] = {}
+        """The outermost modules that a backward pass has come through, by id."""
+
+    def watch_groups(self, module: types.ModuleType) -> None:
+        """Let groups of parameters know the row alone."""
+        cls = module.FSDPParamGroup
+        make, info = cls.__init__, module.FSDPMeshInfo
+
+        @functools.wraps(make)
+        def wrapped(group: Any, *args: Any, **kwargs: Any) -> None:
+            make(group, *args, **kwargs)
+            rank = self._running()
+            if rank is None:
+                return
+            mesh, both = group.mesh_info, group.post_forward_mesh_info
+            if rank.row is None or mesh.mesh.ndim != 2 or both not in (None, mesh):
+                raise ConfigurationError(
+                    f"--survive: fully_shard needs the mesh of replicas and of their ranks, and reshard_after_forward as"
+                    f" True or False; {USE}"
+                )
+            if not self._modules:
+                rank.owns("model", self)
+                rank.spread_over(mesh.mesh)
+            self._modules += map(weakref.ref, group.modules)
+            group.mesh_info = info(mesh.mesh, shard_mesh_dim=1)
+            group.post_forward_mesh_info = group.mesh_info if both is not None else None
+
+        cls.__init__ = wrapped
+
+    def watch_states(self, module: types.ModuleType) -> None:
+        """Add up gradients over the rows after FSDP has done with a backward pass."""
+        cls = module.FSDPState
+        end = cls._root_post_backward_final_callback
+
+        @functools.wraps(end)
+        def wrapped(state: Any) -> None:
+            end(state)
+            if self._running() is not None:
+                self._end_later(state._modules[0])  # noqa: SLF001 - FSDP has no public hooks there
+
+        cls._root_post_backward_final_callback = wrapped
+
+    def watch_modules(self, module: types.ModuleType) -> None:
+        """Let the outermost call of a module be a forward pass of this rank."""
+        models, cls = self, module.FSDPModule
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            inherited = super(cls, self).__call__  # type: ignore[misc] # of the module that FSDP has divided
+            forward = functools.partial(inherited, *args, **kwargs)
+            return models.forward(self, forward, args, kwargs)
+
+        cls.__call__ = call
+
+    def forward(self, model: Any, original: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        """Return the output of a forward pass, or what it once was while this rank replays."""
+        import torch  # noqa: PLC0415 - it is imported by now
+
+        rank = self._running()
+        backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - parts are computed again
+        if rank is None or self._inside or backward:
+            return original()
+        trains = rank.passes(model)
+        self._inside = True
+        try:
+            if not rank.replaying:
+                return original()
+            output = rank.remembered(model, args, kwargs)
+        finally:
+            self._inside = False
+        _reshard(model)  # as after a backward pass
+        for tensor in torch.utils._pytree.tree_leaves(output) if trains else ():  # noqa: SLF001
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _gradient: self._end_later(model))
+        return output
+
+    # ---- the end of a backward pass
+
+    def _end_later(self, model: Any) -> None:
+        """Call `_end` once at the end of the backward pass, after all that FSDP does there."""
+        import torch  # noqa: PLC0415 - it is imported by now
+
+        self._passed[id(model)] = model
+        if not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # noqa: SLF001
+
+    def _end(self) -> None:
+        import torch  # noqa: PLC0415 - it is imported by now
+
+        passed, self._passed, self._queued = list(self._passed.values()), {}, False
+        groups = [group for model in passed for group in _groups_of(model)]
+        rank = self._running()
+        if rank is None or not any(g.reduce_grads and g.all_reduce_grads for g in groups):
+            return
+        parameters = [p.sharded_param for group in groups for p in group.fsdp_params]
+        parameters = [p for p in parameters if p.requires_grad]
+        present = torch.tensor([float(p.grad is not None) for p in parameters])
+        with torch.no_grad():
+            for parameter in parameters:
+                if parameter.grad is None:  # here; maybe another row has one
+                    parameter.grad = torch.zeros_like(parameter)
+        if rank.replaying:
+            rank.reduced()
+            return
+        rank.reduce([present, *(local(p.grad) for p in parameters)], whole=False)
+        for parameter, share in zip(parameters, present.tolist(), strict=True):
+            if not share:
+                parameter.grad = None
+
+    # ---- the state
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's parts of all models, which FSDP has divided again."""
+        modules = [module for ref in self._modules if (module := ref()) is not None]
+        parts = {id(part) for m in modules for part in m.modules() if part is not m}
+        found: dict[str, torch.Tensor] = {}
+        for i, model in enumerate(m for m in modules if id(m) not in parts):
+            _reshard(model)
+            named = [*model.named_parameters(), *model.named_buffers()]
+            found |= {f"{i} {name}": local(tensor) for name, tensor in named}
+        return found
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return this rank's parts of all models."""
+        return self._tensors()
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take the parts of another rank with the same place in its row."""
+        own = self._tensors()
+        for name, tensor in state.items():
+            own[name].copy_(tensor)
+
+
+def local(tensor: Any) -> Any:
+    """Return this rank's part of a tensor, itself and no copy."""
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def _reshard(model: Any) -> None:
+    """Let a model have this rank's parts of its parameters alone."""
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            module.reshard()
+
+
+def _groups_of(model: Any) -> Iterator[Any]:
+    """Yield the groups of parameters of a model and its parts."""
+    parts = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    for state in dict.fromkeys(module._get_fsdp_state() for module in parts):  # noqa: SLF001
+        several = getattr(state, "_fsdp_param_groups", None)  # one in earlier versions of torch
+        yield from several if several is not None else filter(None, [state._fsdp_param_group])  # noqa: SLF001

@@ -1,0 +1,51 @@
+"""The training of ``hsdp.py`` in one process: prints which rows took part in each step of the log on standard input.
+
+The log has the step, the sum of the weights and the norm of the gradients. A step that is none of them is an error.
+"""
+
+import sys
+
+import torch
+
+torch.manual_seed(1)
+torch.set_default_dtype(torch.float64)
+torch.set_num_threads(1)
+data, classes = torch.randn(4096, 16), torch.randint(0, 4, (4096,))
+model = torch.nn.Sequential(
+    torch.nn.Linear(16, 31), torch.nn.ReLU(), torch.nn.BatchNorm1d(31, affine=False), torch.nn.Linear(31, 4)
+)  # fmt: skip
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
+parameters = list(model.parameters())
+
+
+def gradients(step: int, rank: int) -> list[torch.Tensor]:
+    """Return what a rank adds to the gradients of a step."""
+    optimizer.zero_grad()
+    for part in range(2):
+        first = (step * 2 + part) * 16 + rank * 4
+        chosen = torch.arange(first, first + 4) % len(data)
+        loss = torch.nn.functional.cross_entropy(model(data[chosen]), classes[chosen])
+        (loss / 2).backward()
+    return [p.grad.clone() for p in parameters]
+
+
+for number, line in enumerate(sys.stdin):
+    step, weights, norm = line.split()
+    assert int(step) == number
+    by_rank = [gradients(number, rank) for rank in range(4)]
+    for rows in ((0, 1), (0,), (1,)):
+        ranks = [rank for rank in range(4) if rank // 2 in rows]
+        for i, parameter in enumerate(parameters):
+            parameter.grad = torch.stack([by_rank[rank][i] for rank in ranks]).mean(0)
+        own = float(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+        if abs(own - float(norm)) < 1e-6:
+            break
+    else:
+        sys.exit(f"step {number}: no rows have gradients of the norm {norm}")
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+    scheduler.step()
+    own = sum(float(p.detach().abs().sum()) for p in parameters)
+    assert abs(own - float(weights)) < 1e-6, f"step {number}: {own} for {weights}"
+    sys.stdout.write("".join(map(str, rows)) + "\n")
