@@ -207,11 +207,13 @@ def test_storage_then_memory_at_once_loses_nothing(directory):
         assert_step(read, step)
 
 
-def test_only_the_newest_are_kept(directory):
+def test_only_the_newest_are_kept_by_a_saver_without_torch(directory):
     checkpointer = Checkpointer(directory, keep=2)
     for step in range(1, 5):
         checkpointer.save(step, filled(step), to="storage")
         checkpointer.wait()
+    (saver,) = directory.savers()
+    assert not [file for file in saver.memory_maps() if "libtorch" in file.path]  # no import of it
     checkpointer.close()
     assert storage.steps(open_store(directory)) == [4, 3]
     assert storage.tracked(open_store(directory)).step == 4

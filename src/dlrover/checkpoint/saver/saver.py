@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib
 import logging
 import os
 import signal
@@ -134,7 +133,6 @@ class Saver:
 
     def _persist(self) -> None:
         self._state.wait_for_world()
-        importlib.import_module("dlrover.checkpoint.storage.dcp")  # loads torch before it is needed
         while True:
             task = self._state.tasks.next()
             problem = self._store_task(task)

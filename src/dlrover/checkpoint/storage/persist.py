@@ -8,22 +8,21 @@ indices, adds DCP's metadata and the manifest, and publishes the step.
 from __future__ import annotations
 
 import errno
-import importlib
 import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import xxhash
 
 from dlrover._util.collection import no_collection
-from dlrover.checkpoint.machine.layout import ALIGNMENT, Layout, TensorEntry
+from dlrover.checkpoint.machine.layout import ALIGNMENT, Layout, TensorEntry, TensorRef
 from dlrover.checkpoint.machine.saves import SaveId
-from dlrover.checkpoint.storage import faults, formats, storage
+from dlrover.checkpoint.storage import dcp, faults, formats, storage
 from dlrover.checkpoint.storage.formats import OtherFormatError
 from dlrover.checkpoint.storage.stored_step import (
     FileRecord,
@@ -42,7 +41,7 @@ from dlrover.checkpoint.storage.stores import (
     join,
     reason,
 )
-from dlrover.checkpoint.storage.torchfile import torch_file
+from dlrover.checkpoint.storage.torchfile import object_file, torch_file
 from dlrover.errors import InfrastructureError
 
 logger = logging.getLogger(__name__)
@@ -282,14 +281,11 @@ def _encode_metadata(
     job: PersistJob, draft: Draft, indices: Sequence[RankIndex]
 ) -> tuple[bytes, dict[str, FileRecord]]:
     """Write the plain values of rank 0; return DCP's metadata and the records of both files."""
-    dcp: Any = importlib.import_module(
-        "dlrover.checkpoint.storage.dcp"
-    )  # loads torch, only when needed
     source = job.sources[0]
 
-    def tensor(number: int) -> tuple[StoredTensor, memoryview]:
+    def tensor(number: int) -> tuple[str, Sequence[int], memoryview]:
         entry = source.layout.entries[number]
-        return indices[0].tensors[number], source.read(entry)
+        return entry.dtype, entry.shape, source.read(entry)
 
     plain = "__0_1.distcp"
     name = draft.named(plain)
@@ -298,8 +294,8 @@ def _encode_metadata(
     with job.store.create(draft.path(plain)) as opened:
         file = _HashedFile(opened)
         for leaf in first:
-            if not isinstance(leaf.value, dcp.TensorRef):
-                data = dcp.encode_object(leaf.value, tensor)
+            if not isinstance(leaf.value, TensorRef):
+                data = object_file(leaf.value, tensor)
                 objects[leaf.name] = dcp.Item(name, file.size, len(data))
                 file.write(data)
         record = file.finish()
