@@ -212,8 +212,9 @@ QUESTIONS = {
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_a_question_to_a_job_that_has_ended_is_answered_in_one_sentence(
-    question: str, tmp_path: Path
+    question: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(queries, "RESTART_TIME", 1.0)
     job = JobDir(tmp_path)
     config = MasterConfig(job=JobSpec(name="job"))
     job.job.write_bytes(msgspec.json.encode(config))

@@ -26,7 +26,9 @@ while step < 40:
     step += 1
     if os.environ["RANK"] == "1":
         kept.append(b"x" * (10 << 20))
-    path.write_text(str(step))
+    new = path.with_suffix(".new")
+    new.write_text(str(step))
+    new.replace(path)  # it may end at any moment
     time.sleep(0.01)
 """
 """40 steps; rank 1 keeps 10 MiB of each until it starts again."""

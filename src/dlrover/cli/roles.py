@@ -139,7 +139,10 @@ def run(content: RolesConfig, directory: str) -> Outcome:
     job = content.job
     logging.basicConfig(format="dlrover: %(message)s", level=logging.WARNING)
     env = config.environ()
-    content = msgspec.structs.replace(content, tls=tls_of(env))
+    content = msgspec.structs.replace(content, tls=(tls := tls_of(env)))
+    if tls.ca:  # the launchers of roles may have other working directories
+        paths = {"TLS_CERT": tls.cert, "TLS_KEY": tls.key, "TLS_CA": tls.ca}
+        env |= {f"{config.ENV_PREFIX}{name}": path for name, path in paths.items()}
     job_dir = jobs.create(env, job.name, directory)
     with jobs.locked(job_dir):
         jobs.write(job_dir, job_dir.roles, msgspec.json.encode(content))

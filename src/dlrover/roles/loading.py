@@ -157,10 +157,11 @@ def _check_keys(where: str, content: dict[Any, Any], known: Iterable[str]) -> No
 
 
 def tls_of(env: Mapping[str, str]) -> TlsFiles:
-    """Return the TLS settings of a job of several roles.
+    """Return the TLS settings of a job of several roles, once all that it needs here is found to be there.
 
     Raises:
-        ConfigurationError: some of the three files are set, and others are not.
+        ConfigurationError: some of the three files are set, and others are not; one is not what it must be; the
+            package cryptography is missing.
     """
     found = config.settings(env).tls
     files = {"tls_cert": found.cert, "tls_key": found.key, "tls_ca": found.ca}
@@ -169,5 +170,14 @@ def tls_of(env: Mapping[str, str]) -> TlsFiles:
         raise ConfigurationError(
             f"A job of several roles with TLS needs tls_cert, tls_key and tls_ca; not set: {', '.join(missing)}."
         )
-    cert, key, ca = (path and str(Path(path).absolute()) for path in files.values())
-    return TlsFiles(cert, key, ca, found.server_name)
+    if missing:
+        return TlsFiles()
+    from dlrover.checkpoint.saver import certificates  # noqa: PLC0415 - loads ssl, and the next one grpc
+    from dlrover.rpc.wire import Tls  # noqa: PLC0415
+
+    cert, key, ca = (str(Path(path).absolute()) for path in files.values())
+    result = TlsFiles(cert, key, ca, found.server_name)
+    Tls.of(result).server_credentials()
+    Tls.of(result).channel_credentials()
+    certificates.make()
+    return result

@@ -67,10 +67,8 @@ def accept(
     Raises:
         ProtocolError: the client does not speak TLS.
     """
-    context = _server(pem)
-    context.sslsocket_class = kind
     try:
-        return context.wrap_socket(sock, server_side=True)
+        return _server(pem, kind).wrap_socket(sock, server_side=True)  # type: ignore[arg-type] # a class is hashable
     except ssl.SSLError as error:
         raise ProtocolError(NO_TLS.format(error)) from error
 
@@ -83,10 +81,8 @@ def connect(
     Raises:
         ProtocolError: the peer does not speak TLS, or shows another certificate. Nothing was sent to it.
     """
-    context = _client()
-    context.sslsocket_class = kind
     try:
-        secured = context.wrap_socket(sock)
+        secured = _client(kind).wrap_socket(sock)  # type: ignore[arg-type] # as above
     except ssl.SSLError as error:
         raise ProtocolError(NO_TLS.format(error)) from error
     shown = hashlib.sha256(secured.getpeercert(binary_form=True) or b"").digest()
@@ -99,9 +95,10 @@ def connect(
     return secured
 
 
-@functools.lru_cache(1)
-def _server(pem: str) -> ssl.SSLContext:
+@functools.lru_cache(2)
+def _server(pem: str, kind: type[ssl.SSLSocket]) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.sslsocket_class = kind
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     fd = os.memfd_create("dlrover-saver", os.MFD_CLOEXEC)  # certificates load from files only
     with open(fd, "w") as file:
@@ -111,9 +108,10 @@ def _server(pem: str) -> ssl.SSLContext:
     return context
 
 
-@functools.lru_cache(1)
-def _client() -> ssl.SSLContext:
+@functools.lru_cache(2)
+def _client(kind: type[ssl.SSLSocket]) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.sslsocket_class = kind
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # `connect` compares the fingerprint

@@ -18,7 +18,7 @@ from dlrover.checkpoint.machine.extent import Numbers
 from dlrover.checkpoint.machine.layout import TensorRef
 from dlrover.checkpoint.storage.stored_step import StoredTensor
 from dlrover.checkpoint.storage.torchfile import text
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, InfrastructureError
 
 _HOME = b"ctorch.distributed.checkpoint.metadata\n"
 _METADATA = _HOME + b"Metadata\n"
@@ -207,6 +207,8 @@ def _integer(number: int | None) -> bytes:
 
 @functools.cache
 def _properties(dtype: str) -> bytes:
+    if dtype not in layouts.ITEM_BYTES:
+        raise InfrastructureError(f"A rank's index has a tensor of the impossible type {dtype!r}.")
     return (
         _HOME + b"TensorProperties\n)\x81(ctorch\n" + dtype.encode() + b"\n"
         + b"ctorch.serialization\n_get_layout\n" + text("torch.strided") + b"\x85R\x89"

@@ -102,9 +102,9 @@ def _begin(pickled: bytes) -> tuple[bytearray, bytearray]:
         (b"archive/version", b"3\n"),
         (b"archive/byteorder", b"little"),
     ):
-        crc = zlib.crc32(content)
-        directory += _central(name, crc, len(content), len(head))
-        head += _local(name, crc, len(content)) + content
+        crc, wide = zlib.crc32(content), len(content) >= _BIG
+        directory += _central(name, crc, len(content), len(head), wide=wide or len(head) >= _BIG)
+        head += _local(name, crc, len(content), wide=wide) + content
     return head, directory
 
 

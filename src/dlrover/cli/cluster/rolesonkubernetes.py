@@ -185,6 +185,12 @@ def coordinate(job: ElasticJob, env: Mapping[str, str], job_dir: str, port: int)
 
     roles = of_options(job.name, job.spec.roles, Path(os.getcwd()))
     check(roles)
+    secured = tls_of(env)
+    if secured.ca and not job.spec.master.tls:
+        raise ConfigurationError(
+            "The template of dlrover-master sets DLROVER_TLS_CA: a job of several roles cannot bring a certificate of its"
+            " own; set spec.master.tls instead."
+        )
     directory = jobs.create(env, job.name, job_dir or env.get("DLROVER_JOB_DIR", ""))
     with jobs.locked(directory, resume=True):
         if not directory.journal.exists():
@@ -197,7 +203,7 @@ def coordinate(job: ElasticJob, env: Mapping[str, str], job_dir: str, port: int)
             host=host,
             port=port,
             address=service,
-            tls=tls_of(env),
+            tls=secured,
         )
         jobs.write(directory, directory.roles, msgspec.json.encode(content))
         jobs.write_token(directory, jobs.given_token(env))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dlrover.errors import ExitCode
 from dlrover.kubernetes.resources import names, times
-from dlrover.kubernetes.resources.types import Manifest, ReplicaStatus
+from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ReplicaStatus
 
 _DECISIVE = {
     ExitCode.USER_CODE: ("UserCode", "The training program failed"),
@@ -83,12 +83,15 @@ def owned(pod: Manifest, uid: str) -> bool:
     return any(ref.get("uid") == uid for ref in pod["metadata"].get("ownerReferences") or ())
 
 
-def of_earlier(pod: Manifest, job: str, uid: str) -> bool:
-    """Return whether it belongs to an earlier ElasticJob of that name, deleted since: names are unique."""
-    references = pod["metadata"].get("ownerReferences") or ()
-    return any(
-        ref.get("kind") == "ElasticJob" and ref.get("name") == job and ref.get("uid") != uid
-        for ref in references
+def of_earlier(pod: Manifest, job: ElasticJob) -> bool:
+    """Return whether it belongs to an earlier ElasticJob of the job's name, deleted since: names are unique."""
+    made, since = (one.get("creationTimestamp", "") for one in (pod["metadata"], job.metadata))
+    return made <= since and any(
+        ref.get("kind") == "ElasticJob"
+        and str(ref.get("apiVersion")).startswith(f"{names.GROUP}/")
+        and ref.get("name") == job.name
+        and ref.get("uid") != job.uid
+        for ref in pod["metadata"].get("ownerReferences") or ()
     )
 
 

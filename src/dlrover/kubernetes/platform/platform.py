@@ -270,8 +270,8 @@ class KubernetesPlatform:
                 return uid
             if pods.ended(pod) and self._ours(pod):
                 await self._client.delete(PODS, self._namespace, name, uid)
-            elif pods.of_earlier(pod, self._job.name, self._uid) and not pods.leaving(pod):
-                await self._client.delete(PODS, self._namespace, name, uid, KILL_GRACE)
+            elif pods.of_earlier(pod, self._job) and not pods.leaving(pod):
+                await self._client.delete(PODS, self._namespace, name, uid)  # it may save first
         except InfrastructureError as error:
             logger.info("Pod %s: %s", name, error)
         return ""

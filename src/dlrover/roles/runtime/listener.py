@@ -7,6 +7,7 @@ import logging
 import queue
 import secrets
 import socket
+import ssl
 import threading
 import time
 import traceback
@@ -159,8 +160,13 @@ class CallListener:
         if not self._pem:
             return sock
         sock.settimeout(handshake.TIMEOUT)
-        # A duplicate: the end of the first one still ends the connection.
-        return certificates.accept(sock.dup(), self._pem, wire.SecuredSocket)
+        try:
+            # A duplicate: the end of the first one still ends the connection.
+            return certificates.accept(sock.dup(), self._pem, wire.SecuredSocket)
+        except ProtocolError as error:
+            if isinstance(error.__cause__, ssl.SSLEOFError):
+                raise ConnectionResetError("the caller has closed the connection") from error
+            raise
 
     def _serve(self, sock: socket.socket) -> None:
         connection, used = None, sock

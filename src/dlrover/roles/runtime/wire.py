@@ -11,6 +11,7 @@ import enum
 import errno
 import functools
 import hmac
+import math
 import select
 import socket
 import ssl
@@ -37,6 +38,8 @@ MAX_BODY = 1 << 38
 CONNECT_TIMEOUT = 5.0
 SEND_TIMEOUT = 60
 """Seconds without progress after which a peer that takes no bytes counts as gone: others wait for their turn."""
+LOOK = 1.0
+"""Seconds between two looks at whether a connection with TLS is still open, while its peer is silent."""
 RECORDS = 1 << 20
 """Bytes that are encrypted at once; meanwhile nothing is received."""
 SMALL = 1 << 20
@@ -257,6 +260,7 @@ class SecuredSocket(ssl.SSLSocket):
 
     def _alone(self, what: Callable[[], int], timeout: float | None) -> int:
         assert self._lock is not None
+        left = math.inf if timeout is None else timeout
         while True:
             with self._lock:
                 fd = self.fileno()
@@ -270,7 +274,8 @@ class SecuredSocket(ssl.SSLSocket):
                     wanted = select.POLLOUT
             ready = select.poll()
             ready.register(fd, wanted)
-            if not ready.poll(None if timeout is None else timeout * 1000):
+            # Another thread may close the connection just now, and its number be another file's.
+            if not ready.poll(1000 * min(LOOK, left)) and (left := left - LOOK) <= 0:
                 raise TimeoutError("the peer is silent")
 
     def shutdown(self, how: int) -> None:

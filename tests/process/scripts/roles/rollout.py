@@ -12,8 +12,9 @@ from dlrover.roles import current_worker, rpc, weights
 class Rollout:
     def __init__(self, settings):
         worker = current_worker()
+        known = weights.versions()
         with (Path(settings["out"]) / "rollouts").open("a") as file:
-            file.write(f"{worker.index} {os.getpid()}\n")
+            file.write(f"{worker.index} {os.getpid()} {known[-1].step if known else 0}\n")
         self._load(weights.latest())
         threading.Thread(target=self._follow, daemon=True).start()
 

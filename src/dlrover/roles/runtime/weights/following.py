@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.roles.messages import JobView, PartView, UseVersion, Version, VersionView
 from dlrover.roles.runtime.link import member
 from dlrover.roles.runtime.memory import PartReader
@@ -129,7 +129,7 @@ def _reader(worker: RoleWorker, view: JobView, part: PartView) -> PartReader | N
         return None
     try:
         return holders.connection(worker, holder.place, holder.address).read(part.key)
-    except OSError as error:
+    except (OSError, ProtocolError) as error:  # another process may have its port by now
         logger.debug("%s keeps no weights any more: %s", holder.place, error)
         holders.drop(holder.place)
     except ConfigurationError as error:
