@@ -8,6 +8,7 @@ there are also groups of the ranks with the same place in their rows; all ranks 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +17,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dlrover import launched
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.training.replicas.groups import Done, Group, Peers
 from dlrover.training.replicas.rows import RowGroup
 from dlrover.training.replicas.unchanged import Unchanged
 
 NAME = "dlrover"
 """Name of the backend, as ``torch.distributed.get_backend`` returns it."""
+
+
+class NotWholeError(InfrastructureError):
+    """A rank was lost while all saved a checkpoint together."""
 
 
 class ManagedGroup(Group):
@@ -104,37 +109,57 @@ class ManagedGroup(Group):
         )
 
     def exchange(self, objects: Any, root: int) -> Any:
-        """Return the objects of a rank, or those of the lowest rank that trains; None while this rank replays."""
+        """Return the objects of a rank, or those of the lowest rank that trains; None while this rank replays.
+
+        Raises:
+            NotWholeError: The rank is lost, while all save.
+        """
+        source = root
 
         def operation(group: Peers) -> list[torch.Tensor]:
+            nonlocal source
             source = root if root in group.ranks else group.ranks[0]
             own = _packed(objects)
-            length = torch.tensor([len(own)])
+            length = torch.tensor([len(own)], device="cpu")
             group.send_all([length], source)
-            data = own if source == self.own else torch.empty(int(length), dtype=torch.uint8)
+            data = (
+                own
+                if source == self.own
+                else torch.empty(int(length), dtype=torch.uint8, device="cpu")
+            )
             group.send_all([data], source)
             return [data]
 
         results = self._unchanged.collective(operation, [], whole=self.whole)
+        if source != root and self._unchanged.saving:
+            raise NotWholeError(f"rank {root} is lost")
         return _unpacked(results[0]) if results else None
 
     def gather_objects(self, own: Any) -> list[Any]:
-        """Return the object of each rank, that of the lowest one for a rank that does not train."""
+        """Return the object of each rank, that of the lowest one for a rank that does not train.
+
+        While all save by torch's distributed checkpoints, a lost one's is an error, as these have it.
+        """
+        saving = self._unchanged.saving
+        error = NotWholeError("the rank is lost"), traceback.StackSummary()
 
         def operation(group: Peers) -> list[torch.Tensor]:
             data = _packed(own)
-            lengths = [int(length) for length in group.gather(torch.tensor([len(data)]))]
+            lengths = [
+                int(length) for length in group.gather(torch.tensor([len(data)], device="cpu"))
+            ]
             padded = torch.nn.functional.pad(data, (0, max(lengths) - len(data)))
             found = zip(group.ranks, group.gather(padded), lengths, strict=True)
             by_rank = {rank: one[:length] for rank, one, length in found}
-            return [by_rank.get(rank, by_rank[group.ranks[0]]) for rank in self.ranks]
+            other = _packed(error) if saving else by_rank[group.ranks[0]]
+            return [by_rank.get(rank, other) for rank in self.ranks]
 
         results = self._unchanged.collective(operation, [], whole=self.whole)
         return [_unpacked(result) for result in results] if results else [own] * self._size
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks that train."""
-        token = [torch.zeros(1)]
+        token = [torch.zeros(1, device="cpu")]
         return self._run(lambda group: group.gather(token[0])[:1], token)
 
     def _run(
