@@ -30,6 +30,8 @@ def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if not isinstance(group, ManagedGroup):
         return original(*args, **kwargs)
     function = _FUNCTIONS.get(original.__name__)
+    if function is None and (row := group.as_row()) is not None:
+        return original(**{**given, "group": row})
     if function is None:
         raise ConfigurationError(
             f"--survive: torch.distributed.{original.__name__} among these ranks does not outlive the loss of one; a"

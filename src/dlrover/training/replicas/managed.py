@@ -44,6 +44,13 @@ class ManagedGroup(Group):
         """True if all ranks of the world are in the group."""
         return self._size == launched.given.world_size
 
+    def as_row(self) -> RowGroup | None:
+        """Return this group as that of a row, if the row has all ranks: torch makes no other one for it."""
+        row = self._unchanged.row
+        if row is None or row.size != self._size:
+            return None
+        return RowGroup(row, lambda: self._unchanged.replaying)
+
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the name of the backend."""
         return NAME
@@ -83,6 +90,18 @@ class ManagedGroup(Group):
     def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
         """Gather a tensor of each rank into one."""
         return self._gather(list(output.view(self._size, *own.shape)), own)
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Gather tensors of each rank."""
+        for output, own in zip(outputs, inputs, strict=True):
+            self._allgather_base(output, own)
+        return Done(outputs)
+
+    # As torch calls them since version 2.13.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def _gather(self, outputs: list[torch.Tensor], own: torch.Tensor) -> Any:
         def operation(group: Peers) -> list[torch.Tensor]:
