@@ -1,5 +1,8 @@
 """When an agent joins, starts and stops its workers, and what it says."""
 
+import signal
+
+import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -185,7 +188,15 @@ def test_a_worker_that_has_lost_its_row_is_ended_and_started_again():
     machine = failed()
     assert give(machine, StartAgain(1, {0: 2, 1: 2})) == [EndWorker(1), StartAgain(1, {0: 2})]
     assert give(machine, StartAgain(1, {0: 2, 1: 3}), StartAgain(1, {1: 2})) == []
-    assert give(machine, WorkerEnded(1, failure())) == [StartAgain(1, {1: 3})]
+    killed = msgspec.structs.replace(failure(), kind=FailureKind.SIGNAL, signal=signal.SIGKILL)
+    assert give(machine, WorkerEnded(1, killed)) == [StartAgain(1, {1: 3})]
+    assert (machine.stage, machine.failures) == (Stage.RUNNING, [])
+
+
+def test_what_ended_a_worker_before_it_was_ended_for_its_row_is_reported():
+    machine = failed()
+    give(machine, StartAgain(1, {0: 2, 1: 2}))
+    assert give(machine, WorkerEnded(1, failure())) == [Failed(failure()), StartAgain(1, {1: 2})]
     assert (machine.stage, machine.failures) == (Stage.RUNNING, [])
 
 

@@ -65,6 +65,10 @@ def test_an_error_of_dlrover_itself_is_not_the_programs() -> None:
     name = "dlrover.errors.InfrastructureError"
     verdict = diagnose(failed(exception=name, message=late, traceback=f"{joins}{name}: {late}\n"))
     assert verdict.cause == "cannot_join"
+    alone = "--survive: rank 3 has lost another rank of its row; the row starts again: x"
+    rows = frames.replace("data/client", "training/replicas/rows")
+    verdict = diagnose(failed(exception=name, message=alone, traceback=f"{rows}{name}: {alone}\n"))
+    assert (verdict.cause, verdict.echo) == ("peer_lost", True)
     told = failed(exception="dlrover.errors.UserCodeError", message="x", traceback=frames)
     assert diagnose(told).origin is Origin.USER
 

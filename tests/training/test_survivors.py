@@ -7,13 +7,14 @@ import threading
 import types
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent import futures
 
 import msgspec
 import pytest
 
 from dlrover import launched
 from dlrover._util import framing
-from dlrover.errors import InfrastructureError, UserCodeError
+from dlrover.errors import ConfigurationError, InfrastructureError, UserCodeError
 from dlrover.launched import Given
 from dlrover.master.machine.membership import Membership
 from dlrover.master.meeting import Meeting
@@ -29,7 +30,7 @@ from dlrover.spec.requests.membership import (
 
 torch = pytest.importorskip("torch")
 
-from dlrover.training.replicas import functions, hooks, restarts, survivors  # noqa: E402
+from dlrover.training.replicas import functions, hooks, restarts, rows, survivors  # noqa: E402
 from dlrover.training.replicas.groups import Changed, MeetingStore  # noqa: E402
 from dlrover.training.replicas.link import Link  # noqa: E402
 from dlrover.training.replicas.replicas import Replicas  # noqa: E402
@@ -120,6 +121,62 @@ def test_ranks_meet_although_the_master_that_had_their_keys_is_lost():
     link.membership.number += 1
     with pytest.raises(Changed, match="is over"):
         one.get("never")
+
+
+def in_a_row(work: Callable[[rows.RowGroup], object], *, replays: bool = False) -> list[object]:
+    """Return what both ranks of a row return, each in a thread of its own."""
+    link = DirectLink()
+
+    def one(rank: int) -> object:
+        given = Given(round=3, rank=rank, world_size=2)
+        row = rows.Row(link, given, 2, check=lambda: None, leave=lambda: None)
+        return work(rows.RowGroup(row, lambda: replays))
+
+    with futures.ThreadPoolExecutor(2) as threads:
+        return list(threads.map(one, range(2)))
+
+
+def mean(name: str, op: object = torch.distributed.ReduceOp.AVG) -> object:
+    options = getattr(torch.distributed, f"{name}Options")()
+    options.reduceOp = op
+    return options
+
+
+def test_a_row_computes_means_as_sums_since_gloo_knows_none_in_each_version():
+    def work(group: rows.RowGroup) -> list[float]:
+        part, every = torch.zeros(1), torch.tensor([2.0, 4.0]) * (1 + group.rank())
+        group._reduce_scatter_base(part, every, mean("ReduceScatter"))
+        both, count = torch.tensor([float(group.rank())]), torch.tensor([2 * group.rank()])
+        options = mean("Allreduce")
+        group.allreduce([both], options)
+        group.allreduce([count], options)  # the options of a caller are as they were
+        return [float(part), float(both), int(count)]
+
+    assert in_a_row(work) == [[3.0, 0.5, 1], [6.0, 0.5, 1]]
+
+
+def test_a_row_refuses_sums_with_a_factor_and_gathers_numbers_of_8_bits():
+    def work(group: rows.RowGroup) -> list[float]:
+        factor = torch.distributed._make_nccl_premul_sum(0.5)
+        with pytest.raises(ConfigurationError, match="a sum with a factor"):
+            group.allreduce([torch.ones(1)], mean("Allreduce", factor))
+        own, every = torch.tensor([0.5 + group.rank()]), torch.zeros(2)
+        every = every.to(torch.float8_e4m3fn)
+        group._allgather_base(every, own.to(torch.float8_e4m3fn))
+        return every.float().tolist()
+
+    assert in_a_row(work) == 2 * [[0.5, 1.5]]
+
+
+def test_a_row_that_replays_still_carries_out_what_it_must():
+    def work(group: rows.RowGroup) -> list[float]:
+        own, other = torch.tensor([float(group.rank())]), torch.tensor([float(group.rank())])
+        group.broadcast([own])
+        with group.carried_out():
+            group.broadcast([other])
+        return [float(own), float(other)]
+
+    assert in_a_row(work, replays=True) == [[0.0, 0.0], [1.0, 0.0]]
 
 
 def called_again(monkeypatch: pytest.MonkeyPatch, told: Members, membership: Membership) -> int:

@@ -345,7 +345,7 @@ class Agent:
                 self._workers.discard_zygotes()
             self._workers.start(world)
         except (OSError, ConfigurationError) as error:
-            failure = self._spawn_failure(world, error)
+            failure = self._spawn_failure(world, error, 0, world.attempt)
             asyncio.get_running_loop().call_soon(self.worker_ended, 0, failure)
 
     def _start_again(self, round_: int, local_rank: int, attempt: int, fresh: bool) -> None:
@@ -356,20 +356,20 @@ class Agent:
         try:
             self._workers.start_again(local_rank, attempt, fresh=fresh)
         except (OSError, ConfigurationError) as error:
-            rank = world.first_rank + local_rank
-            failure = msgspec.structs.replace(
-                self._spawn_failure(world, error), rank=rank, local_rank=local_rank
-            )
+            failure = self._spawn_failure(world, error, local_rank, attempt)
             asyncio.get_running_loop().call_soon(self.worker_ended, local_rank, failure)
 
-    def _spawn_failure(self, world: World, error: Exception) -> Failure:
+    def _spawn_failure(
+        self, world: World, error: Exception, local_rank: int, attempt: int
+    ) -> Failure:
         return Failure(
             id=self._draw(),
             kind=FailureKind.SPAWN,
             node_id=self._machine.node_id,
-            rank=world.first_rank,
-            local_rank=0,
+            rank=world.first_rank + local_rank,
+            local_rank=local_rank,
             round=world.round,
+            attempt=attempt,
             time=time.time(),
             message=str(error),
             hostname=self._hostname,

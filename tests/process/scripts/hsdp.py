@@ -14,14 +14,13 @@ dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.set_num_threads(1)
 torch.manual_seed(1)
-torch.set_default_dtype(torch.float64)  # sums in another order are close
 data, classes = torch.randn(4096, 16), torch.randint(0, 4, (4096,))
 mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
 model = torch.nn.Sequential(
-    torch.nn.Linear(16, 31), torch.nn.ReLU(), torch.nn.BatchNorm1d(31, affine=False), torch.nn.Linear(31, 4)
+    torch.nn.Linear(16, 31), torch.nn.Tanh(), torch.nn.BatchNorm1d(31, 1.0, affine=False), torch.nn.Linear(31, 4)
 )  # fmt: skip
-fully_shard(model[0], mesh=mesh)
-fully_shard(model, mesh=mesh)
+for part in (model[0], model[3], model):  # the root has buffers and no parameters of its own
+    fully_shard(part, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
 out, last = Path(sys.argv[1]), Path(sys.argv[1]) / "last"
@@ -43,9 +42,8 @@ with (out / f"rank{rank}.txt").open("a", buffering=1) as log:
         weights = sum(
             float(p.full_tensor().detach().double().abs().sum()) for p in model.parameters()
         )
-        log.write(
-            f"{step} {weights:.9f} {os.getpid()} {optimizer.param_groups[0]['lr']:.9f} {float(norm):.9f}\n"
-        )
+        passes, rate = int(model[2].num_batches_tracked), optimizer.param_groups[0]["lr"]
+        log.write(f"{step} {weights:.9f} {os.getpid()} {rate:.9f} {float(norm):.9f} {passes}\n")
         time.sleep(0.02)
         goes_on = not (last.exists() and step >= int(last.read_text()))
         step += 1

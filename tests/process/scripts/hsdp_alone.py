@@ -1,6 +1,7 @@
 """The training of ``hsdp.py`` in one process: prints which rows took part in each step of the log on standard input.
 
-The log has the step, the sum of the weights and the norm of the gradients. A step that is none of them is an error.
+The log has the step, the sum of the weights and the norm of the gradients, of a training in 32 bits; this one has 64.
+A step that is none of them is an error.
 """
 
 import sys
@@ -8,12 +9,12 @@ import sys
 import torch
 
 torch.manual_seed(1)
-torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)
 data, classes = torch.randn(4096, 16), torch.randint(0, 4, (4096,))
 model = torch.nn.Sequential(
-    torch.nn.Linear(16, 31), torch.nn.ReLU(), torch.nn.BatchNorm1d(31, affine=False), torch.nn.Linear(31, 4)
+    torch.nn.Linear(16, 31), torch.nn.Tanh(), torch.nn.BatchNorm1d(31, 1.0, affine=False), torch.nn.Linear(31, 4)
 )  # fmt: skip
+model, data = model.double(), data.double()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
 parameters = list(model.parameters())
@@ -34,18 +35,19 @@ for number, line in enumerate(sys.stdin):
     step, weights, norm = line.split()
     assert int(step) == number
     by_rank = [gradients(number, rank) for rank in range(4)]
+    near = {}
     for rows in ((0, 1), (0,), (1,)):
         ranks = [rank for rank in range(4) if rank // 2 in rows]
-        for i, parameter in enumerate(parameters):
-            parameter.grad = torch.stack([by_rank[rank][i] for rank in ranks]).mean(0)
-        own = float(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
-        if abs(own - float(norm)) < 1e-6:
-            break
-    else:
+        means = [torch.stack([by_rank[rank][i] for rank in ranks]).mean(0) for i in range(len(parameters))]  # fmt: skip
+        near[abs(float(torch.nn.utils.get_total_norm(means)) - float(norm))] = rows, means
+    rows, means = near[min(near)]
+    if min(near) > 1e-4:
         sys.exit(f"step {number}: no rows have gradients of the norm {norm}")
+    for parameter, mean in zip(parameters, means, strict=True):
+        parameter.grad = mean
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     optimizer.step()
     scheduler.step()
     own = sum(float(p.detach().abs().sum()) for p in parameters)
-    assert abs(own - float(weights)) < 1e-6, f"step {number}: {own} for {weights}"
+    assert abs(own - float(weights)) < 1e-2, f"step {number}: {own} for {weights}"
     sys.stdout.write("".join(map(str, rows)) + "\n")

@@ -7,6 +7,7 @@ broken connection loses none. While workers run, it never waits for the master.
 from __future__ import annotations
 
 import enum
+import signal
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -14,7 +15,7 @@ import msgspec
 
 from dlrover.rpc import messages
 from dlrover.spec.check import CheckOrder, CheckReport
-from dlrover.spec.failure import Failure
+from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.requests.membership import Members
 from dlrover.spec.world import Holding, World
@@ -280,7 +281,14 @@ class AgentMachine:
         self.running.discard(event.local_rank)
         attempt, fresh = self.again.pop(event.local_rank, (0, False))
         if attempt and self.stage in (Stage.RUNNING, Stage.FAILED):
-            return self._start_those({event.local_rank: attempt}, fresh)
+            # It may be why the row was lost, if it was in its own end when it was to be ended.
+            failure, again = event.failure, self._start_those({event.local_rank: attempt}, fresh)
+            if failure is None or (failure.kind, failure.signal) == (
+                FailureKind.SIGNAL,
+                signal.SIGKILL,
+            ):
+                return again
+            return [messages.Failed(failure), *again]
         if event.failure is not None:
             self.failures.append(event.failure)
             if self.stage is Stage.RUNNING:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.training.replicas.managed import ManagedGroup
+from dlrover.training.replicas.rows import RowGroup
 
 
 def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -23,9 +24,14 @@ def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if original.__name__ == "new_group":
         return original(**{**given, "backend": None})  # another one would not outlive a loss
     group = given.get("group") or dist.group.WORLD
+    if isinstance(group, RowGroup) and original.__name__.endswith(("_object", "_object_list")):
+        with group.carried_out():  # sizes of objects must be those of their senders
+            return original(*args, **kwargs)
     if not isinstance(group, ManagedGroup):
         return original(*args, **kwargs)
     function = _FUNCTIONS.get(original.__name__)
+    if function is None and (row := group.as_row()) is not None:
+        return original(**{**given, "group": row})
     if function is None:
         raise ConfigurationError(
             f"--survive: torch.distributed.{original.__name__} among these ranks does not outlive the loss of one; a"

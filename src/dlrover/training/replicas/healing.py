@@ -57,7 +57,7 @@ class Healer:
         flat = tree.flatten(parts)
         shapes = [(tree.DTYPE_NAMES[t.dtype], tuple(t.shape)) for t in flat.tensors]
         header = msgspec.msgpack.encode(_Header(layouts.encode(flat.packed), shapes))
-        group.send_all([torch.tensor([len(header)])], source)
+        group.send_all([torch.tensor([len(header)], device="cpu")], source)
         group.send_all([torch.frombuffer(bytearray(header), dtype=torch.uint8)], source)
         for tensor in flat.tensors:
             with torch.no_grad():
@@ -99,14 +99,14 @@ def _joined(state: Any, mesh: Any) -> Any:
 
 
 def _receive(group: Peers, source: int) -> dict[str, Any]:
-    length = torch.zeros(1, dtype=torch.int64)
+    length = torch.zeros(1, dtype=torch.int64, device="cpu")
     group.send_all([length], source)
-    encoded = torch.empty(int(length), dtype=torch.uint8)
+    encoded = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     group.send_all([encoded], source)
     header = msgspec.msgpack.decode(encoded.numpy().tobytes(), type=_Header)
     tensors = []
     for dtype, shape in header.tensors:
-        tensor = torch.empty(shape, dtype=tree.DTYPES[dtype])
+        tensor = torch.empty(shape, dtype=tree.DTYPES[dtype], device="cpu")
         group.send_all(_chunks(tensor), source)
         tensors.append(tensor)
     found: dict[str, Any] = layouts.replace_refs(

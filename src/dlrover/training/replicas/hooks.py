@@ -8,6 +8,7 @@
 ``torch.save`` and ``safetensors``   write no files while a rank replays
 ``torch.load`` and ``safetensors``   the files that a returning rank loads are noted
 ``GradScaler``                       looks for no overflow while a rank replays
+``torch.distributed.checkpoint``     saves with all ranks or not at all; a rank that replays loads for itself
 Accelerate, Trainers                 see `engines`
 ==================================== ================================================================
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import logging
 import os
 import sys
 import types
@@ -32,6 +34,9 @@ from dlrover.training.worker.imports import after_import
 if TYPE_CHECKING:
     from dlrover.training.replicas.unchanged import Unchanged
 
+logger = logging.getLogger(__name__)
+
+_CHECKPOINTS = "torch.distributed.checkpoint"
 plain_group: dict[str, Any] | None = None
 """Arguments of ``init_process_group`` within a function that is `restartable`; None elsewhere."""
 _FUNCTIONS = (
@@ -59,7 +64,8 @@ def install() -> None:
         after_import("torch.serialization", functools.partial(_note, name="load", package="torch"))
         after_import("safetensors.torch", functools.partial(_note, name="load_file"))
     after_import("torch.amp.grad_scaler", _watch_scalers)
-    after_import("torch.distributed.checkpoint.state_dict_saver", _watch_savers)
+    after_import(f"{_CHECKPOINTS}.state_dict_saver", _watch_savers)
+    after_import(f"{_CHECKPOINTS}.state_dict_loader", _watch_loaders)
     engines.install(_present)
     sharded.install(_present)
     launched.finished = _finish
@@ -130,24 +136,73 @@ def _carried_out(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _watch_savers(module: Any) -> None:
-    """Let checkpoints of ``torch.distributed.checkpoint`` be saved by all ranks or not at all."""
-    for name in ("save", "async_save"):
-        _replace(module, "torch.distributed.checkpoint", getattr(module, name), _saved_whole(getattr(module, name)))  # fmt: skip
+    """Let checkpoints of ``torch.distributed.checkpoint`` be saved by all ranks or not at all, and by this thread."""
+    save, later = module.save, module.async_save
 
-
-def _saved_whole(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         rank = _present()
-        if rank is None or rank.all_train():
-            return save(*args, **kwargs)
+        return save(state_dict, *args, **kwargs) if rank is None else _save(rank, functools.partial(save, state_dict, *args, **kwargs))  # fmt: skip
+
+    @functools.wraps(later)
+    def at_once(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        rank = _present()
+        if rank is None:
+            return later(state_dict, *args, **kwargs)
+        if kwargs.get("async_stager") is not None:
+            raise ConfigurationError(
+                "--survive: async_save with an async_stager does not outlive the loss of a rank; leave it out, or start the"
+                " program without --survive."
+            )
         from concurrent.futures import Future  # noqa: PLC0415 - for this case alone
 
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future if save.__name__ == "async_save" else None
+        kwargs = {k: v for k, v in kwargs.items() if not k.startswith("async_")}
+        future: Future[Any] = Future()
+        # Collectives of a second thread would come between those of the training.
+        future.set_result(_save(rank, functools.partial(save, state_dict, *args, **kwargs)))
+        return future
 
-    return wrapped
+    _replace(module, _CHECKPOINTS, save, wrapped)
+    _replace(module, _CHECKPOINTS, later, at_once)
+
+
+def _save(rank: Unchanged, save: functools.partial[Any]) -> Any:
+    """Save, unless this rank replays or another one is lost."""
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415 - it is imported by now
+
+    from dlrover.training.replicas import managed, rows  # noqa: PLC0415 - they need torch
+
+    group = save.keywords.get("process_group")
+    together = not (save.keywords.get("no_dist") or isinstance(group, rows.RowGroup))
+    if rank.replaying or (together and not rank.whole):
+        return None
+    rank.saving = together
+    try:
+        return save()
+    except (CheckpointException, managed.NotWholeError) as error:
+        if rank.whole or not together:
+            raise
+        logger.warning("Nothing is saved, since a rank was lost meanwhile: %s", error)
+        return None
+    finally:
+        rank.saving = False
+
+
+def _watch_loaders(module: Any) -> None:
+    """Let a rank that replays load its part of a checkpoint without the others, and note when this was written."""
+    load = module.load
+
+    @functools.wraps(load)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        rank = _present()
+        if rank is None or not rank.replaying:
+            return load(*args, **kwargs)
+        where = kwargs.get("checkpoint_id") or getattr(kwargs.get("storage_reader"), "path", None)
+        if where is not None:
+            _note_file(os.path.join(where, ".metadata"))
+        return load(*args, **{**kwargs, "no_dist": True})
+
+    _replace(module, _CHECKPOINTS, load, wrapped)
 
 
 def _replace(module: Any, package: str, original: Any, new: Any) -> None:
@@ -287,12 +342,16 @@ def _note(module: types.ModuleType, name: str, package: str = "") -> None:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         file = args[0] if args else kwargs.get("f", kwargs.get("filename"))
         path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", "")
-        with contextlib.suppress(OSError, TypeError, ValueError):  # no file of this machine
-            if not _is_fetched(path):
-                _loaded[str(path)] = os.stat(path).st_mtime
+        _note_file(path)
         return original(*args, **kwargs)
 
     _replace(module, package, original, wrapped)
+
+
+def _note_file(path: Any) -> None:
+    with contextlib.suppress(OSError, TypeError, ValueError):  # no file of this machine
+        if not _is_fetched(path):
+            _loaded[str(path)] = os.stat(path).st_mtime
 
 
 def _is_fetched(path: Any) -> bool:

@@ -8,6 +8,7 @@ there are also groups of the ranks with the same place in their rows; all ranks 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +17,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dlrover import launched
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.training.replicas.groups import Done, Group, Peers
 from dlrover.training.replicas.rows import RowGroup
 from dlrover.training.replicas.unchanged import Unchanged
 
 NAME = "dlrover"
 """Name of the backend, as ``torch.distributed.get_backend`` returns it."""
+
+
+class NotWholeError(InfrastructureError):
+    """A rank was lost while all saved a checkpoint together."""
 
 
 class ManagedGroup(Group):
@@ -38,6 +43,13 @@ class ManagedGroup(Group):
     def whole(self) -> bool:
         """True if all ranks of the world are in the group."""
         return self._size == launched.given.world_size
+
+    def as_row(self) -> RowGroup | None:
+        """Return this group as that of a row, if the row has all ranks: torch makes no other one for it."""
+        row = self._unchanged.row
+        if row is None or row.size != self._size:
+            return None
+        return RowGroup(row, lambda: self._unchanged.replaying)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the name of the backend."""
@@ -79,6 +91,18 @@ class ManagedGroup(Group):
         """Gather a tensor of each rank into one."""
         return self._gather(list(output.view(self._size, *own.shape)), own)
 
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Gather tensors of each rank."""
+        for output, own in zip(outputs, inputs, strict=True):
+            self._allgather_base(output, own)
+        return Done(outputs)
+
+    # As torch calls them since version 2.13.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
     def _gather(self, outputs: list[torch.Tensor], own: torch.Tensor) -> Any:
         def operation(group: Peers) -> list[torch.Tensor]:
             found = group.gather(own.detach().cpu().contiguous())
@@ -104,37 +128,57 @@ class ManagedGroup(Group):
         )
 
     def exchange(self, objects: Any, root: int) -> Any:
-        """Return the objects of a rank, or those of the lowest rank that trains; None while this rank replays."""
+        """Return the objects of a rank, or those of the lowest rank that trains; None while this rank replays.
+
+        Raises:
+            NotWholeError: The rank is lost, while all save.
+        """
+        source = root
 
         def operation(group: Peers) -> list[torch.Tensor]:
+            nonlocal source
             source = root if root in group.ranks else group.ranks[0]
             own = _packed(objects)
-            length = torch.tensor([len(own)])
+            length = torch.tensor([len(own)], device="cpu")
             group.send_all([length], source)
-            data = own if source == self.own else torch.empty(int(length), dtype=torch.uint8)
+            data = (
+                own
+                if source == self.own
+                else torch.empty(int(length), dtype=torch.uint8, device="cpu")
+            )
             group.send_all([data], source)
             return [data]
 
         results = self._unchanged.collective(operation, [], whole=self.whole)
+        if source != root and self._unchanged.saving:
+            raise NotWholeError(f"rank {root} is lost")
         return _unpacked(results[0]) if results else None
 
     def gather_objects(self, own: Any) -> list[Any]:
-        """Return the object of each rank, that of the lowest one for a rank that does not train."""
+        """Return the object of each rank, that of the lowest one for a rank that does not train.
+
+        While all save by torch's distributed checkpoints, a lost one's is an error, as these have it.
+        """
+        saving = self._unchanged.saving
+        error = NotWholeError("the rank is lost"), traceback.StackSummary()
 
         def operation(group: Peers) -> list[torch.Tensor]:
             data = _packed(own)
-            lengths = [int(length) for length in group.gather(torch.tensor([len(data)]))]
+            lengths = [
+                int(length) for length in group.gather(torch.tensor([len(data)], device="cpu"))
+            ]
             padded = torch.nn.functional.pad(data, (0, max(lengths) - len(data)))
             found = zip(group.ranks, group.gather(padded), lengths, strict=True)
             by_rank = {rank: one[:length] for rank, one, length in found}
-            return [by_rank.get(rank, by_rank[group.ranks[0]]) for rank in self.ranks]
+            other = _packed(error) if saving else by_rank[group.ranks[0]]
+            return [by_rank.get(rank, other) for rank in self.ranks]
 
         results = self._unchanged.collective(operation, [], whole=self.whole)
         return [_unpacked(result) for result in results] if results else [own] * self._size
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks that train."""
-        token = [torch.zeros(1)]
+        token = [torch.zeros(1, device="cpu")]
         return self._run(lambda group: group.gather(token[0])[:1], token)
 
     def _run(

@@ -6,8 +6,9 @@ where it fails, another rank of the row is lost, and the agent is about to end t
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NoReturn, TypeAlias
 
@@ -15,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 from dlrover import launched
-from dlrover.errors import InfrastructureError
-from dlrover.training.machine.places import EXCLUDED_LIMIT, NEWS_LIMIT
+from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.training.machine.places import EXCLUDED_LIMIT
 from dlrover.training.replicas.groups import TIMEOUT, Changed, Done, Group, MeetingStore
 from dlrover.training.replicas.link import Link
 
 Tensors: TypeAlias = list[torch.Tensor]
+Start: TypeAlias = Callable[[Any, Tensors, Tensors], Any]
 CONNECT_TIMEOUT = timedelta(seconds=60)
 """Time limit for the connection to a rank of the row that has said where it is."""
 
@@ -29,12 +31,20 @@ class Row:
     """This rank's connection with the others of its row."""
 
     def __init__(
-        self, link: Link, given: launched.Given, size: int, check: Callable[[], None]
+        self,
+        link: Link,
+        given: launched.Given,
+        size: int,
+        check: Callable[[], None],
+        leave: Callable[[], None],
     ) -> None:
-        """Connect; ``check`` is called meanwhile and raises an error if the wait has no sense."""
+        """Connect; ``check`` is called meanwhile and raises an error if the wait has no sense.
+
+        ``leave`` ends this process, once the connection has failed, if the others have finished the training without it.
+        """
         self.size = size
         self.place = given.rank % size
-        self._link, self._given = link, given
+        self._link, self._given, self._leave = link, given, leave
         number = given.rank // size
         store = MeetingStore(link, given.round, given.attempt, {}, number)
         store.look = check
@@ -46,7 +56,7 @@ class Row:
 
     def most(self, *values: int) -> list[int]:
         """Return the greatest of each value among the ranks of the row; all of them call this."""
-        found = torch.tensor(values, dtype=torch.int64)
+        found = torch.tensor(values, dtype=torch.int64, device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         self.run(lambda backend: backend.allreduce([found], options))
@@ -63,15 +73,20 @@ class Row:
     def _lost(self, error: Exception) -> NoReturn:
         """Wait for the end of this process, since another one of its row has ended.
 
+        The master may know of the loss only after the other's core dump, or the time for its node to reconnect.
+
         Raises:
             InfrastructureError: Nobody ends it.
+            RuntimeError: No rank of the row is lost: the error is the collective's own.
         """
         given, ended = self._given, threading.Event()  # never set
         out = self._link.wait(
-            lambda m: m.over or m.attempts.get(given.rank) != given.attempt, NEWS_LIMIT
+            lambda m: m.over or m.attempts.get(given.rank) != given.attempt, EXCLUDED_LIMIT
         )
-        if out is not None:
-            ended.wait(EXCLUDED_LIMIT)
+        self._leave()
+        if out is None and isinstance(error, RuntimeError):
+            raise error
+        ended.wait(EXCLUDED_LIMIT)
         raise InfrastructureError(
             f"--survive: rank {given.rank} has lost another rank of its row; the row starts again: {error}"
         ) from error
@@ -93,7 +108,8 @@ class RowGroup(Group):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
         """Reduce tensors."""
-        return self._run(tensors, [], lambda b, own, _: b.allreduce(own, _or(opts, "Allreduce")))
+        options = _or(opts, "Allreduce")
+        return self._reduce(options, tensors, [], lambda b, own, _: b.allreduce(own, options))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         """Reduce tensors."""
@@ -109,7 +125,8 @@ class RowGroup(Group):
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Any:
         """Reduce tensors in one rank."""
-        return self._run(tensors, [], lambda b, own, _: b.reduce(own, _or(opts, "Reduce")))
+        options = _or(opts, "Reduce")
+        return self._reduce(options, tensors, [], lambda b, own, _: b.reduce(own, options))
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         """Gather a tensor of each rank."""
@@ -152,17 +169,17 @@ class RowGroup(Group):
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Any:
         """Reduce tensors of which each rank gets one."""
-        return self._run(
-            outputs, inputs[0],
-            lambda b, own, all_: b.reduce_scatter(own, [all_], _or(opts, "ReduceScatter")),
+        options = _or(opts, "ReduceScatter")
+        return self._reduce(
+            options, outputs, inputs[0], lambda b, own, all_: b.reduce_scatter(own, [all_], options),
             [inputs[0][self._row.place]],
         )  # fmt: skip
 
     def _reduce_scatter_base(self, own: torch.Tensor, every: torch.Tensor, opts: Any = None) -> Any:
         """Reduce a tensor of which each rank gets a part."""
         options = _or(opts, "ReduceScatter")
-        return self._run(
-            [own], [every], lambda b, one, all_: b._reduce_scatter_base(one[0], all_[0], options),  # noqa: SLF001
+        return self._reduce(
+            options, [own], [every], lambda b, one, all_: b._reduce_scatter_base(one[0], all_[0], options),  # noqa: SLF001
             [every.reshape(self._row.size, -1)[self._row.place]],
         )  # fmt: skip
 
@@ -200,12 +217,47 @@ class RowGroup(Group):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base
 
+    @contextlib.contextmanager
+    def carried_out(self) -> Iterator[None]:
+        """Carry out collectives within this context, also while the row replays: all its ranks come here."""
+        replays, self._replays = self._replays, lambda: False
+        try:
+            yield
+        finally:
+            self._replays = replays
+
+    def _reduce(
+        self,
+        options: Any,
+        outputs: Tensors,
+        inputs: Tensors,
+        start: Start,
+        alone: Tensors | None = None,
+    ) -> Any:
+        """Carry out a collective that reduces. gloo takes a mean for a sum in earlier versions of torch, or refuses it."""
+        average = options.reduceOp == dist.ReduceOp.AVG
+        if options.reduceOp == dist.ReduceOp.PREMUL_SUM:
+            raise ConfigurationError(
+                "--survive: a sum with a factor within a row (set_gradient_divide_factor) is not possible; use a mean or a"
+                " sum, or start the program without --survive."
+            )
+        if average:
+            options.reduceOp = dist.ReduceOp.SUM
+        done = self._run(outputs, inputs, start, alone, view=lambda tensor: tensor)
+        if average:
+            options.reduceOp = dist.ReduceOp.AVG
+            with torch.no_grad():
+                for output in outputs if not self._replays() else ():
+                    output.copy_(output / self._row.size)  # integers, too
+        return done
+
     def _run(
         self,
         outputs: Tensors,
         inputs: Tensors,
-        start: Callable[[Any, Tensors, Tensors], Any],
+        start: Start,
         alone: Tensors | None = None,
+        view: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: _bytes(tensor),  # noqa: PLW0108
     ) -> Any:
         """Carry out a collective in host memory; ``alone`` are its results while this rank replays."""
         with torch.no_grad():
@@ -213,11 +265,19 @@ class RowGroup(Group):
             if not self._replays():
                 results = [tensor.cpu() for tensor in outputs]  # the tensor itself if it is there
                 given = [tensor.cpu() for tensor in inputs]
-                self._row.run(lambda backend: start(backend, results, given))
+                self._row.run(
+                    lambda backend: start(backend, [*map(view, results)], [*map(view, given)])
+                )
             for output, result in zip(outputs, results, strict=True):
                 if output is not result:
                     output.copy_(result.view_as(output))
         return Done(outputs)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of numbers of 8 bits, which gloo does not know, as bytes."""
+    small = tensor.is_floating_point() and tensor.element_size() == 1
+    return tensor.view(torch.uint8) if small else tensor
 
 
 def _or(options: Any, name: str) -> Any:

@@ -81,12 +81,12 @@ def _divide(
     import torch  # noqa: PLC0415 - it is imported by now
 
     ranks = _layout.remap_to_tensor(_rank_map)[0] if mesh is None else torch.as_tensor(mesh)
-    world = torch.arange(launched.given.world_size)
+    world = torch.arange(launched.given.world_size, device="cpu")
     regular = ranks.dim() == 2 and torch.equal(ranks.flatten().cpu(), world.to(ranks.dtype))
-    if not regular or ranks.shape[0] == 1:
+    if not regular:
         raise ConfigurationError(
             f"--survive: a device mesh of the shape {tuple(ranks.shape)} with these ranks does not outlive the loss of one,"
-            f" as there is no second replica with its part, or not in a row of consecutive ranks; {USE}"
+            f" as its replicas are no rows of consecutive ranks; {USE}"
         )
     rank.divide(ranks.shape[1])
 
@@ -96,10 +96,10 @@ class Models:
 
     def __init__(self, running: Running) -> None:
         self._running = running
-        self._inside = self._queued = False
+        self._inside = self._queued = self._spread = False
         self._modules: list[weakref.ref[Any]] = []
         self._passed: dict[int, Any] = {}
-        """The outermost modules that a backward pass has come through, by id."""
+        """What the modules of each model that a backward pass has come through have in common, by id."""
 
     def watch_groups(self, module: types.ModuleType) -> None:
         """Let groups of parameters know the row alone."""
@@ -118,10 +118,10 @@ class Models:
                     f"--survive: fully_shard needs the mesh of replicas and of their ranks, and reshard_after_forward as"
                     f" True or False; {USE}"
                 )
-            if not self._modules:
+            if not self._spread:
+                self._spread = True
                 rank.owns("model", self)
                 rank.spread_over(mesh.mesh)
-            self._modules += map(weakref.ref, group.modules)
             group.mesh_info = info(mesh.mesh, shard_mesh_dim=1)
             group.post_forward_mesh_info = group.mesh_info if both is not None else None
 
@@ -130,15 +130,21 @@ class Models:
     def watch_states(self, module: types.ModuleType) -> None:
         """Add up gradients over the rows after FSDP has done with a backward pass."""
         cls = module.FSDPState
-        end = cls._root_post_backward_final_callback
+        init, end = cls.init, cls._root_post_backward_final_callback
+
+        @functools.wraps(init)
+        def wrapped_init(state: Any, modules: Any, *args: Any, **kwargs: Any) -> None:
+            init(state, modules, *args, **kwargs)
+            if self._running() is not None:  # also a module without parameters of its own
+                self._modules += map(weakref.ref, modules)
 
         @functools.wraps(end)
         def wrapped(state: Any) -> None:
             end(state)
             if self._running() is not None:
-                self._end_later(state._modules[0])  # noqa: SLF001 - FSDP has no public hooks there
+                self._end_later(state)
 
-        cls._root_post_backward_final_callback = wrapped
+        cls.init, cls._root_post_backward_final_callback = wrapped_init, wrapped
 
     def watch_modules(self, module: types.ModuleType) -> None:
         """Let the outermost call of a module be a forward pass of this rank."""
@@ -159,7 +165,7 @@ class Models:
         backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - parts are computed again
         if rank is None or self._inside or backward:
             return original()
-        trains = rank.passes(model)
+        rank.passes(model)
         self._inside = True
         try:
             if not rank.replaying:
@@ -168,18 +174,22 @@ class Models:
         finally:
             self._inside = False
         _reshard(model)  # as after a backward pass
-        for tensor in torch.utils._pytree.tree_leaves(output) if trains else ():  # noqa: SLF001
+        for tensor in torch.utils._pytree.tree_leaves(output):  # noqa: SLF001
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _gradient: self._end_later(model))
+                tensor.register_hook(lambda _gradient: self._end_later(model._get_fsdp_state()))  # noqa: SLF001
         return output
 
     # ---- the end of a backward pass
 
-    def _end_later(self, model: Any) -> None:
-        """Call `_end` once at the end of the backward pass, after all that FSDP does there."""
+    def _end_later(self, state: Any) -> None:
+        """Call `_end` once at the end of the backward pass, after all that FSDP does there.
+
+        The ``state`` is that of any module of the model: of the one whose output the pass has come to first.
+        """
         import torch  # noqa: PLC0415 - it is imported by now
 
-        self._passed[id(model)] = model
+        shared = state._state_ctx  # noqa: SLF001 - FSDP has no public hooks there
+        self._passed[id(shared)] = shared
         if not self._queued:
             self._queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end)  # noqa: SLF001
@@ -188,13 +198,15 @@ class Models:
         import torch  # noqa: PLC0415 - it is imported by now
 
         passed, self._passed, self._queued = list(self._passed.values()), {}, False
-        groups = [group for model in passed for group in _groups_of(model)]
+        passed = [shared for shared in passed if shared.is_last_backward]  # else FSDP still adds up
+        groups = [g for shared in passed for s in shared.all_states for g in _groups_in(s)]
         rank = self._running()
         if rank is None or not any(g.reduce_grads and g.all_reduce_grads for g in groups):
             return
         parameters = [p.sharded_param for group in groups for p in group.fsdp_params]
         parameters = [p for p in parameters if p.requires_grad]
-        present = torch.tensor([float(p.grad is not None) for p in parameters])
+        _check(groups, parameters)
+        present = torch.tensor([float(p.grad is not None) for p in parameters], device="cpu")
         with torch.no_grad():
             for parameter in parameters:
                 if parameter.grad is None:  # here; maybe another row has one
@@ -214,11 +226,16 @@ class Models:
         modules = [module for ref in self._modules if (module := ref()) is not None]
         parts = {id(part) for m in modules for part in m.modules() if part is not m}
         found: dict[str, torch.Tensor] = {}
+        held: set[int] = set()
         for i, model in enumerate(m for m in modules if id(m) not in parts):
             _reshard(model)
             named = [*model.named_parameters(), *model.named_buffers()]
             found |= {f"{i} {name}": local(tensor) for name, tensor in named}
-        return found
+            held |= {id(tensor) for _, tensor in named}
+        rank = self._running()
+        trained = rank.trained() if rank is not None else ()
+        others = [tensor for tensor in trained if id(tensor) not in held]
+        return found | {f"other {i}": local(tensor) for i, tensor in enumerate(others)}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return this rank's parts of all models."""
@@ -237,7 +254,9 @@ def local(tensor: Any) -> Any:
 
 
 def _reshard(model: Any) -> None:
-    """Let a model have this rank's parts of its parameters alone."""
+    """Let a model have this rank's parts of its parameters alone; they may just be gathered."""
+    for group in _groups_of(model):
+        group.wait_for_unshard()
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
             module.reshard()
@@ -247,5 +266,29 @@ def _groups_of(model: Any) -> Iterator[Any]:
     """Yield the groups of parameters of a model and its parts."""
     parts = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
     for state in dict.fromkeys(module._get_fsdp_state() for module in parts):  # noqa: SLF001
-        several = getattr(state, "_fsdp_param_groups", None)  # one in earlier versions of torch
-        yield from several if several is not None else filter(None, [state._fsdp_param_group])  # noqa: SLF001
+        yield from _groups_in(state)
+
+
+def _groups_in(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)  # one in earlier versions of torch
+    return several if several is not None else [*filter(None, [state._fsdp_param_group])]  # noqa: SLF001
+
+
+def _check(groups: list[Any], parameters: list[Any]) -> None:
+    """Refuse what a program does with gradients before they are means over the rows."""
+    names = "gradient_divide_factor", "_all_reduce_hook"
+    if any(getattr(group, name, None) is not None for group in groups for name in names):
+        raise ConfigurationError(
+            "--survive: set_gradient_divide_factor and set_all_reduce_hook have no effect on the mean over the rows that"
+            " train; leave them out, or start the program without --survive."
+        )
+    hooks = [
+        hook
+        for p in parameters
+        for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
+    ]
+    if not all(str(getattr(hook, "__module__", "")).startswith("dlrover.") for hook in hooks):
+        raise ConfigurationError(
+            "--survive: an optimizer in the backward pass (register_post_accumulate_grad_hook) steps before gradients are"
+            " means over the rows; step it after the pass, or start the program without --survive."
+        )

@@ -22,8 +22,9 @@ from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 
-from dlrover.errors import InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.requests.membership import (
+    DivideMembers,
     FinishMembers,
     JoinMembers,
     LookMembers,
@@ -210,15 +211,22 @@ class Survivors:
         is complete.
         """
         has_all = confirmed = False
+        known: list[list[int]] = []
         try:
             group = self._present()
             operation(group)
             has_all = True
-            known = torch.tensor([self._link.number])
-            self._agreed = max(int(number) for number in group.gather(known))
+            own = torch.tensor([self._link.number, self.position], device="cpu")
+            known = [told.tolist() for told in group.gather(own)]
+            self._agreed = max(number for number, _position in known)
             confirmed = True
         except Changed as change:
             logger.debug("Rank %d repeats operation %d: %s", self.rank, self.position, change)
+        if len({position for _number, position in known}) > 1:
+            raise ConfigurationError(
+                "--survive: the ranks carry out collectives at different places of the program; let each rank call those of"
+                " its groups at the same places, or start the program without --survive."
+            )
         # What one of a row knows to be complete is complete: the others must not repeat it without it.
         complete, self._agreed = self._most(confirmed, self._agreed)
         if not complete:
@@ -251,12 +259,12 @@ class Survivors:
         """Form the group of the next membership and exchange where the ranks are; heal those that join."""
         while True:
             members = self._next_members()
-            number, least = self._most(members.number, -members.number)
+            number, least, over = self._most(members.number, -members.number, members.over)
             if number != -least:
                 self._link.wait(lambda m, number=number: m.number >= number, NEWS_LIMIT)  # type: ignore[misc]
                 continue
             self.close()
-            if members.over:
+            if over:
                 return self._alone(complete)
             self._last, found = members.number, None
             payloads: dict[int, torch.Tensor] = {}
@@ -293,6 +301,11 @@ class Survivors:
         )
         if mine is None:
             raise InfrastructureError(f"The job goes on without rank {self.rank}.")
+        if self._row is not None and mine.row != self._row.size and not mine.over:
+            # Nor does it know of rows then; with them it makes another membership.
+            self._last = mine.number
+            self._link.ask(DivideMembers(self._round, self.rank, self._attempt, self._row.size))
+            return self._next_members()
         return mine
 
     def _exchange(
@@ -300,7 +313,7 @@ class Survivors:
     ) -> tuple[Regrouped, dict[int, torch.Tensor]]:
         """Tell each other where the ranks are; heal those that join, unless they do so later."""
         own = Place(self.position, self.usable, complete, self._settled)
-        every = group.gather(torch.tensor(own, dtype=torch.int64))
+        every = group.gather(torch.tensor(own, dtype=torch.int64, device="cpu"))
         places = {r: Place(*t.tolist()) for r, t in zip(group.ranks, every, strict=True)}
         payloads = dict(zip(group.ranks, group.gather(payload), strict=True))
         found = regroup(places, group.row)
@@ -326,7 +339,7 @@ class Survivors:
         joining = [rank for rank in found.joining if rank % group.row == place]
         if joining:
             self._state.heal(group.column, found.source + place, joining, self.rank)
-        group.gather(torch.ones(1))
+        group.gather(torch.ones(1, device="cpu"))
 
 
 def _lacks(members: Members, group: MembershipGroup) -> bool:

@@ -48,7 +48,7 @@ class Unchanged:
         self._round = zlib.crc32(f"{job_of(config.environ())} {given.round}".encode()) or 1
         self._loaded = loaded
         self._files: dict[str, float] = {}
-        self._began = torch.zeros(2, dtype=torch.float64)
+        self._began = torch.zeros(2, dtype=torch.float64, device="cpu")
         """When the ranks made their first step, in seconds since the epoch, and the number of the save that they began
         with, 0 for none; they send it to each other with each regrouping."""
         self._continues = 0
@@ -64,6 +64,8 @@ class Unchanged:
         self._survivors = Survivors(link, given.round, given.rank, given.attempt, self._healer)
         self.row: Row | None = None
         """The ranks that have a replica together with this one; None: it has one alone."""
+        self.saving = False
+        """True while all ranks save a checkpoint together, of which each must have its part."""
         self._reductions = self._others = 0
         self._fresh = self._first = True
         self._asked = self._local = self._midway = False
@@ -148,7 +150,7 @@ class Unchanged:
         if self.row is None:
             given = self._given
             self._link.ask(DivideMembers(given.round, given.rank, given.attempt, size))
-            self.row = Row(self._link, given, size, self._look)
+            self.row = Row(self._link, given, size, self._look, self._leave)
             self._survivors.position = self._position
             self._survivors.divide(self.row, self._began)
         if self.row.size != size:
@@ -158,7 +160,8 @@ class Unchanged:
             )
 
     def _look(self) -> None:
-        """Give up while this rank waits for others of its row, if those of other rows wait for it."""
+        """Give up while this rank waits for others of its row, if other rows wait for it or have finished."""
+        self._leave()
         try:
             self._survivors.check()
         except Changed as change:
@@ -166,10 +169,14 @@ class Unchanged:
                 "--survive: a rank was lost while the program made its device mesh; all ranks start again."
             ) from change
 
-    def all_train(self) -> bool:
-        """Return whether all ranks of the world train; all that do call this."""
-        (count,) = self.collective(lambda group: [torch.tensor(len(group.ranks))], [torch.zeros(1)])
-        return int(count) == self._given.world_size
+    def _leave(self) -> None:
+        if self.replaying and self._link.over:
+            self._survivors.leave()
+
+    def trained(self) -> list[torch.Tensor]:
+        """Return the parameters of all optimizers."""
+        optimizers = [part for name, part in self._parts.items() if name.startswith("optimizer")]
+        return [p for one in optimizers for group in one.param_groups for p in group["params"]]
 
     def spread_over(self, mesh: Any) -> None:
         """Note the device mesh that parts of the state belong to."""
@@ -196,10 +203,8 @@ class Unchanged:
         """
         if self._local:
             return alone
-        if self.replaying or self._behind():
-            self._others += 1
-            return alone
-        results = self._carry_out(operation, whole=whole)
+        skips = self.replaying or self._behind()
+        results = alone if skips else self._carry_out(operation, whole=whole)
         self._others += 1
         return results
 
@@ -212,9 +217,8 @@ class Unchanged:
             return [flat.div_(len(group.ranks))]
 
         (flat,) = self._carry_out(operation, whole=whole)
-        for gradient, mean in zip(
-            gradients, flat.split([g.numel() for g in gradients]), strict=True
-        ):
+        means = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, mean in zip(gradients, means, strict=True):
             gradient.copy_(mean.view_as(gradient))
         self.reduced()
 
@@ -287,8 +291,8 @@ class Unchanged:
             self._survivors.position = self._position
             self._survivors.edge(self._began)
             return
-        if self._link.over and self.row is None:
-            self._survivors.leave()
+        if self.row is None:
+            self._leave()
         if not self._asked and self.steps >= self._aim:
             furthest = self._furthest()
             left, before = furthest - self.steps, self._left
@@ -318,7 +322,7 @@ class Unchanged:
                     f"--survive: this rank began with a newer checkpoint than the others, {path}, so it cannot come to"
                     " their place; all ranks start again."
                 )
-        self._began[:] = torch.tensor([began, first])
+        self._began[:] = torch.tensor([began, first], device="cpu")
 
     def _furthest(self) -> int:
         """Return how many steps the others have made, as far as a rank of this row knows; leave if they have finished."""
@@ -355,9 +359,8 @@ class Unchanged:
 
     def remembered(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the output of the first pass with such arguments, as new tensors."""
-        leaves, _ = pytree.tree_flatten((args, kwargs))
-        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        key = (id(module), module.training, tuple(shapes))
+        tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+        key = (id(module), module.training, tuple(tuple(tensor.shape) for tensor in tensors))
         if key not in self._outputs:
             with torch.no_grad():
                 self._outputs[key] = module(*args, **kwargs)
@@ -383,9 +386,8 @@ class Unchanged:
 def _anew(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return (
-        value.detach().clone().requires_grad_(value.is_floating_point() and torch.is_grad_enabled())
-    )
+    learns = value.is_floating_point() and torch.is_grad_enabled()
+    return value.detach().clone().requires_grad_(learns)
 
 
 class _StepCount:
