@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # Ray's own
 ]  # fmt: skip
 
+DIGITS = Path(__file__).parents[2] / "examples" / "01_digits_ddp" / "train.py"
 STEPS = 150
 WAIT = 200.0
 """Seconds for a node to be replaced, and for the steps after it."""
@@ -126,3 +129,45 @@ def test_a_submitted_job_goes_on_until_it_is_stopped(run, ray_cluster) -> None:
 def test_more_than_the_cluster_can_have_is_refused_at_once(run, ray_cluster) -> None:
     launch = run(*ray_cluster.options(9), "--no-python", "true")
     assert "9 nodes need CPU 9" in launch.end_with(2, WAIT)[1]
+
+
+@pytest.mark.heavy
+def test_twenty_random_kills_do_not_change_what_the_digits_example_computes(run, ray_cluster):
+    def losses(name: str) -> list[dict[str, float]]:
+        path = run.directory / name / "losses.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def start(name: str, *options: str, step_time: float = 0.0):
+        words = ["--out", run.directory / name, "--save-every", "5", "--step-time", str(step_time)]
+        return run(*options, DIGITS, *words, name=f"{name}-job")
+
+    start("local", "--local-nodes", "2").succeed(WAIT)
+    limits = "max_infrastructure_restarts=100,no_progress_restarts=100"
+    options = {"max_restarts": 0, "shutdown_timeout": 5, "rdzv_conf": limits}
+    launch = start("ray", *ray_cluster.options(2, **options), step_time=0.2)
+    chance = random.Random(0)
+    above = {"agent": 0, "actor": 1, "raylet": 2}
+    for number in range(20):
+        after = len(losses("ray")) + chance.randint(6, 9)
+        launch.until(lambda at=after: len(losses("ray")) >= at, WAIT, f"steps before kill {number}")
+        what = chance.choice(["worker", "master", *above])
+        rounds = len(launch.events_of(events.RoundCompleted))
+        if what == "master":
+            masters = len(launch.events_of(events.MasterRecovered))
+            ray_cluster.masters()[0].kill()
+            launch.until(
+                lambda n=masters: len(launch.events_of(events.MasterRecovered)) > n, WAIT, what
+            )
+            continue
+        victim = chance.choice(ray_cluster.workers() if what == "worker" else ray_cluster.agents())
+        for _ in range(above.get(what, 0)):
+            victim = victim.parent()
+        victim.kill()
+        if what == "raylet":
+            ray_cluster.add_nodes(1)
+        launch.until(lambda n=rounds: len(launch.events_of(events.RoundCompleted)) > n, WAIT, what)
+    launch.succeed(WAIT)
+    assert [line["loss"] for line in losses("ray")] == pytest.approx(
+        [line["loss"] for line in losses("local")], abs=1e-6
+    )
