@@ -7,15 +7,22 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
-from dlrover.errors import ConfigurationError, InfrastructureError, MemberLostError
+from dlrover.errors import (
+    ConfigurationError,
+    InfrastructureError,
+    MemberLostError,
+    ProtocolError,
+)
 from dlrover.roles import RoleGroup, current_worker, weights
-from dlrover.roles.messages import Version
+from dlrover.roles.messages import MemberPlace, Version
 from dlrover.roles.runtime import holder
-from dlrover.roles.runtime.weights import publishing
+from dlrover.roles.runtime.weights import following, publishing
 from tests.roles.coordinators import Coordinator, coordinator, joined
 from tests.waiting import until
 
@@ -284,3 +291,20 @@ def test_the_process_that_keeps_weights_is_started_again_and_ends_with_the_job(
             weights.publish({"a": np.zeros(3)}, 1)  # before anyone knows
         second = until(lambda: made.keeper not in (0, first) and made.keeper, 60)
     until(lambda: not holder._runs(second), 60)
+
+
+def test_a_part_of_weights_at_whose_address_another_process_answers_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one whose keeper does not answer, and no error in the program that asks for weights."""
+
+    def another(*_: object) -> NoReturn:
+        raise ProtocolError("It shows another certificate.")
+
+    keeper = MemberPlace(".holder", 0, 1, 1)
+    part: Any = SimpleNamespace(holder=keeper, key="k")
+    none: Any = None
+    found = SimpleNamespace(place=keeper, address=None)
+    monkeypatch.setattr(following, "member", lambda *_: found)
+    monkeypatch.setattr(following.holders, "connection", another)
+    assert following._reader(none, none, part) is None

@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from dlrover.cli.cluster import rolesonkubernetes
 from dlrover.cli.main import app
 from dlrover.errors import ConfigurationError
+from dlrover.kubernetes.resources import validation
 from dlrover.roles import Job, capacity
-from dlrover.roles.loading import load, of_options, to_options
+from dlrover.roles.loading import load, of_options, tls_of, to_options
 from dlrover.roles.spec import EntryForm, Failover, RoleKind
+from dlrover.spec.jobdir import TlsFiles
+from tests.support import certificates
 
 PROGRAM = "class Work:\n    def run(self): ...\n\ndef main(): ...\n"
 
@@ -190,3 +194,29 @@ def test_the_command_exits_with_2(folder: Path) -> None:
         result = CliRunner().invoke(app, ["roles", *words], env={"DLROVER_TLS_CA": "ca.crt"})
         assert isinstance(result.exception, ConfigurationError)
         assert (says in str(result.exception), result.exception.exit_code) == (True, 2)
+
+
+def test_files_for_tls_are_checked_before_the_job_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = certificates.made(folder)
+    monkeypatch.chdir(folder)
+    env = {name: Path(path).name for name, path in certificates.settings(files).items()}
+    assert tls_of(env) == files
+    assert tls_of({"DLROVER_TLS_SERVER_NAME": "x"}) == TlsFiles()
+    with pytest.raises(ConfigurationError, match="tls_ca"):
+        tls_of(env | {"DLROVER_TLS_CA": "work.py"})
+    with pytest.raises(ConfigurationError, match="tls_cert"):
+        tls_of(env | {"DLROVER_TLS_KEY": "work.py"})
+
+
+def test_a_job_on_kubernetes_cannot_bring_a_certificate_of_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    job = Job("x", directory=folder)
+    job.role("a", "work.py")
+    made = rolesonkubernetes.manifest(job.spec(), "train:1", "", {})
+    env = certificates.settings(certificates.made(folder))
+    with pytest.raises(ConfigurationError, match=r"set spec\.master\.tls instead"):
+        rolesonkubernetes.coordinate(validation.parse(made), env, "", 0)

@@ -159,7 +159,7 @@ class Membership:
         self.over = newest.over or any(holding.succeeded for holding in held.values())
         self.attempts = {r: a for r, a in newest.attempts.items() if self.latest.get(r) == a}
         self._level(self.latest)
-        self.due.clear()  # all nodes are told anyway
+        self.due.clear()  # the caller orders all that were started again anyway
         if not (self.attempts or self.over):
             self.end()
             return
@@ -350,7 +350,7 @@ class Membership:
         assert not self.ranks.keys() & self.holes.keys(), "a node is lost and there"
         assert not self.round or self.attempts or self.over, "no rank trains"
         assert not len(self.latest) % self.row, "a row is cut off"
-        assert not self.due, "nobody has ordered the ranks to start again"
+        assert not self.due, "ranks to start again are without an order"
         assert self.ready <= set(held) - self.attempts.keys(), "a rank asks to join that trains"
         there = set(held)
         for row in map(self.row_of, range(0, len(self.latest), self.row)):

@@ -65,7 +65,7 @@ class RenewMembers(msgspec.Struct, frozen=True, array_like=True, tag="renew_memb
 
 
 class DivideMembers(msgspec.Struct, frozen=True, array_like=True, tag="divide_members"):
-    """Replicas are spread over rows of so many ranks; each rank of the world says so, and the first report counts."""
+    """Each replica is spread over a row of ``row`` ranks. Each rank of the world reports it; the first report counts."""
 
     round: Count
     rank: Count

@@ -76,7 +76,7 @@ class Row:
         The master may know of the loss only after the other's core dump, or the time for its node to reconnect.
 
         Raises:
-            InfrastructureError: Nobody ends it.
+            InfrastructureError: The agent does not end it in time.
             RuntimeError: No rank of the row is lost: the error is the collective's own.
         """
         given, ended = self._given, threading.Event()  # never set
@@ -168,7 +168,7 @@ class RowGroup(Group):
         )  # fmt: skip
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Any:
-        """Reduce tensors of which each rank gets one."""
+        """Reduce as many tensors as the row has ranks; each gets one."""
         options = _or(opts, "ReduceScatter")
         return self._reduce(
             options, outputs, inputs[0], lambda b, own, all_: b.reduce_scatter(own, [all_], options),
@@ -176,7 +176,7 @@ class RowGroup(Group):
         )  # fmt: skip
 
     def _reduce_scatter_base(self, own: torch.Tensor, every: torch.Tensor, opts: Any = None) -> Any:
-        """Reduce a tensor of which each rank gets a part."""
+        """Reduce a tensor; each rank gets a part."""
         options = _or(opts, "ReduceScatter")
         return self._reduce(
             options, [own], [every], lambda b, one, all_: b._reduce_scatter_base(one[0], all_[0], options),  # noqa: SLF001
@@ -186,7 +186,7 @@ class RowGroup(Group):
     def reduce_scatter_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
-        """Reduce tensors of which each rank gets parts."""
+        """Reduce tensors; each rank gets parts."""
         for own, every in zip(outputs, inputs, strict=True):
             self._reduce_scatter_base(own, every, opts)
         return Done(outputs)

@@ -32,7 +32,7 @@ USE = (
 
 def install(running: Running) -> None:
     """Place each hook when its module is imported."""
-    models = Models(running)
+    models = ShardedModels(running)
     after_import("torch.distributed.device_mesh", functools.partial(_watch_meshes, running))
     after_import(f"{_FSDP}._fsdp_param_group", models.watch_groups)
     after_import(f"{_FSDP}._fsdp_state", models.watch_states)
@@ -91,7 +91,7 @@ def _divide(
     rank.divide(ranks.shape[1])
 
 
-class Models:
+class ShardedModels:
     """The models of this process that FSDP divides."""
 
     def __init__(self, running: Running) -> None:

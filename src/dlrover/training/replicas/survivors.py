@@ -57,8 +57,8 @@ class Healed(Protocol):
         ...
 
 
-class Row(Protocol):
-    """The ranks that have a model together."""
+class RowRanks(Protocol):
+    """What the ranks that have a model together agree by; `rows.Row` by their connection."""
 
     size: int
 
@@ -87,7 +87,7 @@ class Survivors:
         self.usable = attempt == 0
         """True if this rank has the state that belongs to its position."""
         self._link, self._round, self._attempt, self._state = link, round_, attempt, state
-        self._row: Row | None = None
+        self._row: RowRanks | None = None
         self._group: MembershipGroup | None = None
         self._settled = self._later = False
         self._waiting: Regrouped | None = None
@@ -142,7 +142,7 @@ class Survivors:
         regrouped = self._regroup(payload, complete=False)
         return regrouped if self.usable or self._waiting is not None else None
 
-    def divide(self, row: Row, payload: torch.Tensor) -> None:
+    def divide(self, row: RowRanks, payload: torch.Tensor) -> None:
         """Train as one of a row from now on; all ranks that train call this at the same place."""
         self._row = row
         if self._group is not None and self._group.row != row.size:
@@ -217,7 +217,7 @@ class Survivors:
             operation(group)
             has_all = True
             own = torch.tensor([self._link.number, self.position], device="cpu")
-            known = [told.tolist() for told in group.gather(own)]
+            known = [one.tolist() for one in group.gather(own)]
             self._agreed = max(number for number, _position in known)
             confirmed = True
         except Changed as change:

@@ -1,8 +1,9 @@
 """Programs that use `DistributedDataParallel` or FSDP2's HSDP as they are: what they see of a loss is a slow step.
 
 Each synchronizing backward pass is one *reduction*; other collectives are counted within it. A rank that is started
-again runs the program from its beginning, without the model: it returns what it returned once, the optimizer does nothing, collectives have no effect. So it comes to the place of the others within moments, with
-its loaders, schedulers and counters where they would be; there it takes their state, and trains.
+again runs the program from its beginning, without computing: each model returns what it returned once, the optimizer
+does nothing, collectives have no effect. So it comes to the place of the others within moments, with its loaders,
+schedulers and counters where they would be; there it takes their state, and trains.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Unchanged:
         self.row: Row | None = None
         """The ranks that have a replica together with this one; None: it has one alone."""
         self.saving = False
-        """True while all ranks save a checkpoint together, of which each must have its part."""
+        """True while all ranks save a checkpoint together, which lacks something if one of them is lost."""
         self._reductions = self._others = 0
         self._fresh = self._first = True
         self._asked = self._local = self._midway = False
@@ -142,7 +143,7 @@ class Unchanged:
         self._parts[f"{name} {len(self._parts)}"] = part
 
     def divide(self, size: int) -> None:
-        """Begin to train as one of a row of so many ranks.
+        """Begin to train as one of a row of ``size`` ranks.
 
         Raises:
             ConfigurationError: The program's ranks are in rows of another size.
