@@ -70,7 +70,7 @@ class _Room:
         return True
 
     def page(self, after: int) -> dict[str, bytes]:
-        """Return the keys after so many, up to `REPLY_BYTES`."""
+        """Return the keys beyond the first ``after`` ones, up to `REPLY_BYTES`."""
         found, size = {}, 0
         for key, value in islice(self._keys.items(), after, None):
             found[key] = value

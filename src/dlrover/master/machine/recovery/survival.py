@@ -1,6 +1,7 @@
 """The response to losses that stop no other rank: the ranks that are left go on, the lost ones start again.
 
-A row of ranks that have one replica together is lost with any of them. The world, its round and its ranks stay; a node that is given up because of its faults is lost with all its ranks.
+A row of ranks that have one replica together is lost with any of them. The world, its round and its ranks stay; a node
+that is given up because of its faults is lost with all its ranks.
 Where no other rank trains, after a mistake of the program, and in a job without ``survive``, the loss is an incident
 like any other.
 """
@@ -180,7 +181,7 @@ class Survival:
     # ---- orders
 
     def _go_on(self, reason: str, now: float) -> None:
-        """Tell all nodes who trains; open a round if nobody does."""
+        """Tell all nodes which ranks train; open a round if none does."""
         membership = self.state.membership
         if membership.attempts or membership.over:
             self._tell()
@@ -194,7 +195,7 @@ class Survival:
             self._say(node_id, StartAgain(membership.round, attempts, node_id == fresh))
 
     def _tell(self, fresh: int = -1) -> None:
-        """Order lost ranks to start again, and tell all nodes who trains."""
+        """Order lost ranks to start again, and tell all nodes which ranks train."""
         membership = self.state.membership
         self._order(fresh)
         members = membership.members(self.state.progress.steps)
