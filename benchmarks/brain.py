@@ -26,7 +26,7 @@ import sqlalchemy as sa
 
 from dlrover.rpc.brain import BrainClient, request_id
 from dlrover.spec import brain
-from dlrover.spec.plan import Group
+from dlrover.spec.plan import NodeGroup
 
 TOKEN = "benchmark"
 RESULTS = Path(__file__).parent / "results" / "brain.json"
@@ -34,7 +34,7 @@ RESULTS = Path(__file__).parent / "results" / "brain.json"
 
 def shape(workers: int) -> brain.Shape:
     """So many nodes with one accelerator each."""
-    return brain.Shape(groups={"worker": Group(count=workers, cpu=8, accelerators=1)}, batch=64)
+    return brain.Shape(groups={"worker": NodeGroup(count=workers, cpu=8, accelerators=1)}, batch=64)
 
 
 def throughput(workers: int, job: int) -> float:
@@ -46,7 +46,7 @@ def throughput(workers: int, job: int) -> float:
 def server_shape(workers: int, servers: int) -> brain.Shape:
     """A parameter-server job."""
     return brain.Shape(
-        groups={"worker": Group(count=workers, cpu=4), "ps": Group(count=servers, cpu=8)},
+        groups={"worker": NodeGroup(count=workers, cpu=4), "ps": NodeGroup(count=servers, cpu=8)},
         batch=512,
     )
 

@@ -6,13 +6,15 @@ from typing import Any
 
 from dlrover.rpc.brain import request_id
 from dlrover.spec import brain
-from dlrover.spec.plan import Group
+from dlrover.spec.plan import NodeGroup
 
 
 def shape(workers: int = 1, servers: int = 0, **more: Any) -> brain.Shape:
-    groups = {"worker": Group(count=workers, cpu=4, memory=more.pop("memory", 0), accelerators=1)}
+    groups = {
+        "worker": NodeGroup(count=workers, cpu=4, memory=more.pop("memory", 0), accelerators=1)
+    }
     if servers:
-        groups = {"worker": Group(count=workers, cpu=4), "ps": Group(count=servers, cpu=4)}
+        groups = {"worker": NodeGroup(count=workers, cpu=4), "ps": NodeGroup(count=servers, cpu=4)}
     return brain.Shape(groups=groups, batch=more.pop("batch", 64), **more)
 
 

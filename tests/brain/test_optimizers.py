@@ -15,7 +15,7 @@ from dlrover.planning.shapes import allowed, ring_sample
 from dlrover.planning.warmstart import PastJob, first_plan
 from dlrover.spec import brain
 from dlrover.spec.measurements import Batches, SpeedSample
-from dlrover.spec.plan import Effect, Group, PlanOutcome
+from dlrover.spec.plan import Effect, NodeGroup, PlanOutcome
 from tests.brain import jobs
 
 NOTHING = brain.ClusterResources()
@@ -103,7 +103,7 @@ def test_one_global_batch_is_measured_once_at_each_size(total) -> None:
             total_batch=total,
             batches=batches,
         )
-        current = shape_of(window, Group(count=1, cpu=1))  # with a rounded share of each worker
+        current = shape_of(window, NodeGroup(count=1, cpu=1))  # with a rounded share of each worker
         measured.append(brain.Sample(shape=current, throughput=speed, batches=batches))
         space = brain.Space(workers=brain.Range(1, len(speeds)))
         description = jobs.register("one", space=space).description
@@ -135,14 +135,18 @@ def test_without_samples_nothing_is_planned() -> None:
 
 def test_a_first_plan_is_clamped_to_the_space_and_to_what_is_set() -> None:
     features = {"model": "bert"}
-    past = Past((PastJob("old", features, {"worker": Group(count=12, cpu=6, memory=5)}),), (0.0,))
+    past = Past(
+        (PastJob("old", features, {"worker": NodeGroup(count=12, cpu=6, memory=5)}),), (0.0,)
+    )
     description = brain.Description(
         name="new",
         features=features,
         space=brain.Space(workers=brain.Range(1, 10, 4)),
-        groups={"worker": Group(count=1, cpu=2)},
+        groups={"worker": NodeGroup(count=1, cpu=2)},
     )
-    assert first_plan(description, past.jobs).groups["worker"] == Group(count=8, cpu=2, memory=5)
+    assert first_plan(description, past.jobs).groups["worker"] == NodeGroup(
+        count=8, cpu=2, memory=5
+    )
     servers = msgspec.structs.replace(description, strategy="ps")
     assert set(first_plan(servers, past.jobs).groups) == {"worker", "ps"}
 

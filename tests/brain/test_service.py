@@ -15,7 +15,7 @@ from dlrover.brain.database import open_database
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.rpc.brain import BrainClient, request_id
 from dlrover.spec import brain
-from dlrover.spec.plan import Effect, Group, Plan
+from dlrover.spec.plan import Effect, NodeGroup, ResourcePlan
 from tests.brain import jobs
 from tests.brain.conftest import Serve
 
@@ -94,14 +94,14 @@ async def test_what_is_refused_undoes_nothing_else(database: str, serve: Serve) 
 
 
 def cores(number: float) -> brain.Shape:
-    return brain.Shape(groups={"worker": Group(count=1, cpu=number)})
+    return brain.Shape(groups={"worker": NodeGroup(count=1, cpu=number)})
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         jobs.samples("one", brain.Shape(groups={}), throughput=1.0),
-        jobs.samples("one", brain.Shape(groups={"worker": Group(count=0)}), throughput=1.0),
+        jobs.samples("one", brain.Shape(groups={"worker": NodeGroup(count=0)}), throughput=1.0),
         jobs.samples("one", jobs.shape(1), throughput=float("nan")),
         jobs.samples("one", cores(float("nan")), throughput=1.0),
         jobs.samples("one", cores(-1.0), throughput=1.0),
@@ -250,8 +250,8 @@ async def test_what_if_changes_nothing(database: str, serve: Serve) -> None:
 
 
 async def test_the_plans_of_a_master_are_kept_too(database: str, serve: Serve) -> None:
-    plan = Plan(
-        groups={"worker": Group(count=2)},
+    plan = ResourcePlan(
+        groups={"worker": NodeGroup(count=2)},
         reason="für 'quotes' und 数",
         effect=Effect(throughput=10, low=8, high=12),
     )
@@ -377,7 +377,7 @@ class Constant:
     whole = False
 
     def advise(self, found: list[object], *_: object) -> dict[str, brain.Advice]:
-        plan = Plan(groups={"worker": Group(count=7)}, reason="seven is enough")
+        plan = ResourcePlan(groups={"worker": NodeGroup(count=7)}, reason="seven is enough")
         return {job.id: brain.Advice(plan=plan, reason=plan.reason) for job in found}  # type: ignore[attr-defined]
 
 

@@ -130,4 +130,4 @@ def test_what_makes_certificates_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography", None)
     for error in met(SECRET, SECRET):
         assert isinstance(error, ConfigurationError)
-        assert "A job that uses TLS needs the package cryptography" in str(error)
+        assert "Each node of a job that uses TLS needs the package cryptography" in str(error)

@@ -388,5 +388,5 @@ def test_without_the_extra_a_sentence_says_what_to_install(tmp_path: Path):
     )
     assert ended.returncode == ExitCode.USAGE
     assert ended.stderr == (
-        "dlrover: dlrover ckpt needs the package xxhash; install dlrover[torch].\n"
+        "dlrover: dlrover ckpt needs the package xxhash: pip install 'dlrover[torch]'.\n"
     )

@@ -7,7 +7,6 @@ from dlrover.cli.run.arguments import parse
 from dlrover.dashboard.inspect import plans
 from dlrover.errors import ConfigurationError
 from dlrover.master.journal.history import History
-from dlrover.planning import extra
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir, MasterConfig
@@ -57,15 +56,6 @@ def test_where_there_is_nothing_to_choose_it_is_refused(argv, sentence):
     with pytest.raises(ConfigurationError) as caught:
         options(*argv, "--auto-scale")
     assert str(caught.value) == sentence
-
-
-def test_a_missing_package_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setattr(extra, "PACKAGES", ("numpy", "surely_not_there"))
-    with pytest.raises(ConfigurationError) as caught:
-        extra.require("--auto-scale")
-    assert str(caught.value) == (
-        "--auto-scale needs surely_not_there: pip install 'dlrover[planning]'."
-    )
 
 
 def told(tmp_path, *bodies, auto_scale=True, servers=0) -> plans.Plans:

@@ -15,7 +15,7 @@ from dlrover.kubernetes.resources import names
 from dlrover.spec.brain import Description, JobRow, PlanRecord, Sample, Shape, Story
 from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
 from dlrover.spec.outcome import Goodput, IncidentCost, Outcome
-from dlrover.spec.plan import Effect, Group, Plan
+from dlrover.spec.plan import Effect, NodeGroup, ResourcePlan
 
 MESSAGE = "The training program failed: rank 1: ValueError"
 
@@ -96,7 +96,7 @@ def incident(round_: int) -> IncidentCost:
 
 
 def story(**more: Any) -> Story:
-    shape = Shape(groups={"worker": Group(count=2)})
+    shape = Shape(groups={"worker": NodeGroup(count=2)})
     row = JobRow(
         job="bert-1", description=Description(name="bert"), state="failed", registered=100.0,
         ended=160.0, shape=shape, throughput=55.0,
@@ -104,7 +104,7 @@ def story(**more: Any) -> Story:
     effect = Effect(throughput=100.0, low=80.0, high=120.0)
     plan = PlanRecord(
         plan_id="p", at=120.0, optimizer="single-job", before=shape, state="applied", measured=110.0,
-        plan=Plan(groups={"worker": Group(count=4)}, reason="pays", effect=effect), error=0.1, within=True,
+        plan=ResourcePlan(groups={"worker": NodeGroup(count=4)}, reason="pays", effect=effect), error=0.1, within=True,
     )  # fmt: skip
     return Story(
         job=row,

@@ -22,7 +22,7 @@ DOORS = {
         "resources", "vendors",
     },
     "dlrover.brain": {
-        "BrainClient", "Description", "Group", "Optimizer", "Range", "RegisterJob", "ReportOutcome",
+        "BrainClient", "Description", "NodeGroup", "Optimizer", "Range", "RegisterJob", "ReportOutcome",
         "ReportSamples", "Sample", "Shape", "Space", "request_id",
     },
     "dlrover.checkpoint": {"Checkpointer", "KeepBest", "KeepEvery", "KeepLast", "LoadRecord", "Shard"},

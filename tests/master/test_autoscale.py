@@ -8,7 +8,7 @@ from dlrover.spec import events
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.measurements import Batches, ModelProfile, SpeedSample
 from dlrover.spec.node import Size
-from dlrover.spec.plan import Effect, Group, Plan, ScaleDecision, ScaleKind, ScaleStage
+from dlrover.spec.plan import Effect, NodeGroup, ResourcePlan, ScaleDecision, ScaleKind, ScaleStage
 
 LIMITS = Limits(autoscale_interval=300.0, autoscale_patience=900.0)
 
@@ -57,7 +57,9 @@ class Story:
         decision = None
         if nodes is not None:
             effect = Effect(throughput=throughput, low=throughput / 1.5, high=throughput * 1.5)
-            plan = Plan(groups={"worker": Group(count=nodes)}, reason="why", effect=effect)
+            plan = ResourcePlan(
+                groups={"worker": NodeGroup(count=nodes)}, reason="why", effect=effect
+            )
             decision = ScaleDecision(kind=kind, nodes=nodes, plan=plan)
         assert self.machine.due(self.now)
         self.told += self.machine.planned(decision, self.now)
@@ -216,7 +218,7 @@ def test_what_the_brain_has_ordered_is_measured_and_not_taken_back():
     """It may have given the nodes to a job that needs them more."""
     story = Story()
     story.measure(4, 40.0)
-    plan = Plan(
+    plan = ResourcePlan(
         groups={}, reason="others gain more", effect=Effect(throughput=20.0, low=15.0, high=25.0)
     )
     decision = ScaleDecision(kind=ScaleKind.SHRINK, nodes=2, plan=plan, plan_id="the-brains")
@@ -265,7 +267,7 @@ class ServerStory(Story):
 
     def plan(self, workers: int, servers: int, throughput: float = 20.0) -> None:
         effect = Effect(throughput=throughput, low=throughput / 1.5, high=throughput * 1.5)
-        plan = Plan(groups={}, reason="why", effect=effect)
+        plan = ResourcePlan(groups={}, reason="why", effect=effect)
         decision = ScaleDecision(kind=ScaleKind.GROW, nodes=workers, servers=servers, plan=plan)
         self.told += self.machine.planned(decision, self.now)
         self.machine.validate()
@@ -399,7 +401,7 @@ def batch_story(**options) -> Story:
     story = Story(least=2, **options)
     told, _ = story.machine.measured(1, of_batch(32), ModelProfile(), 0.0)
     assert not told
-    plan = Plan(groups={"worker": Group(count=2)}, reason="noisy", batch=64)
+    plan = ResourcePlan(groups={"worker": NodeGroup(count=2)}, reason="noisy", batch=64)
     decision = ScaleDecision(kind=ScaleKind.BATCH, nodes=2, plan=plan, plan_id="p", batch=64)
     story.told += story.machine.planned(decision, 0.0)
     return story

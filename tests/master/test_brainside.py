@@ -25,7 +25,7 @@ from dlrover.spec.jobdir import BrainSide
 from dlrover.spec.measurements import Batches, ModelProfile, NodeUsage, SpeedSample
 from dlrover.spec.node import Size
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.plan import Group, Plan, ScaleKind
+from dlrover.spec.plan import NodeGroup, ResourcePlan, ScaleKind
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ async def story(tmp_path, *, serve: bool = True, cluster: bool = True, secret: s
         cluster=cluster,
         program="train.py",
         origin="uid-1",
-        node=Group(count=1, accelerators=1),
+        node=NodeGroup(count=1, accelerators=1),
     )
     job = brainside.connect(side, JOB, secret, wire.Tls(), {brainside.TOKEN: TOKEN})
     try:
@@ -191,12 +191,12 @@ def test_a_size_with_servers_in_the_brains_terms():
     served = SpeedSample(
         nodes=2, replicas=4, step_seconds=0.1, steps=20, servers=3, server_cpu=8.0, worker_cpu=4.0
     )
-    shape = brainside.shape_of(served, Group(count=1, cpu=4.0))
+    shape = brainside.shape_of(served, NodeGroup(count=1, cpu=4.0))
     assert shape.groups == {
-        "worker": Group(count=2, cpu=4.0),
-        "ps": Group(count=3, cpu=8.0),
+        "worker": NodeGroup(count=2, cpu=4.0),
+        "ps": NodeGroup(count=3, cpu=8.0),
     }
     assert shape.per_node == 2
-    plan = Plan(groups={"ps": Group(count=1)}, reason="one is enough")
+    plan = ResourcePlan(groups={"ps": NodeGroup(count=1)}, reason="one is enough")
     assert brainside.size_of(plan, served.size) == Size(2, 1)
     assert brainside.size_of(plan, Size(2)) == Size(2), "a job without servers gets none"

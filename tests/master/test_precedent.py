@@ -9,7 +9,7 @@ from dlrover.master.scaling.brainside import shape_of as wire_shape
 from dlrover.spec import brain
 from dlrover.spec.measurements import SpeedSample
 from dlrover.spec.node import Size
-from dlrover.spec.plan import Group
+from dlrover.spec.plan import NodeGroup
 
 
 def sample(nodes: int, step: float, total: int = 0) -> SpeedSample:
@@ -18,7 +18,7 @@ def sample(nodes: int, step: float, total: int = 0) -> SpeedSample:
 
 def past(*samples: SpeedSample) -> brain.Similar:
     found = tuple(
-        brain.Sample(shape=wire_shape(one, Group(count=1)), throughput=one.throughput)
+        brain.Sample(shape=wire_shape(one, NodeGroup(count=1)), throughput=one.throughput)
         for one in samples
     )
     return brain.Similar(name="past", similarity=1.0, samples=found)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover.errors import ConfigurationError
-from dlrover.planning.tuning import Memory, Readers, Window, micro_batch
+from dlrover.planning.tuning import Memory, ReaderChoice, Window, micro_batch
 from dlrover.training.batch import learning_rate_factor
 
 MIB = 2**20
@@ -21,7 +21,7 @@ def window(count: int, reading: float, training: float, *, parallel: int = 1000)
 
 
 def test_as_many_processes_as_reading_needs() -> None:
-    readers = Readers(0, most=32)
+    readers = ReaderChoice(0, most=32)
     choice = readers.handle(window(0, 0.08, 0.02))
     assert choice.value == 4
     assert choice.reason == (
@@ -32,13 +32,13 @@ def test_as_many_processes_as_reading_needs() -> None:
 
 
 def test_far_too_few_grow_in_steps() -> None:
-    readers = Readers(1, most=64)
+    readers = ReaderChoice(1, most=64)
     found = [readers.handle(window(readers.count, 1.0, 0.03)).value for _ in range(4)]
     assert found == [4, 16, 34, 34]
 
 
 def test_processes_that_are_no_help_are_taken_back() -> None:
-    readers = Readers(1, most=32)
+    readers = ReaderChoice(1, most=32)
     assert readers.handle(window(1, 0.1, 0.05, parallel=1)).value == 2
     choice = readers.handle(window(2, 0.1, 0.05, parallel=1))
     assert choice == (1, "a batch takes 100 ms with 2, and took 100 ms with 1")
@@ -48,7 +48,7 @@ def test_processes_that_are_no_help_are_taken_back() -> None:
 
 
 def test_no_more_than_there_may_be() -> None:
-    readers = Readers(2, most=3)
+    readers = ReaderChoice(2, most=3)
     assert readers.handle(window(2, 1.0, 0.01)).value == 3
     choice = readers.handle(window(3, 1.0, 0.01))
     assert choice.value == 3
@@ -67,7 +67,7 @@ def test_the_number_comes_to_rest_and_is_no_slower(
     first, most, reading, training, parallel
 ) -> None:
     most = max(most, first)
-    readers = Readers(first, most)
+    readers = ReaderChoice(first, most)
     found = [
         readers.handle(window(readers.count, reading, training, parallel=parallel)).value
         for _ in range(12)

@@ -3,14 +3,14 @@
 import pytest
 
 from dlrover.planning.warmstart import PastJob, expected_remaining, similarity, warm_start
-from dlrover.spec.plan import Group
+from dlrover.spec.plan import NodeGroup
 
 GIB = 1 << 30
 NEW = {"model": "deepfm", "user": "ann", "parameters": 1e9, "batch": 512}
 
 
 def past(name, workers, memory=8, **features):
-    group = Group(count=workers, cpu=8.0, memory=memory * GIB)
+    group = NodeGroup(count=workers, cpu=8.0, memory=memory * GIB)
     return PastJob(name, {**NEW, **features}, {"worker": group})
 
 
@@ -26,14 +26,14 @@ def test_the_nearest_job_counts_most_and_memory_is_the_largest():
     jobs = [past("near", 16), past("far", 4, memory=32, user="bob", parameters=3e8)]
     plan = warm_start(NEW, jobs)
     assert plan is not None
-    assert plan.groups["worker"] == Group(count=10, cpu=8.0, memory=32 * GIB)
+    assert plan.groups["worker"] == NodeGroup(count=10, cpu=8.0, memory=32 * GIB)
     assert plan.reason == "started from 2 similar past jobs, the nearest is near (similarity 1.00)"
     assert plan.effect is None
     assert warm_start(NEW, list(reversed(jobs))) == plan
 
 
 def test_jobs_of_another_kind_are_no_guide():
-    other = PastJob("other", {"model": "bert", "user": "bob"}, {"worker": Group(count=64)})
+    other = PastJob("other", {"model": "bert", "user": "bob"}, {"worker": NodeGroup(count=64)})
     assert warm_start(NEW, [other]) is None
     assert warm_start(NEW, []) is None
 

@@ -8,7 +8,7 @@ import pytest
 from dlrover.errors import ExitCode
 from dlrover.rpc.brain import BrainClient, request_id
 from dlrover.spec import brain, events
-from dlrover.spec.plan import Group
+from dlrover.spec.plan import NodeGroup
 from tests.brain import processes
 
 pytest.importorskip("scipy")
@@ -16,7 +16,7 @@ pytest.importorskip("sqlalchemy")
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(120)]
 
-SHAPE = brain.Shape(groups={"worker": Group(count=2)})
+SHAPE = brain.Shape(groups={"worker": NodeGroup(count=2)})
 
 
 def ask(address: str, question):
@@ -33,7 +33,7 @@ async def remember_a_job(client: BrainClient, throughput: dict[int, float]) -> N
     space = brain.Space(workers=brain.Range(1, 3))
     described = brain.Description(name="law", features=features, space=space)
     samples = tuple(
-        brain.Sample(shape=brain.Shape(groups={"worker": Group(count=nodes)}), throughput=speed)
+        brain.Sample(shape=brain.Shape(groups={"worker": NodeGroup(count=nodes)}), throughput=speed)
         for nodes, speed in throughput.items()
     )
     for report in (

@@ -9,7 +9,7 @@ from dlrover.spec import brain, events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.node import LaunchNode
-from dlrover.spec.plan import Group, ScaleKind
+from dlrover.spec.plan import NodeGroup, ScaleKind
 from tests.simulation.autoscaled import LIMITS, NOISE, WITHIN, settled, told
 from tests.simulation.cluster import Cluster
 
@@ -69,7 +69,7 @@ def measured(cluster: Cluster) -> brain.Similar:
     known = cluster.machine.autoscaling.samples.values()
     samples = tuple(
         brain.Sample(
-            shape=shape_of(sample, Group(count=1)),
+            shape=shape_of(sample, NodeGroup(count=1)),
             throughput=sample.throughput,
             compute_seconds=sample.compute_seconds,
         )

@@ -13,7 +13,7 @@ from dlrover.errors import ConfigurationError
 from dlrover.original import programs
 from dlrover.original.tensorflow import Column, ConfigurationManagerInterface
 from dlrover.tensorflow.estimators.conf import checked, load
-from dlrover.tensorflow.machine.plan import Plan, Positions, plan_of
+from dlrover.tensorflow.machine.plan import Positions, SessionPlan, plan_of
 
 COLUMNS = (Column.create(name="x", dtype="float32"),)
 
@@ -111,10 +111,10 @@ def test_the_command_of_the_original(
 
 
 def test_plans() -> None:
-    assert plan_of(b"") == Plan()
-    plan = Plan(3, ("a:1", "b:2"), b"base", True)
+    assert plan_of(b"") == SessionPlan()
+    plan = SessionPlan(3, ("a:1", "b:2"), b"base", True)
     assert plan_of(plan.packed()) == plan
-    assert plan.container != Plan(4).container
+    assert plan.container != SessionPlan(4).container
 
 
 def test_positions_are_not_used_for_more_or_fewer_records() -> None:

@@ -132,11 +132,11 @@ def test_a_session_that_has_lost_its_servers_neither_saves_nor_ends_the_training
 ) -> None:
     from dlrover.tensorflow.estimators.positions import PositionSaver
     from dlrover.tensorflow.estimators.session import ClusterMember
-    from dlrover.tensorflow.machine.plan import Plan
+    from dlrover.tensorflow.machine.plan import SessionPlan
     from dlrover.tensorflow.watch import ClusterChangedError
 
     feed: Any = None
-    member = ClusterMember(Plan(1), -1, feed, due=lambda: False, began=lambda: None)
+    member = ClusterMember(SessionPlan(1), -1, feed, due=lambda: False, began=lambda: None)
     member.lost = True  # and its batches end as if the data did
     with pytest.raises(ClusterChangedError):
         PositionSaver(member, str(tmp_path), lambda _: True).before_save(None, 7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 _CREDENTIALS = struct.Struct("3i")
@@ -27,6 +28,17 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing; only looks up the route
         return str(probe.getsockname()[0])
+
+
+def send_all(sock: socket.socket, parts: Sequence[memoryview]) -> None:
+    """Send bytes that lie in several places without copying them; no part may be empty."""
+    waiting = list(parts)
+    while waiting:
+        sent = sock.sendmsg(waiting[:64])
+        while waiting and sent >= waiting[0].nbytes:
+            sent -= waiting.pop(0).nbytes
+        if sent:
+            waiting[0] = waiting[0][sent:]
 
 
 def peer(sock: socket.socket) -> PeerProcess:

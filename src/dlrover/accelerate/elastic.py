@@ -41,7 +41,7 @@ MASTER_WAIT = 60.0
 RETRY = 0.05, 1.0
 """Seconds until the first retry, and between later ones."""
 
-Plan = Callable[[int], Iterator[tuple[Strategy, float]]]
+Planner = Callable[[int], Iterator[tuple[Strategy, float]]]
 """Yields the strategies for a number of ranks, with their seconds per step, the fastest first."""
 
 
@@ -50,7 +50,7 @@ def key(*facts: Any) -> str:
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
-def agreed(key: str, plan: Plan, ranks: int, per_node: int, state_bytes: int) -> Strategy | None:
+def agreed(key: str, plan: Planner, ranks: int, per_node: int, state_bytes: int) -> Strategy | None:
     """Return the strategy of this round, on which all ranks agree; None if none fits.
 
     Args:
@@ -91,7 +91,7 @@ def _sizes(ranks: int, per_node: int) -> list[int]:
     return [each * per_node for each in nearest[:SIZES]]
 
 
-def _rungs(plan: Plan, ranks: int) -> list[SizedStrategy]:
+def _rungs(plan: Planner, ranks: int) -> list[SizedStrategy]:
     """Return the fastest strategies for a number of ranks; none if nothing fits."""
     return [
         SizedStrategy(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from dlrover._util import backoff
+from dlrover._util import backoff, tasks
 from dlrover.agent.checking import Checker
 from dlrover.agent.machine import node as agent_machine
 from dlrover.agent.machine.waits import Waits
@@ -114,20 +114,20 @@ class Agent:
             ConfigurationError: The master refuses the token.
         """
         self._workers.prepare()
-        tasks = [
+        parts = [
             asyncio.create_task(self._stay_connected()),
             asyncio.create_task(self._report_progress()),
             asyncio.create_task(self._workers.watch(self._news.set)),
             asyncio.create_task(self._show_waits()),
         ]
-        waits: list[asyncio.Future[Any]] = [*tasks, self._left]
+        waits: list[asyncio.Future[Any]] = [*parts, self._left]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # the background tasks end only with an error
             return await self._left
         finally:
-            for task in tasks:
+            for task in parts:
                 task.cancel()
             self._checker.stop()
             await self._workers.stop(signal.SIGTERM, 0.0)
@@ -203,9 +203,9 @@ class Agent:
                     self._say_progress()  # a new master must not count from zero
                     self._listed = b""
                 if isinstance(message, messages.CollectEvidence):
-                    self._keep(asyncio.create_task(self._look(message.id)))
+                    tasks.start(self._look(message.id), self._looks)
                 elif isinstance(message, messages.StoreMemory):
-                    self._keep(asyncio.create_task(self._save_now(message.id)))
+                    tasks.start(self._save_now(message.id), self._looks)
                 else:
                     self._handle(message)
 
@@ -260,11 +260,6 @@ class Agent:
         """Measure how busy the accelerators are, for the next usage report."""
         self._usage.busy = await self._workers.devices_busy()
 
-    def _keep(self, task: asyncio.Task[None]) -> None:
-        """Hold a reference to a task until it is done."""
-        self._looks.add(task)
-        task.add_done_callback(self._looks.discard)
-
     # ---- progress
 
     async def _report_progress(self) -> None:
@@ -285,7 +280,7 @@ class Agent:
                 due = now + self._heartbeat_interval
                 usage = self._usage.look(self._workers.pids())
                 if usage is not None:
-                    self._keep(asyncio.create_task(self._look_at_devices()))
+                    tasks.start(self._look_at_devices(), self._looks)
                 beat = self._heartbeat(round_, steps)
                 self._say(msgspec.structs.replace(beat, usage=usage))
                 self._say_modules()

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
         Shape,
         Space,
     )
-    from dlrover.spec.plan import Group
+    from dlrover.spec.plan import NodeGroup
 
 __all__ = [
     "BrainClient",
     "Description",
-    "Group",
+    "NodeGroup",
     "Optimizer",
     "Range",
     "RegisterJob",
@@ -39,7 +39,7 @@ __getattr__ = lazy(
     {
         "BrainClient": "dlrover.rpc.brain",
         "Description": "dlrover.spec.brain",
-        "Group": "dlrover.spec.plan",
+        "NodeGroup": "dlrover.spec.plan",
         "Optimizer": "dlrover.brain.optimizers",
         "Range": "dlrover.spec.brain",
         "RegisterJob": "dlrover.spec.brain",

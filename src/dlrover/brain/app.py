@@ -9,6 +9,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol
 
+from dlrover import extras
 from dlrover.brain.database import open_database
 from dlrover.brain.service import Brain
 from dlrover.brain.tenants import read_tenants
@@ -116,12 +117,8 @@ def open_inventory(kind: str, source: str) -> Inventory:
             f"--monitor {kind}: is unknown; accepted is {', '.join(sorted(INVENTORIES))}."
         )
     module, _, attribute = INVENTORIES[kind].partition(":")
-    try:
+    with extras.needed(f"--monitor {kind}", kind):
         found: Any = getattr(importlib.import_module(module), attribute)
-    except ImportError as error:
-        raise ConfigurationError(
-            f"--monitor {kind} needs {error.name}: pip install 'dlrover[{kind}]'."
-        ) from error
     opened: Inventory = found(source)
     return opened
 

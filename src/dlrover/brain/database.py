@@ -15,6 +15,7 @@ from alembic.util import CommandError
 from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
+from dlrover import extras
 from dlrover.brain import tables
 from dlrover.errors import ConfigurationError, InfrastructureError
 
@@ -53,13 +54,8 @@ def open_database(url: str) -> Engine:
     """
     parsed = _parsed(url)
     shown = parsed.render_as_string(hide_password=True)
-    try:
+    with extras.needed(f"--database {shown}", f"brain-{parsed.get_backend_name()}"):
         engine = sa.create_engine(parsed, **_options(parsed))
-    except ImportError as error:
-        raise ConfigurationError(
-            f"--database {shown} needs {error.name}: pip install "
-            f"'dlrover[brain-{parsed.get_backend_name()}]'."
-        ) from error
     if parsed.get_backend_name() == "sqlite":
         _prepare_sqlite(engine)
     try:

@@ -16,7 +16,7 @@ from dlrover.planning.shapes import added
 from dlrover.planning.warmstart import LEAST_SIMILARITY, SIMILAR, PastJob, similarity
 from dlrover.spec import brain
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.plan import Group, Plan, PlanOutcome
+from dlrover.spec.plan import NodeGroup, PlanOutcome, ResourcePlan
 
 SAMPLES = 60
 """Number of a job's latest samples from which plans are made."""
@@ -93,7 +93,7 @@ def _outcomes(connection: Connection, chosen: Any) -> dict[str, list[PlanOutcome
     )
     found: dict[str, list[PlanOutcome]] = {}
     for row in connection.execute(query):
-        effect = msgspec.json.decode(row.plan, type=Plan).effect
+        effect = msgspec.json.decode(row.plan, type=ResourcePlan).effect
         if effect is not None:
             found.setdefault(row.job, []).append(
                 PlanOutcome(effect=effect, throughput=row.throughput)
@@ -140,7 +140,7 @@ def past_jobs(connection: Connection, tenant: str | None = None) -> Past:
 def _past(row: Any, most: dict[tuple[str, str], int]) -> PastJob:
     description = msgspec.json.decode(row.description, type=brain.Description)
     shape = msgspec.json.decode(row.shape, type=brain.Shape)
-    groups: dict[str, Group] = {
+    groups: dict[str, NodeGroup] = {
         kind: msgspec.structs.replace(group, memory=most.get((row.id, kind), group.memory))
         for kind, group in shape.groups.items()
     }
@@ -285,7 +285,7 @@ def plan_by_id(connection: Connection, plan_id: str) -> brain.PlanRecord | None:
 
 
 def _record(row: Any) -> brain.PlanRecord:
-    plan = msgspec.json.decode(row.plan, type=Plan)
+    plan = msgspec.json.decode(row.plan, type=ResourcePlan)
     outcome = None
     if row.throughput and plan.effect is not None:
         outcome = PlanOutcome(effect=plan.effect, throughput=row.throughput)

@@ -13,7 +13,7 @@ from dlrover.brain import tables
 from dlrover.brain.writer import Batch
 from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.spec import brain
-from dlrover.spec.plan import Group, Plan
+from dlrover.spec.plan import NodeGroup, ResourcePlan
 
 MASTER = "master"
 """Optimizer name for plans that a job's master has made itself."""
@@ -81,7 +81,7 @@ def checked(shape: brain.Shape) -> brain.Shape:
     return shape
 
 
-def _check_groups(groups: Mapping[str, Group]) -> None:
+def _check_groups(groups: Mapping[str, NodeGroup]) -> None:
     for kind, group in groups.items():
         least = min(group.cpu, group.memory, group.accelerators)
         if group.count < 1 or not least >= 0:
@@ -90,7 +90,9 @@ def _check_groups(groups: Mapping[str, Group]) -> None:
             )
 
 
-def insert_plan(batch: Batch, job: str, plan_id: str, plan: Plan, now: float, **more: Any) -> None:
+def insert_plan(
+    batch: Batch, job: str, plan_id: str, plan: ResourcePlan, now: float, **more: Any
+) -> None:
     """Write a plan; ``more`` is its optimizer and, if known, the previous shape."""
     shape = more.get("shape")
     batch.connection.execute(

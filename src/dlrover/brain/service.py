@@ -30,7 +30,7 @@ from dlrover.planning.shapes import predict, ring_shape, server_shape
 from dlrover.rpc.server import Server, Unary, caller
 from dlrover.spec import brain
 from dlrover.spec.node import Size
-from dlrover.spec.plan import Plan
+from dlrover.spec.plan import ResourcePlan
 
 logger = logging.getLogger(__name__)
 
@@ -297,7 +297,7 @@ def _check_reported(job: JobFacts, current: brain.Shape | None) -> None:
         )
 
 
-def _has(shape: brain.Shape, plan: Plan) -> bool:
+def _has(shape: brain.Shape, plan: ResourcePlan) -> bool:
     """Return whether a job has what it was given."""
     share = None if plan.batch is None else -(-plan.batch // ring_shape(shape).replicas)
     return shape.groups == plan.groups and share in (None, shape.batch * shape.passes)
@@ -340,7 +340,7 @@ def _expected(models: Models, job: JobFacts, asked: brain.AskEffect) -> brain.Ex
     return brain.Expected(
         shape=shape,
         before=current,
-        plan=Plan(
+        plan=ResourcePlan(
             groups=shape.groups,
             reason=f"{after.throughput / before - 1:+.0%} throughput",
             effect=after.effect(before=before),

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dlrover import extras
 from dlrover.cli import output as outputs
 from dlrover.cli.output import Form, Output, print_json, print_table, size
 from dlrover.cli.selecting import of_job
@@ -207,9 +208,5 @@ def _load(module: str) -> Any:
     Raises:
         ConfigurationError: the extra is not installed.
     """
-    try:
+    with extras.needed("dlrover ckpt", "torch"):
         return importlib.import_module(f"dlrover.checkpoint.tools.{module}")
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"dlrover ckpt needs the package {error.name}; install dlrover[torch]."
-        ) from error

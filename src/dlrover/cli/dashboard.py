@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dlrover import config
+from dlrover import config, extras
 from dlrover.cli import jobs
 from dlrover.cli.cluster import brain as brains
 from dlrover.cli.cluster.kube import Kubeconfig, extra as extra_of_kubernetes
-from dlrover.planning import extra
 
 if TYPE_CHECKING:
     from dlrover.dashboard.cluster import JobSources, Source
@@ -63,7 +62,7 @@ def dashboard(  # noqa: PLR0913 - each is an option of the command
 
         asyncio.run(serve(jobs.find(env, "", "")))
         return
-    extra.require("The dashboard", ("starlette", "uvicorn"), "dashboard")
+    extras.require("The dashboard", "dashboard", ("starlette", "uvicorn"))
     from dlrover.dashboard import guard, server  # noqa: PLC0415 - an extra
     from dlrover.dashboard.listing import JobList  # noqa: PLC0415
 

@@ -11,10 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from dlrover import config
+from dlrover import config, extras
 from dlrover.cli import jobs
 from dlrover.cli.output import Form, Output, print_json, print_table, size
-from dlrover.errors import ConfigurationError
 from dlrover.spec.words import counted
 
 app = typer.Typer(
@@ -121,9 +120,5 @@ def _load(module: str) -> Any:
     Raises:
         ConfigurationError: the extra is not installed.
     """
-    try:
+    with extras.needed("dlrover embedding", "embedding"):
         return importlib.import_module(f"dlrover.embedding.{module}")
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"dlrover embedding needs the package {error.name}; install dlrover[embedding]."
-        ) from error

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from dlrover import extras
 from dlrover.cli.output import Form, Output, print_json, print_table
 from dlrover.dashboard.inspect.goodput import write
 from dlrover.errors import ConfigurationError, ExitCode
@@ -74,16 +75,12 @@ def strategy(  # noqa: PLR0913 - each is an option of the command
 def _job(
     model: str, accelerator: str, nodes: int, per_node: int, sequence: int, global_batch: int
 ) -> PlannedJob:
-    try:
+    with extras.needed("dlrover strategy", "planning"):
         from dlrover.planning.parallel.accelerators import (  # noqa: PLC0415 - needs the extra
             accelerator as known,
         )
         from dlrover.planning.parallel.records import Cluster  # noqa: PLC0415
         from dlrover.planning.parallel.rules import PlannedJob as Planned  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"dlrover strategy needs the package {error.name}: pip install 'dlrover[planning]'."
-        ) from error
     cluster = Cluster(accelerator, nodes, per_node)
     known(accelerator)
     return Planned(_model(model), cluster, sequence, global_batch or _batch(sequence, cluster.size))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from dlrover import config, launched
 from dlrover._util import cgroup
 from dlrover.errors import ConfigurationError
-from dlrover.planning.tuning import Readers, Window
+from dlrover.planning.tuning import ReaderChoice, Window
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +63,10 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]  # torch is not typed
                 f"max_workers is {max_workers}; it must be at least num_workers, {self.num_workers}."
             )
         wanted = launched.given.auto_tuning if auto_tuning is None else auto_tuning
-        self._readers: Readers | None = None
+        self._readers: ReaderChoice | None = None
         if wanted and not isinstance(dataset, IterableDataset):
             self._segments = _Segments(super()._index_sampler)
-            self._readers = Readers(self.num_workers, max(most, self.num_workers))
+            self._readers = ReaderChoice(self.num_workers, max(most, self.num_workers))
 
     @property
     def _index_sampler(self) -> Any:
@@ -76,7 +76,7 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]  # torch is not typed
     def __iter__(self) -> Any:
         return super().__iter__() if self._readers is None else self._tuned(self._readers)
 
-    def _tuned(self, readers: Readers) -> Iterator[Any]:
+    def _tuned(self, readers: ReaderChoice) -> Iterator[Any]:
         segments = self._segments
         assert segments is not None
         segments.begin()
@@ -95,7 +95,7 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]  # torch is not typed
             warnings.filterwarnings("ignore", "This DataLoader will create")
             return super().__iter__()
 
-    def _measured(self, readers: Readers, segments: _Segments, batches: Any) -> Iterator[Any]:
+    def _measured(self, readers: ReaderChoice, segments: _Segments, batches: Any) -> Iterator[Any]:
         """Yield batches until they end, or until the number of processes changes."""
         warm_up = 1 + self.num_workers * (self.prefetch_factor or 0)
         began, waited, count = time.monotonic(), 0.0, 0

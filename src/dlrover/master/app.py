@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from dlrover import config
+from dlrover import config, extras
 from dlrover._util import files, logs, procs
 from dlrover.errors import (
     ConfigurationError,
@@ -29,7 +29,6 @@ from dlrover.master.scaling import brainside
 from dlrover.master.scaling.brainside import JobBrain
 from dlrover.master.service import Master
 from dlrover.master.views.observers import Observers
-from dlrover.planning import extra
 from dlrover.platform.base import Platform, Setup, platform_class
 from dlrover.rpc import wire
 from dlrover.rpc.server import Server
@@ -76,7 +75,7 @@ async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> in
     """Serve one job until it has ended and its nodes have left; nodes launched here inherit ``env``."""
     settings = load_config(job_dir)
     if settings.job.auto_scale:
-        extra.require("Auto-scaling")
+        extras.require("Auto-scaling", "planning", extras.PLANNING)
     journal = open_journal(settings.journal, job_dir.journal)
     history = History(job_dir.events)
     with contextlib.closing(journal), contextlib.closing(history):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from dlrover._util import files
+from dlrover._util import files, tasks
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.watches import hangs
@@ -138,9 +138,7 @@ class HangWatch:
     def _handle(self, event: hangs.Input, now: float) -> None:
         for command in self._detector.handle(event, now):
             if isinstance(command, hangs.SampleWorkers):
-                task = asyncio.get_running_loop().create_task(self._look(command.round, now))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                tasks.start(self._look(command.round, now), self._tasks)
             else:
                 self._found(command)
 

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from dlrover._util import tasks
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.platformside import REASON_LIMIT
@@ -78,9 +79,7 @@ class UserSaves:
 
     async def save(self, request: messages.SaveRequest) -> messages.ScaleReply:
         """Store what is in the nodes' memory; answer when that is done, or after `ANSWER_TIME`."""
-        task = asyncio.create_task(self._save_in_turn(request.reason[:REASON_LIMIT]))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task = tasks.start(self._save_in_turn(request.reason[:REASON_LIMIT]), self._tasks)
         try:
             return await asyncio.wait_for(asyncio.shield(task), ANSWER_TIME)
         except asyncio.TimeoutError:

@@ -17,7 +17,7 @@ from dlrover.planning.parameter_server import ServerModel, ServerShape
 from dlrover.planning.search import Preferences, Prices, best, candidates, worth
 from dlrover.planning.throughput import CandidateShape, SpeedPrediction, TrustRegion
 from dlrover.spec.node import SERVER, WORKER
-from dlrover.spec.plan import Group, Plan
+from dlrover.spec.plan import NodeGroup, ResourcePlan
 
 UNSURE = 0.1
 """Relative standard deviation of a prediction above which a size is worth measuring."""
@@ -53,14 +53,14 @@ class ServerSpace:
 
 def plan_servers(
     model: ServerModel, space: ServerSpace, current: ServerShape, terms: Terms | None = None
-) -> Plan | None:
+) -> ResourcePlan | None:
     """Return the next size of a parameter-server job; None if no size near the measured ones pays."""
     return _of_servers(model, space, current, terms or Terms(), learn=False)
 
 
 def sample_servers(
     model: ServerModel, space: ServerSpace, current: ServerShape, terms: Terms | None = None
-) -> Plan | None:
+) -> ResourcePlan | None:
     """Return the size to measure next, where the model knows least for the cost; None if it knows enough.
 
     For a linear model this is the greedy D-optimal design, which keeps the columns apart: predictions are most
@@ -72,7 +72,7 @@ def sample_servers(
 
 def _of_servers(
     model: ServerModel, space: ServerSpace, current: ServerShape, terms: Terms, *, learn: bool
-) -> Plan | None:
+) -> ResourcePlan | None:
     rows = _server_rows(model, space, terms)
     sizes = (*rows.T, current.batch)
     rated = _Rated(
@@ -89,8 +89,8 @@ def _of_servers(
     w, p, cw, cp = (float(value) for value in rows[found])
     target = ServerShape(int(w), int(p), cw, cp, current.batch)
     groups = {
-        WORKER: Group(count=target.workers, cpu=cw, memory=space.worker_memory),
-        SERVER: Group(
+        WORKER: NodeGroup(count=target.workers, cpu=cw, memory=space.worker_memory),
+        SERVER: NodeGroup(
             count=target.servers, cpu=cp, memory=-(-space.server_memory // target.servers)
         ),
     }
@@ -133,21 +133,21 @@ class RingSpace:
 
 def plan_ring(
     model: RingModel, space: RingSpace, current: RingShape, terms: Terms | None = None
-) -> Plan | None:
+) -> ResourcePlan | None:
     """Return the next size of an all-reduce job, at the space's fixed batch; None if no near size pays."""
     return _of_ring(model, space, current, terms or Terms(), learn=False)
 
 
 def sample_ring(
     model: RingModel, space: RingSpace, current: RingShape, terms: Terms | None = None
-) -> Plan | None:
+) -> ResourcePlan | None:
     """Return the size to measure next, where the model knows least for the cost; None if it knows enough."""
     return _of_ring(model, space, current, terms or Terms(), learn=True)
 
 
 def _of_ring(
     model: RingModel, space: RingSpace, current: RingShape, terms: Terms, *, learn: bool
-) -> Plan | None:
+) -> ResourcePlan | None:
     shapes = _ring_shapes(model, space, current, terms)
     predictions = [model.predict(shape) for shape in shapes]
     rated = _Rated(
@@ -163,7 +163,7 @@ def _of_ring(
         return None
     target = shapes[found]
     each = -(-target.replicas // target.nodes)
-    groups = {WORKER: Group(count=target.nodes, cpu=space.cpu, accelerators=each)}
+    groups = {WORKER: NodeGroup(count=target.nodes, cpu=space.cpu, accelerators=each)}
     change = _changes(current, target)
     return _plan(rated, found, predictions[found], change, groups, learn=learn)
 
@@ -250,17 +250,17 @@ def _plan(
     found: int,
     after: SpeedPrediction,
     change: str,
-    groups: dict[str, Group],
+    groups: dict[str, NodeGroup],
     *,
     learn: bool,
-) -> Plan:
+) -> ResourcePlan:
     before, cost = rated.here.throughput, float(rated.cost[found])
     why = "to be measured, because the samples so far leave open what it brings"
     if not learn:
         faster, dearer = after.throughput / before - 1, cost / rated.present - 1
         why = f"{faster:+.0%} throughput for {dearer:+.0%} cost"
     effect = after.effect(before=before, cost=cost)
-    return Plan(groups=groups, reason=f"{change}: {why}", effect=effect)
+    return ResourcePlan(groups=groups, reason=f"{change}: {why}", effect=effect)
 
 
 def _changes(current: CandidateShape, target: CandidateShape) -> str:

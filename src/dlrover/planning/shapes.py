@@ -12,7 +12,7 @@ from dlrover.planning.parameter_server import ServerModel, ServerSample, ServerS
 from dlrover.planning.throughput import SpeedPrediction
 from dlrover.spec import brain
 from dlrover.spec.node import SERVER, WORKER, Size
-from dlrover.spec.plan import Group
+from dlrover.spec.plan import NodeGroup
 
 Model: TypeAlias = RingModel | ServerModel
 EACH = 3
@@ -56,7 +56,7 @@ def fitted(samples: Sequence[brain.Sample], strategy: brain.Strategy) -> Model:
 
 def server_shape(shape: brain.Shape) -> ServerShape:
     """Return the size of a parameter-server job; unknown cores count as one."""
-    worker, server = shape.groups["worker"], shape.groups.get("ps", Group(count=1))
+    worker, server = shape.groups["worker"], shape.groups.get("ps", NodeGroup(count=1))
     return ServerShape(
         worker.count, server.count, worker.cpu or 1.0, server.cpu or 1.0, shape.batch * shape.passes
     )
@@ -102,7 +102,7 @@ def resized(shape: brain.Shape, workers: int, servers: int | None = None) -> bra
     return msgspec.structs.replace(shape, groups=groups)
 
 
-def use_of(groups: dict[str, Group]) -> dict[str, float]:
+def use_of(groups: dict[str, NodeGroup]) -> dict[str, float]:
     """Return the resources that nodes take together, as far as they are known."""
     use = {
         "accelerator": float(sum(g.count * g.accelerators for g in groups.values())),

@@ -41,7 +41,7 @@ class Window(NamedTuple):
 
 
 @dataclass
-class Readers:
+class ReaderChoice:
     """The choice of the number of reader processes; `handle` takes a window and returns the next number.
 
     With n processes, reading a batch takes n times as long as the loader's time per batch. The number needed

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dlrover.planning.shapes import allowed
 from dlrover.spec import brain
-from dlrover.spec.plan import Group, Plan
+from dlrover.spec.plan import NodeGroup, ResourcePlan
 
 SIMILAR = 5
 """Number of past jobs from which a first plan is made."""
@@ -27,7 +27,7 @@ class PastJob:
     name: str
     features: Mapping[str, str | float]
     """Its properties: user, model, parameters, batch, dataset."""
-    groups: Mapping[str, Group]
+    groups: Mapping[str, NodeGroup]
     """Its resources at its end."""
 
 
@@ -43,7 +43,7 @@ def similarity(one: Mapping[str, str | float], other: Mapping[str, str | float])
     return sum(_alike(one.get(name), other.get(name)) for name in names) / len(names)
 
 
-def warm_start(features: Mapping[str, str | float], past: Sequence[PastJob]) -> Plan | None:
+def warm_start(features: Mapping[str, str | float], past: Sequence[PastJob]) -> ResourcePlan | None:
     """Return a first plan from the most similar past jobs; None if none is similar enough.
 
     The jobs' resources are smoothed exponentially from the least to the most similar one, as in
@@ -57,7 +57,7 @@ def warm_start(features: Mapping[str, str | float], past: Sequence[PastJob]) -> 
     best = near[-1]
     groups = {kind: _smoothed(kind, near) for kind in best.groups}
     alike = similarity(features, best.features)
-    return Plan(
+    return ResourcePlan(
         groups=groups,
         reason=(
             f"started from {len(near)} similar past {'job' if len(near) == 1 else 'jobs'}, "
@@ -66,7 +66,7 @@ def warm_start(features: Mapping[str, str | float], past: Sequence[PastJob]) -> 
     )
 
 
-def first_plan(description: brain.Description, past: Sequence[PastJob]) -> Plan:
+def first_plan(description: brain.Description, past: Sequence[PastJob]) -> ResourcePlan:
     """Return a job's first plan: like similar past jobs, within what its user has set."""
     kinds = ("worker", "ps") if description.strategy == "ps" else ("worker",)
     found = warm_start(description.features, past)
@@ -80,13 +80,13 @@ def first_plan(description: brain.Description, past: Sequence[PastJob]) -> Plan:
         counts = allowed(space[kind])
         count = max((n for n in counts if guess and n <= guess.count), default=counts[0])
         groups[kind] = _given(description.groups.get(kind), guess, count)
-    return Plan(groups=groups, reason=reason)
+    return ResourcePlan(groups=groups, reason=reason)
 
 
-def _given(given: Group | None, guess: Group | None, count: int) -> Group:
+def _given(given: NodeGroup | None, guess: NodeGroup | None, count: int) -> NodeGroup:
     """Return a group with what the user has set, completed by what was guessed."""
-    given, guess = given or Group(count=count), guess or Group(count=count)
-    return Group(
+    given, guess = given or NodeGroup(count=count), guess or NodeGroup(count=count)
+    return NodeGroup(
         count=count,
         cpu=given.cpu or guess.cpu,
         memory=given.memory or guess.memory,
@@ -111,13 +111,13 @@ def expected_remaining(done: float, past: Sequence[float], first: float) -> floa
     return max(done, first)
 
 
-def _smoothed(kind: str, near: Sequence[PastJob]) -> Group:
+def _smoothed(kind: str, near: Sequence[PastJob]) -> NodeGroup:
     groups = [job.groups[kind] for job in near if kind in job.groups]
     count, cpu, accelerators = (
         _smooth([float(getattr(group, name)) for group in groups])
         for name in ("count", "cpu", "accelerators")
     )
-    return Group(
+    return NodeGroup(
         count=max(1, round(count)),
         cpu=math.ceil(cpu * 10 - 1e-9) / 10,
         memory=max(group.memory for group in groups),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from dlrover import extras
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.ray.machine import job as jobs
 from dlrover.ray.machine.job import NAMESPACE, Resources
@@ -23,21 +23,7 @@ CONNECT_TIMEOUT = 10.0
 """Seconds for a connection to the cluster's port."""
 RETRY_DELAY = 0.2
 """Seconds between two calls to an actor that Ray restarts."""
-_EXTRA = "The module {} is missing: --platform ray needs pip install 'dlrover[ray]'."
 _RECORD = "dlrover:ended:"
-
-
-@contextlib.contextmanager
-def extra() -> Iterator[None]:
-    """Wrap imports that need the extra ``ray``.
-
-    Raises:
-        ConfigurationError: the extra is not installed.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(_EXTRA.format(error.name)) from error
 
 
 def connect(address: str, working_dir: str = "") -> None:
@@ -46,7 +32,7 @@ def connect(address: str, working_dir: str = "") -> None:
     Raises:
         ConfigurationError: Ray is not installed, there is no cluster, or it runs another version of Ray.
     """
-    with extra():
+    with extras.needed("--platform ray", "ray"):
         import ray  # noqa: PLC0415 - needs the extra
 
     if ray.is_initialized():
@@ -75,7 +61,7 @@ def check_port(address: str) -> None:
 
 def disconnect() -> None:
     """Leave the cluster, if this process has connected to one."""
-    with extra():
+    with extras.needed("--platform ray", "ray"):
         import ray  # noqa: PLC0415 - needs the extra
     ray.shutdown()
 

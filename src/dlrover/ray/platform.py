@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Coroutine
 from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from dlrover._util import tasks
 from dlrover.platform.base import PlatformJob, Setup
 from dlrover.ray import cluster
 from dlrover.ray.machine import job as jobs
@@ -71,13 +71,13 @@ class RayPlatform:
     def launch(self, node: LaunchNode) -> str:
         """Request a node, made in the background; the handle is the name of its actor and placement group."""
         name = jobs.node_name(self._job.name, node)
-        self._do(self._make(name, node), self._watches)
+        tasks.start(self._make(name, node), self._watches)
         return name
 
     def adopt(self, node_id: int, handle: str) -> None:
         """Watch an actor that an earlier master requested; report its end if it is gone."""
         bundle = jobs.bundle_of(self._job, handle)
-        self._do(self._watch(node_id, handle, bundle), self._watches)
+        tasks.start(self._watch(node_id, handle, bundle), self._watches)
 
     def find(self) -> list[FoundNode]:
         """Return the job's nodes that ran or waited when this master began."""
@@ -86,18 +86,7 @@ class RayPlatform:
     def kill(self, handle: str) -> None:
         """End a node and give its resources back."""
         self._unwanted.add(handle)
-        self._do(asyncio.to_thread(_remove, handle), self._calls)
-
-    def _do(self, work: Coroutine[Any, Any, None], among: set[asyncio.Task[None]]) -> None:
-        task = asyncio.create_task(work)
-        among.add(task)
-
-        def done(task: asyncio.Task[None]) -> None:
-            among.discard(task)
-            if not task.cancelled() and task.exception() is not None:
-                logger.error("Defect in the handling of Ray actors", exc_info=task.exception())
-
-        task.add_done_callback(done)
+        tasks.start(asyncio.to_thread(_remove, handle), self._calls)
 
     # ---- a node's life
 

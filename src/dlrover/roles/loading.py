@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from dlrover import config
+from dlrover import config, extras
 from dlrover.errors import ConfigurationError, DLRoverError
 from dlrover.roles.builder import Job
 from dlrover.roles.spec import EntryForm, RolesJob, RoleSpec, check
@@ -80,12 +80,8 @@ def _with_nearest(error: str) -> str:
 
 
 def _from_yaml(path: Path) -> RolesJob:
-    try:
+    with extras.needed(f"{path}", "roles"):
         import yaml  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"{path}: YAML needs the package pyyaml: pip install 'dlrover[roles]', or write the job in Python."
-        ) from error
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

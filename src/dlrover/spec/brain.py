@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from dlrover.spec.measurements import Batches
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.plan import Group, Plan
+from dlrover.spec.plan import NodeGroup, ResourcePlan
 
 Id: TypeAlias = Annotated[str, Meta(min_length=1, max_length=100, pattern=r"^[!-~]+$")]
 """Id of a job, a node, a plan or a request: printable ASCII without blanks."""
@@ -35,7 +35,7 @@ PlanState: TypeAlias = Literal["applied", "rolled-back", "refused"]
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Size in which a job runs."""
 
-    groups: dict[str, Group]
+    groups: dict[str, NodeGroup]
     """Nodes by kind: ``worker``, and ``ps`` for servers."""
     batch: Count = 1
     """Samples of one worker in one pass."""
@@ -77,7 +77,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     features: Annotated[dict[str, str | float], Meta(max_length=100)] = {}
     """Features by which similar past jobs are found: user, model, parameters, batch, dataset."""
     space: Space = Space()
-    groups: dict[str, Group] = {}
+    groups: dict[str, NodeGroup] = {}
     """Resources of each node, by kind, as the user set them; 0 if left open. Counts are in ``space``."""
     queue: Text = ""
     """Queue whose quota it counts against; empty: none."""
@@ -170,7 +170,7 @@ class ReportPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     request: Id
     job: Id
     plan_id: Id
-    plan: Plan
+    plan: ResourcePlan
     before: Shape | None = None
 
 
@@ -244,7 +244,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
     reason: str
     """One sentence, also without a plan."""
-    plan: Plan | None = None
+    plan: ResourcePlan | None = None
     """None: the job stays as it is."""
     plan_id: str = ""
     """Id for the report of the outcome; empty without a plan."""
@@ -265,7 +265,7 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
 
     shape: Shape
     before: Shape
-    plan: Plan
+    plan: ResourcePlan
     """The size as a plan, with its effect; asking changes nothing."""
     inside: bool
     """True if the size is near enough to measured ones that a plan may use it."""
@@ -334,7 +334,7 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch."""
     optimizer: str
     """Optimizer that made it; ``master``: the job's own master."""
-    plan: Plan
+    plan: ResourcePlan
     before: Shape | None = None
     state: PlanState | None = None
     """None: no outcome has been reported yet."""

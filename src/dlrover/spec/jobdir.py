@@ -10,7 +10,7 @@ import msgspec
 from dlrover.errors import FormatError
 from dlrover.spec.job import JobSpec, LaunchSpec, Limits
 from dlrover.spec.node import NodeLimits
-from dlrover.spec.plan import Group
+from dlrover.spec.plan import NodeGroup
 
 T = TypeVar("T")
 
@@ -136,7 +136,7 @@ class BrainSide(msgspec.Struct, frozen=True, kw_only=True):
     """The job's program, by which similar past jobs are found."""
     origin: str = ""
     """Id of the object from which the job was made, such as the uid of an ElasticJob; empty: none."""
-    node: Group = Group(count=1)
+    node: NodeGroup = NodeGroup(count=1)
     """Resources of the cluster that each node takes, where known."""
 
 

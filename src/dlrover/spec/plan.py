@@ -9,7 +9,7 @@ import msgspec
 from dlrover.spec.node import Size
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Nodes of one kind, and the resources of each."""
 
     count: int
@@ -36,10 +36,10 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Hourly price of the nodes, in the unit of the prices given to the search."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ResourcePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Wanted resources of a job, by kind of node (``worker``, ``ps``)."""
 
-    groups: dict[str, Group]
+    groups: dict[str, NodeGroup]
     reason: str
     """One sentence."""
     effect: Effect | None = None
@@ -106,7 +106,7 @@ class ScaleDecision(msgspec.Struct, frozen=True, kw_only=True):
     servers: int = 0
     batch: int = 0
     """Wanted samples per step of all workers; 0: unchanged."""
-    plan: Plan
+    plan: ResourcePlan
     plan_id: str = ""
     """The Brain's id of the plan, if the Brain made it. The Brain weighs jobs against each other, so a job
     does not roll back such a plan."""

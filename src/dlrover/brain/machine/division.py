@@ -37,7 +37,7 @@ from dlrover.planning.warmstart import (
 from dlrover.spec import brain
 from dlrover.spec.measurements import Batches
 from dlrover.spec.node import SERVER, WORKER
-from dlrover.spec.plan import Plan
+from dlrover.spec.plan import ResourcePlan
 
 SIZES = 24
 """Maximum number of a job's sizes that are compared."""
@@ -114,7 +114,7 @@ class ClusterOptimizer:
             before = predict(model, job.current).throughput
             effect = predict(model, shape).effect(before=before)
         batch = _other_batch(job, shape)
-        plan = Plan(groups=shape.groups, reason=share.reason, effect=effect, batch=batch)
+        plan = ResourcePlan(groups=shape.groups, reason=share.reason, effect=effect, batch=batch)
         return brain.Advice(plan=plan, reason=share.reason)
 
 

@@ -33,7 +33,7 @@ from dlrover.planning.shapes import (
 from dlrover.planning.warmstart import first_plan
 from dlrover.spec import brain
 from dlrover.spec.node import SERVER, WORKER, Size
-from dlrover.spec.plan import Group, Plan
+from dlrover.spec.plan import NodeGroup, ResourcePlan
 
 STAYS = "no size near what was measured is worth a change"
 NO_SAMPLES = "no throughput of the job has been reported yet"
@@ -69,7 +69,7 @@ class SingleJobOptimizer:
 
 def _next_plan(
     job: JobFacts, current: brain.Shape, model: Model, cluster: brain.ClusterResources
-) -> Plan | None:
+) -> ResourcePlan | None:
     """Return a better measured size, a better predicted one, or one to measure; None if there is none."""
     measured = _measured(job, current)
     known = measured.here in measured.known
@@ -97,9 +97,9 @@ def _next_plan(
     return None if found is None else _planned(found, job, current)
 
 
-def _planned(found: Proposal, job: JobFacts, current: brain.Shape) -> Plan:
+def _planned(found: Proposal, job: JobFacts, current: brain.Shape) -> ResourcePlan:
     groups = job.resized(current, found.size).groups
-    return Plan(groups=groups, reason=found.reason, effect=found.effect)
+    return ResourcePlan(groups=groups, reason=found.reason, effect=found.effect)
 
 
 def _plan_ring(
@@ -108,7 +108,7 @@ def _plan_ring(
     model: RingModel,
     cluster: brain.ClusterResources,
     measured: Measured,
-) -> Plan | None:
+) -> ResourcePlan | None:
     worker = current.groups[WORKER]
     most = worker.count + _more(cluster, worker)
     nodes = [n for n in job.counts(WORKER) if n <= most and Size(n) not in measured.known]
@@ -132,8 +132,8 @@ def _plan_servers(
     model: ServerModel,
     cluster: brain.ClusterResources,
     measured: Measured,
-) -> Plan | None:
-    worker, server = current.groups[WORKER], current.groups.get(SERVER, Group(count=1))
+) -> ResourcePlan | None:
+    worker, server = current.groups[WORKER], current.groups.get(SERVER, NodeGroup(count=1))
     bounds, shape, terms = job.description.space, server_shape(current), job.terms
     most_workers = worker.count + _more(cluster, worker)
     most_servers = server.count + _more(cluster, server)
@@ -182,14 +182,16 @@ def _cost(current: brain.Shape, size: Size) -> float:
     return sum(use.get(name, 0.0) * price for name, price in each.items()) or float(size.nodes)
 
 
-def _more(cluster: brain.ClusterResources, group: Group) -> int:
+def _more(cluster: brain.ClusterResources, group: NodeGroup) -> int:
     """Return how many more nodes of a group fit into the free resources; many if these are unknown."""
     each = use_of({"": msgspec.structs.replace(group, count=1)})
     known = [name for name in each if cluster.nodes]
     return int(min((cluster.free.get(name, 0.0) // each[name] for name in known), default=1e6))
 
 
-def _fits(cluster: brain.ClusterResources, old: dict[str, Group], new: dict[str, Group]) -> bool:
+def _fits(
+    cluster: brain.ClusterResources, old: dict[str, NodeGroup], new: dict[str, NodeGroup]
+) -> bool:
     """Return whether what a plan needs beyond the present nodes is free."""
     before, after = use_of(old), use_of(new)
     return not cluster.nodes or all(

@@ -15,7 +15,8 @@ import os
 import socket
 import ssl
 
-from dlrover.errors import ConfigurationError, ProtocolError
+from dlrover import extras
+from dlrover.errors import ProtocolError
 
 _BEGIN = "-----BEGIN CERTIFICATE-----"
 NO_TLS = "It does not speak TLS as this job's processes do ({})."
@@ -27,14 +28,10 @@ def make() -> str:
     Raises:
         ConfigurationError: the package ``cryptography`` is missing.
     """
-    try:
+    with extras.needed("Each node of a job that uses TLS", "tls"):
         from cryptography import x509  # noqa: PLC0415 - an extra has it
         from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
         from cryptography.hazmat.primitives.asymmetric import ec  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigurationError(
-            "A job that uses TLS needs the package cryptography on each node: pip install 'dlrover[tls]'."
-        ) from error
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "DLRover saver")])
     now = dt.datetime.now(dt.timezone.utc)

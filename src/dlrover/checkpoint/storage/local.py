@@ -28,7 +28,7 @@ from dlrover.checkpoint.storage.stores import (
     Draft,
     FileInfo,
     Leftover,
-    Reader,
+    RangeReader,
     Store,
     StoreWriter,
     step_folder,
@@ -106,7 +106,7 @@ class _LocalStore:
     def open(self, file: str) -> contextlib.AbstractContextManager[BinaryIO]:
         return (self._root / file).open("rb")
 
-    def reader(self, folder: str) -> Reader:
+    def reader(self, folder: str) -> RangeReader:
         return _Files(self._root / folder)
 
     @contextlib.contextmanager

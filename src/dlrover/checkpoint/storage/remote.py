@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 import msgspec
 
+from dlrover import extras
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import formats
 from dlrover.checkpoint.storage.formats import OtherFormatError
@@ -80,15 +81,10 @@ class _RemoteStore:
         self.url = url
         self.location = location_of(url)
         self._secret = login(url)
-        try:
+        with extras.needed(self.location, "remote"):
             core: Any = importlib.import_module("fsspec.core")
+        try:
             self._fs, self._root = core.url_to_fs(url)
-        except ModuleNotFoundError as error:
-            if error.name in ("fsspec", "fsspec.core"):
-                raise ConfigurationError(
-                    f"{self.location} needs the package fsspec; install dlrover[remote]."
-                ) from error
-            raise self._refused(error) from error
         except (ImportError, ValueError) as error:
             raise self._refused(error) from error
         except Exception as error:  # any library's: it opens connections already here

@@ -83,7 +83,7 @@ class StoreWriter(Protocol):
         """Append data, which may change after the call."""
 
 
-class Reader(Protocol):
+class RangeReader(Protocol):
     """Reader of ranges of the files in one folder."""
 
     def size(self, file: str) -> int:
@@ -137,7 +137,7 @@ class Store(Protocol):
     def open(self, file: str) -> contextlib.AbstractContextManager[BinaryIO]:
         """Open a file for reading from start to end."""
 
-    def reader(self, folder: str) -> Reader:
+    def reader(self, folder: str) -> RangeReader:
         """Return a reader for ranges of the files in a folder."""
 
     def create(self, file: str) -> contextlib.AbstractContextManager[StoreWriter]:

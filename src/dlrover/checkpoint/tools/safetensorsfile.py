@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dlrover import extras
 from dlrover.checkpoint.engine.tree import DTYPES
 from dlrover.checkpoint.machine.layout import ITEM_BYTES, TensorRef, name
 from dlrover.checkpoint.tools.content import Content, LazyTensor, content_of
@@ -37,12 +38,8 @@ def read(path: Path) -> Content:
         ConfigurationError: the file holds a type that is not supported, or the package is missing.
         InfrastructureError: the file is damaged.
     """
-    try:
+    with extras.needed(f"{path}", "safetensors"):
         library: Any = importlib.import_module("safetensors")
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"{path} can be read with the package safetensors; install dlrover[safetensors]."
-        ) from error
     try:
         file = library.safe_open(path, framework="pt")
         held = {key: _tensor(file, key) for key in file.keys()}  # noqa: SIM118 - no dict

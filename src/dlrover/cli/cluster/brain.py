@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -15,11 +14,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dlrover import config
+from dlrover import config, extras
 from dlrover.cli.output import Form, Output, show
 from dlrover.errors import ConfigurationError
 from dlrover.spec import brain as records
-from dlrover.spec.plan import Effect, Group
+from dlrover.spec.plan import Effect, NodeGroup
 from dlrover.spec.words import counted
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def serve(  # noqa: PLR0913 - each is an option of the command
     output: Output = Form.TEXT,
 ) -> None:
     """Run the Brain until it gets SIGTERM or SIGINT."""
-    with _extra():
+    with extras.needed("dlrover brain serve", "brain"):
         from dlrover.brain.app import BrainOptions, serve as run  # noqa: PLC0415 - an extra
     from dlrover.rpc import wire  # noqa: PLC0415 - loads grpc
 
@@ -197,16 +196,6 @@ def _limits(text: str) -> dict[str, float]:
             )
         limits[name] = float(amount)
     return limits
-
-
-@contextlib.contextmanager
-def _extra() -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise ConfigurationError(
-            f"dlrover brain serve needs {error.name}: pip install 'dlrover[brain]'."
-        ) from error
 
 
 def token(path: str) -> str:
@@ -355,16 +344,16 @@ def _print_cluster(found: records.ClusterResources, console: Console) -> None:
         _say(console, f"queue {queue}: {_use(limits)}")
 
 
-def _size(groups: Mapping[str, Group]) -> str:
+def _size(groups: Mapping[str, NodeGroup]) -> str:
     """Return the nodes of a plan or a shape in words."""
     return ", ".join(_group(kind, group) for kind, group in groups.items())
 
 
-def _counts(groups: Mapping[str, Group]) -> str:
+def _counts(groups: Mapping[str, NodeGroup]) -> str:
     return ", ".join(f"{group.count} {kind}" for kind, group in groups.items())
 
 
-def _group(kind: str, group: Group) -> str:
+def _group(kind: str, group: NodeGroup) -> str:
     plural = "" if group.count == 1 or kind == "ps" else "s"
     each = [f"{group.accelerators} GPU"] if group.accelerators else []
     each += [f"{group.cpu:g} CPU"] if group.cpu else []

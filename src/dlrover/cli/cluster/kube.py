@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Annotated
 
 import typer
 
-from dlrover import __version__
-from dlrover.errors import ConfigurationError
+from dlrover import __version__, extras
 
 IMAGE = f"dlrover:{__version__}"
 """Image of this release."""
@@ -26,16 +24,6 @@ MasterImage = Annotated[
 ]
 
 
-@contextlib.contextmanager
-def extra() -> Iterator[None]:
-    """Wrap imports that need the extra ``kubernetes``.
-
-    Raises:
-        ConfigurationError: the extra is not installed.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"The module {error.name} is missing: Kubernetes needs pip install 'dlrover[kubernetes]'."
-        ) from error
+def extra() -> AbstractContextManager[None]:
+    """Wrap imports that need the extra ``kubernetes``; see `extras.needed`."""
+    return extras.needed("Kubernetes", "kubernetes")

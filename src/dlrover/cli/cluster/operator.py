@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dlrover import extras
 from dlrover.cli.cluster.kube import IMAGE, Kubeconfig, MasterImage, extra
-from dlrover.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from dlrover.kubernetes.operator.operator import Operator
@@ -85,13 +85,8 @@ def _health(serving: Operator, host: str, port: int) -> Iterator[None]:
     if not port:
         yield
         return
-    try:
-        from dlrover.kubernetes.operator.health import HealthServer  # noqa: PLC0415 - needs an extra
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"--http-port {port} needs the package prometheus-client: pip install "
-            "'dlrover[metrics]'."
-        ) from error
+    with extras.needed(f"--http-port {port}", "metrics"):
+        from dlrover.kubernetes.operator.health import HealthServer  # noqa: PLC0415 - an extra
     server = HealthServer(serving, host, port)
     try:
         yield

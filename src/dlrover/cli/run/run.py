@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from dlrover import config
+from dlrover import config, extras
 from dlrover._util import procs
 from dlrover.agent.ports import PortReservation
 from dlrover.cli import jobs
@@ -22,13 +22,12 @@ from dlrover.cli.run import arguments, nodes, onray, report
 from dlrover.cli.run.launchspec import Endpoint, RunOptions, parse_endpoint
 from dlrover.errors import ConfigurationError, DLRoverError
 from dlrover.master.compose import Request, master_config
-from dlrover.planning import extra
 from dlrover.ray.machine.job import FILE, encode
 from dlrover.spec.job import LaunchSpec
 from dlrover.spec.jobdir import AgentConfig, BrainSide, JobDir, MasterConfig
 from dlrover.spec.node import NodeLimits
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.plan import Group
+from dlrover.spec.plan import NodeGroup
 
 DEFAULT_PORT = 29400
 """Port of a master's address that names none; torchrun's rendezvous port."""
@@ -73,9 +72,9 @@ def run(options: RunOptions, env: Mapping[str, str]) -> Outcome:
     settings = config.settings(env, options.config_file, options.rdzv_conf)
     _check_machine(options.launch)
     if options.job.auto_scale:
-        extra.require("--auto-scale")
+        extras.require("--auto-scale", "planning", extras.PLANNING)
     if options.dashboard >= 0:
-        extra.require("--dashboard", ("starlette", "uvicorn"), "dashboard")
+        extras.require("--dashboard", "dashboard", ("starlette", "uvicorn"))
     for notice in options.notices:
         print(f"dlrover-run: {notice}", file=sys.stderr)
     name = jobs.job_name(
@@ -271,7 +270,7 @@ class _Plan:
             platform=platform,
             brain=BrainSide(
                 program=Path(options.launch.target).name,
-                node=Group(count=1, cpu=size.cpu, memory=size.memory),
+                node=NodeGroup(count=1, cpu=size.cpu, memory=size.memory),
             ),
             node_size=size,
             most_memory_factor=nodes.most_memory_factor(size, managed_nodes + options.job.spares)

@@ -21,8 +21,6 @@ class Kafka(Broker):
     the consumer group that follows the job's progress.
     """
 
-    needs = "confluent-kafka"
-
     def __init__(self, address: Address) -> None:
         import confluent_kafka as kafka  # noqa: PLC0415 - only if there is such a source
 

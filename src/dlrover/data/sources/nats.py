@@ -28,8 +28,6 @@ class Nats(Broker):
     With ``group=NAME``, a durable consumer of this name shows the job's progress.
     """
 
-    needs = "nats-py"
-
     def __init__(self, address: Address) -> None:
         import nats  # noqa: PLC0415 - only if there is such a source
         from nats.js import errors  # noqa: PLC0415

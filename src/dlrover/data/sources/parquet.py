@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from dlrover import extras
 from dlrover.data.sources.blocks import BlockRecords
 from dlrover.data.sources.files import Paths
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -180,9 +181,5 @@ def _remote(url: str) -> tuple[Any, str]:
 
 def package(name: str, extra: str) -> Any:
     """Return a module of a package that ``dlrover[extra]`` installs."""
-    try:
+    with extras.needed("Parquet", extra):
         return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigurationError(
-            f"Parquet needs the package {name.partition('.')[0]}; install dlrover[{extra}]."
-        ) from error

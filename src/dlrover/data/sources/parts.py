@@ -153,8 +153,6 @@ def _sync(folder: Path) -> None:
 class PartFolder(Broker):
     """The rows of a folder; one partition, whose offsets are the numbers of the rows."""
 
-    needs = "pyarrow"
-
     def __init__(self, address: Address) -> None:
         super().__init__(address)
         self._folder = Folder(address)

@@ -56,7 +56,6 @@ class Pulsar(Broker):
     With ``group=NAME``, a durable subscription shows the job's progress and keeps unread messages.
     """
 
-    needs = "pulsar-client"
     sparse = True
 
     def __init__(self, address: Address) -> None:

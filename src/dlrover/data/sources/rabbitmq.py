@@ -29,8 +29,6 @@ _REFUSED = {403, 404, 405, 406}
 class RabbitMq(Broker):
     """``amqp://user:password@host:5672/queue?vhost=/``; ``amqps`` with TLS."""
 
-    needs = "pika"
-
     def __init__(self, address: Address) -> None:
         import pika  # noqa: PLC0415 - only if there is such a source
         from pika import exceptions  # noqa: PLC0415

@@ -38,7 +38,6 @@ return {#found, #found > 0 and found[#found][1] or ''}
 class Redis(Broker):
     """``redis://user:password@host:6379/0?stream=a&stream=b``; ``rediss`` with TLS."""
 
-    needs = "redis"
     sparse = True
 
     def __init__(self, address: Address) -> None:

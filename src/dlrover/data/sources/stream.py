@@ -12,9 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import datetime
 from importlib import import_module
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
+from dlrover import extras
 from dlrover.errors import ConfigurationError
 from dlrover.spec.requests.shards import Span
 
@@ -163,8 +164,6 @@ class Broker(ABC):
     transient: tuple[type[BaseException], ...] = (OSError, TimeoutError)
     hopeless: tuple[type[BaseException], ...] = ()
     """Those of ``transient`` that do not pass."""
-    needs: ClassVar[str] = ""
-    """Package with its client."""
     group = ""
     """Group that follows stored checkpoints; empty: none."""
     sparse = False
@@ -288,12 +287,8 @@ class Stream(Generic[Sample_co]):
             )
         module, name = _BROKERS[address.scheme]
         kind: type[Broker] = getattr(import_module(f"dlrover.data.sources.{module}"), name)
-        try:
+        with extras.needed(f"{address.scheme}://", module):
             return kind(address)
-        except ImportError as error:
-            raise ConfigurationError(
-                f"{address.scheme}:// needs the package {kind.needs}: pip install 'dlrover[{module}]'."
-            ) from error
 
 
 def _value(message: Message) -> Any:

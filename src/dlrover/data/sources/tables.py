@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from dlrover import extras
 from dlrover._util import backoff
 from dlrover.data.sources.blocks import BlockRecords
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -232,12 +233,8 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
         if self._engines is None or self._engines[0] != os.getpid():
             if self._engines is not None:
                 self._engines[1].dispose(close=False)  # they are the parent's
-            try:
+            with extras.needed(f"The {self!r}", "sql"):
                 self._engines = os.getpid(), self._sql.create_engine(self._url)
-            except ImportError as error:
-                raise ConfigurationError(
-                    f"The {self!r} needs the package {error.name}; install dlrover[sql]."
-                ) from error
         return self._engines[1]
 
     def _told(self, error: Any) -> str:
@@ -271,9 +268,5 @@ def _url(sql: Any, given: Any) -> Any:
 
 
 def _package() -> Any:
-    try:
+    with extras.needed("A table", "sql"):
         return importlib.import_module("sqlalchemy")
-    except ImportError as error:
-        raise ConfigurationError(
-            "Tables need the package SQLAlchemy; install dlrover[sql]."
-        ) from error

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrover._util import handshake
+from dlrover._util import handshake, sockets
 from dlrover.errors import InfrastructureError, ProtocolError
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -78,13 +78,7 @@ def send(sock: socket.socket, frame: RowFrame, *parts: NDArray[np.generic] | byt
     header = _HEADER.pack(
         _MAGIC, frame.op, frame.status, 0, frame.table, frame.keys, frame.client, frame.sequence, size, 0, 0
     )  # fmt: skip
-    waiting = [memoryview(header), *views]
-    while waiting:
-        sent = sock.sendmsg(waiting[:64])
-        while waiting and sent >= waiting[0].nbytes:
-            sent -= waiting.pop(0).nbytes
-        if sent:
-            waiting[0] = waiting[0][sent:]
+    sockets.send_all(sock, [memoryview(header), *views])
 
 
 class FrameReceiver:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrover import extras
 from dlrover.embedding.table import HashTable
 from dlrover.embedding.tools import values
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -125,12 +126,8 @@ def _table(path: Path, tables: values.Tables, step: int) -> None:
 
 
 def _library(module: str, extra: str) -> Any:
-    try:
+    with extras.needed("This format", extra):
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"This format needs the package {error.name}; install dlrover[{extra}]."
-        ) from error
 
 
 _WRITERS: dict[Format, Callable[[Path, values.Tables, int], None]] = {

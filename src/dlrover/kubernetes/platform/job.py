@@ -19,7 +19,7 @@ from dlrover.master.compose import Request
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import BrainSide
 from dlrover.spec.node import SERVER
-from dlrover.spec.plan import Group
+from dlrover.spec.plan import NodeGroup
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ def _brain_side(job: ElasticJob) -> BrainSide:
     worker = job.spec.replica_specs.get("worker")
     asked = requests_of(worker.template) if worker is not None else {}
     return BrainSide(
-        node=Group(
+        node=NodeGroup(
             count=1,
             cpu=asked.get("cpu", 0.0),
             memory=int(asked.get("memory", 0)),

@@ -11,10 +11,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from dlrover._util import tasks
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api.client import (
     FORBIDDEN_GRACE,
@@ -129,24 +129,24 @@ class KubernetesPlatform:
         Raises:
             InfrastructureError: the API server does not list them in time.
         """
-        self._in_background(self._informer.run())
+        tasks.start(self._informer.run(), self._background)
         try:
             await asyncio.wait_for(self._informer.synced.wait(), START_TIMEOUT)
         except asyncio.TimeoutError:
             raise InfrastructureError(
                 f"The Kubernetes API server did not list the job's pods within {START_TIMEOUT:g} s."
             ) from None
-        self._in_background(self._sweep_often())
+        tasks.start(self._sweep_often(), self._background)
 
     def report(self, reporter: Reporter) -> None:
         """Start writing the training's progress into the job's status."""
         self._reporter = reporter
         reporter.waits(self._unmade())
-        self._in_background(reporter.run())
+        tasks.start(reporter.run(), self._background)
 
     def follow(self, scaler: Scaler) -> None:
         """Start scaling the job according to its manifest and its plans."""
-        self._in_background(scaler.run())
+        tasks.start(scaler.run(), self._background)
 
     def resize(self, role: str, replicas: int) -> None:
         """Set the number of nodes of a role for pods made from now on."""
@@ -166,10 +166,10 @@ class KubernetesPlatform:
         under_way = {*self._creations, *self._deletions}
         if under_way:
             await asyncio.wait(under_way, timeout=CLOSE_TIMEOUT)
-        tasks = [*self._creations, *self._deletions, *self._background]
-        for task in tasks:
+        left = [*self._creations, *self._deletions, *self._background]
+        for task in left:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*left, return_exceptions=True)
         if self._reporter is not None:
             await self._reporter.close()
         await self._client.close()
@@ -178,7 +178,7 @@ class KubernetesPlatform:
         """Request a node's pod, made in the background; the handle is the pod's name."""
         name = nodes.pod_name(self._job, node)
         watched = self._watched[name] = _Watched(node.node_id)
-        self._do(self._create(name, node, watched), self._creations)
+        tasks.start(self._create(name, node, watched), self._creations)
         return name
 
     def adopt(self, node_id: int, handle: str) -> None:
@@ -214,7 +214,7 @@ class KubernetesPlatform:
         if watched is not None:
             watched.unwanted = True
         if watched is None or watched.created is not None:  # else `_create` handles it
-            self._do(self._delete(handle), self._deletions)
+            tasks.start(self._delete(handle), self._deletions)
 
     # ---- making and deleting
 
@@ -306,21 +306,6 @@ class KubernetesPlatform:
             pod = await self._client.find(PODS, self._namespace, name)
         return pod if pod is not None and self._ours(pod) else None
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine until `close`."""
-        self._do(work, self._background)
-
-    def _do(self, work: Coroutine[Any, Any, None], among: set[asyncio.Task[None]]) -> None:
-        task = asyncio.create_task(work)
-        among.add(task)
-
-        def done(task: asyncio.Task[None]) -> None:
-            among.discard(task)
-            if not task.cancelled() and task.exception() is not None:
-                logger.error("Defect in the handling of pods", exc_info=task.exception())
-
-        task.add_done_callback(done)
-
     # ---- watching
 
     def _changed(self, key: str) -> None:
@@ -334,7 +319,7 @@ class KubernetesPlatform:
             if watched.seen:
                 self._report(watched, "its pod was deleted")
                 # It may only have lost its label and still run.
-                self._do(self._delete(name, only=watched.uid), self._deletions)
+                tasks.start(self._delete(name, only=watched.uid), self._deletions)
             return
         if watched.created is None:
             return  # an earlier pod of that name; else `_create` checks again
@@ -399,7 +384,7 @@ class KubernetesPlatform:
             elif not watched.seen:
                 await self._look_for(name, watched)
             elif there and watched.leaving_until is not None and now > watched.leaving_until:
-                self._do(self._delete(name, grace=0), self._deletions)
+                tasks.start(self._delete(name, grace=0), self._deletions)
 
     async def _look_for(self, name: str, watched: _Watched) -> None:
         with contextlib.suppress(InfrastructureError):

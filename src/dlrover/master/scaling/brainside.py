@@ -25,7 +25,7 @@ from dlrover.spec.jobdir import BrainSide
 from dlrover.spec.measurements import ModelProfile, NodeUsage, SpeedSample
 from dlrover.spec.node import SERVER, Size
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.plan import Group, Plan, ScaleDecision, ScaleKind
+from dlrover.spec.plan import NodeGroup, ResourcePlan, ScaleDecision, ScaleKind
 
 if TYPE_CHECKING:
     from dlrover.master.machine.scaling.changes import Question
@@ -119,7 +119,7 @@ class JobBrain:
                 self._report(
                     brain.ReportPlan,
                     plan_id=self._name(body),
-                    plan=Plan(groups=groups, reason=body.reason, effect=body.effect),
+                    plan=ResourcePlan(groups=groups, reason=body.reason, effect=body.effect),
                 )
             case events.PlanMeasured() as body:
                 state: brain.PlanState = "rolled-back" if body.short else "applied"
@@ -217,13 +217,13 @@ def connect(
     return JobBrain(side, job, secret, token, tls)
 
 
-def shape_of(sample: SpeedSample, node: Group) -> brain.Shape:
+def shape_of(sample: SpeedSample, node: NodeGroup) -> brain.Shape:
     """Return a measured size in the Brain's terms; ``node`` holds the resources of each node."""
     passes = _passes(sample)
     batch = max(1, round(sample.total_batch / (sample.replicas * passes)))
     groups = {KIND: msgspec.structs.replace(node, count=sample.nodes)}
     if sample.servers:
-        groups[SERVER] = Group(count=sample.servers, cpu=sample.server_cpu)
+        groups[SERVER] = NodeGroup(count=sample.servers, cpu=sample.server_cpu)
     return brain.Shape(
         groups=groups,
         batch=batch,
@@ -243,7 +243,7 @@ def _of_a_pass(sample: SpeedSample) -> float | None:
     return None if seconds is None else seconds / _passes(sample)
 
 
-def _batch_of(plan: Plan, current: SpeedSample) -> int:
+def _batch_of(plan: ResourcePlan, current: SpeedSample) -> int:
     """Return a plan's new global batch, limited to what the program allows; 0 if the batch stays."""
     batches = current.batches
     if plan.batch is None or batches is None or batches.least == batches.most:
@@ -252,7 +252,7 @@ def _batch_of(plan: Plan, current: SpeedSample) -> int:
     return 0 if batch == current.total_batch else batch
 
 
-def size_of(plan: Plan, current: Size) -> Size:
+def size_of(plan: ResourcePlan, current: Size) -> Size:
     """Return the node counts of a plan; a role that the plan does not name keeps its count."""
     groups = plan.groups
     workers = groups[KIND].count if KIND in groups else current.workers

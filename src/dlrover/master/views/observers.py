@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
+from dlrover import extras
 from dlrover.errors import ConfigurationError
 from dlrover.master.journal.history import History
 from dlrover.master.service import Master
@@ -36,13 +37,8 @@ class Observers:
     def _serve_metrics(self, master: Master, address: MetricsAddress) -> None:
         if not address.port:
             return
-        try:
+        with extras.needed(f"metrics_port {address.port}", "metrics"):
             from dlrover.master.views.metrics import MetricsServer  # noqa: PLC0415 - an extra
-        except ImportError as error:
-            raise ConfigurationError(
-                f"metrics_port {address.port} needs the package prometheus-client: pip install "
-                "'dlrover[metrics]'."
-            ) from error
         self._closers.append(MetricsServer(master, address).close)
 
     def _send_spans(self, history: History, env: Mapping[str, str]) -> None:
@@ -50,7 +46,7 @@ class Observers:
             return
         try:
             from dlrover.master.views.spans import JobSpans  # noqa: PLC0415 - an extra
-        except ImportError:
+        except ModuleNotFoundError:
             logger.warning(
                 "OpenTelemetry's variables are set, but no spans are sent without its packages: "
                 "pip install 'dlrover[otel]'"

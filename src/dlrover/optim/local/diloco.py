@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.optim.dense import WrappedOptimizer
-from dlrover.optim.local.exchange import CodedSum, Peers, Residuals, Sum
+from dlrover.optim.local.exchange import CodedSum, Residuals, Sum, SyncPeers
 from dlrover.optim.local.fragments import Fragment, Outer, divided
 from dlrover.optim.machine.penalty import Penalty, PenaltyDecision, ReplicaReport, Statistics, judge
 from dlrover.optim.tensors import like, local, parameters, saved_states
@@ -340,7 +340,7 @@ class DiLoCo(WrappedOptimizer):
         self._since = 0
         self._schedule.synced()
 
-    def _spread(self, peers: Peers, source: int, *, joins: bool) -> None:
+    def _spread(self, peers: SyncPeers, source: int, *, joins: bool) -> None:
         """Overwrite what the replicas should have in common by what one of them has."""
         if peers.rank == source:
             logger.warning("Sync %d: replica %d gives its state to others.", self.syncs, source)
@@ -386,11 +386,11 @@ class DiLoCo(WrappedOptimizer):
 
     # ---- groups
 
-    def _peers(self) -> Peers:
+    def _peers(self) -> SyncPeers:
         group = self._group() if callable(self._group) else self._group
         if group is None and self._group is None and dist.is_initialized():
             group = dist.group.WORLD
-        return Peers(group, self._device)
+        return SyncPeers(group, self._device)
 
     def _over_replica(self, *numbers: float) -> list[float]:
         """Return the sums over this replica's ranks."""

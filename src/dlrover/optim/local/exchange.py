@@ -13,7 +13,7 @@ BLOCK = 256
 """Elements per scale in 8 bits."""
 
 
-class Peers:
+class SyncPeers:
     """The replicas of one sync.
 
     Args:
@@ -55,7 +55,7 @@ class Peers:
 class Sum:
     """A sum over the replicas under way."""
 
-    def __init__(self, peers: Peers, vector: torch.Tensor) -> None:
+    def __init__(self, peers: SyncPeers, vector: torch.Tensor) -> None:
         self._vector = vector
         self._work = None
         if peers.size > 1:
@@ -85,7 +85,7 @@ class CodedSum:
     bytes reach each replica about twice, on any number of replicas.
     """
 
-    def __init__(self, peers: Peers, vector: torch.Tensor, residuals: Residuals) -> None:
+    def __init__(self, peers: SyncPeers, vector: torch.Tensor, residuals: Residuals) -> None:
         self._peers, self._vector, self._residuals = peers, vector, residuals
         self._own: torch.Tensor | None = None
         if peers.size == 1:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from dlrover._util import procs
+from dlrover._util import procs, tasks
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.master.app import read_outcome
 from dlrover.roles.spec import EntryForm, EntryPoint, Failover, RoleKind, RolesConfig, RoleSpec
@@ -225,9 +225,7 @@ class RoleJobs:
 
     def watch(self, name: str, attempt: int, handle: str) -> None:
         """Report the end of a role's job."""
-        task = asyncio.create_task(self._wait(name, attempt, handle))
-        self._waits.add(task)
-        task.add_done_callback(self._waits.discard)
+        tasks.start(self._wait(name, attempt, handle), self._waits)
 
     async def _wait(self, name: str, attempt: int, handle: str) -> None:
         pid, _, started = handle.partition(":")

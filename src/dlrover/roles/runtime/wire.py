@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlrover._util import handshake
+from dlrover._util import handshake, sockets
 from dlrover.checkpoint.saver import certificates
 from dlrover.errors import InfrastructureError, ProtocolError
 from dlrover.roles.messages import CallAddress
@@ -97,12 +97,7 @@ def send(
             waiting.append(view)
         if view.nbytes % ALIGNMENT:
             waiting.append(memoryview(_PADDING)[: -view.nbytes % ALIGNMENT])
-    while waiting:
-        sent = sock.sendmsg(waiting[:64])
-        while waiting and sent >= waiting[0].nbytes:
-            sent -= waiting.pop(0).nbytes
-        if sent:
-            waiting[0] = waiting[0][sent:]
+    sockets.send_all(sock, waiting)
 
 
 class BodyMemory:

@@ -28,7 +28,7 @@ from dlrover.spec.requests.cluster import (
 from dlrover.spec.requests.shards import ForgetWorker, LookShards
 from dlrover.tensorflow import serving
 from dlrover.tensorflow.estimators.conf import EstimatorConf
-from dlrover.tensorflow.estimators.feed import Feed, size_of
+from dlrover.tensorflow.estimators.feed import BatchFeed, size_of
 from dlrover.tensorflow.estimators.positions import SUFFIX, PositionSaver, beside
 from dlrover.tensorflow.estimators.session import ClusterMember
 from dlrover.tensorflow.estimators.task import (
@@ -47,7 +47,7 @@ from dlrover.tensorflow.machine.choice import (
     choose,
     place,
 )
-from dlrover.tensorflow.machine.plan import Plan, plan_of
+from dlrover.tensorflow.machine.plan import SessionPlan, plan_of
 from dlrover.tensorflow.registry import Registry, answers, look
 from dlrover.tensorflow.watch import ClusterChangedError
 
@@ -77,14 +77,14 @@ def run(load: Callable[[], EstimatorConf]) -> None:
     if here.role == SERVER:
         serving.serve(here, SERVER_NAME)
     elif here.role == CHIEF:
-        Chief(load(), here).run()
+        ChiefTask(load(), here).run()
     elif here.role == WORKER:
-        Worker(load(), here).run()
+        WorkerTask(load(), here).run()
     else:
         evaluate(load())
 
 
-class Chief(TrainingTask):
+class ChiefTask(TrainingTask):
     """Decides on the generations, restores and saves the model, and trains as the workers do."""
 
     def __init__(self, conf: EstimatorConf, here: TaskPlace) -> None:
@@ -100,9 +100,9 @@ class Chief(TrainingTask):
         while not self._trained(plan := self._begin()):
             pass
         # The number stays: a chief that dies right here begins with a later one.
-        self._registry.ask(UseCluster((), Plan(plan.number + 1).packed()), TIMEOUT)
+        self._registry.ask(UseCluster((), SessionPlan(plan.number + 1).packed()), TIMEOUT)
 
-    def _begin(self) -> Plan:
+    def _begin(self) -> SessionPlan:
         """Begin a generation, once its servers are there; all others may end from now on."""
         missing = "the master's list of tasks"
         for reply in look(self._registry, LOOK, TIMEOUT):
@@ -110,7 +110,7 @@ class Chief(TrainingTask):
             choice, missing = choose(reply, 0, self._used, lost, only_servers=True)
             if choice is None:
                 continue
-            plan = Plan(
+            plan = SessionPlan(
                 plan_of(reply.note).number + 1,
                 tuple(task.address for task in choice.servers),
                 self._base(),
@@ -128,20 +128,20 @@ class Chief(TrainingTask):
         known.check(f"{path}{SUFFIX}", size_of(self._conf.train_set.opened()))
         return known.acknowledged
 
-    def _tell(self, registry: Registry, plan: Plan) -> None:
+    def _tell(self, registry: Registry, plan: SessionPlan) -> None:
         assert self._used is not None
         registry.ask(UseCluster(self._used.tasks, plan.packed()), TIMEOUT)
 
-    def _before(self, plan: Plan) -> None:
+    def _before(self, plan: SessionPlan) -> None:
         pass
 
-    def _began(self, plan: Plan) -> None:
+    def _began(self, plan: SessionPlan) -> None:
         """Let the workers begin; free what earlier generations have on the servers."""
         self._tell(self._registry.another(), msgspec.structs.replace(plan, ready=True))
         earlier = range(max(1, plan.number - FORGOTTEN), plan.number)
         if earlier:
             for address in plan.servers:
-                names = [Plan(number).container for number in earlier]
+                names = [SessionPlan(number).container for number in earlier]
                 tf.compat.v1.Session.reset(f"grpc://{address}", names)
 
     def _listeners(self, member: ClusterMember) -> list[Any]:
@@ -177,7 +177,7 @@ class Chief(TrainingTask):
         return self._change.lost
 
 
-class Worker(TrainingTask):
+class WorkerTask(TrainingTask):
     """Trains with the chief's generations."""
 
     def __init__(self, conf: EstimatorConf, here: TaskPlace) -> None:
@@ -205,7 +205,7 @@ class Worker(TrainingTask):
                 raise
             logger.info("Nothing is left to train: %s", error)  # the job has ended
 
-    def _plan(self, done: int) -> Plan | None:
+    def _plan(self, done: int) -> SessionPlan | None:
         """Wait for a generation, or for records that others leave behind; return None if this worker is to leave.
 
         Args:
@@ -230,7 +230,7 @@ class Worker(TrainingTask):
         reply = self._shards.ask(LookShards(records.name))
         return not (reply.away or reply.refused or reply.exhausted)
 
-    def _before(self, plan: Plan) -> None:
+    def _before(self, plan: SessionPlan) -> None:
         """Wait until the chief has restored the model."""
         registry = self._registry.another()
         registry.ask(EnterCluster(self._task), TIMEOUT)
@@ -242,13 +242,13 @@ class Worker(TrainingTask):
                 return
         raise ClusterChangedError("the chief has begun anew.")
 
-    def _began(self, plan: Plan) -> None:
+    def _began(self, plan: SessionPlan) -> None:
         pass
 
     def _look(self, reply: ClusterReply) -> None:
         self._number = plan_of(reply.note).number
 
-    def _why(self, error: BaseException, plan: Plan) -> str:
+    def _why(self, error: BaseException, plan: SessionPlan) -> str:
         if plan_of(self._registry.ask(LookCluster(), TIMEOUT).note).number != plan.number:
             return "the chief has begun anew."
         return super()._why(error, plan)
@@ -270,11 +270,11 @@ def evaluate(conf: EstimatorConf) -> None:
     if data is None:
         raise ConfigurationError("The configuration has no eval_set, and the job has an evaluator.")
     estimator = estimator_of(conf, tf.estimator.RunConfig(model_dir=conf.model_dir))
-    exporter = tf.estimator.BestExporter(serving_input_receiver_fn=Feed(data, None).served)
+    exporter = tf.estimator.BestExporter(serving_input_receiver_fn=BatchFeed(data, None).served)
     best = f"{conf.model_dir}/export/best"
     launched.imported()  # the next start is a fork that has TensorFlow
     for path in tf.train.checkpoints_iterator(conf.model_dir):
-        feed = Feed(dataclasses.replace(data, epoch=1), None)
+        feed = BatchFeed(dataclasses.replace(data, epoch=1), None)
         try:
             result = estimator.evaluate(feed.dataset, steps=conf.eval_steps, checkpoint_path=path)
             exporter.export(estimator, best, path, result, is_the_final_export=False)

@@ -21,7 +21,7 @@ AHEAD = 2
 TEXT = tf.TensorSpec([None], tf.string)
 
 
-class Feed:
+class BatchFeed:
     """Batches for one session.
 
     Args:

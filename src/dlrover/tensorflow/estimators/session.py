@@ -10,8 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from dlrover import launched
-from dlrover.tensorflow.estimators.feed import Feed
-from dlrover.tensorflow.machine.plan import Plan
+from dlrover.tensorflow.estimators.feed import BatchFeed
+from dlrover.tensorflow.machine.plan import SessionPlan
 from dlrover.tensorflow.watch import ClusterChangedError
 
 V1 = tf.compat.v1
@@ -42,9 +42,9 @@ class ClusterMember(tf.estimator.SessionRunHook):  # type: ignore[misc]
 
     def __init__(
         self,
-        plan: Plan,
+        plan: SessionPlan,
         index: int,
-        feed: Feed,
+        feed: BatchFeed,
         due: Callable[[], bool],
         began: Callable[[], None],
     ) -> None:

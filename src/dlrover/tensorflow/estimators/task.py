@@ -25,10 +25,10 @@ from dlrover.spec.requests.cluster import ClusterReply, ClusterTask, LookCluster
 from dlrover.spec.requests.shards import Incarnation
 from dlrover.tensorflow import serving
 from dlrover.tensorflow.estimators.conf import EstimatorConf
-from dlrover.tensorflow.estimators.feed import Feed
+from dlrover.tensorflow.estimators.feed import BatchFeed
 from dlrover.tensorflow.estimators.session import ClusterMember, Rooted
 from dlrover.tensorflow.machine.choice import TaskPlace
-from dlrover.tensorflow.machine.plan import Plan
+from dlrover.tensorflow.machine.plan import SessionPlan
 from dlrover.tensorflow.registry import JobRegistry, answers, free_port, joined
 from dlrover.tensorflow.watch import ClusterChangedError
 
@@ -79,11 +79,11 @@ class TrainingTask(abc.ABC):
         """Train to the end."""
 
     @abc.abstractmethod
-    def _before(self, plan: Plan) -> None:
+    def _before(self, plan: SessionPlan) -> None:
         """Called when the graph is complete, before the session is made."""
 
     @abc.abstractmethod
-    def _began(self, plan: Plan) -> None:
+    def _began(self, plan: SessionPlan) -> None:
         """Called when the session is made."""
 
     @abc.abstractmethod
@@ -104,7 +104,7 @@ class TrainingTask(abc.ABC):
 
     # ---- sessions
 
-    def _trained(self, plan: Plan) -> bool:
+    def _trained(self, plan: SessionPlan) -> bool:
         """Train in one session; return whether the training has come to its end."""
         try:
             return self._attempt(plan)
@@ -113,13 +113,13 @@ class TrainingTask(abc.ABC):
                 raise
             return False
 
-    def _attempt(self, plan: Plan) -> bool:
+    def _attempt(self, plan: SessionPlan) -> bool:
         self._task = msgspec.structs.replace(self._task, start=self._task.start + 1)
         reader = Reader(reader_name(self._task), REPORT_INTERVAL)
         readers = Readers(Incarnation(plan.number, 0), plan.base, reader)
         # A worker that waited for records within a step could not pause: it ends its session instead.
         leads = self._here.role == CHIEF
-        feed = Feed(self._conf.train_set, readers, waits_for_others=leads)
+        feed = BatchFeed(self._conf.train_set, readers, waits_for_others=leads)
         index = -1 if leads else self._here.index
         member = self._member = ClusterMember(
             plan, index, feed, self._is_due, functools.partial(self._began, plan)
@@ -155,7 +155,7 @@ class TrainingTask(abc.ABC):
             saving_listeners=self._listeners(member),
         )
 
-    def _lost(self, plan: Plan) -> str:
+    def _lost(self, plan: SessionPlan) -> str:
         """Return why a session can make no more steps; TensorFlow would wait for a lost server without end."""
         silent = [
             address
@@ -166,7 +166,7 @@ class TrainingTask(abc.ABC):
             return f"no connection to ps at {', '.join(silent)}."
         return "the cluster is another one." if self._is_gone() else ""
 
-    def _watch(self, done: threading.Event, plan: Plan, feed: Feed) -> None:
+    def _watch(self, done: threading.Event, plan: SessionPlan, feed: BatchFeed) -> None:
         """Look at the job until the session has ended."""
         over = float("inf")
         while not done.wait(POLL):
@@ -183,7 +183,7 @@ class TrainingTask(abc.ABC):
             if time.monotonic() > over:
                 raise ClusterChangedError(why or "a parameter server was lost.")
 
-    def _may_repeat(self, error: BaseException, plan: Plan) -> bool:
+    def _may_repeat(self, error: BaseException, plan: SessionPlan) -> bool:
         """Wait and return True if another session may help."""
         why = self._why(error, plan)
         step = self._member.step if self._member is not None else -1
@@ -197,14 +197,14 @@ class TrainingTask(abc.ABC):
             threading.Event().wait(next(self._delays))
         return True
 
-    def _why(self, error: BaseException, plan: Plan) -> str:
+    def _why(self, error: BaseException, plan: SessionPlan) -> str:
         """Return why another session may help; empty if the error has nothing to do with the cluster."""
         if isinstance(error, ClusterChangedError):
             return str(error)
         known = isinstance(error, FAULTS)
         return self._lost(plan) or (str(error).partition("\n")[0] if known else "")
 
-    def _run_config(self, plan: Plan) -> Any:
+    def _run_config(self, plan: SessionPlan) -> Any:
         """Return TensorFlow's configuration of a session with the plan's servers.
 
         A session brings its own cluster: its process and the servers, each of which knows only itself. Estimators

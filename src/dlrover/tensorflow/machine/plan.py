@@ -7,7 +7,7 @@ import msgspec
 from dlrover.errors import ConfigurationError, ProtocolError
 
 
-class Plan(msgspec.Struct, frozen=True, array_like=True):
+class SessionPlan(msgspec.Struct, frozen=True, array_like=True):
     """One generation: the sessions between two changes of the parameter servers."""
 
     number: int = 0
@@ -29,14 +29,14 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.msgpack.encode(self)
 
 
-def plan_of(note: bytes) -> Plan:
+def plan_of(note: bytes) -> SessionPlan:
     """Return the plan in the chief's note.
 
     Raises:
         ProtocolError: the note is another program's.
     """
     try:
-        return msgspec.msgpack.decode(note, type=Plan) if note else Plan()
+        return msgspec.msgpack.decode(note, type=SessionPlan) if note else SessionPlan()
     except msgspec.DecodeError as error:
         raise ProtocolError(f"The chief's note is no plan: {error}.") from error
 

@@ -9,7 +9,7 @@ from dlrover.planning.throughput import TrustRegion
 from dlrover.spec import events
 from dlrover.spec.measurements import SpeedSample
 from dlrover.spec.node import SERVER, WORKER, Size
-from dlrover.spec.plan import Effect, Group, Plan, PlanOutcome, ScaleDecision, ScaleKind
+from dlrover.spec.plan import Effect, NodeGroup, PlanOutcome, ResourcePlan, ScaleDecision, ScaleKind
 
 SAME_SIZE = (ScaleKind.REPLACE, ScaleKind.MIGRATE, ScaleKind.REBALANCE)
 """Changes that keep the numbers of nodes."""
@@ -89,11 +89,11 @@ class Change:
         return events.PlanDropped(self.number, reason, self.plan_id)
 
 
-def groups_of(size: Size) -> dict[str, Group]:
+def groups_of(size: Size) -> dict[str, NodeGroup]:
     """Return the nodes of a size, by role."""
-    groups = {WORKER: Group(count=size.workers)}
+    groups = {WORKER: NodeGroup(count=size.workers)}
     if size.servers:
-        groups[SERVER] = Group(count=size.servers)
+        groups[SERVER] = NodeGroup(count=size.servers)
     return groups
 
 
@@ -111,7 +111,7 @@ def decided(
     batch: int = 0,
 ) -> ScaleDecision:
     """Return the decision for this size, and for this global batch unless it is 0."""
-    plan = Plan(groups=groups_of(size), reason=reason, effect=effect)
+    plan = ResourcePlan(groups=groups_of(size), reason=reason, effect=effect)
     return ScaleDecision(
         kind=kind, nodes=size.workers, servers=size.servers, batch=batch, plan=plan, plan_id=plan_id
     )

@@ -38,7 +38,7 @@ from dlrover.planning.throughput import SpeedPrediction
 from dlrover.spec import brain
 from dlrover.spec.measurements import SpeedSample
 from dlrover.spec.node import SERVER, WORKER, Size
-from dlrover.spec.plan import Plan, ScaleDecision, ScaleKind
+from dlrover.spec.plan import ResourcePlan, ScaleDecision, ScaleKind
 
 BY_WORKERS = Prices(cpu=0.0, memory=0.0, accelerator=1.0)
 """Prices by which a job costs its number of workers, as all nodes of a job are alike."""
@@ -86,7 +86,7 @@ def _to_measure(found: Proposal | None) -> ScaleDecision | None:
     return None if found is None else decided(ScaleKind.MEASURE, *found)
 
 
-def _in_nodes(plan: Plan, current: SpeedSample) -> ScaleDecision:
+def _in_nodes(plan: ResourcePlan, current: SpeedSample) -> ScaleDecision:
     """Return a plan in terms of nodes alone: the workers per node stay as they are."""
     workers, servers = plan.groups[WORKER].count, plan.groups.get(SERVER)
     size = Size(workers) if servers is None else Size(workers // _per_node(current), servers.count)
