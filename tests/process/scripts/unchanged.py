@@ -30,6 +30,7 @@ with contextlib.suppress(ConfigurationError):
     dist.device_mesh.init_device_mesh("cpu", (world,))
     sys.exit("a mesh was made")
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.99, patience=1)
 out, last = Path(sys.argv[1]), Path(sys.argv[1]) / "last"
 step, goes_on = 0, True
 with (out / f"rank{rank}.txt").open("a", buffering=1) as log:
@@ -46,6 +47,7 @@ with (out / f"rank{rank}.txt").open("a", buffering=1) as log:
             scheduler.step()
             mean = loss.detach().clone()
             dist.all_reduce(mean)
+            plateau.step(mean)
             said, every = [f"by {rank}"], [None] * world
             dist.broadcast_object_list(said, 0)
             dist.all_gather_object(every, (rank, "x" * (rank + step % 3)), group=group)

@@ -8,6 +8,7 @@
 ``torch.save`` and ``safetensors``   write no files while a rank replays
 ``torch.load`` and ``safetensors``   the files that a returning rank loads are noted
 ``GradScaler``                       looks for no overflow while a rank replays
+``ReduceLROnPlateau``                counts no losses while a rank replays
 ``torch.distributed.checkpoint``     saves with all ranks or not at all; a rank that replays loads for itself
 Accelerate, Trainers                 see `engines`
 ==================================== ================================================================
@@ -50,7 +51,7 @@ _running: list[Unchanged] = []
 _loaded: dict[str, float] = {}
 """The files that a program that is started again has loaded, and when they were written."""
 _early: list[tuple[str, weakref.ref[Any]]] = []
-"""Optimizers and scalers that the program has made before its process group."""
+"""Optimizers, scalers and schedules that the program has made before its process group."""
 
 
 def install() -> None:
@@ -64,6 +65,7 @@ def install() -> None:
         after_import("torch.serialization", functools.partial(_note, name="load", package="torch"))
         after_import("safetensors.torch", functools.partial(_note, name="load_file"))
     after_import("torch.amp.grad_scaler", _watch_scalers)
+    after_import("torch.optim.lr_scheduler", _watch_schedules)
     after_import(f"{_CHECKPOINTS}.state_dict_saver", _watch_savers)
     after_import(f"{_CHECKPOINTS}.state_dict_loader", _watch_loaders)
     engines.install(_present)
@@ -81,7 +83,7 @@ def _finish() -> None:
 
 
 def _own(name: str, part: Any) -> None:
-    """Take an optimizer or a scaler into the state of this rank."""
+    """Take an optimizer, a scaler or a schedule into the state of this rank."""
     if _running:
         _running[0].owns(name, part)
     else:
@@ -313,6 +315,19 @@ def _watch_scalers(module: Any) -> None:
     cls.__init__, cls.step = wrapped_make, wrapped_step
     for name in ("unscale_", "update"):
         setattr(cls, name, _quiet(getattr(cls, name)))
+
+
+def _watch_schedules(module: Any) -> None:
+    """Take the schedule that follows from losses from the others; those that follow from steps are where they were."""
+    cls = module.ReduceLROnPlateau
+    make = cls.__init__
+
+    @functools.wraps(make)
+    def wrapped_make(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        _own("schedule", self)
+
+    cls.__init__, cls.step = wrapped_make, _quiet(cls.step)
 
 
 def _mute(module: types.ModuleType, names: tuple[str, ...], package: str = "") -> None:
