@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 
+import msgspec
 import pytest
 
 pytest.importorskip("scipy")
@@ -44,7 +45,14 @@ def question(current: SpeedSample, sizes=range(1, 9)) -> Question:
 
 
 @contextlib.asynccontextmanager
-async def story(tmp_path, *, serve: bool = True, cluster: bool = True, secret: str = "secret"):
+async def story(
+    tmp_path,
+    *,
+    serve: bool = True,
+    cluster: bool = True,
+    secret: str = "secret",
+    job: JobSpec = JOB,
+):
     """A job beside a Brain, and what looks into that."""
     brain = Brain(open_database(f"sqlite:///{tmp_path}/brain.db"))
     server = Server(TOKEN, service=wire.BRAIN_SERVICE)
@@ -59,7 +67,7 @@ async def story(tmp_path, *, serve: bool = True, cluster: bool = True, secret: s
         origin="uid-1",
         node=NodeGroup(count=1, accelerators=1),
     )
-    job = brainside.connect(side, JOB, secret, wire.Tls(), {brainside.TOKEN: TOKEN})
+    job = brainside.connect(side, job, secret, wire.Tls(), {brainside.TOKEN: TOKEN})
     try:
         async with BrainClient(side.address, TOKEN) as client:
             if serve:
@@ -182,9 +190,23 @@ def test_without_a_token_there_is_a_sentence(tmp_path):
         )
 
 
-def test_a_job_that_keeps_its_size_needs_no_brain():
-    fixed = JobSpec(name="fixed")
-    assert brainside.connect(BrainSide(address="brain:1"), fixed, "", wire.Tls(), {}) is None
+def test_without_an_address_there_is_no_brain():
+    assert brainside.connect(BrainSide(), JOB, "", wire.Tls(), {}) is None
+
+
+def test_the_brain_does_not_choose_the_size_of_a_job_that_keeps_it(tmp_path):
+    async def run() -> None:
+        fixed = msgspec.structs.replace(JOB, auto_scale=False)
+        async with story(tmp_path, job=fixed) as (job, client):
+            assert not job.cluster
+            job.measured(sample(2, 0.1), ModelProfile(parameters=7), {})
+            job.ended(SUCCESS)
+        async with story(tmp_path, secret="other") as (_, client):
+            known = await client.explain(job.id)
+            assert (known.job.description.mode, known.outcome) == ("single-job", SUCCESS)
+            assert [one.throughput for one in known.samples] == pytest.approx([20.0], rel=0.01)
+
+    asyncio.run(run())
 
 
 def test_a_size_with_servers_in_the_brains_terms():

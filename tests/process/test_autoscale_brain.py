@@ -81,6 +81,40 @@ def test_a_job_starts_like_a_past_one_tells_its_brain_and_goes_on_without_it(run
     launch.end_with(ExitCode.STOPPED)
 
 
+def test_a_job_that_keeps_its_size_is_in_the_brains_history(run) -> None:
+    out = run.directory / "out"
+    out.mkdir()
+    program = (run.scripts / "law.py", out, "0.1,0.12")
+    options = ("--nproc-per-node=2", "--rdzv-conf=autoscale_window=2")
+    with processes.brain(f"sqlite:///{run.directory}/brain.db") as server:
+        launch = run(
+            *options, *program,
+            env={"DLROVER_BRAIN": server.address, "DLROVER_BRAIN_TOKEN": processes.TOKEN},
+        )  # fmt: skip
+
+        def measured():
+            jobs = ask(server.address, lambda client: client.jobs())
+            story = jobs and ask(server.address, lambda client: client.explain(jobs[0].job))
+            return story if story and story.samples else None
+
+        story = launch.until(measured, 60, "a measurement")
+        assert story.samples[0].shape.groups["worker"].count == 1
+        assert 10 < story.samples[0].throughput < 20, (
+            "samples per second: two in each step of 0.12 s"
+        )
+        assert not launch.events_of(events.FirstSize)
+        assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
+        launch.end_with(ExitCode.STOPPED)
+        (job,) = ask(server.address, lambda client: client.jobs())
+        assert job.state == "stopped"
+        assert ask(server.address, lambda c: c.explain(job.job)).outcome.goodput.goodput_ratio > 0
+
+
+def test_a_job_that_keeps_its_size_goes_on_without_the_brains_token(run) -> None:
+    launch = run("--no-python", "/bin/true", env={"DLROVER_BRAIN": "127.0.0.1:9"})
+    launch.succeed(30)
+
+
 def test_a_known_program_tries_no_size(run) -> None:
     """A past job has measured all sizes: three nodes do not pay, and two are the best."""
     out = run.directory / "out"

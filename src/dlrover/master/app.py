@@ -111,7 +111,8 @@ async def _serve(
     brain = _brain(master, settings, job_dir, tls, env)
     if brain is not None:
         history.listeners.append(brain.happened)
-        job = job if master.replayed else await brain.first(job)
+        if job.auto_scale and not master.replayed:
+            job = await brain.first(job)
     takeover.begin(master, job, str(job_dir.path), history, platform)
     try:
         outcome = await _until_ended(master, job_dir, orphaned)
@@ -132,12 +133,15 @@ async def _serve(
 def _brain(
     master: Master, settings: MasterConfig, job_dir: JobDir, tls: wire.Tls, env: Mapping[str, str]
 ) -> JobBrain | None:
-    """Return the Brain, or None if there is none; after a takeover, do without it if its token is missing."""
+    """Return the Brain; None if there is none, or if its token is missing and the job can do without it.
+
+    A job can if it does not auto-scale, or after a takeover.
+    """
     secret = f"{read_token(job_dir)} {job_dir.path}"
     try:
         brain = brainside.connect(settings.brain, settings.job, secret, tls, env)
     except ConfigurationError:
-        if not master.replayed:
+        if settings.job.auto_scale and not master.replayed:
             raise
         logger.exception("The job goes on without the Brain")
         return None

@@ -67,7 +67,7 @@ class AutoScaler:
                 self._watch_memory(node_id, message.usage, now)
                 if server:
                     self._servers.note(node_id, message.usage.cpu, message.usage.cores)
-        if not machine.autoscaling.active or server:
+        if server or not self._wanted():
             return
         workers = {world.first_rank + i: worker for i, worker in enumerate(message.workers)}
         self._meter.note(workers, now)
@@ -141,7 +141,8 @@ class AutoScaler:
             return
         self._ended, held_up = None, bool(held_up)
         profile = self._meter.profile
-        self._submit(inputs.SpeedMeasured(self._round, sample, profile, held_up))
+        if machine.autoscaling.active:
+            self._submit(inputs.SpeedMeasured(self._round, sample, profile, held_up))
         if self.brain is not None and not held_up:
             self.brain.measured(machine.autoscaling.bounded(sample), profile, self.usage)
 
@@ -155,10 +156,14 @@ class AutoScaler:
         return now, sample
 
     def _measures(self) -> bool:
-        """Return whether the running world is being measured in order to scale it."""
+        """Return whether the running world is being measured."""
         machine, rdzv = self._machine, self._machine.rendezvous
         running = machine.outcome is None and not rdzv.collecting and rdzv.round == self._round
-        return running and machine.autoscaling.active
+        return running and self._wanted()
+
+    def _wanted(self) -> bool:
+        """Return whether measurements are wanted: to scale the job, or by the Brain."""
+        return self._machine.autoscaling.active or self.brain is not None
 
     def _cores(self, servers: int) -> Servers:
         """Return the world's servers, with the mean cores of its nodes by role; 0.0 if some are unknown."""
@@ -177,7 +182,9 @@ class AutoScaler:
     def watch_servers(self) -> None:
         """Report overloaded or uneven servers to the machine."""
         scaling = self._machine.autoscaling
-        if not self._measures() or scaling.change is not None or scaling.latest is None:
+        if not scaling.active or scaling.change is not None or scaling.latest is None:
+            return
+        if not self._measures():
             return
         servers = self._machine.rendezvous.size.servers
         found = self._servers.look(

@@ -57,7 +57,8 @@ class JobBrain:
     ) -> None:
         name = re.sub(r"[^!-~]", "_", job.name)[:NAME_LENGTH]
         self.id = f"{name}-{hashlib.sha256(secret.encode()).hexdigest()[:12]}"
-        self.cluster = side.cluster
+        self.cluster = side.cluster and job.auto_scale
+        """True if the Brain chooses the job's size."""
         self._side = side
         self._job = job
         self._profile = ModelProfile()
@@ -195,12 +196,12 @@ class JobBrain:
 def connect(
     side: BrainSide, job: JobSpec, secret: str, tls: wire.Tls, env: Mapping[str, str]
 ) -> JobBrain | None:
-    """Return the job's connection to the Brain; None if none is configured or the job does not auto-scale.
+    """Return the job's connection to the Brain; None if none is configured.
 
     Raises:
         ConfigurationError: its token is missing or cannot be read.
     """
-    if not side.address or not job.auto_scale:
+    if not side.address:
         return None
     token = env.get(TOKEN, "")
     if side.token_file:
