@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from pathlib import Path
 
@@ -62,6 +63,17 @@ def test_the_list_has_every_job_and_earlier_run_once_and_finds_roles(tmp_path: P
     every = found.jobs()
     asyncio.run(listing.ask_masters(every))
     assert {row["phase"] for row in every} == {"failed", "interrupted"}
+
+
+def test_the_list_ends_after_the_latest_jobs_and_says_so(tmp_path: Path) -> None:
+    for number in range(4):
+        job_dir = made(tmp_path / "jobs" / f"job-{number}", f"job-{number}")
+        os.utime(job_dir.job, (1000 + number, 1000 + number))
+    short, whole = listing.JobList([tmp_path], most=3), listing.JobList([tmp_path], most=4)
+    assert [row["name"] for row in short.jobs()] == ["job-3", "job-2", "job-1"]
+    assert short.more
+    assert len(whole.jobs()) == 4
+    assert not whole.more
 
 
 def test_each_cause_has_a_colour_of_its_own() -> None:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from dlrover.dashboard import cluster, ended, podlogs
+from dlrover.dashboard.listing import MOST
 from dlrover.dashboard.podlogs import PodLog
 from dlrover.errors import ExitCode
 from dlrover.kubernetes.machine.nodes import NODE_LABEL, RANK_LABEL
@@ -158,10 +159,10 @@ def test_a_job_that_only_the_brain_knows_may_still_run() -> None:
 
 def test_of_thousands_of_jobs_those_that_run_are_listed_and_the_latest() -> None:
     rows = [{"name": n, "began": float(n), "over": n != 3} for n in range(3000)]
-    found = [row["name"] for row in cluster.latest(rows, cluster.MOST)]
-    assert len(found) == cluster.MOST
-    assert found == [*range(2999, 2999 - cluster.MOST + 1, -1), 3]
-    assert cluster.latest(rows[:2], cluster.MOST) == [rows[1], rows[0]]
+    found = [row["name"] for row in cluster.latest(rows, MOST)]
+    assert len(found) == MOST
+    assert found == [*range(2999, 2999 - MOST + 1, -1), 3]
+    assert cluster.latest(rows[:2], MOST) == [rows[1], rows[0]]
 
 
 def pod(name: str, phase: str, node: int = -1, *containers: str) -> dict[str, Any]:

@@ -136,6 +136,17 @@ time.sleep(120)
 """
 
 
+def filter_jobs(browser: Browser) -> None:
+    """Filter a list that has one job, which runs."""
+    browser.press("/")
+    browser.until("document.activeElement.id === 'jobs-filter'")
+    browser.press("nosuch")
+    browser.until("document.body.innerText.includes('No job in this list has that.')")
+    assert not browser.run("return document.querySelector('.main-cell a')")
+    browser.press("\ue003" * 6 + "RUNN")
+    browser.until("document.querySelector('.main-cell a')")
+
+
 def test_a_running_job_is_live_and_its_buttons_act(browser: Browser, tmp_path: Path) -> None:
     pytest.importorskip("uvicorn")
     program = tmp_path / "train.py"
@@ -152,6 +163,7 @@ def test_a_running_job_is_live_and_its_buttons_act(browser: Browser, tmp_path: P
             assert "token" not in browser.run("return location.href")
             browser.until("document.body.innerText.includes('running')", timeout=60)
             check(browser)
+            filter_jobs(browser)
             browser.click("train")
             browser.until("document.querySelectorAll('#nodes tbody tr').length >= 2", timeout=60)
             browser.until("document.getElementById('link').innerText.includes('live')")

@@ -48,6 +48,12 @@ def dashboard(  # noqa: PLR0913 - each is an option of the command
         typer.Option(metavar="NAMESPACE", help="Namespace whose ElasticJobs to show; all for all."),
     ] = "",
     kubeconfig: Kubeconfig = "",
+    jobs_listed: Annotated[
+        int,
+        typer.Option(
+            "--jobs", min=1, max=9_999, help="Most jobs to list of each source, the latest first."
+        ),
+    ] = 200,
     lifeline_fd: Annotated[int, typer.Option(hidden=True)] = -1,
     stdio: Annotated[bool, typer.Option("--stdio", hidden=True)] = False,
 ) -> None:
@@ -71,9 +77,9 @@ def dashboard(  # noqa: PLR0913 - each is an option of the command
     token = given or secrets.token_urlsafe(24)
     sock = server.listen(host, port)
     port = sock.getsockname()[1]
-    listing = JobList(config.state_dirs(env), map(Path, job_dir or ()))
+    listing = JobList(config.state_dirs(env), map(Path, job_dir or ()), jobs_listed)
     hosts = guard.hosts(host, port, allow_host or ())
-    sources = _sources(env, brain, kubernetes, kubeconfig)
+    sources = _sources(env, brain, kubernetes, kubeconfig, jobs_listed)
     app = server.application(listing, sources, token, hosts)
     name = f"[{host}]" if ":" in host else host
     link = f"http://{name}:{port}/?token={token}"
@@ -81,7 +87,9 @@ def dashboard(  # noqa: PLR0913 - each is an option of the command
     asyncio.run(server.serve(app, sock, lifeline_fd))
 
 
-def _sources(env: Mapping[str, str], brain: str, namespace: str, kubeconfig: str) -> JobSources:
+def _sources(
+    env: Mapping[str, str], brain: str, namespace: str, kubeconfig: str, most: int
+) -> JobSources:
     """Return where else jobs are known: the Brain and Kubernetes, as far as they are named."""
     from dlrover.dashboard import cluster  # noqa: PLC0415 - loads grpc
     from dlrover.dashboard.history import BrainJobs  # noqa: PLC0415
@@ -96,11 +104,11 @@ def _sources(env: Mapping[str, str], brain: str, namespace: str, kubeconfig: str
         history = BrainJobs(address, token, wire.Tls(ca=settings.tls_ca))
         sources[f"Brain at {address}"] = history.rows
     if not namespace:
-        return cluster.JobSources(sources, brain=history)
+        return cluster.JobSources(sources, brain=history, most=most)
     name = "Kubernetes" if namespace == "all" else f"Kubernetes, namespace {namespace}"
     wanted = "" if namespace == "all" else namespace
     with extra_of_kubernetes():
         from dlrover.dashboard.pods import PodJobs  # noqa: PLC0415
 
         sources[name] = cluster.kubernetes(kubeconfig, wanted)
-    return cluster.JobSources(sources, PodJobs(kubeconfig, wanted, history), history)
+    return cluster.JobSources(sources, PodJobs(kubeconfig, wanted, history), history, most)

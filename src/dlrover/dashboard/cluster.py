@@ -11,6 +11,7 @@ import msgspec
 
 from dlrover.dashboard.ended import EndedJob
 from dlrover.dashboard.feed import SHARE
+from dlrover.dashboard.listing import MOST
 from dlrover.errors import DLRoverError, ExitCode
 from dlrover.kubernetes.machine.decisions import status_of
 from dlrover.kubernetes.machine.pods import exit_code_of
@@ -26,20 +27,23 @@ Source = Callable[[int], Awaitable[list[dict[str, Any]]]]
 """Returns rows of jobs, of which the latest are shown; it may know that many at most, or more."""
 PATIENCE = 5.0
 """Seconds that a source has to answer."""
-MOST = 200
-"""Most jobs of a source in the list: those that have not ended, then the latest."""
 
 
 class JobSources:
-    """Sources of jobs by name; a source that cannot be reached gives its reason instead."""
+    """Sources of jobs by name; a source that cannot be reached gives its reason instead.
+
+    At most ``most`` jobs of a source are in the list: those that have not ended, then the latest.
+    """
 
     def __init__(
         self,
         sources: Mapping[str, Source],
         pods: PodJobs | None = None,
         brain: BrainJobs | None = None,
+        most: int = MOST,
     ) -> None:
         self._sources = dict(sources)
+        self._most = most
         self._places = [place for place in (brain, pods) if place is not None]
         self._known: dict[str, tuple[float, dict[str, Any]]] = {}
 
@@ -56,23 +60,23 @@ class JobSources:
         until, answer = self._known.get(name, (0.0, {}))
         began = time.monotonic()
         if began >= until:
-            answer = await _ask(name, self._sources[name])
+            answer = await _ask(name, self._sources[name], self._most)
             self._known[name] = (began + (time.monotonic() - began) / SHARE, answer)
         return answer
 
 
-async def _ask(name: str, source: Source) -> dict[str, Any]:
+async def _ask(name: str, source: Source, most: int) -> dict[str, Any]:
     rows, problem = [], ""
     try:
-        rows = await asyncio.wait_for(source(MOST + 1), PATIENCE)
+        rows = await asyncio.wait_for(source(most + 1), PATIENCE)
     except DLRoverError as error:
         problem = str(error)
     except asyncio.TimeoutError:
         problem = f"No answer within {PATIENCE:g} s."
     return {
         "name": name,
-        "jobs": latest(rows, MOST),
-        "more": len(rows) > MOST,
+        "jobs": latest(rows, most),
+        "more": len(rows) > most,
         "problem": problem,
     }
 

@@ -23,8 +23,8 @@ from dlrover.spec.jobdir import AgentConfig, ConfigHeader, JobDir, MasterAddress
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.words import counted
 
-JOBS = 200
-"""Most jobs in the list: the latest ones."""
+MOST = 200
+"""Most jobs of a source in the list, unless ``--jobs`` says another number."""
 ANSWER_TIME = 1.5
 """Seconds that a master has to tell the status of its job for the list."""
 
@@ -35,18 +35,27 @@ for _kind in (AgentConfig, ConfigHeader, Event, MasterAddress, MasterConfig, Out
 
 
 class JobList:
-    """Jobs below state directories, and those in directories that were named. Each has an id for its address."""
+    """Jobs below state directories, and those in directories that were named. Each has an id for its address.
 
-    def __init__(self, states: Iterable[Path], named: Iterable[Path] = ()) -> None:
+    Only the latest ``most`` jobs are known.
+    """
+
+    def __init__(
+        self, states: Iterable[Path], named: Iterable[Path] = (), most: int = MOST
+    ) -> None:
         self._states = tuple(states)
         self._named = tuple(path.resolve() for path in named)
+        self._most = most
+        self.more = False
+        """True if there were more jobs than that."""
         self._read: dict[Path, tuple[tuple[float, float], dict[str, Any]]] = {}
 
     def paths(self) -> dict[str, Path]:
         """Return the directories of all jobs by id, the latest first."""
         found = dict.fromkeys((*self._named, *self._below()))
         dated = {path: when for path in found if (when := _began(path))}
-        latest = sorted(dated, key=lambda path: dated[path], reverse=True)[:JOBS]
+        self.more = len(dated) > self._most
+        latest = sorted(dated, key=lambda path: dated[path], reverse=True)[: self._most]
         return {job_id(path): path for path in latest}
 
     def find(self, job: str) -> JobDir | None:

@@ -122,7 +122,8 @@ class Dashboard:
             if not self._list[1] or now - self._list[0] >= LIST_PAUSE:
                 rows = await asyncio.to_thread(self._listing.jobs)
                 await ask_masters(rows)
-                found = {**content.FIXED, "jobs": rows, "cluster": await self._cluster.rows()}
+                cluster, more = await self._cluster.rows(), self._listing.more
+                found = {**content.FIXED, "jobs": rows, "more": more, "cluster": cluster}
                 self._list = now, msgspec.json.encode(found).decode()
             return self._list[1]
 

@@ -5,7 +5,7 @@ const main = document.getElementById("main");
 const frozen = document.getElementById("content");
 const KEPT = 90;
 
-const state = { route: {}, jobs: null, job: null, link: "", logs: null };
+const state = { route: {}, jobs: null, filter: "", job: null, link: "", logs: null };
 
 // ---- routes
 
@@ -122,16 +122,23 @@ const jobPage = (job) => {
 const jobsPage = () => {
   document.title = "Jobs · DLRover";
   if (!state.jobs) return h("p", { class: "soft loading" }, "Looking for jobs …");
-  const { jobs, cluster } = state.jobs;
+  const { jobs, more, cluster } = state.jobs;
   return [
-    h("div", { class: "head", key: "head" }, h("div", { class: "title" }, h("h1", {}, "Jobs")), h("p", { class: "soft" }, "The latest first. Arrow keys and Enter open one.")),
-    h("section", { class: "card", key: "here", "aria-label": "Jobs of this machine" }, jobs.length ? D.jobTable(jobs, cluster.length ? "This machine" : "")
+    h("div", { class: "head", key: "head" }, h("div", { class: "title" }, h("h1", {}, "Jobs")), h("p", { class: "soft" }, "The latest first. Arrow keys and Enter open one."),
+      h("input", { id: "jobs-filter", type: "search", class: "filter", placeholder: "Filter by name, phase or text", "aria-label": "Filter jobs", on: { input: (e) => { state.filter = e.target.value.trim().toLowerCase(); draw(); } } })),
+    h("section", { class: "card", key: "here", "aria-label": "Jobs of this machine" }, jobs.length ? [D.jobTable(matching(jobs), cluster.length ? "This machine" : ""), noMatch(jobs), more ? left(`The latest ${D.count(jobs.length, "job")}`) : null]
       : D.empty("No job has run here yet.", "Start one with ", D.code("dlrover-run --nproc-per-node 2 train.py"), "; it appears here by itself.")),
     cluster.map((source) => h("section", { class: "card", key: source.name, "aria-label": source.name }, h("header", {}, h("h2", {}, source.name)),
-      source.problem ? h("p", { class: "warning" }, source.problem) : null, source.jobs.length ? D.clusterTable(source) : source.problem ? null : D.empty("It knows no jobs.", ""),
-      source.more ? h("p", { class: "soft" }, `The jobs that run and the latest others, ${D.count(source.jobs.length, "job")} in all; earlier ones are not listed.`) : null)),
+      source.problem ? h("p", { class: "warning" }, source.problem) : null, source.jobs.length ? [D.clusterTable({ ...source, jobs: matching(source.jobs) }), noMatch(source.jobs)] : source.problem ? null : D.empty("It knows no jobs.", ""),
+      source.more ? left(`The jobs that run and the latest others, ${D.count(source.jobs.length, "job")} in all`) : null)),
   ];
 };
+
+const matching = (jobs) => (state.filter ? jobs.filter((job) => [job.name, job.phase, job.problem, job.reason, job.dir, job.note].some((text) => text && text.toLowerCase().includes(state.filter))) : jobs);
+
+const noMatch = (jobs) => (matching(jobs).length ? null : h("p", { class: "soft" }, "No job in this list has that."));
+
+const left = (what) => h("p", { class: "soft" }, `${what}; earlier ones are not listed. Start the dashboard with `, D.code("--jobs"), " to list more.");
 
 D.jobTable = (jobs, title) => [
   title ? h("header", {}, h("h2", {}, title)) : null,
@@ -244,7 +251,7 @@ const say = (text, bad) => {
 
 // ---- keys and theme
 
-const KEYS = [["?", "these keys"], ["j", "all jobs"], ["1 – 9", "sections of a job"], ["/", "filter the events"], ["t", "dark or light"], ["↑ ↓", "rows of a table or of the timeline"], ["Esc", "close"]];
+const KEYS = [["?", "these keys"], ["j", "all jobs"], ["1 – 9", "sections of a job"], ["/", "filter the jobs or the events"], ["t", "dark or light"], ["↑ ↓", "rows of a table or of the timeline"], ["Esc", "close"]];
 const help = () => ask("Keys", [h("dl", { class: "keys" }, KEYS.map(([key, what]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, what)]))], "", false);
 
 const focusSection = (id) => requestAnimationFrame(() => requestAnimationFrame(() => {
@@ -261,7 +268,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "?") help();
   else if (event.key === "j" && !frozen) go("#/");
   else if (event.key === "t") toggle();
-  else if (event.key === "/" && document.querySelector("#events input")) document.querySelector("#events input").focus();
+  else if (event.key === "/" && document.querySelector("#events input, #jobs-filter")) document.querySelector("#events input, #jobs-filter").focus();
   else if (/^[1-9]$/.test(event.key) && shown[event.key - 1]) focusSection(shown[event.key - 1].id);
   else if (event.key === "ArrowDown" && links.length) links[Math.min(at + 1, links.length - 1)].focus();
   else if (event.key === "ArrowUp" && at > 0) links[at - 1].focus();
