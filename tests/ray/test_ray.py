@@ -131,43 +131,87 @@ def test_more_than_the_cluster_can_have_is_refused_at_once(run, ray_cluster) -> 
     assert "9 nodes need CPU 9" in launch.end_with(2, WAIT)[1]
 
 
+class Digits:
+    """The digits example on the cluster: every step of 96 images, however many nodes share them."""
+
+    def __init__(self, run, ray_cluster, nodes: object) -> None:
+        self.directory = run.directory
+
+        def start(name: str, *options: str, step_time: float = 0.0):
+            words = ["--out", run.directory / name, "--save-every", "5"]
+            words += ["--step-time", str(step_time)]
+            return run(*options, DIGITS, *words, name=f"{name}-job")
+
+        start("local", "--local-nodes", "2").succeed(WAIT)
+        limits = "max_infrastructure_restarts=100,no_progress_restarts=100"
+        options = {"max_restarts": 0, "shutdown_timeout": 5, "rdzv_conf": limits}
+        self.launch = start("ray", *ray_cluster.options(nodes, **options), step_time=0.2)
+
+    def losses(self, name: str = "ray") -> list[float]:
+        path = self.directory / name / "losses.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line)["loss"] for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def train(self, steps: int) -> None:
+        after = len(self.losses()) + steps
+        self.launch.until(lambda: len(self.losses()) >= after, WAIT, f"{steps} steps")
+
+    def sizes(self) -> list[int]:
+        return [event.body.nodes for event in self.launch.events_of(events.RoundCompleted)]
+
+    def survive(self, victim: psutil.Process) -> None:
+        """Kill a process, and wait for the world that forms without it."""
+        before = len(self.sizes())
+        victim.kill()
+        self.launch.until(lambda: len(self.sizes()) > before, WAIT, "a new round")
+
+    def survive_the_masters_death(self, master: psutil.Process) -> None:
+        before = len(self.launch.events_of(events.MasterRecovered))
+        master.kill()
+        self.launch.until(
+            lambda: len(self.launch.events_of(events.MasterRecovered)) > before, WAIT, "a master"
+        )
+
+
 @pytest.mark.heavy
 def test_twenty_random_kills_do_not_change_what_the_digits_example_computes(run, ray_cluster):
-    def losses(name: str) -> list[dict[str, float]]:
-        path = run.directory / name / "losses.jsonl"
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-    def start(name: str, *options: str, step_time: float = 0.0):
-        words = ["--out", run.directory / name, "--save-every", "5", "--step-time", str(step_time)]
-        return run(*options, DIGITS, *words, name=f"{name}-job")
-
-    start("local", "--local-nodes", "2").succeed(WAIT)
-    limits = "max_infrastructure_restarts=100,no_progress_restarts=100"
-    options = {"max_restarts": 0, "shutdown_timeout": 5, "rdzv_conf": limits}
-    launch = start("ray", *ray_cluster.options(2, **options), step_time=0.2)
+    job = Digits(run, ray_cluster, 2)
     chance = random.Random(0)
     above = {"agent": 0, "actor": 1, "raylet": 2}
-    for number in range(20):
-        after = len(losses("ray")) + chance.randint(6, 9)
-        launch.until(lambda at=after: len(losses("ray")) >= at, WAIT, f"steps before kill {number}")
+    for _ in range(20):
+        job.train(chance.randint(6, 9))
         what = chance.choice(["worker", "master", *above])
-        rounds = len(launch.events_of(events.RoundCompleted))
         if what == "master":
-            masters = len(launch.events_of(events.MasterRecovered))
-            ray_cluster.masters()[0].kill()
-            launch.until(
-                lambda n=masters: len(launch.events_of(events.MasterRecovered)) > n, WAIT, what
-            )
+            job.survive_the_masters_death(ray_cluster.masters()[0])
             continue
         victim = chance.choice(ray_cluster.workers() if what == "worker" else ray_cluster.agents())
         for _ in range(above.get(what, 0)):
             victim = victim.parent()
-        victim.kill()
+        job.survive(victim)
         if what == "raylet":
             ray_cluster.add_nodes(1)
-        launch.until(lambda n=rounds: len(launch.events_of(events.RoundCompleted)) > n, WAIT, what)
-    launch.succeed(WAIT)
-    assert [line["loss"] for line in losses("ray")] == pytest.approx(
-        [line["loss"] for line in losses("local")], abs=1e-6
-    )
+    job.launch.succeed(WAIT)
+    assert job.losses() == pytest.approx(job.losses("local"), abs=1e-6)
+
+
+@pytest.mark.heavy
+def test_a_job_of_two_to_four_nodes_uses_those_that_there_are(run, ray_cluster):
+    job = Digits(run, ray_cluster, "2:4")
+    job.train(5)
+    for grows in (True, False, True):
+        if grows:
+            ray_cluster.add_nodes(4 - job.sizes()[-1])
+            job.launch.until(lambda: job.sizes()[-1] == 4, WAIT, "four nodes")
+        else:
+            for left in (3, 2):
+                job.survive(ray_cluster.agents()[0].parent().parent())  # a raylet
+                job.launch.until(lambda n=left: job.sizes()[-1] == n, WAIT, f"{left} nodes")
+                job.train(3)
+        job.train(5)
+        job.survive(ray_cluster.workers()[0])
+        job.train(5)
+        job.survive_the_masters_death(ray_cluster.masters()[0])
+    job.launch.succeed(WAIT)
+    assert {2, 3, 4} <= set(job.sizes())
+    # The sum over ranks is rounded differently for each number of them.
+    assert job.losses() == pytest.approx(job.losses("local"), abs=1e-3)
