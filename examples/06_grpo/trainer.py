@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dlrover.checkpoint import Checkpointer
 from dlrover.roles import Queue, current_worker, weights
 
-CLIP, KEEP_NEAR, RATE = 0.2, 0.005, 5e-3
+CLIP, KEEP_NEAR, RATE, STEEPEST = 0.2, 0.005, 5e-3, 1.0
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -79,6 +79,8 @@ while state["step"] < settings["steps"]:
     loss = (KEEP_NEAR * apart - gain).mean()
     optimizer.zero_grad()
     loss.backward()
+    # Once most answers are right, a single wrong one in a group counts for much.
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), STEEPEST)
     optimizer.step()
     step = state["step"] = state["step"] + 1
     state["learned"].append(batch)
