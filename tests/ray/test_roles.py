@@ -9,6 +9,7 @@ import pytest
 
 from dlrover.spec import events
 from tests.process.test_roles import ROLES, Numbers, coordinator, each_batch_was_learned_once
+from tests.support import certificates
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200),
@@ -33,7 +34,9 @@ class NumbersOnRay(Numbers):
 
 
 def test_whoever_dies_each_batch_is_learned_once(run, ray_cluster) -> None:
-    job = NumbersOnRay(run, *where(ray_cluster))
+    """All that goes over a network does so by TLS."""
+    tls = certificates.made(run.directory, ray_cluster.address.rpartition(":")[0])
+    job = NumbersOnRay(run, *where(ray_cluster), env=certificates.settings(tls))
     job.launch.until(lambda: len(job.served) > 2, WAIT, "the first batches")
     job.kill("rollout")
     kept = job.living("main")

@@ -9,9 +9,9 @@ from dlrover.kubernetes.operator import certificates
 from dlrover.spec.jobdir import TlsFiles
 
 
-def made(folder: Path) -> TlsFiles:
-    """The files in ``folder``, as the operator makes them for a job."""
-    for name, text in certificates.make(["localhost", "127.0.0.1"]).items():
+def made(folder: Path, *addresses: str) -> TlsFiles:
+    """The files in ``folder``, as the operator makes them for a job; the certificate names further addresses, too."""
+    for name, text in certificates.make(["localhost", "127.0.0.1", *addresses]).items():
         (folder / name).write_text(text)
     files = (str(folder / name) for name in (tls.CERTIFICATE, tls.KEY, tls.AUTHORITY))
     return TlsFiles(*files)

@@ -168,12 +168,21 @@ def check_samples(every: list[list[Row]], last: int) -> list[dict[int, tuple[int
 
 
 def marks_of(every: list[list[Row]]) -> dict[int, str]:
-    """The mark of the weights after each step; those of a rank on its way to the others do not change."""
+    """The mark of the weights after each step; those of a rank on its way to the others do not change.
+
+    In the last step of a process that is killed, those of the other rank count: it may have repeated the step alone.
+    """
     marks: dict[int, str] = {}
     for rows in every:
         first = {row.pid: row.mark for row in reversed(rows)}
-        trained = (row for row in rows if row.pid == rows[0].pid or row.mark != first[row.pid])
-        marks |= {row.step: row.mark for row in trained if row.mark}
+        last = {row.pid: row.step for row in rows}
+        for row in rows:
+            if not row.mark or (row.pid != rows[0].pid and row.mark == first[row.pid]):
+                continue
+            if row.pid != rows[-1].pid and row.step == last[row.pid]:
+                marks.setdefault(row.step, row.mark)
+            else:
+                marks[row.step] = row.mark
     return marks
 
 
