@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pty
-import select
 import subprocess
 import sys
 from pathlib import Path
@@ -105,19 +105,23 @@ def test_top_on_a_terminal_draws_and_quits(tmp_path: Path) -> None:
     own, theirs = pty.openpty()
     command = [sys.executable, "-m", "dlrover.cli.main", "top", "--job-dir", str(tmp_path)]
     env = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+    os.set_blocking(own, False)
+    seen = bytearray()
+
+    def reads() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            seen.extend(os.read(own, 1 << 16))
+        return b"2 nodes" in seen
+
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
-        os.close(theirs)
-        seen = bytearray()
-
-        def reads() -> bool:
-            if select.select([own], [], [], 0)[0]:
-                seen.extend(os.read(own, 1 << 16))
-            return b"2 nodes" in seen
-
-        until(reads, 30, "the table of nodes", lambda: f": {bytes(seen)!r}")
-        os.write(own, b"q")
-        assert process.wait(20) == 0
-    os.close(own)
+        try:
+            os.close(theirs)
+            until(reads, 30, "the table of nodes", lambda: f": {bytes(seen)!r}")
+            os.write(own, b"q")
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+            os.close(own)
     assert b"shown" in seen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 from dlrover.errors import ExitCode
 from dlrover.testing.chaos import network
 from dlrover.testing.chaos.guard import MARK, marked
+from tests import waiting
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(180)]
 
@@ -158,8 +160,15 @@ def test_killed_by_sigkill_it_leaves_nothing_behind_not_even_what_it_had_stopped
         assert time.monotonic() < until, run.progress()
         time.sleep(0.05)
     mark = run.mark()
-    stopped = [p for p in marked(mark) if p.status() == psutil.STATUS_STOPPED]
-    assert stopped
+
+    def stopped() -> bool:
+        found = []
+        for process in marked(mark):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(process.status())
+        return psutil.STATUS_STOPPED in found
+
+    waiting.until(stopped, 10, "a stopped process")
     os.kill(run.process.pid, signal.SIGKILL)
     run.process.wait(40)
     until = time.monotonic() + 15

@@ -170,8 +170,8 @@ def test_a_node_tells_what_it_uses_of_what_it_has(run):
 
     def known() -> dict:
         shown = run.dlrover("nodes", "--job-dir", launch.job_dir, "--output", "json")
-        (node,) = json.loads(shown.stdout or "[{}]")
-        return node if node.get("cpu") and node["busy"] >= 0 else {}
+        nodes = json.loads(shown.stdout or "[]")  # none at first
+        return nodes[0] if nodes and nodes[0]["cpu"] and nodes[0]["busy"] >= 0 else {}
 
     node = launch.until(known, 40, "a node that tells what it uses")
     assert node["memory_limit"] == 256 << 20

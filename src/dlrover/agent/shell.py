@@ -285,8 +285,7 @@ class Agent:
                 self._say(msgspec.structs.replace(beat, usage=usage))
                 self._say_modules()
             self._news.clear()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._news.wait(), due - now)
+            await tasks.signalled(self._news, due - now)
 
     # ---- commands
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol
 
 from dlrover import extras
+from dlrover._util import tasks
 from dlrover.brain.database import open_database
 from dlrover.brain.service import Brain
 from dlrover.brain.tenants import read_tenants
@@ -63,18 +64,16 @@ async def serve(options: BrainOptions, ready: Callable[[int], None]) -> None:
         inventory = open_inventory(options.monitor, options.monitor_source)
     engine = await asyncio.to_thread(open_database, options.database)
     service = Brain(engine, tenants=tenants)
-    tasks = [asyncio.create_task(service.keep_pruned(options.retention_days))]
+    running = [asyncio.create_task(service.keep_pruned(options.retention_days))]
     if inventory is not None:
-        tasks.append(asyncio.create_task(watch(inventory, service.report)))
+        running.append(asyncio.create_task(watch(inventory, service.report)))
     try:
         service.register(server)
         ready(await server.start(options.host, options.port))
         await _stop_signal()
         await server.stop(STOP_GRACE)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await tasks.stop(running)
         if inventory is not None:
             await inventory.close()
         await asyncio.to_thread(service.close)

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from dlrover._util import tasks
 from dlrover.dashboard import actions, content, logs
 from dlrover.dashboard.inspect import goodput, roles
 from dlrover.dashboard.listing import roles_pages
@@ -63,9 +64,7 @@ class PageFeed:
                     if seen.get(name) != version:
                         seen[name] = version
                         yield f"event: {name}\ndata: {text}\n\n"
-                try:
-                    await asyncio.wait_for(changed.wait(), BEAT)
-                except asyncio.TimeoutError:
+                if not await tasks.signalled(changed, BEAT):
                     yield ": still here\n\n"
 
     def publish(self, name: str, value: Any) -> None:
@@ -225,8 +224,7 @@ class JobFeed:
                     self._publish("status", content.of_status(status))
             took = time.monotonic() - began
             await asyncio.sleep(max(PAUSE, took / SHARE))
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._fresh.wait(), RETRY)
+            await tasks.signalled(self._fresh, RETRY)
 
     async def _look(self) -> None:
         """Show which log files and stored checkpoints there are."""

@@ -12,6 +12,7 @@ import re
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any, NamedTuple
 
+from dlrover._util import tasks
 from dlrover.dashboard import logs
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.kubernetes.api.client import PODS, ApiError, Client
@@ -161,9 +162,7 @@ async def _follow(
     try:
         ended = False
         while not ended:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(arrived.wait(), logs.BEAT)
-            if not arrived.is_set():
+            if not await tasks.signalled(arrived, logs.BEAT):
                 yield ": still here\n\n"
                 continue
             await asyncio.sleep(logs.PAUSE)  # for the rest of what comes at once

@@ -200,10 +200,9 @@ class HangWatch:
         try:
             for node_id in worlds:
                 self._say(node_id, messages.CollectEvidence(self._last_question))
-            if worlds:
-                await asyncio.wait_for(question.complete.wait(), LOOK_TIME)
-        except asyncio.TimeoutError:
-            logger.warning("%d nodes do not report where their workers are", len(question.awaited))
+            if worlds and not await tasks.signalled(question.complete, LOOK_TIME):
+                silent = len(question.awaited)
+                logger.warning("%d nodes do not report where their workers are", silent)
         finally:
             self._questions = {i: q for i, q in self._questions.items() if q is not question}
         return question.workers, self._ranks_of(question.awaited)

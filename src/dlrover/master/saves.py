@@ -122,10 +122,7 @@ class UserSaves:
             request.awaited -= away
             if not request.awaited:
                 return
-            try:
-                await asyncio.wait_for(request.complete.wait(), TICK)
-            except asyncio.TimeoutError:
-                continue
+            await tasks.signalled(request.complete, TICK)
 
     def _training(self) -> set[int]:
         """Return the nodes of the world that are connected."""

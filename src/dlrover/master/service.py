@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
+from dlrover._util import tasks
 from dlrover.errors import FencedError, InfrastructureError
 from dlrover.master.hangwatch import HangWatch
 from dlrover.master.heartbeats import Heartbeats
@@ -23,7 +24,6 @@ from dlrover.master.platformside import PlatformSide
 from dlrover.master.requests import Requests, Services
 from dlrover.master.saves import UserSaves
 from dlrover.master.scaling.autoscale import AutoScaler
-from dlrover.master.storeside import waited
 from dlrover.master.streams import AgentStreams, Handlers
 from dlrover.master.views.status import status_of
 from dlrover.rpc import messages
@@ -164,7 +164,7 @@ class Master:
             while holds(node):
                 if self.clock() >= until:
                     return
-                await waited(self._changed, until - self.clock())
+                await tasks.signalled(self._changed, until - self.clock())
 
     def _uninformed(self, node: Node) -> bool:
         """Return whether a node is disconnected, may come back and does not know of the job's end."""
@@ -315,7 +315,7 @@ class Master:
                 return
             await asyncio.sleep(WATCH_INTERVAL)
             if since >= len(self._history.events):
-                await waited(self._changed, WATCH_REFRESH)
+                await tasks.signalled(self._changed, WATCH_REFRESH)
 
     async def stop(self, request: messages.StopRequest) -> messages.Done:
         """End the job."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
+from dlrover._util import tasks
 from dlrover.master.journal.commits import Commits
 from dlrover.master.machine.store import KeyValueStore
 from dlrover.rpc import messages
@@ -39,7 +40,7 @@ class StoreService:
             value = await commits.commit(request, lambda _now: self._carried_out(request))
         while value is None and clock() < until:
             answered = self.awaited.setdefault(topic, asyncio.Event())
-            await waited(answered, until - clock())
+            await tasks.signalled(answered, until - clock())
             value = self.contents.reply(request)
         if value is not None and topic in self.awaited:
             self.awaited.pop(topic).set()
@@ -62,11 +63,3 @@ def _topic(request: messages.StoreRequest) -> tuple[str, int]:
             return "", 0
         case _:
             return request.key, 0
-
-
-async def waited(event: asyncio.Event, seconds: float) -> None:
-    """Wait for ``event``, at most ``seconds``."""
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except asyncio.TimeoutError:
-        return

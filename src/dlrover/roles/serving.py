@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from dlrover._util import tasks
 from dlrover.errors import InfrastructureError, ProtocolError
 from dlrover.roles.machine.members import ENDED, RoleMembers
 from dlrover.roles.machine.shared import SharedState
@@ -242,9 +243,7 @@ class RolesService:
         until = loop.time() + getattr(request, "wait", 0.0)
         while not self.shared.ready(request):
             changed = self._changed
-            try:
-                await asyncio.wait_for(changed.wait(), until - loop.time())
-            except (asyncio.TimeoutError, TimeoutError):
+            if not await tasks.signalled(changed, until - loop.time()):
                 return self.shared.ready(request)
             if self._closed:
                 return False

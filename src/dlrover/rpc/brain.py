@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import ClassVar, TypeVar
 
-from dlrover._util import backoff
+from dlrover._util import backoff, tasks
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 from dlrover.rpc import wire
 from dlrover.rpc.connection import REQUEST_TIMEOUT, Connection
@@ -173,8 +173,7 @@ class BrainLink:
 
         Return at once while the Brain is away.
         """
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._settled.wait(), timeout)
+        await tasks.signalled(self._settled, timeout)
         return not self._reports
 
     async def _send_first(self) -> bool:

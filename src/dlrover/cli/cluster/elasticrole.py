@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from dlrover import config
-from dlrover._util import files, logs, procs
+from dlrover._util import files, logs, procs, tasks
 from dlrover.cli import jobs
 from dlrover.cli.cluster import rolesonkubernetes
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, InfrastructureError
@@ -103,8 +103,7 @@ async def _run(
         leaving.cancel()
         if running.done():
             return await running
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await tasks.stop([running])
         return None
     finally:
         await client.close()
@@ -175,16 +174,13 @@ class ElasticRole:
         following = asyncio.create_task(self._follow(history))
         ending = asyncio.create_task(self._until_ended())
         watching = [asyncio.create_task(one.run()) for one in (self._jobs, self._masters)]
-        tasks = [following, ending, *watching]
         try:
             await asyncio.wait([following, ending], return_when=asyncio.FIRST_COMPLETED)
             if following.done():
                 await following  # it ends only by an error
             outcome = await ending
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await tasks.stop([following, ending, *watching])
             history.close()
         if outcome.exit_code == ExitCode.SUCCESS or self._stopping.is_set():
             await remove(self._client, self._namespace, self._name, self._uid)
@@ -264,8 +260,7 @@ class ElasticRole:
                     return Outcome(
                         exit_code=ExitCode.STOPPED, reason="The role did not stop in time."
                     )
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), RETRY)
+                await tasks.signalled(self._changed, RETRY)
         finally:
             if stop is not None:
                 stop.cancel()

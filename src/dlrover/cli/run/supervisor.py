@@ -7,7 +7,6 @@ holds the other end of its lifeline.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import os
@@ -21,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from dlrover._util import procs
+from dlrover._util import procs, tasks
 from dlrover.agent.workers.workers import SAVER, SAVER_WAIT
 from dlrover.cli.run import progress
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
@@ -291,8 +290,7 @@ class Supervisor:
     ) -> None:
         await interrupted.wait()
         stopping = asyncio.create_task(self._stop())
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(impatient.wait(), patience + END_WAIT)
+        await tasks.signalled(impatient, patience + END_WAIT)
         stopping.cancel()
         kill()
 

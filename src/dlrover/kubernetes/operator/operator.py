@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from dlrover._util import tasks
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api.client import ELASTIC_JOBS, PODS, SERVICES, Client, Resource
 from dlrover.kubernetes.api.informer import Informer
@@ -145,26 +145,21 @@ class Operator:
             raise InfrastructureError("Another operator has become the leader; this one exits.")
         finally:
             self.stats.leads = False
-            for task in (running, holding):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, InfrastructureError):
-                    await task
+            await tasks.stop([running, holding])
             await self._leader.release()
 
     async def _reconcile_all(self) -> None:
         """Work until cancelled."""
-        tasks = [asyncio.create_task(informer.run()) for informer in self._informers]
+        running = [asyncio.create_task(informer.run()) for informer in self._informers]
         try:
             for informer in self._informers:
                 await informer.synced.wait()
-            tasks.append(asyncio.create_task(self._scale_plans.run()))
-            tasks += [asyncio.create_task(self._work()) for _ in range(WORKERS)]
-            await asyncio.gather(*tasks)
+            running.append(asyncio.create_task(self._scale_plans.run()))
+            running += [asyncio.create_task(self._work()) for _ in range(WORKERS)]
+            await asyncio.gather(*running)
         finally:
             self._queue.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await tasks.stop(running)
 
     def _manifest(self, key: str) -> Manifest | None:
         return self._jobs.cache.get(key)

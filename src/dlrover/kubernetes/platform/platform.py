@@ -130,12 +130,10 @@ class KubernetesPlatform:
             InfrastructureError: the API server does not list them in time.
         """
         tasks.start(self._informer.run(), self._background)
-        try:
-            await asyncio.wait_for(self._informer.synced.wait(), START_TIMEOUT)
-        except asyncio.TimeoutError:
+        if not await tasks.signalled(self._informer.synced, START_TIMEOUT):
             raise InfrastructureError(
                 f"The Kubernetes API server did not list the job's pods within {START_TIMEOUT:g} s."
-            ) from None
+            )
         tasks.start(self._sweep_often(), self._background)
 
     def report(self, reporter: Reporter) -> None:
@@ -166,10 +164,7 @@ class KubernetesPlatform:
         under_way = {*self._creations, *self._deletions}
         if under_way:
             await asyncio.wait(under_way, timeout=CLOSE_TIMEOUT)
-        left = [*self._creations, *self._deletions, *self._background]
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await tasks.stop([*self._creations, *self._deletions, *self._background])
         if self._reporter is not None:
             await self._reporter.close()
         await self._client.close()
@@ -254,8 +249,7 @@ class KubernetesPlatform:
 
     async def _pause(self, seconds: float) -> None:
         """Wait unless the master exits."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._closing.wait(), seconds)
+        await tasks.signalled(self._closing, seconds)
 
     async def _made(self, name: str) -> str:
         """Return the uid of the node's live pod, made by an attempt with a lost response; empty if none.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
 
+from dlrover._util import tasks
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api import elasticjobs
 from dlrover.kubernetes.api.client import Client
@@ -49,9 +49,8 @@ class Reporter:
     async def run(self) -> None:
         """Report until cancelled."""
         while True:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._news.wait(), self._period)
-            waits = self._waits if self._news.is_set() else ""
+            news = await tasks.signalled(self._news, self._period)
+            waits = self._waits if news else ""
             self._news.clear()
             try:
                 if waits:

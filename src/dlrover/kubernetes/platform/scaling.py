@@ -8,7 +8,6 @@ the manifest unchanged.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
@@ -17,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from dlrover._util import tasks
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.kubernetes.api import elasticjobs
 from dlrover.kubernetes.api.client import ELASTIC_JOBS, SCALE_PLANS, ApiError, Client
@@ -97,8 +97,7 @@ class Scaler:
             while True:
                 self._changed.clear()
                 await self._look()
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), POLL)
+                await tasks.signalled(self._changed, POLL)
         finally:
             for task in following:
                 task.cancel()

@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar
 
 import msgspec
 
-from dlrover._util import backoff
+from dlrover._util import backoff, tasks
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 from dlrover.roles.messages import (
     MAX_WAIT,
@@ -127,10 +127,7 @@ class ServiceLink:
         self._thread.join(5)
 
     async def _close(self) -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await tasks.stop(asyncio.all_tasks() - {asyncio.current_task()})
         if self._client is not None:
             await self._client.close()
 
