@@ -86,7 +86,7 @@ class PageFeed:
         finally:
             self._viewers -= 1
             if not self._viewers:
-                self._ending = asyncio.ensure_future(_end(self._tasks))
+                self._ending = asyncio.ensure_future(tasks.stop(self._tasks))
                 self._parts.clear()
 
     async def _safely(self, work: Coroutine[Any, Any, None]) -> None:
@@ -97,14 +97,6 @@ class PageFeed:
             self.publish(
                 "problem", {"text": "This page is no longer renewed; see the server's log."}
             )
-
-
-async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel tasks until they end: before Python 3.12, ``asyncio.wait_for`` may swallow a cancellation."""
-    while tasks:
-        for task in tasks:
-            task.cancel()
-        _, tasks = await asyncio.wait(tasks, timeout=1.0)
 
 
 class JobFeed:

@@ -178,9 +178,7 @@ async def _follow(
             fresh = skipped = False
         reading.result()
     finally:
-        reading.cancel()
-        with contextlib.suppress(asyncio.CancelledError, InfrastructureError):
-            await reading
+        await tasks.stop([reading])
 
 
 def _refused(error: ApiError, namespace: str, pod: str) -> ConfigurationError | InfrastructureError:
