@@ -223,29 +223,31 @@ class ShardedModels:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's parts of all models, which FSDP has divided again."""
-        modules = [module for ref in self._modules if (module := ref()) is not None]
-        parts = {id(part) for m in modules for part in m.modules() if part is not m}
+        modules = {i: m for i, ref in enumerate(self._modules) if (m := ref()) is not None}
+        parts = {id(part) for m in modules.values() for part in m.modules() if part is not m}
         found: dict[str, torch.Tensor] = {}
         held: set[int] = set()
-        for i, model in enumerate(m for m in modules if id(m) not in parts):
+        for i, model in ((i, m) for i, m in modules.items() if id(m) not in parts):
             _reshard(model)
             named = [*model.named_parameters(), *model.named_buffers()]
             found |= {f"{i} {name}": local(tensor) for name, tensor in named}
             held |= {id(tensor) for _, tensor in named}
         rank = self._running()
-        trained = rank.trained() if rank is not None else ()
-        others = [tensor for tensor in trained if id(tensor) not in held]
-        return found | {f"other {i}": local(tensor) for i, tensor in enumerate(others)}
+        trained = enumerate(rank.trained() if rank is not None else ())
+        return found | {f"other {i}": local(t) for i, t in trained if id(t) not in held}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return this rank's parts of all models."""
         return self._tensors()
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take the parts of another rank with the same place in its row."""
+        """Take the parts of another rank with the same place in its row.
+
+        Either rank may still have a model that the program has dropped, and the other one not.
+        """
         own = self._tensors()
-        for name, tensor in state.items():
-            own[name].copy_(tensor)
+        for name in own.keys() & state.keys():
+            own[name].copy_(state[name])
 
 
 def local(tensor: Any) -> Any:
