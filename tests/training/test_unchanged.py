@@ -1,17 +1,72 @@
 """What a rank of an unchanged program does on its way to the others' place, and when it cannot come there."""
 
+import dataclasses
+import functools
+import types
 import weakref
 
 import pytest
 
 from dlrover.errors import InfrastructureError
+from dlrover.launched import Given
 
 torch = pytest.importorskip("torch")
 
 from dlrover.training.replicas.healing import Healer  # noqa: E402
 from dlrover.training.replicas.sharded import ShardedModels  # noqa: E402
+from dlrover.training.replicas.unchanged import Unchanged  # noqa: E402
 
 pytestmark = [pytest.mark.torch]
+
+
+def returning(*, rank: int = 1, over: tuple[bool, ...] = (False,)) -> Unchanged:
+    """A rank that was started again; ``over`` is what it learns of the others' end, the last one from then on."""
+    news = list(over)
+    link = types.SimpleNamespace(over=news[0], ask=lambda _request: None)
+    link.wait = lambda _holds, _seconds: setattr(link, "over", news.pop(0) if news else over[-1])
+    return Unchanged(link, Given(round=3, rank=rank, world_size=4, attempt=1), {})
+
+
+def replayed(module: torch.nn.Module, *args: object, ended: object = lambda: None) -> object:
+    run = functools.partial(module, *args)
+    return returning().remembered(module, run, args, {}, ended)
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    logits: torch.Tensor
+    chosen: torch.Tensor
+
+
+class Model(torch.nn.Linear):
+    def forward(self, samples, pairs=False):
+        logits = super().forward(samples)
+        return (logits, logits) if pairs else Output(logits, logits.argmax(-1))
+
+
+def test_an_output_that_is_remembered_can_be_used_as_that_of_a_pass():
+    samples, model, ended = torch.ones(2, 3, requires_grad=True), Model(3, 4), []
+    output = replayed(model, samples, ended=lambda: ended.append(True))
+    output.logits.div_(2.0)
+    output.logits.sum().backward()
+    assert (ended, output.chosen.dtype) == ([True], torch.int64)
+    for tensor in (samples, *model.parameters()):
+        assert torch.equal(tensor.grad, torch.zeros_like(tensor))
+
+
+def test_an_output_that_is_remembered_is_one_of_the_same_kind():
+    rank, model, samples = returning(), Model(3, 4), torch.ones(2, 3)
+    for pairs in (False, True, False):
+        args = samples, pairs
+        output = rank.remembered(model, functools.partial(model, *args), args, {})
+        assert isinstance(output, tuple) is pairs
+
+
+def test_a_model_that_learns_nothing_has_no_backward_pass():
+    model = Model(3, 4).requires_grad_(False)
+    assert not replayed(model, torch.ones(2, 3)).logits.requires_grad
+    with torch.no_grad():
+        assert not replayed(Model(3, 4), torch.ones(2, 3)).logits.requires_grad
 
 
 def test_models_that_were_dropped_change_no_others_place():

@@ -170,14 +170,10 @@ class ShardedModels:
         try:
             if not rank.replaying:
                 return original()
-            output = rank.remembered(model, args, kwargs)
+            ended = functools.partial(self._end_later, model._get_fsdp_state())  # noqa: SLF001
+            return rank.remembered(model, lambda: _resharded(model, original), args, kwargs, ended)
         finally:
             self._inside = False
-        _reshard(model)  # as after a backward pass
-        for tensor in torch.utils._pytree.tree_leaves(output):  # noqa: SLF001
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _gradient: self._end_later(model._get_fsdp_state()))  # noqa: SLF001
-        return output
 
     # ---- the end of a backward pass
 
@@ -253,6 +249,13 @@ class ShardedModels:
 def local(tensor: Any) -> Any:
     """Return this rank's part of a tensor, itself and no copy."""
     return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def _resharded(model: Any, forward: Callable[[], Any]) -> Any:
+    """Return the output of a forward pass, after which the model is as after a backward pass."""
+    output = forward()
+    _reshard(model)
+    return output
 
 
 def _reshard(model: Any) -> None:

@@ -8,6 +8,8 @@ schedulers and counters where they would be; there it takes their state, and tra
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
 import math
 import time
@@ -16,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from dlrover import config, launched
@@ -262,7 +265,8 @@ class Unchanged:
             return original(model, *args, **kwargs)
         self._reductions += trains and model.require_backward_grad_sync
         self._others = 0 if trains else self._others
-        return self.remembered(model.module, args, kwargs)
+        module = model.module
+        return self.remembered(module, lambda: module(*args, **kwargs), args, kwargs)
 
     def passes(self, model: torch.nn.Module) -> bool:
         """Note that a forward pass begins, the first of a step at an edge; return whether it is for training."""
@@ -358,14 +362,29 @@ class Unchanged:
                 " be continued at their place; all ranks start again."
             )
 
-    def remembered(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the output of the first pass with such arguments, as new tensors."""
-        tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
-        key = (id(module), module.training, tuple(tuple(tensor.shape) for tensor in tensors))
+    def remembered(
+        self,
+        module: torch.nn.Module,
+        forward: Callable[[], Any],
+        args: Any,
+        kwargs: Any,
+        ended: Callable[[], object] = lambda: None,
+    ) -> Any:
+        """Return the output of the first pass with such arguments, as new tensors; ``ended`` is called in the backward pass.
+
+        They depend on what they would depend on, which gets gradients of zeros.
+        """
+        given = pytree.tree_leaves((args, kwargs))
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        modes = tuple(x for x in given if isinstance(x, bool))
+        key = (id(module), module.training, modes, tuple(tuple(x.shape) for x in tensors))
         if key not in self._outputs:
             with torch.no_grad():
-                self._outputs[key] = module(*args, **kwargs)
-        return pytree.tree_map(_anew, self._outputs[key])
+                self._outputs[key] = forward()
+        own = [p for p in module.parameters() if p.requires_grad]
+        learn = [x for x in (*tensors, *own) if x.requires_grad and not isinstance(x, DTensor)]
+        zero = _Zero.apply(ended, torch.zeros((), requires_grad=bool(own)), *learn)
+        return _anew(self._outputs[key], zero)
 
     def stepped(
         self, step: Callable[..., Any], optimizer: Any, closure: Callable[[], Any] | None
@@ -384,11 +403,34 @@ class Unchanged:
         return result
 
 
-def _anew(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
+class _Zero(torch.autograd.Function):  # type: ignore[misc]
+    """A zero that depends on tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, ended: Callable[[], object], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.ended, ctx.tensors = ended, tensors
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Any) -> Any:
+        ctx.ended()
+        return (None, *map(torch.zeros_like, ctx.tensors))
+
+
+def _anew(output: Any, zero: torch.Tensor) -> Any:
+    """Return an output with new tensors, which depend on ``zero``; it may have dataclasses, as DDP and FSDP know them."""
+
+    def new(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value + zero.to(value) if value.is_floating_point() else value.clone()
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            other = copy.copy(value)
+            for name in (field.name for field in dataclasses.fields(value)):
+                object.__setattr__(other, name, _anew(getattr(value, name), zero))
+            return other
         return value
-    learns = value.is_floating_point() and torch.is_grad_enabled()
-    return value.detach().clone().requires_grad_(learns)
+
+    return pytree.tree_map(new, output)
 
 
 class _StepCount:
