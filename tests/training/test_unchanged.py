@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from dlrover.training.replicas.healing import Healer  # noqa: E402
 from dlrover.training.replicas.sharded import ShardedModels  # noqa: E402
-from dlrover.training.replicas.unchanged import Unchanged  # noqa: E402
+from dlrover.training.replicas.unchanged import BEGUN, REDUCTION, Unchanged  # noqa: E402
 
 pytestmark = [pytest.mark.torch]
 
@@ -67,6 +67,47 @@ def test_a_model_that_learns_nothing_has_no_backward_pass():
     assert not replayed(model, torch.ones(2, 3)).logits.requires_grad
     with torch.no_grad():
         assert not replayed(Model(3, 4), torch.ones(2, 3)).logits.requires_grad
+
+
+@pytest.mark.parametrize("others", [0, 5, BEGUN + 1])
+def test_a_rank_joins_others_at_the_beginning_of_their_step_only(others):
+    rank = returning()
+    rank._survivors.position = 7 * REDUCTION + others
+    with pytest.raises(InfrastructureError, match=r"the beginning of a step, .*; all ranks"):
+        rank._arrive()
+    rank._survivors.position = 7 * REDUCTION + BEGUN
+    rank._arrive()  # not yet
+    assert rank.replaying
+
+
+def test_a_rank_is_not_at_the_others_place_with_fewer_steps():
+    rank = returning()
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]) for _ in range(2)]
+    for optimizer in (*optimizers, *optimizers):
+        rank.stepped(type(optimizer).step, optimizer, None)
+    assert rank.steps == 2  # of the first one
+    numbers = rank._parts["numbers"]
+    with pytest.raises(InfrastructureError, match=r"at step 2 of its program, .* at step 3"):
+        numbers.load_state_dict({"steps": 3, "place": 3})
+    numbers.load_state_dict({"steps": 1, "place": 1})
+    assert numbers.state_dict()["place"] == 1
+
+
+def test_the_ranks_of_a_row_decide_alike_whether_the_others_are_to_wait_for_them():
+    ranks, steps = [returning(), returning()], (20, 15)
+    asked = [(30, -made, False) for made in steps]
+    for rank, made in zip(ranks, steps, strict=True):
+        rank.steps = made
+        rank.row = types.SimpleNamespace(most=lambda *_: [max(x) for x in zip(*asked, strict=True)])
+    assert [rank._furthest() for rank in ranks] == 2 * [(30, 15)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_comes_to_its_end_before_the_others_waits_for_theirs(rank):
+    late = returning(rank=rank, over=(False, False, True))
+    with pytest.raises(InfrastructureError if rank == 0 else SystemExit):
+        late.finish()
+    assert late._link.over
 
 
 def test_models_that_were_dropped_change_no_others_place():
