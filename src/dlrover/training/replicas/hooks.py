@@ -5,6 +5,7 @@
 ``DeviceMesh``, ``fully_shard``      see `sharded`
 ``DistributedDataParallel``          its gradients are reduced by `Unchanged`; its forward pass is an edge
 ``Optimizer.step``                   does nothing while a rank replays
+``AveragedModel``                    a returning rank takes that of the others
 ``torch.save`` and ``safetensors``   write no files while a rank replays
 ``torch.load`` and ``safetensors``   the files that a returning rank loads are noted
 ``GradScaler``                       looks for no overflow while a rank replays
@@ -58,6 +59,7 @@ def install() -> None:
     after_import("torch.distributed.distributed_c10d", _watch_groups)
     after_import("torch.nn.parallel.distributed", _watch_models)
     after_import("torch.optim.optimizer", _watch_optimizers)
+    after_import("torch.optim.swa_utils", _watch_averages)
     after_import("torch.serialization", functools.partial(_mute, names=("save",), package="torch"))
     after_import("safetensors.torch", functools.partial(_mute, names=("save_file",)))
     if launched.given.attempt:
@@ -283,6 +285,17 @@ def _watch_optimizers(module: types.ModuleType) -> None:
             kind.step = _stepping(kind.step)
 
     cls.__init__ = wrapped_make
+
+
+def _watch_averages(module: types.ModuleType) -> None:
+    make = module.AveragedModel.__init__
+
+    @functools.wraps(make)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        _own("average", self)
+
+    module.AveragedModel.__init__ = wrapped
 
 
 def _stepping(step: Callable[..., Any]) -> Callable[..., Any]:
