@@ -54,6 +54,13 @@ def test_an_output_that_is_remembered_can_be_used_as_that_of_a_pass():
         assert torch.equal(tensor.grad, torch.zeros_like(tensor))
 
 
+def test_the_backward_pass_comes_to_each_of_models_that_follow_each_other():
+    first, second, ended = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1), []
+    between = replayed(first, torch.ones(2, 3), ended=lambda: ended.append(first))
+    replayed(second, between, ended=lambda: ended.append(second)).sum().backward()
+    assert ended == [second, first]
+
+
 def test_an_output_that_is_remembered_is_one_of_the_same_kind():
     rank, model, samples = returning(), Model(3, 4), torch.ones(2, 3)
     for pairs in (False, True, False):
