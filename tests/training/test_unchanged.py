@@ -29,7 +29,7 @@ def returning(*, rank: int = 1, over: tuple[bool, ...] = (False,)) -> Unchanged:
 
 def replayed(module: torch.nn.Module, *args: object, ended: object = lambda: None) -> object:
     run = functools.partial(module, *args)
-    return returning().remembered(module, run, args, {}, ended)
+    return returning().remembered(module, run, args, {}, [*module.parameters()], ended)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,14 @@ def test_an_output_that_is_remembered_can_be_used_as_that_of_a_pass():
     assert (ended, output.chosen.dtype) == ([True], torch.int64)
     for tensor in (samples, *model.parameters()):
         assert torch.equal(tensor.grad, torch.zeros_like(tensor))
+
+
+def test_the_parameters_of_a_model_in_ddp_get_no_gradients_on_the_way():
+    """DDP would take them for those of its next pass: it has hooks on its parameters."""
+    model, samples = torch.nn.Linear(3, 4), torch.ones(2, 3, requires_grad=True)
+    returning().remembered(model, lambda: model(samples), (samples,), {}).sum().backward()
+    assert samples.grad is not None
+    assert [parameter.grad for parameter in model.parameters()] == [None, None]
 
 
 def test_the_backward_pass_comes_to_each_of_models_that_follow_each_other():

@@ -171,7 +171,9 @@ class ShardedModels:
             if not rank.replaying:
                 return original()
             ended = functools.partial(self._end_later, model._get_fsdp_state())  # noqa: SLF001
-            return rank.remembered(model, lambda: _resharded(model, original), args, kwargs, ended)
+            plain = [*model.parameters()]  # those that FSDP divides are none
+            forward = functools.partial(_resharded, model, original)
+            return rank.remembered(model, forward, args, kwargs, plain, ended)
         finally:
             self._inside = False
 

@@ -14,7 +14,7 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -393,11 +393,13 @@ class Unchanged:
         forward: Callable[[], Any],
         args: Any,
         kwargs: Any,
+        plain: Sequence[torch.nn.Parameter] = (),
         ended: Callable[[], object] = lambda: None,
     ) -> Any:
         """Return the output of the first pass with such arguments, as new tensors; ``ended`` is called in the backward pass.
 
-        They depend on what they would depend on, which gets gradients of zeros.
+        They depend on the arguments and on ``plain`` parameters, which get gradients of zeros. Those of a model in
+        `DistributedDataParallel` get none: it would take them for gradients of its next pass.
         """
         given = pytree.tree_leaves((args, kwargs))
         tensors = [x for x in given if isinstance(x, torch.Tensor)]
@@ -406,9 +408,9 @@ class Unchanged:
         if key not in self._outputs:
             with torch.no_grad():
                 self._outputs[key] = forward()
-        own = [p for p in module.parameters() if p.requires_grad]
-        learn = [x for x in (*tensors, *own) if x.requires_grad and not isinstance(x, DTensor)]
-        zero = _Zero.apply(ended, torch.zeros((), requires_grad=bool(own)), *learn)
+        learns = any(p.requires_grad for p in module.parameters())
+        learn = [x for x in (*tensors, *plain) if x.requires_grad and not isinstance(x, DTensor)]
+        zero = _Zero.apply(ended, torch.zeros((), requires_grad=learns), *learn)
         return _anew(self._outputs[key], zero)
 
     def stepped(
