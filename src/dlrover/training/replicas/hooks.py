@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dlrover import config, launched
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 from dlrover.training.replicas import engines, sharded
 from dlrover.training.worker.imports import after_import
 
@@ -70,7 +70,7 @@ def install() -> None:
     after_import(f"{_CHECKPOINTS}.state_dict_loader", _watch_loaders)
     engines.install(_present)
     sharded.install(_present)
-    launched.finished = _finish
+    launched.finished, launched.failed = _finish, _fail
 
 
 def _present() -> Unchanged | None:
@@ -80,6 +80,16 @@ def _present() -> Unchanged | None:
 def _finish() -> None:
     for rank in _running:
         rank.finish()
+
+
+def _fail(error: Exception) -> None:
+    """Let all ranks start again if the program fails on its way to the others: it may be due to the way, where it has no model."""
+    for rank in _running:
+        if rank.replaying and not isinstance(error, DLRoverError):
+            raise InfrastructureError(
+                f"--survive: the program failed on its way to the place of the ranks that train ({type(error).__name__}:"
+                f" {error}); all ranks start again."
+            ) from error
 
 
 def _own(name: str, part: Any) -> None:
