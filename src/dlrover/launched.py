@@ -19,6 +19,10 @@ def _nothing() -> None:
     pass
 
 
+def _pass_by(_error: Exception) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Given:
     """Settings and addresses that the launcher gives this worker process."""
@@ -95,5 +99,7 @@ rejoined: Callable[[int], None] = _ignore
 """Called with that number when this worker goes on where another one is."""
 finished: Callable[[], None] = _nothing
 """Called once the program has ended by itself and without an error."""
+failed: Callable[[Exception], None] = _pass_by
+"""Called with the error that the program has ended with; may raise another one in its place."""
 furthest: Callable[[], int] = int
 """Returns the most optimizer steps that a worker of this node has made in this round."""

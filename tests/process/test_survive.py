@@ -252,6 +252,26 @@ def _count(row: list[str]) -> int:
     return 0 if row[0] == "begin" else int(row[0])
 
 
+def test_a_program_that_fails_on_its_way_to_the_others_ends_no_job(run) -> None:
+    """It may be due to the way, on which a rank has no model: all start again, and the program's mistakes still count."""
+    launch = run("--survive", "--nproc-per-node=2", SCRIPT.with_name("reads_gradients.py"), run.directory)  # fmt: skip
+
+    def rows(rank: int) -> list[list[str]]:
+        path = run.directory / f"rank{rank}.txt"
+        return [row.split() for row in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    launch.until(lambda: all(len(rows(rank)) > 5 for rank in (0, 1)), 60, "five steps")
+    pids = {rank: rows(rank)[-1][1] for rank in (0, 1)}
+    psutil.Process(int(pids[1])).kill()
+    opened = functools.partial(launch.events_of, events.RoundOpened)
+    launch.until(lambda: len(opened()) == 2, 60, "another round")
+    assert "failed on its way" in opened()[-1].body.reason
+    launch.until(lambda: rows(0)[-1][1] != pids[0], 60, "its first step")
+    (run.directory / "new").write_text(str(int(rows(0)[-1][0]) + 50))
+    (run.directory / "new").rename(run.directory / "last")
+    launch.succeed(60)
+
+
 def test_a_training_function_is_called_again_in_its_living_process(run) -> None:
     script = SCRIPT.with_name("restartable.py")
     launch = run("--survive", "--nproc-per-node=2", script, run.directory)

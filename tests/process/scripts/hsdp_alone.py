@@ -14,10 +14,13 @@ data, classes = torch.randn(4096, 16), torch.randint(0, 4, (4096,))
 model = torch.nn.Sequential(
     torch.nn.Linear(16, 31), torch.nn.Tanh(), torch.nn.BatchNorm1d(31, 1.0, affine=False), torch.nn.Linear(31, 4)
 )  # fmt: skip
+before = torch.nn.Linear(16, 16).double()
 model, data = model.double(), data.double()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+divided = list(model.parameters())
+parameters = [*divided, *before.parameters()]
+optimizer = torch.optim.AdamW(divided, lr=1e-2)
+optimizer.add_param_group({"params": list(before.parameters()), "lr": 1e-5})
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
-parameters = list(model.parameters())
 
 
 def gradients(step: int, rank: int) -> list[torch.Tensor]:
@@ -26,7 +29,7 @@ def gradients(step: int, rank: int) -> list[torch.Tensor]:
     for part in range(2):
         first = (step * 2 + part) * 16 + rank * 4
         chosen = torch.arange(first, first + 4) % len(data)
-        loss = torch.nn.functional.cross_entropy(model(data[chosen]), classes[chosen])
+        loss = torch.nn.functional.cross_entropy(model(before(data[chosen])) / 2, classes[chosen])
         (loss / 2).backward()
     return [p.grad.clone() for p in parameters]
 
@@ -39,13 +42,14 @@ for number, line in enumerate(sys.stdin):
     for rows in ((0, 1), (0,), (1,)):
         ranks = [rank for rank in range(4) if rank // 2 in rows]
         means = [torch.stack([by_rank[rank][i] for rank in ranks]).mean(0) for i in range(len(parameters))]  # fmt: skip
-        near[abs(float(torch.nn.utils.get_total_norm(means)) - float(norm))] = rows, means
+        total = float(torch.nn.utils.get_total_norm(means[: len(divided)]))
+        near[abs(total - float(norm))] = rows, means
     rows, means = near[min(near)]
     if min(near) > 1e-4:
         sys.exit(f"step {number}: no rows have gradients of the norm {norm}")
     for parameter, mean in zip(parameters, means, strict=True):
         parameter.grad = mean
-    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    torch.nn.utils.clip_grad_norm_(divided, 1.0)
     optimizer.step()
     scheduler.step()
     own = sum(float(p.detach().abs().sum()) for p in parameters)

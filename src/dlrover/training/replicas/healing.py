@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from dlrover.checkpoint.engine import tree
 from dlrover.checkpoint.machine import layout as layouts
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.training.replicas.groups import Peers
 
 _PART = "dlrover.part of"
@@ -64,6 +64,11 @@ class Healer:
                 group.send_all(_chunks(tensor.detach().cpu().contiguous()), source)
 
     def _load(self, state: dict[str, Any]) -> None:
+        if state.keys() != self._parts.keys():
+            raise InfrastructureError(
+                f"--survive: this rank's program has {', '.join(self._parts)}, and that of the others {', '.join(state)}, so it"
+                " cannot take their state; all ranks start again."
+            )
         for name, part in self._parts.items():
             part.load_state_dict(_joined(state[name], self.mesh))
 

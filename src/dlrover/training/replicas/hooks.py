@@ -5,6 +5,7 @@
 ``DeviceMesh``, ``fully_shard``      see `sharded`
 ``DistributedDataParallel``          its gradients are reduced by `Unchanged`; its forward pass is an edge
 ``Optimizer.step``                   does nothing while a rank replays
+``AveragedModel``                    a returning rank takes that of the others
 ``torch.save`` and ``safetensors``   write no files while a rank replays
 ``torch.load`` and ``safetensors``   the files that a returning rank loads are noted
 ``GradScaler``                       looks for no overflow while a rank replays
@@ -28,7 +29,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dlrover import config, launched
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 from dlrover.training.replicas import engines, sharded
 from dlrover.training.worker.imports import after_import
 
@@ -59,6 +60,7 @@ def install() -> None:
     after_import("torch.distributed.distributed_c10d", _watch_groups)
     after_import("torch.nn.parallel.distributed", _watch_models)
     after_import("torch.optim.optimizer", _watch_optimizers)
+    after_import("torch.optim.swa_utils", _watch_averages)
     after_import("torch.serialization", functools.partial(_mute, names=("save",), package="torch"))
     after_import("safetensors.torch", functools.partial(_mute, names=("save_file",)))
     if launched.given.attempt:
@@ -70,7 +72,7 @@ def install() -> None:
     after_import(f"{_CHECKPOINTS}.state_dict_loader", _watch_loaders)
     engines.install(_present)
     sharded.install(_present)
-    launched.finished = _finish
+    launched.finished, launched.failed = _finish, _fail
 
 
 def _present() -> Unchanged | None:
@@ -80,6 +82,16 @@ def _present() -> Unchanged | None:
 def _finish() -> None:
     for rank in _running:
         rank.finish()
+
+
+def _fail(error: Exception) -> None:
+    """Let all ranks start again if the program fails on its way to the others: it may be due to the way, where it has no model."""
+    for rank in _running:
+        if rank.replaying and not isinstance(error, DLRoverError):
+            raise InfrastructureError(
+                f"--survive: the program failed on its way to the place of the ranks that train ({type(error).__name__}:"
+                f" {error}); all ranks start again."
+            ) from error
 
 
 def _own(name: str, part: Any) -> None:
@@ -285,6 +297,17 @@ def _watch_optimizers(module: types.ModuleType) -> None:
             kind.step = _stepping(kind.step)
 
     cls.__init__ = wrapped_make
+
+
+def _watch_averages(module: types.ModuleType) -> None:
+    make = module.AveragedModel.__init__
+
+    @functools.wraps(make)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        _own("average", self)
+
+    module.AveragedModel.__init__ = wrapped
 
 
 def _stepping(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -170,14 +170,12 @@ class ShardedModels:
         try:
             if not rank.replaying:
                 return original()
-            output = rank.remembered(model, args, kwargs)
+            ended = functools.partial(self._end_later, model._get_fsdp_state())  # noqa: SLF001
+            plain = [*model.parameters()]  # those that FSDP divides are none
+            forward = functools.partial(_resharded, model, original)
+            return rank.remembered(model, forward, args, kwargs, plain, ended)
         finally:
             self._inside = False
-        _reshard(model)  # as after a backward pass
-        for tensor in torch.utils._pytree.tree_leaves(output):  # noqa: SLF001
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _gradient: self._end_later(model._get_fsdp_state()))  # noqa: SLF001
-        return output
 
     # ---- the end of a backward pass
 
@@ -223,34 +221,43 @@ class ShardedModels:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's parts of all models, which FSDP has divided again."""
-        modules = [module for ref in self._modules if (module := ref()) is not None]
-        parts = {id(part) for m in modules for part in m.modules() if part is not m}
+        modules = {i: m for i, ref in enumerate(self._modules) if (m := ref()) is not None}
+        parts = {id(part) for m in modules.values() for part in m.modules() if part is not m}
         found: dict[str, torch.Tensor] = {}
         held: set[int] = set()
-        for i, model in enumerate(m for m in modules if id(m) not in parts):
+        for i, model in ((i, m) for i, m in modules.items() if id(m) not in parts):
             _reshard(model)
             named = [*model.named_parameters(), *model.named_buffers()]
             found |= {f"{i} {name}": local(tensor) for name, tensor in named}
             held |= {id(tensor) for _, tensor in named}
         rank = self._running()
-        trained = rank.trained() if rank is not None else ()
-        others = [tensor for tensor in trained if id(tensor) not in held]
-        return found | {f"other {i}": local(tensor) for i, tensor in enumerate(others)}
+        trained = enumerate(rank.trained() if rank is not None else ())
+        return found | {f"other {i}": local(t) for i, t in trained if id(t) not in held}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return this rank's parts of all models."""
         return self._tensors()
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take the parts of another rank with the same place in its row."""
+        """Take the parts of another rank with the same place in its row.
+
+        Either rank may still have a model that the program has dropped, and the other one not.
+        """
         own = self._tensors()
-        for name, tensor in state.items():
-            own[name].copy_(tensor)
+        for name in own.keys() & state.keys():
+            own[name].copy_(state[name])
 
 
 def local(tensor: Any) -> Any:
     """Return this rank's part of a tensor, itself and no copy."""
     return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def _resharded(model: Any, forward: Callable[[], Any]) -> Any:
+    """Return the output of a forward pass, after which the model is as after a backward pass."""
+    output = forward()
+    _reshard(model)
+    return output
 
 
 def _reshard(model: Any) -> None:

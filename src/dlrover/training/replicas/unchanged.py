@@ -8,20 +8,24 @@ schedulers and counters where they would be; there it takes their state, and tra
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from dlrover import config, launched
 from dlrover.checkpoint.storage.lease import job_of
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.requests.membership import DivideMembers, LookMembers, MembersNow
+from dlrover.training.machine.places import EXCLUDED_LIMIT
 from dlrover.training.replicas.groups import Changed, MembershipGroup, Peers
 from dlrover.training.replicas.healing import Healer
 from dlrover.training.replicas.link import Link
@@ -44,7 +48,8 @@ class Unchanged:
         self.replaying = given.attempt > 0
         """True while this rank runs the program without its model."""
         self.steps = 0
-        """Steps of the optimizer that were skipped."""
+        """Steps of the program's first optimizer in this round, made or skipped."""
+        self._optimizer: Any = None
         self._link, self._given = link, given
         self._round = zlib.crc32(f"{job_of(config.environ())} {given.round}".encode()) or 1
         self._loaded = loaded
@@ -60,7 +65,7 @@ class Unchanged:
         self._last: tuple[int, list[int]] = (-1, [])
         """Number and ranks of the membership that has carried out the last collective. Of a loss since, some ranks may
         know and others not."""
-        self._parts: dict[str, Any] = {"numbers": _StepCount()}
+        self._parts: dict[str, Any] = {"numbers": _StepCount(self)}
         self._healer = Healer(self._parts)
         self._survivors = Survivors(link, given.round, given.rank, given.attempt, self._healer)
         self.row: Row | None = None
@@ -96,7 +101,7 @@ class Unchanged:
     def place(self) -> tuple[int, int, int]:
         """Return where a rank goes on that loads what is saved now; nowhere within a step."""
         edge = self._fresh and not self.replaying
-        return (self._round, self._reductions, launched.steps_made()) if edge else (0, 0, 0)
+        return (self._round, self._reductions, self.steps) if edge else (0, 0, 0)
 
     def continued(self, save: int, place: tuple[int, int, int]) -> None:
         """Take note of the save that the program continues from; a returning rank goes on at its place."""
@@ -129,14 +134,18 @@ class Unchanged:
             self._last = self._survivors.number, self._survivors.ranks
 
     def finish(self) -> None:
-        """Report the end of the program."""
+        """Report the end of the program; a rank that still replays waits for that of the others."""
         if not self.replaying:
             self._survivors.finish()
-        elif (self._asked or self.steps < self._aim) and not self._link.over:
+            return
+        if (self._asked or self.steps < self._aim) and not self._link.over:
             raise InfrastructureError(
                 "--survive: the program came to its end before it came to the place of the ranks that train; all ranks"
                 " start again."
             )
+        while not self._link.over:
+            self._link.wait(lambda members: members.over, EXCLUDED_LIMIT)
+        self._survivors.leave()
 
     def owns(self, name: str, part: Any) -> None:
         """Take a model or an optimizer into the state of replicas."""
@@ -204,8 +213,7 @@ class Unchanged:
         """
         if self._local:
             return alone
-        skips = self.replaying or self._behind()
-        results = alone if skips else self._carry_out(operation, whole=whole)
+        results = alone if self.replaying else self._carry_out(operation, whole=whole)
         self._others += 1
         return results
 
@@ -248,10 +256,6 @@ class Unchanged:
     def _position(self) -> int:
         return self._reductions * REDUCTION + self._others
 
-    def _behind(self) -> bool:
-        """Return whether the others have carried out this collective before this rank joined them."""
-        return self._position < self._survivors.position
-
     # ---- the program
 
     def forward(self, model: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -262,7 +266,8 @@ class Unchanged:
             return original(model, *args, **kwargs)
         self._reductions += trains and model.require_backward_grad_sync
         self._others = 0 if trains else self._others
-        return self.remembered(model.module, args, kwargs)
+        module = model.module
+        return self.remembered(module, lambda: module(*args, **kwargs), args, kwargs)
 
     def passes(self, model: torch.nn.Module) -> bool:
         """Note that a forward pass begins, the first of a step at an edge; return whether it is for training."""
@@ -288,15 +293,16 @@ class Unchanged:
             elif not self._midway:
                 self._files = dict(self._loaded)
         if not self.replaying:
-            self._others = max(self._others, BEGUN)
+            # Another place than that of the step before, if this one had no reduction.
+            self._others = max(self._others + 1, BEGUN)
             self._survivors.position = self._position
             self._survivors.edge(self._began)
             return
         if self.row is None:
             self._leave()
         if not self._asked and self.steps >= self._aim:
-            furthest = self._furthest()
-            left, before = furthest - self.steps, self._left
+            furthest, left = self._furthest()
+            before = self._left
             self._aim, self._left = furthest, left
             # Another way that is no shorter would not end: the others wait while this rank makes the rest of it.
             self._asked = self._midway or left <= 0 or 2 * left > before
@@ -325,47 +331,87 @@ class Unchanged:
                 )
         self._began[:] = torch.tensor([began, first], device="cpu")
 
-    def _furthest(self) -> int:
-        """Return how many steps the others have made, as far as a rank of this row knows; leave if they have finished."""
+    def _furthest(self) -> tuple[int, int]:
+        """Return how many steps the others have made, as far as a rank of this row knows, and how many a rank of it lacks.
+
+        Leave if they have finished.
+        """
+        steps = self.steps
         furthest = launched.furthest()
         if self.steps >= furthest:
             reply = self._link.ask(LookMembers(self._given.round))
             known = reply.members if isinstance(reply, MembersNow) else None
             furthest = max(furthest, known.steps if known is not None else 0)
         if self.row is not None:  # its ranks ask at the same place
-            furthest, over = self.row.most(furthest, self._link.over)
+            furthest, least, over = self.row.most(furthest, -steps, self._link.over)
+            steps = -least  # the ranks may have begun with different saves
             if over:
                 self._survivors.leave()
-        return furthest
+        return furthest, furthest - steps
 
     def _arrive(self) -> None:
         """Take the state of the others at their place in the program."""
-        while self._reductions == self._survivors.position // REDUCTION:
-            if self._survivors.position % REDUCTION < BEGUN:
+        while True:
+            reductions, others = divmod(self._survivors.position, REDUCTION)
+            if others != BEGUN:
                 raise InfrastructureError(
-                    "--survive: another rank was lost while the others were between two steps, where this rank cannot"
-                    " join them; all ranks start again."
+                    "--survive: another rank was lost while the others were not at the beginning of a step, where alone this"
+                    " rank can join them; all ranks start again."
                 )
+            if self._reductions != reductions:
+                break
             if self._survivors.settle(self._began):
                 self.replaying = False
-                self._others = self._survivors.position % REDUCTION
+                self._others = BEGUN
                 self._outputs.clear()
                 logger.info("Rank %d trains from step %d", self._given.rank, self.steps)
                 return
-        if self._reductions > self._survivors.position // REDUCTION:
+        if self._reductions > reductions:
             raise InfrastructureError(
                 "--survive: the program made more steps from its beginning than the ranks that train, so it cannot"
                 " be continued at their place; all ranks start again."
             )
 
-    def remembered(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the output of the first pass with such arguments, as new tensors."""
-        tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
-        key = (id(module), module.training, tuple(tuple(tensor.shape) for tensor in tensors))
+    def take_steps(self, steps: int) -> None:
+        """Take the steps of the others, at the same count of reductions.
+
+        They may have made fewer than this rank has skipped: a step whose gradients are not finite is left out.
+
+        Raises:
+            InfrastructureError: They have made more, so that this is not their place.
+        """
+        if self.steps < steps and not self._midway:
+            raise InfrastructureError(
+                f"--survive: this rank is at step {self.steps} of its program, and the others are at step {steps} after as many"
+                " reductions, so it cannot come to their place; all ranks start again."
+            )
+        self.steps = steps
+
+    def remembered(
+        self,
+        module: torch.nn.Module,
+        forward: Callable[[], Any],
+        args: Any,
+        kwargs: Any,
+        plain: Sequence[torch.nn.Parameter] = (),
+        ended: Callable[[], object] = lambda: None,
+    ) -> Any:
+        """Return the output of the first pass with such arguments, as new tensors; ``ended`` is called in the backward pass.
+
+        They depend on the arguments and on ``plain`` parameters, which get gradients of zeros. Those of a model in
+        `DistributedDataParallel` get none: it would take them for gradients of its next pass.
+        """
+        given = pytree.tree_leaves((args, kwargs))
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        modes = tuple(x for x in given if isinstance(x, bool))
+        key = (id(module), module.training, modes, tuple(tuple(x.shape) for x in tensors))
         if key not in self._outputs:
             with torch.no_grad():
-                self._outputs[key] = module(*args, **kwargs)
-        return pytree.tree_map(_anew, self._outputs[key])
+                self._outputs[key] = forward()
+        learns = any(p.requires_grad for p in module.parameters())
+        learn = [x for x in (*tensors, *plain) if x.requires_grad and not isinstance(x, DTensor)]
+        zero = _Zero.apply(ended, torch.zeros((), requires_grad=learns), *learn)
+        return _anew(self._outputs[key], zero)
 
     def stepped(
         self, step: Callable[..., Any], optimizer: Any, closure: Callable[[], Any] | None
@@ -376,26 +422,53 @@ class Unchanged:
             with torch.enable_grad():
                 result = closure()
             closure = lambda: result  # noqa: E731 - if this rank has joined the others within it
-        if self.replaying:
-            self.steps += 1
-        else:
+        if not self.replaying:
             result = step(optimizer) if closure is None else step(optimizer, closure)
+        self._optimizer = self._optimizer or optimizer
+        self.steps += optimizer is self._optimizer
         self._fresh = True
         return result
 
 
-def _anew(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
+class _Zero(torch.autograd.Function):  # type: ignore[misc]
+    """A zero that depends on tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, ended: Callable[[], object], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.ended, ctx.tensors = ended, tensors
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Any) -> Any:
+        ctx.ended()
+        return (None, *map(torch.zeros_like, ctx.tensors))
+
+
+def _anew(output: Any, zero: torch.Tensor) -> Any:
+    """Return an output with new tensors, which depend on ``zero``; it may have dataclasses, as DDP and FSDP know them."""
+
+    def new(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value + zero.to(value) if value.is_floating_point() else value.clone()
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            other = copy.copy(value)
+            for name in (field.name for field in dataclasses.fields(value)):
+                object.__setattr__(other, name, _anew(getattr(value, name), zero))
+            return other
         return value
-    learns = value.is_floating_point() and torch.is_grad_enabled()
-    return value.detach().clone().requires_grad_(learns)
+
+    return pytree.tree_map(new, output)
 
 
 class _StepCount:
     """The count of steps, as part of a replica's state."""
 
+    def __init__(self, rank: Unchanged) -> None:
+        self._rank = rank
+
     def state_dict(self) -> dict[str, int]:
-        return {"steps": launched.steps_made()}
+        return {"steps": launched.steps_made(), "place": self._rank.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        self._rank.take_steps(state["place"])
         launched.rejoined(state["steps"])

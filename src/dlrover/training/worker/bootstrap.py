@@ -83,7 +83,11 @@ def run(program: Program, board: Board | None) -> None:
         ownends.watch_signals(signals)
         ownends.watch(lambda end: _record(program, end), signals)
     try:
-        _execute(program)
+        try:
+            _execute(program)
+        except Exception as error:
+            launched.failed(error)
+            raise
         launched.finished()
     except SystemExit as end:
         if end.code in (None, 0):

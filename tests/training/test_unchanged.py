@@ -1,0 +1,146 @@
+"""What a rank of an unchanged program does on its way to the others' place, and when it cannot come there."""
+
+import dataclasses
+import functools
+import types
+import weakref
+
+import pytest
+
+from dlrover.errors import InfrastructureError
+from dlrover.launched import Given
+
+torch = pytest.importorskip("torch")
+
+from dlrover.training.replicas.healing import Healer  # noqa: E402
+from dlrover.training.replicas.sharded import ShardedModels  # noqa: E402
+from dlrover.training.replicas.unchanged import BEGUN, REDUCTION, Unchanged  # noqa: E402
+
+pytestmark = [pytest.mark.torch]
+
+
+def returning(*, rank: int = 1, over: tuple[bool, ...] = (False,)) -> Unchanged:
+    """A rank that was started again; ``over`` is what it learns of the others' end, the last one from then on."""
+    news = list(over)
+    link = types.SimpleNamespace(over=news[0], ask=lambda _request: None)
+    link.wait = lambda _holds, _seconds: setattr(link, "over", news.pop(0) if news else over[-1])
+    return Unchanged(link, Given(round=3, rank=rank, world_size=4, attempt=1), {})
+
+
+def replayed(module: torch.nn.Module, *args: object, ended: object = lambda: None) -> object:
+    run = functools.partial(module, *args)
+    return returning().remembered(module, run, args, {}, [*module.parameters()], ended)
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    logits: torch.Tensor
+    chosen: torch.Tensor
+
+
+class Model(torch.nn.Linear):
+    def forward(self, samples, pairs=False):
+        logits = super().forward(samples)
+        return (logits, logits) if pairs else Output(logits, logits.argmax(-1))
+
+
+def test_an_output_that_is_remembered_can_be_used_as_that_of_a_pass():
+    samples, model, ended = torch.ones(2, 3, requires_grad=True), Model(3, 4), []
+    output = replayed(model, samples, ended=lambda: ended.append(True))
+    output.logits.div_(2.0)
+    output.logits.sum().backward()
+    assert (ended, output.chosen.dtype) == ([True], torch.int64)
+    for tensor in (samples, *model.parameters()):
+        assert torch.equal(tensor.grad, torch.zeros_like(tensor))
+
+
+def test_the_parameters_of_a_model_in_ddp_get_no_gradients_on_the_way():
+    """DDP would take them for those of its next pass: it has hooks on its parameters."""
+    model, samples = torch.nn.Linear(3, 4), torch.ones(2, 3, requires_grad=True)
+    returning().remembered(model, lambda: model(samples), (samples,), {}).sum().backward()
+    assert samples.grad is not None
+    assert [parameter.grad for parameter in model.parameters()] == [None, None]
+
+
+def test_the_backward_pass_comes_to_each_of_models_that_follow_each_other():
+    first, second, ended = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1), []
+    between = replayed(first, torch.ones(2, 3), ended=lambda: ended.append(first))
+    replayed(second, between, ended=lambda: ended.append(second)).sum().backward()
+    assert ended == [second, first]
+
+
+def test_an_output_that_is_remembered_is_one_of_the_same_kind():
+    rank, model, samples = returning(), Model(3, 4), torch.ones(2, 3)
+    for pairs in (False, True, False):
+        args = samples, pairs
+        output = rank.remembered(model, functools.partial(model, *args), args, {})
+        assert isinstance(output, tuple) is pairs
+
+
+def test_a_model_that_learns_nothing_has_no_backward_pass():
+    model = Model(3, 4).requires_grad_(False)
+    assert not replayed(model, torch.ones(2, 3)).logits.requires_grad
+    with torch.no_grad():
+        assert not replayed(Model(3, 4), torch.ones(2, 3)).logits.requires_grad
+
+
+@pytest.mark.parametrize("others", [0, 5, BEGUN + 1])
+def test_a_rank_joins_others_at_the_beginning_of_their_step_only(others):
+    rank = returning()
+    rank._survivors.position = 7 * REDUCTION + others
+    with pytest.raises(InfrastructureError, match=r"the beginning of a step, .*; all ranks"):
+        rank._arrive()
+    rank._survivors.position = 7 * REDUCTION + BEGUN
+    rank._arrive()  # not yet
+    assert rank.replaying
+
+
+def test_a_rank_is_not_at_the_others_place_with_fewer_steps():
+    rank = returning()
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]) for _ in range(2)]
+    for optimizer in (*optimizers, *optimizers):
+        rank.stepped(type(optimizer).step, optimizer, None)
+    assert rank.steps == 2  # of the first one
+    numbers = rank._parts["numbers"]
+    with pytest.raises(InfrastructureError, match=r"at step 2 of its program, .* at step 3"):
+        numbers.load_state_dict({"steps": 3, "place": 3})
+    numbers.load_state_dict({"steps": 1, "place": 1})
+    assert numbers.state_dict()["place"] == 1
+
+
+def test_the_ranks_of_a_row_decide_alike_whether_the_others_are_to_wait_for_them():
+    ranks, steps = [returning(), returning()], (20, 15)
+    asked = [(30, -made, False) for made in steps]
+    for rank, made in zip(ranks, steps, strict=True):
+        rank.steps = made
+        rank.row = types.SimpleNamespace(most=lambda *_: [max(x) for x in zip(*asked, strict=True)])
+    assert [rank._furthest() for rank in ranks] == 2 * [(30, 15)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_comes_to_its_end_before_the_others_waits_for_theirs(rank):
+    late = returning(rank=rank, over=(False, False, True))
+    with pytest.raises(InfrastructureError if rank == 0 else SystemExit):
+        late.finish()
+    assert late._link.over
+
+
+def test_models_that_were_dropped_change_no_others_place():
+    def models(*, dropped: bool) -> ShardedModels:
+        found = ShardedModels(lambda: None)
+        found.kept = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+        found._modules = [weakref.ref(model) for model in found.kept]
+        if dropped:
+            del found.kept[0]
+        return found
+
+    one, other = models(dropped=True), models(dropped=False)
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(other.kept[1].weight, one.kept[0].weight)
+    one.load_state_dict(models(dropped=False).state_dict())
+
+
+def test_a_state_of_other_parts_is_not_taken():
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(InfrastructureError, match="model 1, and that of the others model 1, opt"):
+        Healer({"model 1": model})._load({"model 1": model.state_dict(), "optimizer 2": {}})
