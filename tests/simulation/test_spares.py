@@ -219,6 +219,11 @@ def test_faults_at_random(part: int) -> None:
         churn(seed)
 
 
+def test_a_job_waits_for_lost_nodes_that_may_return_although_another_one_is_left_out() -> None:
+    """Six nodes that come by themselves, of which four are needed; three are lost when the check names a fourth."""
+    churn(1331)
+
+
 @pytest.mark.heavy
 @pytest.mark.long
 @pytest.mark.timeout(600)

@@ -54,15 +54,28 @@ class Fleet:
 
     def is_enough(self, without: Node | None = None) -> bool:
         """Return whether the nodes that stay, except one, are enough for a world."""
+        return self.state.rendezvous.can_form(self._others(without))
+
+    def may_be_enough(self) -> bool:
+        """Return whether the nodes that stay are enough, or would be with lost ones that may come by themselves again."""
+        nodes = self.state.nodes.values()
+        taken = {node.hostname for node in nodes if node.excluded or not node.status.final}
+        lost = {
+            node.hostname: node.id
+            for node in nodes
+            if node.status is NodeStatus.LOST and not node.launched and node.hostname not in taken
+        }
+        return self.state.rendezvous.can_form(self._others(None) | {*lost.values()})
+
+    def _others(self, without: Node | None) -> set[int]:
         leaving = self.state.scaling.leaving
-        others = {
+        return {
             node.id
             for node in self.state.nodes.values()
             if not (node.status.final or node.id in leaving or node is without)
             and not (without is not None and node.gone)
             and not self.state.is_outside(node)
         }
-        return self.state.rendezvous.can_form(others)
 
     def surplus(self) -> list[Node]:
         """Return the nodes beyond the wanted number that are not drained yet.

@@ -518,7 +518,7 @@ class JobMachine:
         self.recovery.lose(node.id, reason, now)
         if state.has_ended() or node.launched or not self.rendezvous.collecting:
             return  # another node comes, or a world trains without it
-        if not fleet.is_enough():
+        if not fleet.may_be_enough():
             living = sum(not n.status.final for n in self.nodes.values())
             state.end(
                 ExitCode.INFRASTRUCTURE,
