@@ -174,9 +174,9 @@ class ControlPlane:
         )
         return done.stdout
 
-    def wait_for_account(self, namespace: str) -> None:
-        """Wait for the default service account of a namespace: without it no pod is admitted."""
-        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/default"
+    def wait_for_account(self, namespace: str, name: str = "default") -> None:
+        """Wait for a service account and its token: without them no pod of it is admitted."""
+        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}"
 
         def probe() -> None:
             if not self.call("GET", path).get("secrets"):

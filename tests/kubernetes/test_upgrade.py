@@ -35,6 +35,8 @@ def earlier_release(cluster: Cluster) -> None:
             plane.call("PATCH", path, {"status": made["status"]})
             continue
         plane.make(made, namespace)
+        if made["kind"] == "ServiceAccount":
+            plane.wait_for_account(namespace, made["metadata"]["name"])
 
 
 def test_an_upgrade_leaves_a_running_job_alone_and_then_looks_after_it(
