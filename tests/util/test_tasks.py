@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import logging
 
 import pytest
@@ -78,3 +79,27 @@ def test_a_task_that_loses_a_cancellation_is_cancelled_again(monkeypatch):
         assert stubborn.cancelled()
 
     asyncio.run(main())
+
+
+def test_a_task_that_loses_each_cancellation_is_left_behind(monkeypatch, caplog):
+    monkeypatch.setattr(tasks, "AGAIN", 0.01)
+    over = False
+
+    async def loses_each() -> None:
+        while not over:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+    async def main() -> None:
+        nonlocal over
+        stubborn = asyncio.create_task(loses_each())
+        await asyncio.sleep(0.01)
+        await tasks.stop([stubborn])
+        assert not stubborn.done()
+        over = True
+        await tasks.stop([stubborn])
+        assert stubborn.done()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    (record,) = caplog.records
+    assert "loses_each" in record.message

@@ -13,6 +13,8 @@ T = TypeVar("T")
 
 AGAIN = 0.5
 """Seconds after which a task that goes on is cancelled again."""
+ATTEMPTS = 20
+"""Cancellations of a task before it is left behind."""
 
 
 def start(work: Coroutine[Any, Any, T], among: set[asyncio.Task[T]]) -> asyncio.Task[T]:
@@ -45,13 +47,18 @@ async def signalled(event: asyncio.Event, seconds: float) -> bool:
 async def stop(running: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until they have ended, whatever they return or raise.
 
-    A task that goes on is cancelled again: libraries may lose a cancellation as `asyncio.wait_for` does.
+    A task that goes on is cancelled again: libraries may lose a cancellation as `asyncio.wait_for` does. One that has
+    lost `ATTEMPTS` of them is left behind with an error in the log.
     """
     left = set(running)
-    while left:
+    for _ in range(ATTEMPTS):
+        if not left:
+            return
         for task in left:
             task.cancel()
         done, left = await asyncio.wait(left, timeout=AGAIN)
         for task in done:
             if not task.cancelled():
                 task.exception()  # else asyncio logs that nothing has asked for it
+    for task in left:
+        logger.error("A background task does not end: %r", task)
