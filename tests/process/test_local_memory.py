@@ -77,7 +77,7 @@ def test_what_a_user_has_stored_is_not_lost(run, out) -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        ["--nproc-per-node=2"],
+        pytest.param(["--nproc-per-node=2"], marks=pytest.mark.heavy),
         pytest.param(["--local-nodes=2"], marks=pytest.mark.heavy),
         ["--local-nodes=2", "--spares=1"],
     ],

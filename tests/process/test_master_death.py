@@ -48,7 +48,9 @@ def lasting(status: dict) -> dict:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("shape", ["--nproc-per-node=2", "--local-nodes=2"])
+@pytest.mark.parametrize(
+    "shape", [pytest.param("--nproc-per-node=2", marks=pytest.mark.heavy), "--local-nodes=2"]
+)
 def test_training_goes_on_while_the_master_is_away(run, train, undisturbed, shape: str) -> None:
     training = train(1000, 0.1, "--standalone", shape)
     launch = training.launch

@@ -45,7 +45,9 @@ class Counting:
         return Counter(json.loads((self.out / "counts").read_text()))
 
 
-@pytest.mark.parametrize("shape", ["--nproc-per-node=2", "--local-nodes=2"])
+@pytest.mark.parametrize(
+    "shape", [pytest.param("--nproc-per-node=2", marks=pytest.mark.heavy), "--local-nodes=2"]
+)
 def test_every_sample_counts_once_though_a_worker_and_the_master_are_killed(
     run, tmp_path, shape
 ) -> None:

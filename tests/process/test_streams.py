@@ -26,10 +26,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(120)]
 MESSAGES = 600
 
 
-RARE = [pytest.param(name, marks=pytest.mark.heavy) for name in ("rabbitmq", "kafka", "pulsar")]
+RARE = [pytest.param(name, marks=pytest.mark.heavy) for name in ("nats", "rabbitmq", "kafka", "pulsar")]
 
 
-@pytest.fixture(params=["redis", "nats", *RARE])
+@pytest.fixture(params=["redis", *RARE])
 def topic(request) -> Topic:
     return TOPICS[request.param](request.getfixturevalue(f"{request.param}_port"))
 

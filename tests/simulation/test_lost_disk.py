@@ -145,7 +145,9 @@ def test_nodes_that_wait_for_a_round_form_one_and_spares_are_taken_in(seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize(
+    "block", [pytest.param(n, marks=pytest.mark.heavy if n > 1 else ()) for n in range(4)]
+)
 def test_disks_lost_in_any_state_keep_no_job_from_its_end(block):
     for seed in range(block * 50, (block + 1) * 50):
         chance = random.Random(seed)
@@ -175,8 +177,8 @@ def test_disks_lost_in_any_state_keep_no_job_from_its_end(block):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_world_of_thousands_of_nodes_is_adopted():
-    count = 2_000
+@pytest.mark.parametrize("count", [500, pytest.param(2_000, marks=pytest.mark.heavy)])
+def test_a_world_of_many_nodes_is_adopted(count):
     spec = job(count, count, managed=False)
     cluster = Cluster(spec, nodes=count, nproc=1, steps=60, seed=1, validate_every=2_000)
     cluster.run_until(lambda: cluster.training)

@@ -65,7 +65,9 @@ def test_a_changed_law_is_a_new_search(slowly: bool):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [pytest.param(n, marks=pytest.mark.heavy if n > 1 else ()) for n in range(PARTS)]
+)
 def test_of_random_laws_nearly_all_are_searched_with_success(part: int):
     """Rings, saturation, cliffs, uneven and any speeds, on up to 2 to 32 nodes, from any size, with noise."""
     reached, changes = [], []
