@@ -26,7 +26,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(120)]
 MESSAGES = 600
 
 
-RARE = [pytest.param(name, marks=pytest.mark.heavy) for name in ("nats", "rabbitmq", "kafka", "pulsar")]
+RARE = [
+    pytest.param(name, marks=pytest.mark.heavy) for name in ("nats", "rabbitmq", "kafka", "pulsar")
+]
 
 
 @pytest.fixture(params=["redis", *RARE])
