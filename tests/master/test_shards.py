@@ -12,7 +12,6 @@ from dlrover.data.machine.datasets import Shards
 from dlrover.data.machine.queue import Command
 from dlrover.data.services import RelayService
 from dlrover.errors import InfrastructureError
-from dlrover.master.journal import takeover
 from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import open_journal
 from dlrover.master.service import Master
@@ -45,7 +44,7 @@ def master_at(directory):
     history = History(directory / "events")
     with contextlib.closing(journal), contextlib.closing(history):
         master = Master(journal, history)
-        takeover.begin(master, JobSpec(name="job"), str(directory), history, None)
+        master.begin(JobSpec(name="job"), str(directory), None)
         yield master
 
 
