@@ -32,10 +32,11 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dlrover import launched
-from dlrover.agent.relay import ShardRelay
+from dlrover.agent.relay import RequestRelay
 from dlrover.data.dataset import ElasticDataset
 from dlrover.data.records import Records
 from dlrover.rpc import wire
+from dlrover.rpc.batches import RequestBatcher
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.job import JobSpec
 from dlrover.spec.requests.shards import (
@@ -73,15 +74,15 @@ async def a_master() -> Any:
 # ---- as fast as possible
 
 
-async def worker(client: MasterClient, name: str, until: float) -> tuple[int, int]:
+async def worker(agent: RequestBatcher, name: str, until: float) -> tuple[int, int]:
     """Report a lease as done and take the next, in a closed loop; requests and shards."""
     spec = DataSpec(name="data", size=10**12, shard=100)
-    await client.shards(wire.encode(OpenShards(spec, name, Incarnation(1))))
+    await agent.ask(wire.encode(OpenShards(spec, name, Incarnation(1))))
     done: tuple[Span, ...] = ()
     requests = shards = 0
     while time.perf_counter() < until:
         request = TakeShards("data", name, Incarnation(1), requests, 0, LEASE, done)
-        reply = wire.decode(await client.shards(wire.encode(request)), ShardReply)
+        reply = wire.decode(await agent.ask(wire.encode(request)), ShardReply)
         done = reply.spans
         requests += 1
         shards += sum(span.stop - span.start for span in done) // spec.shard
@@ -108,11 +109,12 @@ async def flood(seconds: float, agents: int = AGENTS) -> Row:
                 echoed = await bare_grpc.flood_unary(channel, method, request, seconds)
     async with a_master() as master, contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(master.client()) for _ in range(agents)]
+        asking = [client.requests() for client in clients]
         until = time.perf_counter() + seconds
         with Meter(master.pid) as meter:
             counts = await asyncio.gather(
                 *(
-                    worker(clients[number % agents], f"{number}-0123456789ab", until)
+                    worker(asking[number % agents], f"{number}-0123456789ab", until)
                     for number in range(WORKERS)
                 )
             )
@@ -154,7 +156,7 @@ def relay(address: str, token: str, told: Connection) -> None:
     """Relay on the server core until killed; ``told`` gets the address."""
 
     async def serve() -> None:
-        async with MasterClient(address, token) as client, ShardRelay(client) as served:
+        async with MasterClient(address, token) as client, RequestRelay(client) as served:
             told.send(served.address)
             await asyncio.Event().wait()
 

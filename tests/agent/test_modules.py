@@ -77,6 +77,6 @@ def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
 def test_a_spare_that_cannot_keep_the_list_starts_without_it(tmp_path: Path) -> None:
     launch = spec("train.py")
     logs = RunLogs(launch, tmp_path)
-    workers = WorkerGroup(launch, {}, logs, "host", lambda _local_rank, _failure: None)
+    workers = WorkerGroup(launch, {}, logs, "host")
     logs.directory.rmdir()
     workers.preload(LISTED.encode())

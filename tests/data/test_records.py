@@ -11,6 +11,7 @@ from dlrover.data import client, records, services
 from dlrover.data.records import Records
 from dlrover.data.services import LocalService
 from dlrover.errors import ConfigurationError, InfrastructureError, UserCodeError
+from dlrover.spec.requests import Unanswered
 from dlrover.spec.requests.shards import ShardReply
 
 
@@ -188,12 +189,12 @@ class Flaky(LocalService):
         super().__init__()
         self.asked = 0
 
-    def ask(self, request) -> ShardReply:
+    def ask(self, request) -> ShardReply | Unanswered:
         self.asked += 1
         if self.asked % 3 == 0:
             super().ask(request)
-            return ShardReply(away="the answer was lost")
-        return ShardReply(away="away") if self.asked % 3 == 1 else super().ask(request)
+            return Unanswered(away="the answer was lost")
+        return Unanswered(away="away") if self.asked % 3 == 1 else super().ask(request)
 
 
 def test_a_master_that_is_away_now_and_then_changes_nothing(read, monkeypatch) -> None:
@@ -203,9 +204,9 @@ def test_a_master_that_is_away_now_and_then_changes_nothing(read, monkeypatch) -
 
 
 class Refusing(LocalService):
-    def ask(self, request) -> ShardReply:
+    def ask(self, request) -> ShardReply | Unanswered:
         return (
-            ShardReply(refused="no")
+            Unanswered(refused="no")
             if type(request).__name__ == "TakeShards"
             else super().ask(request)
         )
@@ -226,7 +227,7 @@ def test_a_worker_that_was_cut_off_for_too_long_does_not_save(read, monkeypatch)
     samples = iter(data)
     next(samples)
     gone = threading.Event()
-    monkeypatch.setattr(LocalService, "ask", lambda *_: (gone.set(), ShardReply(away="away"))[1])
+    monkeypatch.setattr(LocalService, "ask", lambda *_: (gone.set(), Unanswered(away="away"))[1])
     assert gone.wait(5)
     until = threading.Event()
     until.wait(0.1)

@@ -302,6 +302,14 @@ def test_architecture_names_the_layers_and_the_states_of_a_node() -> None:
     assert set(re.findall(r"\*(\w+)\*", states)) == {status.value for status in NodeStatus}
 
 
+def test_architecture_names_files_that_exist() -> None:
+    page = text_of("architecture.md")
+    trips = page[page.index("## Four trips") :].partition("## Terms")[0]
+    files = [span for span in code_spans(trips) if span.endswith(".py")]
+    assert len(files) > 40
+    assert [file for file in files if not (ROOT / "src/dlrover" / file).is_file()] == []
+
+
 # ---- snippets
 
 

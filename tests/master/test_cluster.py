@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from dlrover.errors import ProtocolError
-from dlrover.master.journal import takeover
 from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import open_journal
 from dlrover.master.machine.cluster import TaskCluster
@@ -72,7 +71,7 @@ def master_at(directory: Path) -> Iterator[Master]:
             name="job", min_nodes=3, max_nodes=3, managed_nodes=3, other_nodes=1, chief=True, servers=2,
             min_servers=2, max_servers=2, server_failover="instance",
         )  # fmt: skip
-        takeover.begin(master, job, str(directory), history, None)
+        master.begin(job, str(directory), None)
         yield master
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from dlrover.errors import DLRoverError, ProtocolError
-from dlrover.master.journal import takeover
 from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import open_journal
 from dlrover.master.service import Master
@@ -194,7 +193,7 @@ async def play(path: Path, seed: int, watch: Callable[[Master], None] = lambda _
         limits=FORGIVING,
     )
     with master_at(path) as master:
-        takeover.begin(master, spec, str(path), master._history, None)
+        master.begin(spec, str(path), None)
         peers = Peers(master, seed)
         for _ in range(ACTIONS):
             await peers.act()

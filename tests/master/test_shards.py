@@ -10,15 +10,14 @@ from dlrover._util import framing
 from dlrover.agent.relay import RequestRelay
 from dlrover.data.machine.datasets import Shards
 from dlrover.data.machine.queue import Command
-from dlrover.data.services import RelayService
 from dlrover.errors import InfrastructureError
-from dlrover.master.journal import takeover
 from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import open_journal
 from dlrover.master.service import Master
 from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
 from dlrover.rpc.messages import Record, RequestFrame
+from dlrover.rpc.relayed import RelayedMaster
 from dlrover.rpc.server import Server
 from dlrover.spec.job import JobSpec
 from dlrover.spec.requests import Unanswered, WorkerReply
@@ -45,7 +44,7 @@ def master_at(directory):
     history = History(directory / "events")
     with contextlib.closing(journal), contextlib.closing(history):
         master = Master(journal, history)
-        takeover.begin(master, JobSpec(name="job"), str(directory), history, None)
+        master.begin(JobSpec(name="job"), str(directory), None)
         yield master
 
 
@@ -95,7 +94,7 @@ def test_a_worker_asks_by_way_of_its_agent(tmp_path) -> None:
     async def ask() -> list[ShardReply]:
         with master_at(tmp_path) as master:
             async with relayed(master) as (address, server):
-                service = RelayService(address)
+                service = RelayedMaster(address)
                 try:
                     opened = await asyncio.to_thread(service.ask, OpenShards(SPEC, "a", ROUND))
                     taken = await asyncio.to_thread(service.ask, take(1))
@@ -117,7 +116,7 @@ def test_a_worker_asks_by_way_of_its_agent(tmp_path) -> None:
 
 
 def test_an_agent_that_is_gone_is_told() -> None:
-    assert "does not answer" in RelayService("dlrover-nobody").ask(LookShards("data")).away
+    assert "does not answer" in RelayedMaster("dlrover-nobody").ask(LookShards("data")).away
 
 
 def test_what_is_too_large_is_refused(tmp_path) -> None:
@@ -126,7 +125,7 @@ def test_what_is_too_large_is_refused(tmp_path) -> None:
     async def ask() -> list[ShardReply]:
         with master_at(tmp_path) as master:
             async with relayed(master) as (address, _):
-                with contextlib.closing(RelayService(address)) as service:
+                with contextlib.closing(RelayedMaster(address)) as service:
                     sizes = (MAX_ACKNOWLEDGED + 1, framing.MAX_FRAME)
                     large = [OpenShards(SPEC, "a", ROUND, bytes(size)) for size in sizes]
                     return [await asyncio.to_thread(service.ask, request) for request in large]

@@ -46,19 +46,27 @@ async def echo(frame: RequestFrame) -> list[RequestFrame]:
     return [RequestFrame(tuple(Record(number, body.upper()) for number, body in frame.records))]
 
 
+class Client(MasterClient):
+    """A client with one batch of requests under way, as an agent has."""
+
+    def __init__(self, address: str, timeout: float) -> None:
+        super().__init__(address, TOKEN, timeout=timeout)
+        self.forward = self.requests().ask
+
+
 @contextlib.asynccontextmanager
-async def connected(peer: Peer, timeout: float = 5.0) -> AsyncIterator[MasterClient]:
+async def connected(peer: Peer, timeout: float = 5.0) -> AsyncIterator[Client]:
     server = Server(TOKEN)
     server.stream("Deal", RequestFrame, peer.deal)
     port = await server.start("127.0.0.1", 0)
     try:
-        async with MasterClient(f"127.0.0.1:{port}", TOKEN, timeout=timeout) as client:
+        async with Client(f"127.0.0.1:{port}", timeout) as client:
             yield client
     finally:
         await server.stop(0.0)
 
 
-async def all_of(client: MasterClient, bodies: list[bytes]) -> list[bytes | BaseException]:
+async def all_of(client: Client, bodies: list[bytes]) -> list[bytes | BaseException]:
     return await asyncio.gather(*map(client.forward, bodies), return_exceptions=True)
 
 

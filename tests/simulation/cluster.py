@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dlrover.errors import ExitCode, FencedError, InfrastructureError
-from dlrover.master.journal import takeover
 from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import Entry, fenced
 from dlrover.master.machine import inputs
@@ -178,7 +177,7 @@ class MasterProcess:
                     raise
 
         master.ledger.handle = checked
-        takeover.begin(master, cluster.job, "", self.history, self.platform)
+        master.begin(cluster.job, "", self.platform)
         self._tasks.append(cluster.time.loop.create_task(self._run()))
 
     async def _run(self) -> None:

@@ -323,6 +323,7 @@ class SimulatedWorkers:
         self._usage_at = 0.0
         self._failures = itertools.count()
         self.progressed: Callable[[], None] = lambda: None
+        self.on_exit: Callable[[int, Failure | None], None] = lambda _local_rank, _failure: None
 
     @property
     def node_id(self) -> int:
@@ -469,7 +470,7 @@ class SimulatedWorkers:
 
     def _ended(self, run: Run, local_rank: int, failure: Failure | None) -> None:
         if run is self.run and local_rank in self._node.machine.running:
-            self._node.agent.worker_ended(local_rank, failure)
+            self.on_exit(local_rank, failure)
 
 
 class SimulatedChecker:

@@ -105,7 +105,7 @@ class Zygote:
             self._board_fd,
             self._preload,
             lambda _, pid: pids.append(pid),
-            lambda _, status: exited.put_nowait(status),
+            lambda _, status, _problem: exited.put_nowait(status),
             lambda _: exited.put_nowait(-1),
             give_up if self.patient else None,
         )

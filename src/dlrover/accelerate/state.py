@@ -27,7 +27,7 @@ from dlrover.errors import ConfigurationError
 HOW = {"params", *STEPS}
 """Options of parameter groups that depend on the strategy."""
 OF_ALL_TENSORS = {"tp", "ep", "expert_shard"}
-"""Names of mesh dimensions, one of which is in each mesh that covers the ranks of tensor parallelism."""
+"""Names of mesh dimensions. Each mesh that covers the ranks of tensor parallelism has one of them."""
 
 
 class TrainingState:

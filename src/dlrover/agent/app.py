@@ -29,7 +29,6 @@ from dlrover.agent.workers.workers import WorkerGroup
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, InfrastructureError
 from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
-from dlrover.spec.failure import Failure
 from dlrover.spec.job import Entry
 from dlrover.spec.jobdir import AgentConfig, JobDir, MasterAddress, decode
 from dlrover.spec.node import SERVER, is_server
@@ -78,13 +77,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
     launch = settings.launch
     base = Path(launch.log_dir) if launch.log_dir not in ("", "/dev/null") else job_dir.logs
     hostname = env.get("DLROVER_NODE_NAME") or socket.gethostname()
-
-    def on_exit(local_rank: int, failure: Failure | None) -> None:
-        agent.worker_ended(local_rank, failure)
-
-    workers = WorkerGroup(
-        launch, env, RunLogs(launch, base), hostname, on_exit, config.cache_dir(env)
-    )
+    workers = WorkerGroup(launch, env, RunLogs(launch, base), hostname, config.cache_dir(env))
     # Not the node's id: a replacement of a dead agent must find its saver, as on the same machine.
     workers.orders.place = f"{args.node_rank} of {job_dir.path}"
     workers.orders.checkpoints = str(job_dir.checkpoints.absolute())

@@ -23,7 +23,11 @@ class RequestRelay(LocalServer):
 
     def __init__(self, client: MasterClient) -> None:
         super().__init__("relay", self._relay)
-        self._client = client
+        self._requests = client.requests()
+
+    async def __aexit__(self, *exc: object) -> None:
+        await super().__aexit__(*exc)
+        self._requests.close()
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -35,7 +39,7 @@ class RequestRelay(LocalServer):
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = await framing.read(reader)
         try:
-            reply = await self._client.forward(request)
+            reply = await self._requests.ask(request)
         except InfrastructureError as error:
             reply = wire.encode(Unanswered(away=str(error)))
         except (ProtocolError, ConfigurationError) as error:

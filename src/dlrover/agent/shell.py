@@ -79,6 +79,7 @@ class Agent:
         self._client = client
         self._locate = locate
         self._hostname, self._workers, self._checker, self._usage, self._port = node
+        self._workers.on_exit = self.worker_ended
         self._launch = settings.launch
         self._limits = settings.limits
         self._address = settings.address

@@ -74,7 +74,7 @@ def of_job(
 
 
 def refuse_roles(job_dir: JobDir, what: str) -> None:
-    """Refuse a job of several roles, each of which is a job with a directory of its own.
+    """Refuse a job of several roles: each role is a job with a directory of its own.
 
     Raises:
         ConfigurationError: the directory is that of such a job.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dlrover.dashboard.pods import PodJob, PodJobs
 
 Source = Callable[[int], Awaitable[list[dict[str, Any]]]]
-"""Returns rows of jobs, of which the latest are shown; it may know that many at most, or more."""
+"""Returns rows of jobs; the latest are shown. It takes the number of rows to show, and may return more."""
 PATIENCE = 5.0
 """Seconds that a source has to answer."""
 

@@ -15,6 +15,7 @@ from dlrover._util import backoff
 from dlrover.data.machine.spans import Spans
 from dlrover.data.services import ShardService
 from dlrover.errors import InfrastructureError, UserCodeError
+from dlrover.spec.requests import Unanswered
 from dlrover.spec.requests.shards import (
     MAX_ERROR,
     MAX_SPANS,
@@ -105,8 +106,7 @@ class ShardClient:
         self._unread = 0  # leased, and not yet handed to the training
         self._enough = math.inf  # no fetching while more than this is unread
         self._gap: Span | None = None
-        self._grown: tuple[int, ...] = ()
-        self._known: tuple[int, ...] = ()
+        self._grown, self._known = tuple[int, ...](), tuple[int, ...]()
         self._ended = spec.size >= 0
         # ---- used by the thread only
         self._seq = 0
@@ -116,6 +116,7 @@ class ShardClient:
         opened = self._insist(OpenShards(spec, self._name, incarnation, base))
         if self._error is not None:
             raise self._error
+        assert opened is not None
         self.first_epoch = self._epoch = opened.epoch
         self.spec = self._spec = opened.spec or spec
         """The dataset; for a stream, as the first worker found it."""
@@ -384,10 +385,10 @@ class ShardClient:
         ends, self._grown = self._grown, ()
         return ExtendShards(self._spec.name, self._incarnation, ends)
 
-    def _note_extended(self, request: ExtendShards, reply: ShardReply) -> None:
+    def _note_extended(self, request: ExtendShards, reply: ShardReply | None) -> None:
         limits = self._spec.limits
         with self._changed:
-            if reply.away or reply.refused:
+            if reply is None:
                 return
             self._known = request.ends
             self._ended = bool(limits) and all(
@@ -456,11 +457,13 @@ class ShardClient:
             surplus.append(Span(last.partition, middle, last.stop))
         return tuple(surplus)
 
-    def _take_in(self, request: TakeShards, reply: ShardReply, sent: float) -> None:
+    def _take_in(self, request: TakeShards, reply: ShardReply | None, sent: float) -> None:
         with self._changed:
             self._reporting = False
-            if not (reply.away or reply.refused):
-                self._renewed = sent
+            if reply is None:
+                self._changed.notify_all()
+                return
+            self._renewed = sent
             got = _size(reply.spans)
             self._ready.extend(reply.spans)
             self._ahead += got
@@ -473,7 +476,7 @@ class ShardClient:
             if request.want:
                 # Fewer samples than requested are its share of the rest; ask again when almost used up.
                 self._enough = math.inf if as_wanted else self._unread / 4
-            if request.epoch == self._epoch and not self._failed and not reply.refused:
+            if request.epoch == self._epoch and not self._failed:
                 self._exhausted, self._complete = reply.exhausted, reply.complete
             self._others_starve = reply.others_starve
             for skipped in reply.skipped:
@@ -492,22 +495,26 @@ class ShardClient:
                 f" max_skipped ({self._spec.max_skipped}); the last one: {error}"
             )
 
-    def _insist(self, request: ShardRequest) -> ShardReply:
-        """Ask until there is an answer, or this client is closed."""
+    def _insist(self, request: ShardRequest) -> ShardReply | None:
+        """Ask until there is an answer; None if the request is refused, or this client is closed before."""
         delays = backoff.delays(*RETRY)
-        while (reply := self._service.ask(request)).away:
+        while isinstance(reply := self._service.ask(request), Unanswered) and reply.away:
             with self._changed:
                 if self._away_since is None:
                     self._away_since = time.monotonic()
                 if self._closing:
-                    return reply
+                    return None
                 self._changed.wait_for(lambda: self._closing, next(delays))
         with self._changed:
             self._away_since = None
-            if reply.refused:
-                self._error = InfrastructureError(reply.refused)
-                self._changed.notify_all()
-        return reply
+            if isinstance(reply, ShardReply):
+                return reply
+            refused = reply.refused if isinstance(reply, Unanswered) else ""
+            self._error = InfrastructureError(
+                refused or "The master's answer is not one about shards."
+            )
+            self._changed.notify_all()
+        return None
 
 
 def _now() -> float:

@@ -12,15 +12,15 @@ from dlrover.data.machine.queue import Answer
 from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.rpc.relayed import RelayedMaster
 from dlrover.spec.node import SERVER
-from dlrover.spec.requests import Unanswered
+from dlrover.spec.requests import Unanswered, WorkerReply
 from dlrover.spec.requests.shards import ShardReply, ShardRequest
 
 
 class ShardService(Protocol):
-    """Service that answers shard requests. Calls come from one thread at a time."""
+    """Service that answers shard requests with a `ShardReply` or `Unanswered`. Calls come from one thread at a time."""
 
-    def ask(self, request: ShardRequest) -> ShardReply:
-        """Return the answer; ``away`` or ``refused`` is set if there is none."""
+    def ask(self, request: ShardRequest) -> WorkerReply:
+        """Return the answer."""
 
     def another(self) -> ShardService:
         """Return a service for another thread."""
@@ -36,13 +36,13 @@ class LocalService:
         self._shards = Shards()
         self._lock = threading.Lock()
 
-    def ask(self, request: ShardRequest) -> ShardReply:
+    def ask(self, request: ShardRequest) -> ShardReply | Unanswered:
         """Return the answer."""
         with self._lock:
             try:
                 commands = self._shards.handle(request, time.monotonic())
             except ProtocolError as error:
-                return ShardReply(refused=str(error))
+                return Unanswered(refused=str(error))
         return next(command.reply for command in commands if isinstance(command, Answer))
 
     def another(self) -> LocalService:
@@ -53,38 +53,14 @@ class LocalService:
         """Do nothing; nothing is open."""
 
 
-class RelayService:
-    """ShardService that forwards requests to the job's master through the agent."""
-
-    def __init__(self, address: str) -> None:
-        self._relay = RelayedMaster(address)
-
-    def ask(self, request: ShardRequest) -> ShardReply:
-        """Return the answer."""
-        reply = self._relay.ask(request)
-        if isinstance(reply, Unanswered):
-            return ShardReply(refused=reply.refused, away=reply.away)
-        if not isinstance(reply, ShardReply):
-            return ShardReply(refused="The master's answer is not one about shards.")
-        return reply
-
-    def another(self) -> RelayService:
-        """Return a service with a connection of its own."""
-        return RelayService(self._relay.address)
-
-    def close(self) -> None:
-        """Close the connection; the next request opens another."""
-        self._relay.close()
-
-
 def connect() -> ShardService:
-    """Return the service of this process.
+    """Return the service of this process: the job's master by way of its agent, or the process itself.
 
     Raises:
         ConfigurationError: this is one of several processes, and no master leases samples to them.
     """
     if launched.given.relay:
-        return RelayService(launched.given.relay)
+        return RelayedMaster(launched.given.relay)
     count = world()[1]
     if count > 1:
         raise ConfigurationError(

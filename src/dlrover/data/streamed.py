@@ -16,7 +16,7 @@ from dlrover.data.machine.state import began, merged
 from dlrover.data.services import ShardService
 from dlrover.data.sources.stream import Message, Stream
 from dlrover.errors import DLRoverError
-from dlrover.spec.requests.shards import DataSpec, Incarnation, LookShards, Span
+from dlrover.spec.requests.shards import DataSpec, Incarnation, LookShards, ShardReply, Span
 
 logger = logging.getLogger(__name__)
 
@@ -289,6 +289,7 @@ def offsets_of(
 def _skipped(name: str, service: ShardService) -> list[Span]:
     asking = service.another()
     try:
-        return [what.span for what in asking.ask(LookShards(name)).skipped]
+        reply = asking.ask(LookShards(name))
+        return [what.span for what in reply.skipped] if isinstance(reply, ShardReply) else []
     finally:
         asking.close()

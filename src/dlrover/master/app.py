@@ -22,7 +22,6 @@ from dlrover.errors import (
     FormatError,
     InfrastructureError,
 )
-from dlrover.master.journal import takeover
 from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import open_journal
 from dlrover.master.scaling import brainside
@@ -113,7 +112,7 @@ async def _serve(
         history.listeners.append(brain.happened)
         if job.auto_scale and not master.replayed:
             job = await brain.first(job)
-    takeover.begin(master, job, str(job_dir.path), history, platform)
+    master.begin(job, str(job_dir.path), platform)
     try:
         outcome = await _until_ended(master, job_dir, orphaned)
         if outcome is None:

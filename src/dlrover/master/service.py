@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from dlrover._util import tasks
-from dlrover.errors import FencedError, InfrastructureError
+from dlrover.errors import ConfigurationError, FencedError, InfrastructureError
+from dlrover.master.diagnosis_rules import built_in
 from dlrover.master.hangwatch import HangWatch
 from dlrover.master.heartbeats import Heartbeats
 from dlrover.master.journal.history import History
@@ -26,9 +27,11 @@ from dlrover.master.saves import UserSaves
 from dlrover.master.scaling.autoscale import AutoScaler
 from dlrover.master.streams import AgentStreams, Handlers
 from dlrover.master.views.status import status_of
+from dlrover.platform.base import Platform
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
+from dlrover.spec.job import JobSpec
 from dlrover.spec.node import LaunchNode
 
 logger = logging.getLogger(__name__)
@@ -114,6 +117,33 @@ class Master:
         return last
 
     # ---- life
+
+    def begin(self, job: JobSpec, job_dir: str, platform: Platform | None) -> None:
+        """Start with a new job, with the job of the journal, or with one that its nodes already run.
+
+        An empty journal beside nodes that run, or beside events, has been lost.
+
+        Raises:
+            ConfigurationError: the journal is another job's.
+        """
+        theirs = self.machine.job.name
+        if self.replayed and theirs not in ("", job.name):
+            raise ConfigurationError(
+                f"The journal is of the job {theirs}, not of {job.name}; each job takes a journal of its own."
+            )
+        self.platform.use(platform)
+        if self.replayed:
+            self.submit(inputs.MasterStarted(self.replayed, self.last_entry))
+            if self.machine.outcome is not None:
+                self.ended.set()
+            return
+        found = [] if platform is None else platform.find()
+        earlier = self._history.recorded
+        self._history.follow(earlier)
+        self.submit(inputs.Submitted(job, job_dir, tuple(found), earlier, built_in()))
+        for node in found:
+            if platform is not None:
+                platform.adopt(node.node_id, node.handle)
 
     def register(self, server: Server) -> None:
         """Register this master's methods with a server."""

@@ -12,6 +12,7 @@ from dlrover.errors import ProtocolError
 from dlrover.master.machine import inputs
 from dlrover.spec.events import Event, EventBody, SamplesSkipped, WorkerFailed
 from dlrover.spec.failure import Failure
+from dlrover.spec.requests import Unanswered
 from dlrover.spec.requests.shards import ShardReply, ShardRequest
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class ShardsService:
         more = len(self._skipped) - len(named)
         return (*named, f"And {more} more: dlrover events.") if more else named
 
-    def handle(self, request: ShardRequest, now: float) -> ShardReply:
+    def handle(self, request: ShardRequest, now: float) -> ShardReply | Unanswered:
         """Answer a request that is in the journal or changes nothing.
 
         A request that fails is refused alone: the journal has it, and a replay must not end each later master.
@@ -63,10 +64,10 @@ class ShardsService:
         try:
             commands = self.shards.handle(request, now)
         except ProtocolError as error:
-            return ShardReply(refused=str(error))
+            return Unanswered(refused=str(error))
         except Exception as error:
             logger.exception("The master cannot handle a request of a worker: %.1000r", request)
-            return ShardReply(refused=f"The master cannot handle the request: {error!r}.")
+            return Unanswered(refused=f"The master cannot handle the request: {error!r}.")
         self._report(commands, now)
         return next((c.reply for c in commands if isinstance(c, Answer)), ShardReply())
 

@@ -144,7 +144,7 @@ class Platform(Protocol):
         """Watch a node that an earlier master process launched; report its exit if it is gone."""
 
     def find(self) -> list[FoundNode]:
-        """Return the job's running nodes, by node id, regardless of which master launched them."""
+        """Return the job's running nodes, by node id, whichever master launched them."""
 
     def kill(self, handle: str) -> None:
         """End a node; do nothing if it is gone."""

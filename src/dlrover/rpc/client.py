@@ -27,14 +27,6 @@ SAVE_WAIT = 60.0
 class MasterClient(Connection):
     """A connection to a job's master."""
 
-    _dealing: RequestBatcher | None = None
-
-    async def close(self) -> None:
-        """Close the connection."""
-        if self._dealing is not None:
-            self._dealing.close()
-        await super().close()
-
     async def move(self, address: str) -> None:
         """Switch to a master at another address; open calls to the previous one end."""
         if address != self.address:
@@ -84,11 +76,9 @@ class MasterClient(Connection):
         reply = await self._call("Store", request, messages.StoreReply, wait)
         return reply.value
 
-    async def forward(self, request: bytes) -> bytes:
-        """Forward an encoded `WorkerRequest`, batched with others, and return the encoded `WorkerReply`."""
-        if self._dealing is None:
-            self._dealing = RequestBatcher(self._deal, self._described, self._timeout)
-        return await self._dealing.ask(request)
+    def requests(self) -> RequestBatcher:
+        """Return a batcher of encoded `WorkerRequest`s, whose replies are encoded `WorkerReply`s."""
+        return RequestBatcher(self._deal, self._described, self._timeout)
 
     def _deal(self) -> grpc.aio.StreamStreamCall:
         return self._channel.stream_stream(f"/{wire.SERVICE}/Deal")(metadata=self._metadata)

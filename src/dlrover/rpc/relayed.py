@@ -56,6 +56,10 @@ class RelayedMaster:
         reply: WorkerReply = _reply.decode(framing.receive(self._sock.recv_into))
         return reply
 
+    def another(self) -> RelayedMaster:
+        """Return a connection for another thread."""
+        return RelayedMaster(self.address)
+
     def close(self) -> None:
         """Close the connection; the next request opens another."""
         if self._sock is not None:

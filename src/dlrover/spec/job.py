@@ -164,8 +164,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_servers: int = 0
     """Maximum number of servers of the job, unless a user asks for more."""
     spares: int = 0
-    """Spares that the master launches beside the managed nodes: warm nodes without ranks, each of which takes the
-    place of a lost worker's node at once. They are counted in none of the numbers above."""
+    """Spares that the master launches beside the managed nodes: warm nodes without ranks. Each takes the place of a
+    lost worker's node at once. They are counted in none of the numbers above."""
     auto_spares: bool = False
     """Choose the number of spares from the measured failure rate and the measured time to replace a node."""
     server_failover: Literal["job", "instance"] = "job"

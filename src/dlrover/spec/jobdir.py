@@ -32,7 +32,7 @@ class JobDir:
 
     @property
     def roles(self) -> Path:
-        """The `RolesConfig` of a job of several roles (JSON), each of which has a job directory below this one."""
+        """The `RolesConfig` of a job of several roles (JSON). Each role has a job directory below this one."""
         return self.path / "roles.json"
 
     @property

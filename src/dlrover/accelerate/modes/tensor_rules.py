@@ -94,7 +94,7 @@ class Rules:
         return ""
 
     def regions(self, block_name: str, block: nn.Module, ranks: int) -> Regions:
-        """Return what is divided in a block: modules with both columns and rows, all of which ``ranks`` divides."""
+        """Return what is divided in a block: modules with both columns and rows, if ``ranks`` divides all of them."""
         styles = {}
         for name, module in block.named_modules():
             style = self.style(f"{block_name}.{name}", module)

@@ -16,7 +16,7 @@ from dlrover import __version__
 from dlrover._util import procs
 from dlrover._util.files import write_atomically
 from dlrover.agent.workers.zygote import StartOrder
-from dlrover.agent.workers.zygotes import OnStarted, ZygoteProcess
+from dlrover.agent.workers.zygotes import OnExited, OnStarted, ZygoteProcess
 from dlrover.errors import ConfigurationError
 from dlrover.rpc.messages import MODULES_LIMIT
 from dlrover.spec.job import Entry, LaunchSpec
@@ -25,11 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class ZygotePool:
-    """The zygotes of one node: a cold one has loaded nothing, a warm one what the program imports.
-
-    ``on_exited(id, status, problem)`` is called with the wait status of each worker that has ended, and with why
-    it could not be started, otherwise an empty text.
-    """
+    """The zygotes of one node: a cold one has loaded nothing, a warm one what the program imports."""
 
     def __init__(
         self,
@@ -38,7 +34,7 @@ class ZygotePool:
         board_fd: int,
         cache: Path | None,
         on_started: OnStarted,
-        on_exited: Callable[[int, int, str], None],
+        on_exited: OnExited,
     ) -> None:
         self.listed = b""
         """List of the modules that the program has loaded on this node; empty while unknown."""
@@ -94,7 +90,7 @@ class ZygotePool:
             self._board_fd,
             preload_file,
             self._on_started,
-            lambda worker, status: self._on_exited(worker, status, ""),
+            self._on_exited,
             self._lost,
             self._start_cold if preload_file else None,
         )

@@ -155,7 +155,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rarely_collecting() -> Iterator[None]:
-    """Collect garbage rarely: imports make hundreds of thousands of objects, nearly all of which stay."""
+    """Collect garbage rarely: imports make hundreds of thousands of objects, and nearly all stay."""
     before = gc.get_threshold()
     rarely = (100_000, *before[1:])
     gc.set_threshold(*rarely)

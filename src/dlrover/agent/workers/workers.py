@@ -71,11 +71,7 @@ class Worker:
 
 
 class WorkerGroup:
-    """The workers of one node; used only on the event loop on which it was created.
-
-    ``on_exit(local_rank, failure)`` is called for each worker that ends by itself; ``failure`` is None
-    after exit code 0. A worker that ends after `stop` was called is reported only if it failed before.
-    """
+    """The workers of one node; used only on the event loop on which it was created."""
 
     def __init__(
         self,
@@ -83,7 +79,6 @@ class WorkerGroup:
         base_env: Mapping[str, str],
         logs: RunLogs,
         hostname: str,
-        on_exit: Callable[[int, Failure | None], None],
         cache: Path | None = None,
     ) -> None:
         if launch.nproc_per_node > MAX_SLOTS:
@@ -91,6 +86,11 @@ class WorkerGroup:
                 f"--nproc-per-node {launch.nproc_per_node}: at most {MAX_SLOTS} workers run on a node."
             )
         self.node_id = -1
+        self.on_exit: Callable[[int, Failure | None], None] = lambda _local_rank, _failure: None
+        """Called with the local rank of each worker that ends by itself and its failure, None after exit code 0.
+
+        A worker that ends after `stop` was called is reported only if it failed before.
+        """
         self.others: Callable[[], set[int]] = set
         """Function that returns the pids of the agent's children that are not from workers or zygotes."""
         self.orders = environment.StartOrders(launch, base_env)
@@ -103,7 +103,6 @@ class WorkerGroup:
         self._base_env = base_env
         self._devices = Devices(base_env)
         self._run_logs = logs
-        self._on_exit = on_exit
         board_fd = make_board()
         self._board = Board(board_fd)
         self._failures = FailureRecords(self._board, hostname)
@@ -248,7 +247,7 @@ class WorkerGroup:
         if self._stopped_at is not None or self._by_id[id_].unwanted:
             procs.kill([pid])  # it has only just started: it has no state to save
 
-    def _exited(self, id_: int, status: int, start_problem: str = "") -> None:
+    def _exited(self, id_: int, status: int, start_problem: str) -> None:
         worker = self._by_id.pop(id_)
         worker.status = status
         worker.ended_at = time.monotonic_ns()
@@ -267,7 +266,7 @@ class WorkerGroup:
                 failure, kind=FailureKind.SPAWN, signal=None, message=start_problem
             )
         if self._stopped_at is None or (failure is not None and self._preceded_stop(failure)):
-            self._on_exit(worker.local_rank, failure)
+            self.on_exit(worker.local_rank, failure)
 
     def _preceded_stop(self, failure: Failure) -> bool:
         """Return whether a worker that ended during a stop had recorded an exception before the stop."""
@@ -343,7 +342,7 @@ class WorkerGroup:
         """
         self._stopped_at = time.time()
         for order in self._zygotes.take_held():
-            self._exited(order.spawn, int(signal.SIGKILL))  # it was never started
+            self._exited(order.spawn, int(signal.SIGKILL), "")  # it was never started
         running = [w for w in self._workers.values() if w.status is None]
         pids = [w.pid for w in running if w.pid]
         procs.kill(pids, number)

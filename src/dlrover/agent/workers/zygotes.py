@@ -39,8 +39,8 @@ READY_WAIT = 60.0
 
 OnStarted = Callable[[int, int], None]
 """Callback with a worker's id and pid."""
-OnExited = Callable[[int, int], None]
-"""Callback with a worker's id and wait status."""
+OnExited = Callable[[int, int, str], None]
+"""Callback with a worker's id and wait status, and why it could not be started, otherwise an empty text."""
 
 
 class ZygoteProcess:
@@ -201,7 +201,7 @@ class ZygoteProcess:
         elif "exited" in message:
             worker = int(str(message["exited"]))
             self.workers.discard(worker)
-            self._on_exited(worker, int(str(message["status"])))
+            self._on_exited(worker, int(str(message["status"])), "")
 
 
 def make_board() -> int:

@@ -365,6 +365,10 @@ class Checkpointer:
         except SaverGoneError as error:
             logger.warning("%s It is started again", error)
             self._reconnect()
+            if not self._pool.reserve(layout):
+                raise InfrastructureError(
+                    f"There is no memory for step {order.save.step} any more."
+                ) from error
             self._save_once(order, layout, copy)
 
     def _save_or_pass_over(
@@ -382,8 +386,6 @@ class Checkpointer:
         self, order: _Order, layout: PackedLayout, copy: Callable[[torch.Tensor], None]
     ) -> None:
         save = order.save
-        if not self._pool.reserve(layout):  # the saver was restarted meanwhile
-            raise InfrastructureError(f"There is no memory for step {save.step} any more.")
         slot = self._pool.begin(save)
         faults.point("save.begun")
         generation, buffer = self._pool.buffer(slot, self._copier.device)

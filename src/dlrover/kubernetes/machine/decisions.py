@@ -23,7 +23,7 @@ class Observed:
     rivals: Sequence[Claim] = ()
     """Claims of other jobs that may yield, as this one may."""
     parent: Manifest | None = None
-    """The job of several roles of which this job is one, if it is one and that job is there."""
+    """The job of several roles to which this job belongs, if there is one."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def owner(job: ElasticJob) -> Manifest:
 
 
 def parent(metadata: Mapping[str, Any]) -> Manifest | None:
-    """Return the reference to the job of several roles of which a job is one; None if it is none."""
+    """Return a role's reference to its job of several roles; None if the job is no role."""
     references = metadata.get("ownerReferences") or ()
     kind = (names.API_VERSION, "ElasticJob")
     return next((one for one in references if (one["apiVersion"], one["kind"]) == kind), None)

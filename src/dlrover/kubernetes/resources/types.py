@@ -194,7 +194,7 @@ class GangSpec(_Base, frozen=True):
 
 
 class SparesSpec(_Base, frozen=True):
-    """Warm pods beside the workers, each of which takes the place of a lost worker at once."""
+    """Warm pods beside the workers. Each takes the place of a lost worker at once."""
 
     replicas: Annotated[int, Meta(ge=0, le=1000, description="Number of spare pods.")] = 0
     auto: Annotated[
@@ -257,7 +257,7 @@ class ElasticJobSpec(_Base, frozen=True):
         GangSpec()
     )
     spares: Annotated[
-        SparesSpec, Meta(description="Warm pods, each of which replaces a lost worker at once.")
+        SparesSpec, Meta(description="Warm pods. Each replaces a lost worker at once.")
     ] = SparesSpec()
     envs: Annotated[
         dict[str, EnvVar],

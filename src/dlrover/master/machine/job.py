@@ -1,8 +1,8 @@
 """The job machine: it routes each input to the part that responds, and completes what the state then allows.
 
-Its parts, each of which uses only those before it: `JobState` (what all share), `Fleet` (nodes), `Rounds`,
-`Resizer` (changes of the nodes), `Instances` (nodes outside the world), `Ladder` (responses), `Survival` (losses that
-stop no other rank) and `Recovery` (faults).
+Each part uses only those before it: `JobState` (what all share), `Fleet` (nodes), `Rounds`, `Resizer` (changes of
+the nodes), `Instances` (nodes outside the world), `Ladder` (responses), `Survival` (losses that stop no other rank)
+and `Recovery` (faults).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Spares: warm nodes without ranks, each of which takes the place of a lost node at once.
+"""Spares: warm nodes without ranks. Each takes the place of a lost node at once.
 
 A spare that the platform launched has a wanted rank of its own (`dlrover.spec.node.FIRST_SPARE`), and its offer
 is kept here, apart from those of the rounds: no world counts on it. When a node of the world is lost, the spare

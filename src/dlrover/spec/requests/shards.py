@@ -174,10 +174,6 @@ class ShardReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     """Samples leased of this epoch, or of all partitions."""
     skipped: tuple[Skipped, ...] = ()
     """Samples that this request caused to be skipped; for `LookShards`, all skipped samples."""
-    refused: str = ""
-    """Why the request was refused; asking again would not help."""
-    away: str = ""
-    """Why no service could be reached; ask again."""
     others_starve: bool = False
     """True if nothing of the stream is left to lease and another worker waits for it."""
     spec: DataSpec | None = None

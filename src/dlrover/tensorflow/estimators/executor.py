@@ -17,6 +17,7 @@ from dlrover import config, launched
 from dlrover.data.services import connect
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.node import CHIEF, SERVER, WORKER
+from dlrover.spec.requests import Unanswered
 from dlrover.spec.requests.cluster import (
     ClusterReply,
     ClusterTask,
@@ -25,7 +26,7 @@ from dlrover.spec.requests.cluster import (
     LookCluster,
     UseCluster,
 )
-from dlrover.spec.requests.shards import ForgetWorker, LookShards
+from dlrover.spec.requests.shards import ForgetWorker, LookShards, ShardReply
 from dlrover.tensorflow import serving
 from dlrover.tensorflow.estimators.conf import EstimatorConf
 from dlrover.tensorflow.estimators.feed import BatchFeed, size_of
@@ -167,7 +168,10 @@ class ChiefTask(TrainingTask):
 
     def _forget(self, task: ClusterTask) -> None:
         """Let others have the records of a worker that is dead, or has begun another session."""
-        if task not in self._dead and not self._shards.ask(ForgetWorker(reader_name(task))).away:
+        if task in self._dead:
+            return
+        reply = self._shards.ask(ForgetWorker(reader_name(task)))
+        if not (isinstance(reply, Unanswered) and reply.away):
             self._dead.add(task)
 
     def _is_due(self) -> bool:
@@ -228,7 +232,7 @@ class WorkerTask(TrainingTask):
         if records is None or self._conf.max_steps:
             return False
         reply = self._shards.ask(LookShards(records.name))
-        return not (reply.away or reply.refused or reply.exhausted)
+        return isinstance(reply, ShardReply) and not reply.exhausted
 
     def _before(self, plan: SessionPlan) -> None:
         """Wait until the chief has restored the model."""

@@ -15,7 +15,8 @@ from dlrover import launched
 from dlrover.data.records import Records
 from dlrover.data.services import connect
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.spec.requests.shards import LookShards
+from dlrover.spec.requests import Unanswered
+from dlrover.spec.requests.shards import LookShards, ShardReply
 from dlrover.tensorflow.estimators.session import ClusterMember
 from dlrover.tensorflow.machine.plan import Positions
 from dlrover.tensorflow.watch import ClusterChangedError
@@ -74,11 +75,10 @@ class PositionSaver(tf.compat.v1.train.CheckpointSaverListener):  # type: ignore
         records.flush()
         with contextlib.closing(connect()) as service:
             reply = service.ask(LookShards(records.name))
-        if reply.away or reply.refused:
-            raise InfrastructureError(
-                f"The master does not tell what was read: {reply.away or reply.refused}"
-            )
-        return reply.packed
+        if isinstance(reply, ShardReply):
+            return reply.packed
+        why = (reply.away or reply.refused) if isinstance(reply, Unanswered) else "no reply"
+        raise InfrastructureError(f"The master does not tell what was read: {why}")
 
     def after_save(self, session: Any, global_step_value: int) -> None:
         """Let the others go on; remove the positions of checkpoints that are gone."""

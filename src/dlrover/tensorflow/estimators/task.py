@@ -207,8 +207,8 @@ class TrainingTask(abc.ABC):
     def _run_config(self, plan: SessionPlan) -> Any:
         """Return TensorFlow's configuration of a session with the plan's servers.
 
-        A session brings its own cluster: its process and the servers, each of which knows only itself. Estimators
-        have no argument for that; they read the rest from ``TF_CONFIG``, of which the number of servers and this
+        A session brings its own cluster: its process and the servers; each server knows only itself. Estimators
+        have no argument for that; they read the rest from ``TF_CONFIG``, where only the number of servers and this
         task's name count.
         """
         role, index, own = self._here.role, self._here.index, self._task.address
@@ -255,7 +255,7 @@ def reader_name(task: ClusterTask) -> str:
 
 
 def server_at(address: str) -> ClusterTask:
-    """Return a parameter server of which only the address counts."""
+    """Return a parameter server for its address; its other fields do not count."""
     return ClusterTask(SERVER, 0, 0, address)
 
 

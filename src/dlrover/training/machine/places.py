@@ -15,7 +15,7 @@ NEWS_LIMIT = 2.0
 EXCLUDED_LIMIT = 60.0
 """Seconds for which a rank that does not train waits to be ended."""
 RENEWALS = 5
-"""Consecutive new groups, none of which completes an operation, after which the error is the program's."""
+"""Consecutive new groups without a completed operation, after which the error is the program's."""
 
 
 class Place(NamedTuple):

@@ -37,7 +37,7 @@ class Healer:
     def __init__(self, parts: dict[str, Any]) -> None:
         self._parts = parts
         self.mesh: Any = None
-        """Device mesh of the state's ``DTensor``, of which a rank has its part; None: there are none."""
+        """Device mesh over which the state's ``DTensor``s are spread; None: there are none."""
         self.seconds = 0.0
         """Duration of the last healing on this rank."""
 
