@@ -180,8 +180,10 @@ class HashTable:
         )
 
     def _now(self) -> int:
-        expiry = self.options.expiry
-        return self.step if expiry is not None and expiry.steps else int(time.time())
+        return self.step if self._counts_steps() else int(time.time())
+
+    def _counts_steps(self) -> bool:
+        return self.options.expiry is not None and self.options.expiry.steps > 0
 
     def stats(self) -> TableStats:
         """Return the table's size."""
@@ -240,6 +242,8 @@ class HashTable:
             raise InfrastructureError(f"An embedding table cannot be restored: {error}") from error
         if changed:
             self._table.note_removed(removed)
+        if self._counts_steps() and len(keys):  # a row's last use is never later than now
+            self.step = max(self.step, int(copied.last.max()))
 
     def remove_slots(self, slots: Sequence[int] | NDArray[Any]) -> None:
         """Remove all rows of slots, and what is remembered of removed ones."""
