@@ -210,12 +210,9 @@ class HashTable:
             changed: Only rows changed since the last call without ``keep``.
             keep: Whether these rows count as changed afterwards, too.
         """
-        copies = [self._table.copy(int(slot), changed=changed, keep=keep) for slot in slots]
-        if not copies:
-            copies = [tables.empty(0, 0, self._native.width)]
-        joined = Copied._make(np.concatenate(parts) for parts in zip(*copies, strict=True))
-        found = joined._asdict()
-        found["keys"], found["removed"] = joined.keys.view(np.int64), joined.removed.view(np.int64)
+        copied = self._table.copy(np.asarray(slots, np.uint64), changed=changed, keep=keep)
+        found = copied._asdict()
+        found["keys"], found["removed"] = copied.keys.view(np.int64), copied.removed.view(np.int64)
         return found
 
     def restore_rows(self, rows: Mapping[str, NDArray[Any]], *, changed: bool = False) -> None:
