@@ -26,6 +26,8 @@ def test_servers_are_killed_added_and_hot_and_no_saved_row_is_lost(run) -> None:
     launch = run("--embedding-servers=2", run.scripts / "embedding.py", out)
     launch.until((out / "saved").exists, 60, "a saved step")
 
+    listed = [path.read_text() for path in launch.job_dir.glob("logs/*/attempt_0/modules.json")]
+    assert "numpy" in "".join(listed), "the next start of a server is a fork with it"
     os.kill(servers(launch, 1)[0], signal.SIGKILL)
     launch.until(lambda: launch.events_of(events.InstanceRestarts), 30, "a server's restart")
     (master,) = launch.of_kind("master")
