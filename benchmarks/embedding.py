@@ -27,9 +27,11 @@ import numpy as np
 
 from dlrover._native import library
 from dlrover._native.cold import NativeReader
+from dlrover._native.tables import SLOTS
 from dlrover.embedding import HashTable, Spill
 
 DIM, BATCH, TENTH = 64, 8192, 10
+LATE = 2.0
 HUGE = 2 << 20
 """Bytes of a huge page."""
 ROW = 16 + 8 * DIM
@@ -209,6 +211,35 @@ def growth(count: int, batch: int) -> dict[str, Any]:
     }
 
 
+def paced(steps: int) -> dict[str, Any]:
+    """How long lookups of 1,024 keys wait, half of them new, one every 4 ms."""
+    table, random, half = HashTable(DIM), np.random.default_rng(0), 512
+    times = []
+    for first in range(0, steps * half, half):
+        known = random.integers(0, max(1, first), half)
+        keys = np.concatenate([np.arange(first, first + half), known])
+        times.append(timed(functools.partial(table.lookup, keys)))
+        time.sleep(0.004)
+    late = sum(cpu > LATE for _, cpu in times)
+    return {"lookups": steps, f"beyond {LATE:g} ms of CPU time": late} | waited(times)
+
+
+def copies(count: int) -> dict[str, float]:
+    """CPU time of the copies that a save makes before the training goes on, ms; the median of 15."""
+    table, slots, few = HashTable(DIM), range(SLOTS), np.arange(1000)
+    table.lookup(np.arange(count))
+    found = {}
+    for name, changed in (("all rows", False), ("1,000 changed rows", True)):
+        times = []
+        for _ in range(15):
+            table.export_rows(slots, changed=True, keep=False)
+            table.update(few, np.ones((1000, DIM), np.float32))
+            copy = functools.partial(table.export_rows, slots, changed=changed, keep=False)
+            times.append(timed(copy)[1])
+        found[name] = float(np.median(times))
+    return found
+
+
 def touches() -> list[tuple[float, float]]:
     """Times of touches of new huge pages."""
     with mmap.mmap(-1, 256 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
@@ -248,6 +279,8 @@ def main() -> None:
         "rows": given.rows,
     }
     found["growth"] = [growth(given.rows, batch) for batch in (1024, BATCH)]
+    found["growth at a pace"] = paced(1500)
+    found["copies of 100,000 rows, ms"] = copies(100_000)
     found["tiers"] = tiers(given.rows, given.seconds, given.place)
     table = HashTable(DIM)
     whole = {"insert, M keys/s": fill(table, given.rows, lambda: None)}

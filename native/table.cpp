@@ -9,10 +9,13 @@
 // of the index are fetched, then rows, then rows are copied. Each group is one stage behind the next one, so that
 // misses of the caches overlap all the time.
 #include <errno.h>
+#include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -35,9 +38,11 @@ constexpr size_t kGroup = 8, kBlock = 16;
 constexpr uint64_t kLog = 63;             // low bits of an index's address: the binary logarithm of its places
 constexpr uint64_t kStep = 2ull << 20;    // memory is made usable in multiples of this: a huge page
 constexpr uint64_t kPage = 4096;           // bytes of a page, at least
+constexpr uint64_t kMostAhead = 64ull << 20;  // bytes of new rows' memory that the system is asked for ahead, at most
 constexpr uint64_t kMostAddresses = 1ull << 42;
 constexpr uint64_t kFewestBits = 3, kMostBits = 22;  // binary logarithms of an index's places
 constexpr uint32_t kNothing = 0;
+constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, of Linux 5.14; older headers lack it
 #if defined(__SANITIZE_THREAD__)
 constexpr bool kPeaceful = true;  // readers hold shards, too: the tool knows no sequence locks
 #else
@@ -87,6 +92,9 @@ struct Table {
   char* rows = nullptr;
   uint64_t reserved = 0, usable = 0;
   std::atomic<uint32_t> next_row{0};
+  uint64_t touched = 0;  // bytes of the range whose pages are there, or are being made
+  std::atomic<bool> touching{false};
+  pid_t process = 0;
   uint32_t pool = kNothing;  // blocks that shards gave back, linked by the keys of their first rows
   std::atomic<uint64_t> lock{0}, memory{0};
   char* indices[kMostBits + 1] = {};  // indices of one size: one for each shard, all beside each other
@@ -101,6 +109,8 @@ struct Table {
 
 DLROVER_INLINE size_t shard_of(uint64_t hash) { return hash >> 54; }
 DLROVER_INLINE uint32_t mark_of(uint64_t hash) { return static_cast<uint32_t>(hash >> 22); }
+// A place says by itself where a key belongs, so that no row is read when the index grows.
+DLROVER_INLINE uint64_t home_of(uint64_t place) { return place >> 32; }
 DLROVER_INLINE uint64_t place_of(uint32_t mark, uint32_t row) { return static_cast<uint64_t>(mark) << 32 | row; }
 
 DLROVER_INLINE std::atomic<uint64_t>* places_of(uint64_t index) {
@@ -202,6 +212,45 @@ bool charge(Table* table, uint64_t bytes) {
   return false;
 }
 
+// A thread that makes pages for rows to come: where the system has to find the memory first, the touch of a new huge
+// page takes milliseconds, which a lookup would wait for.
+struct Touch {
+  Table* table;
+  uint64_t begin, end;
+
+  static void* run(void* given) {
+    const Touch touch = *static_cast<Touch*>(given);
+    free(given);
+    for (uint64_t at = touch.begin; at < touch.end; at += kStep)  // a failure means that a lookup does it
+      madvise(touch.table->rows + at, kStep, kPopulateWrite);
+    touch.table->touching.store(false, std::memory_order_release);
+    return nullptr;
+  }
+};
+
+// Ask for pages ahead, for an eighth of the memory in use. The caller holds the table.
+void touch_ahead(Table* table, uint64_t used) {
+  const uint64_t most = table->options.row_bytes ? table->options.row_bytes : table->reserved;
+  const uint64_t ahead = std::min(used / 8, kMostAhead);
+  const uint64_t begin = std::max(table->touched, (used + kStep - 1) / kStep * kStep);
+  const uint64_t end = std::min({used + ahead, table->usable, most}) / kStep * kStep;
+  if (begin + ahead / 2 > end || table->touching.exchange(true)) return;
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  pthread_t thread;
+  auto* touch = static_cast<Touch*>(malloc(sizeof(Touch)));
+  if (touch) *touch = {table, begin, end};
+  if (touch && pthread_create(&thread, nullptr, &Touch::run, touch) == 0) {
+    pthread_detach(thread);
+    table->touched = end;
+  } else {
+    free(touch);
+    table->touching.store(false);
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
 // Number of the first of kBlock new rows; 0 if there is no memory for them.
 uint32_t new_block(Table* table) {
   hold(&table->lock);
@@ -225,6 +274,7 @@ uint32_t new_block(Table* table) {
     }
   }
   if (room) table->next_row.store(first + kBlock, std::memory_order_relaxed);
+  if (room) touch_ahead(table, end);
   release(&table->lock);
   if (!room) table->memory.fetch_sub(kBlock * table->stride);
   return room ? first + 1 : 0;
@@ -296,7 +346,7 @@ void change_index(Table* table, Shard* shard, uint64_t index, bool drop) {
   for (uint64_t i = 0; index && old && i <= mask_of(old); ++i) {
     const uint64_t place = places_of(old)[i].load(std::memory_order_relaxed);
     if (!place) continue;
-    uint64_t at = mixed(table->row(static_cast<uint32_t>(place))->key) & mask_of(index);
+    uint64_t at = home_of(place) & mask_of(index);
     while (places_of(index)[at].load(std::memory_order_relaxed)) at = (at + 1) & mask_of(index);
     places_of(index)[at].store(place, std::memory_order_relaxed);
   }
@@ -344,7 +394,7 @@ Found find(const Table& table, const Shard& shard, uint64_t key, uint64_t hash) 
   const uint64_t index = shard.index.load(std::memory_order_relaxed);
   if (!index) return {nullptr, 0};
   const uint64_t mask = mask_of(index);
-  for (uint64_t at = hash & mask;; at = (at + 1) & mask) {
+  for (uint64_t at = mark_of(hash) & mask;; at = (at + 1) & mask) {
     const uint64_t place = places_of(index)[at].load(std::memory_order_relaxed);
     if (!place) return {nullptr, at};
     if (place >> 32 != mark_of(hash)) continue;
@@ -460,7 +510,7 @@ Header* insert(Table* table, Shard* shard, uint64_t key, uint64_t hash) {
   Header* header = table->row(number);
   *header = {key, 0, 0, kChanged};
   const uint64_t index = shard->index.load(std::memory_order_relaxed), mask = mask_of(index);
-  uint64_t at = hash & mask;
+  uint64_t at = mark_of(hash) & mask;
   while (places_of(index)[at].load(std::memory_order_relaxed)) at = (at + 1) & mask;
   places_of(index)[at].store(place_of(mark_of(hash), number), std::memory_order_relaxed);
   ++shard->used;
@@ -479,7 +529,7 @@ void erase(Table* table, Shard* shard, const Found& found, bool remember) {
   for (uint64_t at = (hole + 1) & mask;; at = (at + 1) & mask) {
     const uint64_t place = places[at].load(std::memory_order_relaxed);
     if (!place) break;
-    const uint64_t home = mixed(table->row(static_cast<uint32_t>(place))->key) & mask;
+    const uint64_t home = home_of(place) & mask;
     if (((at - home) & mask) < ((at - hole) & mask)) continue;
     places[hole].store(place, std::memory_order_relaxed);
     hole = at;
@@ -591,7 +641,7 @@ DLROVER_INLINE void locate(const Table& table, const uint64_t* keys, size_t coun
     const Shard& shard = table.shards[shard_of(hash)];
     group->versions[i] = shard.version.load(std::memory_order_acquire);
     const uint64_t index = group->indices[i] = shard.index.load(std::memory_order_acquire);
-    if (index) __builtin_prefetch(&places_of(index)[hash & mask_of(index)]);
+    if (index) __builtin_prefetch(&places_of(index)[mark_of(hash) & mask_of(index)]);
   }
 }
 
@@ -603,7 +653,7 @@ DLROVER_INLINE void fetch_rows(const Table& table, size_t count, size_t bytes, G
     const uint64_t index = group->indices[i];
     if (!index) continue;
     const uint64_t mask = mask_of(index), mark = mark_of(group->hashes[i]);
-    for (uint64_t at = group->hashes[i] & mask, tries = 0; tries <= mask; at = (at + 1) & mask, ++tries) {
+    for (uint64_t at = mark & mask, tries = 0; tries <= mask; at = (at + 1) & mask, ++tries) {
       const uint64_t place = places_of(index)[at].load(std::memory_order_relaxed);
       if (!place) break;
       if (place >> 32 != mark) continue;
@@ -778,6 +828,7 @@ Apply rule_of(uint64_t rule) {  // in the order of `dlrover._native.tables.RULES
 // ---- the interface
 
 DLROVER_EXPORT void dlrover_table_free(Table* table) {
+  while (table->process == getpid() && table->touching.load(std::memory_order_acquire)) sched_yield();
   for (Shard& shard : table->shards) {
     free(shard.blocks);
     free(shard.removed);
@@ -797,6 +848,7 @@ DLROVER_EXPORT Table* dlrover_table_new(const Options* options) {
   if (posix_memalign(&memory, 64, sizeof(Table))) return nullptr;
   auto* table = new (memory) Table();
   table->options = *options;
+  table->process = getpid();
   const Options& o = *options;
   const uint64_t values = o.kind == kFloat32 ? 4 * o.dim : (o.dim + o.dim % 2) * 2;
   table->width = values + 4 * (o.dim * o.states + o.steps);
@@ -1001,38 +1053,45 @@ DLROVER_EXPORT size_t dlrover_table_evict(Table* table, size_t slot, const Evict
   return removed;
 }
 
-// Copy a shard's rows: all, or with `changed` those changed since the last call with it. Rows do not count as changed
-// afterwards unless `keep` is set. `sizes` holds the rows and the removed keys that there is room for, and gets the
-// numbers there are. Returns 0, or ENOSPC: nothing was copied then.
-DLROVER_EXPORT int dlrover_table_export(Table* table, size_t slot, uint32_t changed, uint32_t keep, size_t* sizes,
-                                        uint64_t* keys, uint32_t* last, uint16_t* counts, uint16_t* flags, char* rows,
-                                        uint64_t* removed) {
-  Shard* shard = &table->shards[slot];
-  hold(&shard->version);
-  size_t count = 0;
-  const uint64_t index = shard->index.load(std::memory_order_relaxed);
-  const uint64_t places = index ? mask_of(index) + 1 : 0;
-  for (uint64_t at = 0; changed && at < places; ++at) {
-    const uint64_t place = places_of(index)[at].load(std::memory_order_relaxed);
-    count += place && (table->row(static_cast<uint32_t>(place))->flags & kChanged);
+// Copy rows of some shards: all, or with `changed` those changed since the last call with it. Rows do not count as
+// changed afterwards unless `keep` is set. `sizes` holds the rows and the removed keys that there is room for, and gets
+// the numbers copied, then those of the shard that found no room. Returns the number of shards copied, from the first.
+DLROVER_EXPORT size_t dlrover_table_export(Table* table, size_t count, const uint64_t* slots, uint32_t changed,
+                                           uint32_t keep, size_t* sizes, uint64_t* keys, uint32_t* last,
+                                           uint16_t* counts, uint16_t* flags, char* rows, uint64_t* removed) {
+  size_t made = 0, gone = 0, done = 0;
+  for (bool room = true; room && done < count; done += room) {
+    Shard* shard = &table->shards[slots[done]];
+    hold(&shard->version);
+    size_t found = 0;
+    const uint64_t index = shard->index.load(std::memory_order_relaxed);
+    const uint64_t places = index ? mask_of(index) + 1 : 0;
+    for (uint64_t at = 0; changed && at < places; ++at) {
+      const uint64_t place = places_of(index)[at].load(std::memory_order_relaxed);
+      found += place && (table->row(static_cast<uint32_t>(place))->flags & kChanged);
+    }
+    if (!changed) found = shard->used;
+    room = made + found <= sizes[0] && gone + shard->removed_count <= sizes[1];
+    if (!room) sizes[2] = found, sizes[3] = shard->removed_count;
+    for (uint64_t at = 0; room && found && at < places; ++at) {
+      const uint64_t place = places_of(index)[at].load(std::memory_order_relaxed);
+      if (!place) continue;
+      Header* header = table->row(static_cast<uint32_t>(place));
+      if (changed && !(header->flags & kChanged)) continue;
+      keys[made] = header->key, last[made] = header->last, counts[made] = header->count, flags[made] = header->flags;
+      memcpy(rows + made * table->width, header + 1, table->width);
+      if (!keep) header->flags &= static_cast<uint16_t>(~kChanged);
+      ++made;
+    }
+    if (room && shard->removed_count) {
+      memcpy(removed + gone, shard->removed, 8 * shard->removed_count);
+      gone += shard->removed_count;
+    }
+    if (room && !keep) shard->removed_count = 0;
+    release(&shard->version);
   }
-  if (!changed) count = shard->used;
-  const bool room = count <= sizes[0] && shard->removed_count <= sizes[1];
-  sizes[0] = count, sizes[1] = shard->removed_count;
-  for (uint64_t at = 0, i = 0; room && at < places; ++at) {
-    const uint64_t place = places_of(index)[at].load(std::memory_order_relaxed);
-    if (!place) continue;
-    Header* header = table->row(static_cast<uint32_t>(place));
-    if (changed && !(header->flags & kChanged)) continue;
-    keys[i] = header->key, last[i] = header->last, counts[i] = header->count, flags[i] = header->flags;
-    memcpy(rows + i * table->width, header + 1, table->width);
-    if (!keep) header->flags &= static_cast<uint16_t>(~kChanged);
-    ++i;
-  }
-  if (room && shard->removed_count) memcpy(removed, shard->removed, 8 * shard->removed_count);
-  if (room && !keep) shard->removed_count = 0;
-  release(&shard->version);
-  return room ? 0 : ENOSPC;
+  sizes[0] = made, sizes[1] = gone;
+  return done;
 }
 
 // The number of rows of each shard.

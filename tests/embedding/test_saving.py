@@ -20,6 +20,7 @@ from dlrover.embedding.remote.saving import TableCheckpoints
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.requests.placement import SLOTS, MoveSlots
 from tests.embedding.servers import DIM, OPTIONS, Model, cluster, expire, train
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -128,6 +129,64 @@ def test_slots_that_move_during_a_save_or_a_load_are_in_it_once(
         assert checkpoints.load() == 3
         assert moved == [saving.Op.EXPORT, saving.Op.LOAD]
         check(group, saved, model)
+
+
+@pytest.mark.parametrize("op", [saving.Op.EXPORT, saving.Op.LOAD], ids=["save", "load"])
+def test_a_server_that_is_lost_meanwhile_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: saving.Op
+) -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        train(group, model, 3)
+        checkpoints.save(3)
+        checkpoints.wait()
+        order, killed = saving._OrderLink.order, list[int]()
+
+        def killed_before(link: saving._OrderLink, ordered: saving.Op, body: bytes) -> bytes:
+            if ordered is op and link.index == 1 and not killed:
+                killed.append(1)
+                made.kill(1)
+                made.start(1, start=2)
+            return order(link, ordered, body)
+
+        monkeypatch.setattr(saving._OrderLink, "order", killed_before)
+        if op is saving.Op.EXPORT:
+            checkpoints.save(4)
+            checkpoints.wait()
+        assert checkpoints.load() == 3 + (op is saving.Op.EXPORT)
+        assert killed
+        check(group, model)
+
+
+def test_a_save_whose_server_is_lost_is_given_up_and_the_next_one_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        order, killed = saving._OrderLink.order, list[int]()
+
+        def killed_before(link: saving._OrderLink, ordered: saving.Op, body: bytes) -> bytes:
+            if ordered is saving.Op.WRITE and link.index == 1 and not killed:
+                made.kill(1)
+                made.start(1, start=2)
+                killed.append(1)
+            return order(link, ordered, body)
+
+        monkeypatch.setattr(saving._OrderLink, "order", killed_before)
+        checkpoints.save(1)
+        until(lambda: killed)
+        train(group, model, 3)
+        checkpoints.save(2)
+        train(group, model, 1, seed=1)
+        saved = copy(model)
+        checkpoints.save(3)
+        checkpoints.wait()
+        steps = [(e.step, e.number) for e in stored.manifests(open_store(str(tmp_path)))]
+        assert steps == [(3, 1), (2, 0)]
+        assert checkpoints.load() == 3
+        check(group, saved)
 
 
 def test_after_a_failed_save_the_next_one_is_full(

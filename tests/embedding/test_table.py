@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dlrover._native.tables import SLOTS
 from dlrover.embedding import BloomAdmission, ChanceAdmission, Expiry, HashTable, RowOptimizer
 from dlrover.errors import ConfigurationError, InfrastructureError
 
@@ -66,6 +67,18 @@ def test_a_key_is_admitted_at_its_nth_lookup() -> None:
     table = HashTable(2, admission=ChanceAdmission(0.5))
     table.lookup(np.arange(10_000))
     assert 4700 < len(table) < 5300
+
+
+def test_rows_that_are_restored_elsewhere_expire_by_steps_as_before() -> None:
+    """A table that has had no update counts on from the last use of what it gets."""
+    table, other = (HashTable(2, optimizer="sgd", expiry=Expiry(steps=3)) for _ in range(2))
+    gradient = np.ones((1, 2), np.float32)
+    for key in (np.array([1]), *[np.array([2])] * 4):
+        table.lookup(key)
+        table.update(key, gradient)
+    other.restore_rows(table.export_rows(range(SLOTS)))
+    assert other.evict() == table.evict() == 1
+    assert set(other.keys()) == {2}
 
 
 def test_rows_expire_by_steps_norm_and_penalty() -> None:

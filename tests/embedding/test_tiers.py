@@ -61,10 +61,9 @@ def demote(table: TieredTable, chance: np.random.Generator, share: float) -> Non
 
 
 def contents(table, *, changed=False, keep=True, slots=USED):
-    parts = [table.copy(slot, changed=changed, keep=keep) for slot in slots.tolist()]
-    joined = [np.concatenate(part) for part in zip(*parts, strict=True)]
-    order = np.argsort(joined[0])
-    return [part[order] for part in joined[:5]] + [np.sort(joined[5])]
+    copied = table.copy(slots.astype(np.uint64), changed=changed, keep=keep)
+    order = np.argsort(copied.keys)
+    return [part[order] for part in copied[:5]] + [np.sort(copied.removed)]
 
 
 def same(one, other) -> None:
@@ -106,10 +105,9 @@ class Pair(NamedTuple):
                 each.clear(slot)
 
     def restore(self, slots: np.ndarray) -> None:
-        for slot in slots.tolist():
-            copied = self.model.copy(slot, changed=False, keep=True)
-            for each in self:
-                each.restore(copied)
+        copied = self.model.copy(slots, changed=False, keep=True)
+        for each in self:
+            each.restore(copied)
 
     def any(self, chance: np.random.Generator, now: int) -> None:
         keys = chance.choice(FEW, chance.integers(0, 80))

@@ -44,8 +44,9 @@ size_t dlrover_table_take(Table* table, size_t count, const uint64_t* slots, con
 void dlrover_table_update(Table* table, size_t count, const uint64_t* keys, const float* gradients, uint8_t* missing);
 size_t dlrover_table_remove(Table* table, size_t count, const uint64_t* keys, uint32_t remember);
 void dlrover_table_clear(Table* table, size_t slot);
-int dlrover_table_export(Table* table, size_t slot, uint32_t changed, uint32_t keep, size_t* sizes, uint64_t* keys,
-                         uint32_t* last, uint16_t* counts, uint16_t* flags, char* rows, uint64_t* removed);
+size_t dlrover_table_export(Table* table, size_t count, const uint64_t* slots, uint32_t changed, uint32_t keep,
+                            size_t* sizes, uint64_t* keys, uint32_t* last, uint16_t* counts, uint16_t* flags,
+                            char* rows, uint64_t* removed);
 void dlrover_table_used(Table* table, uint64_t* out);
 uint64_t dlrover_table_memory(Table* table);
 struct Cold;
@@ -221,10 +222,12 @@ void check_table(uint64_t rule, uint64_t states, uint64_t kind, uint64_t admissi
       }
       dlrover_table_used(table, used.data());
       require(dlrover_table_memory(table) > 0, "no memory in use", dim);
-      for (size_t slot = 0; slot < 1024; slot += 5) {
-        size_t sizes[2] = {copied.size(), removed.size()};
-        dlrover_table_export(table, slot, turn % 2, 0, sizes, copied.data(), last.data(), counts.data(), flags.data(),
-                             bytes.data(), removed.data());
+      for (uint64_t slot = 0; slot + 5 < 1024; slot += 5) {
+        const uint64_t slots[5] = {slot, slot + 1, slot + 2, slot + 3, slot + 4};
+        size_t sizes[4] = {copied.size() / 2, removed.size() / 2, 0, 0};
+        const size_t done = dlrover_table_export(table, 5, slots, turn % 2, 0, sizes, copied.data(), last.data(),
+                                                 counts.data(), flags.data(), bytes.data(), removed.data());
+        require(done <= 5 && sizes[0] <= copied.size() / 2, "more was copied than there is room for", dim);
       }
     }
   };

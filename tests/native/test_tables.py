@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dlrover._native import library
+from dlrover._native import library, tables
 from dlrover._native.tables import (
     ADMISSIONS,
     INITIALS,
@@ -20,6 +21,7 @@ from dlrover._native.tables import (
     slots_of,
 )
 from dlrover._native.twin_tables import TwinTable
+from tests.waiting import until
 
 HYPER = Hyper(0.05, 0.9, 0.99, 1e-6, 0.01, 0.001, 0.01, 0.002)
 loaded = library.load("auto").library
@@ -40,10 +42,9 @@ def rows(table, keys, dim, *, insert=True, now=1, count=True):
 
 
 def contents(table, *, changed=False, keep=True, slots=range(SLOTS)):
-    parts = [table.copy(slot, changed=changed, keep=keep) for slot in slots]
-    joined = [np.concatenate(part) for part in zip(*parts, strict=True)]
-    order = np.argsort(joined[0])
-    return [part[order] for part in joined[:5]] + [np.sort(joined[5])]
+    copied = table.copy(np.array(slots, np.uint64), changed=changed, keep=keep)
+    order = np.argsort(copied.keys)
+    return [part[order] for part in copied[:5]] + [np.sort(copied.removed)]
 
 
 def same(one, other) -> None:
@@ -139,13 +140,39 @@ def test_a_table_restored_from_copies_is_the_same(kind: str) -> None:
     table.update(keys, np.ones((3000, 5), np.float32))
     table.remove(keys[:100], remember=True)
     rows(other, keys[:50], 5)
-    for slot in range(SLOTS):
-        other.restore(table.copy(slot, changed=False, keep=True))
+    other.restore(table.copy(np.arange(SLOTS, dtype=np.uint64), changed=False, keep=True))
     same(contents(table)[:5], contents(other)[:5])
     assert len(contents(table, changed=True, keep=False)[0]) == 2900
     assert [len(part) for part in contents(table, changed=True)] == [0] * 6
     table.update(keys[100:110], np.ones((10, 5), np.float32))
     assert len(contents(table, changed=True)[0]) == 10
+
+
+@needs_library
+def test_more_rows_than_are_copied_at_once_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "COPIED", 4000)
+    native, twin = both()
+    keys = np.arange(3000, dtype=np.uint64)
+    for table in (native, twin):
+        rows(table, keys, 5)
+        table.remove(keys[:2500:2], remember=True)
+    same(contents(native), contents(twin))
+    same(contents(native, changed=True, keep=False), contents(twin, changed=True, keep=False))
+    same(contents(native, changed=True), contents(twin, changed=True))
+
+
+@needs_library
+def test_lookups_find_the_pages_of_new_rows_there() -> None:
+    """Once a table has some size, another thread touches the memory that follows."""
+    table = NativeTable(loaded, RowOptions(256, "float32", "sgd", HYPER))
+    rows(table, np.arange(100_000, dtype=np.uint64), 256)
+    until(lambda: _largest_resident() > table.memory() + (4 << 20), 10, "memory ahead")
+
+
+def _largest_resident() -> int:
+    """Return the resident bytes of the mapping that has most."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    return max(int(line.split()[1]) for line in lines if line.startswith("Rss:")) << 10
 
 
 @pytest.mark.parametrize("kind", [pytest.param("native", marks=needs_library), "twin"])

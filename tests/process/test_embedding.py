@@ -12,6 +12,13 @@ FIRST_SERVER = 1 << 20
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
+def servers(launch, index: int) -> list[int]:
+    """Return the pid of a server's process, if it runs."""
+    agents = [p for p in launch.of_kind("agent") if p.cmdline()[-1] == str(FIRST_SERVER + index)]
+    workers = {p.pid for p in launch.of_kind("worker")}
+    return [p.pid for agent in agents for p in agent.children(True) if p.pid in workers]
+
+
 def test_servers_are_killed_added_and_hot_and_no_saved_row_is_lost(run) -> None:
     out = run.directory / "out"
     out.mkdir()
@@ -19,20 +26,14 @@ def test_servers_are_killed_added_and_hot_and_no_saved_row_is_lost(run) -> None:
     launch = run("--embedding-servers=2", run.scripts / "embedding.py", out)
     launch.until((out / "saved").exists, 60, "a saved step")
 
-    def server(index: int) -> list[int]:
-        """Return the pid of a server's process, if it runs."""
-        agents = [
-            p for p in launch.of_kind("agent") if p.cmdline()[-1] == str(FIRST_SERVER + index)
-        ]
-        workers = {p.pid for p in launch.of_kind("worker")}
-        return [p.pid for agent in agents for p in agent.children(True) if p.pid in workers]
-
-    os.kill(server(1)[0], signal.SIGKILL)
+    listed = [path.read_text() for path in launch.job_dir.glob("logs/*/attempt_0/modules.json")]
+    assert "numpy" in "".join(listed), "the next start of a server is a fork with it"
+    os.kill(servers(launch, 1)[0], signal.SIGKILL)
     launch.until(lambda: launch.events_of(events.InstanceRestarts), 30, "a server's restart")
     (master,) = launch.of_kind("master")
     master.kill()
     run.dlrover("scale", "--job-dir", launch.job_dir, "--role", "ps", "--nodes", 3)
-    launch.until(lambda: server(2), 30, "a third server")
+    launch.until(lambda: servers(launch, 2), 30, "a third server")
     (out / "go").touch()
     launch.succeed()
     rows, expected = map(int, (out / "rows").read_text().split())

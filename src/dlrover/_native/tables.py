@@ -9,8 +9,8 @@ writes to other slots, and no reader ever sees a row that is written at the mome
 from __future__ import annotations
 
 import ctypes
-import errno
 import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +19,8 @@ from dlrover._native import library
 
 SLOTS = 1024
 MAX_DIM = 4096
+COPIED = 8 << 20
+"""Bytes of rows that are copied at once."""
 HALF = 600
 """Time, in seconds or updates as ``now`` counts it, after which a row's uses count half: the coldest rows have least."""
 KINDS = ("float32", "bfloat16", "float16")
@@ -98,7 +100,7 @@ class RowOptions(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """Rows of one slot as they are."""
+    """Rows of slots as they are."""
 
     keys: Any
     last: Any
@@ -110,7 +112,7 @@ class Copied(NamedTuple):
     rows: Any
     """Bytes, ``(n, width)``."""
     removed: Any
-    """Keys removed since the last copy of changes, uint64."""
+    """Keys removed since the last copy of changes without ``keep``, uint64."""
 
 
 class RowTable(Protocol):
@@ -155,8 +157,8 @@ class RowTable(Protocol):
     def evict(self, slot: int, before: int, norm: float, *, blocked: bool) -> int:
         """Remove rows of a slot: used last before a time, with a smaller norm, or set to zero by penalties."""
 
-    def copy(self, slot: int, *, changed: bool, keep: bool) -> Copied:
-        """Copy rows of a slot, with ``changed`` only changed ones; without ``keep`` none counts as changed then."""
+    def copy(self, slots: Any, *, changed: bool, keep: bool) -> Copied:
+        """Copy rows of slots, uint64, each of one moment: all, or with ``changed`` those changed since a copy without ``keep``."""
 
     def rows(self) -> Any:
         """Return the number of rows of each slot, uint64."""
@@ -295,17 +297,25 @@ class NativeTable:
         """Remove rows of a slot."""
         return int(self._call("evict", slot, ctypes.byref(_Eviction(before, norm, blocked))))
 
-    def copy(self, slot: int, *, changed: bool, keep: bool) -> Copied:
-        """Copy rows of a slot."""
-        sizes = np.zeros(2, np.uint64)
-        while True:
-            copied = empty(int(sizes[0]), int(sizes[1]), self._options.width)
-            status = self._call("export", slot, changed, keep, _at(sizes), *map(_at, copied))
-            if status != errno.ENOSPC:
-                rows, removed = map(int, sizes)
-                return Copied._make(
-                    [*(part[:rows] for part in copied[:5]), copied.removed[:removed]]
-                )
+    def copy(self, slots: Any, *, changed: bool, keep: bool) -> Copied:
+        """Copy rows of slots."""
+        width = self._options.width
+        parts = [empty(0, 0, width)]
+        most = COPIED // width
+        sizes = np.zeros(4, np.uint64)
+        while len(slots):
+            rows = max(int(sizes[2]), min(most, int(self.rows()[slots].sum())))
+            copied = empty(rows, max(int(sizes[3]), SLOTS), width)
+            sizes[:2] = rows, len(copied.removed)
+            done = self._call(
+                "export", len(slots), _at(slots), changed, keep, _at(sizes), *map(_at, copied)
+            )
+            made, removed = int(sizes[0]), int(sizes[1])
+            parts.append(
+                Copied._make([*(part[:made] for part in copied[:5]), copied.removed[:removed]])
+            )
+            slots = slots[done:]
+        return joined(parts)
 
     def rows(self) -> Any:
         """Return the number of rows of each slot, uint64."""
@@ -316,6 +326,11 @@ class NativeTable:
     def memory(self) -> int:
         """Return the bytes in use."""
         return int(self._call("memory"))
+
+
+def joined(parts: Sequence[Copied]) -> Copied:
+    """Return the rows of all parts."""
+    return Copied._make(map(np.concatenate, zip(*parts, strict=True)))
 
 
 def empty(rows: int, removed: int, width: int) -> Copied:
@@ -374,7 +389,7 @@ _FORMS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "note_removed": (None, (_PLACE, _SIZE, _PLACE)),
     "clear": (None, (_PLACE, _SIZE)),
     "evict": (_SIZE, (_PLACE, _SIZE, _PLACE)),
-    "export": (_NUMBER, (_PLACE, _SIZE, _WORD, _WORD, *(_PLACE,) * 7)),
+    "export": (_SIZE, (_PLACE, _SIZE, _PLACE, _WORD, _WORD, *(_PLACE,) * 7)),
     "used": (None, (_PLACE, _PLACE)),
     "memory": (ctypes.c_uint64, (_PLACE,)),
 }

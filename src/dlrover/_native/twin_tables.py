@@ -7,7 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from dlrover._native.tables import HALF, SLOTS, Copied, RowOptions, norms_of, slots_of, values_of
+from dlrover._native.tables import (
+    HALF,
+    SLOTS,
+    Copied,
+    RowOptions,
+    empty,
+    joined,
+    norms_of,
+    slots_of,
+    values_of,
+)
 from dlrover._native.twin_rules import RULES
 
 CHANGED, BLOCKED = 1, 2
@@ -270,8 +280,12 @@ class TwinTable:
             gone = self._keys[places[out]].tolist()
             return sum(self._remove(slot, key, remember=True) for key in gone)
 
-    def copy(self, slot: int, *, changed: bool, keep: bool) -> Copied:
-        """Copy rows of a slot."""
+    def copy(self, slots: Any, *, changed: bool, keep: bool) -> Copied:
+        """Copy rows of slots."""
+        parts = [self._copy(slot, changed=changed, keep=keep) for slot in slots.tolist()]
+        return joined([empty(0, 0, self._options.width), *parts])
+
+    def _copy(self, slot: int, *, changed: bool, keep: bool) -> Copied:
         with self._lock:
             places = np.array([*self._places[slot].values()], np.int64)
             if changed:

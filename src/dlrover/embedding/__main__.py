@@ -62,6 +62,7 @@ def main() -> int:
     threading.Thread(target=leave, name="leave", daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: ending.set())
     logger.info("Embedding server %d of %d listens on port %d", index, servers, server.port)
+    launched.imported()  # the next start is a fork that has the modules
     try:
         server.run()
     except InfrastructureError:

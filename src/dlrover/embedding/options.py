@@ -142,6 +142,11 @@ class TableOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
 
 
+_decoder = msgspec.json.Decoder(
+    TableOptions
+)  # made at once: threads that are each the first to read a type crash
+
+
 def decoded(given: TableOptions | str) -> TableOptions:
     """Return checked options.
 
@@ -150,7 +155,7 @@ def decoded(given: TableOptions | str) -> TableOptions:
     """
     try:
         text = given if isinstance(given, str) else msgspec.json.encode(given)
-        made = msgspec.json.decode(text, type=TableOptions)
+        made = _decoder.decode(text)
     except (msgspec.MsgspecError, TypeError) as error:
         raise ConfigurationError(
             f"The options of an embedding table are wrong: {error}."

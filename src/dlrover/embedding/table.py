@@ -180,8 +180,10 @@ class HashTable:
         )
 
     def _now(self) -> int:
-        expiry = self.options.expiry
-        return self.step if expiry is not None and expiry.steps else int(time.time())
+        return self.step if self._counts_steps() else int(time.time())
+
+    def _counts_steps(self) -> bool:
+        return self.options.expiry is not None and self.options.expiry.steps > 0
 
     def stats(self) -> TableStats:
         """Return the table's size."""
@@ -208,12 +210,9 @@ class HashTable:
             changed: Only rows changed since the last call without ``keep``.
             keep: Whether these rows count as changed afterwards, too.
         """
-        copies = [self._table.copy(int(slot), changed=changed, keep=keep) for slot in slots]
-        if not copies:
-            copies = [tables.empty(0, 0, self._native.width)]
-        joined = Copied._make(np.concatenate(parts) for parts in zip(*copies, strict=True))
-        found = joined._asdict()
-        found["keys"], found["removed"] = joined.keys.view(np.int64), joined.removed.view(np.int64)
+        copied = self._table.copy(np.asarray(slots, np.uint64), changed=changed, keep=keep)
+        found = copied._asdict()
+        found["keys"], found["removed"] = copied.keys.view(np.int64), copied.removed.view(np.int64)
         return found
 
     def restore_rows(self, rows: Mapping[str, NDArray[Any]], *, changed: bool = False) -> None:
@@ -240,6 +239,8 @@ class HashTable:
             raise InfrastructureError(f"An embedding table cannot be restored: {error}") from error
         if changed:
             self._table.note_removed(removed)
+        if self._counts_steps() and len(keys):  # a row's last use is never later than now
+            self.step = max(self.step, int(copied.last.max()))
 
     def remove_slots(self, slots: Sequence[int] | NDArray[Any]) -> None:
         """Remove all rows of slots, and what is remembered of removed ones."""

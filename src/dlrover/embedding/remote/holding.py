@@ -277,6 +277,8 @@ class HeldSlots:
 
 def _only(rows: Arrays, chosen: NDArray[np.bool_]) -> Arrays:
     """Return the rows, and the removed keys, of the chosen slots."""
-    mine = chosen[slots_of(rows["keys"])]
+    mine, removed = chosen[slots_of(rows["keys"])], chosen[slots_of(rows["removed"])]
+    if mine.all() and removed.all():  # those of one server, as it wrote them: rows are not copied
+        return rows
     kept = {field: array[mine] for field, array in rows.items() if field != "removed"}
-    return kept | {"removed": rows["removed"][chosen[slots_of(rows["removed"])]]}
+    return kept | {"removed": rows["removed"][removed]}

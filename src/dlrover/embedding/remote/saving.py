@@ -1,4 +1,4 @@
-"""Checkpoints of tables on servers, which one process of the job wire."""
+"""Checkpoints of tables on servers, which one process of the job orders."""
 
 from __future__ import annotations
 
@@ -60,28 +60,36 @@ class TableCheckpoints:
         """Copy all tables as they are now, and begin to write them.
 
         Raises:
-            InfrastructureError: The last save has failed, or servers do not answer.
+            InfrastructureError: The last save has failed, other than by the loss of a server, or servers do not
+                answer in time.
         """
-        self.wait()
+        failed = self._joined()
+        if isinstance(failed, _ServerLostError):
+            logger.warning("The last save of the embedding tables is given up: %s", failed)
+        elif failed is not None:
+            raise _failure(failed) from failed
         parent = None if full or (self._last and self._last.number + 1 >= CHAIN) else self._last
         self._last = None  # until this save is complete, the next one is full
         placement = self._settled()
         id_ = stored.begin(self._store)
         before = parent or next(iter(stored.manifests(self._store)), None)
         until = time.monotonic() + self._timeout
+        delays = backoff.delays(*SETTLE)
         while True:
-            links = self._connect(placement)
+            links: dict[int, _OrderLink] = {}
             try:
+                self._connect(placement, links)
                 if parent is not None and not _copy(links, id_, parent.id, placement.version):
                     parent = None  # what changed since then is not known to all servers
                 if parent is None:
                     _copy(links, id_, "", placement.version)
                 break
-            except _SlotsMovedError as error:
+            except (_SlotsMovedError, _ServerLostError) as error:
                 _close(links)
                 if time.monotonic() > until:
                     raise
                 logger.info("%s The tables are copied again.", error)
+                threading.Event().wait(next(delays))
                 placement, parent = self._settled(), None
             except BaseException:
                 _close(links)
@@ -106,14 +114,17 @@ class TableCheckpoints:
         Raises:
             InfrastructureError: It has failed.
         """
+        failed = self._joined()
+        if failed is not None:
+            raise _failure(failed) from failed
+
+    def _joined(self) -> Exception | None:
+        """Wait until the last save has ended; return why it has failed."""
         if self._writing is not None:
             self._writing.join()
             self._writing = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise InfrastructureError(
-                f"The last save of the embedding tables has failed: {error}"
-            ) from error
+        error, self._error = self._error, None
+        return error
 
     def load(self, step: int | None = None) -> int | None:
         """Restore all tables from the latest checkpoint, or the latest one of a step; return its step.
@@ -151,24 +162,31 @@ class TableCheckpoints:
 
     def _load(self, manifest: TableManifest) -> None:
         until = time.monotonic() + self._timeout
+        delays = backoff.delays(*SETTLE)
         while True:
-            placement = self._settled()
-            links = self._connect(placement)
             try:
-                order = msgspec.json.encode(wire.Load(self._place, manifest.id, placement.version))
-                _on_all(links, Op.LOAD, dict.fromkeys(links, order))
-            finally:
-                _close(links)
-            now = self._directory.look(-1)
-            if now.owners == placement.owners and not now.moves:
+                self._load_once(manifest)
                 break
-            # A slot that has moved has old rows where it was not loaded.
-            if time.monotonic() > until:
-                raise InfrastructureError(
-                    f"Slots kept moving for {self._timeout:.0f} s while the embedding tables were loaded."
-                )
+            except (_SlotsMovedError, _ServerLostError) as error:
+                if time.monotonic() > until:
+                    raise
+                logger.info("%s They are loaded again.", error)
+            threading.Event().wait(next(delays))
         self._directory.ask(TablesStored(manifest.step, manifest.id, self._place))
         self._last = manifest
+
+    def _load_once(self, manifest: TableManifest) -> None:
+        placement = self._settled()
+        links: dict[int, _OrderLink] = {}
+        try:
+            self._connect(placement, links)
+            order = msgspec.json.encode(wire.Load(self._place, manifest.id, placement.version))
+            _on_all(links, Op.LOAD, dict.fromkeys(links, order))
+        finally:
+            _close(links)
+        now = self._directory.look(-1)
+        if now.owners != placement.owners or now.moves:  # old rows where it was not loaded
+            raise _SlotsMovedError("Slots moved while the embedding tables were loaded.")
 
     # ---- the thread
 
@@ -210,17 +228,13 @@ class TableCheckpoints:
             threading.Event().wait(delay)
         raise AssertionError("delays end")
 
-    def _connect(self, placement: PlacementReply) -> dict[int, _OrderLink]:
+    @staticmethod
+    def _connect(placement: PlacementReply, links: dict[int, _OrderLink]) -> None:
+        """Connect to all servers that have slots."""
         owners = set(placement.owners)
-        servers = {i: server for i, server in placement.servers.items() if i in owners}
-        links: dict[int, _OrderLink] = {}
-        try:
-            for index, server in servers.items():
+        for index, server in placement.servers.items():
+            if index in owners:
                 links[index] = _OrderLink(index, server, placement.secret)
-        except BaseException:
-            _close(links)
-            raise
-        return links
 
 
 class _OrderLink:
@@ -230,10 +244,8 @@ class _OrderLink:
         self.index = index
         try:
             self._sock = wire.connect(server.address, server.port, secret, REPLY_TIMEOUT)
-        except OSError as error:
-            raise InfrastructureError(
-                f"Embedding server {index} does not answer: {error}."
-            ) from error
+        except (OSError, InfrastructureError) as error:
+            raise _ServerLostError(f"Embedding server {index} does not answer: {error}.") from error
         self._receiver = wire.FrameReceiver(self._sock)
 
     def order(self, op: Op, body: bytes) -> bytes:
@@ -242,7 +254,7 @@ class _OrderLink:
             wire.send(self._sock, RowFrame(op), body)
             reply = self._receiver.receive()
         except OSError as error:
-            raise InfrastructureError(
+            raise _ServerLostError(
                 f"Embedding server {self.index} does not answer: {error}."
             ) from error
         text = bytes(reply.body)
@@ -262,12 +274,20 @@ def _after(before: TableManifest | None) -> float:
     return max(time.time(), before.time + 1e-3 if before is not None else 0.0)
 
 
+def _failure(error: Exception) -> InfrastructureError:
+    return InfrastructureError(f"The last save of the embedding tables has failed: {error}")
+
+
+class _ServerLostError(InfrastructureError):
+    """Raised when a server does not answer: it may start again."""
+
+
 class _OrderRefusedError(InfrastructureError):
     """Raised when a server cannot do what it was ordered, for example since a checkpoint is damaged."""
 
 
 class _SlotsMovedError(InfrastructureError):
-    """Raised when not each slot was copied once."""
+    """Raised when not each slot was copied or loaded once."""
 
 
 def _copy(links: Mapping[int, _OrderLink], id_: str, parent: str, version: int) -> bool:

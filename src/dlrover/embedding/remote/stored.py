@@ -37,6 +37,7 @@ Rows: TypeAlias = Iterator[dict[str, NDArray[Any]]]
 Take: TypeAlias = Callable[[str, Rows], None]
 _FOLDER = "embedding-"
 _BEGUN = "begun"
+_manifest = msgspec.json.Decoder(TableManifest)
 
 
 def begin(store: Store) -> str:
@@ -114,7 +115,7 @@ def read_manifest(store: Store, id_: str) -> TableManifest:
             raise FormatError(
                 f"{store.where(file)} has another format than {FORMAT}: another version wrote it."
             )
-        return msgspec.json.decode(data, type=TableManifest)
+        return _manifest.decode(data)
     except (msgspec.DecodeError, KeyError, TypeError) as error:
         raise InfrastructureError(f"{store.where(file)} is damaged: {error}.") from error
 

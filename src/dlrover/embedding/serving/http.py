@@ -34,6 +34,9 @@ class LookupRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Name of the table; it may be left out if there is one only."""
 
 
+_request = msgspec.json.Decoder(LookupRequest)
+
+
 class LookupReply(msgspec.Struct, frozen=True):
     """Answer to ``POST /lookup``."""
 
@@ -132,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _lookup(self, body: bytes) -> LookupReply:
         served = self._server.follower.served
         try:
-            request = msgspec.json.decode(body, type=LookupRequest)
+            request = _request.decode(body)
         except msgspec.DecodeError as error:
             raise _RefusedError(HTTPStatus.BAD_REQUEST, f"The body is wrong: {error}.") from error
         name = request.table or (next(iter(served.tables)) if len(served.tables) == 1 else "")

@@ -37,6 +37,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """By name. The raw protocol numbers them in this order, from 0."""
 
 
+_report = msgspec.json.Decoder(Report)
+
+
 def report(follower: CheckpointFollower) -> Report:
     """Return the state of a server."""
     tables = follower.served.tables
@@ -145,7 +148,7 @@ class ServedTables:
 
     def _report(self) -> Report:
         reply = self._ask(RowFrame(Op.STATS))
-        found = msgspec.json.decode(bytes(reply.body), type=Report)
+        found = _report.decode(bytes(reply.body))
         self._tables = {
             name: (number, info.dim) for number, (name, info) in enumerate(found.tables.items())
         }

@@ -166,6 +166,8 @@ class Segments:
         Raises:
             InfrastructureError: A file cannot be read, or is damaged.
         """
+        if not len(keys):
+            return np.empty(0, np.uint16), np.empty((0, self._width), np.uint8)
         order = np.argsort(places)
         segments, at = np.divmod(places[order].astype(np.int64), self._sizes.each)
         records = np.empty((len(keys), self._sizes.record), np.uint8)

@@ -240,16 +240,19 @@ class TieredTable:
             self._hot.note_removed(gone)
             return number + len(gone)
 
-    def copy(self, slot: int, *, changed: bool, keep: bool) -> Copied:
-        """Copy rows of a slot."""
-        with self._lock:
-            on_disk = self._cold.copy_slot(slot, CHANGED if changed else 0)
-            in_memory = self._hot.copy(slot, changed=changed, keep=keep)
-            if not keep:
-                self._cold.unflag(slot, CHANGED)
-            return Copied._make(
-                np.concatenate(part) for part in zip(in_memory, on_disk, strict=True)
-            )
+    def copy(self, slots: Any, *, changed: bool, keep: bool) -> Copied:
+        """Copy rows of slots, with the lock for about a batch of rows at a time."""
+        batches = np.cumsum(self.rows()[slots]) // np.uint64(self._batch)
+        parts = [tables.empty(0, 0, self._options.width)]
+        for some in np.split(slots, np.flatnonzero(np.diff(batches)) + 1):
+            with self._lock:
+                on_disk = some[self._cold.rows()[some] > 0].tolist()
+                parts += [self._cold.copy_slot(slot, CHANGED if changed else 0) for slot in on_disk]
+                parts.append(self._hot.copy(some, changed=changed, keep=keep))
+                if not keep:
+                    for slot in on_disk:
+                        self._cold.unflag(slot, CHANGED)
+        return tables.joined(parts)
 
     # ---- size
 
