@@ -76,6 +76,7 @@ class _Restarts:
         while True:
             members = self._all_there()
             self._number = members.number
+            launched.call = members.number + 1
             store = MeetingStore(self._link, given.round, members.number, members.attempts)
             try:
                 with self._group(store):
