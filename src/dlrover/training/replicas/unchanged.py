@@ -356,7 +356,7 @@ class Unchanged:
             if others != BEGUN:
                 raise InfrastructureError(
                     "--survive: another rank was lost while the others were not at the beginning of a step, where alone this"
-                    " rank can join them; all ranks start again."
+                    " rank can join them; it starts again."
                 )
             if self._reductions != reductions:
                 break
