@@ -30,7 +30,14 @@ from dlrover.spec.requests.membership import (
 
 torch = pytest.importorskip("torch")
 
-from dlrover.training.replicas import functions, hooks, restarts, rows, survivors  # noqa: E402
+from dlrover.training.replicas import (  # noqa: E402
+    functions,
+    groups,
+    hooks,
+    restarts,
+    rows,
+    survivors,
+)
 from dlrover.training.replicas.groups import Changed, MeetingStore  # noqa: E402
 from dlrover.training.replicas.link import Link  # noqa: E402
 from dlrover.training.replicas.replicas import Replicas  # noqa: E402
@@ -121,6 +128,25 @@ def test_ranks_meet_although_the_master_that_had_their_keys_is_lost():
     link.membership.number += 1
     with pytest.raises(Changed, match="is over"):
         one.get("never")
+
+
+def test_a_rank_that_is_connected_to_some_of_its_groups_keeps_nobody_waiting(monkeypatch):
+    """Its row would wait for a rank that waits for it in the other group, and nobody is lost: for ever."""
+    members, ends = Members(3, 0, dict.fromkeys(range(4), 0), row=2), []
+
+    def connect(self: groups.Peers, _store: torch.distributed.Store) -> None:
+        if self.ranks == [0, 2]:
+            raise RuntimeError("a peer is not there in time")
+        ends.append(socket.create_connection(server.getsockname()))
+
+    monkeypatch.setattr(groups.Peers, "_connect", connect)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with pytest.raises(Changed, match="not there in time"):
+            groups.MembershipGroup(DirectLink(), 3, members, 0)
+        peer, _ = server.accept()
+        with peer, ends[0]:
+            peer.settimeout(5)
+            assert peer.recv(1) == b""  # it is not kept waiting
 
 
 def in_a_row(work: Callable[[rows.RowGroup], object], *, replays: bool = False) -> list[object]:

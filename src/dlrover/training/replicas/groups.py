@@ -13,7 +13,7 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,14 @@ CONNECT_TIMEOUT = timedelta(seconds=3)
 POLL = 0.002, 0.02
 """Seconds between two looks for a peer's key: at first, and at most."""
 _forming = threading.Lock()
+
+
+class Descriptor(NamedTuple):
+    """An open file; its number may be given to another one later."""
+
+    number: int
+    what: str
+    """Its target in ``/proc``, such as a socket's inode."""
 
 
 class Changed(Exception):  # noqa: N818 - control flow: the membership is over
@@ -214,6 +222,9 @@ class MembershipGroup(Peers):
                     place = self.column.ranks[0] % self.row
                     self.column._connect(dist.PrefixStore(f"column {place}", store))  # noqa: SLF001
             except (RuntimeError, Changed) as error:
+                # Those that are connected would wait for this rank in the group, for as long as it holds its side.
+                self._sockets = _connected(_descriptors() - before)
+                self.close()
                 raise Changed(str(error)) from error
             self._sockets = _connected(_descriptors() - before)
 
@@ -241,32 +252,36 @@ def _failure(work: Any) -> RuntimeError | None:
     return None
 
 
-def connections() -> set[int]:
+def connections() -> set[Descriptor]:
     """Return the descriptors of this process's connected TCP sockets."""
     found = set()
-    for fd in _descriptors():
-        copies = _connected({fd})
-        found |= {fd} if copies else set()
+    for descriptor in _descriptors():
+        copies = _connected({descriptor})
+        found |= {descriptor} if copies else set()
         for copy in copies:
             copy.close()
     return found
 
 
-def shut_down(descriptors: set[int]) -> None:
+def shut_down(descriptors: set[Descriptor]) -> None:
     """End the connections of descriptors, so that collectives that wait for them fail."""
     for sock in _connected(descriptors):
         with contextlib.suppress(OSError), sock:
             sock.shutdown(socket.SHUT_RDWR)
 
 
-def _descriptors() -> set[int]:
-    return {int(name) for name in os.listdir("/proc/self/fd")}
+def _descriptors() -> set[Descriptor]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed by now
+            found.add(Descriptor(int(name), os.readlink(f"/proc/self/fd/{name}")))
+    return found
 
 
-def _connected(descriptors: set[int]) -> list[socket.socket]:
+def _connected(descriptors: set[Descriptor]) -> list[socket.socket]:
     """Return copies of the connected TCP sockets among ``descriptors``."""
     found = []
-    for fd in descriptors:
+    for fd, _what in descriptors:
         try:
             sock = socket.socket(fileno=os.dup(fd))
         except OSError:
