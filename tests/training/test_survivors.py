@@ -1,13 +1,16 @@
 """What a rank does that asks to train when there is nothing to join."""
 
 import contextlib
+import math
 import os
 import socket
+import sys
 import threading
 import types
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from datetime import timedelta
 
 import msgspec
 import pytest
@@ -147,6 +150,35 @@ def test_a_rank_that_is_connected_to_some_of_its_groups_keeps_nobody_waiting(mon
         with peer, ends[0]:
             peer.settimeout(5)
             assert peer.recv(1) == b""  # it is not kept waiting
+
+
+class Endless:
+    """gloo's operation that does not notice that its peers are gone; ``ends`` says after how many looks it ends."""
+
+    def __init__(self, ends: float = math.inf) -> None:
+        self._left = ends
+
+    def wait(self, _timeout: timedelta) -> None:
+        self._left -= 1
+        if not self.is_completed():
+            raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return self._left <= 0
+
+
+def test_a_collective_that_does_not_end_with_its_group_is_left():
+    abandoned: list[bool] = []
+    peers = groups.Peers([0, 1], 0, lambda: abandoned.append(True), lambda: bool(abandoned))
+    peers._backend = object()
+    peers._wait([Endless(3)])  # slow, as a step may be
+    abandoned.append(True)
+    count = sys.getrefcount(peers._backend)
+    peers._wait([Endless(1)])
+    with pytest.raises(Changed, match="timed out"):
+        peers._wait([Endless(), Endless(1)])
+    kept = sys.getrefcount(peers._backend) - count
+    assert kept == 1  # its end would wait for the operation
 
 
 def in_a_row(work: Callable[[rows.RowGroup], object], *, replays: bool = False) -> list[object]:
