@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import types
 import uuid
 from collections.abc import Callable, Iterator
@@ -179,6 +180,19 @@ def test_a_collective_that_does_not_end_with_its_group_is_left():
         peers._wait([Endless(), Endless(1)])
     kept = sys.getrefcount(peers._backend) - count
     assert kept == 1  # its end would wait for the operation
+
+
+def test_gloo_waits_a_multiple_of_its_limit_for_a_peer_that_is_lost_before_it_is_connected():
+    """With a limit of 3 s, the others stood for 15 s."""
+    store, limit = torch.distributed.HashStore(), timedelta(seconds=0.05)
+    with pytest.raises(RuntimeError):  # it has said where it is, and leaves
+        torch.distributed.ProcessGroupGloo(store, 1, 2, limit)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        torch.distributed.ProcessGroupGloo(store, 0, 2, limit)
+    waited = timedelta(seconds=time.monotonic() - began)
+    assert waited > 0.9 * groups.PATIENCE * limit
+    assert timedelta(seconds=2) >= groups.PATIENCE * groups.CONNECT_TIMEOUT
 
 
 def in_a_row(work: Callable[[rows.RowGroup], object], *, replays: bool = False) -> list[object]:

@@ -25,8 +25,10 @@ from dlrover.training.replicas.link import Link
 
 TIMEOUT = timedelta(minutes=30)
 """Time limit of a collective; a lost peer is known long before."""
-CONNECT_TIMEOUT = timedelta(seconds=3)
-"""Time limit for the connection to a peer, which may be lost meanwhile."""
+PATIENCE = 5
+"""Times its time limit that gloo waits for a connection."""
+CONNECT_TIMEOUT = timedelta(seconds=2) / PATIENCE
+"""Time limit for the connection to a peer, which may be lost meanwhile: the others wait as long."""
 POLL = 0.002, 0.02
 """Seconds between two looks for a peer's key: at first, and at most."""
 LOOK = timedelta(seconds=0.5)
