@@ -79,6 +79,8 @@ class SurvivingRank(Protocol):
 
 
 given = Given()
+call = 0
+"""Number of the present call of a training function that is called again after a loss, alike on all ranks; 0: there is none."""
 survival: SurvivingRank | None = None
 """None in a program whose ranks are all started again when one is lost."""
 reading: Callable[[int, int, int], None] | None = None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from dlrover import launched
 from dlrover.data import client, records, services
 from dlrover.data.records import Records
 from dlrover.data.services import LocalService
@@ -171,6 +172,39 @@ def test_several_processes_without_a_master_are_refused(read, monkeypatch) -> No
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigurationError, match="WORLD_SIZE is 2, and no DLRover master"):
         next(iter(read()))
+
+
+def test_a_rank_on_its_way_to_survivors_takes_no_samples_from_them(read, monkeypatch) -> None:
+    """It would not learn from them, nor would anybody else."""
+    monkeypatch.setattr(launched, "given", launched.Given(survive=True, attempt=1))
+    with pytest.raises(InfrastructureError, match=r"data set data, .*; all ranks start again\.$"):
+        next(iter(read()))
+    monkeypatch.setattr(launched, "call", 2)  # of a function that all call again
+    assert len(everything(read())) == 100
+
+
+def test_a_function_that_is_called_again_reads_anew_in_old_and_new_processes(read, monkeypatch):
+    master = LocalService()
+    monkeypatch.setattr(services, "connect", lambda: master)
+
+    def restored(call: int, state: dict) -> Records:
+        monkeypatch.setattr(launched, "call", call)
+        data = read(shard=10)
+        data.load_state_dict(state)
+        return data
+
+    first = read(shard=10)
+    samples = iter(first)
+    taken = [next(samples) for _ in range(15)]
+    state = first.state_dict()
+    old = restored(1, state)
+    next(iter(old))
+    again = restored(2, state)  # the second one that this process restores
+    seen = [next(iter(again))]
+    again.close()
+    monkeypatch.setattr(records, "_LOADS", Counter())  # as in a process that is new
+    seen += everything(restored(2, state))
+    assert sorted(taken + seen) == list(range(100))
 
 
 def test_parameter_servers_are_no_readers(read, monkeypatch) -> None:

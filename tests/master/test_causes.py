@@ -65,6 +65,8 @@ def test_an_error_of_dlrover_itself_is_not_the_programs() -> None:
     name = "dlrover.errors.InfrastructureError"
     verdict = diagnose(failed(exception=name, message=late, traceback=f"{joins}{name}: {late}\n"))
     assert verdict.cause == "cannot_join"
+    verdict = diagnose(failed(exception=name, message=late, traceback=f"{frames}{name}: {late}\n"))
+    assert verdict.cause == "cannot_join"
     alone = "--survive: rank 3 has lost another rank of its row; the row starts again: x"
     rows = frames.replace("data/client", "training/replicas/rows")
     verdict = diagnose(failed(exception=name, message=alone, traceback=f"{rows}{name}: {alone}\n"))

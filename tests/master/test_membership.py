@@ -20,6 +20,7 @@ from dlrover.spec.requests.membership import (
     DivideMembers,
     FinishMembers,
     JoinMembers,
+    LeaveMembers,
     Meet,
     Members,
     RenewMembers,
@@ -295,6 +296,24 @@ def test_a_row_is_lost_starts_again_and_joins_as_a_whole():
         job.give(inputs.MemberReported(JoinMembers(1, *ready)))
         assert len(membership(job).attempts) == attempts
     assert membership(job).attempts == {0: 0, 1: 0, 2: 2, 3: 2}
+
+
+def test_a_row_that_cannot_join_within_a_step_leaves_the_others_until_it_asks_again():
+    job = in_rows()
+    job.fail(1, KILLED | {"rank": 3, "local_rank": 1})
+
+    def report(kind: type, *ranks: int) -> set[int]:
+        number = membership(job).number
+        job.give(*(inputs.MemberReported(kind(1, rank, 1)) for rank in ranks))
+        assert membership(job).number == number + 1
+        return set(membership(job).attempts)
+
+    assert report(JoinMembers, 2, 3) == {0, 1, 2, 3}
+    assert report(LeaveMembers, 2, 3) == {0, 1}
+    job.give(inputs.MemberReported(LeaveMembers(1, 0, 0)))
+    assert set(membership(job).attempts) == {0, 1}  # nobody else trains
+    assert membership(job).out_of(1) == {0: 1, 1: 1}  # in the same processes
+    assert report(JoinMembers, 3, 2) == {0, 1, 2, 3}
 
 
 def test_a_round_opens_if_each_row_has_lost_a_rank():

@@ -67,6 +67,18 @@ def test_every_sample_counts_once_though_a_worker_and_the_master_are_killed(
     assert (counting.out / "began-2-0").read_text() in ("memory", "peer")
 
 
+def test_every_sample_counts_once_in_a_job_that_goes_on_without_a_lost_rank(run, tmp_path) -> None:
+    """A rank that returns would take samples on its way to the others, and learn from none: all start again."""
+    counting = Counting(run, tmp_path / "out", "--survive", "--nproc-per-node=2")
+    launch = counting.launch
+    counting.wait_for_steps(7)
+    launch.of_kind("worker")[0].kill()
+    assert counting.counts() == {EPOCHS: SAMPLES}
+    opened = launch.events_of(events.RoundOpened)
+    assert len(opened) == 2
+    assert "cannot come to the others' place in the data set" in opened[-1].body.reason
+
+
 def test_every_sample_counts_once_on_other_numbers_of_ranks(run, tmp_path) -> None:
     out = tmp_path / "out"
     for ranks in (2, 3):

@@ -30,6 +30,7 @@ from dlrover.spec.node import LaunchNode, NodeStatus
 from dlrover.spec.requests.membership import (
     FinishMembers,
     JoinMembers,
+    LeaveMembers,
     Members,
     MembershipChange,
     RenewMembers,
@@ -479,6 +480,8 @@ def change(a: int, b: int, machine: JobMachine) -> MembershipChange:
     attempt = membership.latest.get(a, 0) - b % 2
     if b == 5:
         return FinishMembers(round_, a, attempt)
+    if b == 3:
+        return LeaveMembers(round_, a, attempt)
     if b == 4:
         return RenewMembers(round_, a, attempt, membership.number)
     return JoinMembers(round_, a, attempt)

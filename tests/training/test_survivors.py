@@ -1,13 +1,17 @@
 """What a rank does that asks to train when there is nothing to join."""
 
 import contextlib
+import math
 import os
 import socket
+import sys
 import threading
+import time
 import types
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from datetime import timedelta
 
 import msgspec
 import pytest
@@ -30,7 +34,14 @@ from dlrover.spec.requests.membership import (
 
 torch = pytest.importorskip("torch")
 
-from dlrover.training.replicas import functions, hooks, restarts, rows, survivors  # noqa: E402
+from dlrover.training.replicas import (  # noqa: E402
+    functions,
+    groups,
+    hooks,
+    restarts,
+    rows,
+    survivors,
+)
 from dlrover.training.replicas.groups import Changed, MeetingStore  # noqa: E402
 from dlrover.training.replicas.link import Link  # noqa: E402
 from dlrover.training.replicas.replicas import Replicas  # noqa: E402
@@ -121,6 +132,67 @@ def test_ranks_meet_although_the_master_that_had_their_keys_is_lost():
     link.membership.number += 1
     with pytest.raises(Changed, match="is over"):
         one.get("never")
+
+
+def test_a_rank_that_is_connected_to_some_of_its_groups_keeps_nobody_waiting(monkeypatch):
+    """Its row would wait for a rank that waits for it in the other group, and nobody is lost: for ever."""
+    members, ends = Members(3, 0, dict.fromkeys(range(4), 0), row=2), []
+
+    def connect(self: groups.Peers, _store: torch.distributed.Store) -> None:
+        if self.ranks == [0, 2]:
+            raise RuntimeError("a peer is not there in time")
+        ends.append(socket.create_connection(server.getsockname()))
+
+    monkeypatch.setattr(groups.Peers, "_connect", connect)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with pytest.raises(Changed, match="not there in time"):
+            groups.MembershipGroup(DirectLink(), 3, members, 0)
+        peer, _ = server.accept()
+        with peer, ends[0]:
+            peer.settimeout(5)
+            assert peer.recv(1) == b""  # it is not kept waiting
+
+
+class Endless:
+    """gloo's operation that does not notice that its peers are gone; ``ends`` says after how many looks it ends."""
+
+    def __init__(self, ends: float = math.inf) -> None:
+        self._left = ends
+
+    def wait(self, _timeout: timedelta) -> None:
+        self._left -= 1
+        if not self.is_completed():
+            raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return self._left <= 0
+
+
+def test_a_collective_that_does_not_end_with_its_group_is_left():
+    abandoned: list[bool] = []
+    peers = groups.Peers([0, 1], 0, lambda: abandoned.append(True), lambda: bool(abandoned))
+    peers._backend = object()
+    peers._wait([Endless(3)])  # slow, as a step may be
+    abandoned.append(True)
+    count = sys.getrefcount(peers._backend)
+    peers._wait([Endless(1)])
+    with pytest.raises(Changed, match="timed out"):
+        peers._wait([Endless(), Endless(1)])
+    kept = sys.getrefcount(peers._backend) - count
+    assert kept == 1  # its end would wait for the operation
+
+
+def test_gloo_waits_a_multiple_of_its_limit_for_a_peer_that_is_lost_before_it_is_connected():
+    """With a limit of 3 s, the others stood for 15 s."""
+    store, limit = torch.distributed.HashStore(), timedelta(seconds=0.05)
+    with pytest.raises(RuntimeError):  # it has said where it is, and leaves
+        torch.distributed.ProcessGroupGloo(store, 1, 2, limit)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        torch.distributed.ProcessGroupGloo(store, 0, 2, limit)
+    waited = timedelta(seconds=time.monotonic() - began)
+    assert waited > 0.9 * groups.PATIENCE * limit
+    assert timedelta(seconds=2) >= groups.PATIENCE * groups.CONNECT_TIMEOUT
 
 
 def in_a_row(work: Callable[[rows.RowGroup], object], *, replays: bool = False) -> list[object]:

@@ -19,7 +19,7 @@ from dlrover.data.machine.state import NO_READER, RankData, began, count, merged
 from dlrover.data.sources.blocks import InBlocks, shard_of
 from dlrover.data.sources.stream import Stream
 from dlrover.data.streamed import StreamReader
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.requests.shards import DataSpec, Incarnation, Span, data_key
 
 Sample_co = TypeVar("Sample_co", covariant=True)
@@ -28,8 +28,10 @@ SHARDS = 1000
 """Minimum number of shards in a dataset, unless the shard size is set."""
 LARGEST = 1000
 """Maximum number of samples in a shard, unless the shard size is set."""
-_LOADS = Counter[str]()
-"""Checkpoints that this process has restored, by dataset: each begins an incarnation of the job's readers."""
+CALL_BITS = 20
+"""Bits of an incarnation's number below that of the call of a restartable function."""
+_LOADS = Counter[tuple[int, str]]()
+"""Checkpoints that this process has restored, by call and dataset: each begins an incarnation of the job's readers."""
 
 
 class Source(Protocol[Sample_co]):
@@ -323,9 +325,17 @@ class Records(Generic[Sample_co]):
     def _incarnation(self) -> Incarnation:
         if self._readers is not None:
             return self._readers.incarnation
-        return Incarnation(launched.given.round, self._loads)
+        # Each call of a restartable function begins anew, also in ranks whose process has restored nothing before.
+        return Incarnation(launched.given.round, (launched.call << CALL_BITS) + self._loads)
 
     def _open(self) -> ShardClient:
+        given = launched.given
+        if given.survive and given.attempt and not launched.call:
+            # What the others have learned from, it would take again on its way to them, or from them.
+            raise InfrastructureError(
+                f"--survive: a rank cannot come to the others' place in the data set {self._spec.name}, whose samples the"
+                " master deals; all ranks start again."
+            )
         if self._stream is None:
             rank, _ = services.world()
             reader = self._readers.reader if self._readers is not None else None
@@ -395,7 +405,8 @@ class Records(Generic[Sample_co]):
             begins, limits = began(states)
             self._spec = msgspec.structs.replace(self._spec, begins=begins, limits=limits)
             self._stream.restart(count(states))
-        self._loads = _LOADS[self._spec.name] = _LOADS[self._spec.name] + 1
+        key = launched.call, self._spec.name
+        self._loads = _LOADS[key] = _LOADS[key] + 1
 
     @property
     def commits(self) -> bool:

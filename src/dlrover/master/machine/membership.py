@@ -20,6 +20,7 @@ from dlrover.spec.requests.membership import (
     DivideMembers,
     FinishMembers,
     JoinMembers,
+    LeaveMembers,
     Members,
     MembershipChange,
     RenewMembers,
@@ -254,6 +255,8 @@ class Membership:
         match change:
             case JoinMembers(_, rank, attempt):
                 return not self.over and self.attempts.get(rank) != attempt and self._admit(rank)
+            case LeaveMembers(_, rank, _):
+                return not self.over and self._retire(rank)
             case RenewMembers(_, rank, _, number):
                 if not self.number <= number <= self.number + LEAP:
                     return False
@@ -297,6 +300,14 @@ class Membership:
             return False
         self.ready -= set(row)
         self.attempts |= {r: self.latest[r] for r in row}
+        return True
+
+    def _retire(self, rank: int) -> bool:
+        """Go on without a rank's row, whose processes ask to join later; False if no other row trains."""
+        row = set(self.row_of(rank))
+        if not self.attempts.keys() & row or not self.attempts.keys() - row:
+            return False
+        self.attempts = {r: attempt for r, attempt in self.attempts.items() if r not in row}
         return True
 
     def _level(self, ranks: Iterable[int]) -> None:

@@ -73,6 +73,14 @@ class DivideMembers(msgspec.Struct, frozen=True, array_like=True, tag="divide_me
     row: Workers
 
 
+class LeaveMembers(msgspec.Struct, frozen=True, array_like=True, tag="leave_members"):
+    """A rank has asked to join and cannot yet: the others are within a step. Its row joins when it asks again."""
+
+    round: Count
+    rank: Count
+    attempt: Count
+
+
 class FinishMembers(msgspec.Struct, frozen=True, array_like=True, tag="finish_members"):
     """A rank has finished the training."""
 
@@ -120,6 +128,8 @@ class MembersNow(msgspec.Struct, frozen=True, array_like=True, tag="members_now"
     members: Members | None
 
 
-MembershipChange: TypeAlias = JoinMembers | RenewMembers | DivideMembers | FinishMembers
+MembershipChange: TypeAlias = (
+    JoinMembers | LeaveMembers | RenewMembers | DivideMembers | FinishMembers
+)
 MembershipRequest: TypeAlias = MembershipChange | Meet | LookMembers
 MembershipReply: TypeAlias = Met | MembersNow

@@ -2,18 +2,20 @@
 
 A collective that waits for a dead peer must be left. gloo has no way to do that in torch 2.13, so the group's own
 connections are shut down: those sockets that its creation has opened, and only connected ones (a listener that is
-shut down ends the process). NCCL's group has ``abort``.
+shut down ends the process). NCCL's group has ``abort``. Rarely, gloo does not notice: about one in some hundred collectives
+whose peers are gone waits on for ever (torch 2.13). Such a one is left to its thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,11 +25,23 @@ from dlrover.training.replicas.link import Link
 
 TIMEOUT = timedelta(minutes=30)
 """Time limit of a collective; a lost peer is known long before."""
-CONNECT_TIMEOUT = timedelta(seconds=3)
-"""Time limit for the connection to a peer, which may be lost meanwhile."""
+PATIENCE = 5
+"""Times its time limit that gloo waits for a connection."""
+CONNECT_TIMEOUT = timedelta(seconds=2) / PATIENCE
+"""Time limit for the connection to a peer, which may be lost meanwhile: the others wait as long."""
 POLL = 0.002, 0.02
 """Seconds between two looks for a peer's key: at first, and at most."""
+LOOK = timedelta(seconds=0.5)
+"""Time after which a collective of an abandoned group counts as one that does not end."""
 _forming = threading.Lock()
+
+
+class Descriptor(NamedTuple):
+    """An open file; its number may be given to another one later."""
+
+    number: int
+    what: str
+    """Its target in ``/proc``, such as a socket's inode."""
 
 
 class Changed(Exception):  # noqa: N818 - control flow: the membership is over
@@ -130,11 +144,17 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 class Peers:
     """Ranks that are connected; a rank alone has no connections."""
 
-    def __init__(self, ranks: list[int], rank: int, failed: Callable[[], None]) -> None:
-        """``failed`` is called when a collective has failed."""
+    def __init__(
+        self,
+        ranks: list[int],
+        rank: int,
+        failed: Callable[[], None],
+        abandoned: Callable[[], bool],
+    ) -> None:
+        """``failed`` is called when a collective has failed; ``abandoned`` says whether they all are to end."""
         self.ranks = ranks
         self.place = ranks.index(rank)
-        self._failed = failed
+        self._failed, self._abandoned = failed, abandoned
         self._backend: Any = None
 
     def _connect(self, store: dist.Store) -> None:
@@ -180,10 +200,29 @@ class Peers:
         self._wait([self._backend.broadcast([tensor], options) for tensor in tensors])
 
     def _wait(self, works: list[Any]) -> None:
-        failures = [error for work in works if (error := _failure(work))]  # all of them end
+        failures = []
+        for work in works:  # all of them end
+            if (error := self._failure(work)) is not None:
+                failures.append(error)
+                self._failed()
         if failures:
-            self._failed()
             raise Changed(str(failures[0])) from failures[0]
+
+    def _failure(self, work: Any) -> RuntimeError | None:
+        """Wait for an operation; return its error, also if it is to end and does not."""
+        abandoned = False
+        while True:
+            try:
+                work.wait(LOOK)
+            except RuntimeError as error:
+                if abandoned and not work.is_completed():
+                    # The end of the group would wait for the operation's thread: it never comes.
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
+                elif not work.is_completed():
+                    abandoned = self._abandoned()
+                    continue
+                return error
+            return None
 
 
 class MembershipGroup(Peers):
@@ -196,10 +235,13 @@ class MembershipGroup(Peers):
             Changed: The membership is over.
         """
         self.attempts = dict(sorted(members.attempts.items()))
-        super().__init__(list(self.attempts), rank, self.abandon)
+        self._over = False
+        super().__init__(list(self.attempts), rank, self.abandon, lambda: self._over)
         self.number, self.row = members.number, members.row
         column = [r for r in self.ranks if r % self.row == rank % self.row]
-        self.column: Peers = self if self.row == 1 else Peers(column, rank, self.abandon)
+        self.column: Peers = (
+            self if self.row == 1 else Peers(column, rank, self.abandon, lambda: self._over)
+        )
         """The ranks with the same place in their rows; with rows of one rank, all."""
         self._sockets: list[socket.socket] = []
         if len(self.ranks) > 1:
@@ -214,11 +256,15 @@ class MembershipGroup(Peers):
                     place = self.column.ranks[0] % self.row
                     self.column._connect(dist.PrefixStore(f"column {place}", store))  # noqa: SLF001
             except (RuntimeError, Changed) as error:
+                # Those that are connected would wait for this rank in the group, for as long as it holds its side.
+                self._sockets = _connected(_descriptors() - before)
+                self.close()
                 raise Changed(str(error)) from error
             self._sockets = _connected(_descriptors() - before)
 
     def abandon(self) -> None:
         """End all collectives with an error, also one that another thread waits in."""
+        self._over = True
         for sock in self._sockets:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -232,41 +278,36 @@ class MembershipGroup(Peers):
         self._backend = self.column._backend = None  # noqa: SLF001
 
 
-def _failure(work: Any) -> RuntimeError | None:
-    """Wait for an operation; return its error."""
-    try:
-        work.wait()
-    except RuntimeError as error:
-        return error
-    return None
-
-
-def connections() -> set[int]:
+def connections() -> set[Descriptor]:
     """Return the descriptors of this process's connected TCP sockets."""
     found = set()
-    for fd in _descriptors():
-        copies = _connected({fd})
-        found |= {fd} if copies else set()
+    for descriptor in _descriptors():
+        copies = _connected({descriptor})
+        found |= {descriptor} if copies else set()
         for copy in copies:
             copy.close()
     return found
 
 
-def shut_down(descriptors: set[int]) -> None:
+def shut_down(descriptors: set[Descriptor]) -> None:
     """End the connections of descriptors, so that collectives that wait for them fail."""
     for sock in _connected(descriptors):
         with contextlib.suppress(OSError), sock:
             sock.shutdown(socket.SHUT_RDWR)
 
 
-def _descriptors() -> set[int]:
-    return {int(name) for name in os.listdir("/proc/self/fd")}
+def _descriptors() -> set[Descriptor]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed by now
+            found.add(Descriptor(int(name), os.readlink(f"/proc/self/fd/{name}")))
+    return found
 
 
-def _connected(descriptors: set[int]) -> list[socket.socket]:
+def _connected(descriptors: set[Descriptor]) -> list[socket.socket]:
     """Return copies of the connected TCP sockets among ``descriptors``."""
     found = []
-    for fd in descriptors:
+    for fd, _what in descriptors:
         try:
             sock = socket.socket(fileno=os.dup(fd))
         except OSError:

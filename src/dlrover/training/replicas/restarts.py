@@ -24,7 +24,13 @@ from dlrover.spec.requests.membership import (
 )
 from dlrover.training.machine.places import NEWS_LIMIT
 from dlrover.training.replicas import hooks
-from dlrover.training.replicas.groups import TIMEOUT, MeetingStore, connections, shut_down
+from dlrover.training.replicas.groups import (
+    TIMEOUT,
+    Descriptor,
+    MeetingStore,
+    connections,
+    shut_down,
+)
 from dlrover.training.replicas.link import Link, open_link
 
 logger = logging.getLogger(__name__)
@@ -63,7 +69,7 @@ class _Restarts:
     def __init__(self, link: Link, given: launched.Given) -> None:
         self._link, self._given = link, given
         self._number = -1
-        self._before: set[int] = set()
+        self._before: set[Descriptor] = set()
         self._running = False
         self._left = threading.Event()
         self._lock = threading.Lock()
@@ -76,6 +82,7 @@ class _Restarts:
         while True:
             members = self._all_there()
             self._number = members.number
+            launched.call = members.number + 1
             store = MeetingStore(self._link, given.round, members.number, members.attempts)
             try:
                 with self._group(store):

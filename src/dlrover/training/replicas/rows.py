@@ -18,12 +18,12 @@ import torch.distributed as dist
 from dlrover import launched
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.training.machine.places import EXCLUDED_LIMIT
-from dlrover.training.replicas.groups import TIMEOUT, Changed, Done, Group, MeetingStore
+from dlrover.training.replicas.groups import PATIENCE, TIMEOUT, Changed, Done, Group, MeetingStore
 from dlrover.training.replicas.link import Link
 
 Tensors: TypeAlias = list[torch.Tensor]
 Start: TypeAlias = Callable[[Any, Tensors, Tensors], Any]
-CONNECT_TIMEOUT = timedelta(seconds=60)
+CONNECT_TIMEOUT = timedelta(seconds=60) / PATIENCE
 """Time limit for the connection to a rank of the row that has said where it is."""
 
 

@@ -27,6 +27,7 @@ from dlrover.spec.requests.membership import (
     DivideMembers,
     FinishMembers,
     JoinMembers,
+    LeaveMembers,
     LookMembers,
     Members,
     MembersNow,
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 AGAIN = 0.2
 """Seconds until a rank asks again to join a round that the master does not know."""
+WITHDRAWN = 0.5
+"""Seconds for which a rank leaves the others alone that are within a step, so that they can go on with it."""
 
 
 class Healed(Protocol):
@@ -176,6 +179,13 @@ class Survivors:
         self._waiting, self._later = None, False
         self.usable = self._settled = True
         return True
+
+    def withdraw(self) -> None:
+        """Let the others go on without this rank, which cannot join them where they are; it may join again."""
+        self.close()
+        self._waiting = None
+        self._link.ask(LeaveMembers(self._round, self.rank, self._attempt))
+        self._link.wait(lambda members: members.over, WITHDRAWN)
 
     def finish(self) -> None:
         """Report that the training is finished, and leave."""

@@ -354,10 +354,10 @@ class Unchanged:
         while True:
             reductions, others = divmod(self._survivors.position, REDUCTION)
             if others != BEGUN:
-                raise InfrastructureError(
-                    "--survive: another rank was lost while the others were not at the beginning of a step, where alone this"
-                    " rank can join them; all ranks start again."
-                )
+                # Another rank was lost within a step: the others have met at once, and this one has no place there.
+                self._survivors.withdraw()
+                self._ask()
+                continue
             if self._reductions != reductions:
                 break
             if self._survivors.settle(self._began):
