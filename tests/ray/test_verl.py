@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dlrover.errors import ConfigurationError
 from tests.ray.conftest import Cluster, connected
 from tests.waiting import until
 
@@ -205,6 +206,27 @@ def test_a_driver_inside_an_actor_has_the_same_groups_and_the_same_last_screen(s
     assert start("in_actor", "window=60", compute_log_prob=(1, 1)).results() == [times(3)] * 3
     log = start("in_actor", "max_restarts=0", compute_log_prob=(1, 1)).ends(3)
     assert "it was made anew 0 times" in log[log.rindex("dlrover: ") :]
+
+
+def test_a_verl_that_lacks_what_we_build_on_is_refused_by_name() -> None:
+    from dlrover.integrations.verl.group import RayWorkerGroup, check
+
+    class Older(RayWorkerGroup):
+        spawn_fused = None
+
+    class Newer(RayWorkerGroup):
+        def _init_with_resource_pool(self, pool):
+            pass
+
+    for cls, lacking in (
+        (Older, "spawn_fused"),
+        (Newer, r"_init_with_resource_pool\(resource_pool\)"),
+    ):
+        with pytest.raises(
+            ConfigurationError,
+            match=rf"verl \S+ has no {cls.__name__}\.{lacking}; .* needs verl 0\.9",
+        ):
+            check(cls)
 
 
 def test_a_raylet_that_dies_is_replaced_or_the_missing_resources_are_named(start, cluster) -> None:
