@@ -186,9 +186,13 @@ class Shared:
 
     def _refusal(self, error: RayError) -> str:
         """Return why the group is not made anew; empty if it is."""
-        if getattr(error, "actor_init_failed", False):
-            return f"its constructor has failed, {error}"
-        return self.history.refusal(time.monotonic())
+        failed = getattr(error, "actor_init_failed", False)
+        why = (
+            f"its constructor has failed, {error}"
+            if failed
+            else self.history.refusal(time.monotonic())
+        )
+        return why and f"the group is not made anew: {why}"
 
     def _what(self, group: WorkerGroup, ranks: list[int], during: str, described: str) -> str:
         others = f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""
@@ -198,7 +202,7 @@ class Shared:
     def _make_anew(self, why: str) -> None:
         """Replace all actors and repeat the calls that prepared the old ones, unless there is a reason against it."""
         if why:
-            raise InfrastructureError(f"the group is not made anew: {why}")
+            raise InfrastructureError(why)
         logger.warning("%s; the group is made anew", self._lost)
         root, wait = self.root, self.history.repair.wait
         assert root is not None  # its history says why not
