@@ -35,6 +35,7 @@ DOORS = {
         "HashEmbeddingBag", "HashTable", "Initializer", "RemoteTable", "RowOptimizer", "ServedTables", "Spill", "checkpoints",
         "open_table", "prefetched",
     },
+    "dlrover.integrations.verl": {"Repair", "WorkerGroup", "install"},
     "dlrover.optim": {
         "AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT", "GroupAdagrad", "GroupAdam", "Penalty", "WSAM",
     },
@@ -53,7 +54,7 @@ NEEDS = {
     "ElasticDataset": "torch", "ElasticDataLoader": "torch", "ElasticTrainer": "torch",
     "ElasticDistributedSampler": "torch", "Replicas": "torch", "restartable": "torch", "Checkpointer": "torch", "LoadRecord": "torch", "Shard": "torch",
     "EmbeddingOptimizer": "torch", "HashEmbedding": "torch", "HashEmbeddingBag": "torch", "prefetched": "torch",
-    "write_stream": "ray", "dataset": "tensorflow", "resilient": "tensorflow", "traced": "torch", "auto_accelerate": "torch", "AutoAccelerateResult": "torch", "clip_grad_norm_": "torch", "Optimizer": "sqlalchemy",
+    "write_stream": "ray", "dataset": "tensorflow", "resilient": "tensorflow", "traced": "torch", "auto_accelerate": "torch", "AutoAccelerateResult": "torch", "clip_grad_norm_": "torch", "WorkerGroup": "verl", "Optimizer": "sqlalchemy",
     **dict.fromkeys(("AEDiT", "AGD", "AGD8bit", "AdamW8bit", "DiLoCo", "EDiT"), "torch"),
     **dict.fromkeys(("GroupAdagrad", "GroupAdam", "WSAM"), "torch"),
 }  # fmt: skip

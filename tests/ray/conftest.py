@@ -34,9 +34,10 @@ OF_RAY_DATA = ("AutoscalingCoordinator", "_dataset_stats_actor")
 
 
 class Cluster:
-    """A head without CPUs, on which masters run, and nodes with one CPU each."""
+    """A head without CPUs, on which masters run, and nodes with one CPU each, or more."""
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, cpus: int = 1) -> None:
+        self._cpus = cpus
         self.directory = Path(
             tempfile.mkdtemp(prefix="ray", dir="/tmp")
         )  # sockets need short paths
@@ -56,8 +57,8 @@ class Cluster:
         self.add_nodes(nodes)
 
     def add_nodes(self, count: int) -> None:
-        """Start more nodes, with one CPU each."""
-        self._start([f"--address={self.address}", "--num-cpus=1"], count)
+        """Start more nodes."""
+        self._start([f"--address={self.address}", f"--num-cpus={self._cpus}"], count)
 
     def _start(self, options: list[str], count: int = 1) -> None:
         missing = count
@@ -182,10 +183,17 @@ def _end(node: subprocess.Popen[bytes]) -> None:
 def ray_cluster() -> Iterator[Cluster]:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed; scripts/test-engines installs it")
+    with connected(nodes=3) as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def connected(nodes: int, cpus: int = 1) -> Iterator[Cluster]:
+    """A cluster to which this process is connected."""
     before = dict(os.environ)
     # Before Ray is imported, which reads them once.
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
-    cluster = Cluster(3)
+    cluster = Cluster(nodes, cpus)
     import ray
 
     try:
@@ -212,4 +220,4 @@ def run(tmp_path: Path, ray_cluster: Cluster) -> Iterator[Runner]:
         ray_cluster.is_empty()
 
 
-__all__ = ["Cluster", "Launch", "ray_cluster", "run"]
+__all__ = ["Cluster", "Launch", "connected", "ray_cluster", "run"]

@@ -84,7 +84,7 @@ def run(program: Program, board: Board | None) -> None:
         ownends.watch(lambda end: _record(program, end), signals)
     try:
         try:
-            _execute(program)
+            execute(program)
         except Exception as error:
             launched.failed(error)
             raise
@@ -138,7 +138,8 @@ def recorded_step(path: Path) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
-def _execute(program: Program) -> None:
+def execute(program: Program) -> None:
+    """Run the program as ``python`` does: its ``__main__``, its arguments and its search path."""
     sys.argv = [program.target, *program.args]
     if program.entry == "run_path":
         _add_to_path(os.getcwd())

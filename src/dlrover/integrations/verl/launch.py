@@ -1,0 +1,129 @@
+"""Running a program of verl with our worker groups, without a change in it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import traceback
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from dlrover import config, extras
+from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
+from dlrover.integrations.verl.history import VARIABLE, repair
+from dlrover.ray import cluster
+from dlrover.training.worker import bootstrap, imports
+
+HOME = "verl.single_controller.ray.base"
+"""The module that defines verl's group; the package above it takes the name from here."""
+HOOK = "dlrover.integrations.verl.install"
+OF_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Variable from which ``ray.init`` takes a job's runtime environment beside the program's own."""
+
+
+def install() -> None:
+    """Let ``RayWorkerGroup`` be ours in this process; call it before the program imports verl's."""
+    imports.after_import(HOME, _replace)
+
+
+def _replace(module: types.ModuleType) -> None:
+    group = importlib.import_module("dlrover.integrations.verl.group")
+    module.RayWorkerGroup = group.WorkerGroup  # type: ignore[attr-defined]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a program with our worker groups, in its driver and in all its processes on Ray; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dlrover.integrations.verl",
+        usage="%(prog)s [-m MODULE | SCRIPT] ARGS...",
+        description=main.__doc__,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="Run a module.")
+    parser.add_argument("program", help="A module or a script.")
+    parser.add_argument("args", nargs=argparse.REMAINDER)
+    args = parser.parse_args(argv)
+    try:
+        _prepare()
+        program = bootstrap.Program(
+            entry="module" if args.module else "script",
+            target=args.program, args=args.args, error_file="", slot=0,
+        )  # fmt: skip
+        bootstrap.execute(program)
+    except Exception as error:  # noqa: BLE001 - the program's last screen
+        if not isinstance(error, DLRoverError) or _is_remote(error):
+            traceback.print_exception(error)
+        said, code = _explained(error)
+        if said:
+            sys.stderr.write(f"dlrover: {said}\n")
+        return code
+    return ExitCode.SUCCESS
+
+
+def _prepare() -> None:
+    """Check what is needed, and set what the processes on Ray get."""
+    env = config.environ()
+    extras.require("dlrover.integrations.verl", "ray", ("ray",))
+    if importlib.util.find_spec("verl") is None:
+        raise ConfigurationError(
+            "dlrover.integrations.verl needs the package verl: pip install verl."
+        )
+    repair(env.get(VARIABLE, ""))
+    cluster.check_port(env.get("RAY_ADDRESS", ""))
+    os.environ[OF_JOB] = json.dumps(job_config(env.get(OF_JOB, ""), env.get(VARIABLE, "")))  # noqa: TID251
+    install()
+
+
+def job_config(given: str, settings: str) -> dict[str, Any]:
+    """Return Ray's configuration of the job, with our hook in the runtime environment.
+
+    Args:
+        given: What ``ray job submit`` has set, as JSON.
+        settings: Our settings, for the processes on Ray.
+
+    Raises:
+        ConfigurationError: the job has a hook of its own.
+    """
+    job = json.loads(given or "{}")
+    runtime = job.setdefault("runtime_env", {})
+    if runtime.setdefault("worker_process_setup_hook", HOOK) != HOOK:
+        raise ConfigurationError(
+            f"The Ray job has the worker_process_setup_hook {runtime['worker_process_setup_hook']}: call {HOOK}()"
+            " there, and run the program without python -m dlrover.integrations.verl."
+        )
+    if settings:
+        runtime.setdefault("env_vars", {}).setdefault(VARIABLE, settings)
+    return job
+
+
+def _is_remote(error: BaseException) -> bool:
+    return hasattr(error, "cause")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = getattr(error, "cause", None) or error.__cause__ or error.__context__
+
+
+def _explained(error: BaseException) -> tuple[str, int]:
+    """Return the root cause of an error in words, empty if it is the program's own, and the exit code."""
+    ray = importlib.import_module("ray") if importlib.util.find_spec("ray") else None
+    for one in _chain(error):
+        if isinstance(one, DLRoverError) and not _is_remote(one):
+            return str(one), one.exit_code
+        actor = getattr(one, "actor_id", None)
+        if ray is not None and isinstance(one, ray.exceptions.RayActorError) and actor:
+            deaths = importlib.import_module("dlrover.integrations.verl.deaths")
+            said = (
+                f"{deaths.described(actor)}.{deaths.last_lines(actor)}"
+                if ray.is_initialized()
+                else str(one)
+            )
+            return f"An actor died: {said}", ExitCode.INFRASTRUCTURE
+    return "", ExitCode.USER_CODE
