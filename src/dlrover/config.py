@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import MetricsAddress, TlsFiles
@@ -136,7 +137,7 @@ def settings(
     if isinstance(limits.get("cause_budgets"), str):
         limits["cause_budgets"] = _budgets(limits["cause_budgets"])
     values["limits"] = limits
-    converted = msgspec.convert(values, Settings, strict=False)
+    converted = decoding.convert(values, Settings, strict=False)
     if "slow_rank_window" not in limits:  # the default must cover a longer heartbeat_interval
         given = converted.limits
         window = max(given.slow_rank_window, given.heartbeat_interval)
@@ -156,7 +157,7 @@ def _check_types(values: Mapping[str, Any], source: str) -> None:
         if key == "cause_budgets" and isinstance(value, str):
             continue
         try:
-            msgspec.convert(value, types[key], strict=False)
+            decoding.convert(value, types[key], strict=False)
         except msgspec.ValidationError as error:
             name = key.upper() if source.startswith(ENV_PREFIX) else key
             raise ConfigurationError(
@@ -318,7 +319,7 @@ def role_place(env: Mapping[str, str]) -> RolePlace | None:
         return None
     values = {field: env[name] for field, name in ROLE_VARIABLES.items() if env.get(name)}
     try:
-        return msgspec.convert(values, RolePlace, strict=False)
+        return decoding.convert(values, RolePlace, strict=False)
     except msgspec.ValidationError as error:
         given = ", ".join(
             f"{ROLE_VARIABLES[field]}={value}"

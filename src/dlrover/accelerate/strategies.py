@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.accelerate.methods import of_methods
 from dlrover.errors import ConfigurationError
 from dlrover.planning.parallel.records import Strategy
@@ -98,7 +99,7 @@ def _of_json(data: bytes, source: str) -> Strategy:
         if not isinstance(values, Mapping):
             raise msgspec.ValidationError(f"it is a {type(values).__name__}, not an object")
         _refuse_unknown(values, source)
-        return msgspec.convert(values, Strategy)
+        return decoding.convert(values, Strategy)
     except msgspec.MsgspecError as error:
         raise ConfigurationError(f"{source} is not the JSON of a Strategy: {error}.") from error
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from dlrover import config
-from dlrover._util import files, logs, procs
+from dlrover._util import decoding, files, logs, procs
 from dlrover._util.sockets import address_towards
 from dlrover.agent.checking import Checker
 from dlrover.agent.ports import StorePort
@@ -152,7 +152,7 @@ def _own_address(master: str) -> str:
 def _master_address(job_dir: JobDir, last: str = "") -> str:
     """Return the address of the job's master; ``last`` if it can no longer be read from the directory."""
     try:
-        return msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress).address
+        return decoding.json(job_dir.master.read_bytes(), MasterAddress).address
     except (OSError, msgspec.DecodeError) as error:
         if last:
             return last

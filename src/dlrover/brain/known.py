@@ -9,6 +9,7 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from dlrover._util import decoding
 from dlrover.brain import tables
 from dlrover.brain.machine.job import JobFacts, Past, tenant_of
 from dlrover.errors import ConfigurationError
@@ -55,7 +56,7 @@ def _jobs(connection: Connection, where: Any) -> list[JobFacts]:
     return [
         JobFacts(
             id=row.id,
-            description=msgspec.json.decode(row.description, type=brain.Description),
+            description=decoding.json(row.description, brain.Description),
             current=_shape(row.shape),
             samples=tuple(sample for _, sample in samples.get(row.id, ())),
             outcomes=tuple(outcomes.get(row.id, ())),
@@ -70,7 +71,7 @@ def _samples(connection: Connection, chosen: Any) -> dict[str, list[tuple[int, b
     rows = _latest(connection, tables.samples, tables.samples.c.id, chosen, SAMPLES)
     found: dict[str, list[tuple[int, brain.Sample]]] = {}
     for row in rows:
-        sample = msgspec.json.decode(row.sample, type=brain.Sample)
+        sample = decoding.json(row.sample, brain.Sample)
         found.setdefault(row.job, []).append((row.id, sample))
     return found
 
@@ -93,7 +94,7 @@ def _outcomes(connection: Connection, chosen: Any) -> dict[str, list[PlanOutcome
     )
     found: dict[str, list[PlanOutcome]] = {}
     for row in connection.execute(query):
-        effect = msgspec.json.decode(row.plan, type=ResourcePlan).effect
+        effect = decoding.json(row.plan, ResourcePlan).effect
         if effect is not None:
             found.setdefault(row.job, []).append(
                 PlanOutcome(effect=effect, throughput=row.throughput)
@@ -138,8 +139,8 @@ def past_jobs(connection: Connection, tenant: str | None = None) -> Past:
 
 
 def _past(row: Any, most: dict[tuple[str, str], int]) -> PastJob:
-    description = msgspec.json.decode(row.description, type=brain.Description)
-    shape = msgspec.json.decode(row.shape, type=brain.Shape)
+    description = decoding.json(row.description, brain.Description)
+    shape = decoding.json(row.shape, brain.Shape)
     groups: dict[str, NodeGroup] = {
         kind: msgspec.structs.replace(group, memory=most.get((row.id, kind), group.memory))
         for kind, group in shape.groups.items()
@@ -160,7 +161,7 @@ def similar(connection: Connection, job: str) -> brain.Similar:
     )
     near = []
     for row in connection.execute(query.order_by(jobs.c.ended.desc()).limit(PAST)):
-        past = msgspec.json.decode(row.description, type=brain.Description)
+        past = decoding.json(row.description, brain.Description)
         alike = similarity(asking.features, past.features)
         if past.strategy == asking.strategy and alike >= LEAST_SIMILARITY:
             near.append((alike, row.id, past.name))
@@ -180,13 +181,13 @@ def similar(connection: Connection, job: str) -> brain.Similar:
 def the_cluster(connection: Connection) -> brain.ClusterResources:
     """Return the cluster's resources, as last reported."""
     rows = connection.execute(sa.select(tables.cluster).order_by(tables.cluster.c.name)).all()
-    nodes = tuple(msgspec.json.decode(row.node, type=brain.ClusterNode) for row in rows)
+    nodes = tuple(decoding.json(row.node, brain.ClusterNode) for row in rows)
     ready = [node for node in nodes if node.ready]
     capacity = added(node.capacity for node in ready)
     used = added(node.used for node in ready)
     free = {name: max(0.0, amount - used.get(name, 0.0)) for name, amount in capacity.items()}
     limits = {
-        row.queue: msgspec.json.decode(row.limits, type=brain.Use)
+        row.queue: decoding.json(row.limits, brain.Use)
         for row in connection.execute(sa.select(tables.quotas))
     }
     seen = max((row.at for row in rows), default=0.0)
@@ -220,7 +221,7 @@ def _rows(connection: Connection, rows: Sequence[Any]) -> tuple[brain.JobRow, ..
     return tuple(
         brain.JobRow(
             job=row.id,
-            description=msgspec.json.decode(row.description, type=brain.Description),
+            description=decoding.json(row.description, brain.Description),
             state=row.state,
             registered=row.registered,
             ended=row.ended,
@@ -257,8 +258,8 @@ def story(connection: Connection, job: str) -> brain.Story:
         job=_rows(connection, [row])[0],
         plans=tuple(_record(found) for found in _plans(connection, job)),
         nodes=tuple(_node(found) for found in connection.execute(used)),
-        samples=tuple(msgspec.json.decode(found.sample, type=brain.Sample) for found in samples),
-        outcome=None if end is None else msgspec.json.decode(end, type=Outcome),
+        samples=tuple(decoding.json(found.sample, brain.Sample) for found in samples),
+        outcome=None if end is None else decoding.json(end, Outcome),
     )
 
 
@@ -285,7 +286,7 @@ def plan_by_id(connection: Connection, plan_id: str) -> brain.PlanRecord | None:
 
 
 def _record(row: Any) -> brain.PlanRecord:
-    plan = msgspec.json.decode(row.plan, type=ResourcePlan)
+    plan = decoding.json(row.plan, ResourcePlan)
     outcome = None
     if row.throughput and plan.effect is not None:
         outcome = PlanOutcome(effect=plan.effect, throughput=row.throughput)
@@ -310,4 +311,4 @@ def _node(row: Any) -> brain.NodeRecord:
 
 
 def _shape(text: str | None) -> brain.Shape | None:
-    return None if text is None else msgspec.json.decode(text, type=brain.Shape)
+    return None if text is None else decoding.json(text, brain.Shape)

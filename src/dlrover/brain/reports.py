@@ -9,6 +9,7 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from dlrover._util import decoding
 from dlrover.brain import tables
 from dlrover.brain.writer import Batch
 from dlrover.errors import ConfigurationError, ProtocolError
@@ -63,7 +64,7 @@ def as_json(record: Any) -> str:
     """
     data = msgspec.json.encode(record)
     try:
-        msgspec.json.decode(data, type=type(record))
+        decoding.json(data, type(record))
     except msgspec.ValidationError as error:
         raise ProtocolError(f"A number is not finite: {error}.") from error
     return data.decode()

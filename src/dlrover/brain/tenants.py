@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.spec import brain
 
@@ -82,7 +83,7 @@ def read_tenants(folder: str, operator: str) -> dict[str, Tenant]:
 def _limited(name: str, token: str, limits: str) -> Tenant:
     """Return a tenant with the limits below its token."""
     try:
-        return msgspec.convert({**msgspec.toml.decode(limits), "token": token}, Tenant)
+        return decoding.convert({**msgspec.toml.decode(limits), "token": token}, Tenant)
     except msgspec.DecodeError as error:
         raise ConfigurationError(
             f"The file of the tenant {name} is wrong below its token: {error}; it takes priority (a number above"

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from dlrover import config
-from dlrover._util import files
+from dlrover._util import decoding, files
 from dlrover.errors import ConfigurationError
 from dlrover.rpc import wire
 from dlrover.spec.jobdir import (
@@ -157,7 +157,7 @@ def _check_format(job_dir: JobDir) -> None:
     for path in (job_dir.job, job_dir.agent):
         # Absent, or damaged: its reader reports that.
         with contextlib.suppress(OSError, msgspec.DecodeError):
-            check_format(path, msgspec.json.decode(path.read_bytes(), type=ConfigHeader).format)
+            check_format(path, decoding.json(path.read_bytes(), ConfigHeader).format)
 
 
 def _archive(job_dir: JobDir) -> None:
@@ -182,7 +182,7 @@ def _journal_files(job_dir: JobDir) -> list[Path]:
     """Return the files of the last run's journal, which may be in another directory."""
     journal = job_dir.journal
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        url = msgspec.json.decode(job_dir.job.read_bytes(), type=ConfigHeader).journal
+        url = decoding.json(job_dir.job.read_bytes(), ConfigHeader).journal
         elsewhere = url.removeprefix("file:")
         journal = Path(elsewhere) if url.startswith("file:") and elsewhere else journal
     return sorted(journal.parent.glob(f"{glob.escape(journal.name)}*"))

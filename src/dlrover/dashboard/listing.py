@@ -12,14 +12,13 @@ from typing import Any
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.dashboard.inspect import roles
 from dlrover.errors import DLRoverError
 from dlrover.roles.client import load_config
 from dlrover.roles.coordinator.jobs import directory_of
-from dlrover.roles.spec import RolesConfig
 from dlrover.rpc.client import connect
-from dlrover.spec.events import Event
-from dlrover.spec.jobdir import AgentConfig, ConfigHeader, JobDir, MasterAddress, MasterConfig
+from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.words import counted
 
@@ -27,11 +26,6 @@ MOST = 200
 """Most jobs of a source in the list, unless ``--jobs`` says another number."""
 ANSWER_TIME = 1.5
 """Seconds that a master has to tell the status of its job for the list."""
-
-# msgspec crashes the process if a thread decodes a type for the first time while another one decodes a part of it. Files
-# are read in threads: their types are made complete here.
-for _kind in (AgentConfig, ConfigHeader, Event, MasterAddress, MasterConfig, Outcome, RolesConfig):
-    msgspec.json.Decoder(_kind)
 
 
 class JobList:
@@ -98,7 +92,7 @@ async def _ask(row: dict[str, Any]) -> None:
     row["phase"] = "interrupted"  # without a master and an outcome
     away = (DLRoverError, OSError, OverflowError, asyncio.TimeoutError, msgspec.DecodeError)
     with contextlib.suppress(*away):
-        address = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress)
+        address = decoding.json(job_dir.master.read_bytes(), MasterAddress)
         os.kill(address.pid, 0)
         if job_dir.roles.exists():
             of_roles = await asyncio.wait_for(roles.ask(job_dir), ANSWER_TIME)
@@ -124,7 +118,7 @@ def _content(job_dir: JobDir) -> dict[str, Any]:
             of_roles = load_config(job_dir).job
             row |= {"name": of_roles.name, "nodes": counted(len(of_roles.roles), "role")}
         else:
-            job = msgspec.json.decode(job_dir.job.read_bytes(), type=MasterConfig).job
+            job = decoding.json(job_dir.job.read_bytes(), MasterConfig).job
             least, most = job.min_nodes, job.max_nodes
             row |= {"name": job.name, "nodes": str(most) if least == most else f"{least}:{most}"}
     except DLRoverError as error:
@@ -132,7 +126,7 @@ def _content(job_dir: JobDir) -> dict[str, Any]:
     except (OSError, msgspec.DecodeError) as error:
         row["problem"] = f"job.json cannot be read: {error}"
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        outcome = msgspec.json.decode(job_dir.outcome.read_bytes(), type=Outcome)
+        outcome = decoding.json(job_dir.outcome.read_bytes(), Outcome)
         ratio = outcome.goodput.goodput_ratio if outcome.goodput is not None else None
         row |= {
             "phase": "succeeded" if outcome.exit_code == 0 else "failed",

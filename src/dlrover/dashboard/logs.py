@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.spec.jobdir import AgentConfig, JobDir
 
 FILES = 400
@@ -112,7 +113,7 @@ def _files(job_dir: JobDir) -> Iterator[tuple[str, Path]]:
 def _workers_logs(job_dir: JobDir) -> Path:
     """Return the directory of the workers' logs, which ``--log-dir`` moves."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        given = msgspec.json.decode(job_dir.agent.read_bytes(), type=AgentConfig).launch.log_dir
+        given = decoding.json(job_dir.agent.read_bytes(), AgentConfig).launch.log_dir
         if given and given != os.devnull:
             return Path(given)
     return job_dir.logs

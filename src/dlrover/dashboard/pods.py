@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.dashboard import cluster, podlogs, stdio
 from dlrover.dashboard.actions import Action, ScaleAction
 from dlrover.dashboard.ended import of_elastic_job
@@ -92,7 +93,7 @@ class PodJob:
             return await self._scale(action.nodes)
         answer = b"".join([text async for text in self._ask(stdio.PageRequest(action=action))])
         try:
-            return msgspec.json.decode(answer, type=dict[str, object])
+            return decoding.json(answer, dict[str, object])
         except msgspec.DecodeError as error:
             raise InfrastructureError(
                 f"{self._master()} does not say what became of it: {error}."

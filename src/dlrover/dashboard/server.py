@@ -26,7 +26,7 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 
-from dlrover._util import procs
+from dlrover._util import decoding, procs
 from dlrover.dashboard import actions, content, guard
 from dlrover.dashboard.cluster import JobSources
 from dlrover.dashboard.feed import JobFeed
@@ -152,7 +152,7 @@ class Dashboard:
             if len(body) > MOST_BYTES:
                 return _refused(413, f"The body must have at most {MOST_BYTES} bytes.")
         try:
-            action = msgspec.json.decode(body, type=actions.Action)
+            action: actions.Action = decoding.json_decoder(actions.Action).decode(body)
         except msgspec.DecodeError as error:
             return _refused(400, f"The body is no action: {error}.")
         try:

@@ -7,6 +7,7 @@ import sys
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.dashboard.actions import Action
 from dlrover.dashboard.feed import JobFeed
 from dlrover.errors import ConfigurationError
@@ -37,7 +38,7 @@ async def serve(job_dir: JobDir) -> None:
         lambda: asyncio.StreamReaderProtocol(lines), sys.stdin
     )
     try:
-        request = msgspec.json.decode(await lines.readline(), type=PageRequest)
+        request = decoding.json(await lines.readline(), PageRequest)
     except msgspec.DecodeError as error:
         raise ConfigurationError(f"The first line is no request: {error}.") from error
     output = await _output()

@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from dlrover import launched
+from dlrover._util import decoding
 from dlrover.data import services
 from dlrover.data.client import Reader, ShardClient
 from dlrover.data.machine import order
@@ -424,13 +425,13 @@ class Records(Generic[Sample_co]):
 
 def acknowledged(states: Sequence[Mapping[str, Any]]) -> Spans:
     """Return the acknowledged samples in the states of all workers of one checkpoint, for inspection."""
-    first = msgspec.convert(dict(states[0]), RankData)
+    first = decoding.convert(dict(states[0]), RankData)
     spec = DataSpec(name=first.name, size=first.size, order=first.order)
     return merged(states, spec)[0]
 
 
 def _checked(fields: dict[str, Any]) -> DataSpec:
     try:
-        return msgspec.convert(fields, DataSpec)
+        return decoding.convert(fields, DataSpec)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"Invalid options for a data set: {error}.") from error

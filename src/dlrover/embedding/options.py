@@ -8,6 +8,7 @@ import msgspec
 
 from dlrover._native import tables
 from dlrover._native.tables import Hyper
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -142,11 +143,6 @@ class TableOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
 
 
-_decoder = msgspec.json.Decoder(
-    TableOptions
-)  # made at once: threads that are each the first to read a type crash
-
-
 def decoded(given: TableOptions | str) -> TableOptions:
     """Return checked options.
 
@@ -155,7 +151,7 @@ def decoded(given: TableOptions | str) -> TableOptions:
     """
     try:
         text = given if isinstance(given, str) else msgspec.json.encode(given)
-        made = _decoder.decode(text)
+        made = decoding.json(text, TableOptions)
     except (msgspec.MsgspecError, TypeError) as error:
         raise ConfigurationError(
             f"The options of an embedding table are wrong: {error}."

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from dlrover import config, extras
-from dlrover._util import files, logs, procs
+from dlrover._util import decoding, files, logs, procs
 from dlrover.errors import (
     ConfigurationError,
     DLRoverError,
@@ -176,7 +176,7 @@ def _port(job_dir: JobDir, settings: MasterConfig) -> int:
     """Return the configured port; if there is none, that of the job's last master, where its agents look."""
     if settings.port or not job_dir.master.exists():
         return settings.port
-    last = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress)
+    last = decoding.json(job_dir.master.read_bytes(), MasterAddress)
     return int(last.address.rpartition(":")[2])
 
 
@@ -230,6 +230,6 @@ async def _until_ended(master: Master, job_dir: JobDir, orphaned: asyncio.Event)
 def read_outcome(path: Path) -> Outcome | None:
     """Return the outcome in a file; None if there is none yet."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Outcome)
+        return decoding.json(path.read_bytes(), Outcome)
     except FileNotFoundError:
         return None

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError
 from dlrover.master.machine.diagnosis.diagnosis import RuleTable
 from dlrover.spec.failure import Rule
@@ -102,7 +103,7 @@ def _row(row: Any, where: str) -> Rule:
         accepted = _problem(name, value)
         if accepted:
             raise ConfigurationError(f"{where}: {name} = {value!r}; {accepted}.")
-    return msgspec.convert(row, Rule)
+    return decoding.convert(row, Rule)
 
 
 def _problem(name: str, value: Any) -> str:
@@ -110,7 +111,7 @@ def _problem(name: str, value: Any) -> str:
     if name not in _TYPES:
         return f"it is not a field; the fields are {', '.join(Rule.__struct_fields__)}"
     try:
-        msgspec.convert(value, _TYPES[name])
+        decoding.convert(value, _TYPES[name])
     except msgspec.ValidationError:
         return f"it takes {_accepted(_TYPES[name])}"
     if name == "cause" and not re.fullmatch(r"[a-z][a-z0-9_]*", value):

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from dlrover import config, roles
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError
 from dlrover.roles.messages import MAX_ITEMS, LookQueue
 from dlrover.roles.runtime import worker
@@ -56,7 +57,7 @@ class Hosted(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def hosted() -> Hosted:
     """Return what this process knows of its role."""
-    return msgspec.json.decode(config.environ().get(VARIABLE, "{}"), type=Hosted)
+    return decoding.json(config.environ().get(VARIABLE, "{}"), Hosted)
 
 
 @dataclass(frozen=True)

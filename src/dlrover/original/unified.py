@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError
 from dlrover.original.runtime import VARIABLE, Hosted
 from dlrover.roles.entries import entry_point
@@ -57,7 +58,7 @@ class DLJob:
         if kwargs:
             print(f"dlrover: submit: without effect: {', '.join(kwargs)}", file=sys.stderr)
         for name, role in self.roles.items():  # the coordinator sees the host's entry point
-            known = msgspec.json.decode(role["env"][VARIABLE], type=Hosted)
+            known = decoding.json(role["env"][VARIABLE], Hosted)
             entry_point(name, known.entry or role["entry"], Path(self.directory))
         content = {"name": job_name or "job", "directory": self.directory, "roles": self.roles}
         with tempfile.TemporaryDirectory(prefix="dlrover-job-") as directory:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from dlrover._util import files, logs
+from dlrover._util import decoding, files, logs
 from dlrover.errors import DLRoverError, ExitCode
 from dlrover.ray import cluster, remote
 from dlrover.ray.machine import job as jobs
@@ -91,7 +91,7 @@ def _follow(job_dir: JobDir, name: str, shown: Mapping[int, BinaryIO]) -> int:
         except ray.exceptions.RayError:
             time.sleep(RETRY_DELAY)  # noqa: TID251 - nothing else to do
     with contextlib.suppress(FileNotFoundError):
-        return msgspec.json.decode(job_dir.outcome.read_bytes(), type=Outcome).exit_code
+        return decoding.json(job_dir.outcome.read_bytes(), Outcome).exit_code
     outcome = Outcome(
         exit_code=ExitCode.INFRASTRUCTURE,
         reason="The job's master actor was killed for good; Ray starts it no more.",

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from dlrover import extras
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.ray.machine import job as jobs
 from dlrover.ray.machine.job import NAMESPACE, Resources
@@ -175,7 +176,7 @@ def record(job: str) -> dict[str, bytes] | None:
     from ray.experimental import internal_kv  # noqa: PLC0415
 
     data = internal_kv._internal_kv_get(_RECORD + job)  # noqa: SLF001
-    return None if data is None else msgspec.msgpack.decode(data, type=dict[str, bytes])
+    return None if data is None else decoding.msgpack(data, dict[str, bytes])
 
 
 def records() -> list[str]:

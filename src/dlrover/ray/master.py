@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import ray
 
+from dlrover._util import decoding
 from dlrover.errors import ExitCode
 from dlrover.master import app
 from dlrover.ray import cluster, places, platform
@@ -140,7 +141,7 @@ class MasterActor:
     def _address(self) -> str:
         """Return the address of this actor's master; empty until it listens."""
         with contextlib.suppress(OSError, msgspec.DecodeError):
-            known = msgspec.json.decode(self._dir.master.read_bytes(), type=MasterAddress)
+            known = decoding.json(self._dir.master.read_bytes(), MasterAddress)
             return known.address if known.pid == os.getpid() else ""
         return ""
 

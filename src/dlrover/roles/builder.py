@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError
 from dlrover.roles.entries import entry_point
 from dlrover.roles.spec import Failover, RoleKind, RolesJob, RoleSpec
@@ -160,7 +161,7 @@ def _limits(role: str, health: Mapping[str, Any]) -> dict[str, float]:
 
 def _json(role: str, given: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(msgspec.json.encode(given), type=dict[str, Any])
+        return decoding.json(msgspec.json.encode(given), dict[str, Any])
     except (TypeError, msgspec.MsgspecError) as error:
         raise _refuse(role, "config", given, f"takes values that JSON has ({error})") from None
 

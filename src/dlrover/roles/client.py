@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError
 from dlrover.roles.coordinator.status import RolesStatus
 from dlrover.roles.coordinator.streaming import Events, EventsRequest
@@ -47,7 +48,7 @@ def connect(job_dir: JobDir) -> RolesClient:
         ConfigurationError: the directory does not contain its address.
     """
     try:
-        address = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress).address
+        address = decoding.json(job_dir.master.read_bytes(), MasterAddress).address
         token = job_dir.token.read_text().strip()
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigurationError(
@@ -63,6 +64,6 @@ def load_config(job_dir: JobDir) -> RolesConfig:
         ConfigurationError: it cannot be read.
     """
     try:
-        return msgspec.json.decode(job_dir.roles.read_bytes(), type=RolesConfig)
+        return decoding.json(job_dir.roles.read_bytes(), RolesConfig)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigurationError(f"{job_dir.roles} cannot be read: {error}.") from error

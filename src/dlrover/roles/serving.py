@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from dlrover._util import tasks
+from dlrover._util import decoding, tasks
 from dlrover.errors import InfrastructureError, ProtocolError
 from dlrover.roles.machine.members import ENDED, RoleMembers
 from dlrover.roles.machine.shared import SharedState
@@ -63,7 +63,7 @@ class ServiceState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     """Number of the latest view."""
 
 
-_decoder = msgspec.msgpack.Decoder(RoleInput | ServiceState)
+_decoder = decoding.msgpack_decoder(RoleInput | ServiceState)
 
 
 class RoleJournal(Protocol):

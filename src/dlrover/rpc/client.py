@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError
 from dlrover.rpc import messages, wire
 from dlrover.rpc.batches import RequestBatcher
@@ -129,7 +130,7 @@ def connect(job_dir: JobDir, timeout: float = REQUEST_TIMEOUT) -> MasterClient:
         ConfigurationError: the directory does not contain the master's address.
     """
     try:
-        address = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress).address
+        address = decoding.json(job_dir.master.read_bytes(), MasterAddress).address
         token = job_dir.token.read_text().strip()
         tls = decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig).tls
     except (OSError, msgspec.DecodeError) as error:

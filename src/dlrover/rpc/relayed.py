@@ -13,14 +13,14 @@ import socket
 
 import msgspec
 
-from dlrover._util import encoding, framing
+from dlrover._util import decoding, encoding, framing
 from dlrover._util.sockets import peer
 from dlrover.errors import InfrastructureError
 from dlrover.spec.requests import Unanswered, WorkerReply, WorkerRequest
 
 CALL_TIMEOUT = 30.0
 """Seconds that the agent may take to answer; it reports by itself that the master is away."""
-_reply = msgspec.msgpack.Decoder(WorkerReply)
+_reply = decoding.msgpack_decoder(WorkerReply)
 
 
 class RelayedMaster:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import hmac
 import re
 import ssl
-import threading
 from pathlib import Path
 from typing import Any
 
 import grpc
 import msgspec
 
-from dlrover._util import encoding
+from dlrover._util import decoding, encoding
 from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.spec.jobdir import TlsFiles
 
@@ -29,19 +27,11 @@ MAX_TOKEN = 4096
 MAX_QUOTE = 200
 """Maximum characters quoted from a decoding error; errors travel in headers of limited size."""
 
-_making = threading.Lock()
 MAX_NUMBER = 1e150
 """Maximum magnitude of a number with a fraction: its square is finite."""
 _LARGE = (re.compile(rb"\xcb[\x5f-\x7f\xdf-\xff]"), re.compile(rb"\xca[\x7f\xff][\x80-\xff]"))
 """First bytes of larger numbers and NaN in MessagePack, with 64 and 32 bits; texts and bytes may contain them, too.
 One expression for both would take five times as long."""
-
-
-@functools.cache
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    # Of two threads that make decoders with a common part, one would get it before it is complete, and crash.
-    with _making:
-        return msgspec.msgpack.Decoder(kind)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -56,7 +46,7 @@ def decode(data: bytes, kind: Any) -> Any:
         ProtocolError: The bytes are not such a message, or it holds NaN or a number beyond `MAX_NUMBER`.
     """
     try:
-        message = _decoder(kind).decode(data)
+        message = decoding.msgpack_decoder(kind).decode(data)
         suspect = any(large.search(data) for large in _LARGE)
         usual = not suspect or _is_usual(msgspec.msgpack.decode(data))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.errors import FormatError
 from dlrover.spec.job import JobSpec, LaunchSpec, Limits
 from dlrover.spec.node import NodeLimits
@@ -195,8 +196,8 @@ def decode(path: Path, data: bytes, kind: type[T]) -> T:
         FormatError: another version of DLRover wrote it.
         msgspec.DecodeError: it is damaged.
     """
-    check_format(path, msgspec.json.decode(data, type=ConfigHeader).format)
-    return msgspec.json.decode(data, type=kind)
+    check_format(path, decoding.json(data, ConfigHeader).format)
+    return decoding.json(data, kind)
 
 
 def check_format(path: Path, found: int) -> None:

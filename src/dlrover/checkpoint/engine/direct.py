@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import torch
 import xxhash
 
+from dlrover._util import decoding
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.layout import Layout, PackedLayout, TensorEntry
 from dlrover.checkpoint.machine.policies import Policy
@@ -51,7 +51,7 @@ class DirectWriter:
 
         ``tensors`` are those of the layout, in its order. They are read twice, as checksums come first.
         """
-        layout = msgspec.msgpack.decode(packed.encoded, type=Layout)
+        layout = decoding.msgpack(packed.encoded, Layout)
         paths = [entry.path for entry in layout.entries]
         read = functools.partial(_live, dict(zip(paths, tensors, strict=True)))
         sums = [xxhash.xxh3_64_intdigest(read(entry)) for entry in layout.entries]

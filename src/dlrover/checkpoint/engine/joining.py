@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dlrover import config
+from dlrover._util import decoding
 from dlrover.checkpoint.engine.client import SaverClient
 from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.machine.saves import Newest, Numbering
@@ -117,7 +118,7 @@ def join(
     )  # fmt: skip
     gathered = world.gather(msgspec.msgpack.encode(mine))
     _refuse_other_formats(gathered)
-    every = [msgspec.msgpack.decode(data, type=_Facts) for data in gathered]
+    every = [decoding.msgpack(data, _Facts) for data in gathered]
     if wishes.replicas:
         world.agree(lambda: _check(every, secret))
     joined = JoinSaver(
@@ -136,7 +137,7 @@ def join(
 
 def _refuse_other_formats(gathered: Sequence[bytes]) -> None:
     """Refuse ranks that run different versions of DLRover, on every rank alike."""
-    found = [msgspec.msgpack.decode(data, type=_AnyFormat).format for data in gathered]
+    found = [decoding.msgpack(data, _AnyFormat).format for data in gathered]
     other = next((rank for rank, number in enumerate(found) if number != found[0]), 0)
     if other:
         raise ConfigurationError(

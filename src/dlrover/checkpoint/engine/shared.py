@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.stores import Store
@@ -81,8 +82,7 @@ def check(world: TorchWorld, store: Store, identity: str, *, read_only: bool = F
     """
     mine = _SharedFacts(socket.gethostname(), store.location, identity, secrets.token_hex(8))
     every = [
-        msgspec.msgpack.decode(data, type=_SharedFacts)
-        for data in world.gather(msgspec.msgpack.encode(mine))
+        decoding.msgpack(data, _SharedFacts) for data in world.gather(msgspec.msgpack.encode(mine))
     ]
     nodes = [facts.node for facts in every]
     others = [rank for rank, node in enumerate(nodes) if nodes.index(node) == rank and rank]

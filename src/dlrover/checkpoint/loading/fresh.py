@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.loading.loader import Loader
 from dlrover.checkpoint.loading.memory_step import Lost
@@ -97,7 +98,7 @@ def gather(
     """
     mine = world.agree(lambda: _look(store, identity, job, unrecorded))
     seen = [
-        msgspec.msgpack.decode(data, type=EarlierCheckpoints)
+        decoding.msgpack(data, EarlierCheckpoints)
         for data in world.gather(msgspec.msgpack.encode(mine))
     ]
     return EarlierCheckpoints(

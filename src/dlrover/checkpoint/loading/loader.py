@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import torch
 
+from dlrover._util import decoding
 from dlrover.checkpoint.engine import copying, shared
 from dlrover.checkpoint.engine.client import SaverClient
 from dlrover.checkpoint.engine.tree import DTYPES
@@ -49,9 +50,9 @@ MAX_STORED = 64
 ATTEMPTS = 3
 """Attempts to read a stored step that is stored again meanwhile."""
 
-_stored = msgspec.msgpack.Decoder(list[tuple[int, SaveId | None]])
-_tracked = msgspec.msgpack.Decoder(SaveId | None)
-_held = msgspec.msgpack.Decoder(list[HeldGeneration])
+_stored = decoding.msgpack_decoder(list[tuple[int, SaveId | None]])
+_tracked = decoding.msgpack_decoder(SaveId | None)
+_held = decoding.msgpack_decoder(list[HeldGeneration])
 
 
 class LoadedStep(NamedTuple):

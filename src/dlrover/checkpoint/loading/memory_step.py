@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dlrover._util import decoding
 from dlrover.checkpoint.engine import copying
 from dlrover.checkpoint.engine.client import SaverClient
 from dlrover.checkpoint.engine.copying import Places, Words
@@ -29,7 +30,7 @@ from dlrover.checkpoint.saver.memory import Generation, Header, kernels, spans
 from dlrover.checkpoint.saver.protocol import HeldGeneration
 from dlrover.errors import InfrastructureError
 
-_described = msgspec.msgpack.Decoder(dict[int, tuple[tuple[TensorEntry, ...], bytes, list[int]]])
+_described = decoding.msgpack_decoder(dict[int, tuple[tuple[TensorEntry, ...], bytes, list[int]]])
 
 Fetched = dict[Piece, torch.Tensor]
 """Data from other ranks, by requested piece."""

@@ -8,6 +8,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from dlrover._util import decoding
 from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.loading.plan import Read
 from dlrover.checkpoint.machine.extent import Box, Piece
@@ -15,7 +16,7 @@ from dlrover.checkpoint.machine.extent import Box, Piece
 BATCH = 1 << 26
 """Maximum bytes per message, unless one piece is larger."""
 
-_pieces = msgspec.msgpack.Decoder(list[tuple[int, int, tuple[int, ...], tuple[int, ...]]])
+_pieces = decoding.msgpack_decoder(list[tuple[int, int, tuple[int, ...], tuple[int, ...]]])
 
 
 def fetch(

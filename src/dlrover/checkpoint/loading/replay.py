@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
+from dlrover._util import decoding
 from dlrover.checkpoint.engine.copying import Copier, LoadTargets, overwrite
 from dlrover.checkpoint.engine.tree import State
 from dlrover.checkpoint.loading.restore import MemoryFiller, is_live
@@ -19,9 +20,9 @@ from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.extent import Extent
 from dlrover.checkpoint.machine.layout import PackedLayout
 
-_index = msgspec.msgpack.Decoder(tuple[msgspec.Raw, bytes, int])
+_index = decoding.msgpack_decoder(tuple[msgspec.Raw, bytes, int])
 """Decodes a `Layout` without its entries."""
-_items = msgspec.msgpack.Decoder(dict[str | int, msgspec.Raw])
+_items = decoding.msgpack_decoder(dict[str | int, msgspec.Raw])
 
 Change = tuple[dict[Any, Any], Any, Any]
 """A dict of the state, a key of it, and the saved value."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError
 
 MAX_METRICS = 64
@@ -148,7 +149,7 @@ class KeepAny(Policy, frozen=True):
 
 
 _Known = KeepLast | KeepEvery | KeepBest | KeepAny
-_decoder = msgspec.json.Decoder(_Known | int)
+_decoder = decoding.json_decoder(_Known | int)
 
 
 def policy_of(keep: int | Policy) -> Policy:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import protocol
 from dlrover.checkpoint.saver.ranks import GenerationSlot, RankMemory, Ranks, SaveGroup
@@ -301,7 +302,7 @@ class Ballot:
             if name.endswith((_VOTE, _DONE)):
                 try:
                     data = self._store.read(join(self._place, name))
-                    vote = msgspec.json.decode(data, type=Vote)
+                    vote = decoding.json(data, Vote)
                 except (FileNotFoundError, msgspec.DecodeError):
                     continue  # its saver has just renamed it
                 found[vote.saver] = vote

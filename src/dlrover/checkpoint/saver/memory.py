@@ -28,6 +28,7 @@ import xxhash
 
 from dlrover import config
 from dlrover._native.kernels import Kernels, kernels as choose
+from dlrover._util import decoding
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.layout import Layout, PackedLayout
 from dlrover.checkpoint.machine.saves import SaveId, SavePlace
@@ -201,7 +202,7 @@ class Generation:
         """
         index = self.index(header)
         try:
-            layout = msgspec.msgpack.decode(index, type=Layout)
+            layout = decoding.msgpack(index, Layout)
         except msgspec.DecodeError as error:
             raise InfrastructureError(
                 f"The index of step {header.save.step} in memory cannot be read: {error}."

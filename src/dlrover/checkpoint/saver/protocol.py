@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from dlrover._util import decoding
 from dlrover._util.sockets import peer
 from dlrover.checkpoint.machine.saves import Newest, SaveId
 from dlrover.checkpoint.storage.formats import FORMAT
@@ -286,8 +287,8 @@ Reply = (
     | Refused
 )
 
-_requests = msgspec.msgpack.Decoder(Request)
-_replies = msgspec.msgpack.Decoder(Reply)
+_requests = decoding.msgpack_decoder(Request)
+_replies = decoding.msgpack_decoder(Reply)
 
 
 def address(location: str, identity: str, node: str = "") -> str:

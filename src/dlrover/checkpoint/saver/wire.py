@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.checkpoint.saver.memory import Header
 from dlrover.errors import ProtocolError
 
@@ -73,7 +74,7 @@ class TransferReply(TransferMessage, frozen=True):
 
 AnyMessage = SaverHello | GenerationOffer | Chunk | CommitGeneration | GiveUp | TransferReply
 _Message = TypeVar("_Message", bound=TransferMessage)
-_decoder = msgspec.msgpack.Decoder(AnyMessage)
+_decoder = decoding.msgpack_decoder(AnyMessage)
 
 
 def send(sock: socket.socket, message: TransferMessage) -> None:

@@ -22,6 +22,7 @@ from typing import Literal
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver.protocol import JoinSaver
 from dlrover.checkpoint.storage import formats
@@ -173,7 +174,7 @@ def _common(store: Store, session: int) -> set[int]:
 
 def _read(store: Store, note: str) -> set[int]:
     try:
-        saves = msgspec.json.decode(store.read(note), type=list[SaveId])
+        saves = decoding.json(store.read(note), list[SaveId])
     except (FileNotFoundError, msgspec.DecodeError):
         return set()  # another node has written the record meanwhile
     return {save.number for save in saves}

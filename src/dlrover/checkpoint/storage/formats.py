@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.checkpoint.storage.stores import StorageAwayError
 
 FORMAT = 4
@@ -53,5 +54,5 @@ def decode(data: bytes, kind: type[_Content], what: str) -> _Content:
         OtherFormatError: another version has written the file.
         msgspec.DecodeError: the file is damaged.
     """
-    check(msgspec.json.decode(data, type=_Head).format, what)
-    return msgspec.json.decode(data, type=kind)
+    check(decoding.json(data, _Head).format, what)
+    return decoding.json(data, kind)

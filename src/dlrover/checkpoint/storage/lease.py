@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from dlrover._util import procs
+from dlrover._util import decoding, procs
 from dlrover.checkpoint.storage import formats
 from dlrover.checkpoint.storage.formats import OtherFormatError
 from dlrover.checkpoint.storage.stores import Store
@@ -298,7 +298,7 @@ class Lease:
 
     def _beat(self) -> Beat | None:
         try:
-            return msgspec.json.decode(self._store.read(_BEAT), type=Beat)
+            return decoding.json(self._store.read(_BEAT), Beat)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
 

@@ -19,6 +19,7 @@ from typing import TypeVar
 import msgspec
 import xxhash
 
+from dlrover._util import decoding
 from dlrover._util.collection import no_collection
 from dlrover.checkpoint.machine.layout import ALIGNMENT, Layout, TensorEntry, TensorRef
 from dlrover.checkpoint.machine.saves import SaveId
@@ -312,7 +313,7 @@ def _await_index(job: PersistJob, draft: Draft, rank: int) -> RankIndex:
 def _finished_index(job: PersistJob, draft: Draft, rank: int) -> RankIndex | None:
     try:
         data = job.store.read(draft.path(index_file(rank)))
-        index = msgspec.msgpack.decode(data, type=RankIndex)
+        index = decoding.msgpack(data, RankIndex)
     except (FileNotFoundError, msgspec.DecodeError):
         return None  # not there yet
     return index if index.step == job.step else None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import xxhash
 
+from dlrover._util import decoding
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.layout import TensorSpec, name
 from dlrover.checkpoint.machine.saves import SaveId
@@ -211,7 +212,7 @@ def read_index(store: Store, folder: str, rank: int, manifest: Manifest) -> Rank
         data = store.read(join(folder, file))
         if record is None or record != record_of(data):
             raise InfrastructureError(f"{where} differs from what the manifest says.")
-        return msgspec.msgpack.decode(data, type=RankIndex)
+        return decoding.msgpack(data, RankIndex)
     except (OSError, MemoryError, msgspec.DecodeError) as error:
         raise failure(error, f"{where} cannot be read") from error
 

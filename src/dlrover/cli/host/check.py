@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError, ExitCode
 from dlrover.master.machine.checks import nodecheck
 from dlrover.master.machine.checks.checking import trial
@@ -237,7 +238,7 @@ async def _round(
 
 
 def _member(text: str) -> RankCheck:
-    return msgspec.json.decode(text, type=RankCheck) if text else RankCheck("", None)
+    return decoding.json(text, RankCheck) if text else RankCheck("", None)
 
 
 def _silent(round_: int) -> CheckReport:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.errors import ProtocolError
 from dlrover.spec.requests.shards import Span
 
@@ -163,7 +164,7 @@ class Spans:
         if not data:
             return found
         try:
-            partitions = msgspec.msgpack.decode(data, type=dict[int, list[int]])
+            partitions = decoding.msgpack(data, dict[int, list[int]])
         except msgspec.DecodeError as error:
             raise ProtocolError(f"A set of samples cannot be read: {error}.") from error
         for partition, numbers in partitions.items():

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.data.machine.spans import Spans
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.requests.shards import DataSpec
@@ -102,7 +103,7 @@ def count(states: Sequence[Mapping[str, Any]]) -> int:
 
 def _decoded(state: Mapping[str, Any]) -> RankData:
     try:
-        return msgspec.convert(dict(state), RankData)
+        return decoding.convert(dict(state), RankData)
     except msgspec.ValidationError as error:
         raise ConfigurationError(
             f"The checkpoint holds no state of a data set here: {error}."

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover._util.files import write_atomically
 from dlrover.data.sources.parquet import MARK, Parquet, package
 from dlrover.data.sources.stream import Address, Bounds, Broker, Fetched, Message
@@ -52,7 +53,7 @@ class Folder:
     def mark(self) -> Mark | None:
         """Return the state; None if no pipeline has begun."""
         try:
-            return msgspec.json.decode((self.path / MARK).read_bytes(), type=Mark)
+            return decoding.json((self.path / MARK).read_bytes(), Mark)
         except FileNotFoundError:
             return None
         except msgspec.MsgspecError as error:

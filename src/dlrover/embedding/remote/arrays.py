@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrover._util import decoding
 from dlrover.errors import ProtocolError
 
 Arrays: TypeAlias = Mapping[str, NDArray[np.generic]]
@@ -20,7 +21,7 @@ class _Array(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
 
 
-_index = msgspec.msgpack.Decoder(tuple[_Array, ...])
+_index = decoding.msgpack_decoder(tuple[_Array, ...])
 
 
 def packed(arrays: Arrays) -> list[NDArray[np.generic] | bytes]:

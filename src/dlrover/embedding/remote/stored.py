@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from dlrover._util import decoding
 from dlrover.checkpoint.storage.storage import identity
 from dlrover.checkpoint.storage.stores import MANIFEST, StorageAwayError, Store, explained, join
 from dlrover.embedding.machine import chain
@@ -37,7 +38,6 @@ Rows: TypeAlias = Iterator[dict[str, NDArray[Any]]]
 Take: TypeAlias = Callable[[str, Rows], None]
 _FOLDER = "embedding-"
 _BEGUN = "begun"
-_manifest = msgspec.json.Decoder(TableManifest)
 
 
 def begin(store: Store) -> str:
@@ -115,7 +115,7 @@ def read_manifest(store: Store, id_: str) -> TableManifest:
             raise FormatError(
                 f"{store.where(file)} has another format than {FORMAT}: another version wrote it."
             )
-        return _manifest.decode(data)
+        return decoding.json(data, TableManifest)
     except (msgspec.DecodeError, KeyError, TypeError) as error:
         raise InfrastructureError(f"{store.where(file)} is damaged: {error}.") from error
 

@@ -10,14 +10,13 @@ import enum
 import socket
 import struct
 import sys
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrover._util import handshake, sockets
-from dlrover.embedding.machine.chain import TablePart
+from dlrover._util import decoding, handshake, sockets
 from dlrover.errors import InfrastructureError, ProtocolError
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -199,11 +198,6 @@ class RowsHeld(msgspec.Struct, frozen=True):
 
 
 Order = TypeVar("Order")
-_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind)
-    for kind in (Export, Exported, Write, Load, RowsHeld, TablePart, int)
-}
-"""Made at once: threads that are each the first to read a type crash."""
 
 
 def decoded(body: bytes, kind: type[Order]) -> Order:
@@ -213,7 +207,6 @@ def decoded(body: bytes, kind: type[Order]) -> Order:
         ProtocolError: The bytes are none.
     """
     try:
-        found: Order = _DECODERS[kind].decode(body)
+        return decoding.json(body, kind)
     except msgspec.DecodeError as error:
         raise ProtocolError(f"An order to an embedding server cannot be read: {error}.") from error
-    return found

@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
+from dlrover._util import decoding
 from dlrover.embedding.serving import raw
 from dlrover.embedding.serving.follower import CheckpointFollower
 
@@ -34,7 +35,7 @@ class LookupRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Name of the table; it may be left out if there is one only."""
 
 
-_request = msgspec.json.Decoder(LookupRequest)
+_request = decoding.json_decoder(LookupRequest)
 
 
 class LookupReply(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrover._util import decoding
 from dlrover.embedding.remote import wire
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.embedding.serving.follower import CheckpointFollower, Lag
@@ -35,9 +36,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     lag: Lag
     tables: dict[str, TableInfo]
     """By name. The raw protocol numbers them in this order, from 0."""
-
-
-_report = msgspec.json.Decoder(Report)
 
 
 def report(follower: CheckpointFollower) -> Report:
@@ -148,7 +146,7 @@ class ServedTables:
 
     def _report(self) -> Report:
         reply = self._ask(RowFrame(Op.STATS))
-        found = _report.decode(bytes(reply.body))
+        found = decoding.json(bytes(reply.body), Report)
         self._tables = {
             name: (number, info.dim) for number, (name, info) in enumerate(found.tables.items())
         }

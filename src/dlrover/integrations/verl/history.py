@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError
 from dlrover.roles.spec import Failover
 
@@ -68,7 +69,7 @@ def repair(text: str) -> Repair:
         own = name in Repair.__struct_fields__ and name != "calls"
         (fields if own else fields["calls"])[name] = value
     try:
-        read = msgspec.convert(fields, Repair, strict=False)
+        read = decoding.convert(fields, Repair, strict=False)
     except msgspec.ValidationError as error:
         kinds = ", ".join(kind.value for kind in Kind)
         raise ConfigurationError(

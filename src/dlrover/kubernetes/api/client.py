@@ -17,6 +17,7 @@ import httpcore2
 import httpx2
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api.access import Access, find_access
 from dlrover.kubernetes.resources import names
@@ -497,7 +498,7 @@ def _query(**values: str) -> dict[str, str]:
 
 def _decode(content: bytes | str) -> Manifest:
     try:
-        return msgspec.json.decode(content, type=Manifest)
+        return decoding.json(content, Manifest)
     except msgspec.DecodeError as error:
         raise InfrastructureError(
             f"The Kubernetes API server sent invalid JSON: {error}."
@@ -515,7 +516,7 @@ def _event(line: str) -> tuple[str, Manifest]:
 
 def _error(answer: httpx2.Response) -> ApiError:
     try:
-        status = msgspec.json.decode(answer.content, type=Manifest)
+        status = decoding.json(answer.content, Manifest)
     except msgspec.DecodeError:
         status = {"message": answer.text[:500].strip()}
     message = status.get("message") or f"The API server answered {answer.status_code}."

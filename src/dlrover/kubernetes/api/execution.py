@@ -13,6 +13,7 @@ import msgspec
 from wsproto.connection import Connection, ConnectionType
 from wsproto.events import BytesMessage, CloseConnection, Event, Ping
 
+from dlrover._util import decoding
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api.client import PODS, Client
 from dlrover.kubernetes.resources.types import Manifest
@@ -111,7 +112,7 @@ class Execution:
 
     def _check(self, content: bytes) -> None:
         try:
-            status = msgspec.json.decode(content, type=Manifest)
+            status = decoding.json(content, Manifest)
         except msgspec.DecodeError:
             status = {"message": "the API server does not say how the command ended"}
         if status.get("status") != "Success":

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.kubernetes.machine.yielding import Claim
 from dlrover.kubernetes.resources import times
 from dlrover.kubernetes.resources.types import Condition, ElasticJobStatus, Manifest
@@ -82,7 +83,7 @@ def status_of(manifest: Mapping[str, Any]) -> ElasticJobStatus:
     The API server ignores the uid in a status patch: the patch reaches any job with that name.
     """
     try:
-        status = msgspec.convert(manifest.get("status") or {}, ElasticJobStatus)
+        status = decoding.convert(manifest.get("status") or {}, ElasticJobStatus)
     except msgspec.ValidationError:
         return ElasticJobStatus()
     uid = (manifest.get("metadata") or {}).get("uid", "")

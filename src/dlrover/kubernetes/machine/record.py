@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.machine.decisions import status_of
 from dlrover.kubernetes.resources import commands, names, validation
@@ -94,7 +95,7 @@ def _recorded(manifest: Manifest) -> dict[str, Any] | None:
     """Return the recorded spec; None if there is none that this release can read."""
     text = status_of(manifest).running_spec
     try:
-        spec: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
+        spec: dict[str, Any] = decoding.json(text, dict[str, Any])
         validation.parse({**manifest, "spec": copy.deepcopy(spec)})
     except (msgspec.DecodeError, ConfigurationError, RecursionError):
         return None

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dlrover._util import tasks
+from dlrover._util import decoding, tasks
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.kubernetes.api import elasticjobs
 from dlrover.kubernetes.api.client import ELASTIC_JOBS, SCALE_PLANS, ApiError, Client
@@ -379,7 +379,7 @@ class Scaler:
 
 def _spec(plan: Manifest) -> ScalePlanSpec:
     """Return a plan's spec."""
-    return msgspec.convert({**plan, "status": {}}, ScalePlan).spec
+    return decoding.convert({**plan, "status": {}}, ScalePlan).spec
 
 
 def _why(name: str, spec: ScalePlanSpec) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.resources import names, schema
 from dlrover.kubernetes.resources.rules import RULES, TEMPLATE_RULES, canonical, objects
@@ -41,7 +42,7 @@ def parse(manifest: Mapping[str, Any]) -> ElasticJob:
     found = faults(manifest) or list(_servers_alone(manifest["spec"]))
     if found:
         raise ConfigurationError(found[0])
-    job = msgspec.convert({**manifest, "status": {}}, ElasticJob)
+    job = decoding.convert({**manifest, "status": {}}, ElasticJob)
     roles = {canonical(role): spec for role, spec in job.spec.replica_specs.items()}
     return msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, replica_specs=roles))
 

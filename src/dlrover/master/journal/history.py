@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.spec.events import Event, EventBody, WorkerFailed
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ def read(path: Path) -> list[Event]:
     """Return the events in a file, without a last line that a crash cut short."""
     data = path.read_bytes()
     lines = data[: data.rfind(b"\n") + 1].splitlines()
-    return [msgspec.json.decode(line, type=Event) for line in lines]
+    return [decoding.json(line, Event) for line in lines]
 
 
 def _complete_lines(path: Path) -> int:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError, FencedError
 from dlrover.master.machine import inputs
 from dlrover.rpc import messages
@@ -46,12 +47,12 @@ The function takes the text after the scheme, the path of the job directory's ow
 DEFAULT = "file:"
 
 _DECODERS = {
-    "input": msgspec.msgpack.Decoder(inputs.Input),
-    "store": msgspec.msgpack.Decoder(messages.StoreRequest),
-    "cluster": msgspec.msgpack.Decoder(ClusterRequest),
-    "placement": msgspec.msgpack.Decoder(PlacementRequest),
-    "shards": msgspec.msgpack.Decoder(ShardRequest),
-    "strategies": msgspec.msgpack.Decoder(StrategyRequest),
+    "input": decoding.msgpack_decoder(inputs.Input),
+    "store": decoding.msgpack_decoder(messages.StoreRequest),
+    "cluster": decoding.msgpack_decoder(ClusterRequest),
+    "placement": decoding.msgpack_decoder(PlacementRequest),
+    "shards": decoding.msgpack_decoder(ShardRequest),
+    "strategies": decoding.msgpack_decoder(StrategyRequest),
 }
 _encoder = msgspec.msgpack.Encoder()
 

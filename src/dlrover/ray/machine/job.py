@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError
 from dlrover.spec.jobdir import AgentConfig, MasterConfig
 from dlrover.spec.node import FoundNode, LaunchNode
@@ -89,7 +90,7 @@ def encode(job: RayJob) -> bytes:
 
 def decode(data: bytes) -> RayJob:
     """Return the job that `encode` wrote."""
-    return msgspec.json.decode(data, type=RayJob)
+    return decoding.json(data, RayJob)
 
 
 # ---- names

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from dlrover import config
-from dlrover._util import files, logs, procs
+from dlrover._util import decoding, files, logs, procs
 from dlrover.errors import DLRoverError, ExitCode, InfrastructureError
 from dlrover.master.app import read_token
 from dlrover.master.journal.history import History
@@ -83,7 +83,7 @@ async def _listen(server: Server, job_dir: JobDir, settings: RolesConfig) -> int
     """Listen on the last coordinator's port, where the processes of roles look for it."""
     last = settings.port
     if job_dir.master.exists():
-        address = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress).address
+        address = decoding.json(job_dir.master.read_bytes(), MasterAddress).address
         last = int(address.rpartition(":")[2])
     try:
         return await server.start(settings.host, last)

@@ -12,9 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
-from dlrover._util import procs, tasks
+from dlrover._util import decoding, procs, tasks
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.master.app import read_outcome
 from dlrover.roles.spec import EntryForm, EntryPoint, Failover, RoleKind, RolesConfig, RoleSpec
@@ -289,7 +287,7 @@ async def _lines(path: Path) -> AsyncIterator[Event]:
                 if not line.endswith(b"\n"):
                     break
                 position += len(line)
-                yield msgspec.json.decode(line, type=Event)
+                yield decoding.json(line, Event)
         await asyncio.sleep(CONNECT_PAUSE)
 
 

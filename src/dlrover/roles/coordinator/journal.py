@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.errors import FencedError, InfrastructureError
 from dlrover.master.journal.file import FileJournal
 from dlrover.master.journal.journal import Codec
@@ -17,7 +18,7 @@ from dlrover.roles.machine.inputs import Input
 
 logger = logging.getLogger(__name__)
 
-_decoder = msgspec.msgpack.Decoder(Input)
+_decoder = decoding.msgpack_decoder(Input)
 _encoder = msgspec.msgpack.Encoder()
 
 

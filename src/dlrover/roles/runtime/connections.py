@@ -9,8 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-import msgspec
-
+from dlrover._util import decoding
 from dlrover.errors import InfrastructureError, ProtocolError, RemoteError
 from dlrover.roles.messages import MemberView
 from dlrover.roles.runtime import payload, wire
@@ -158,7 +157,7 @@ def _outcome(where: str, frame: CallFrame) -> CallOutcome:
         if frame.op is CallOp.RESULT:
             return CallReturned(payload.decode(frame.head, frame.body))
         if frame.op is CallOp.RAISED:
-            kind, text, traceback = msgspec.msgpack.decode(frame.head, type=tuple[str, str, str])
+            kind, text, traceback = decoding.msgpack(frame.head, tuple[str, str, str])
             return CallFailed(RemoteError(where, kind, text, traceback))
         return CallFailed(ProtocolError(frame.head.decode(errors="replace")))
     except Exception as error:  # noqa: BLE001 - whatever it is, the caller must get it: a type without its module too

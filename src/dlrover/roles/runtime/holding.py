@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.roles.messages import JobView, MemberPlace
 
@@ -95,7 +96,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     index_sum: int = 0
 
 
-_request = msgspec.msgpack.Decoder(HoldRequest)
+_request = decoding.msgpack_decoder(HoldRequest)
 
 
 def decode_hold(data: bytes) -> HoldRequest:

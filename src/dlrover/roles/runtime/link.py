@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar
 
 import msgspec
 
-from dlrover._util import backoff, tasks
+from dlrover._util import backoff, decoding, tasks
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 from dlrover.roles.messages import (
     MAX_WAIT,
@@ -179,7 +179,7 @@ class ServiceLink:
             return
         with contextlib.suppress(OSError, msgspec.DecodeError):
             data = self._beside.master.read_bytes()
-            address = msgspec.json.decode(data, type=MasterAddress).address
+            address = decoding.json(data, MasterAddress).address
             if address != self._address:
                 self._address, last, self._client = address, self._client, None
                 if last is not None:

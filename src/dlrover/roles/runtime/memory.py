@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.roles.messages import CallAddress
 from dlrover.roles.runtime import wire
@@ -86,7 +87,7 @@ class HolderConnection:
             if not fds:
                 raise ConnectionResetError("the memory of weights has not come")
             fd = fds[0]
-        return msgspec.msgpack.decode(frame.head, type=Held), fd, frame.body
+        return decoding.msgpack(frame.head, Held), fd, frame.body
 
     def close(self) -> None:
         """End the connection: what was read may change from now on."""

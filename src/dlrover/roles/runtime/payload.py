@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError, ProtocolError
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -37,7 +38,7 @@ class _Described(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
 
 
-_described = msgspec.msgpack.Decoder(_Described)
+_described = decoding.msgpack_decoder(_Described)
 
 
 class _Unsendable(TypeError):  # noqa: N818 - never seen by users

@@ -12,6 +12,7 @@ import msgspec
 import tensorflow as tf
 
 from dlrover import launched
+from dlrover._util import decoding
 from dlrover.data.records import Records
 from dlrover.data.services import connect
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -34,7 +35,7 @@ def beside(checkpoint: str) -> Positions | None:
     path = checkpoint + SUFFIX
     try:
         with tf.io.gfile.GFile(path, "rb") as file:
-            return msgspec.msgpack.decode(file.read(), type=Positions)
+            return decoding.msgpack(file.read(), Positions)
     except tf.errors.NotFoundError:
         logger.warning("%s has no positions: the data are read from their beginning", checkpoint)
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError, ProtocolError
 
 
@@ -36,7 +37,7 @@ def plan_of(note: bytes) -> SessionPlan:
         ProtocolError: the note is another program's.
     """
     try:
-        return msgspec.msgpack.decode(note, type=SessionPlan) if note else SessionPlan()
+        return decoding.msgpack(note, SessionPlan) if note else SessionPlan()
     except msgspec.DecodeError as error:
         raise ProtocolError(f"The chief's note is no plan: {error}.") from error
 

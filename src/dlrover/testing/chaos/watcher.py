@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.rpc.client import connect
 from dlrover.rpc.messages import Status
@@ -51,7 +50,7 @@ class EventLog:
             return self.events
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        self.events += [msgspec.json.decode(line, type=Event) for line in whole.splitlines()]
+        self.events += [decoding.json(line, Event) for line in whole.splitlines()]
         return self.events
 
 

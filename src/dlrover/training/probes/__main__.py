@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from dlrover import accelerators, config
-from dlrover._util import framing
+from dlrover._util import decoding, framing
 from dlrover.training.probes.runner import Runner
 from dlrover.training.probes.wire import ProbeProblem, Reply, Request, ShareValue
 
@@ -37,7 +37,7 @@ def main() -> None:
     vendor = accelerators.present(args.accelerator)
     environ = config.environ()
     runner = Runner(vendor, args.directory, environ, say, index=args.device, meet=args.meet)
-    decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+    decoder: msgspec.msgpack.Decoder[Request] = decoding.msgpack_decoder(Request)
     while True:
         try:
             request = decoder.decode(framing.receive(requests.readinto))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from dlrover._util import framing, procs
+from dlrover._util import decoding, framing, procs
 from dlrover.errors import InfrastructureError
 from dlrover.spec.check import CheckOrder, Component, ProbeResult, ProbeState
 from dlrover.training.probes.wire import (
@@ -142,7 +142,7 @@ class CheckProcess:
         return procs.exit_reason(-code if code < 0 else code << 8)
 
 
-_DECODER: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_DECODER: msgspec.msgpack.Decoder[Reply] = decoding.msgpack_decoder(Reply)
 
 
 def _failed(component: Component, message: str) -> ProbeResult:

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
+from dlrover._util import decoding
 from dlrover.checkpoint.engine import tree
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -108,7 +109,7 @@ def _receive(group: Peers, source: int) -> dict[str, Any]:
     group.send_all([length], source)
     encoded = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     group.send_all([encoded], source)
-    header = msgspec.msgpack.decode(encoded.numpy().tobytes(), type=_Header)
+    header = decoding.msgpack(encoded.numpy().tobytes(), _Header)
     tensors = []
     for dtype, shape in header.tensors:
         tensor = torch.empty(shape, dtype=tree.DTYPES[dtype], device="cpu")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from dlrover import launched
-from dlrover._util import framing
+from dlrover._util import decoding, framing
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.rpc.relayed import RelayedMaster, connected
 from dlrover.spec.requests import Unanswered
@@ -30,7 +30,7 @@ RETRY = 0.05
 AWAY_LIMIT = 600.0
 """Seconds for which a rank waits for a master that is away."""
 _BROKEN = OSError, InfrastructureError, framing.FrameTooLongError, msgspec.DecodeError
-_decoder = msgspec.msgpack.Decoder(Members)
+_decoder = decoding.msgpack_decoder(Members)
 
 
 class Link:

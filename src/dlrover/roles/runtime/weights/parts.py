@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from dlrover._util import decoding
 from dlrover.checkpoint.machine.extent import Extent
 from dlrover.checkpoint.saver.memory import kernels
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -61,7 +62,7 @@ def read_index(part: PartReader) -> PartIndex:
     data = bytes(part.view(held.data_bytes, held.index_bytes))
     if checksum(data) != held.index_sum:
         raise InfrastructureError("The index of a part of weights is damaged in memory.")
-    return msgspec.msgpack.decode(data, type=PartIndex)
+    return decoding.msgpack(data, PartIndex)
 
 
 def checksum(data: bytes) -> int:
