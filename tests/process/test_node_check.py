@@ -79,7 +79,7 @@ def test_a_job_whose_nodes_are_all_at_fault_ends_with_the_reason(run) -> None:
 
 
 def test_a_master_that_is_killed_during_a_check_finishes_it(run, train) -> None:
-    training = train(3, 0.0, *CHECK)
+    training = train(3, 0.0, "--local-nodes=2", "--network-check")
     launch = training.launch
     launch.until(lambda: launch.events_of(events.NodeCheckStarted), 40, "a check")
     status = run.dlrover("status", "--job-dir", launch.job_dir)
