@@ -47,7 +47,7 @@ def test_torchruns_keys_are_accepted_and_the_originals_spelling_too():
             {},
             "joint_timeout = 1\n",
             {},
-            "not a setting; the nearest one is join_timeout; the settings",
+            r"not a setting; the nearest one is join_timeout\.$",
         ),
         ({}, "colour = 1\n", {}, "colour, which is not a setting; the settings are"),
         ({}, "join_timeout = [\n", {}, "not valid TOML"),

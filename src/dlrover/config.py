@@ -428,8 +428,9 @@ def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
     for key in values:
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1)
-            nearest = f"; the nearest one is {near[0]}" if near else ""
-            known = ", ".join(sorted(names))
-            raise ConfigurationError(
-                f"{where} sets {key}, which is not a setting{nearest}; the settings are {known}."
+            known = (
+                f"the nearest one is {near[0]}"
+                if near
+                else f"the settings are {', '.join(sorted(names))}"
             )
+            raise ConfigurationError(f"{where} sets {key}, which is not a setting; {known}.")

@@ -41,7 +41,7 @@ def test_a_traceback_is_shown_once(size: int) -> None:
     first, second = shown((0, b"before\n" + MINE + b"after\n"), (1, later + b"after\n"), size=size)
     assert first == b"before\n" + MINE + b"after\n"
     assert second == (
-        b"dlrover: rank 1 has the same traceback as rank 0: KeyError: 'missing' (whole in /logs/1/stderr.log)\n"
+        b"dlrover: rank 1 has the same traceback as rank 0: KeyError: 'missing' (its traceback: /logs/1/stderr.log)\n"
         b"after\n"
     )
 
@@ -53,8 +53,22 @@ def test_a_peers_end_is_one_line_with_all_that_follows_from_it(size: int) -> Non
     assert line.startswith(
         b"dlrover: rank 2 lost a peer: RuntimeError: [pair.cc:553] Connection closed"
     )
-    assert line.endswith(b"(whole in /logs/2/stderr.log)")
+    assert line.endswith(b"(its traceback: /logs/2/stderr.log)")
     assert rest == b"goodbye\n"
+
+
+def test_an_interrupt_is_shown_once_at_whatever_lines_the_ranks_are() -> None:
+    interrupted = b'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    step()\nKeyboardInterrupt\n'
+    elsewhere = interrupted.replace(b"step()", b"save()")
+    assert shown((0, interrupted), (1, elsewhere)) == [
+        interrupted,
+        b"dlrover: rank 1 was interrupted like rank 0: KeyboardInterrupt (its traceback: /logs/1/stderr.log)\n",
+    ]
+
+
+def test_a_long_line_of_an_exception_is_cut_visibly() -> None:
+    (found,) = shown((2, ECHO.replace(b"Connection closed", b"x" * 200 + b" Connection closed")))
+    assert "x… (its traceback: " in found.decode()
 
 
 def test_another_traceback_and_ones_own_again_are_shown() -> None:

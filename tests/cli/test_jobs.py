@@ -30,6 +30,19 @@ def env(tmp_path: Path) -> dict[str, str]:
     return {"DLROVER_STATE_DIR": str(tmp_path / "state")}
 
 
+def test_a_misspelt_job_dir_is_answered_with_the_nearest_job(env: dict[str, str], tmp_path: Path):
+    jobs.create(env, "one", str(tmp_path / "first-job")).job.touch()
+    (tmp_path / "first-jb-notes").mkdir()
+    asked = tmp_path / "first-jb"
+    with pytest.raises(ConfigurationError) as caught:
+        jobs.find(env, "", str(asked))
+    assert str(caught.value) == (
+        f"--job-dir {asked}: there is no such directory. Did you mean {tmp_path / 'first-job'}?"
+    )
+    with pytest.raises(ConfigurationError, match=r"notes: there is no job in this directory\.$"):
+        jobs.find(env, "", f"{asked}-notes")
+
+
 def test_the_last_job_is_found_without_a_name(env: dict[str, str]):
     first = jobs.create(env, "one", "")
     second = jobs.create(env, "two", "")

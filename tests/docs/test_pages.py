@@ -353,6 +353,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(file), link
 
 
+@pytest.mark.parametrize("page", [*PAGES, *sorted(DOCS.glob("zh/*.md"))], ids=str)
+def test_no_page_installs_the_originals_package(page: Path) -> None:
+    """A package index has a ``dlrover`` of the original's; pages install a checkout or wheels."""
+    installs = re.findall(r"pip install [^`\n]*", page.read_text())
+    named = [each for each in installs if re.search(r"(?<![\w/.])dlrover\b", each)]
+    assert [each for each in named if "--no-index" not in each] == []
+
+
 @pytest.mark.slow
 def test_the_site_can_be_built(tmp_path: Path) -> None:
     pytest.importorskip("material")

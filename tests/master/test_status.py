@@ -60,7 +60,7 @@ def test_the_step_number_stays_until_the_next_one_is_known() -> None:
 def test_an_ended_jobs_world_is_its_last_one() -> None:
     text = io.StringIO()
     report = queries.StatusReport("job", False, status(ended(ExitCode.SUCCESS)))
-    queries.render_status(report, Console(file=text, width=120))
+    queries.render_status(report, Console(file=text, width=50))
     assert (
         "last round 1: 4 workers; 0 restarts; at step 400, 40 steps in this round"
         in text.getvalue()

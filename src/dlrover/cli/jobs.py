@@ -277,9 +277,19 @@ def find(env: Mapping[str, str], job: str, path: str) -> JobDir:
     if not (
         found.job.exists() or found.journal.exists() or found.agent.exists() or found.roles.exists()
     ):
-        raise ConfigurationError(f"--job-dir {chosen}: there is no job in this directory.")
+        raise ConfigurationError(_absence(chosen))
     _check_format(found)
     return found
+
+
+def _absence(path: Path) -> str:
+    """Return why there is no job in ``path``, with the nearest job directory beside it if it does not exist."""
+    if path.exists():
+        return f"--job-dir {path}: there is no job in this directory."
+    beside = [each.parent.name for each in path.parent.glob(f"*/{JobDir(path).job.name}")]
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    nearest = f" Did you mean {path.parent / near[0]}?" if near else ""
+    return f"--job-dir {path}: there is no such directory.{nearest}"
 
 
 def find_on(platform: str, ray_address: str, env: Mapping[str, str], job: str, path: str) -> JobDir:

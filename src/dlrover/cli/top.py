@@ -123,7 +123,7 @@ def _nodes(status: messages.Status, view: TopView, room: int) -> Table:
 
 
 def _ranks(ranks: messages.RanksReply, view: TopView, room: int) -> Table:
-    table = _table(("rank", "node", "doing", "steps", "step time", "waits for data"))
+    table = _table(("rank", "node", "doing", "steps", "own step time", "waits for data"))
     for state in ranks.ranks[view.first : view.first + room]:
         worker = state.worker
         spent = sum(worker.seconds[Activity.STEP :])
@@ -143,7 +143,7 @@ def _ranks(ranks: messages.RanksReply, view: TopView, room: int) -> Table:
 def _table(names: tuple[str, ...]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in names:
-        right = name in ("node", "rank", "steps", "cores", "step time", "waits for data")
+        right = name in ("node", "rank", "steps", "cores", "own step time", "waits for data")
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
     return table
 

@@ -19,6 +19,8 @@ ECHO = re.compile(
     rb"remote process exited|NCCL communicator was aborted|Connection refused"
 )
 """Part of an exception's line that tells of a peer's end."""
+INTERRUPT = b"KeyboardInterrupt"
+"""The exception's line of a worker that Ctrl-C ends: each rank is at a line of its own."""
 CHAINS = (
     b"The above exception was the direct cause of the following exception:",
     b"During handling of the above exception, another exception occurred:",
@@ -45,11 +47,19 @@ class Tracebacks:
         """Return why a rank's traceback need not be shown; empty if it is to be shown."""
         if ECHO.search(exception):
             return "lost a peer"
-        key = hashlib.blake2b(_NUMBERS.sub(b"", text), digest_size=16).digest()
+        interrupt = exception == INTERRUPT
+        known = INTERRUPT if interrupt else _NUMBERS.sub(b"", text)
+        key = hashlib.blake2b(known, digest_size=16).digest()
         first = self._first.get(key, rank)
         if len(self._first) < KNOWN:
             self._first.setdefault(key, rank)
-        return f"has the same traceback as rank {first}" if first != rank else ""
+        if first == rank:
+            return ""
+        return (
+            f"was interrupted like rank {first}"
+            if interrupt
+            else f"has the same traceback as rank {first}"
+        )
 
 
 class FoldingFormatter:
@@ -132,5 +142,5 @@ class FoldingFormatter:
         if not meaning:
             return text
         self._follows = True
-        shown = exception[:SHOWN].decode(errors="replace")
-        return f"dlrover: rank {self._rank} {meaning}: {shown} (whole in {self._path})\n".encode()
+        shown = exception[:SHOWN].decode(errors="replace") + ("…" if len(exception) > SHOWN else "")
+        return f"dlrover: rank {self._rank} {meaning}: {shown} (its traceback: {self._path})\n".encode()

@@ -105,6 +105,7 @@ def render_status(report: StatusReport, console: Console) -> None:
         f"{last} {status.round}: {status.processes()}; {restarts}; {number}"
         f"{counted(status.steps, 'step')} in this round, {status.total_steps} in all; {status.seconds:.0f} s",
         highlight=False,
+        soft_wrap=True,
     )
     if status.size:
         console.print(status.size, highlight=False, soft_wrap=True)

@@ -37,7 +37,7 @@ D.overview = (job) => {
     h("div", { class: "overview" },
       h("div", { class: "goodput" },
         h("p", { class: "eyebrow" }, "Goodput"),
-        goodput && goodput.ratio !== null ? [h("p", { class: "big" }, goodput.words), h("p", { class: "soft" }, goodput.summary.replace(/^Goodput [^:]*: o/, "O"))]
+        goodput && goodput.ratio !== null ? [h("p", { class: "big" }, goodput.words.startsWith("at most ") ? h("span", { class: "bound" }, "at most ") : null, goodput.words.replace("at most ", "")), h("p", { class: "soft" }, goodput.summary.replace(/^Goodput [^:]*: o/, "O"))]
           : h("p", { class: "soft" }, goodput ? goodput.summary : report.absent || "Reading the journal …")),
       h("dl", { class: "tiles" }, tiles)),
     goodput && causes(job, goodput));
@@ -134,7 +134,7 @@ const ranks = (job) => {
   const most = Math.max(...known, 1e-9);
   const spent = (rank, kind) => { const sum = rank.seconds.slice(1).reduce((a, b) => a + b, 0); return sum ? rank.seconds[kind] / sum : 0; };
   return h("details", { key: "ranks", initially: { open: job.ranks.length <= 16 } }, h("summary", {}, D.count(job.ranks.length, "rank")),
-    D.table("Ranks", [["rank", "num"], ["node", "num"], ["doing"], ["steps", "num"], ["step time"], ["data wait", "num opt"], ["optimizer state", "num opt"]],
+    D.table("Ranks", [["rank", "num"], ["node", "num"], ["doing"], ["steps", "num"], ["own step time"], ["data wait", "num opt"], ["optimizer state", "num opt"]],
       paced.slice(0, MOST_ROWS).map((rank) => h("tr", { key: rank.rank },
         h("td", { class: "num" }, rank.rank), h("td", { class: "num" }, rank.node),
         h("td", {}, rank.ended ? "ended" : `${job.activities[rank.doing]} ${D.duration(rank.since)}`), h("td", { class: "num" }, D.whole(rank.steps)),
