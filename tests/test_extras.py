@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from dlrover import extras
+from dlrover import __version__, extras
 from dlrover.errors import ConfigurationError
 
 
@@ -10,7 +10,9 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ConfigurationError) as caught, extras.needed("job.yaml", "roles"):
         import yaml  # noqa: F401
-    assert str(caught.value) == "job.yaml needs the package yaml: pip install 'dlrover[roles]'."
+    assert str(caught.value) == (
+        f"job.yaml needs the package yaml: pip install 'dlrover[roles]>={__version__}'."
+    )
 
 
 def test_a_missing_module_of_a_package_names_the_package():
@@ -33,5 +35,5 @@ def test_what_is_required_is_not_imported(monkeypatch):
     with pytest.raises(ConfigurationError) as caught:
         extras.require("--auto-scale", "planning", ("this", "surely_not_there"))
     assert str(caught.value) == (
-        "--auto-scale needs the package surely_not_there: pip install 'dlrover[planning]'."
+        f"--auto-scale needs the package surely_not_there: pip install 'dlrover[planning]>={__version__}'."
     )

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 from collections.abc import Iterator
 
+from dlrover._util.doors import install
 from dlrover.errors import ConfigurationError
 
 PLANNING = ("numpy", "scipy")
@@ -49,4 +50,4 @@ def require(what: str, extra: str, packages: tuple[str, ...]) -> None:
 
 
 def _missing(what: str, package: str, extra: str) -> str:
-    return f"{what} needs the package {package}: pip install 'dlrover[{extra}]'."
+    return f"{what} needs the package {package}: {install(extra)}."

@@ -57,6 +57,6 @@ def test_without_fsspec_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec", None)
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(
-        ConfigurationError, match=r"needs the package fsspec: pip install 'dlrover\[remote\]'"
+        ConfigurationError, match=r"needs the package fsspec: pip install 'dlrover\[remote\]>="
     ):
         open_store("s3://bucket/run")

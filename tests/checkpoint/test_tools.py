@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+import dlrover
 from dlrover.checkpoint.engine import tree
 from dlrover.checkpoint.engine.copying import Copier
 from dlrover.checkpoint.engine.tree import Shard
@@ -388,5 +389,6 @@ def test_without_the_extra_a_sentence_says_what_to_install(tmp_path: Path):
     )
     assert ended.returncode == ExitCode.USAGE
     assert ended.stderr == (
-        "dlrover: dlrover ckpt needs the package xxhash: pip install 'dlrover[torch]'.\n"
+        "dlrover: dlrover ckpt needs the package xxhash:"
+        f" pip install 'dlrover[torch]>={dlrover.__version__}'.\n"
     )

@@ -362,7 +362,7 @@ def test_several_hosts_have_a_port_each() -> None:
 def test_a_client_that_is_not_installed_is_told(monkeypatch, url, package, extra) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     scheme = url.partition(":")[0]
-    told = rf"{scheme}:// needs the package {package}: pip install 'dlrover\[{extra}\]'"
+    told = rf"{scheme}:// needs the package {package}: pip install 'dlrover\[{extra}\]>="
     with pytest.raises(ConfigurationError, match=told):
         Records(url)
 

@@ -20,6 +20,12 @@ HELM = re.sub(r"(a|b|rc)(\d+)$", r"-\1.\2", dlrover.__version__)
     [
         ("CITATION.cff", r"^version: (\S+)$", dlrover.__version__),
         ("packages/original/pyproject.toml", r'^version = "(.+)"$', dlrover.__version__),
+        (
+            "packages/original/pyproject.toml",
+            r'"dlrover\[torch,planning\]==(.+)"',
+            dlrover.__version__,
+        ),
+        ("pyproject.toml", r'^original = \["dlrover-original==(.+)"\]$', dlrover.__version__),
         ("deploy/chart/Chart.yaml", r"^appVersion: (\S+)$", dlrover.__version__),
         ("deploy/chart/Chart.yaml", r"^version: (\S+)$", HELM),
         ("CHANGELOG.md", r"^## \[(\d.*?)\] - \d{4}-\d\d-\d\d$", dlrover.__version__),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import dlrover
 from dlrover.original import names
 
 ROOT = Path(__file__).parent.parent.parent
@@ -97,7 +98,7 @@ def test_a_door_whose_package_is_missing_names_what_to_install(missing: str) -> 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1] == (
         f"ModuleNotFoundError: dlrover.checkpoint.Checkpointer needs the package {missing}:"
-        " pip install 'dlrover[torch]'."
+        f" pip install 'dlrover[torch]>={dlrover.__version__}'."
     )
 
 

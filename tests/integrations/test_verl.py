@@ -107,7 +107,7 @@ def test_the_hook_is_added_to_what_ray_job_submit_has_set() -> None:
         ({"DLROVER_VERL": "score=often"}, "DLROVER_VERL=score=often"),
         ({"RAY_ADDRESS": "127.0.0.1:1"}, "no Ray cluster can be reached"),
         ({"HIDE": "verl"}, "needs the package verl: pip install verl"),
-        ({"HIDE": "ray"}, "pip install 'dlrover[ray]'"),
+        ({"HIDE": "ray"}, "pip install 'dlrover[ray]>="),
     ],
 )
 def test_what_is_missing_or_wrong_is_said_before_the_program_starts(tmp_path, env, said) -> None:

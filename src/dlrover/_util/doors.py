@@ -6,6 +6,13 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dlrover import __version__
+
+
+def install(extra: str) -> str:
+    """Return the command that installs an extra, and no older release, which may be the original's."""
+    return f"pip install 'dlrover[{extra}]>={__version__}'"
+
 
 def lazy(package: str, homes: Mapping[str, str], *, extra: str = "") -> Callable[[str], Any]:
     """Return a package's ``__getattr__``: each public name is imported from its home module on first use.
@@ -23,7 +30,7 @@ def lazy(package: str, homes: Mapping[str, str], *, extra: str = "") -> Callable
             if not extra or not missing or missing.partition(".")[0] == "dlrover":
                 raise
             raise ModuleNotFoundError(
-                f"{package}.{name} needs the package {missing}: pip install 'dlrover[{extra}]'.",
+                f"{package}.{name} needs the package {missing}: {install(extra)}.",
                 name=missing,
             ) from error
         return getattr(home, name)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.text import Text
 
+from dlrover._util.doors import install
 from dlrover.cli.host.probe import Machine, collect
 from dlrover.cli.output import Form
 from dlrover.config import state_dirs
@@ -91,7 +92,7 @@ def _kernel(machine: Machine) -> Finding:
 def _torch(machine: Machine) -> Finding:
     topic = "pytorch"
     if machine.torch is None:
-        advice = "a job that imports it fails; install it with pip install 'dlrover[torch]'"
+        advice = f"a job that imports it fails; install it with {install('torch')}"
         fact = f"PyTorch is not installed for {machine.executable}"
         return _finding(Level.WARNING, topic, fact, advice)
     oldest = ".".join(map(str, OLDEST_TORCH))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from dlrover._util.doors import install
 from dlrover.data.sources.parts import Folder
 from dlrover.data.sources.stream import Address
 from dlrover.errors import ConfigurationError
@@ -15,7 +16,7 @@ try:
     from ray.data.block import BlockAccessor
 except ModuleNotFoundError as error:
     raise ConfigurationError(
-        f"write_stream needs the package {error.name}: pip install 'dlrover[ray,parquet]' 'ray[data]'."
+        f"write_stream needs the package {error.name}: {install('ray,parquet')} 'ray[data]'."
     ) from error
 
 

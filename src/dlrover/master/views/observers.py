@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from dlrover import extras
+from dlrover._util.doors import install
 from dlrover.errors import ConfigurationError
 from dlrover.master.journal.history import History
 from dlrover.master.service import Master
@@ -48,8 +49,8 @@ class Observers:
             from dlrover.master.views.spans import JobSpans  # noqa: PLC0415 - an extra
         except ModuleNotFoundError:
             logger.warning(
-                "OpenTelemetry's variables are set, but no spans are sent without its packages: "
-                "pip install 'dlrover[otel]'"
+                "OpenTelemetry's variables are set, but no spans are sent without its packages: %s",
+                install("otel"),
             )
             return
         spans = JobSpans(env, history.events)
