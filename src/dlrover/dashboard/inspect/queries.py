@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.master.app import load_config, read_outcome
@@ -91,7 +92,7 @@ def named_status(report: StatusReport) -> dict[str, Any]:
 def render_status(report: StatusReport, console: Console) -> None:
     """Print a job's status as text."""
     status = report.status
-    console.print(f"[bold]{status.name}[/]: {status.phase}", highlight=False)
+    console.print(Text.assemble((status.name, "bold"), f": {status.phase}"))
     if not report.master_running and status.outcome is None:
         console.print("The master does not answer; this is where its journal ends.")
     if status.outcome is not None:
