@@ -65,7 +65,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
     try:
         settings = decode(job_dir.agent, job_dir.agent.read_bytes(), AgentConfig)
         token = job_dir.token.read_text().strip()
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise ConfigurationError(f"{job_dir.path} is not a job directory: {error}.") from error
     if args.node_id >= 0 and is_server(args.node_rank):  # without an id, any rank may be wanted
         launch = msgspec.structs.replace(settings.launch, nproc_per_node=1, role=SERVER)
@@ -153,7 +153,7 @@ def _master_address(job_dir: JobDir, last: str = "") -> str:
     """Return the address of the job's master; ``last`` if it can no longer be read from the directory."""
     try:
         return msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress).address
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         if last:
             return last
         raise ConfigurationError(f"{job_dir.master} cannot be read: {error}.") from error

@@ -54,7 +54,7 @@ def of_job(job_dir: JobDir, own: tuple[Rule, ...]) -> tuple[LogVerdict, ...]:
     try:
         bodies = [event.body for event in history.read(job_dir.events)]
         config = decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise ConfigurationError(
             f"--job-dir {job_dir.path} has no readable record of failures: {error}."
         ) from error

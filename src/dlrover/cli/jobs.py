@@ -156,7 +156,7 @@ def _check_format(job_dir: JobDir) -> None:
     """
     for path in (job_dir.job, job_dir.agent):
         # Absent, or damaged: its reader reports that.
-        with contextlib.suppress(OSError, msgspec.DecodeError):
+        with contextlib.suppress(OSError, UnicodeDecodeError, msgspec.DecodeError):
             check_format(path, msgspec.json.decode(path.read_bytes(), type=ConfigHeader).format)
 
 
@@ -181,7 +181,7 @@ def _archive(job_dir: JobDir) -> None:
 def _journal_files(job_dir: JobDir) -> list[Path]:
     """Return the files of the last run's journal, which may be in another directory."""
     journal = job_dir.journal
-    with contextlib.suppress(OSError, msgspec.DecodeError):
+    with contextlib.suppress(OSError, UnicodeDecodeError, msgspec.DecodeError):
         url = msgspec.json.decode(job_dir.job.read_bytes(), type=ConfigHeader).journal
         elsewhere = url.removeprefix("file:")
         journal = Path(elsewhere) if url.startswith("file:") and elsewhere else journal
@@ -273,7 +273,7 @@ def find(env: Mapping[str, str], job: str, path: str) -> JobDir:
                 f"No job was found in {state}; name a job, or give its --job-dir."
             )
     assert chosen is not None
-    found = JobDir(chosen.resolve())
+    found = JobDir(Path(os.path.realpath(chosen)))
     if not (
         found.job.exists() or found.journal.exists() or found.agent.exists() or found.roles.exists()
     ):

@@ -249,7 +249,7 @@ def report(job_dir: JobDir) -> tuple[dict[str, Any], messages.Status | None]:
 def _events(job_dir: JobDir) -> list[Event]:
     try:
         return history.read(job_dir.events)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError):
         return []
 
 

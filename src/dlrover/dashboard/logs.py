@@ -111,7 +111,7 @@ def _files(job_dir: JobDir) -> Iterator[tuple[str, Path]]:
 
 def _workers_logs(job_dir: JobDir) -> Path:
     """Return the directory of the workers' logs, which ``--log-dir`` moves."""
-    with contextlib.suppress(OSError, msgspec.DecodeError):
+    with contextlib.suppress(OSError, UnicodeDecodeError, msgspec.DecodeError):
         given = msgspec.json.decode(job_dir.agent.read_bytes(), type=AgentConfig).launch.log_dir
         if given and given != os.devnull:
             return Path(given)

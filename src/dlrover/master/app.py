@@ -156,7 +156,7 @@ def load_config(job_dir: JobDir) -> MasterConfig:
     """
     try:
         return decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise ConfigurationError(f"{job_dir.job} cannot be read: {error}.") from error
 
 
@@ -228,8 +228,8 @@ async def _until_ended(master: Master, job_dir: JobDir, orphaned: asyncio.Event)
 
 
 def read_outcome(path: Path) -> Outcome | None:
-    """Return the outcome in a file; None if there is none yet."""
+    """Return the outcome in a file; None if there is none yet, or it is damaged."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Outcome)
-    except FileNotFoundError:
+    except (FileNotFoundError, UnicodeDecodeError, msgspec.DecodeError):
         return None

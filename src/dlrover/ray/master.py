@@ -139,7 +139,7 @@ class MasterActor:
 
     def _address(self) -> str:
         """Return the address of this actor's master; empty until it listens."""
-        with contextlib.suppress(OSError, msgspec.DecodeError):
+        with contextlib.suppress(OSError, UnicodeDecodeError, msgspec.DecodeError):
             known = msgspec.json.decode(self._dir.master.read_bytes(), type=MasterAddress)
             return known.address if known.pid == os.getpid() else ""
         return ""

@@ -49,7 +49,7 @@ def connect(job_dir: JobDir) -> RolesClient:
     try:
         address = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress).address
         token = job_dir.token.read_text().strip()
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise ConfigurationError(
             f"{job_dir.path} holds no address of its job's coordinator: {error}."
         ) from error
@@ -64,5 +64,5 @@ def load_config(job_dir: JobDir) -> RolesConfig:
     """
     try:
         return msgspec.json.decode(job_dir.roles.read_bytes(), type=RolesConfig)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise ConfigurationError(f"{job_dir.roles} cannot be read: {error}.") from error

@@ -84,7 +84,7 @@ def plans(job_dir: JobDir) -> Plans:
     try:
         happened = history.read(job_dir.events)
         job = decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig).job
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise ConfigurationError(
             f"--job-dir {job_dir.path} has no readable record of plans: {error}."
         ) from error

@@ -164,13 +164,16 @@ def events(job_dir: JobDir) -> list[Event]:
     """Return the events of a job so far.
 
     Raises:
-        ConfigurationError: the job has no events on this machine.
+        ConfigurationError: the job has no events on this machine, or they are damaged.
     """
     if not job_dir.events.exists():
         raise ConfigurationError(
             f"{job_dir.path} holds no events; they are on the machine that runs the job's master."
         )
-    return history.read(job_dir.events)
+    try:
+        return history.read(job_dir.events)
+    except (UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise ConfigurationError(f"{job_dir.events} is damaged: {error}.") from error
 
 
 async def follow(job_dir: JobDir, show: Callable[[Event], None]) -> None:

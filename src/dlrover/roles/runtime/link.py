@@ -177,7 +177,7 @@ class ServiceLink:
         """Connect to another address if a coordinator has taken one."""
         if self._beside is None:
             return
-        with contextlib.suppress(OSError, msgspec.DecodeError):
+        with contextlib.suppress(OSError, UnicodeDecodeError, msgspec.DecodeError):
             data = self._beside.master.read_bytes()
             address = msgspec.json.decode(data, type=MasterAddress).address
             if address != self._address:
