@@ -1,5 +1,6 @@
 """Processes that die and bits that flip: what is loaded is the newest whole step, or an error."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -364,7 +366,19 @@ def test_bad_arguments_are_refused(directory):
         checkpointer.save(1, fresh(), to="disk")
     with pytest.raises(ConfigurationError, match="step is -1"):
         checkpointer.save(-1, fresh())
+    checkpointer.save(4, fresh(), to="memory")
+    for step in (5.0, "6", None, torch.tensor([7, 8])):
+        with pytest.raises(ConfigurationError, match="must be a whole number"):
+            checkpointer.save(step, fresh())
+    assert checkpointer.load(fresh()).step == 4, "a refused save costs no step in memory"
     checkpointer.close()
+
+
+def test_a_step_may_be_a_number_of_numpy_or_of_a_tensor(directory):
+    with contextlib.closing(Checkpointer(directory, linger=0.0)) as checkpointer:
+        for step in (np.int64(3), torch.tensor(4)):
+            checkpointer.save(step, fresh(), to="storage")
+            assert checkpointer.load(fresh()).step == int(step)
 
 
 def test_faults_are_off():

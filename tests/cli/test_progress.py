@@ -1,6 +1,12 @@
 """The status line stays below the job's output and never mixes with it."""
 
+import fcntl
+import functools
 import io
+import os
+import pty
+import struct
+import termios
 
 import msgspec
 import pytest
@@ -45,7 +51,7 @@ def test_what_is_waited_for_is_part_of_the_line():
 def shown(writes: list[bytes]) -> tuple[bytes, bytes]:
     """What a terminal's screen holds after the writes: lines above, and the status line."""
     out = io.BytesIO()
-    screen = progress.Screen(out, width=40)
+    screen = progress.Screen(out, width=lambda: 40)
     screen.set_status(Text("STATUS"))
     for data in writes:
         screen.write(data)
@@ -68,7 +74,7 @@ def test_a_line_that_is_not_finished_is_left_alone():
 @given(st.lists(st.binary(min_size=1).filter(lambda data: b"\x1b" not in data)))
 def test_output_is_never_lost(writes: list[bytes]):
     out = io.BytesIO()
-    screen = progress.Screen(out, width=40)
+    screen = progress.Screen(out, width=lambda: 40)
     for number, data in enumerate(writes):
         screen.set_status(Text(f"status {number}"))
         screen.write(data)
@@ -82,5 +88,31 @@ def test_output_is_never_lost(writes: list[bytes]):
 @pytest.mark.parametrize("width", [1, 10, 200])
 def test_the_line_fits_the_terminal(width: int):
     out = io.BytesIO()
-    progress.Screen(out, width=width).set_status(Text("x" * 300))
+    progress.Screen(out, width=lambda: width).set_status(Text("x" * 300))
     assert len(out.getvalue().decode()) <= width
+
+
+def test_a_message_does_not_continue_an_unfinished_line():
+    out = io.BytesIO()
+    screen = progress.Screen(out, width=lambda: 40)
+    screen.write(b"10%")
+    progress.say("rank 0 was killed.", screen)
+    progress.say("Restart 1.", screen)
+    screen.write(b"20%")
+    assert out.getvalue() == b"10%\ndlrover: rank 0 was killed.\ndlrover: Restart 1.\n20%"
+
+
+def test_the_line_follows_the_terminals_width():
+    own, theirs = pty.openpty()
+    out = io.BytesIO()
+    screen = progress.Screen(out, width=functools.partial(progress.columns, theirs))
+    for columns in (100, 20, 0):
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        out.seek(0)
+        out.truncate()
+        screen.set_status(Text(f"{columns}" + "x" * 300))
+        shown = out.getvalue().replace(progress.ERASE_LINE, b"").decode()
+        assert len(shown) == (columns or 80) - 1
+    os.close(own)
+    os.close(theirs)
+    assert progress.columns(theirs) == 80

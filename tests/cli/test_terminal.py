@@ -6,8 +6,10 @@ import contextlib
 import io
 import os
 import pty
+import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import msgspec
@@ -85,6 +87,28 @@ def test_the_keys_move_within_the_rows() -> None:
     assert view.after("down", 2, 3).first == 0
     assert view.after("ranks", 8, 3) == top.TopView(by_rank=True)
     assert view.after("nothing", 8, 3) == view
+
+
+def test_keys_that_come_together_each_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, theirs = pty.openpty()
+    with os.fdopen(theirs) as terminal:
+        before = termios.tcgetattr(terminal)
+        monkeypatch.setattr(sys, "stdin", terminal)
+        with top._keys() as key:
+            os.write(own, b"\x1b[B\x1b[6~r?\x1bOAq")
+            assert [key(5.0) for _ in range(6)] == [
+                "down",
+                "page down",
+                "ranks",
+                "nothing",
+                "up",
+                "quit",
+            ]
+            assert key(0.0) == ""
+        with pytest.raises(SystemExit, match="143"), top._keys():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert termios.tcgetattr(terminal) == before
+        os.close(own)
 
 
 @pytest.mark.slow

@@ -11,11 +11,14 @@ import msgspec
 import pytest
 
 from dlrover.dashboard import actions, content, listing, logs, page
+from dlrover.dashboard.inspect import queries
 from dlrover.data.machine.queue import ShardQueue
+from dlrover.errors import ConfigurationError
+from dlrover.master.app import read_outcome
 from dlrover.roles import Job
 from dlrover.roles.spec import RolesConfig
 from dlrover.spec.job import JobSpec
-from dlrover.spec.jobdir import JobDir, MasterConfig
+from dlrover.spec.jobdir import FORMAT, JobDir, MasterConfig
 from dlrover.spec.outcome import Cause, Outcome
 from dlrover.spec.requests.shards import DataSpec, Incarnation, OpenShards, Span, TakeShards
 
@@ -74,6 +77,49 @@ def test_the_list_ends_after_the_latest_jobs_and_says_so(tmp_path: Path) -> None
     assert short.more
     assert len(whole.jobs()) == 4
     assert not whole.more
+
+
+def test_one_damaged_directory_leaves_the_other_jobs_in_the_list(tmp_path: Path) -> None:
+    jobs = tmp_path / "jobs"
+    made(jobs / "whole", "whole")
+    job_dir = made(jobs / "damaged", "damaged")
+    job_dir.job.write_bytes(b'{"format": %d, "job": {"name": "\xff"}}' % FORMAT)
+    job_dir.outcome.write_bytes(b'{"reason": "\xff')
+    job_dir.master.write_bytes(b'{"address": "\xff"}')
+    running = made(jobs / "token", "token")
+    running.master.write_text(f'{{"address": "127.0.0.1:1", "pid": {os.getpid()}}}')
+    running.token.write_bytes(b"\xff")
+    newer = made(jobs / "newer", "newer")
+    newer.job.write_text('{"format": 99, "job": {}, "of": "later"}')
+    (jobs / "circle").symlink_to("circle")
+    (tmp_path / "last").symlink_to("last")
+    made(Path(os.fsdecode(os.fsencode(jobs) + b"/no-text-\xff")), "no text")
+    found = listing.JobList([tmp_path], [jobs / "circle"])
+    rows = {row["name"]: row for row in found.jobs()}
+    asyncio.run(listing.ask_masters(list(rows.values())))
+    assert rows.keys() == {"whole", "damaged", "token", "newer"}
+    assert {row["phase"] for row in rows.values()} == {"interrupted"}
+    assert "cannot be read" in rows["damaged"]["problem"]
+    assert "another version of DLRover" in rows["newer"]["problem"]
+    msgspec.json.encode(rows)
+
+
+def test_a_checkpoint_directory_with_a_damaged_name_is_a_problem_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    job_dir = made(tmp_path / "job", "job")
+    job_dir.checkpoints.write_text(f"\0\0\n{tmp_path}\n")
+    damaged, other = content.of_checkpoints(job_dir)
+    assert "null" in damaged["problem"]
+    assert "null" not in other["problem"]
+
+
+def test_damaged_events_and_outcomes_are_no_crash(tmp_path: Path) -> None:
+    job_dir = made(tmp_path / "job", "job")
+    job_dir.events.write_bytes(b"\xff\n")
+    with pytest.raises(ConfigurationError, match="damaged"):
+        queries.events(job_dir)
+    job_dir.outcome.write_bytes(b'{"reason": "\xff')
+    assert read_outcome(job_dir.outcome) is None
 
 
 def test_each_cause_has_a_colour_of_its_own() -> None:

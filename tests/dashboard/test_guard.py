@@ -13,7 +13,7 @@ pytest.importorskip("starlette")
 
 from dlrover.dashboard import guard, page, server
 from dlrover.dashboard.cluster import JobSources
-from dlrover.dashboard.listing import JobList
+from dlrover.dashboard.listing import JobList, job_id
 
 TOKEN, HOST = "a-secret-of-the-test", "127.0.0.1:8650"
 
@@ -146,3 +146,23 @@ def test_beyond_this_machine_a_token_has_to_be_chosen(host: str) -> None:
         server.check_host(host, given_token=False)
     server.check_host(host, given_token=True)
     server.check_host("127.0.0.1", given_token=False)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b'{"action":"none"}',
+        b'{"action":"scale","nodes":1,"role":"\xff"}',
+        b'{"x":' + b"[" * 4000,
+    ],
+)
+def test_a_damaged_request_of_a_button_is_refused(
+    known: Client, tmp_path: Path, body: bytes
+) -> None:
+    job = tmp_path / "jobs" / "job"
+    job.mkdir(parents=True)
+    (job / "job.json").write_text("{}")
+    own = {"origin": f"http://{HOST}", "content_type": "application/json"}
+    status, _, text = known.ask(f"/api/jobs/{job_id(job)}/actions", "POST", body, **own)
+    assert (status, "is no action" in text) == (400, True)

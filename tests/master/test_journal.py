@@ -456,3 +456,16 @@ def test_a_last_line_that_a_crash_cut_short_is_written_again(file):
         assert history.read(file) == recorded[:lines]
         write(file, bodies())
         assert file.read_bytes() == whole
+
+
+def test_a_reader_needs_no_room_beside_an_ended_jobs_journal(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with contextlib.closing(FileJournal(path)) as journal:
+        journal.append(inputs.NodeDisconnected(0), 1.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file can grow, as on a full disk
+    try:
+        with contextlib.closing(FileJournal(path, read_only=True)) as journal:
+            assert list(journal.entries()) == [(1.0, inputs.NodeDisconnected(0))]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

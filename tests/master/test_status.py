@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 
+import msgspec
+import pytest
 from rich.console import Console
 
+from dlrover.cli.output import Form, show
 from dlrover.dashboard.inspect import queries
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
@@ -66,3 +69,15 @@ def test_an_ended_jobs_world_is_its_last_one() -> None:
         in text.getvalue()
     )
     assert "released" not in text.getvalue()
+
+
+def test_what_a_program_said_is_text_and_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    job = JobDriver.running(1, 1, 1)
+    said = "rank 0 raised KeyError: 'no column [/bold] in [red]data[/red] :warning:'"
+    job.give(StopRequest(said, ExitCode.USER_CODE), at=30.0)
+    found = msgspec.structs.replace(status(job), name="a [b] c", waiting_for="[/wait]")
+    show(queries.StatusReport("job", False, found), Form.TEXT, queries.render_status)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert said in shown
+    assert "a [b] c: " in shown
+    assert "[/wait]" in shown

@@ -73,3 +73,10 @@ def test_all_of_the_package_reads_types_by_them():
                 if name in HERE_ALONE or typed:
                     found.append(f"{path}:{node.lineno}: {name}")
     assert not found
+
+
+@pytest.mark.parametrize("read", [decoding.json, decoding.msgpack])
+def test_text_that_is_no_utf8_is_damage_like_any_other(read):
+    for data in (b'{"name": "\xff"}', b"\x81\xa4name\xa1\xff"):
+        with pytest.raises(msgspec.DecodeError):
+            read(data, dict[str, str])

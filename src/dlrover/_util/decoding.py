@@ -41,7 +41,10 @@ def json(data: bytes | bytearray | memoryview | str, kind: type[T]) -> T:
     Raises:
         msgspec.MsgspecError: the text is no JSON, or of another type.
     """
-    value: T = json_decoder(kind).decode(data)
+    try:
+        value: T = json_decoder(kind).decode(data)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(str(error)) from error
     return value
 
 
@@ -51,7 +54,10 @@ def msgpack(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
     Raises:
         msgspec.MsgspecError: the bytes are no MessagePack, or of another type.
     """
-    value: T = msgpack_decoder(kind).decode(data)
+    try:
+        value: T = msgpack_decoder(kind).decode(data)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(str(error)) from error
     return value
 
 

@@ -65,7 +65,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
     try:
         settings = decode(job_dir.agent, job_dir.agent.read_bytes(), AgentConfig)
         token = job_dir.token.read_text().strip()
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise ConfigurationError(f"{job_dir.path} is not a job directory: {error}.") from error
     if args.node_id >= 0 and is_server(args.node_rank):  # without an id, any rank may be wanted
         launch = msgspec.structs.replace(settings.launch, nproc_per_node=1, role=SERVER)

@@ -273,7 +273,7 @@ def find(env: Mapping[str, str], job: str, path: str) -> JobDir:
                 f"No job was found in {state}; name a job, or give its --job-dir."
             )
     assert chosen is not None
-    found = JobDir(chosen.resolve())
+    found = JobDir(Path(os.path.realpath(chosen)))
     if not (
         found.job.exists() or found.journal.exists() or found.agent.exists() or found.roles.exists()
     ):

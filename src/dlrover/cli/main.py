@@ -10,13 +10,12 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from dlrover import __version__, config
 from dlrover._util import procs
 from dlrover.cli import chaos, ckpt, completion, dashboard, embedding, jobs, roles, strategy
 from dlrover.cli.cluster import brain, operator, submit
-from dlrover.cli.output import Form, Output, print_json, show
+from dlrover.cli.output import Form, Output, print_json, show, terminal
 from dlrover.cli.run.launchspec import parse_rdzv_conf
 from dlrover.cli.run.nodes import parse_nnodes
 from dlrover.cli.selecting import Dir, of_job, refuse_roles
@@ -77,7 +76,7 @@ def top(job: JobDir) -> None:
     """Show a job's nodes and ranks live on the terminal: q quits, arrows move, r changes to ranks."""
     from dlrover.cli import top as live  # noqa: PLC0415 - loads grpc
 
-    live.top(job, Console())
+    live.top(job, terminal())
 
 
 @app.command()
@@ -214,7 +213,7 @@ def doctor(output: Output = Form.TEXT) -> None:
     """Check this machine for what training needs; print a sentence for each finding."""
     from dlrover.cli.host.doctor import doctor as examine  # noqa: PLC0415
 
-    raise typer.Exit(examine(output, config.environ(), Console()))
+    raise typer.Exit(examine(output, config.environ(), terminal()))
 
 
 @app.command()
@@ -268,7 +267,7 @@ def check(
     else:
         place = checking.find_place(env)
         if place is None or place.local_rank == 0:
-            checking.render(report, Console())
+            checking.render(report, terminal())
         print("\n".join(checking.verdict(report)), flush=True)
     raise typer.Exit(report.exit_code)
 

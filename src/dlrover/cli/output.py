@@ -29,6 +29,11 @@ def print_json(value: Any) -> None:
     print(msgspec.json.format(msgspec.json.encode(value)).decode())
 
 
+def terminal() -> Console:
+    """Return the console of standard output; what a job says is text there, never markup or an emoji's name."""
+    return Console(markup=False, emoji=False)
+
+
 def show(
     value: T,
     output: Form,
@@ -39,7 +44,7 @@ def show(
     if output is Form.JSON:
         print_json(named(value))
     else:
-        render(value, Console())
+        render(value, terminal())
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

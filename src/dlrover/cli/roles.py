@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import msgspec
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from dlrover import config
 from dlrover.cli import jobs
@@ -169,9 +170,8 @@ def status(job_dir: JobDir) -> RolesReport:
 def render_status(report: RolesReport, console: Console) -> None:
     """Print the status as text."""
     status = report.status
-    console.print(
-        f"[bold]{status.name}[/]: {status.phase}; {status.seconds:.0f} s", highlight=False
-    )
+    told = f": {status.phase}; {status.seconds:.0f} s"
+    console.print(Text.assemble((status.name, "bold"), told))
     if not report.coordinator_running and report.outcome is None:
         console.print("The coordinator does not answer; this is where its journal ends.")
     if report.outcome is not None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import select
+import signal
 import sys
 import termios
 import tty
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -19,7 +22,7 @@ from rich.text import Text
 
 from dlrover.cli.run.progress import status_line
 from dlrover.dashboard.inspect import queries
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.activity import Activity
@@ -33,6 +36,8 @@ KEYS = {
     b"\x1b[5~": "page up", b"\x1b[6~": "page down", b"r": "ranks", b"\t": "ranks", b"q": "quit", b"\x03": "quit",
 }  # fmt: skip
 """What the keys do, by the bytes that a terminal sends for them."""
+_KEY = re.compile(rb"\x1b\[[0-9;]*[A-Z~]|\x1bO[A-Z]|.", re.DOTALL)
+"""What a terminal sends for one key."""
 HELP = "q quit · ↑ ↓ move · r nodes or ranks"
 AROUND = 5
 """Rows of the terminal that the table does not get: the status, its head, and the keys."""
@@ -157,16 +162,30 @@ def _bar(share: float, words: str) -> Text:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float | None], str]]:
-    """Read single keys from the terminal; give a function that waits for one, and names what it does."""
+    """Read single keys from the terminal; give a function that waits for one, and names what it does.
+
+    A terminal that is gone quits. SIGTERM ends the program in an orderly way, so that the terminal is as it was.
+    """
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
+    pressed: deque[bytes] = deque()
 
     def key(timeout: float | None) -> str:
-        ready, _, _ = select.select([fd], [], [], timeout)
-        return KEYS.get(os.read(fd, 16), "nothing") if ready else ""
+        if not pressed:
+            ready, _, _ = select.select([fd], [], [], timeout)
+            if not ready:
+                return ""
+            pressed.extend(_KEY.findall(os.read(fd, 4096)))  # several if the screen was slow
+        return KEYS.get(pressed.popleft(), "nothing") if pressed else "quit"
 
+    ends = signal.signal(signal.SIGTERM, _leave)
     try:
         tty.setcbreak(fd)
         yield key
     finally:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        signal.signal(signal.SIGTERM, ends)
+
+
+def _leave(number: int, _frame: object) -> None:
+    raise SystemExit(ExitCode.SIGNAL_BASE + number)

@@ -305,6 +305,6 @@ def _steps(place: str) -> dict[str, Any]:
             f"The steps are not listed: the module {error.name} is missing, see dlrover[torch]."
         )
         return {"steps": [], "problem": problem}
-    except DLRoverError as error:
+    except (DLRoverError, OSError, ValueError) as error:  # the directory's name may be damaged
         return {"steps": [], "problem": str(error)}
     return {"steps": [msgspec.to_builtins(step) for step in found[:STEPS]], "problem": ""}

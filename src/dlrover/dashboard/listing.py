@@ -18,7 +18,12 @@ from dlrover.errors import DLRoverError
 from dlrover.roles.client import load_config
 from dlrover.roles.coordinator.jobs import directory_of
 from dlrover.rpc.client import connect
-from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig
+from dlrover.spec.jobdir import (
+    JobDir,
+    MasterAddress,
+    MasterConfig,
+    decode,
+)
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.words import counted
 
@@ -38,7 +43,7 @@ class JobList:
         self, states: Iterable[Path], named: Iterable[Path] = (), most: int = MOST
     ) -> None:
         self._states = tuple(states)
-        self._named = tuple(path.resolve() for path in named)
+        self._named = tuple(map(_real, named))
         self._most = most
         self.more = False
         """True if there were more jobs than that."""
@@ -47,7 +52,7 @@ class JobList:
     def paths(self) -> dict[str, Path]:
         """Return the directories of all jobs by id, the latest first."""
         found = dict.fromkeys((*self._named, *self._below()))
-        dated = {path: when for path in found if (when := _began(path))}
+        dated = {path: when for path in found if _is_text(path) and (when := _began(path))}
         self.more = len(dated) > self._most
         latest = sorted(dated, key=lambda path: dated[path], reverse=True)[: self._most]
         return {job_id(path): path for path in latest}
@@ -68,10 +73,9 @@ class JobList:
         for state in self._states:
             with contextlib.suppress(OSError):
                 for path in (state / "jobs").iterdir():
-                    yield path.resolve()
-                    yield from (below.resolve() for below in path.glob("run-*"))
-            with contextlib.suppress(OSError):
-                yield (state / "last").resolve(strict=True)
+                    yield _real(path)
+                    yield from map(_real, path.glob("run-*"))
+            yield _real(state / "last")
 
     def _row(self, name: str, path: Path) -> dict[str, Any]:
         job_dir = JobDir(path)
@@ -90,7 +94,8 @@ async def ask_masters(rows: list[dict[str, Any]]) -> None:
 async def _ask(row: dict[str, Any]) -> None:
     job_dir = JobDir(Path(row["dir"]))
     row["phase"] = "interrupted"  # without a master and an outcome
-    away = (DLRoverError, OSError, OverflowError, asyncio.TimeoutError, msgspec.DecodeError)
+    damaged = (UnicodeDecodeError, OverflowError, msgspec.DecodeError)
+    away = (DLRoverError, OSError, asyncio.TimeoutError, *damaged)
     with contextlib.suppress(*away):
         address = decoding.json(job_dir.master.read_bytes(), MasterAddress)
         os.kill(address.pid, 0)
@@ -118,7 +123,7 @@ def _content(job_dir: JobDir) -> dict[str, Any]:
             of_roles = load_config(job_dir).job
             row |= {"name": of_roles.name, "nodes": counted(len(of_roles.roles), "role")}
         else:
-            job = decoding.json(job_dir.job.read_bytes(), MasterConfig).job
+            job = decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig).job
             least, most = job.min_nodes, job.max_nodes
             row |= {"name": job.name, "nodes": str(most) if least == most else f"{least}:{most}"}
     except DLRoverError as error:
@@ -137,6 +142,20 @@ def _content(job_dir: JobDir) -> dict[str, Any]:
             "goodput": ratio,
         }
     return row
+
+
+def _real(path: Path) -> Path:
+    """Return a path without links; one that leads in a circle stays."""
+    return Path(os.path.realpath(path))
+
+
+def _is_text(path: Path) -> bool:
+    """Return whether a path can be part of a page: a file's name may be any bytes."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _began(path: Path) -> float:

@@ -153,7 +153,7 @@ class Dashboard:
                 return _refused(413, f"The body must have at most {MOST_BYTES} bytes.")
         try:
             action: actions.Action = decoding.json_decoder(actions.Action).decode(body)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return _refused(400, f"The body is no action: {error}.")
         try:
             return _json(await job.act(action))

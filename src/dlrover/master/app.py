@@ -228,8 +228,8 @@ async def _until_ended(master: Master, job_dir: JobDir, orphaned: asyncio.Event)
 
 
 def read_outcome(path: Path) -> Outcome | None:
-    """Return the outcome in a file; None if there is none yet."""
+    """Return the outcome in a file; None if there is none yet, or it is damaged."""
     try:
         return decoding.json(path.read_bytes(), Outcome)
-    except FileNotFoundError:
+    except (FileNotFoundError, msgspec.DecodeError):
         return None

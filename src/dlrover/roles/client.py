@@ -50,7 +50,7 @@ def connect(job_dir: JobDir) -> RolesClient:
     try:
         address = decoding.json(job_dir.master.read_bytes(), MasterAddress).address
         token = job_dir.token.read_text().strip()
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise ConfigurationError(
             f"{job_dir.path} holds no address of its job's coordinator: {error}."
         ) from error

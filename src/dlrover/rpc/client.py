@@ -133,7 +133,7 @@ def connect(job_dir: JobDir, timeout: float = REQUEST_TIMEOUT) -> MasterClient:
         address = decoding.json(job_dir.master.read_bytes(), MasterAddress).address
         token = job_dir.token.read_text().strip()
         tls = decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig).tls
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise ConfigurationError(
             f"{job_dir.path} holds no address of its job's master: {error}."
         ) from error

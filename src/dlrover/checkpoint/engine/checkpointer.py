@@ -244,9 +244,9 @@ class Checkpointer:
         if not self._takes_part():
             return
         # First: a save that fails on one rank must count there, too.
-        save = self._numbering.next(step, losses.place())
+        save = self._numbering.next(pace.number_of(step), losses.place())
         try:
-            self._do_save(save, state, to, metrics or {})
+            self._do_save(save, step, state, to, metrics or {})
         except BaseException:
             if self._background is not None:
                 self._background.finish()  # the saver must see the saves in order
@@ -266,6 +266,7 @@ class Checkpointer:
     def _do_save(
         self,
         save: SaveId,
+        given: object,
         state: State,
         to: Literal["memory", "storage"] | None,
         metrics: Mapping[str, float],
@@ -276,7 +277,7 @@ class Checkpointer:
         with launched.blocked():
             do = to or self._pace.due(step, self._client)
             try:
-                pace.check_arguments(step, to)
+                pace.check_arguments(given, to)
                 measured = checked_metrics(metrics)
                 self._world.check()
                 if do != "nothing":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import time
 from typing import Literal
 
@@ -33,7 +34,15 @@ def check(interval: object, hours_between_failures: float | None) -> None:
         )
 
 
-def check_arguments(step: int, to: str | None) -> None:
+def number_of(step: object) -> int:
+    """Return a step as a plain number, also one of NumPy or of a tensor; -1 if it is none."""
+    try:
+        return operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        return -1
+
+
+def check_arguments(step: object, to: str | None) -> None:
     """Refuse arguments of a save.
 
     Raises:
@@ -41,8 +50,8 @@ def check_arguments(step: int, to: str | None) -> None:
     """
     if to not in ("memory", "storage", None):
         raise ConfigurationError(f"to is {to!r}; it must be 'memory' or 'storage'.")
-    if step < 0:
-        raise ConfigurationError(f"step is {step}; it must be 0 or more.")
+    if number_of(step) < 0:
+        raise ConfigurationError(f"step is {step!r}; it must be a whole number, 0 or more.")
 
 
 class Pace:

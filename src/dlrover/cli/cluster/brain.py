@@ -13,6 +13,7 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dlrover import config, extras
 from dlrover.cli.output import Form, Output, show
@@ -270,7 +271,8 @@ def _print_story(story: records.Story, console: Console) -> None:
     """Print a job, its measurements, and each plan with its outcome."""
     row = story.job
     ended = f": {row.reason}" if row.reason else ""
-    _say(console, f"[bold]{row.job}[/] ({row.description.name}): {row.state}{ended}")
+    told = f" ({row.description.name}): {row.state}{ended}"
+    console.print(Text.assemble((row.job, "bold"), told), soft_wrap=True)
     _say(
         console,
         f"{row.description.strategy}, optimizeMode {row.description.mode}, {row.samples} samples"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import BinaryIO
 
 from rich.console import Console
@@ -65,10 +67,11 @@ def status_line(status: messages.Status) -> Text:
 class Screen:
     """Terminal on which the job's output scrolls by above a status line.
 
-    Without a terminal there is no status line, and output does not pass through here at all.
+    Without a terminal there is no status line, and output does not pass through here at all. ``width`` returns the
+    terminal's columns, which change as people pull at its window.
     """
 
-    def __init__(self, out: BinaryIO, *, width: int) -> None:
+    def __init__(self, out: BinaryIO, *, width: Callable[[], int]) -> None:
         self._out = out
         self._width = width
         self._lock = threading.Lock()
@@ -84,10 +87,19 @@ class Screen:
             self._at_line_start = data.endswith(b"\n")
             self._draw()
 
+    def say(self, text: str) -> None:
+        """Show a message on a line of its own: output may have left its last line unfinished."""
+        with self._lock:
+            self._hide()
+            begun = b"" if self._at_line_start else b"\n"
+            self._out.write(begun + text.encode() + b"\n")
+            self._at_line_start = True
+            self._draw()
+
     def set_status(self, line: Text) -> None:
         """Replace the status line."""
         with self._lock:
-            self._line = _render(line, self._width)
+            self._line = _render(line, self._width())
             if self._line != self._shown:
                 self._hide()
                 self._draw()
@@ -110,6 +122,14 @@ class Screen:
             self._out.write(self._line)
             self._shown = self._line
         self._out.flush()
+
+
+def columns(fd: int) -> int:
+    """Return the columns of a terminal; 80 if it does not tell."""
+    try:
+        return os.get_terminal_size(fd).columns or 80
+    except OSError:
+        return 80
 
 
 def _render(line: Text, width: int) -> bytes:
@@ -156,6 +176,6 @@ class _Viewer:
 def say(text: str, screen: Screen | None = None) -> None:
     """Print a message for the user, above the status line if there is one."""
     if screen is not None:
-        screen.write(f"dlrover: {text}\n".encode())
+        screen.say(f"dlrover: {text}")
     else:
         print(f"dlrover: {text}", file=sys.stderr, flush=True)

@@ -7,10 +7,10 @@ holds the other end of its lifeline.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -239,7 +239,7 @@ class Supervisor:
         if not self._shows:
             return asyncio.create_task(asyncio.sleep(0))
         if sys.stderr.isatty():
-            width = shutil.get_terminal_size().columns
+            width = functools.partial(progress.columns, sys.stderr.fileno())
             self._screen = progress.Screen(sys.stderr.buffer, width=width)
             self._relay = Relay(self._screen)
             for child in (self.master, self.agent):

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dlrover.dashboard.inspect.plans import PlanHistory, records
 from dlrover.dashboard.inspect.queries import ask
@@ -30,6 +31,7 @@ from dlrover.spec import events
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import CAUSES, Cause, Goodput, IncidentCost
 from dlrover.spec.requests.shards import ShardRequest
+from dlrover.spec.words import counted
 
 HOURS_FROM = 36_000.0
 """Wall seconds, summed over all nodes, from which times are shown in hours."""
@@ -131,11 +133,8 @@ def render(found: GoodputReport, console: Console) -> None:
     """Print a report as text."""
     goodput = found.goodput
     amount = Amounts(goodput.wall_seconds)
-    console.print(
-        f"[bold]{found.job}[/]: {found.phase}, {amount(goodput.job_seconds)}, "
-        f"{goodput.nodes} node{'' if goodput.nodes == 1 else 's'}",
-        highlight=False,
-    )
+    told = f": {found.phase}, {amount(goodput.job_seconds)}, {counted(goodput.nodes, 'node')}"
+    console.print(Text.assemble((found.job, "bold"), told))
     console.print(summary(found.goodput), highlight=False, soft_wrap=True)
     console.print()
     console.print(_causes(goodput, amount))

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.master.app import load_config, read_outcome
@@ -91,7 +92,7 @@ def named_status(report: StatusReport) -> dict[str, Any]:
 def render_status(report: StatusReport, console: Console) -> None:
     """Print a job's status as text."""
     status = report.status
-    console.print(f"[bold]{status.name}[/]: {status.phase}", highlight=False)
+    console.print(Text.assemble((status.name, "bold"), f": {status.phase}"))
     if not report.master_running and status.outcome is None:
         console.print("The master does not answer; this is where its journal ends.")
     if status.outcome is not None:
@@ -164,13 +165,16 @@ def events(job_dir: JobDir) -> list[Event]:
     """Return the events of a job so far.
 
     Raises:
-        ConfigurationError: the job has no events on this machine.
+        ConfigurationError: the job has no events on this machine, or they are damaged.
     """
     if not job_dir.events.exists():
         raise ConfigurationError(
             f"{job_dir.path} holds no events; they are on the machine that runs the job's master."
         )
-    return history.read(job_dir.events)
+    try:
+        return history.read(job_dir.events)
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(f"{job_dir.events} is damaged: {error}.") from error
 
 
 async def follow(job_dir: JobDir, show: Callable[[Event], None]) -> None:

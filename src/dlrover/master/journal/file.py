@@ -54,13 +54,20 @@ class FileJournal:
         self._codec = codec
         self.epoch = 0
         """See `Journal`."""
-        uri = f"{path.absolute().as_uri()}{'?mode=ro' if read_only else ''}"
         try:
-            self._db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=LOCK_TIMEOUT)
+            self._db = self._connect("?mode=ro" if read_only else "")
         except sqlite3.Error as error:
             raise self._problem("cannot be opened", error) from error
         try:
-            self._check_format(read_only)
+            try:
+                self._check_format(read_only)
+            except sqlite3.OperationalError as error:
+                if not read_only or "locked" in str(error) or self._has_log():
+                    raise
+                # A reader needs a file beside the journal, which a full or read-only disk does not take.
+                self._db.close()
+                self._db = self._connect("?immutable=1")
+                self._check_format(read_only)
             if not read_only:
                 self._prepare()
                 self.epoch = self._take_epoch()
@@ -71,6 +78,15 @@ class FileJournal:
         except (sqlite3.Error, OSError) as error:
             self._db.close()
             raise self._problem("cannot be opened", error) from error
+
+    def _connect(self, mode: str) -> sqlite3.Connection:
+        uri = f"{self._path.absolute().as_uri()}{mode}"
+        return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=LOCK_TIMEOUT)
+
+    def _has_log(self) -> bool:
+        """Return whether entries are outside of the file itself, as while a master runs or after it was killed."""
+        log = Path(f"{self._path}-wal")
+        return log.exists() and log.stat().st_size > 0
 
     def _check_format(self, read_only: bool) -> None:
         """Refuse another version's journal; refuse a reader if the file is new and not yet prepared."""
