@@ -53,6 +53,8 @@ def test_whoever_dies_each_batch_is_learned_once(run, ray_cluster) -> None:
 
     status = job.status()
     assert (status["rollout"]["restarts"], status["main"]["restarts"]) == (2, 1)
+    shown = run.dlrover("goodput", "--job-dir", job.launch.job_dir, "--output", "json").stdout
+    assert json.loads(shown)["trainer"]["wall_seconds"] > 0, "of masters that run in the cluster"
     (job.out / "enough").touch()
     job.launch.end_with(0, WAIT)
     each_batch_was_learned_once(job.out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from dlrover import launched
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.roles import Queue, current_worker
 from dlrover.roles.messages import RoleReply, RoleRequest
+from dlrover.roles.runtime import link
 from tests.roles.coordinators import Coordinator, coordinator, joined
 from tests.waiting import until
 
@@ -139,3 +141,25 @@ def test_items_whose_answer_was_lost_come_with_the_next_get(
         queue.ack()
         assert queue.status().leased == 1, "what nobody has seen is not acknowledged"
         assert list(queue.get(2)) == ["b", "c"]
+
+
+def test_a_long_wait_for_items_is_no_absence_of_the_coordinator(
+    job: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with joined(job, "main") as me:
+        queue = Queue("items")
+        monkeypatch.setattr(link, "AWAY_TIMEOUT", 0.5)
+        client = me.link._connected()
+        ask, lost = client.ask, []
+
+        async def late(request: RoleRequest) -> RoleReply:
+            if not lost:
+                lost.append(request)
+                await asyncio.sleep(1.0)
+                raise InfrastructureError("The coordinator cannot be reached.")
+            return await ask(request)
+
+        monkeypatch.setattr(client, "ask", late)
+        queue.put("a")
+        assert list(queue.get(1)) == ["a"]
+        assert lost

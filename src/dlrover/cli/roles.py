@@ -251,9 +251,12 @@ def goodput(job_dir: JobDir) -> dict[str, object]:
     from dlrover.roles.client import load_config  # noqa: PLC0415
 
     found: dict[str, object] = {}
-    for role in load_config(job_dir).job.roles:
+    of_job = load_config(job_dir)
+    for role in of_job.job.roles:
         own = directory_of(job_dir.path, role.name)
-        found[role.name] = ledger.report(own).goodput if own.job.exists() else None
+        if of_job.platform == "ray" and own.job.exists() and not own.journal.exists():
+            own = rolesonray.copied(own, of_job.ray_address)
+        found[role.name] = ledger.report(own).goodput if own.journal.exists() else None
     return found
 
 

@@ -236,8 +236,10 @@ def _check_health(role: RoleSpec) -> None:
 def _check_dependencies(role: RoleSpec, names: Sequence[str]) -> None:
     for other in role.depends_on:
         if other not in names:
+            others = [name for name in names if name != role.name]
+            hint = f"must be one of {', '.join(others)}" if others else "the job has no other role"
             raise ConfigurationError(
-                f"role {role.name}: depends_on {other}: must be another role: {', '.join(names)}."
+                f"role {role.name}: depends_on {other}: there is no such role; {hint}."
             )
 
 

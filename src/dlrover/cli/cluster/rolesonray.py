@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from dlrover import config
 from dlrover.errors import ConfigurationError
+from dlrover.ray.machine.job import master_name
 from dlrover.roles.coordinator.jobs import ray_resources
 from dlrover.roles.spec import EntryForm, RolesConfig, RolesJob
+from dlrover.spec.jobdir import JobDir
 
 CLIENT = "ray://"
 
@@ -69,3 +72,19 @@ def _checked(job: RolesJob, working_dir: str) -> str:
                 f"--ray-working-dir {working_dir}: {path} is not below it, so that Ray would not copy it."
             )
     return str(within)
+
+
+def copied(role: JobDir, address: str) -> JobDir:
+    """Return a directory with copies of what the master of a role, an actor of the cluster, has; ``role`` if there is none yet.
+
+    Raises:
+        ConfigurationError: the cluster cannot be reached.
+    """
+    from dlrover.master.app import load_config  # noqa: PLC0415 - loads grpc
+    from dlrover.ray import cluster, remote  # noqa: PLC0415 - only here
+
+    name = load_config(role).job.name
+    cluster.connect(address)
+    if cluster.record(name) is None and master_name(name) not in cluster.names():
+        return role
+    return remote.copy(config.environ(), name, address)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -151,12 +152,13 @@ class ServiceLink:
         return reply
 
     async def _ask(self, request: RoleRequest) -> RoleReply:
-        began, warned = time.monotonic(), False
+        away, warned = math.inf, False  # since when; what a request waits for may come late
         for delay in backoff.delays(*RETRY):
             try:
                 return await self._connected().ask(request)
             except InfrastructureError as error:
-                waited = time.monotonic() - began
+                away = min(away, time.monotonic())
+                waited = time.monotonic() - away
                 if waited > AWAY_TIMEOUT:
                     raise InfrastructureError(
                         f"{error} Waited {waited:.0f} s of {AWAY_TIMEOUT:.0f} s."
