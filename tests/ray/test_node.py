@@ -1,7 +1,8 @@
-"""The actor of a node without a cluster: what it does when its machine has no room for a file or a process."""
+"""Nodes without a cluster: a machine without room for a file or a process, and a request that Ray carries out by half."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import importlib.util
 import threading
@@ -76,3 +77,33 @@ def test_a_running_node_writes_down_its_master_again_once_there_is_room(node, mo
     assert b"10.0.0.1:1" in node._dir.master.read_bytes()
     assert not node._ended.is_set()
     assert node.done == ["ended", "job/node/0"]
+
+
+def test_a_request_that_ray_has_carried_out_by_half_is_made_again_from_the_beginning(monkeypatch):
+    from ray.exceptions import RaySystemError
+
+    from dlrover.ray import platform
+
+    there, steps, watched = set(), iter(["half", "whole", "whole"]), []
+
+    def create(name: str, *_: object) -> None:
+        if name in there:
+            raise RaySystemError(f"name '{name}' already exists")  # as Ray says it
+        there.add(name)
+        if next(steps) == "half":
+            raise RaySystemError("the head does not answer")
+
+    async def watch(node_id: int, name: str, bundle: object) -> None:
+        watched.append(name)
+
+    monkeypatch.setattr(platform, "_create", create)
+    monkeypatch.setattr(platform, "_remove", there.discard)
+    monkeypatch.setattr(platform, "RETRY_DELAY", 0.0)
+    monkeypatch.setattr(platform.jobs, "encode", lambda job: b"")
+    monkeypatch.setattr(platform.jobs, "bundle_of", lambda job, name: {})
+    master = SimpleNamespace(on_node_wait=lambda node_id, reason: None)
+    made = platform.RayPlatform(SimpleNamespace(name="job"), master, [])
+    monkeypatch.setattr(made, "_watch", watch)
+    node = SimpleNamespace(node_id=0, node_rank=0)
+    asyncio.run(asyncio.wait_for(made._make("job/node/0", node), 10))
+    assert watched == ["job/node/0"]
