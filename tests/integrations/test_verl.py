@@ -40,6 +40,8 @@ def test_settings_are_fields_and_kinds_of_methods() -> None:
         ("max_restarts=many", "max_restarts=N"),
         ("max_restarts=-1", "max_restarts must be 0 or more"),
         ("wait=0", "wait above 0"),
+        ("window=nan", "finite"),
+        ("wait=nan", "finite"),
     ],
 )
 def test_a_wrong_setting_is_refused_in_one_sentence(text: str, said: str) -> None:
@@ -53,7 +55,17 @@ def test_new_actors_get_the_set_up_and_the_last_weights_in_their_order() -> None
     history = History(Repair(calls={"load": Kind.WEIGHTS}))
     called(history, "init_model", "load", "compute_log_prob", "load", "set_loss_fn")
     assert not history.refusal(0)
-    assert [call for _, call in history.repeated] == ["init_model 0", "load 3", "set_loss_fn 4"]
+    assert [call for *_, call in history.repeated] == ["init_model 0", "load 3", "set_loss_fn 4"]
+
+
+def test_workers_that_share_processes_have_weights_of_their_own() -> None:
+    history = History(Repair(calls={"load": Kind.WEIGHTS}), prefixes=["actor", "ref"])
+    called(history, "actor_load", "ref_load", "actor_load")
+    assert [call for *_, call in history.repeated] == ["ref_load 1", "actor_load 2"]
+    history = History(Repair(calls={"load": Kind.WEIGHTS}), prefixes=["actor", "ref"])
+    for number, worker in enumerate(("actor", "ref", "actor")):  # fused: the name has no prefix
+        history.done("load", number, worker)
+    assert [call for *_, call in history.repeated] == [1, 2]
 
 
 def test_methods_of_colocated_workers_have_the_prefix_of_theirs() -> None:

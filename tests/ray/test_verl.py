@@ -208,6 +208,91 @@ def test_a_driver_inside_an_actor_has_the_same_groups_and_the_same_last_screen(s
     assert "it was made anew 0 times" in log[log.rindex("dlrover: ") :]
 
 
+@pytest.mark.parametrize("first", ["dlrover.integrations.verl.group", "verl.single_controller.ray"])
+def test_ours_takes_the_place_of_verls_whichever_is_imported_first(first) -> None:
+    program = (
+        "import importlib; from dlrover.integrations.verl import install; install();"
+        f" importlib.import_module('{first}');"
+        " import verl.single_controller.ray as package, verl.single_controller.ray.base as base;"
+        " from dlrover.integrations.verl import WorkerGroup;"
+        " assert package.RayWorkerGroup is base.RayWorkerGroup is WorkerGroup"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=WAIT)
+
+
+class Scripted:
+    """A call whose answers are scripted; it stands for all methods of one actor."""
+
+    def __init__(self, shared: object, answers: list[object]) -> None:
+        self.group, self.method, self.function = self, "init_model", "execute_all_async"
+        self.sub_cls_name, self.shared, self.answers, self.started = "", shared, answers, 0
+
+    def kept(self) -> Scripted:
+        return self
+
+    def start(self) -> object:
+        self.started += 1
+        return self.answers.pop(0)
+
+
+def test_a_set_up_that_the_old_actors_have_had_is_given_to_new_ones(monkeypatch) -> None:
+    """Another thread makes the group anew between the results of a call and its record."""
+    from dlrover.integrations.verl import Repair, group
+
+    shared = group.Shared(Repair(), None)
+    shared.history.changed = ""
+
+    def get(reference: str) -> str:
+        shared._life += reference == "from the old ones"
+        return reference
+
+    monkeypatch.setattr(group.ray, "get", get)
+    call = Scripted(shared, ["from the old ones", "from the new ones"])
+    assert shared.answer(call) == "from the new ones"
+    assert [one for *_, one in shared.history.repeated] == [call]
+
+
+def test_a_set_up_that_was_interrupted_is_not_trusted(monkeypatch) -> None:
+    from dlrover.integrations.verl import Repair, group
+
+    shared = group.Shared(Repair(), None)
+    shared.history.changed = ""
+
+    def interrupted(reference: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(group.ray, "get", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        shared.answer(Scripted(shared, ["never"]))
+    assert "init_model has failed" in shared.history.refusal(0)
+
+
+def test_an_address_that_is_none_is_not_the_programs_own(monkeypatch) -> None:
+    from dlrover.integrations.verl import group
+
+    monkeypatch.setattr(group.RayWorkerGroup, "__init__", lambda *_, **__: None)
+    assert not group.WorkerGroup(object(), master_addr=None)._own_address
+    assert group.WorkerGroup(object(), master_addr="10.0.0.5")._own_address
+
+
+def test_the_death_of_an_actor_elsewhere_is_not_waited_for_in_the_group() -> None:
+    import types
+
+    from ray.exceptions import ActorDiedError, RayTaskError
+
+    from dlrover.integrations.verl import group
+
+    def died(actor_id: str) -> ActorDiedError:
+        error = ActorDiedError()
+        error.actor_id = actor_id
+        return error
+
+    ours = [types.SimpleNamespace(_actor_id=bytes.fromhex("0a"))]
+    elsewhere = RayTaskError("f", "trace", died("0b")).as_instanceof_cause()
+    assert group._grace(elsewhere, ours) == group.GRACE
+    assert group._grace(died("0a"), ours) == group._grace(died(None), ours) == group.NODE_GRACE
+
+
 def test_a_verl_that_lacks_what_we_build_on_is_refused_by_name() -> None:
     from dlrover.integrations.verl.group import RayWorkerGroup, check
 

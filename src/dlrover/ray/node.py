@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_DELAY = 0.2
 """Seconds between attempts to reach a master that is being restarted."""
+DISK_DELAY = 5.0
+"""Seconds between attempts to write down where the master is, on a disk that is full."""
 MOST_OUTPUT = 4 << 20
 """Bytes of output kept while the master does not take them; older ones are dropped."""
 READ = 1 << 16
@@ -180,15 +182,21 @@ class NodeActor:
         address = ""
         while (master := cluster.actor(jobs.master_name(self._job.name))) is not None:
             try:
-                address = ray.get(master.moved.remote(address))
-                known = msgspec.json.encode(MasterAddress(address, 0))
+                moved = ray.get(master.moved.remote(address))
+                known = msgspec.json.encode(MasterAddress(moved, 0))
                 files.write_atomically(self._dir.master, known)
+                address = moved
+                if self._process is None and not self._ended.is_set():
+                    self._start(node_id, node_rank)
             except ray.exceptions.RayError as error:
                 logger.info("The master cannot be reached: %s", error)
                 time.sleep(RETRY_DELAY)  # noqa: TID251 - a thread of its own
-                continue
-            if self._process is None:
-                self._start(node_id, node_rank)
+            except OSError as error:  # a full disk, no more processes: the thread must outlast it
+                logger.warning("The node cannot follow its master: %s", error)
+                if self._process is None:
+                    self._reason = f"its agent could not be started: {error}"
+                    self._ended.set()
+                time.sleep(DISK_DELAY)  # noqa: TID251 - a thread of its own
         logger.warning("The job's master is gone; so is this node")
         self._end()
         cluster.remove_groups(ray.get_runtime_context().get_actor_name())

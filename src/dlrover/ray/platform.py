@@ -97,6 +97,8 @@ class RayPlatform:
                 await asyncio.to_thread(_create, name, bundle, node, self._data)
             except ray.exceptions.RayError as error:
                 self._master.on_node_wait(node.node_id, f"Ray: {jobs.why_died(str(error))}")
+                with contextlib.suppress(ray.exceptions.RayError):
+                    await asyncio.to_thread(_remove, name)  # half of it, which has the name
                 await asyncio.sleep(RETRY_DELAY)
             else:
                 break

@@ -30,24 +30,29 @@ def start(job: jobs.RayJob) -> Any:
     from dlrover.ray.master import CALLS, MasterActor  # noqa: PLC0415 - needs the extra
 
     name = jobs.master_name(job.name)
+    taken = ConfigurationError(
+        f"The Ray cluster already runs a job named {job.name}; --rdzv-id (metadata.name of a manifest) "
+        "names another one."
+    )
     running = cluster.actor(name)
     if running is not None:
         if cluster.answer(running.token.remote, ANSWER_TIMEOUT) == job.token:
             return running
-        raise ConfigurationError(
-            f"The Ray cluster already runs a job named {job.name}; --rdzv-id (metadata.name of a manifest) "
-            "names another one."
-        )
+        raise taken
     cluster.check_room(job)
     cluster.forget_record(job.name)
-    made = MasterActor.options(  # type: ignore[attr-defined]
+    options = MasterActor.options(  # type: ignore[attr-defined]
         name=name,
         namespace=jobs.NAMESPACE,
         lifetime="detached",
         max_restarts=-1,
         max_concurrency=CALLS,
         num_cpus=0,
-    ).remote(jobs.encode(job))
+    )
+    try:
+        made = options.remote(jobs.encode(job))
+    except ValueError as error:  # another command has taken the name just now
+        raise taken from error
     cluster.answer(made.token.remote, START_TIMEOUT)
     return made
 
@@ -68,18 +73,21 @@ def copy(env: Mapping[str, str], job: str, address: str) -> JobDir:
     actor = cluster.actor(jobs.master_name(name)) if running else None
     found = JobDir(config.state_dirs(env)[0] / "ray" / jobs.directory_of(name))
     found.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for path in found.path.iterdir():
-        path.unlink()
     if actor is None:
-        write(found, cluster.record(name) or {})
-        return found
-    from dlrover.ray.tunnel import Tunnel  # noqa: PLC0415
+        content = cluster.record(name) or {}
+    else:
+        from dlrover.ray.tunnel import Tunnel  # noqa: PLC0415
 
-    write(found, cluster.answer(actor.files.remote, ANSWER_TIMEOUT))
-    token = cluster.answer(actor.token.remote, ANSWER_TIMEOUT)
-    files.write_atomically(found.token, token.encode(), mode=0o600)
-    known = MasterAddress(Tunnel(jobs.master_name(name)).address, 0)
-    files.write_atomically(found.master, msgspec.json.encode(known))
+        known = MasterAddress(Tunnel(jobs.master_name(name)).address, 0)
+        content = {
+            **cluster.answer(actor.files.remote, ANSWER_TIMEOUT),
+            found.token.name: cluster.answer(actor.token.remote, ANSWER_TIMEOUT).encode(),
+            found.master.name: msgspec.json.encode(known),
+        }
+    write(found, content)
+    for path in found.path.iterdir():  # another command may be doing the same
+        if path.name not in content and not path.name.startswith("."):
+            path.unlink(missing_ok=True)
     return found
 
 

@@ -6,6 +6,7 @@ import inspect
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -137,9 +138,14 @@ class Shared:
                 with self._lock:
                     if life == self._life:
                         self._after(error, call)
+            except BaseException:  # such as Ctrl-C: nobody knows how far the call came
+                self.history.failed(call.method)
+                raise
             else:
-                self.history.done(call.method, call)
-                return results
+                with self._lock:  # actors that are new since then have not had a call that is kept
+                    if life == self._life or self.history.kind(call.method) not in KEPT:
+                        self._done(call)
+                        return results
 
     def sent(self, call: Call) -> Any:
         """Return the references of a call's results, for which the program waits itself."""
@@ -148,8 +154,11 @@ class Shared:
         self.history.begins(call.method)
         with self._lock:
             references = self._start(call)
-        self.history.done(call.method, call)
+            self._done(call)
         return references
+
+    def _done(self, call: Call) -> None:
+        self.history.done(call.method, call, call.group.sub_cls_name)
 
     def _start(self, call: Call) -> Any:
         if self._lost:
@@ -160,7 +169,7 @@ class Shared:
         """Make the group anew if an actor's death is behind an error; raise otherwise."""
         actors, during = call.group._workers, call.method  # noqa: SLF001
         while True:
-            ranks = deaths.dead(actors, NODE_GRACE if isinstance(error, RayActorError) else GRACE)
+            ranks = deaths.dead(actors, _grace(error, actors))
             if not ranks and during == call.method:
                 self.history.failed(call.method)
                 raise error
@@ -216,7 +225,7 @@ class Shared:
             raise InfrastructureError(
                 f"its new actors have not started within {wait:g} s (wait in {VARIABLE})"
             ) from None
-        for _, call in self.history.repeated:
+        for _, _, call in self.history.repeated:
             ray.get(call.start())
 
 
@@ -244,7 +253,7 @@ class WorkerGroup(RayWorkerGroup):
         repair = repair or read_repair(config.environ().get(VARIABLE, ""))
         self.shared = Shared(repair, self if own else None)
         self.pool, self._bin_pack = resource_pool, bin_pack
-        self._own_address = "master_addr" in kwargs
+        self._own_address = kwargs.get("master_addr") is not None
         super().__init__(
             resource_pool, ray_cls_with_init, bin_pack, name_prefix, detached, *rest, **kwargs
         )
@@ -320,6 +329,13 @@ class WorkerGroup(RayWorkerGroup):
             workers[:], names[:] = self._workers, self._worker_names
         finally:
             self._workers, self._worker_names = workers, names
+
+
+def _grace(error: RayError, actors: Sequence[Any]) -> float:
+    """Return the seconds in which Ray must know which of these actors is behind an error, if one is."""
+    of = getattr(error, "actor_id", None)  # a worker's call of an actor elsewhere raises it, too
+    ours = of is None or of in [one._actor_id.hex() for one in actors]  # noqa: SLF001
+    return NODE_GRACE if isinstance(error, RayActorError) and ours else GRACE
 
 
 def _class_name(of: Any) -> str:

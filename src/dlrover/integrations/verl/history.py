@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,9 +77,9 @@ def repair(text: str) -> Repair:
             f"{VARIABLE}={text}: {error}; it takes failover={'|'.join(one.value for one in Failover)},"
             f" max_restarts=N, window=SECONDS, wait=SECONDS, and METHOD=KIND with one of the kinds {kinds}."
         ) from error
-    if read.max_restarts < 0 or read.window <= 0 or read.wait <= 0:
+    if read.max_restarts < 0 or not (0 < read.window < math.inf and 0 < read.wait < math.inf):
         raise ConfigurationError(
-            f"{VARIABLE}={text}: max_restarts must be 0 or more, window and wait above 0."
+            f"{VARIABLE}={text}: max_restarts must be 0 or more, window and wait above 0 and finite."
         )
     return read
 
@@ -90,17 +91,22 @@ class History:
     repair: Repair
     prefixes: list[str] = field(default_factory=list)
     """Names of the workers that share each process; their methods begin with them in a colocated group."""
-    repeated: list[tuple[Kind, Any]] = field(default_factory=list)
-    """The calls that bring new actors to where these are, in their order: set-up, and the last weights."""
+    repeated: list[tuple[Kind, str, Any]] = field(default_factory=list)
+    """The calls that bring new actors to where these are, in their order, with their workers: set-up, and the last weights of each."""
     changed: str = ""
     """Why new actors could not be as these are: the first call that changed them, in words; empty: they could."""
     restarts: list[float] = field(default_factory=list)
 
     def kind(self, method: str) -> Kind:
         """Return what a method does."""
+        return self._known(method)[0]
+
+    def _known(self, method: str) -> tuple[Kind, str]:
+        """Return the kind, and the prefix that the name of a known method begins with."""
         known = {**KINDS, **self.repair.calls}
-        names = (method, *(method.removeprefix(f"{prefix}_") for prefix in self.prefixes))
-        return next((known[name] for name in names if name in known), Kind.STATE)
+        names = {"": method, **{one: method.removeprefix(f"{one}_") for one in self.prefixes}}
+        found = ((known[name], prefix) for prefix, name in names.items() if name in known)
+        return next(found, (Kind.STATE, ""))
 
     def begins(self, method: str, did: str = "has run") -> None:
         """A call begins; one that changes the state counts at once, since it may end half-way."""
@@ -110,13 +116,14 @@ class History:
                 f" (if they would be, {VARIABLE}={method}=KIND says so)"
             )
 
-    def done(self, method: str, call: object) -> None:
-        """A call has succeeded, or the program itself waits for it."""
-        kind = self.kind(method)
+    def done(self, method: str, call: object, worker: str = "") -> None:
+        """A call has succeeded, or the program itself waits for it; ``worker`` names one of a fused process."""
+        kind, prefix = self._known(method)
+        worker = worker or prefix
         if kind is Kind.WEIGHTS:
-            self.repeated = [one for one in self.repeated if one[0] is not Kind.WEIGHTS]
+            self.repeated = [one for one in self.repeated if one[:2] != (Kind.WEIGHTS, worker)]
         if kind in KEPT:
-            self.repeated.append((kind, call))
+            self.repeated.append((kind, worker, call))
 
     def failed(self, method: str) -> None:
         """A call has raised an error of the program, which may have left a set-up half done."""

@@ -21,6 +21,8 @@ from dlrover.training.worker import bootstrap, imports
 
 HOME = "verl.single_controller.ray.base"
 """The module that defines verl's group; the package above it takes the name from here."""
+GROUP = "dlrover.integrations.verl.group"
+"""The module that defines ours, which builds on verl's; whichever a process imports first brings the other."""
 HOOK = "dlrover.integrations.verl.install"
 OF_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Variable from which ``ray.init`` takes a job's runtime environment beside the program's own."""
@@ -28,12 +30,19 @@ OF_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 def install() -> None:
     """Let ``RayWorkerGroup`` be ours in this process; call it before the program imports verl's."""
-    imports.after_import(HOME, _replace)
+    imports.after_import(HOME, _bring)
+    imports.after_import(GROUP, _replace)
 
 
-def _replace(module: types.ModuleType) -> None:
-    group = importlib.import_module("dlrover.integrations.verl.group")
-    module.RayWorkerGroup = group.WorkerGroup  # type: ignore[attr-defined]
+def _bring(_: types.ModuleType) -> None:
+    importlib.import_module(GROUP)
+
+
+def _replace(group: types.ModuleType) -> None:
+    """Put our group in the place of verl's; the package has a name of its own if our module imported it."""
+    for name in (HOME, HOME.rpartition(".")[0]):
+        if hasattr(sys.modules.get(name), "RayWorkerGroup"):
+            sys.modules[name].RayWorkerGroup = group.WorkerGroup  # type: ignore[attr-defined]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
