@@ -21,7 +21,7 @@ class Kind(str, enum.Enum):
     SETUP = "setup"
     """It prepares them: new actors get all of these calls again, in their order."""
     WEIGHTS = "weights"
-    """It replaces all their weights by its arguments: new actors get the last of these calls again."""
+    """It replaces all their weights by its arguments: new actors get the last call of each such method again."""
     PURE = "pure"
     """It changes nothing in them."""
     STATE = "state"
@@ -90,8 +90,8 @@ class History:
     repair: Repair
     prefixes: list[str] = field(default_factory=list)
     """Names of the workers that share each process; their methods begin with them in a colocated group."""
-    repeated: list[tuple[Kind, Any]] = field(default_factory=list)
-    """The calls that bring new actors to where these are, in their order: set-up, and the last weights."""
+    repeated: list[tuple[tuple[str, str] | None, Any]] = field(default_factory=list)
+    """The calls that bring new actors to where these are, in their order: set-up, and the last weights of each worker and method."""
     changed: str = ""
     """Why new actors could not be as these are: the first call that changed them, in words; empty: they could."""
     restarts: list[float] = field(default_factory=list)
@@ -110,13 +110,14 @@ class History:
                 f" (if they would be, {VARIABLE}={method}=KIND says so)"
             )
 
-    def done(self, method: str, call: object) -> None:
-        """A call has succeeded, or the program itself waits for it."""
+    def done(self, method: str, call: object, worker: str = "") -> None:
+        """A call has succeeded, or the program itself waits for it; ``worker`` tells those of a process apart."""
         kind = self.kind(method)
-        if kind is Kind.WEIGHTS:
-            self.repeated = [one for one in self.repeated if one[0] is not Kind.WEIGHTS]
+        weights = (worker, method) if kind is Kind.WEIGHTS else None
+        if weights:
+            self.repeated = [one for one in self.repeated if one[0] != weights]
         if kind in KEPT:
-            self.repeated.append((kind, call))
+            self.repeated.append((weights, call))
 
     def failed(self, method: str) -> None:
         """A call has raised an error of the program, which may have left a set-up half done."""
