@@ -15,7 +15,7 @@ __getattr__ = lazy(
     __name__,
     {
         "Repair": "dlrover.integrations.verl.history",
-        "WorkerGroup": "dlrover.integrations.verl.group",
+        "WorkerGroup": "dlrover.integrations.verl.door",
         "install": "dlrover.integrations.verl.launch",
     },
 )

@@ -32,8 +32,10 @@ def install() -> None:
 
 
 def _replace(module: types.ModuleType) -> None:
-    group = importlib.import_module("dlrover.integrations.verl.group")
-    module.RayWorkerGroup = group.WorkerGroup  # type: ignore[attr-defined]
+    ours = importlib.import_module("dlrover.integrations.verl.group").WorkerGroup
+    # Pickles name the class; another process then imports verl's module first, and with it ours.
+    ours.__module__, ours.__qualname__, ours.__name__ = HOME, *["RayWorkerGroup"] * 2
+    module.RayWorkerGroup = ours  # type: ignore[attr-defined]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
