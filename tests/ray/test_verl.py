@@ -190,8 +190,8 @@ def test_the_launcher_starts_a_program_again_whose_group_is_lost(start) -> None:
 @pytest.mark.parametrize("flow", ["colocated", "fused"])
 @pytest.mark.parametrize("dying", [{}, {"compute_log_prob": (1, 2)}], ids=["nobody", "twice"])
 def test_groups_of_the_same_processes_come_back_together(start, flow, dying) -> None:
-    program = start(flow, **dying)
-    assert program.results() == [[times(1), times(4)]] * 2
+    program = start(flow, "load_weights=weights", **dying)
+    assert program.results() == [[times(2), times(12)]] * 2
     assert len(set(program.calls("init_model"))) == (6 if dying else 2)
 
 

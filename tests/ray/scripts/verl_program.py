@@ -161,6 +161,8 @@ def colocated(directory, create=create_colocated_worker_cls):
     both = {"actor": cls, "ref": RayClassWithInitArgs(ray.remote(Second), directory)}
     groups = RayWorkerGroup(pool(), create(both), use_gpu=False).spawn(both.keys())
     groups["actor"].init_model()
+    groups["actor"].load_weights([2.0])
+    groups["ref"].load_weights([3.0])
     groups["ref"].set_loss_fn([4.0])
     return [
         [log_probs(groups["actor"]), groups["ref"].compute_log_prob(batch()).batch["a"].tolist()]

@@ -154,6 +154,8 @@ def _cause(row: dict[str, Any]) -> str:
     said = str(getattr(getattr(cause, kind), "error_message", "") or getattr(cause, kind)).strip()
     if kind == "oom_context":
         return "Ray killed it for want of memory on its node"
+    if kind == "creation_task_failure_context":
+        return "its constructor or the import of its class has failed"
     return next((means for words, means in CAUSES if words in said), said.splitlines()[-1].strip())
 
 

@@ -126,9 +126,7 @@ class Shared:
         Raises:
             MemberLostError: an actor died, and the group is not made anew.
         """
-        if self.history.kind(call.method) in KEPT:
-            call = call.kept()
-        self.history.begins(call.method)
+        call = self._begun(call)
         while True:
             with self._lock:  # not while another thread makes the group anew
                 life, sent = self._life, self._start(call)
@@ -149,13 +147,15 @@ class Shared:
 
     def sent(self, call: Call) -> Any:
         """Return the references of a call's results, for which the program waits itself."""
-        if self.history.kind(call.method) in KEPT:
-            call = call.kept()
-        self.history.begins(call.method)
+        call = self._begun(call)
         with self._lock:
             references = self._start(call)
             self._done(call)
         return references
+
+    def _begun(self, call: Call) -> Call:
+        self.history.begins(call.method)
+        return call.kept() if self.history.kind(call.method) in KEPT else call
 
     def _done(self, call: Call) -> None:
         self.history.done(call.method, call, call.group.sub_cls_name)
@@ -195,12 +195,10 @@ class Shared:
 
     def _refusal(self, error: RayError) -> str:
         """Return why the group is not made anew; empty if it is."""
-        failed = getattr(error, "actor_init_failed", False)
-        why = (
-            f"its constructor has failed, {error}"
-            if failed
-            else self.history.refusal(time.monotonic())
-        )
+        if getattr(error, "actor_init_failed", False):
+            why = f"its constructor has failed, {error}"
+        else:
+            why = self.history.refusal(time.monotonic())
         return why and f"the group is not made anew: {why}"
 
     def _what(self, group: WorkerGroup, ranks: list[int], during: str, described: str) -> str:

@@ -22,7 +22,7 @@ class Kind(str, enum.Enum):
     SETUP = "setup"
     """It prepares them: new actors get all of these calls again, in their order."""
     WEIGHTS = "weights"
-    """It replaces all their weights by its arguments: new actors get the last of these calls again."""
+    """It replaces all their weights by its arguments: new actors get the last call of each such method again."""
     PURE = "pure"
     """It changes nothing in them."""
     STATE = "state"

@@ -40,9 +40,12 @@ def _bring(_: types.ModuleType) -> None:
 
 def _replace(group: types.ModuleType) -> None:
     """Put our group in the place of verl's; the package has a name of its own if our module imported it."""
+    ours = group.WorkerGroup
+    # Pickles name the class; another process then imports verl's module first, and with it ours.
+    ours.__module__, ours.__qualname__, ours.__name__ = HOME, *["RayWorkerGroup"] * 2
     for name in (HOME, HOME.rpartition(".")[0]):
         if hasattr(sys.modules.get(name), "RayWorkerGroup"):
-            sys.modules[name].RayWorkerGroup = group.WorkerGroup  # type: ignore[attr-defined]
+            sys.modules[name].RayWorkerGroup = ours  # type: ignore[attr-defined]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
