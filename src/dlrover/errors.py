@@ -20,11 +20,26 @@ from __future__ import annotations
 
 import enum
 
+__all__ = [
+    "CheckpointsLostError",
+    "ConfigurationError",
+    "DLRoverError",
+    "ExitCode",
+    "FencedError",
+    "FormatError",
+    "InfrastructureError",
+    "MemberLostError",
+    "ProtocolError",
+    "RemoteError",
+    "UserCodeError",
+]
+
 
 class ExitCode(enum.IntEnum):
     """Exit codes of ``dlrover-run`` and ``dlrover``: documented API, stable across releases."""
 
     SUCCESS = 0
+    """The job, or the command, succeeded."""
     USER_CODE = 1
     """The training program failed: fix the program. A restart elsewhere would not help."""
     USAGE = 2

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import dlrover
+from dlrover import errors
 from dlrover.original import names
 
 ROOT = Path(__file__).parent.parent.parent
@@ -35,6 +37,10 @@ DOORS = {
         "BloomAdmission", "ChanceAdmission", "CountAdmission", "EmbeddingOptimizer", "Expiry", "HashEmbedding",
         "HashEmbeddingBag", "HashTable", "Initializer", "RemoteTable", "RowOptimizer", "ServedTables", "Spill", "checkpoints",
         "open_table", "prefetched",
+    },
+    "dlrover.errors": {
+        "CheckpointsLostError", "ConfigurationError", "DLRoverError", "ExitCode", "FencedError", "FormatError",
+        "InfrastructureError", "MemberLostError", "ProtocolError", "RemoteError", "UserCodeError",
     },
     "dlrover.integrations.verl": {"Repair", "WorkerGroup", "install"},
     "dlrover.optim": {
@@ -123,3 +129,46 @@ def test_docs_and_examples_import_from_doors_only() -> None:
             assert doors <= {*DOORS, *MODULES, *originals}, (where, line)
             seen += 1
     assert seen > 20
+
+
+def test_every_error_is_public() -> None:
+    classes = inspect.getmembers(errors, inspect.isclass)
+    assert {name for name, kind in classes if kind.__module__ == errors.__name__} == DOORS[
+        errors.__name__
+    ]
+
+
+def public(door: str) -> list[str]:
+    """The names in the ``__all__`` of a module whose library may be missing."""
+    home = ROOT / "src" / door.replace(".", "/")
+    path = home / "__init__.py" if home.is_dir() else home.with_suffix(".py")
+    found = [
+        ast.literal_eval(node.value)
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    assert len(found) == 1, f"{path} has no __all__"
+    return found[0]
+
+
+def test_each_door_has_a_page_and_a_line_in_the_list() -> None:
+    pages = {f"dlrover.{page.stem}" for page in (ROOT / "docs/reference").glob("*.md")}
+    assert pages == {*DOORS, *MODULES}
+    listed = re.findall(
+        r"^\| \[`([\w.]+)`\]\(reference/", (ROOT / "docs/api.md").read_text(), re.MULTILINE
+    )
+    assert len(listed) == len(pages)
+    assert set(listed) == pages
+
+
+@pytest.mark.slow
+def test_the_site_can_be_built_and_has_each_public_name(tmp_path: Path) -> None:
+    pytest.importorskip("material")
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for door in (*DOORS, *MODULES):
+        page = (tmp_path / "reference" / door.removeprefix("dlrover.") / "index.html").read_text()
+        anchors = set(re.findall(r'<h\d id="([\w.]+)"', page))
+        assert {f"{door}.{name}" for name in public(door)} <= anchors

@@ -7,8 +7,6 @@ import importlib.util
 import json
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -359,17 +357,3 @@ def test_no_page_installs_the_originals_package(page: Path) -> None:
     installs = re.findall(r"pip install [^`\n]*", page.read_text())
     named = [each for each in installs if re.search(r"(?<![\w/.])dlrover\b", each)]
     assert [each for each in named if "--no-index" not in each] == []
-
-
-@pytest.mark.slow
-def test_the_site_can_be_built(tmp_path: Path) -> None:
-    pytest.importorskip("material")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
-    done = subprocess.run(
-        [*command, "--site-dir", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr

@@ -30,7 +30,9 @@ ENTRY_POINTS = "dlrover.accelerators"
 """Group of entry points by which other packages register their `Vendor`."""
 
 VENDORS = (nvidia.VENDOR, ascend.VENDOR, mthreads.VENDOR, metax.VENDOR)
+"""Vendors that DLRover brings along."""
 CPU = cpu.VENDOR
+"""The CPU as a vendor: what a machine without accelerators trains on."""
 
 RESOURCES = (*(vendor.resource for vendor in VENDORS), CPU.resource)
 """Values of ``--accelerator`` without further packages, the default first."""

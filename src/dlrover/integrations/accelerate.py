@@ -18,6 +18,8 @@ from dlrover.errors import ConfigurationError
 from dlrover.integrations import objects, randomness
 from dlrover.integrations.objects import Portable
 
+__all__ = ["FlashAccelerator"]
+
 logger = logging.getLogger(__name__)
 
 

@@ -30,6 +30,8 @@ from dlrover.checkpoint.machine.extent import Extent
 from dlrover.errors import InfrastructureError
 from dlrover.integrations.named import Reading, Saved, by_tensors
 
+__all__ = ["FlashReader", "FlashWriter"]
+
 
 class _Placeless:
     """Methods that do nothing here: the checkpointer sets the place, and DCP makes the plans."""

@@ -19,6 +19,8 @@ from dlrover.checkpoint.machine.policies import Policy
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.integrations import objects
 
+__all__ = ["FlashCheckpointEngine", "attach"]
+
 _MARK = b"This file is in a DLRover flash checkpoint.\n"  # in place of DeepSpeed's own
 
 

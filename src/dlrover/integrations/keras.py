@@ -11,6 +11,8 @@ import numpy as np
 from dlrover.embedding.table import HashTable
 from dlrover.errors import ConfigurationError
 
+__all__ = ["HashEmbedding"]
+
 
 class HashEmbedding(keras.layers.Layer):
     """Embedding of any int64 keys; a key's row is made when it is first looked up in training.

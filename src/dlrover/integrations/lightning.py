@@ -17,6 +17,8 @@ from dlrover.checkpoint.engine.checkpointer import Checkpointer
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.integrations import objects
 
+__all__ = ["FlashCheckpointIO", "FlashDDPStrategy"]
+
 logger = logging.getLogger(__name__)
 
 _MARK = "This file is in a DLRover flash checkpoint, as step "

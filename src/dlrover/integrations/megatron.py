@@ -35,6 +35,8 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.integrations import objects
 from dlrover.integrations.named import Reading, Saved, by_chunks
 
+__all__ = ["FlashLoad", "FlashSave"]
+
 _FORMAT = CheckpointingConfig("dlrover")
 _DIRECTORY, _COMMON = "directory", "common"
 

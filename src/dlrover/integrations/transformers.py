@@ -20,6 +20,8 @@ from dlrover.errors import ConfigurationError
 from dlrover.integrations import objects, randomness
 from dlrover.integrations.objects import Portable
 
+__all__ = ["FlashCallback"]
+
 
 class FlashCallback(TrainerCallback):
     """Callback that saves a ``Trainer``'s whole state to memory, and to storage when the Trainer saves.

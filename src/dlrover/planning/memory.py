@@ -17,6 +17,7 @@ LEAST_SAMPLES = 4
 MARGIN = 0.2
 """Share of the forecast added to what is ordered: allocators and page caches take some."""
 GIB = 1 << 30
+"""Bytes of a GiB."""
 
 
 @dataclass(frozen=True)
