@@ -150,9 +150,10 @@ class RoleWorker:
         self.link.ask(SetCursor(self.place, encode_cursor(value)))
 
     def resumed(self, step: int) -> None:
-        """Say that this role goes on from a step: what it published and learned after it never was.
+        """Say that this process goes on from a step: what it published and learned after it never was.
 
-        `dlrover.checkpoint` says so by itself when it loads a state; each process of the role may say so.
+        `dlrover.checkpoint` says so by itself when it loads a state. An elastic role goes back as a whole, once, and
+        each of its processes may say so; an instance of any other role speaks for itself alone.
         """
         with self._lock:
             self._resumes += 1
