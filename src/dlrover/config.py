@@ -36,7 +36,7 @@ ALIASES = {"lastcall_timeout": "last_call_timeout"}
 OTHER_VARIABLES = frozenset(
     {"MASTER_ADDR", "JOB_DIR", "CONFIG", "TOKEN", "STATE_DIR", "CACHE_DIR", "KUBERNETES_JOB", "KUBERNETES_JOB_UID", "NODE_ID",
      "NODE_NAME", "NODE_RANK", "NODE_COMMAND", "STEPS_FILE", "BRAIN_TOKEN", "BRAIN_DATABASE", "DASHBOARD_TOKEN", "REPLICA_SECRET",
-     "NATIVE", "ROLES_ADDRESS", "ROLES_TOKEN", "ROLES_TOKEN_FILE", "ROLES_JOB", "ROLE", "ROLE_ATTEMPT",
+     "NATIVE", "ROLES_ADDRESS", "ROLES_TOKEN", "ROLES_TOKEN_FILE", "ROLES_JOB", "ROLES_INSTANCES", "ROLE", "ROLE_ATTEMPT",
      "ROLE_CONFIG", "ROLES_TLS_CA", "ROLES_TLS_SERVER_NAME", "VERL"}
 )  # fmt: skip
 """``DLROVER_...`` variables that are not settings of the configuration file."""
@@ -277,6 +277,7 @@ ROLE_VARIABLES = {
     "role": "DLROVER_ROLE",
     "attempt": "DLROVER_ROLE_ATTEMPT",
     "config": "DLROVER_ROLE_CONFIG",
+    "roles": "DLROVER_ROLES_INSTANCES",
     "tls_ca": "DLROVER_ROLES_TLS_CA",
     "tls_server_name": "DLROVER_ROLES_TLS_SERVER_NAME",
     "index": "ROLE_RANK",
@@ -300,6 +301,8 @@ class RolePlace(msgspec.Struct, frozen=True):
     """Number of the start of the role's job."""
     config: str = "{}"
     """The user's configuration of the role, as JSON."""
+    roles: str = "{}"
+    """Maximum number of members of each role of the job, as JSON; empty: not known."""
     index: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Number of the instance in its role; in an elastic role, of the worker."""
     instances: Annotated[int, msgspec.Meta(ge=1)] = 1

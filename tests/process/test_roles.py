@@ -156,6 +156,25 @@ def test_the_root_cause_of_a_roles_failure_is_on_the_last_screen(run) -> None:
     assert "role trainer" in error
 
 
+def test_a_program_that_calls_a_role_or_a_member_that_can_never_be_hears_it_at_once(run) -> None:
+    folder = run.directory / "misspelt"
+    folder.mkdir()
+    (folder / "wait.py").write_text("import time\ntime.sleep(1000)\n")
+    (folder / "main.py").write_text(
+        "from dlrover.roles import RoleGroup\n"
+        "for call in (lambda: RoleGroup('wiats'), lambda: RoleGroup('waits').call_member(7, 'f')):\n"
+        "    try:\n        call()\n    except Exception as error:\n        print(error)\n"
+    )
+    (folder / "job.yaml").write_text(
+        "name: misspelt\nroles:\n  waits: {entry: wait.py, instances: 2}\n  main: {entry: main.py, kind: driver}\n"
+    )
+    launch = run(folder / "job.yaml", "--job-dir", run.directory / "run" / "job", launcher=ROLES)
+    launch.is_ours = True
+    output, _ = launch.end_with(0, 180)
+    assert "The job has no role wiats; the nearest one is waits." in output
+    assert "The role waits never has a member 7; its last one is waits 1." in output
+
+
 def test_a_user_stops_all_roles_and_the_death_of_the_command_ends_them(run) -> None:
     folder = run.directory / "waits"
     folder.mkdir()

@@ -257,6 +257,30 @@ def test_a_call_waits_for_the_successor_of_a_member_and_not_for_ever(
         RoleGroup("rolout", wait=0.1).call("who")
 
 
+def test_a_role_or_a_member_that_can_never_be_is_refused_at_once(
+    rollouts: RoleGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(current_worker(), "members", {"rollout": 2, "driver": 1})
+    for name, why in (
+        ("rolout", "the nearest one is rollout"),
+        ("nope", "it has rollout, driver"),
+    ):
+        refused = f"^The job has no role {name}; {why}.$"
+        with pytest.raises(ConfigurationError, match=refused):
+            RoleGroup(name)
+        group = RoleGroup(name, optional=True)
+        assert not group.call("who").result(1)
+        with pytest.raises(ConfigurationError, match=refused):
+            group.call_rank0("who")
+        with pytest.raises(ConfigurationError, match=refused):
+            group.call_batch("double", 1, [1])
+    for index in (2, 7, -1):
+        refused = f"^The role rollout never has a member {index}; its last one is rollout 1.$"
+        with pytest.raises(ConfigurationError, match=refused):
+            rollouts.call_member(index, "who")
+    assert rollouts.call_member(1, "who").result(60)[2] == 1
+
+
 def test_a_call_that_kills_whoever_takes_it_is_given_up(
     rollouts: RoleGroup, job: Coordinator
 ) -> None:

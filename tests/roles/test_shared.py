@@ -60,9 +60,10 @@ def publish(
     part: int = 0,
     parts: int = 1,
     holder: MemberPlace = KEEPER,
+    name: str = "w",
 ) -> Version:
     key = f"{place.life}-{step}-{part}"
-    reply = shared.handle(PublishPart(place, "w", step, part, parts, holder, key, 10))
+    reply = shared.handle(PublishPart(place, name, step, part, parts, holder, key, 10))
     shared.validate()
     assert isinstance(reply, PublishedAs)
     return reply.version
@@ -164,8 +165,8 @@ def test_a_cursor_is_that_of_the_instance_in_whatever_life() -> None:
 # ---- queues
 
 
-def queue(size: int = 4) -> SharedState:
-    shared = job(TRAINER, rollout(), rollout(1))
+def queue(size: int = 4, worlds: tuple[str, ...] = ()) -> SharedState:
+    shared = job(TRAINER, rollout(), rollout(1), worlds=worlds)
     shared.handle(OpenQueue(TRAINER, "q", size, "prompts"))
     return shared
 
@@ -238,7 +239,7 @@ def test_an_acknowledgement_and_a_cursor_are_one() -> None:
 
 
 def test_what_a_role_learned_after_the_step_it_goes_back_to_is_leased_again() -> None:
-    shared = queue(8)
+    shared = queue(8, worlds=("trainer",))
     put(shared, 1, *(bytes([n]) for n in range(6)))
     for step in range(3):
         for number in lease(shared, TRAINER, step + 1, 2):
@@ -313,6 +314,65 @@ def test_what_a_rolled_back_trainer_published_never_counts_as_newer() -> None:
     assert publish(shared, 11, again) == Version(1, 11) > Version(0, 11)
     assert current(shared) == Version(1, 11)
     assert shared.weights["w"].view().valid(Version(1, 11))
+
+
+def again(shared: SharedState, index: int, round_: int) -> MemberPlace:
+    place = MemberPlace("trainer", index, 1, round_)
+    shared.handle(JoinRole(place, AT))
+    return place
+
+
+def test_an_instance_that_goes_back_undoes_only_its_own_weights() -> None:
+    """Two trainers that are no world: the one has been restarted twice, the other once."""
+    second = MemberPlace("trainer", 1, 1)
+    shared = job(TRAINER, second)
+    for step in (8, 10):
+        publish(shared, step, name="policy0")
+        publish(shared, step, second, name="policy1")
+    for round_ in (1, 2):
+        first = again(shared, 0, round_)
+        shared.handle(Resumed(first, 8))
+    assert shared.weights["policy0"].current == Version(0, 8)
+    assert publish(shared, 11, second, name="policy1") == Version(0, 11)
+    second = again(shared, 1, 1)
+    shared.handle(Resumed(second, 10))  # its life has a lower number than that of the other
+    assert shared.weights["policy1"].current == Version(0, 10)
+    assert publish(shared, 11, second, name="policy1") == Version(1, 11)
+    assert publish(shared, 9, first, name="policy0") == Version(2, 9)
+
+
+def test_an_instance_that_goes_back_gets_only_its_own_items_again() -> None:
+    shared = queue(8)
+    put(shared, 1, *(bytes([n]) for n in range(4)))
+    for index, numbers in enumerate(((0, 1), (2, 3))):
+        assert lease(shared, rollout(index), 1, 2).keys() == set(numbers)
+        for step, number in enumerate(numbers, 1):
+            shared.handle(AckItems(rollout(index), "q", (number,), step))
+    shared.handle(JoinRole(rollout(attempt=3), AT))
+    shared.handle(Resumed(rollout(attempt=3), 1))
+    assert lease(shared, rollout(attempt=3), 2, 8).keys() == {1}
+    shared.handle(JoinRole(rollout(1, attempt=2), AT))
+    shared.handle(Resumed(rollout(1, attempt=2), 0))
+    assert lease(shared, rollout(1, attempt=2), 2, 8).keys() == {2, 3}
+
+
+def test_instances_that_publish_together_go_back_together() -> None:
+    """Both say so: what the first has begun since stays."""
+    shared = job(TRAINER, MemberPlace("trainer", 1, 1))
+    for step in (8, 9):
+        for part in (0, 1):
+            publish(shared, step, MemberPlace("trainer", part, 1), part, 2)
+    ranks = [again(shared, index, 1) for index in (0, 1)]
+    shared.handle(Resumed(ranks[0], 8))
+    publish(shared, 9, ranks[0], 0, 2)
+    shared.handle(Resumed(ranks[1], 8))
+    assert publish(shared, 9, ranks[1], 1, 2) == current(shared) == Version(1, 9)
+    publish(shared, 11, ranks[0], 0, 2)
+    shared.handle(Resumed(ranks[0], 9, 2))  # it goes back in the same process
+    publish(shared, 11, ranks[0], 0, 2)
+    shared.handle(Resumed(ranks[0], 9, 3))  # and again
+    publish(shared, 10, ranks[0], 0, 2)
+    assert publish(shared, 10, ranks[1], 1, 2) == current(shared)
 
 
 def test_a_new_round_of_a_world_ends_the_earlier_lives_of_all_its_ranks() -> None:

@@ -112,9 +112,10 @@ class JoinRole(msgspec.Struct, frozen=True, array_like=True, tag="join"):
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True, tag="resumed"):
-    """The process's role goes on from a step: what it has published and learned after it never was.
+    """The process goes on from a step: what it has published and learned after it never was.
 
-    All processes of the role may say so after each of its starts; it counts once.
+    An elastic role goes on as a whole: all its processes may say so after each of its starts, and it counts once. An
+    instance of any other role speaks for itself alone.
     """
 
     place: MemberPlace
@@ -165,7 +166,7 @@ class AckItems(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
     queue: _Name
     numbers: _Numbers
     step: Annotated[int, msgspec.Meta(ge=-1)] = -1
-    """Step whose state has learned from them: they are leased again if the role goes back behind it. -1: none."""
+    """Step whose state has learned from them: they are leased again if who learned goes back behind it. -1: none."""
     cursor: _Cursor = None
     """As in `PutItems`."""
 
@@ -344,7 +345,7 @@ class WeightsView(msgspec.Struct, frozen=True, array_like=True):
     role: str
     """The role that publishes them."""
     rollbacks: tuple[int, ...] = ()
-    """Step that the role went back to at the end of each epoch."""
+    """Step that its publishers went back to at the end of each epoch."""
     versions: tuple[VersionView, ...] = ()
     """Oldest first; all are valid."""
     lost: Version | None = None

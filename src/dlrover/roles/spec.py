@@ -125,6 +125,11 @@ class RolesJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return next((role.name for role in self.roles if role.kind is RoleKind.DRIVER), "")
 
     @property
+    def members(self) -> dict[str, int]:
+        """Maximum number of members of each role: of its instances, or of the workers of an elastic one."""
+        return {role.name: role.most * role.processes for role in self.roles}
+
+    @property
     def worlds(self) -> tuple[str, ...]:
         """Names of the roles whose instances start together."""
         return tuple(role.name for role in self.roles if role.kind is RoleKind.ELASTIC)

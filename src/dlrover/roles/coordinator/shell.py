@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from dlrover._util import procs
+from dlrover.config import ROLE_VARIABLES
 from dlrover.errors import DLRoverError, ExitCode, InfrastructureError
 from dlrover.master.app import read_outcome
 from dlrover.master.journal.history import History
@@ -263,7 +265,7 @@ class Coordinator:
 
     def _variables(self, name: str, attempt: int) -> dict[str, str]:
         job, token = self._config.job, self._job_dir.token
-        return variables(
+        found = variables(
             self._address,
             token.read_text().strip() if self._config.platform in CLUSTERS else token,
             name,
@@ -272,6 +274,7 @@ class Coordinator:
             settings=job.role(name).config,
             tls=self._config.tls,
         )
+        return {**found, ROLE_VARIABLES["roles"]: json.dumps(job.members)}
 
     def _stop_role(self, name: str, attempt: int) -> None:
         role = self.machine.roles[name]

@@ -79,6 +79,10 @@ class RoleMembers:
         if member is None or member.place != place or not member.pid:
             raise ProtocolError(f"{place} has not joined the job.")
 
+    def source(self, place: MemberPlace) -> str:
+        """Name who goes back to a step as one: the role of a world, and each instance of any other role."""
+        return place.role if place.role in self.worlds else str(place)
+
     def is_over(self, place: MemberPlace) -> bool:
         """Return whether a life has ended for good; one that only lost its connection has not."""
         member = self.get(place.role, place.index)

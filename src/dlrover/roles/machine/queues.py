@@ -39,11 +39,11 @@ class ItemQueue:
     """A heap."""
     leases: dict[int, MemberPlace] = field(default_factory=dict)
     kept: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Role and step that acknowledged each kept item, in the order of the acknowledgements."""
+    """Source and step that acknowledged each kept item, in the order of the acknowledgements."""
     takers: dict[int, MemberPlace] = field(default_factory=dict)
     """Who acknowledged the latest ``KEPT * size`` items, kept or gone: the one that may repeat it."""
     forgotten: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Acknowledged items that are kept no longer, by role and step."""
+    """Acknowledged items that are kept no longer, by source and step."""
     deliveries: dict[int, int] = field(default_factory=dict)
     producers: dict[int, tuple[MemberPlace, int]] = field(default_factory=dict)
     """Each producer's process, and its last sequence number."""
@@ -134,8 +134,8 @@ class ItemQueue:
                     f" {'it waits' if waits else holder or 'there is none'}."
                 )
 
-    def ack(self, event: AckItems) -> None:
-        """Acknowledge items; those that were acknowledged before stay so."""
+    def ack(self, event: AckItems, source: str) -> None:
+        """Acknowledge items for a source; those that were acknowledged before stay so."""
         for number in event.numbers:
             if self.leases.pop(number, None) is None:
                 continue
@@ -145,7 +145,7 @@ class ItemQueue:
                 self._drop(number)
                 self.settled += 1
             else:
-                self.kept[number] = (event.place.role, event.step)
+                self.kept[number] = (source, event.step)
         while len(self.kept) > KEPT * self.size:
             number = next(iter(self.kept))
             learned = self.kept.pop(number)
@@ -174,14 +174,14 @@ class ItemQueue:
         self.producers = {key: one for key, one in self.producers.items() if one[0] != place}
         self.consumers = {key: one for key, one in self.consumers.items() if one[0] != place}
 
-    def roll_back(self, role: str, step: int) -> None:
-        """Lease again what a role has learned from after a step."""
-        for number in [n for n, (by, at) in self.kept.items() if by == role and at > step]:
+    def roll_back(self, source: str, step: int) -> None:
+        """Lease again what a source has learned from after a step."""
+        for number in [n for n, (by, at) in self.kept.items() if by == source and at > step]:
             del self.kept[number]
             self.takers.pop(number, None)
             self.done -= 1
             self._again(number)
-        for key in [key for key in self.forgotten if key[0] == role and key[1] > step]:
+        for key in [key for key in self.forgotten if key[0] == source and key[1] > step]:
             count = self.forgotten.pop(key)
             self.done -= count
             self.lost += count

@@ -54,7 +54,7 @@ class SharedState:
     cursors: dict[Key, bytes] = field(default_factory=dict)
     """Kept for ever: the next life of an instance goes on from it."""
     resumed: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    """The last return of each role to a step: attempt, round, and number within that life."""
+    """The last return of each source to a step: attempt, round, and number within that life."""
     readers: dict[str, set[str]] = field(default_factory=dict)
     """Names of the weights that each role works with."""
     admitted: dict[Key, set[str]] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class SharedState:
                 return LeasedItems(self.queues.get(event.queue).get(event))
             case AckItems():
                 self.queues.get(event.queue).check_ack(event)
-                self.queues.get(event.queue).ack(event)
+                self.queues.get(event.queue).ack(event, self.members.source(event.place))
                 self._set_cursor(event.place, event.cursor)
             case SetCursor():
                 self._set_cursor(event.place, event.cursor)
@@ -142,7 +142,7 @@ class SharedState:
     def _ask_about_weights(self, event: RoleRequest) -> None:
         match event:
             case Resumed():
-                self._roll_back(event.place.role, event.step, (*event.place.life, event.count))
+                self._roll_back(event)
             case UseVersion():
                 self._use(event)
         self._admit()
@@ -164,15 +164,17 @@ class SharedState:
             weights.release(place)
         self.admitted.pop((place.role, place.index), None)
 
-    def _roll_back(self, role: str, step: int, which: tuple[int, int, int]) -> None:
-        if which <= self.resumed.get(role, (-1, 0, 0)):
+    def _roll_back(self, event: Resumed) -> None:
+        """Undo what a source has published and learned after a step; other sources keep theirs."""
+        source, which = self.members.source(event.place), (*event.place.life, event.count)
+        if which <= self.resumed.get(source, (-1, 0, 0)):
             return
-        self.resumed[role] = which
+        self.resumed[source] = which
         for weights in self.weights.values():
-            if weights.role == role:
-                weights.roll_back(step)
+            if source in weights.sources:
+                weights.roll_back(event.step, event.place)
         for queue in self.queues.queues.values():
-            queue.roll_back(role, step)
+            queue.roll_back(source, event.step)
 
     def _publish(self, event: PublishPart) -> Version:
         self.members.check(event.holder)
@@ -183,7 +185,7 @@ class SharedState:
                     f"The job has {MAX_NAMES} named weights; {event.name} is one more."
                 )
             known = PublishedWeights(event.place.role)
-        version = known.publish(event)
+        version = known.publish(event, self.members.source(event.place))
         self.weights[event.name] = known
         return version
 

@@ -25,7 +25,7 @@ class PublishedWeights:
 
     role: str
     rollbacks: list[int] = field(default_factory=list)
-    """Step that the role went back to at the end of each epoch; the number of them is the epoch."""
+    """Step that its publishers went back to at the end of each epoch; the number of them is the epoch."""
     pending: dict[int, PartView] = field(default_factory=dict)
     """Parts of a version that is not complete."""
     pending_of: tuple[int, int] = (-1, 0)
@@ -37,6 +37,8 @@ class PublishedWeights:
     newest: Version | None = None
     """The newest version of this epoch that was ever complete."""
     lost: Version | None = None
+    sources: set[str] = field(default_factory=set)
+    """Who has published a part; each of them goes back to a step by itself."""
 
     def validate(self) -> None:
         """Check the invariants."""
@@ -74,8 +76,8 @@ class PublishedWeights:
         pending = tuple(self.pending[part] for part in sorted(self.pending))
         return WeightsView(self.role, tuple(self.rollbacks), versions, self.lost, pending)
 
-    def publish(self, event: PublishPart) -> Version:
-        """Add a part of a version, and return which one it is.
+    def publish(self, event: PublishPart, source: str) -> Version:
+        """Add a source's part of a version, and return which one it is.
 
         Raises:
             ProtocolError: The version was published before, or is older than that.
@@ -88,6 +90,7 @@ class PublishedWeights:
         if self.pending_of != (event.step, event.parts):
             self._abandon()
             self.pending_of = (event.step, event.parts)
+        self.sources.add(source)
         self.pending[event.part] = part
         self.publishers.add(event.place)
         if len(self.pending) < event.parts:
@@ -113,7 +116,7 @@ class PublishedWeights:
             twice = "was published before" if event.step == self.newest.step else "is older"
             raise ProtocolError(
                 f"Version {event.step} of the weights {event.name} {twice}: the newest is {self.newest.step}. A"
-                " role that goes on from an earlier step says so by current_worker().resumed(step)."
+                " publisher that goes on from an earlier step says so by current_worker().resumed(step)."
             )
         if event.step < self.pending_of[0]:
             raise ProtocolError(
@@ -124,9 +127,12 @@ class PublishedWeights:
     def _abandon(self) -> None:
         self.pending, self.pending_of, self.publishers = {}, (-1, 0), set()
 
-    def roll_back(self, step: int) -> None:
-        """Undo the versions after a step."""
+    def roll_back(self, step: int, place: MemberPlace) -> None:
+        """Undo the versions after a step, as a process says; sources that publish together may all say so."""
         if self.newest is None and not self.complete and not self.pending:
+            return
+        undone = self.newest is None and bool(self.rollbacks) and self.rollbacks[-1] <= step
+        if undone and len(self.sources) > 1 and place not in self.publishers:
             return
         self.rollbacks.append(step)
         self.complete = {v: parts for v, parts in self.complete.items() if v.step <= step}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, overload
 
@@ -23,13 +24,18 @@ class RoleGroup:
 
     Args:
         role: Name of the role.
-        optional: True if the role may have no members: `call` then returns nothing.
+        optional: True if the role may have no members, or not be there: `call` then returns nothing.
         wait: Seconds that a call waits for a member that is not there or is replaced.
+
+    Raises:
+        ConfigurationError: The job has no such role.
     """
 
     def __init__(self, role: str, *, optional: bool = False, wait: float = WAIT) -> None:
         self.role, self.optional, self.wait_seconds = role, optional, wait
         self._worker = current_worker()
+        if not optional:
+            check_role(self._worker.members, role)
 
     def __len__(self) -> int:
         """Return the number of live members."""
@@ -119,7 +125,12 @@ class RoleGroup:
     def call_member(
         self, index: int, method: str | Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Future[Any]:
-        """Call a method of one member; return the future result. Otherwise as `call`."""
+        """Call a method of one member; return the future result. Otherwise as `call`.
+
+        Raises:
+            ConfigurationError: The role can never have this member, or an argument cannot be sent.
+        """
+        check_index(self._worker.members, self.role, index)
         call = self._made(_encoded(method, args, kwargs), index)
         self._submit([call])
         return call.future
@@ -157,6 +168,7 @@ class RoleGroup:
         )
         if not size:
             return FutureSequence([])
+        check_role(self._worker.members, self.role)
         members = len(self.members(serving=True)) or self._view().instances or 1
         chunk = _chunk or -(-size // members)
         calls, lengths = [], []
@@ -255,6 +267,30 @@ class FutureSequence(Sequence[Any]):
                 found |= dict.fromkeys(range(first, first + length), error)
             first += length
         return found
+
+
+def check_role(members: Mapping[str, int], role: str) -> None:
+    """Refuse a role that the job does not have; ``members`` has the maximum number of each role, or nothing.
+
+    Raises:
+        ConfigurationError: It has none of this name.
+    """
+    if members and role not in members:
+        near = difflib.get_close_matches(role, members, n=1)
+        known = f"the nearest one is {near[0]}" if near else f"it has {', '.join(members)}"
+        raise ConfigurationError(f"The job has no role {role}; {known}.")
+
+
+def check_index(members: Mapping[str, int], role: str, index: int) -> None:
+    """Refuse a member that a role can never have; ``members`` is as for `check_role`.
+
+    Raises:
+        ConfigurationError: It can have no such member, or the job has no such role.
+    """
+    check_role(members, role)
+    if index < 0 or index >= members.get(role, index + 1):
+        last = f"; its last one is {role} {members[role] - 1}" if members else ""
+        raise ConfigurationError(f"The role {role} never has a member {index}{last}.")
 
 
 def _role(view: JobView, role: str) -> RoleView:

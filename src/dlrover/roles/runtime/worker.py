@@ -46,12 +46,14 @@ class RoleWorker:
         attempt: Number of the start of the role's job, from 1.
         instances: Number of instances of the role.
         config: The user's configuration of the role.
+        members: Maximum number of members of each role of the job; empty: not known.
     """
 
     def __init__(self, found: config.RolePlace, *, ready: bool = True) -> None:
         self.job, self.role = found.job, found.role
         self.index, self.instances, self.attempt = found.index, found.instances, found.attempt
-        self.config: Any = _settings(found.config)
+        self.config: Any = _settings("config", found.config)
+        self.members: dict[str, int] = _settings("roles", found.roles)
         self.pid = os.getpid()
         self.place: MemberPlace = environment.place(found)
         self.phases = Phases()
@@ -150,9 +152,10 @@ class RoleWorker:
         self.link.ask(SetCursor(self.place, encode_cursor(value)))
 
     def resumed(self, step: int) -> None:
-        """Say that this role goes on from a step: what it published and learned after it never was.
+        """Say that this process goes on from a step: what it published and learned after it never was.
 
-        `dlrover.checkpoint` says so by itself when it loads a state; each process of the role may say so.
+        `dlrover.checkpoint` says so by itself when it loads a state. An elastic role goes back as a whole, once, and
+        each of its processes may say so; an instance of any other role speaks for itself alone.
         """
         with self._lock:
             self._resumes += 1
@@ -232,10 +235,10 @@ def _own_address(coordinator: str) -> str:
         ) from error
 
 
-def _settings(text: str) -> Any:
+def _settings(field: str, text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigurationError(
-            f"{config.ROLE_VARIABLES['config']}: the configuration of the role is no JSON: {error}."
+            f"{config.ROLE_VARIABLES[field]}: the value is no JSON: {error}."
         ) from error
