@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -166,11 +167,7 @@ class Coordinator:
             self._following.pop(role).cancel()
         if outcome is None:
             refused = code == ExitCode.USAGE
-            reason = (
-                "its launcher refused to start, as shown above."
-                if refused
-                else "its launcher died."
-            )
+            reason = f"its dlrover-run {_death(code)}."
             known = ExitCode.USAGE if refused else ExitCode.INFRASTRUCTURE
             self.submit(
                 inputs.RoleExited(role, attempt, known, reason, hopeless=refused, vanished=True)
@@ -304,6 +301,14 @@ class Coordinator:
             )
         if not self.ended.done():
             self.ended.set_result(outcome)
+
+
+def _death(code: int) -> str:
+    """Return how a launcher without an outcome ended, from its exit code; that of an adopted one is unknown."""
+    if code == ExitCode.USAGE:
+        return "refused to start, as shown above"
+    known = code < 0 and -code in list(signal.Signals)
+    return f"was killed by {signal.Signals(-code).name}" if known else "died"
 
 
 def say(text: str) -> None:
