@@ -72,7 +72,7 @@ def test_a_launcher_that_ends_with_the_command_is_no_failure_of_its_role(tmp_pat
         coordinator = Coordinator(directory, config, journal, history, {}, read_fd)
         os.close(write_fd)  # the command, or the pod, dies
         coordinator._exited("a", 1, None, 3)
-        entries = [entry for _, entry in journal.entries()]
+        entries: list[object] = [entry for _, entry in journal.entries()]
         for one in (coordinator, journal, history):
             one.close()
         os.close(read_fd)
@@ -102,7 +102,7 @@ def test_a_launcher_without_an_outcome_is_said_to_have_died_as_far_as_is_known(
         journal, history = RolesJournal(directory.journal), History(directory.events)
         coordinator = Coordinator(directory, RolesConfig(job=JOB), journal, history, {}, -1)
         coordinator._exited("a", 1, None, code)
-        entries = [entry for _, entry in journal.entries()]
+        entries: list[object] = [entry for _, entry in journal.entries()]
         for one in (coordinator, journal, history):
             one.close()
         return entries
