@@ -72,13 +72,44 @@ def test_a_launcher_that_ends_with_the_command_is_no_failure_of_its_role(tmp_pat
         coordinator = Coordinator(directory, config, journal, history, {}, read_fd)
         os.close(write_fd)  # the command, or the pod, dies
         coordinator._exited("a", 1, None, 3)
-        entries = [entry for _, entry in journal.entries()]
+        entries: list[object] = [entry for _, entry in journal.entries()]
         for one in (coordinator, journal, history):
             one.close()
         os.close(read_fd)
         return entries
 
     assert asyncio.run(run()) == [Submitted(JOB)]
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (-9, "its dlrover-run was killed by SIGKILL."),
+        (-99, "its dlrover-run died."),
+        (0, "its dlrover-run died."),  # an adopted one, whose status is unknown
+        (2, "its dlrover-run refused to start, as shown above."),
+    ],
+)
+def test_a_launcher_without_an_outcome_is_said_to_have_died_as_far_as_is_known(
+    tmp_path: Path, code: int, reason: str
+) -> None:
+    directory = JobDir(tmp_path)
+
+    async def run() -> list[object]:
+        first = RolesJournal(directory.journal)
+        first.append(Submitted(JOB), 1.0)
+        first.close()
+        journal, history = RolesJournal(directory.journal), History(directory.events)
+        coordinator = Coordinator(directory, RolesConfig(job=JOB), journal, history, {}, -1)
+        coordinator._exited("a", 1, None, code)
+        entries: list[object] = [entry for _, entry in journal.entries()]
+        for one in (coordinator, journal, history):
+            one.close()
+        return entries
+
+    _, exited = asyncio.run(run())
+    assert isinstance(exited, RoleExited)
+    assert (exited.reason, exited.vanished, exited.hopeless) == (reason, True, code == 2)
 
 
 def test_the_state_of_the_service_replaces_its_inputs_alone(tmp_path: Path) -> None:

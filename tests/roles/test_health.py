@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from rich.console import Console
 
+from dlrover.cli import roles
 from dlrover.errors import ConfigurationError
+from dlrover.master.journal.history import History
 from dlrover.roles.builder import Job
+from dlrover.roles.coordinator.journal import RolesJournal
+from dlrover.roles.coordinator.shell import Coordinator
+from dlrover.roles.machine import inputs
 from dlrover.roles.machine.health import Health, Input, Looked
+from dlrover.roles.machine.use import Use
 from dlrover.roles.messages import IDLE, START, WORK, MemberEnded, MemberPlace, MemberStarted, Pulse
 from dlrover.roles.runtime.phases import Awaited, Phases
-from dlrover.roles.spec import check
+from dlrover.roles.spec import EntryForm, EntryPoint, RolesConfig, RolesJob, RoleSpec, check
+from dlrover.spec.jobdir import JobDir
 
 A = MemberPlace("a", 0, 1, 1)
 LIMITS = {"a": {START: 100.0, WORK: 10.0, "compile": 50.0}, "free": {}}
@@ -83,6 +93,26 @@ def test_nobody_is_blamed_for_the_time_in_which_the_coordinator_did_not_run() ->
     health = Health(LIMITS)
     looked(health, (0, MemberStarted(A)), *pulses(WORK, 0, 5))
     assert not health.handle(Looked(), 500.0)
+
+
+def test_the_time_of_a_life_is_what_it_has_said_and_its_last_phase_since() -> None:
+    health = Health(LIMITS)
+    health.handle(MemberStarted(A), 0.0)
+    assert health.spent(A, 5.0) is None
+    for phase, spent in ((START, (7.0, 2.0)), (WORK, (10.0, 2.0)), (IDLE, (7.0, 5.0))):
+        health.handle(Pulse(A, phase, 1.0, 1.0, 0, 7.0, 2.0), 20.0)
+        assert health.spent(A, 23.0) == spent
+    assert health.spent(MemberPlace("a", 0, 1, 2), 23.0) is None, "of another life"
+
+
+def test_young_lives_report_often_so_that_little_of_their_time_is_unknown() -> None:
+    free = MemberPlace("free", 0, 1, 1)
+    paused = [
+        Health(LIMITS).pause(Pulse(place, WORK, 0.0, 0.0, 0, worked, 2.0))
+        for place in (free, A)
+        for worked in (0.0, 18.0, 1000.0)
+    ]
+    assert paused == [1.0, 2.0, 10.0, 1.0, 2.0, 2.0], "a has a limit of 10 s"
 
 
 LIVES = st.builds(
@@ -210,3 +240,64 @@ def test_a_call_that_has_returned_is_progress_of_its_caller() -> None:
 def test_limits_that_cannot_be(health: dict, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         check(Job("job", directory=".").role("a", "json.dumps", health=health).spec())
+
+
+def test_the_seconds_of_each_phase_are_counted() -> None:
+    clock = Clock()
+    phases = Phases(clock)
+
+    def spent() -> tuple[float, float]:
+        pulse = phases.pulse(A)
+        return pulse.worked, pulse.idled
+
+    phases.set(START)
+    clock.now = 5.0
+    phases.set(WORK)
+    clock.now = 8.0
+    assert spent() == (3.0, 0.0)
+    with phases.waiting():
+        clock.now = 8.5
+    assert spent() == (3.0, 0.5), "also of a short wait, which does not interrupt the phase"
+    phases.set("compile")
+    clock.now = 10.0
+    with phases.waiting():
+        clock.now = 20.0
+        assert spent() == (4.5, 10.5)
+    phases.leave()
+    clock.now = 21.0
+    assert spent() == (4.5, 11.5)
+
+
+def test_what_an_instance_has_said_of_its_time_is_journalled_before_its_end(tmp_path: Path) -> None:
+    entry = EntryPoint(EntryForm.SCRIPT, "/a.py")
+    job = RolesJob(name="job", roles=(RoleSpec(name="a", entry=entry, max_restarts=0),))
+    directory = JobDir(tmp_path)
+
+    async def run() -> list[object]:
+        first = RolesJournal(directory.journal)
+        for known in (inputs.Submitted(job), inputs.InstanceUp("a", 1, 0, 1, 1)):
+            first.append(known, 1.0)
+        first.close()
+        journal, history = RolesJournal(directory.journal), History(directory.events)
+        coordinator = Coordinator(directory, RolesConfig(job=job), journal, history, {}, -1)
+        await coordinator._health._pulse(Pulse(A, START, 1.0, 1.0, 0, 3.0, 2.0))
+        coordinator._exited("a", 1, None, 1)
+        entries: list[object] = [entry for _, entry in journal.entries()]
+        for one in (coordinator, journal, history):
+            one.close()
+        return entries
+
+    *_, spent, exited, _of_service = asyncio.run(run())
+    assert spent == inputs.Spent(A, 3.0, 2.0)
+    assert isinstance(exited, inputs.RoleExited)
+
+
+def test_the_use_of_time_is_said_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {"rollout": Use(10.0, 75.0, 5.0, 10.0), "main": Use(), "late": None}
+    roles.render_goodput(dict(found), Console())
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert rows[1:] == [
+        "rollout works 75.0 % of its instances' time 100.0 starting 10.0 s, away 10.0 s, idle 5.0 s",
+        "main not known yet - -",
+        "late not started - -",
+    ]

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover.errors import ExitCode
+from dlrover.roles.coordinator.status import status_of
 from dlrover.roles.machine import inputs
 from dlrover.roles.machine.health import Stuck
 from dlrover.roles.machine.job import Role, RolesMachine, RoleStatus
-from dlrover.roles.messages import MemberEnded, MemberPlace, MemberStarted
+from dlrover.roles.machine.use import Use
+from dlrover.roles.messages import MemberEnded, MemberPlace, MemberStarted, ServiceStatus
 from dlrover.roles.spec import EntryForm, EntryPoint, Failover, RoleKind, RolesJob, RoleSpec
 from dlrover.spec import events
 
@@ -102,6 +104,38 @@ def test_roles_start_in_the_order_in_which_they_depend_on_each_other() -> None:
         "one instance is the least, but the trainer lacks one"
     )
     assert started(driver.up("trainer", 1)) == ["main"]
+
+
+def test_the_time_of_instances_is_that_of_their_lives_and_that_between_them() -> None:
+    driver = Driver(RoleSpec(name="rollout", entry=OBJECT))
+    driver.up("rollout", 0)  # at 2 s
+    driver.now += 9.0
+    place = MemberPlace("rollout", 0, 1, 0)
+    driver.give(inputs.Spent(place, 1.0, 1.0))
+    driver.give(inputs.Spent(place, 6.0, 3.0))
+    driver.down("rollout", 0)  # at 14 s
+    driver.give(inputs.Spent(place, 100.0, 3.0))
+    role = driver.role("rollout")
+    assert role.use == Use(starting=3.0, working=6.0, idle=3.0)
+    driver.now += 3.0
+    empty = ServiceStatus({}, {}, {})
+    assert status_of(driver.machine, empty, 20.0).roles[0].use == role.use
+    now = status_of(driver.machine, empty, 20.0, {}, lambda _: None).roles[0].use
+    assert now == Use(starting=3.0, working=6.0, idle=3.0, away=6.0), "it is to come again"
+    driver.up("rollout", 0, round_=1)  # at 19 s
+    assert role.use == Use(starting=3.0, working=6.0, idle=3.0, away=5.0)
+    now = (
+        status_of(driver.machine, empty, 29.0, {}, lambda one: (one.life[-1] * 7.0, 2.0))
+        .roles[0]
+        .use
+    )
+    assert now == Use(starting=4.0, working=13.0, idle=5.0, away=5.0)
+    driver.exit("rollout")  # at 20 s
+    driver.give(inputs.StopRequested("late", 5))
+    assert role.use == Use(starting=4.0, working=6.0, idle=3.0, away=5.0)
+    ended = status_of(driver.machine, empty, 90.0, {}, lambda _: None).roles[0].use
+    assert ended == role.use
+    assert ended.seconds == 18.0
 
 
 def test_the_success_of_the_driver_ends_the_job_once_all_others_are_stopped() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from dlrover.accelerators import Vendor
 from dlrover.cli.cluster import rolesonkubernetes
 from dlrover.cli.main import app
 from dlrover.errors import ConfigurationError
@@ -149,6 +150,23 @@ def test_more_than_the_machine_has_is_said_at_once_for_each_role(folder: Path) -
         "resources: the roles need 9.5 cores, and this machine has 8: rollout 4 x 2, trainer 1 x 1.5."
     )
     capacity.check(job.spec(), 10, 1 << 30)
+
+
+def test_more_gpus_than_the_machine_has_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job("x", directory=folder)
+    job.role("rollout", "work.py", instances=2, resources={"gpu": 0.5}, collocate="gpu")
+    job.role("trainer", "work.py", resources={"gpu": 3}, collocate="gpu")
+    job.role("free", "work.py")
+    capacity.check(job.spec(), 1, 1, gpus=3)
+    for files, has in (((), 0), (("/dev/nvidia0", "/dev/nvidia1"), 2)):
+        monkeypatch.setattr(Vendor, "device_files", lambda _, *__, found=files: found)
+        with pytest.raises(ConfigurationError) as caught:
+            capacity.check_here(job.spec())
+        assert str(caught.value) == (
+            f"resources: the roles need 3 GPUs, and this machine has {has}: rollout 2 x 0.5, trainer 1 x 3."
+        )
 
 
 def test_roles_of_one_group_take_turns_with_what_they_need(folder: Path) -> None:

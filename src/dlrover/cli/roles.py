@@ -26,7 +26,7 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.roles import capacity
 from dlrover.roles.coordinator.jobs import directory_of
 from dlrover.roles.loading import load, tls_of
-from dlrover.roles.spec import RolesConfig, RolesJob
+from dlrover.roles.spec import RoleKind, RolesConfig, RolesJob
 from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import CAUSES, Outcome
@@ -34,6 +34,7 @@ from dlrover.spec.words import counted
 
 if TYPE_CHECKING:
     from dlrover.dashboard.inspect.roles import RolesReport
+    from dlrover.roles.machine.use import Use
 
 PLATFORMS = ("local", "ray", "kubernetes")
 AWAY, AGAIN = 60.0, 0.5
@@ -246,13 +247,21 @@ def stop(job_dir: JobDir, reason: str) -> None:
 
 
 def goodput(job_dir: JobDir) -> dict[str, object]:
-    """Return the use of the time of each role, by its name; None for a role whose job has not begun."""
+    """Return the use of the time of each role, by its name: the goodput of one that trains, the `Use` of another.
+
+    It is None for a role whose job has not begun.
+    """
     from dlrover.dashboard.inspect import goodput as ledger  # noqa: PLC0415
     from dlrover.roles.client import load_config  # noqa: PLC0415
 
     found: dict[str, object] = {}
     of_job = load_config(job_dir)
+    states = {role.name: role for role in status(job_dir).status.roles}
     for role in of_job.job.roles:
+        if role.kind is not RoleKind.ELASTIC:
+            state = states.get(role.name)
+            found[role.name] = state.use if state is not None and state.attempt else None
+            continue
         own = directory_of(job_dir.path, role.name)
         if of_job.platform == "ray" and own.job.exists() and not own.journal.exists():
             own = rolesonray.copied(own, of_job.ray_address)
@@ -262,10 +271,14 @@ def goodput(job_dir: JobDir) -> dict[str, object]:
 
 def render_goodput(found: dict[str, object], _: Console) -> None:
     """Print the use of the time by role."""
+    from dlrover.roles.machine.use import Use  # noqa: PLC0415
     from dlrover.spec.outcome import Goodput  # noqa: PLC0415
 
-    rows = [["role", "goodput", "node seconds", "largest losses"]]
+    rows = [["role", "goodput", "seconds", "largest losses"]]
     for name, use in found.items():
+        if isinstance(use, Use):
+            rows.append([name, *_cells(use)])
+            continue
         if not isinstance(use, Goodput):
             rows.append([name, "not started", "-", "-"])
             continue
@@ -282,3 +295,17 @@ def render_goodput(found: dict[str, object], _: Console) -> None:
         )
         rows.append([name, use.in_words(), f"{use.wall_seconds:.1f}", words or "-"])
     print_table(rows)
+
+
+def _cells(use: Use) -> tuple[str, str, str]:
+    """Return the cells of a role that does not train: how much it works, all seconds, and the others by size."""
+    if not use.seconds:
+        return "not known yet", "-", "-"
+    share = 100 * use.working / use.seconds
+    losses = {"idle": use.idle, "starting": use.starting, "away": use.away}
+    words = ", ".join(
+        f"{what} {seconds:.1f} s"
+        for what, seconds in sorted(losses.items(), key=lambda loss: -loss[1])
+        if seconds
+    )
+    return f"works {share:.1f} % of its instances' time", f"{use.seconds:.1f}", words or "-"

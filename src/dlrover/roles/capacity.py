@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from dlrover import accelerators
 from dlrover._util import cgroup
 from dlrover.errors import ConfigurationError
 from dlrover.roles.spec import RolesJob, RoleSpec
@@ -13,18 +14,20 @@ def check_here(job: RolesJob) -> None:
     """Refuse a job that needs more than this machine has; name what each role needs.
 
     Raises:
-        ConfigurationError: the cores or the memory do not suffice.
+        ConfigurationError: the cores, the memory or the accelerators do not suffice.
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     within = cgroup.memory()
-    check(job, cgroup.cores(), total if within is None else min(total, within[1]))
+    memory = total if within is None else min(total, within[1])
+    check(job, cgroup.cores(), memory, len(accelerators.present().device_files()))
 
 
-def check(job: RolesJob, cores: float, memory: int) -> None:
-    """Refuse a job that needs more than ``cores`` cores or ``memory`` bytes; roles of a group take turns."""
+def check(job: RolesJob, cores: float, memory: int, gpus: int = 0) -> None:
+    """Refuse a job that needs more cores, bytes of memory or accelerators than these; roles of a group take turns."""
     for what, has, needs, words in (
         ("cores", cores, lambda role: role.size.cpu, "{:g}".format),
         ("of memory", memory, lambda role: float(role.size.memory), _gib),
+        ("GPUs", gpus, lambda role: role.gpus, "{:g}".format),
     ):
         wanted = {role.name: role.most * needs(role) for role in job.roles if needs(role)}
         if _together(job, wanted) > has:

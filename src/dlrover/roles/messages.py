@@ -374,6 +374,10 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True):
     """Seconds since the phase began or the last progress was made, whatever is later."""
     progress: _Number = 0
     """Calls ended, items put or acknowledged, versions published, steps made, and what the program counts itself."""
+    worked: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Seconds in which the process has worked so far, or was in a phase that its program names."""
+    idled: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Seconds in which it was idle."""
 
 
 class PulseReply(msgspec.Struct, frozen=True, array_like=True):

@@ -80,7 +80,7 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     size: NodeLimits = NodeLimits()
     """What each instance needs of a machine; zeros where it does not say."""
     gpus: float = 0.0
-    """GPUs of each instance, which a cluster counts and this machine does not."""
+    """GPUs or other accelerators of each instance: a cluster gives them to it, this machine only has to have them."""
     env: dict[str, str] = {}
     config: dict[str, Any] = {}
     """What its processes find as ``current_worker().config``."""

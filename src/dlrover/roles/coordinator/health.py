@@ -75,10 +75,14 @@ class HealthWatch:
         now = time.monotonic()
         return {key: (life.phase, now - life.since) for key, life in self.health.lives.items()}
 
+    def spent(self, place: MemberPlace) -> tuple[float, float] | None:
+        """Return the seconds in which a life has worked and was idle; None if it has not reported."""
+        return self.health.spent(place, time.monotonic())
+
     async def _pulse(self, pulse: Pulse) -> PulseReply:
         self.health.handle(pulse, time.monotonic())
         order = self._ends.get(pulse.place)
-        pause = self.health.pause(pulse.place.role)
+        pause = self.health.pause(pulse)
         return PulseReply(pause, f"{order[0].reason}." if order is not None else "")
 
 

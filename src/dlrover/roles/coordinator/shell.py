@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +29,7 @@ from dlrover.roles.messages import HOLDER
 from dlrover.roles.runtime.environment import variables
 from dlrover.roles.runtime.holder import keep
 from dlrover.roles.serving import RolesService
-from dlrover.roles.spec import RolesConfig
+from dlrover.roles.spec import RoleKind, RolesConfig
 from dlrover.rpc.messages import Done, StatusRequest, StopRequest
 from dlrover.rpc.server import Server
 from dlrover.spec import events
@@ -166,13 +167,11 @@ class Coordinator:
             return  # all launchers end, and so does this coordinator; in another pod, the role goes on
         if self.machine.roles[role].attempt == attempt and role in self._following:
             self._following.pop(role).cancel()
+        for index in self.machine.roles[role].instances:
+            self._note_time(role, index)
         if outcome is None:
             refused = code == ExitCode.USAGE
-            reason = (
-                "its launcher refused to start, as shown above."
-                if refused
-                else "its launcher died."
-            )
+            reason = f"its dlrover-run {_death(code)}."
             known = ExitCode.USAGE if refused else ExitCode.INFRASTRUCTURE
             self.submit(
                 inputs.RoleExited(role, attempt, known, reason, hopeless=refused, vanished=True)
@@ -190,13 +189,23 @@ class Coordinator:
         async for event in self._jobs.follow(name):
             for found in reader.read(event):
                 if found.seq >= seen:
+                    self._note_time(name, found.index)
                     self.submit(found)
             if event.seq > seen and isinstance(event.body, OF_ROLES):
                 say(f"{name}: {event.sentence()}")
 
+    def _note_time(self, name: str, index: int) -> None:
+        """Journal what a living instance has said of its time, as it may end now; a world has its own journal."""
+        role = self.machine.roles[name]
+        one = role.instances.get(index)
+        if one is not None and one.up and role.spec.kind is not RoleKind.ELASTIC:
+            spent = self._health.spent(one.place)
+            if spent is not None:
+                self.submit(inputs.Spent(one.place, *spent))
+
     async def _status(self, _: StatusRequest) -> RolesStatus:
-        phases = self._health.phases()
-        return status_of(self.machine, self.service.snapshot(), self._clock(), phases)
+        phases, spent = self._health.phases(), self._health.spent
+        return status_of(self.machine, self.service.snapshot(), self._clock(), phases, spent)
 
     async def _stop(self, request: StopRequest) -> Done:
         self.submit(inputs.StopRequested(request.reason, request.exit_code))
@@ -307,6 +316,14 @@ class Coordinator:
             )
         if not self.ended.done():
             self.ended.set_result(outcome)
+
+
+def _death(code: int) -> str:
+    """Return how a launcher without an outcome ended, from its exit code; that of an adopted one is unknown."""
+    if code == ExitCode.USAGE:
+        return "refused to start, as shown above"
+    known = code < 0 and -code in list(signal.Signals)
+    return f"was killed by {signal.Signals(-code).name}" if known else "died"
 
 
 def say(text: str) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from dlrover.errors import InfrastructureError
 from dlrover.roles.coordinator.journal import RolesJournal
-from dlrover.roles.machine.job import RolesMachine
-from dlrover.roles.messages import QueueStatus, ServiceStatus
+from dlrover.roles.machine.job import Role, RolesMachine
+from dlrover.roles.machine.use import Use, of_life
+from dlrover.roles.messages import MemberPlace, QueueStatus, ServiceStatus
 from dlrover.roles.serving import RolesService
 
 PhaseTimes = Mapping[tuple[str, int], tuple[str, float]]
 """Phase of each instance, by its role and index, and for how many seconds it has lasted."""
+Spent = Callable[[MemberPlace], tuple[float, float] | None]
+"""Returns the seconds in which a living instance has worked and was idle; None if it has not reported."""
 
 
 class InstanceState(msgspec.Struct, frozen=True):
@@ -47,6 +50,8 @@ class RoleState(msgspec.Struct, frozen=True):
     """Restarts of its instances and of its job."""
     waits_for: tuple[str, ...]
     instances: tuple[InstanceState, ...]
+    use: Use = Use()
+    """Seconds of its instances; of an elastic role, whose own job knows more, only those of its workers' lives."""
 
 
 class WeightsState(msgspec.Struct, frozen=True):
@@ -70,9 +75,13 @@ class RolesStatus(msgspec.Struct, frozen=True):
 
 
 def status_of(
-    machine: RolesMachine, service: ServiceStatus, now: float, phases: PhaseTimes | None = None
+    machine: RolesMachine,
+    service: ServiceStatus,
+    now: float,
+    phases: PhaseTimes | None = None,
+    spent: Spent | None = None,
 ) -> RolesStatus:
-    """Return the status at time ``now``."""
+    """Return the status at time ``now``; without ``spent``, the use of time leaves living instances out."""
     weights = tuple(
         WeightsState(name, view.role, str(view.versions[-1].version) if view.versions else "")
         for name, view in sorted(service.weights.items())
@@ -93,12 +102,25 @@ def status_of(
                     _with_phase(one, *(phases or {}).get((name, one.index), ("", 0.0)))
                     for one in _instances(machine, service, name)
                 ),
+                use=_use(role, now, spent),
             )
             for name, role in machine.roles.items()
         ),
         weights=weights,
         queues=service.queues,
     )
+
+
+def _use(role: Role, now: float, spent: Spent | None) -> Use:
+    use = role.use
+    for one in role.instances.values():
+        if spent is None:
+            continue
+        if one.up:
+            use = use.plus(of_life(now - one.since, *(spent(one.place) or one.spent)))
+        elif role.comes_again(one):
+            use = use.plus(Use(away=now - one.since))
+    return use
 
 
 def _with_phase(one: InstanceState, phase: str, seconds: float) -> InstanceState:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dlrover.roles.messages import START, WORK, MemberEnded, MemberPlace, MemberStarted, Pulse
+from dlrover.roles.messages import IDLE, START, WORK, MemberEnded, MemberPlace, MemberStarted, Pulse
 
 MAX_PAUSE = 5.0
 """Seconds without a look beyond which the coordinator itself did not run; instances are not blamed for them."""
@@ -15,6 +15,9 @@ PAUSES = 0.2, 5.0
 """Least and most seconds between two reports of an instance whose role has limits."""
 CALM = 10.0
 """Seconds between the reports of all others."""
+YOUNG = 1.0, 0.1
+"""An instance reports at least after so many seconds, or this share of those that it has counted, whatever is later:
+what it does after its last report is not known."""
 
 Limits = Mapping[str, Mapping[str, float]]
 """Limits of the phases of each role, in seconds; idle has none."""
@@ -49,6 +52,9 @@ class Life:
     heard: float | None = None
     """When it last reported; None: not yet."""
     stuck: bool = False
+    worked: float = 0.0
+    """Seconds, when it last reported."""
+    idled: float = 0.0
 
 
 @dataclass
@@ -78,6 +84,15 @@ class Health:
                 return self._look(now)
         return []
 
+    def spent(self, place: MemberPlace, now: float) -> tuple[float, float] | None:
+        """Return the seconds in which a life has worked and was idle; None if it has not reported."""
+        life = self._known(place)
+        if life is None or life.place != place or life.heard is None:
+            return None
+        since = max(0.0, now - life.heard)
+        idle = since if life.phase == IDLE else 0.0
+        return life.worked + (since - idle) * (life.phase != START), life.idled + idle
+
     def validate(self) -> None:
         """Check the invariants."""
         for key, life in self.lives.items():
@@ -86,11 +101,12 @@ class Health:
             assert life.since <= life.moved
             assert life.heard is not None or life.phase == START
 
-    def pause(self, role: str) -> float:
-        """Return the seconds until an instance of a role is to report again."""
-        limits = self.limits.get(role)
+    def pause(self, pulse: Pulse) -> float:
+        """Return the seconds until an instance is to report again."""
+        limits = self.limits.get(pulse.place.role)
         least, most = PAUSES
-        return min(most, max(least, min(limits.values()) / 5)) if limits else CALM
+        usual = min(most, max(least, min(limits.values()) / 5)) if limits else CALM
+        return min(usual, max(YOUNG[0], YOUNG[1] * (pulse.worked + pulse.idled)))
 
     def _known(self, place: MemberPlace) -> Life | None:
         return self.lives.get((place.role, place.index))
@@ -108,6 +124,7 @@ class Health:
         life = self._life(pulse.place, now)
         if life is not None:
             life.phase, life.heard = pulse.phase, now
+            life.worked, life.idled = pulse.worked, pulse.idled
             life.since = now - pulse.seconds
             life.moved = max(life.since, now - pulse.still)
 

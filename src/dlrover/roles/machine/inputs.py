@@ -59,6 +59,14 @@ class InstanceDown(msgspec.Struct, frozen=True, tag="down"):
     failed: bool = True
 
 
+class Spent(msgspec.Struct, frozen=True, tag="spent"):
+    """How many seconds a life of an instance has worked and was idle, as far as is known at its end."""
+
+    place: MemberPlace
+    worked: float
+    idled: float
+
+
 class RoleExited(msgspec.Struct, frozen=True, tag="exited"):
     """The job of a role has ended."""
 
@@ -81,7 +89,7 @@ class StopRequested(msgspec.Struct, frozen=True, tag="stop"):
 
 Input: TypeAlias = (
     Submitted | CoordinatorStarted | RoleLaunched | InstanceUp | InstanceDown | Stuck
-    | RoleExited | StopRequested
+    | Spent | RoleExited | StopRequested
 )  # fmt: skip
 
 # ---- commands

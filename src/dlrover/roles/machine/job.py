@@ -24,11 +24,13 @@ from dlrover.roles.machine.inputs import (
     InstanceUp,
     RoleExited,
     RoleLaunched,
+    Spent,
     StartRole,
     StopRequested,
     StopRole,
     Submitted,
 )
+from dlrover.roles.machine.use import Use, of_life
 from dlrover.roles.messages import MemberEnded, MemberPlace, MemberStarted
 from dlrover.roles.spec import Failover, RoleKind, RolesJob, RoleSpec
 from dlrover.spec import events
@@ -62,6 +64,11 @@ class Instance:
     node: int = -1
     stuck: str = ""
     """Why it is being ended; empty if it is not."""
+    since: float = 0.0
+    """When it came up, or ended."""
+    failed: bool = False
+    spent: tuple[float, float] = (0.0, 0.0)
+    """Seconds in which it has worked and was idle; known at its end."""
 
 
 @dataclass
@@ -83,6 +90,8 @@ class Role:
     restarted: int = 0
     #: restarts of its instances by its own job
     instance_restarts: int = 0
+    #: where the time of lives that are over went, and that between lives
+    use: Use = field(default_factory=Use)
 
     @property
     def up(self) -> int:
@@ -96,6 +105,11 @@ class Role:
             return True
         wanted = self.spec.least * self.spec.processes
         return self.status is RoleStatus.RUNNING and self.up >= wanted
+
+    def comes_again(self, one: Instance) -> bool:
+        """Return whether an instance that has ended is to start again."""
+        again = self.status in (RoleStatus.WAITING, RoleStatus.RESTARTING)
+        return not one.up and (again or (one.failed and self.status is RoleStatus.RUNNING))
 
 
 class JobEnd(msgspec.Struct, frozen=True):
@@ -143,13 +157,15 @@ class RolesMachine:
             case RoleLaunched(name, attempt, handle):
                 if self._is_current(name, attempt):
                     self.roles[name].handle = handle
-            case Stuck():
-                self._stuck(event)
+            case Stuck() | Spent():
+                known = self.roles[event.place.role].instances.get(event.place.index)
+                if known is not None and known.place == event.place and known.up:
+                    self._said(known, event)
             case RoleExited():
                 if self._is_current(event.role, event.attempt):
                     self._exited(self.roles[event.role], event, now)
             case _:
-                self._followed(event)
+                self._followed(event, now)
 
     def _is_current(self, name: str, attempt: int) -> bool:
         role = self.roles.get(name)
@@ -157,7 +173,7 @@ class RolesMachine:
 
     # ---- instances
 
-    def _followed(self, event: InstanceUp | InstanceDown) -> None:
+    def _followed(self, event: InstanceUp | InstanceDown, now: float) -> None:
         """Take in an event of a role's own job, once and in order."""
         role = self.roles[event.role]
         if not self._is_current(event.role, event.attempt) or event.seq < role.seen:
@@ -165,27 +181,30 @@ class RolesMachine:
         role.seen = event.seq
         match event:
             case InstanceUp():
-                self._up(role, event)
+                self._up(role, event, now)
             case InstanceDown(_, _, index, reason):
-                if self._down(role, index, reason, failed=event.failed) and event.failed:
+                if self._down(role, index, reason, now, failed=event.failed) and event.failed:
                     role.instance_restarts += 1
 
-    def _up(self, role: Role, event: InstanceUp) -> None:
+    def _up(self, role: Role, event: InstanceUp, now: float) -> None:
         place = MemberPlace(event.role, event.index, event.attempt, event.round)
         known = role.instances.get(event.index)
         if known is not None and place.life < known.place.life:
             return
         stuck = known.stuck if known is not None and known.place == place else ""
-        role.instances[event.index] = Instance(place, node=event.node, stuck=stuck)
+        if known is not None:
+            spent = now - known.since
+            role.use = role.use.plus(of_life(spent, *known.spent) if known.up else Use(away=spent))
+        role.instances[event.index] = Instance(place, node=event.node, stuck=stuck, since=now)
         self._send(MemberStarted(place))
 
-    def _stuck(self, event: Stuck) -> None:
-        """End an instance without progress, once."""
-        role = self.roles[event.place.role]
-        known = role.instances.get(event.place.index)
-        if known is None or known.place != event.place or not known.up or known.stuck:
+    def _said(self, known: Instance, event: Stuck | Spent) -> None:
+        """Note how a living instance has spent its time; end one without progress, once."""
+        if isinstance(event, Spent):
+            known.spent = event.worked, event.idled
             return
-        if role.status is RoleStatus.RUNNING:
+        role = self.roles[event.place.role]
+        if not known.stuck and role.status is RoleStatus.RUNNING:
             body = events.InstanceStuck(
                 role.spec.name, event.place.index, event.phase, event.seconds
             )
@@ -193,13 +212,14 @@ class RolesMachine:
             self._emit(body)
             self._send(EndInstance(known.place, known.stuck, known.node))
 
-    def _down(self, role: Role, index: int, reason: str, *, failed: bool) -> bool:
+    def _down(self, role: Role, index: int, reason: str, now: float, *, failed: bool) -> bool:
         """Note an instance's end; return whether it was up."""
         known = role.instances.get(index)
         if known is None or not known.up:
             return False
         reason = known.stuck or reason.rstrip(".")
-        known.up, known.reason = False, reason
+        role.use = role.use.plus(of_life(now - known.since, *known.spent))
+        known.up, known.reason, known.failed, known.since = False, reason, failed, now
         name = role.spec.name
         self._send(MemberEnded(known.place, reason))
         if failed:
@@ -219,7 +239,7 @@ class RolesMachine:
         succeeded = event.exit_code == ExitCode.SUCCESS
         for index in list(role.instances):
             failed = not succeeded and before is RoleStatus.RUNNING
-            self._down(role, index, event.reason, failed=failed)
+            self._down(role, index, event.reason, now, failed=failed)
         role.handle = ""
         if before is RoleStatus.STOPPING:
             role.status = RoleStatus.SUCCEEDED if succeeded else RoleStatus.STOPPED

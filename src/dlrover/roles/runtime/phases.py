@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dlrover import config, launched
-from dlrover.roles.messages import IDLE, MemberPlace, Pulse
+from dlrover.roles.messages import IDLE, START, MemberPlace, Pulse
 
 T = TypeVar("T")
 SHORT_WAIT = 1.0
@@ -37,7 +37,8 @@ class Phases:
         self._threads: dict[int, list[tuple[str, float]]] = {}
         """Phases of each thread and when they began; the last one counts."""
         self._done = self._steps = 0
-        self._moved = self._idle_since = clock()
+        self._moved = self._idle_since = self._counted = clock()
+        self._worked = self._idled = 0.0
 
     def progress(self, count: int = 1) -> None:
         """Note progress."""
@@ -48,26 +49,27 @@ class Phases:
     def set(self, name: str) -> None:
         """Change the phase of this thread, which counts from now on."""
         with self._lock:
-            phases = self._threads.setdefault(threading.get_ident(), [])
-            phases[-1:] = [(name, self._clock())]
+            now = self._count()
+            self._threads.setdefault(threading.get_ident(), [])[-1:] = [(name, now)]
 
     def leave(self) -> None:
         """Have this thread count no more."""
         with self._lock:
+            self._idle_since = self._count()
             self._threads.pop(threading.get_ident(), None)
-            self._idle_since = self._clock()
 
     @contextlib.contextmanager
     def entered(self, name: str, least: float = 0.0) -> Iterator[None]:
         """Be in a phase; then again in the one before, which begins anew if this lasted ``least`` seconds."""
-        thread, began = threading.get_ident(), self._clock()
+        thread = threading.get_ident()
         with self._lock:
+            began = self._count()
             self._threads.setdefault(thread, []).append((name, began))
         try:
             yield
         finally:
             with self._lock:
-                phases, now = self._threads.get(thread, []), self._clock()
+                phases, now = self._threads.get(thread, []), self._count()
                 if phases[:-1]:
                     before, since = phases[-2]
                     phases[-2:] = [(before, now if now - began >= least else since)]
@@ -84,18 +86,32 @@ class Phases:
         """Return the report for the coordinator."""
         steps, alive = launched.steps_made(), sys._current_frames()  # noqa: SLF001 - documented
         with self._lock:
-            now = self._clock()
+            now = self._count()
             for thread in self._threads.keys() - alive.keys():
                 del self._threads[thread]
                 self._idle_since = now
             if steps != self._steps:
                 self._steps, self._moved = steps, now
-            last = [phases[-1] for phases in self._threads.values()]
-            busy = [(since, name) for name, since in last if name != IDLE]
-            idle = max([self._idle_since, *(since for _, since in last)])
-            since, name = min(busy) if busy else (idle, IDLE)
-            done = self._done + self._steps
-        return Pulse(place, name, now - since, max(0.0, now - max(since, self._moved)), done)
+            since, name = self._current()
+            done, still = self._done + self._steps, max(0.0, now - max(since, self._moved))
+            return Pulse(place, name, now - since, still, done, self._worked, self._idled)
+
+    def _current(self) -> tuple[float, str]:
+        """Return the phase of the process, and when it began."""
+        last = [phases[-1] for phases in self._threads.values()]
+        busy = [(since, name) for name, since in last if name != IDLE]
+        return min(busy) if busy else (max([self._idle_since, *(at for _, at in last)]), IDLE)
+
+    def _count(self) -> float:
+        """Count the seconds since the last call, all in one phase; call this before each change. Return the time."""
+        now = self._clock()
+        _, name = self._current()
+        if name == IDLE:
+            self._idled += now - self._counted
+        elif name != START:
+            self._worked += now - self._counted
+        self._counted = now
+        return now
 
     def stacks(self) -> str:
         """Return the stacks of the threads that count."""
