@@ -73,8 +73,8 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.RolesSubmitted("grpo", ("trainer", "rollout", "main")),
     events.CoordinatorRecovered(42),
     events.RoleStarts("rollout", 2),
-    events.RoleRestarts("rollout", "its launcher died"),
-    events.RoleEnded("rollout", 3, "its launcher died."),
+    events.RoleRestarts("rollout", "its dlrover-run was killed by SIGKILL"),
+    events.RoleEnded("rollout", 3, "its dlrover-run was killed by SIGKILL."),
     events.RestartDecided(1, f"node 1 was lost: {_GONE}"),
     events.ReplicaJoined(2, 4),
     events.HostExcluded(

@@ -77,7 +77,7 @@ class RoleExited(msgspec.Struct, frozen=True, tag="exited"):
     hopeless: bool = False
     """True if a restart would fail in the same way."""
     vanished: bool = False
-    """True if its launcher died without an outcome: the program did not fail."""
+    """True if its dlrover-run died without an outcome: the program did not fail."""
 
 
 class StopRequested(msgspec.Struct, frozen=True, tag="stop"):
