@@ -68,15 +68,6 @@ def test_workers_that_share_processes_have_weights_of_their_own() -> None:
     assert [call for *_, call in history.repeated] == [1, 2]
 
 
-def test_each_worker_of_a_process_gets_its_own_last_weights() -> None:
-    history = History(Repair(calls={"load": Kind.WEIGHTS}), prefixes=["actor", "ref"])
-    called(history, "actor_load", "ref_load", "actor_load")
-    for worker in ("actor", "ref", "ref"):  # fused ones, whose methods have the same name
-        history.begins("load")
-        history.done("load", worker, worker)
-    assert [call for _, call in history.repeated] == ["ref_load 1", "actor_load 2", "actor", "ref"]
-
-
 def test_methods_of_colocated_workers_have_the_prefix_of_theirs() -> None:
     history = History(Repair(), prefixes=["actor_rollout", "ref"])
     assert history.kind("actor_rollout_init_model") is Kind.SETUP
