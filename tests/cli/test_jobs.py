@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,6 +54,15 @@ def test_the_last_job_is_found_without_a_name(env: dict[str, str]):
     assert jobs.find(env, first.path.name, "").path == first.path
     assert jobs.find(env, "", str(first.path)).path == first.path
     assert jobs.find({**env, "DLROVER_JOB_DIR": str(first.path)}, "", "").path == first.path
+
+
+def test_a_job_that_could_not_begin_is_not_the_last_one(env: dict[str, str]):
+    before, last = (jobs.create(env, name, "") for name in ("zeta", "alpha"))
+    for age, job in ((200, before), (100, last)):
+        job.job.touch()
+        os.utime(job.path, (time.time() - age,) * 2)
+    jobs.create(env, "on a full disk", "")
+    assert jobs.find(env, "", "").path == last.path
 
 
 def test_a_job_is_not_found_by_the_beginning_of_its_name(env: dict[str, str]):

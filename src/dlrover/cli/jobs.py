@@ -272,14 +272,19 @@ def find(env: Mapping[str, str], job: str, path: str) -> JobDir:
             raise ConfigurationError(
                 f"No job was found in {state}; name a job, or give its --job-dir."
             )
+        if not _holds_job(JobDir(chosen)):  # the last one could not begin
+            earlier = filter(lambda path: _holds_job(JobDir(path)), (state / "jobs").glob("*"))
+            chosen = max(earlier, key=lambda path: path.stat().st_mtime, default=chosen)
     assert chosen is not None
     found = JobDir(Path(os.path.realpath(chosen)))
-    if not (
-        found.job.exists() or found.journal.exists() or found.agent.exists() or found.roles.exists()
-    ):
+    if not _holds_job(found):
         raise ConfigurationError(_absence(chosen))
     _check_format(found)
     return found
+
+
+def _holds_job(place: JobDir) -> bool:
+    return any(path.exists() for path in (place.job, place.journal, place.agent, place.roles))
 
 
 def _absence(path: Path) -> str:

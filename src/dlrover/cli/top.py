@@ -169,11 +169,12 @@ def _keys() -> Iterator[Callable[[float | None], str]]:
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     pressed: deque[bytes] = deque()
+    waiting = select.poll()
+    waiting.register(fd, select.POLLIN)
 
     def key(timeout: float | None) -> str:
         if not pressed:
-            ready, _, _ = select.select([fd], [], [], timeout)
-            if not ready:
+            if not waiting.poll(None if timeout is None else 1000 * timeout):
                 return ""
             pressed.extend(_KEY.findall(os.read(fd, 4096)))  # several if the screen was slow
         return KEYS.get(pressed.popleft(), "nothing") if pressed else "quit"
