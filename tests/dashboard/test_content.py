@@ -66,6 +66,8 @@ def test_the_list_has_every_job_and_earlier_run_once_and_finds_roles(tmp_path: P
     every = found.jobs()
     asyncio.run(listing.ask_masters(every))
     assert {row["phase"] for row in every} == {"failed", "interrupted"}
+    silent = next(row for row in every if row["name"] == "rl")
+    assert silent["reason"] == "its master does not answer at 127.0.0.1:1"
 
 
 def test_the_list_ends_after_the_latest_jobs_and_says_so(tmp_path: Path) -> None:

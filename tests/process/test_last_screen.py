@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -202,3 +203,21 @@ def test_what_workers_print_goes_where_standard_output_goes(run) -> None:
     assert sorted(stdout.splitlines()) == [f"hello from rank {rank} of 2" for rank in range(2)]
     assert "hello" not in stderr
     assert "The job succeeded" in stderr
+
+
+def test_a_restart_is_shown_even_if_the_job_ends_before_its_master_is_reached(run) -> None:
+    """The console asks for progress; a job of a second can be over before the first answer."""
+    late = (
+        sys.executable,
+        "-c",
+        "import sys\n"
+        "from dlrover.cli.run import progress, run\n"
+        "progress.RETRY_DELAY = 3600.0\n"
+        "sys.exit(run.main())",
+    )
+    launch = run(
+        "--job-dir", run.directory / "run" / "job", "--nproc-per-node=2", "--max-restarts=1",
+        run.scripts / "fails.py", "exception", launcher=late,
+    )  # fmt: skip
+    _, stderr = launch.end_with(ExitCode.USER_CODE)
+    assert stderr.count("dlrover: Restart 1: rank 1 raised ValueError") == 1

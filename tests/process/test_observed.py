@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -224,3 +225,18 @@ def test_a_collector_of_spans_that_does_not_answer_holds_nobody_up(run) -> None:
         assert "hello from rank 0" in launch.succeed()
     (ended,) = launch.events_of(events.JobEnded)
     assert time.time() - ended.time < 15, "five seconds for the last spans, and some to leave"
+
+
+def test_a_job_of_another_machine_is_running_in_the_dashboards_list(run, tmp_path) -> None:
+    """Its directory is on a shared disk; the process id of its master means nothing here."""
+    from dlrover.dashboard import listing
+
+    launch = run(run.scripts / "wait_for_file.py", tmp_path / "go")
+    launch.wait_for("worker")
+    address = json.loads((launch.job_dir / "master.json").read_text())
+    (launch.job_dir / "master.json").write_text(json.dumps({**address, "pid": 2**22 + 1}))
+    (row,) = (row for row in listing.JobList([], [launch.job_dir]).jobs())
+    asyncio.run(listing.ask_masters([row]))
+    assert (row["phase"], row["reason"]) == ("running", "")
+    (tmp_path / "go").touch()
+    launch.succeed()

@@ -98,11 +98,12 @@ async def _ask(row: dict[str, Any]) -> None:
     away = (DLRoverError, OSError, asyncio.TimeoutError, *damaged)
     with contextlib.suppress(*away):
         address = decoding.json(job_dir.master.read_bytes(), MasterAddress)
-        os.kill(address.pid, 0)
+        row["reason"] = f"its master does not answer at {address.address}"
         if job_dir.roles.exists():
             of_roles = await asyncio.wait_for(roles.ask(job_dir), ANSWER_TIME)
             restarts = sum(role.restarts for role in of_roles.roles)
-            row |= {"phase": of_roles.phase, "seconds": of_roles.seconds, "restarts": restarts}
+            row |= {"phase": of_roles.phase, "reason": "", "restarts": restarts}
+            row["seconds"] = of_roles.seconds
             return
         async with connect(job_dir, ANSWER_TIME) as master:
             status = await master.status()

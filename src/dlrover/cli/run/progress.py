@@ -11,11 +11,13 @@ import threading
 from collections.abc import Callable
 from typing import BinaryIO
 
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
 from dlrover.cli.run.report import duration
 from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.master.journal import history
 from dlrover.rpc import messages
 from dlrover.rpc.client import connect
 from dlrover.spec import events
@@ -140,37 +142,48 @@ def _render(line: Text, width: int) -> bytes:
     return buffer.getvalue().encode()
 
 
-async def follow(job_dir: JobDir, screen: Screen | None) -> None:
-    """Show a job's progress until cancelled; while the master is away, wait for it."""
-    viewer = _Viewer(screen)
-    while True:
-        with contextlib.suppress(InfrastructureError, ConfigurationError):
-            async with connect(job_dir) as client:
-                async for notice in client.watch(viewer.seen, follow=True):
-                    viewer.show(notice)
-        await asyncio.sleep(RETRY_DELAY)
-
-
-class _Viewer:
-    """View of notices that shows each event once."""
+class Viewer:
+    """View of a job's events and state that shows each event once."""
 
     def __init__(self, screen: Screen | None) -> None:
         self._screen = screen
         self._waited_at = 0.0
-        self.seen = 0
+        self._seen = 0
         """Number of the last event shown."""
 
-    def show(self, notice: messages.Notice) -> None:
+    async def follow(self, job_dir: JobDir) -> None:
+        """Show a job's progress until cancelled; while the master is away, wait for it."""
+        while True:
+            with contextlib.suppress(InfrastructureError, ConfigurationError):
+                async with connect(job_dir) as client:
+                    async for notice in client.watch(self._seen, follow=True):
+                        self._show(notice)
+            await asyncio.sleep(RETRY_DELAY)
+
+    def catch_up(self, job_dir: JobDir) -> None:
+        """Show what happened in an ended job since its master was last heard."""
+        try:
+            happened = history.read(job_dir.events)
+        except (OSError, msgspec.DecodeError):
+            return  # a job that ended before its first event; its last screen says why
+        for event in happened:
+            self._show_event(event)
+
+    def _show(self, notice: messages.Notice) -> None:
         for event in notice.events:
-            self.seen = event.seq
-            if isinstance(event.body, NOTABLE):
-                say(event.sentence(), self._screen)
+            self._show_event(event)
         status = notice.status
         if self._screen is not None:
             self._screen.set_status(status_line(status))
         elif status.waiting_for and status.seconds - self._waited_at > WAIT_NOTICE:
             self._waited_at = status.seconds
             say(status.waiting_for)
+
+    def _show_event(self, event: events.Event) -> None:
+        if event.seq > self._seen:
+            self._seen = event.seq
+            if isinstance(event.body, NOTABLE):
+                say(event.sentence(), self._screen)
 
 
 def say(text: str, screen: Screen | None = None) -> None:

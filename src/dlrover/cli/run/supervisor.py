@@ -154,6 +154,7 @@ class Supervisor:
         self.stopped_by: signal.Signals | None = None
         self._relay: Relay | None = None
         self._screen: progress.Screen | None = None
+        self._viewer: progress.Viewer | None = None
         procs.become_subreaper()
 
     def add_master(self, module: str = "dlrover.master") -> None:
@@ -231,6 +232,9 @@ class Supervisor:
             for task in (reaping, stopping, showing):
                 task.cancel()
             self._end()
+            if self._viewer is not None and self.master is not None:
+                # A short job can end before its master is reached.
+                self._viewer.catch_up(self._job_dir)
             if self._relay is not None:
                 self._relay.close()
 
@@ -248,7 +252,8 @@ class Supervisor:
                     child.stdout = self._relay.write_fd if sys.stdout.isatty() else None
         if self.master is None and self._screen is None:
             return asyncio.create_task(asyncio.sleep(0))  # the machine with the master shows it
-        return asyncio.create_task(progress.follow(self._job_dir, self._screen))
+        self._viewer = progress.Viewer(self._screen)
+        return asyncio.create_task(self._viewer.follow(self._job_dir))
 
     def _start_dashboard(self) -> None:
         if self._dashboard:
