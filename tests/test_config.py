@@ -47,9 +47,9 @@ def test_torchruns_keys_are_accepted_and_the_originals_spelling_too():
             {},
             "joint_timeout = 1\n",
             {},
-            r"not a setting; the nearest one is join_timeout\.$",
+            r"not a setting\. Did you mean join_timeout\?$",
         ),
-        ({}, "colour = 1\n", {}, "colour, which is not a setting; the settings are"),
+        ({}, "colour = 1\n", {}, "colour, which is not a setting. The settings are"),
         ({}, "join_timeout = [\n", {}, "not valid TOML"),
         ({}, 'join_timeout = "soon"\n', {}, "wrong value"),
         ({"DLROVER_JOIN_TIMEOUT": "soon"}, "", {}, "wrong value"),
@@ -158,7 +158,7 @@ def test_a_budget_that_is_none_is_named(text):
     ],
 )
 def test_a_misspelt_variable_is_named_with_the_nearest_one(given: str, nearest: str) -> None:
-    message = f"{given} is set and is no variable of DLRover; the nearest one is {nearest}"
+    message = rf"{given} is set and is no variable of DLRover\. Did you mean {nearest}\?$"
     with pytest.raises(ConfigurationError, match=message):
         config.settings({given: "1"})
 

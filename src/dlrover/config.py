@@ -7,7 +7,6 @@ unknown key in any of them is an error.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -24,6 +23,7 @@ from dlrover._util import decoding
 from dlrover.errors import ConfigurationError
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import MetricsAddress, TlsFiles
+from dlrover.spec.words import did_you_mean
 
 ENV_PREFIX = "DLROVER_"
 TORCH_RDZV_KEYS = frozenset(
@@ -407,9 +407,8 @@ def _from_environment(env: Mapping[str, str]) -> dict[str, Any]:
             values[name.lower()] = value
         elif not name.startswith("TEST_"):
             known = [*(key.upper() for key in names), *OTHER_VARIABLES]
-            near = difflib.get_close_matches(name.upper(), known, n=1)
-            nearest = f"; the nearest one is {ENV_PREFIX}{near[0]}" if near else ""
-            raise ConfigurationError(f"{variable} is set and is no variable of DLRover{nearest}.")
+            hint = did_you_mean(name.upper(), known, before=ENV_PREFIX)
+            raise ConfigurationError(f"{variable} is set and is no variable of DLRover.{hint}")
     return values
 
 
@@ -430,10 +429,5 @@ def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
     names = setting_names()
     for key in values:
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
-            known = (
-                f"the nearest one is {near[0]}"
-                if near
-                else f"the settings are {', '.join(sorted(names))}"
-            )
-            raise ConfigurationError(f"{where} sets {key}, which is not a setting; {known}.")
+            hint = did_you_mean(key, names) or f" The settings are {', '.join(sorted(names))}."
+            raise ConfigurationError(f"{where} sets {key}, which is not a setting.{hint}")

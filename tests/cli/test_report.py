@@ -170,7 +170,8 @@ def test_end_without_a_failure() -> None:
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        (0.4, "0 s"),
+        (0.04, "0.04 s"),
+        (0.4, "0.4 s"),
         (59.6, "1 min 0 s"),
         (3599, "59 min 59 s"),
         (7500, "2 h 5 min"),

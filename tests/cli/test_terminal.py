@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import termios
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from dlrover.cli import top
 from dlrover.cli.main import app
 from dlrover.cli.run import progress
 from dlrover.cli.run.arguments import parse
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, ExitCode
 from dlrover.master.machine.watches.activities import Activities
 from dlrover.rpc import messages
 from dlrover.spec.measurements import WorkerActivity
@@ -199,8 +200,41 @@ def test_a_script_that_is_nearly_there_is_named(
         parse(["other.py"], {})
 
 
+def test_a_module_that_is_not_there_is_named_with_the_nearest_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "models").mkdir()
+    for module in ("train", "json.tool", "models.any", "__main__", "sys"):
+        parse(["-m", module], {})
+    for module, hint in (("trian", "train"), ("modles.any", "models.any")):
+        with pytest.raises(ConfigurationError, match=rf"Did you mean {hint}\?$"):
+            parse(["-m", module], {})
+    parse(["-m", "trian"], {"PYTHON_EXEC": "another-python"})
+
+
+def test_a_module_that_only_an_import_hook_finds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that is installed for editing may have one."""
+
+    class Hook:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+            return ModuleSpec(name, None) if name == "installed_for_editing" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Hook()])
+    parse(["-m", "installed_for_editing.train"], {})
+
+
 def test_a_misspelt_variable_gets_a_notice(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.touch()
     (notice,) = parse([str(program)], {"PET_NPROC_PER_NOD": "2", "PET_SOMETHING": "1"}).notices
     assert notice.endswith("did you mean PET_NPROC_PER_NODE?")
+
+
+def test_output_that_a_full_disk_does_not_take_is_one_sentence() -> None:
+    command = [sys.executable, "-m", "dlrover.cli.main", "--help"]
+    with Path("/dev/full").open("wb") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert ended.returncode == ExitCode.INFRASTRUCTURE
+    assert ended.stderr == b"dlrover: The output cannot be written: No space left on device.\n"

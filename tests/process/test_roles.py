@@ -171,7 +171,7 @@ def test_a_program_that_calls_a_role_or_a_member_that_can_never_be_hears_it_at_o
     launch = run(folder / "job.yaml", "--job-dir", run.directory / "run" / "job", launcher=ROLES)
     launch.is_ours = True
     output, _ = launch.end_with(0, 180)
-    assert "The job has no role wiats; the nearest one is waits." in output
+    assert "The job has no role wiats. Did you mean waits?" in output
     assert "The role waits never has a member 7; its last one is waits 1." in output
 
 

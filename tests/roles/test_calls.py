@@ -262,10 +262,10 @@ def test_a_role_or_a_member_that_can_never_be_is_refused_at_once(
 ) -> None:
     monkeypatch.setattr(current_worker(), "members", {"rollout": 2, "driver": 1})
     for name, why in (
-        ("rolout", "the nearest one is rollout"),
-        ("nope", "it has rollout, driver"),
+        ("rolout", r"Did you mean rollout\?"),
+        ("nope", r"It has rollout, driver\."),
     ):
-        refused = f"^The job has no role {name}; {why}.$"
+        refused = rf"^The job has no role {name}\. {why}$"
         with pytest.raises(ConfigurationError, match=refused):
             RoleGroup(name)
         group = RoleGroup(name, optional=True)

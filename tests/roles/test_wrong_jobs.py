@@ -95,13 +95,13 @@ def test_yaml_and_python_say_the_same(folder: Path) -> None:
          "The roles a and b are both drivers; a job has at most one."),
         ("a: {entry: gone.py}", "role a: entry gone.py: the script does not exist (looked in"),
         ("a: {entry: 'gone:Work'}", "role a: entry gone: there is no module gone (looked in"),
-        ("a: {entry: 'work:Wrok'}", "role a: entry: module work has no Wrok; did you mean Work?"),
-        ("a: {entry: work.mian}", "role a: entry: module work has no mian; did you mean main?"),
+        ("a: {entry: 'work:Wrok'}", "role a: entry: module work has no Wrok. Did you mean Work?"),
+        ("a: {entry: work.mian}", "role a: entry: module work has no mian. Did you mean main?"),
         ("a: {entry: python}", "role a: entry 'python': must be a script as 'train.py --lr 0.1', an object"),
         ("a: {entry: work.py, instance: 2}",
-         "job.yaml: role a: the key instance is unknown; did you mean instances?"),
+         "job.yaml: role a: the key instance is unknown. Did you mean instances?"),
         ("a: {entry: work.py, colour: red}",
-         "job.yaml: role a: the key colour is unknown; known keys are entry, kind, instances,"),
+         "job.yaml: role a: the key colour is unknown. Known keys are entry, kind, instances,"),
         ("a: {entry: work.py, instances: 0}",
          "role a: instances (0, 0): must be N or (MIN, MAX) with 1 <= MIN <= MAX."),
         ("a: {entry: work.py, instances: two}", "role a: instances two: must be N or (MIN, MAX)."),
@@ -134,7 +134,7 @@ def test_python_files_that_make_no_job(folder: Path) -> None:
     assert "defines no job" in refused(folder, "jobs = 1\n", "py")
     wrong = "from dlrover.roles import Job\njob = Job('x').role('a', 'work.py', instance=2)\n"
     assert refused(folder, wrong, "py").endswith(
-        "unexpected keyword argument 'instance'; did you mean instances?"
+        "unexpected keyword argument 'instance'. Did you mean instances?"
     )
     assert "job.py:1: ZeroDivisionError" in refused(folder, "1 / 0\n", "py")
 

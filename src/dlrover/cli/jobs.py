@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import fcntl
 import glob
 import logging
@@ -26,6 +25,7 @@ from dlrover.spec.jobdir import (
     JobDir,
     check_format,
 )
+from dlrover.spec.words import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -292,9 +292,8 @@ def _absence(path: Path) -> str:
     if path.exists():
         return f"--job-dir {path}: there is no job in this directory."
     beside = [each.parent.name for each in path.parent.glob(f"*/{JobDir(path).job.name}")]
-    near = difflib.get_close_matches(path.name, beside, n=1)
-    nearest = f" Did you mean {path.parent / near[0]}?" if near else ""
-    return f"--job-dir {path}: there is no such directory.{nearest}"
+    hint = did_you_mean(path.name, beside, before=f"{path.parent}{os.sep}")
+    return f"--job-dir {path}: there is no such directory.{hint}"
 
 
 def find_on(platform: str, ray_address: str, env: Mapping[str, str], job: str, path: str) -> JobDir:
@@ -330,8 +329,7 @@ def _by_name(states: Sequence[Path], job: str) -> Path:
     found = [p for jobs in places for p in jobs.glob("*") if own.fullmatch(p.name)]
     if not found:
         names = {re.sub(f"{_START}$", "", p.name) for jobs in places for p in jobs.glob("*")}
-        near = difflib.get_close_matches(job, names, 1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(job, names)
         raise ConfigurationError(f"Job {job} was not found in {places[0]}.{hint}")
     # Names end in the job's start time: the last one is the newest.
     return max(found, key=lambda path: path.name)

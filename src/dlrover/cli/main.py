@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import signal
 import sys
@@ -12,7 +13,7 @@ import msgspec
 import typer
 
 from dlrover import __version__, config
-from dlrover._util import procs
+from dlrover._util import files, procs
 from dlrover.cli import chaos, ckpt, completion, dashboard, embedding, jobs, roles, strategy
 from dlrover.cli.cluster import brain, operator, submit
 from dlrover.cli.output import Form, Output, print_json, show, terminal
@@ -384,6 +385,12 @@ def main() -> int:
     except DLRoverError as error:
         print(f"dlrover: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in files.NO_ROOM:
+            raise
+        print(f"dlrover: The output cannot be written: {error.strerror}.", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere
+        return ExitCode.INFRASTRUCTURE
     return ExitCode.SUCCESS
 
 

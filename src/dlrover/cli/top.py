@@ -118,7 +118,7 @@ def _nodes(status: messages.Status, view: TopView, room: int) -> Table:
             str(node.node_rank) if node.node_rank >= 0 else "-",
             Text(node.status, style="green" if node.connected else "red"),
             node.doing or "-",
-            f"{node.steps:,}",
+            str(node.steps),
             _bar(node.memory / node.memory_limit, size(node.memory)) if node.memory_limit else "-",
             f"{node.cpu:.2f} of {node.cores:g}" if node.cores else "-",
             _bar(node.busy, f"{node.busy:.0%}") if node.busy >= 0 else "-",
@@ -138,8 +138,8 @@ def _ranks(ranks: messages.RanksReply, view: TopView, room: int) -> Table:
             str(state.rank),
             str(state.node),
             "ended" if worker.ended else doing,
-            f"{worker.steps:,}",
-            f"{1000 * own / worker.steps:,.1f} ms" if worker.steps else "-",
+            str(worker.steps),
+            f"{1000 * own / worker.steps:.1f} ms" if worker.steps else "-",
             f"{worker.seconds[Activity.DATA] / spent:.1%}" if spent else "-",
         )
     return table

@@ -57,6 +57,8 @@ class ElasticDistributedSampler(Sampler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to a saved position, whatever the old and the new number of ranks."""
         done = int(state_dict.get("completed_num", 0))
+        if done < 0:
+            raise ConfigurationError(f"completed_num is {done}; it must be 0 or more.")
         if done > self.samples:
             done %= self.samples  # steps that were counted over epochs
         self._go_to(int(state_dict.get("epoch", 0)), done)

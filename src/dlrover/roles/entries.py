@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.machinery
 import re
 import shlex
-import sys
 from pathlib import Path
 
+from dlrover._util import modules
 from dlrover.errors import ConfigurationError
 from dlrover.roles.spec import EntryForm, EntryPoint
+from dlrover.spec.words import did_you_mean
 
 _NAME = r"[A-Za-z_]\w*"
 _DOTTED = rf"{_NAME}(\.{_NAME})*"
@@ -47,10 +47,13 @@ def entry_point(role: str, text: str, directory: Path) -> EntryPoint:
 
 def _check_module(role: str, module: str, name: str, directory: Path) -> None:
     """Refuse a module that is not found, or one in Python source that does not define ``name``."""
-    path: list[str] | None = [str(directory), *sys.path]
+    path: list[str] | None = None
     spec = None
     for part in _prefixes(module):
-        spec = importlib.machinery.PathFinder.find_spec(part, path)
+        if path is None:
+            spec = modules.find_top_level(part, str(directory))
+        else:
+            spec = importlib.machinery.PathFinder.find_spec(part, path)
         if spec is None:
             raise ConfigurationError(
                 f"role {role}: entry {module}: there is no module {part} (looked in {directory} and where Python "
@@ -61,9 +64,8 @@ def _check_module(role: str, module: str, name: str, directory: Path) -> None:
         return
     defined = _defined(Path(spec.origin))
     if name not in defined and "*" not in defined:
-        near = difflib.get_close_matches(name, defined, 1)
-        hint = f"; did you mean {near[0]}?" if near else "."
-        raise ConfigurationError(f"role {role}: entry: module {module} has no {name}{hint}")
+        hint = did_you_mean(name, defined)
+        raise ConfigurationError(f"role {role}: entry: module {module} has no {name}.{hint}")
 
 
 def _prefixes(module: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import re
@@ -21,6 +20,7 @@ from dlrover.errors import ConfigurationError, DLRoverError
 from dlrover.roles.builder import Job
 from dlrover.roles.spec import EntryForm, RolesJob, RoleSpec, check
 from dlrover.spec.jobdir import TlsFiles
+from dlrover.spec.words import did_you_mean
 
 OPTIONS = tuple(
     name
@@ -75,8 +75,7 @@ def _with_nearest(error: str) -> str:
         r"\. Did you mean '\w+'\?$", "", error
     )  # Python 3.13 and later find one of all arguments
     wrong = re.search(r"unexpected keyword argument '(\w+)'$", error)
-    near = difflib.get_close_matches(wrong[1], OPTIONS, 1) if wrong else []
-    return f"{error}; did you mean {near[0]}?" if near else error
+    return f"{error}.{did_you_mean(wrong[1], OPTIONS)}" if wrong else error
 
 
 def _from_yaml(path: Path) -> RolesJob:
@@ -147,9 +146,8 @@ def _check_keys(where: str, content: dict[Any, Any], known: Iterable[str]) -> No
     known = list(known)
     for key in content:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(known)}."
-            raise ConfigurationError(f"{where}: the key {key} is unknown; {hint}")
+            hint = did_you_mean(str(key), known) or f" Known keys are {', '.join(known)}."
+            raise ConfigurationError(f"{where}: the key {key} is unknown.{hint}")
 
 
 def tls_of(env: Mapping[str, str]) -> TlsFiles:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 
 GIB = 1 << 30
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
@@ -16,6 +18,15 @@ def counted(number: int, noun: str) -> str:
 def size(amount: int) -> str:
     """Return a number of bytes in words: ``1.5 GiB``, ``512 MiB``."""
     return f"{amount / GIB:.1f} GiB" if amount >= GIB else f"{amount >> 20} MiB"
+
+
+def did_you_mean(name: str, known: Iterable[str], before: str = "", after: str = "") -> str:
+    """Return `` Did you mean save?`` with the known name that is nearest to ``name``; empty if none is near.
+
+    ``before`` and ``after`` surround the name: a directory, a suffix.
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {before}{near[0]}{after}?" if near else ""
 
 
 def printable(text: str) -> str:

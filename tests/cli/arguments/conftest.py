@@ -11,11 +11,12 @@ from tests.cli.arguments.lines import actions
 
 @pytest.fixture(autouse=True)
 def _script(tmp_path, monkeypatch):
-    """A directory with a training script, and no option set by the environment."""
+    """A directory with a training script and a package, and no option set by the environment."""
     for name in [name for name in os.environ if name.startswith("PET_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
+    (tmp_path / "pkg").mkdir()
 
 
 @pytest.fixture(scope="module")

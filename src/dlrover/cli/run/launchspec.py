@@ -7,8 +7,6 @@ a run id.
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import os
 import re
 import shutil
@@ -19,11 +17,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 
 from dlrover import accelerators
+from dlrover._util import modules
 from dlrover.cli.run import nodes, onray
 from dlrover.cli.run.nproc import resolve_nproc
 from dlrover.errors import ConfigurationError
 from dlrover.spec.job import Entry, JobSpec, LaunchSpec, StdMap
 from dlrover.spec.node import CHIEF, SERVER, WORKER, NodeLimits
+from dlrover.spec.words import did_you_mean
 
 if TYPE_CHECKING:
     import argparse
@@ -391,7 +391,8 @@ def _entry(args: argparse.Namespace) -> Entry:
 
 def _check_program(entry: Entry, target: str, environ: Mapping[str, str]) -> None:
     if entry is Entry.MODULE:
-        return  # only importing its packages could check it
+        _check_module(target, environ)
+        return
     if entry is Entry.COMMAND:
         if shutil.which(target, path=environ.get("PATH", os.defpath)) is None:
             raise ConfigurationError(
@@ -405,14 +406,24 @@ def _check_program(entry: Entry, target: str, environ: Mapping[str, str]) -> Non
         raise ConfigurationError(f"training script {target} is a directory without __main__.py.")
 
 
+def _check_module(module: str, environ: Mapping[str, str]) -> None:
+    """Refuse a module whose top-level package is not found; more is known only by importing it."""
+    top, dot, rest = module.partition(".")
+    if environ.get("PYTHON_EXEC") or modules.find_top_level(top, os.getcwd()) is not None:
+        return  # another interpreter finds other modules
+    names = (name.removesuffix(".py") for name in _listed("."))
+    hint = did_you_mean(top, filter(str.isidentifier, names), after=f"{dot}{rest}")
+    raise ConfigurationError(
+        f"-m {module}: there is no module {top} (looked in {os.getcwd()} and where Python finds modules).{hint}"
+    )
+
+
 def _nearest(target: str) -> str:
     """Return a question for a program beside the missing one with nearly its name; empty if there is none."""
     directory, name = os.path.split(target)
-    names = []
-    with contextlib.suppress(OSError):
-        names = [found[:-3] for found in os.listdir(directory or ".") if found.endswith(".py")]
-    near = difflib.get_close_matches(name.removesuffix(".py"), names, n=1)
-    return f" Did you mean {os.path.join(directory, near[0])}.py?" if near else ""
+    names = [found[:-3] for found in _listed(directory or ".") if found.endswith(".py")]
+    before = os.path.join(directory, "")
+    return did_you_mean(name.removesuffix(".py"), names, before=before, after=".py")
 
 
 def _numa_affinity(args: argparse.Namespace) -> str:
@@ -464,3 +475,10 @@ def _notices(args: argparse.Namespace) -> tuple[str, ...]:
             else f"--role {args.role} has no effect with --chief: the roles are {CHIEF} and {WORKER}."
         )
     return tuple(notices)
+
+
+def _listed(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []

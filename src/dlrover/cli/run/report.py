@@ -249,7 +249,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in words: ``42 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
+    """Return a time in words: ``0.3 s``, ``42 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
     whole = max(0, round(seconds))
     for unit, size, small, small_size in (
         ("d", 86_400, "h", 3_600),
@@ -258,4 +258,4 @@ def duration(seconds: float) -> str:
     ):
         if whole >= size:
             return f"{whole // size} {unit} {whole % size // small_size} {small}"
-    return f"{whole} s"
+    return f"{whole} s" if whole else f"{max(0.0, seconds):.1g} s"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, overload
@@ -14,6 +13,7 @@ from dlrover.roles.runtime.calls import RoleCall
 from dlrover.roles.runtime.connections import EncodedCall
 from dlrover.roles.runtime.phases import Awaited
 from dlrover.roles.runtime.worker import current_worker
+from dlrover.spec.words import did_you_mean
 
 WAIT = 600.0
 """Seconds that a call waits for a member that is not there."""
@@ -276,9 +276,8 @@ def check_role(members: Mapping[str, int], role: str) -> None:
         ConfigurationError: It has none of this name.
     """
     if members and role not in members:
-        near = difflib.get_close_matches(role, members, n=1)
-        known = f"the nearest one is {near[0]}" if near else f"it has {', '.join(members)}"
-        raise ConfigurationError(f"The job has no role {role}; {known}.")
+        hint = did_you_mean(role, members) or f" It has {', '.join(members)}."
+        raise ConfigurationError(f"The job has no role {role}.{hint}")
 
 
 def check_index(members: Mapping[str, int], role: str, index: int) -> None:
