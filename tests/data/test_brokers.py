@@ -261,10 +261,13 @@ def test_a_subject_of_nats_is_a_part_of_its_stream(nats_port: int, read) -> None
 
 def test_a_stream_of_redis_is_made_by_its_first_entry(redis_port: int, read) -> None:
     topic = redis_topic(redis_port)
-    data = read(topic.url, idle=0.3)
-    assert list(data) == []
-    topic.send(range(3))
-    assert list(data) == [0, 1, 2]
+    assert list(read(topic.url, idle=0.3)) == []
+    data = iter(read(topic.url))
+    sender = threading.Timer(0.3, topic.send, [range(3)])
+    sender.start()
+    assert [next(data) for _ in range(3)] == [0, 1, 2]
+    sender.join()
+    data.close()
 
 
 @pytest.mark.parametrize(
