@@ -61,6 +61,12 @@ class Member:
         found.load_into(self.target)
         return [mapped - began, time.perf_counter() - mapped]
 
+    def take(self, state: dict[str, Any]) -> float:
+        """Copy what Ray's object store holds; return the seconds of the copy."""
+        if not self.target:
+            self.target = {key: np.ones_like(value) for key, value in state.items()}
+        return seconds(lambda: [np.copyto(self.target[key], state[key]) for key in state])
+
 
 class NoJournal:
     """Keeps nothing: this is about transport."""
@@ -146,8 +152,10 @@ def weighed(group: RoleGroup, tensors: int, nbytes: int, rounds: int) -> dict[st
     }
 
 
-def with_ray(count: int, array: Any, rounds: int) -> dict[str, float]:
-    """The same with a plain Ray actor."""
+def with_ray(
+    count: int, array: Any, tensors: int, nbytes: int, rounds: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The same calls, and weights, with a plain Ray actor and the object store."""
     import ray  # noqa: PLC0415 - not installed everywhere
 
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
@@ -166,8 +174,38 @@ def with_ray(count: int, array: Any, rounds: int) -> dict[str, float]:
         "calls_per_second_at_once": count / median(rounds, lambda: seconds(at_once)),
         "bytes_per_second": array.nbytes / large,
     }
+    stored = weighed_by_ray(ray, actor, tensors, nbytes, rounds)
     ray.shutdown()
-    return found
+    return found, stored
+
+
+def weighed_by_ray(
+    ray: Any, actor: Any, tensors: int, nbytes: int, rounds: int
+) -> dict[str, float]:
+    """Put weights into the object store here, take and copy them there, and copy the same memory in turn."""
+    state = {f"w{i}": np.full(nbytes, i, np.uint8) for i in range(tensors)}
+    other = {key: np.ones(nbytes, np.uint8) for key in state}
+    copied, put, taken, loaded = [], [], [], []
+    for step in range(1, rounds + 5):
+        copied.append(seconds(lambda: [np.copyto(other[key], state[key]) for key in state]))
+        began = time.perf_counter()
+        reference = ray.put(state)
+        put.append(time.perf_counter() - began)
+        loaded.append(ray.get(actor.take.remote(reference)))
+        taken.append(time.perf_counter() - began)
+        del reference
+        if step == 4:  # all memory has been used once, as later in a job
+            for figures in (copied, put, taken, loaded):
+                figures.clear()
+    copy, whole = statistics.median(copied), statistics.median(taken)
+    return {
+        "copy_seconds": copy,
+        "put_seconds": statistics.median(put),
+        "copy_of_what_was_taken_seconds": statistics.median(loaded),
+        "put_take_and_copy_seconds": whole,
+        "both_of_two_copies": 2 * copy / whole,
+        "both_of_a_copy": copy / whole,
+    }
 
 
 def main() -> None:  # noqa: PLR0915 - a script
@@ -198,7 +236,11 @@ def main() -> None:  # noqa: PLR0915 - a script
         path = str(Path(__file__).parent)
         member = subprocess.Popen(
             [sys.executable, "-m", "dlrover.roles.runtime.serve", "roles_transport:Member"],
-            env={**os.environ, **variables("member"), "PYTHONPATH": path},
+            env={
+                **os.environ,
+                **variables("member"),
+                "PYTHONPATH": os.pathsep.join([path, *sys.path]),
+            },
         )
         os.environ.update(variables("driver"))
         try:
@@ -218,7 +260,9 @@ def main() -> None:  # noqa: PLR0915 - a script
             figures["calls, TCP"] = calls(RoleGroup("member"), args.calls, array, args.rounds)
             current_worker().close()
             if importlib.util.find_spec("ray"):
-                figures["calls, Ray actor"] = with_ray(args.calls, array, args.rounds)
+                size = args.mib * MIB // args.tensors
+                called, stored = with_ray(args.calls, array, args.tensors, size, args.rounds)
+                figures |= {"calls, Ray actor": called, "weights, Ray's object store": stored}
         finally:
             member.kill()
             member.wait()
