@@ -47,7 +47,7 @@ class RoleState(msgspec.Struct, frozen=True):
     attempt: int
     """Starts of its job so far."""
     restarts: int
-    """Restarts of its instances and of its job."""
+    """Restarts of its job, and within it of its instances, each alone, or of the world of an elastic role."""
     waits_for: tuple[str, ...]
     instances: tuple[InstanceState, ...]
     use: Use = Use()

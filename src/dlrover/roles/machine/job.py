@@ -88,8 +88,10 @@ class Role:
     restarts: list[float] = field(default_factory=list)
     #: all restarts of its job
     restarted: int = 0
-    #: restarts of its instances by its own job
+    #: restarts by its own job: of its instances, each alone, or of the world of an elastic role
     instance_restarts: int = 0
+    #: number of the event of its job's current attempt that was the last such restart
+    counted: int = 0
     #: where the time of lives that are over went, and that between lives
     use: Use = field(default_factory=Use)
 
@@ -183,8 +185,10 @@ class RolesMachine:
             case InstanceUp():
                 self._up(role, event, now)
             case InstanceDown(_, _, index, reason):
-                if self._down(role, index, reason, now, failed=event.failed) and event.failed:
+                ended = self._down(role, index, reason, now, failed=event.failed)
+                if ended and event.failed and event.seq != role.counted:
                     role.instance_restarts += 1
+                    role.counted = event.seq
 
     def _up(self, role: Role, event: InstanceUp, now: float) -> None:
         place = MemberPlace(event.role, event.index, event.attempt, event.round)
@@ -349,7 +353,7 @@ class RolesMachine:
     def _start(self, role: Role) -> None:
         role.status = RoleStatus.RUNNING
         role.attempt += 1
-        role.seen = 0
+        role.seen = role.counted = 0
         self._emit(events.RoleStarts(role.spec.name, role.attempt))
         self._send(StartRole(role.spec.name, role.attempt))
 
