@@ -96,7 +96,7 @@ def test_a_state_comes_back_as_it_was_and_its_memory_is_used_again(job: Coordina
     with joined(job, "trainer"):
         assert weights.latest(wait=False) is None
         with pytest.raises(
-            InfrastructureError, match="the weights weights: no role has published any"
+            InfrastructureError, match="a version of the weights: no role has published any"
         ):
             weights.latest(timeout=0.1)
         first = None
@@ -122,7 +122,7 @@ def test_a_state_comes_back_as_it_was_and_its_memory_is_used_again(job: Coordina
         assert weights.versions() == [Version(0, 7), Version(0, 8)]
         assert current_worker().holding.memory <= 6 * (300 * 7 * 8 + 3 * 4096)
         with pytest.raises(
-            ConfigurationError, match="Version 8 of the weights weights was published before"
+            ConfigurationError, match="Version 8 of the weights was published before"
         ):
             weights.publish({"a": np.zeros(3)}, 8)
         with pytest.raises(

@@ -26,6 +26,7 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.roles import capacity
 from dlrover.roles.coordinator.jobs import directory_of
 from dlrover.roles.loading import load, tls_of
+from dlrover.roles.messages import weights_in_words
 from dlrover.roles.spec import RoleKind, RolesConfig, RolesJob
 from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir
@@ -196,7 +197,8 @@ def render_status(report: RolesReport, console: Console) -> None:
     for weights in status.weights:
         version = weights.version or "none yet"
         console.print(
-            f"Weights {weights.name} of {weights.role}: version {version}.", highlight=False
+            f"The {weights_in_words(weights.name)} of {weights.role}: version {version}.",
+            highlight=False,
         )
     for name, queue in status.queues.items():
         again = f", {queue.redelivered} redelivered" if queue.redelivered else ""

@@ -38,6 +38,7 @@ from dlrover.roles.messages import (
     SetCursor,
     UseVersion,
     Version,
+    weights_in_words,
 )
 
 Key: TypeAlias = tuple[str, int]
@@ -198,7 +199,9 @@ class SharedState:
             return
         weights = self.weights.get(event.name)
         if weights is None or event.version > (weights.newest or event.version):
-            raise ProtocolError(f"The weights {event.name} have no version {event.version}.")
+            raise ProtocolError(
+                f"The {weights_in_words(event.name)} have no version {event.version}."
+            )
         self.members.update(replace(member, using={**member.using, event.name: event.version}))
         if event.version == weights.current:
             self.admitted.setdefault((event.place.role, event.place.index), set()).add(event.name)
