@@ -195,7 +195,8 @@ def render_status(report: RolesReport, console: Console) -> None:
             rows.append([*first, "-", "-", "-", "-", "-"])
     print_table(rows)
     for weights in status.weights:
-        version = weights.version or "none yet"
+        lost = f"; version {weights.lost} was lost with its keeper" if weights.lost else ""
+        version = (weights.version or ("none now" if lost else "none yet")) + lost
         console.print(
             f"The {weights_in_words(weights.name)} of {weights.role}: version {version}.",
             highlight=False,

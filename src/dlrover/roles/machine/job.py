@@ -22,6 +22,7 @@ from dlrover.roles.machine.inputs import (
     Input,
     InstanceDown,
     InstanceUp,
+    KeeperEnded,
     RoleExited,
     RoleLaunched,
     Spent,
@@ -156,16 +157,15 @@ class RolesMachine:
                 self._recovered(replayed)
             case StopRequested(reason, exit_code):
                 self._finish(JobEnd(exit_code, reason))
-            case RoleLaunched(name, attempt, handle):
-                if self._is_current(name, attempt):
-                    self.roles[name].handle = handle
             case Stuck() | Spent():
                 known = self.roles[event.place.role].instances.get(event.place.index)
                 if known is not None and known.place == event.place and known.up:
                     self._said(known, event)
-            case RoleExited():
+            case KeeperEnded(keeper, reason, lost, left):
+                self._emit(events.KeeperEnded(keeper, reason, lost, left))
+            case RoleLaunched() | RoleExited():
                 if self._is_current(event.role, event.attempt):
-                    self._exited(self.roles[event.role], event, now)
+                    self._job_did(self.roles[event.role], event, now)
             case _:
                 self._followed(event, now)
 
@@ -236,6 +236,12 @@ class RolesMachine:
             self._restart(self.roles[spec.name], reason)
 
     # ---- the jobs of roles
+
+    def _job_did(self, role: Role, event: RoleLaunched | RoleExited, now: float) -> None:
+        if isinstance(event, RoleLaunched):
+            role.handle = event.handle
+        else:
+            self._exited(role, event, now)
 
     def _exited(self, role: Role, event: RoleExited, now: float) -> None:
         """Respond to the end of a role's job."""

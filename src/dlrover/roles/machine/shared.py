@@ -38,6 +38,7 @@ from dlrover.roles.messages import (
     SetCursor,
     UseVersion,
     Version,
+    VersionView,
     weights_in_words,
 )
 
@@ -236,6 +237,11 @@ class SharedState:
                     self.members.update(replace(member, serving=serves))
 
     # ---- views
+
+    def current(self) -> dict[str, VersionView]:
+        """Return the current version of all weights that have one."""
+        views = {name: weights.view().versions for name, weights in self.weights.items()}
+        return {name: versions[-1] for name, versions in views.items() if versions}
 
     def view(self, number: int) -> JobView:
         """Return the job as its processes see it."""
