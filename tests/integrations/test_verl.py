@@ -112,12 +112,43 @@ def test_the_hook_is_added_to_what_ray_job_submit_has_set() -> None:
         job_config(json.dumps({"runtime_env": {"worker_process_setup_hook": "mine"}}), "")
 
 
+@pytest.mark.parametrize(
+    "given", ["", "{}", '{"runtime_env": null}', '{"runtime_env": {"env_vars": null}}']
+)
+def test_a_job_without_a_runtime_environment_gets_one(given: str) -> None:
+    env = {"worker_process_setup_hook": HOOK, "env_vars": {"DLROVER_VERL": "wait=5"}}
+    assert job_config(given, "wait=5") == {"runtime_env": env}
+
+
+MALFORMED = (
+    "{",
+    "[]",
+    "null",
+    '{"runtime_env": []}',
+    '{"runtime_env": {"env_vars": ["A"]}}',
+    '{"runtime_env": {"env_vars": {"A": 1}}}',
+    '{"runtime_env": {"worker_process_setup_hook": 1}}',
+)
+
+
+@pytest.mark.parametrize("given", MALFORMED)
+def test_a_malformed_configuration_of_the_ray_job_is_refused_in_one_sentence(given: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"^RAY_JOB_CONFIG_JSON_ENV_VAR: ") as caught:
+        job_config(given, "")
+    assert str(caught.value).endswith("unset or correct it.")
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "said"),
     [
         ({"DLROVER_VERL": "score=often"}, "DLROVER_VERL=score=often"),
         ({"RAY_ADDRESS": "127.0.0.1:1"}, "no Ray cluster can be reached"),
+        *(
+            ({"RAY_JOB_CONFIG_JSON_ENV_VAR": text}, "RAY_JOB_CONFIG_JSON_ENV_VAR: ")
+            for text in MALFORMED[:2]
+        ),
         ({"HIDE": "verl"}, "needs the package verl: pip install verl"),
         ({"HIDE": "ray"}, "pip install 'dlrover[ray]>="),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from dlrover import extras
+from dlrover import config, extras
 from dlrover._util import decoding
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.ray.machine import job as jobs
@@ -31,7 +31,8 @@ def connect(address: str, working_dir: str = "") -> None:
     """Connect this process to the cluster at ``address``, or to the one that Ray finds by itself.
 
     Raises:
-        ConfigurationError: Ray is not installed, there is no cluster, or it runs another version of Ray.
+        ConfigurationError: Ray is not installed, there is no cluster, it runs another version of Ray, or a variable of
+            Ray is malformed.
     """
     with extras.needed("--platform ray", "ray"):
         import ray  # noqa: PLC0415 - needs the extra
@@ -39,6 +40,9 @@ def connect(address: str, working_dir: str = "") -> None:
     if ray.is_initialized():
         return
     check_port(address)
+    env = config.environ()
+    if jobs.OF_RAY_JOB in env:
+        jobs.ray_job_config(env[jobs.OF_RAY_JOB])
     options: dict[str, Any] = {"runtime_env": {"working_dir": working_dir}} if working_dir else {}
     if not address.startswith("ray://"):
         options |= {"log_to_driver": False, "configure_logging": False}

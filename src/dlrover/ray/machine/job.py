@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -17,6 +18,8 @@ NAMESPACE = "dlrover"
 """Ray namespace of all actors and placement groups."""
 FILE = "ray.json"
 """Name of the file in a job directory with the `RayJob`."""
+OF_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Variable from which ``ray.init`` takes a job's runtime environment beside the program's own."""
 LABEL = "ray.io/node-id"
 """Label of a Ray node that holds its id."""
 SHORT = 12
@@ -91,6 +94,32 @@ def encode(job: RayJob) -> bytes:
 def decode(data: bytes) -> RayJob:
     """Return the job that `encode` wrote."""
     return decoding.json(data, RayJob)
+
+
+class _RuntimeEnv(msgspec.Struct):
+    env_vars: dict[str, str] | None = None
+    worker_process_setup_hook: str | None = None
+
+
+class _RayJobConfig(msgspec.Struct):
+    runtime_env: _RuntimeEnv | None = None
+    metadata: dict[str, str] | None = None
+
+
+def ray_job_config(text: str) -> dict[str, Any]:
+    """Return Ray's configuration of a job, as ``ray job submit`` sets it in `OF_RAY_JOB`.
+
+    Raises:
+        ConfigurationError: it is malformed.
+    """
+    try:
+        decoding.json(text, _RayJobConfig)
+        return decoding.json(text, dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(
+            f"{OF_RAY_JOB}: {str(error).rstrip('.')}; it must be a Ray job's configuration in JSON, which ray job submit"
+            " sets by itself: unset or correct it."
+        ) from error
 
 
 # ---- names
