@@ -258,9 +258,11 @@ class WorkerGroup(RayWorkerGroup):
         self.shared = Shared(repair, self if own else None)
         self.pool, self._bin_pack = resource_pool, bin_pack
         self._own_address = kwargs.get("master_addr") is not None
-        super().__init__(
-            resource_pool, ray_cls_with_init, bin_pack, name_prefix, detached, *rest, **kwargs
-        )
+        # A pool's placement groups are made by its first group, which waits for them without a word.
+        with deaths.explained(f"{getattr(resource_pool, 'name_prefix', '')}verl_group_"):
+            super().__init__(
+                resource_pool, ray_cls_with_init, bin_pack, name_prefix, detached, *rest, **kwargs
+            )
 
     # ---- calls
 
