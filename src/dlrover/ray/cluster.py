@@ -6,6 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from dlrover._util import decoding
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.ray.machine import job as jobs
 from dlrover.ray.machine.job import NAMESPACE, Resources
+from dlrover.rpc import foreign
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +24,11 @@ MOST_RECORD = 16 << 20
 """Bytes of an ended job's record beyond which its journal is left out of it."""
 CONNECT_TIMEOUT = 10.0
 """Seconds for a connection to the cluster's port."""
+ASKED = {
+    "": "/ray.rpc.NodeInfoGcsService/CheckAlive",
+    "ray://": "/ray.rpc.RayletDriver/ClusterInfo",
+}
+"""Methods that any cluster has, by the beginning of its address."""
 RETRY_DELAY = 0.2
 """Seconds between two calls to an actor that Ray restarts."""
 _RECORD = "dlrover:ended:"
@@ -31,8 +38,8 @@ def connect(address: str, working_dir: str = "") -> None:
     """Connect this process to the cluster at ``address``, or to the one that Ray finds by itself.
 
     Raises:
-        ConfigurationError: Ray is not installed, there is no cluster, it runs another version of Ray, or a variable of
-            Ray is malformed.
+        ConfigurationError: Ray is not installed, there is no cluster, it runs another version of Ray or turns this
+            process away, or a variable of Ray is malformed.
     """
     with extras.needed("--platform ray", "ray"):
         import ray  # noqa: PLC0415 - needs the extra
@@ -48,12 +55,18 @@ def connect(address: str, working_dir: str = "") -> None:
         options |= {"log_to_driver": False, "configure_logging": False}
     try:
         ray.init(address or "auto", namespace=NAMESPACE, logging_level=logging.ERROR, **options)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
+        if is_about_tokens(error):
+            raise ConfigurationError(why_unauthenticated(address)) from error
         raise ConfigurationError(jobs.why_refused(address, str(error))) from error
 
 
 def check_port(address: str) -> None:
-    """Refuse an address where nothing listens; Ray itself would try again and again."""
+    """Refuse an address where nothing listens, or a cluster that turns this process away; Ray tries again and again.
+
+    Raises:
+        ConfigurationError: the address is one of these.
+    """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon:
         return
@@ -62,6 +75,46 @@ def check_port(address: str) -> None:
             pass
     except (OSError, ValueError) as error:
         raise ConfigurationError(jobs.why_refused(address, str(error))) from error
+    _check_token(address, f"{host}:{port}")
+
+
+def _check_token(address: str, peer: str) -> None:
+    env = config.environ()
+    mode = env.get("RAY_AUTH_MODE", "")
+    if mode not in ("", "token", "disabled") or "RAY_ENABLE_K8S_TOKEN_AUTH" in env:
+        return  # the token comes from elsewhere
+    method = ASKED["ray://" if address.startswith("ray://") else ""]
+    if not foreign.turns_away(peer, method, ""):
+        return
+    if mode == "disabled" or not _token() or foreign.turns_away(peer, method, _token()):
+        raise ConfigurationError(why_unauthenticated(address))
+
+
+def is_about_tokens(error: BaseException | None) -> bool:
+    """Return whether an error of Ray comes of a token that is missing or wrong."""
+    while error is not None:
+        if jobs.is_about_tokens(f"{type(error).__name__}: {error}"):
+            return True
+        error = error.__cause__
+    return False
+
+
+def why_unauthenticated(address: str) -> str:
+    """Return, in one sentence, why a cluster turns this process away, and what to do."""
+    mode = config.environ().get("RAY_AUTH_MODE", "")
+    return jobs.why_unauthenticated(address, mode, has_token=bool(_token()))
+
+
+def _token() -> str:
+    """Return the token that Ray takes in this environment; empty if there is none."""
+    env = config.environ()
+    if token := env.get("RAY_AUTH_TOKEN", ""):
+        return token.strip()
+    path = Path(env.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def disconnect() -> None:

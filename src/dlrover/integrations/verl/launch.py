@@ -130,6 +130,10 @@ def _explained(error: BaseException) -> tuple[str, int]:
     for one in _chain(error):
         if isinstance(one, DLRoverError) and not _is_remote(one):
             return str(one), one.exit_code
+        if ray is not None and isinstance(one, getattr(ray.exceptions, "AuthenticationError", ())):
+            return cluster.why_unauthenticated(
+                config.environ().get("RAY_ADDRESS", "")
+            ), ExitCode.USAGE
         actor = getattr(one, "actor_id", None)
         if ray is not None and isinstance(one, ray.exceptions.RayActorError) and actor:
             deaths = importlib.import_module("dlrover.integrations.verl.deaths")

@@ -330,9 +330,42 @@ def _is_field(line: str) -> bool:
     return bool(colon) and name.isidentifier() and name.islower()
 
 
+_OF_TOKENS = "uthentication token", "AuthToken", "Unauthenticated"
+"""Words in Ray's errors about tokens."""
+
+
+def is_about_tokens(message: str) -> bool:
+    """Return whether an error of Ray says that a token is missing or wrong."""
+    return any(words in message for words in _OF_TOKENS)
+
+
+def why_unauthenticated(address: str, mode: str, *, has_token: bool) -> str:
+    """Return, in one sentence, why a cluster turns this process away, and what to do.
+
+    Args:
+        address: As given; empty: the one that Ray finds.
+        mode: ``RAY_AUTH_MODE``; empty: not set.
+        has_token: This process has a token.
+    """
+    if mode == "disabled":
+        why = "the cluster asks for a Ray token, and RAY_AUTH_MODE is disabled here"
+    elif has_token:
+        why = "the cluster refuses the Ray token of this environment"
+    else:
+        why = "the cluster asks for a Ray token, and this environment has none"
+    return (
+        f"{_place(address)}: {why}; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the cluster's token or"
+        " RAY_AUTH_TOKEN_PATH to a file with it."
+    )
+
+
+def _place(address: str) -> str:
+    return f"--ray-address {address}" if address else "The Ray cluster"
+
+
 def why_refused(address: str, message: str) -> str:
     """Return, in one sentence, why a cluster cannot be used."""
-    place = f"--ray-address {address}" if address else "The Ray cluster"
+    place = _place(address)
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     versions = [line for line in lines if line.startswith(("Ray:", "Python:"))]
     if "ersion mismatch" in message and len(versions) >= 4:
