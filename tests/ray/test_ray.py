@@ -143,6 +143,10 @@ def test_more_than_the_cluster_can_have_is_refused_at_once(run, ray_cluster) -> 
 def test_a_wrong_or_missing_token_is_refused_in_one_sentence(
     run, ray_cluster, env: dict[str, str], said: str, client: bool
 ) -> None:
+    import ray
+
+    if not hasattr(ray.exceptions, "AuthenticationError"):
+        pytest.skip("this version of Ray knows no tokens")
     run.env |= env
     address = ray_cluster.client_address if client else ray_cluster.address
     ended = run.dlrover("status", "any", "--platform", "ray", "--ray-address", address, timeout=60)
