@@ -1,4 +1,4 @@
-"""A cluster that asks for a token, as a server that only looks at tokens stands for it."""
+"""A cluster that asks for a token or has another version of Ray, as a server that does no more stands for it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,18 @@ VARIABLES = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABL
 REMEDY = "; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the cluster's token or RAY_AUTH_TOKEN_PATH to a file with it."
 
 
+VERSION = "7.7.7"
+
+
+class Alive(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Answers as a cluster of version 7.7.7."""
+
+    def service(self, details: grpc.HandlerCallDetails) -> object:
+        return grpc.unary_unary_rpc_method_handler(lambda *_: b"\n\x00\x12\x057.7.7 \x01")
+
+
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Lets requests with the token through; no method is there."""
+    """Lets requests with the token through."""
 
     def intercept_service(
         self, go_on: Callable[..., object], details: grpc.HandlerCallDetails
@@ -36,7 +46,8 @@ def address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    server = grpc.server(ThreadPoolExecutor(1), interceptors=(Guard(),))
+    monkeypatch.setattr(cluster, "_version", lambda: VERSION)
+    server = grpc.server(ThreadPoolExecutor(1), handlers=(Alive(),), interceptors=(Guard(),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield f"127.0.0.1:{port}"
@@ -84,6 +95,18 @@ def test_a_token_is_found_where_ray_finds_it(
     monkeypatch.setenv("RAY_AUTH_TOKEN", "wrong")
     monkeypatch.setenv("RAY_ENABLE_K8S_TOKEN_AUTH", "true")  # Kubernetes has the token
     cluster.check_port(address)
+
+
+def test_another_version_of_ray_is_said_before_ray_is_asked(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    monkeypatch.setattr(cluster, "_version", lambda: "7.7.6")
+    with pytest.raises(ConfigurationError) as caught:
+        cluster.check_port(address)
+    assert str(caught.value) == (
+        f"--ray-address {address}: the cluster runs Ray 7.7.7 and this environment has Ray 7.7.6; both must be the same."
+    )
 
 
 def test_a_token_behind_another_error_of_ray_is_found() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import platform
 import socket
 import time
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +60,14 @@ def connect(address: str, working_dir: str = "") -> None:
     except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
         if is_about_tokens(error):
             raise ConfigurationError(why_unauthenticated(address)) from error
-        raise ConfigurationError(jobs.why_refused(address, str(error))) from error
+        ours = f"Ray {ray.__version__} and Python {platform.python_version()}"
+        raise ConfigurationError(jobs.why_refused(address, str(error), ours)) from error
 
 
 def check_port(address: str) -> None:
-    """Refuse an address where nothing listens, or a cluster that turns this process away; Ray tries again and again.
+    """Refuse an address where nothing listens, or a cluster that turns this process away or runs another version of Ray.
+
+    Ray itself would try again and again.
 
     Raises:
         ConfigurationError: the address is one of these.
@@ -75,19 +80,25 @@ def check_port(address: str) -> None:
             pass
     except (OSError, ValueError) as error:
         raise ConfigurationError(jobs.why_refused(address, str(error))) from error
-    _check_token(address, f"{host}:{port}")
-
-
-def _check_token(address: str, peer: str) -> None:
     env = config.environ()
     mode = env.get("RAY_AUTH_MODE", "")
     if mode not in ("", "token", "disabled") or "RAY_ENABLE_K8S_TOKEN_AUTH" in env:
         return  # the token comes from elsewhere
     method = ASKED["ray://" if address.startswith("ray://") else ""]
-    if not foreign.turns_away(peer, method, ""):
-        return
-    if mode == "disabled" or not _token() or foreign.turns_away(peer, method, _token()):
+    answer = foreign.ask(f"{host}:{port}", method, _token() if mode != "disabled" else "")
+    if answer.turned_away:
         raise ConfigurationError(why_unauthenticated(address))
+    theirs, ours = jobs.version_in(answer.body), _version()
+    if theirs and ours and theirs != ours:
+        raise ConfigurationError(jobs.why_other(address, f"Ray {theirs}", f"Ray {ours}"))
+
+
+def _version() -> str:
+    """Return the version of Ray in this environment; empty if it is unknown."""
+    try:
+        return metadata.version("ray")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def is_about_tokens(error: BaseException | None) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import grpc
 
 TIMEOUT = 5.0
@@ -9,8 +11,16 @@ TIMEOUT = 5.0
 _OPTIONS = (("grpc.enable_http_proxy", 0),)
 
 
-def turns_away(address: str, method: str, token: str) -> bool:
-    """Return whether the server at ``HOST:PORT`` turns an empty request away as unauthenticated.
+class Answer(NamedTuple):
+    """What a server has answered; nothing of it is set if it has not, or with another error."""
+
+    body: bytes = b""
+    turned_away: bool = False
+    """The request was not authenticated."""
+
+
+def ask(address: str, method: str, token: str = "") -> Answer:
+    """Return the answer of the server at ``HOST:PORT`` to an empty request.
 
     Args:
         address: ``HOST:PORT``.
@@ -20,7 +30,6 @@ def turns_away(address: str, method: str, token: str) -> bool:
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     with grpc.insecure_channel(address, options=_OPTIONS) as channel:
         try:
-            channel.unary_unary(method)(b"", timeout=TIMEOUT, metadata=metadata)
+            return Answer(channel.unary_unary(method)(b"", timeout=TIMEOUT, metadata=metadata))
         except grpc.RpcError as error:
-            return bool(error.code() is grpc.StatusCode.UNAUTHENTICATED)
-    return False
+            return Answer(turned_away=error.code() is grpc.StatusCode.UNAUTHENTICATED)

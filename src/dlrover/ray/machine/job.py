@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -330,6 +331,8 @@ def _is_field(line: str) -> bool:
     return bool(colon) and name.isidentifier() and name.islower()
 
 
+_NOT_BEGUN = "Initialization failure from server"
+"""How Ray Client's error begins when a server of another version cannot read what this process sends."""
 _OF_TOKENS = "uthentication token", "AuthToken", "Unauthenticated"
 """Words in Ray's errors about tokens."""
 
@@ -363,16 +366,39 @@ def _place(address: str) -> str:
     return f"--ray-address {address}" if address else "The Ray cluster"
 
 
-def why_refused(address: str, message: str) -> str:
-    """Return, in one sentence, why a cluster cannot be used."""
+def version_in(body: bytes) -> str:
+    """Return the version of Ray in a cluster's answer to ``CheckAlive``, whose second field it is; empty if it has none."""
+    found = _VERSION.search(body)
+    size, version = (found[1][0], found[2]) if found else (0, b"")
+    return version.decode() if len(version) == size else ""
+
+
+_VERSION = re.compile(rb"\x12([\x05-\x1f])(\d+\.\d+\.\d[\w.+-]*)")
+
+
+def why_other(address: str, theirs: str, ours: str) -> str:
+    """Return, in one sentence, that a cluster runs other versions than this environment has."""
+    return f"{_place(address)}: the cluster runs {theirs} and this environment has {ours}; both must be the same."
+
+
+def why_refused(address: str, message: str, ours: str = "") -> str:
+    """Return, in one sentence, why a cluster cannot be used.
+
+    Args:
+        address: As given; empty: the one that Ray finds.
+        message: What Ray says.
+        ours: The versions of this environment, in words.
+    """
     place = _place(address)
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     versions = [line for line in lines if line.startswith(("Ray:", "Python:"))]
     if "ersion mismatch" in message and len(versions) >= 4:
-        theirs, ours = " ".join(versions[:2]), " ".join(versions[2:4])
+        theirs, here = (" ".join(versions[n : n + 2]).replace(": ", " ") for n in (0, 2))
+        return why_other(address, theirs, here)
+    if message.startswith(_NOT_BEGUN):
         return (
-            f"{place}: the cluster runs {theirs.replace(': ', ' ')} and this environment has "
-            f"{ours.replace(': ', ' ')}; both must be the same."
+            f"{place}: the cluster cannot begin to serve this command ({lines[-1].rstrip('.')}); it must run"
+            f" {ours or 'the same versions of Ray and Python'}, as this environment does."
         )
     first = lines[0].rstrip(".") if lines else "no answer"
     return f"{place}: no Ray cluster can be reached ({first}); it takes HOST:PORT, ray://HOST:PORT or auto."
