@@ -70,6 +70,7 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.InstanceRestarts(3, "ps", 1, 1, "it was killed by SIGKILL"),
     events.InstanceStuck("rollout", 1, "work", 61.0),
     events.InstanceEnded("rollout", 1, "it was killed by SIGKILL"),
+    events.KeeperEnded("", "it was killed by SIGKILL", {"weights": "7"}, {}),
     events.RolesSubmitted("grpo", ("trainer", "rollout", "main")),
     events.CoordinatorRecovered(42),
     events.RoleStarts("rollout", 2),

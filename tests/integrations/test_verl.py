@@ -12,12 +12,12 @@ import pytest
 
 from dlrover.errors import ConfigurationError
 from dlrover.integrations.verl import Repair
-from dlrover.integrations.verl.history import History, Kind, repair
+from dlrover.integrations.verl.history import CallHistory, CallKind, repair
 from dlrover.integrations.verl.launch import HOOK, job_config
 from dlrover.roles.spec import Failover
 
 
-def called(history: History, *methods: str) -> History:
+def called(history: CallHistory, *methods: str) -> CallHistory:
     for number, method in enumerate(methods):
         history.begins(method)
         history.done(method, f"{method} {number}")
@@ -27,7 +27,7 @@ def called(history: History, *methods: str) -> History:
 def test_settings_are_fields_and_kinds_of_methods() -> None:
     read = repair("failover=job, max_restarts=3,window=60,wait=5, score=pure,load=weights")
     assert (read.failover, read.max_restarts, read.window, read.wait) == (Failover.JOB, 3, 60, 5)
-    assert read.calls == {"score": Kind.PURE, "load": Kind.WEIGHTS}
+    assert read.calls == {"score": CallKind.PURE, "load": CallKind.WEIGHTS}
     assert repair("") == Repair()
 
 
@@ -52,53 +52,53 @@ def test_a_wrong_setting_is_refused_in_one_sentence(text: str, said: str) -> Non
 
 
 def test_new_actors_get_the_set_up_and_the_last_weights_in_their_order() -> None:
-    history = History(Repair(calls={"load": Kind.WEIGHTS}))
+    history = CallHistory(Repair(calls={"load": CallKind.WEIGHTS}))
     called(history, "init_model", "load", "compute_log_prob", "load", "set_loss_fn")
     assert not history.refusal(0)
     assert [call for *_, call in history.repeated] == ["init_model 0", "load 3", "set_loss_fn 4"]
 
 
 def test_workers_that_share_processes_have_weights_of_their_own() -> None:
-    history = History(Repair(calls={"load": Kind.WEIGHTS}), prefixes=["actor", "ref"])
+    history = CallHistory(Repair(calls={"load": CallKind.WEIGHTS}), prefixes=["actor", "ref"])
     called(history, "actor_load", "ref_load", "actor_load")
     assert [call for *_, call in history.repeated] == ["ref_load 1", "actor_load 2"]
-    history = History(Repair(calls={"load": Kind.WEIGHTS}), prefixes=["actor", "ref"])
+    history = CallHistory(Repair(calls={"load": CallKind.WEIGHTS}), prefixes=["actor", "ref"])
     for number, worker in enumerate(("actor", "ref", "actor")):  # fused: the name has no prefix
         history.done("load", number, worker)
     assert [call for *_, call in history.repeated] == [1, 2]
 
 
 def test_methods_of_colocated_workers_have_the_prefix_of_theirs() -> None:
-    history = History(Repair(), prefixes=["actor_rollout", "ref"])
-    assert history.kind("actor_rollout_init_model") is Kind.SETUP
-    assert history.kind("ref_compute_ref_log_prob") is Kind.PURE
-    assert history.kind("other_init_model") is Kind.STATE
+    history = CallHistory(Repair(), prefixes=["actor_rollout", "ref"])
+    assert history.kind("actor_rollout_init_model") is CallKind.SETUP
+    assert history.kind("ref_compute_ref_log_prob") is CallKind.PURE
+    assert history.kind("other_init_model") is CallKind.STATE
 
 
 @pytest.mark.parametrize("method", ["update_actor", "load_checkpoint", "update_weights", "of_mine"])
 def test_a_group_that_was_changed_is_not_made_anew_and_the_first_change_is_named(method) -> None:
-    history = called(History(Repair()), "init_model")
+    history = called(CallHistory(Repair()), "init_model")
     history.begins(method)  # and dies in it
     called(history, "update_critic")
     assert f"has run {method}" in history.refusal(0)
 
 
 def test_a_set_up_that_raised_is_not_repeated_half() -> None:
-    history = History(Repair())
+    history = CallHistory(Repair())
     history.begins("init_model")
     history.failed("init_model")
     assert "init_model has failed" in history.refusal(0)
-    history = called(History(Repair()), "init_model")
+    history = called(CallHistory(Repair()), "init_model")
     history.failed("compute_log_prob")
     assert not history.refusal(0)
 
 
 def test_restarts_are_counted_within_the_window() -> None:
-    history = History(Repair(max_restarts=2, window=10))
+    history = CallHistory(Repair(max_restarts=2, window=10))
     assert [bool(history.refusal(now)) for now in (0, 1, 2, 9.5, 10.5, 10.6)] == [
         False, False, True, True, False, True,
     ]  # fmt: skip
-    assert "failover=job" in History(Repair(failover=Failover.JOB)).refusal(0)
+    assert "failover=job" in CallHistory(Repair(failover=Failover.JOB)).refusal(0)
 
 
 def test_the_hook_is_added_to_what_ray_job_submit_has_set() -> None:
@@ -112,12 +112,43 @@ def test_the_hook_is_added_to_what_ray_job_submit_has_set() -> None:
         job_config(json.dumps({"runtime_env": {"worker_process_setup_hook": "mine"}}), "")
 
 
+@pytest.mark.parametrize(
+    "given", ["", "{}", '{"runtime_env": null}', '{"runtime_env": {"env_vars": null}}']
+)
+def test_a_job_without_a_runtime_environment_gets_one(given: str) -> None:
+    env = {"worker_process_setup_hook": HOOK, "env_vars": {"DLROVER_VERL": "wait=5"}}
+    assert job_config(given, "wait=5") == {"runtime_env": env}
+
+
+MALFORMED = (
+    "{",
+    "[]",
+    "null",
+    '{"runtime_env": []}',
+    '{"runtime_env": {"env_vars": ["A"]}}',
+    '{"runtime_env": {"env_vars": {"A": 1}}}',
+    '{"runtime_env": {"worker_process_setup_hook": 1}}',
+)
+
+
+@pytest.mark.parametrize("given", MALFORMED)
+def test_a_malformed_configuration_of_the_ray_job_is_refused_in_one_sentence(given: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"^RAY_JOB_CONFIG_JSON_ENV_VAR: ") as caught:
+        job_config(given, "")
+    assert str(caught.value).endswith("unset or correct it.")
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "said"),
     [
         ({"DLROVER_VERL": "score=often"}, "DLROVER_VERL=score=often"),
         ({"RAY_ADDRESS": "127.0.0.1:1"}, "no Ray cluster can be reached"),
+        *(
+            ({"RAY_JOB_CONFIG_JSON_ENV_VAR": text}, "RAY_JOB_CONFIG_JSON_ENV_VAR: ")
+            for text in MALFORMED[:2]
+        ),
         ({"HIDE": "verl"}, "needs the package verl: pip install verl"),
         ({"HIDE": "ray"}, "pip install 'dlrover[ray]>="),
     ],

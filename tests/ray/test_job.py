@@ -175,6 +175,31 @@ def test_another_version_is_one_sentence() -> None:
     )
 
 
+def test_what_a_server_of_another_version_cannot_read_is_one_sentence() -> None:
+    message = (
+        'Initialization failure from server:\nTraceback (most recent call last):\n  File "proxier.py", line 765, in Datapath\n'
+        "AttributeError: 'JobConfig' object has no attribute '_lineage'\n"
+    )
+    assert jobs.why_refused("ray://h:1", message, "Ray 2.50.1 and Python 3.11.7") == (
+        "--ray-address ray://h:1: the cluster cannot begin to serve this command (AttributeError: 'JobConfig' object has no"
+        " attribute '_lineage'); it must run Ray 2.50.1 and Python 3.11.7, as this environment does."
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "version"),
+    [
+        (b"\n\x00\x12\x062.60.0 \x01", "2.60.0"),
+        (b"\n\x00\x12\x0a3.0.0.dev0", "3.0.0.dev0"),
+        (b"\n\x00 \x01", ""),
+        (b"\x12\x1e2.60.0", ""),
+        (b"", ""),
+    ],
+)
+def test_the_version_of_a_cluster_is_read_from_its_answer(body: bytes, version: str) -> None:
+    assert jobs.version_in(body) == version
+
+
 def test_a_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     from dlrover.ray import cluster
 

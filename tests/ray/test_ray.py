@@ -131,6 +131,32 @@ def test_more_than_the_cluster_can_have_is_refused_at_once(run, ray_cluster) -> 
     assert "9 nodes need CPU 9" in launch.end_with(2, WAIT)[1]
 
 
+@pytest.mark.parametrize("client", [False, True])
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"RAY_AUTH_TOKEN": "b" * 32}, "the cluster refuses the Ray token of this environment"),
+        ({"RAY_AUTH_TOKEN": ""}, "the cluster asks for a Ray token, and this environment has none"),
+        ({"RAY_AUTH_MODE": "disabled"}, "and RAY_AUTH_MODE is disabled here"),
+    ],
+)
+def test_a_wrong_or_missing_token_is_refused_in_one_sentence(
+    run, ray_cluster, env: dict[str, str], said: str, client: bool
+) -> None:
+    import ray
+
+    if not hasattr(ray.exceptions, "AuthenticationError"):
+        pytest.skip("this version of Ray knows no tokens")
+    run.env |= env
+    address = ray_cluster.client_address if client else ray_cluster.address
+    ended = run.dlrover("status", "any", "--platform", "ray", "--ray-address", address, timeout=60)
+    assert ended.returncode == 2
+    [line] = ended.stderr.splitlines()
+    assert f"dlrover: --ray-address {address}: " in line
+    assert said in line
+    assert "; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN" in line
+
+
 class Digits:
     """The digits example on the cluster: every step of 96 images, however many nodes share them."""
 

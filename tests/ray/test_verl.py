@@ -293,6 +293,26 @@ def test_the_death_of_an_actor_elsewhere_is_not_waited_for_in_the_group() -> Non
     assert group._grace(died("0a"), ours) == group._grace(died(None), ours) == group.NODE_GRACE
 
 
+def test_a_token_that_ray_refuses_is_the_last_word_on_a_programs_last_screen(monkeypatch) -> None:
+    from ray.exceptions import AuthenticationError
+
+    from dlrover.integrations.verl import launch
+
+    for name, value in (
+        ("RAY_ADDRESS", "h:1"),
+        ("RAY_AUTH_MODE", "token"),
+        ("RAY_AUTH_TOKEN", "b"),
+    ):
+        monkeypatch.setenv(name, value)
+    error = ConnectionError("Failed to connect to Ray cluster at h:1")
+    error.__cause__ = AuthenticationError("the authentication token is invalid or incorrect")
+    said, code = launch._explained(error)
+    assert code == 2
+    assert said.startswith(
+        "--ray-address h:1: the cluster refuses the Ray token of this environment; set RAY_AUTH_MODE=token"
+    )
+
+
 def test_a_verl_that_lacks_what_we_build_on_is_refused_by_name() -> None:
     from dlrover.integrations.verl.group import RayWorkerGroup, check
 
@@ -332,6 +352,18 @@ def test_a_raylet_that_dies_is_replaced_or_the_missing_resources_are_named(start
     kill_raylet_of(program.calls("compute_log_prob")[0], cluster)
     log = program.ends(3)
     assert "needs CPU 1; CPU 1 and did not get it within 10 s" in log[log.rindex("dlrover: ") :]
+
+
+def test_a_group_whose_first_start_finds_no_room_says_what_it_waits_for(start) -> None:
+    program = start("wide")
+    until(
+        lambda: "waits for room" in program.log.read_text(), WAIT, "a word", program.log.read_text
+    )
+    log = program.log.read_text()
+    assert "(PENDING, STRICT_PACK) needs CPU 10; CPU 10; the cluster's nodes have" in log
+    assert "CPU 3" in log[log.index("the cluster's nodes have") :]
+    assert "max_colocate_count" in log
+    assert log.count("waits for room") == 1
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.messages import HOLDER, MemberEnded, MemberPlace, MemberStarted
 from dlrover.roles.runtime import environment, holder, worker
 from dlrover.roles.runtime.worker import RoleWorker
-from dlrover.roles.serving import RolesService
+from dlrover.roles.serving import Loss, RolesService
 from dlrover.rpc.server import Server
 from dlrover.rpc.wire import Tls
 from dlrover.spec.jobdir import JobDir, TlsFiles
@@ -40,6 +40,9 @@ class Coordinator:
     """With one, the service keeps a process for weights, which ends with it."""
     secured: bool = True
     """It has TLS."""
+    deaths: list[str] = field(default_factory=list)
+    """Why processes that keep weights have died."""
+    losses: list[Loss] = field(default_factory=list)
     _launched: dict[tuple[str, int], tuple[int, str, int, tuple[str, ...]]] = field(
         default_factory=dict
     )
@@ -60,6 +63,7 @@ class Coordinator:
         self.journal = RolesJournal(self.directory.journal)
         entries = [entry for _, entry in self.journal.entries() if isinstance(entry, bytes)]
         self.service = RolesService(self.journal, entries)
+        self.service.on_loss = self.losses.append
         self._server = Server(TOKEN, Tls.of(self.tls), program="coordinator")
         self.service.register(self._server)
         self.port = await self._server.start("127.0.0.1", self.port)
@@ -67,7 +71,7 @@ class Coordinator:
         self._tasks = []
         if self.lifeline[0] >= 0:
             variables = self.variables(HOLDER, 0, 0, 1)
-            kept = holder.keep(self.service, variables, self.lifeline[0])
+            kept = holder.keep(self.service, variables, self.lifeline[0], self.deaths.append)
             self._tasks.append(asyncio.create_task(kept))
 
     def stop(self) -> None:

@@ -274,6 +274,15 @@ def test_a_role_or_a_member_that_can_never_be_is_refused_at_once(
             group.call_rank0("who")
         with pytest.raises(ConfigurationError, match=refused):
             group.call_batch("double", 1, [1])
+        with pytest.raises(ConfigurationError, match=refused):
+            group.wait(timeout=60)
+    refused = (
+        "^The role rollout never has 3 members; its maximum is 2, which is what can be waited for.$"
+    )
+    for serving in (False, True):
+        with pytest.raises(ConfigurationError, match=refused):
+            rollouts.wait(3, 60, serving=serving)
+    assert len(rollouts.wait(2, 60)) == 2
     for index in (2, 7, -1):
         refused = f"^The role rollout never has a member {index}; its last one is rollout 1.$"
         with pytest.raises(ConfigurationError, match=refused):

@@ -183,6 +183,29 @@ def test_a_trainers_fault_stops_no_rollout() -> None:
     assert set(driver.status().values()) == {"running"}
 
 
+def restarts(driver: Driver, name: str) -> int:
+    roles = status_of(driver.machine, ServiceStatus({}, {}, {}), driver.now).roles
+    return next(role.restarts for role in roles if role.name == name)
+
+
+def test_a_restart_of_a_world_counts_once_however_many_ranks_it_has() -> None:
+    driver = running()
+    for count in (1, 2):
+        driver.seq += 1
+        for index in (0, 1):  # one event of the role's own job says that its world has ended
+            driver.give(inputs.InstanceDown("trainer", 1, index, "rank 1 was killed", driver.seq))
+        assert restarts(driver, "trainer") == count
+        driver.up("trainer", round_=count)
+    driver.give(inputs.RoleExited("trainer", 1, 3, "It has died.", vanished=True))
+    assert (driver.role("trainer").attempt, restarts(driver, "trainer")) == (2, 3)
+    driver.seq = 0
+    driver.up("trainer")
+    driver.seq += 1
+    for index in (0, 1):
+        driver.give(inputs.InstanceDown("trainer", 2, index, "rank 0 was killed", driver.seq))
+    assert restarts(driver, "trainer") == 4
+
+
 def test_a_role_restarts_as_a_whole_where_its_failover_says_so_until_its_budget_is_used() -> None:
     spec = RoleSpec(
         name="reward", entry=SCRIPT, failover=Failover.ROLE, max_restarts=2, window=100.0

@@ -96,7 +96,7 @@ def test_a_state_comes_back_as_it_was_and_its_memory_is_used_again(job: Coordina
     with joined(job, "trainer"):
         assert weights.latest(wait=False) is None
         with pytest.raises(
-            InfrastructureError, match="the weights weights: no role has published any"
+            InfrastructureError, match="a version of the weights: no role has published any"
         ):
             weights.latest(timeout=0.1)
         first = None
@@ -122,7 +122,7 @@ def test_a_state_comes_back_as_it_was_and_its_memory_is_used_again(job: Coordina
         assert weights.versions() == [Version(0, 7), Version(0, 8)]
         assert current_worker().holding.memory <= 6 * (300 * 7 * 8 + 3 * 4096)
         with pytest.raises(
-            ConfigurationError, match="Version 8 of the weights weights was published before"
+            ConfigurationError, match="Version 8 of the weights was published before"
         ):
             weights.publish({"a": np.zeros(3)}, 8)
         with pytest.raises(
@@ -290,7 +290,29 @@ def test_the_process_that_keeps_weights_is_started_again_and_ends_with_the_job(
             until(lambda: not holder._runs(first), 60)
             weights.publish({"a": np.zeros(3)}, 1)  # before anyone knows
         second = until(lambda: made.keeper not in (0, first) and made.keeper, 60)
+        assert made.deaths == ["it was killed by SIGKILL"]
     until(lambda: not holder._runs(second), 60)
+    assert len(made.deaths) == 1, "the end of the job is no death"
+
+
+def test_who_keeps_weights_takes_them_along_and_that_is_said_once(kept: Coordinator) -> None:
+    """Also by the next coordinator, of a process that died while there was none."""
+    for step in (1, 2):
+        with joined(kept, "trainer", attempt=step):
+            weights.publish({"a": np.zeros(3)}, step)
+        first = kept.keeper
+        if step == 1:
+            os.kill(first, signal.SIGKILL)
+        else:
+            kept.stop()
+            os.kill(first, signal.SIGKILL)
+            os.waitpid(first, 0)
+            kept.start()
+        until(lambda first=first: kept.keeper not in (0, first), 60)
+        assert [(one.keepers[0].role, one.lost, one.left) for one in kept.losses] == [
+            (".holder", {"weights": f"{n}"}, {}) for n in range(1, step + 1)
+        ]
+        assert len(kept.deaths) == step
 
 
 def test_a_part_of_weights_at_whose_address_another_process_answers_is_missing(

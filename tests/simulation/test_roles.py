@@ -30,7 +30,7 @@ def restarts(training: Training) -> dict[str, tuple[int, int]]:
 
 def test_a_trainers_fault_stops_no_rollout_and_each_prompt_is_learned_once() -> None:
     calm, alone = trained(), trained(faults=(2.5,))
-    assert restarts(alone) == {TRAINER: (0, 2), ROLLOUT: (0, 0)}
+    assert restarts(alone) == {TRAINER: (0, 1), ROLLOUT: (0, 0)}
     assert 100.0 < alone.seconds - calm.seconds < 150.0 + 103.0 + 10.0
     whole = trained(faults=(2.5,), failover=Failover.JOB)
     assert restarts(whole) == {TRAINER: (1, 0), ROLLOUT: (1, 0)}

@@ -26,6 +26,7 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.roles import capacity
 from dlrover.roles.coordinator.jobs import directory_of
 from dlrover.roles.loading import load, tls_of
+from dlrover.roles.messages import weights_in_words
 from dlrover.roles.spec import RoleKind, RolesConfig, RolesJob
 from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir
@@ -194,9 +195,11 @@ def render_status(report: RolesReport, console: Console) -> None:
             rows.append([*first, "-", "-", "-", "-", "-"])
     print_table(rows)
     for weights in status.weights:
-        version = weights.version or "none yet"
+        lost = f"; version {weights.lost} was lost with its keeper" if weights.lost else ""
+        version = (weights.version or ("none now" if lost else "none yet")) + lost
         console.print(
-            f"Weights {weights.name} of {weights.role}: version {version}.", highlight=False
+            f"The {weights_in_words(weights.name)} of {weights.role}: version {version}.",
+            highlight=False,
         )
     for name, queue in status.queues.items():
         again = f", {queue.redelivered} redelivered" if queue.redelivered else ""

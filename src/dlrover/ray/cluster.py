@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import platform
 import socket
 import time
 from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from dlrover import extras
+from dlrover import config, extras
 from dlrover._util import decoding
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.ray.machine import job as jobs
 from dlrover.ray.machine.job import NAMESPACE, Resources
+from dlrover.rpc import foreign
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +26,11 @@ MOST_RECORD = 16 << 20
 """Bytes of an ended job's record beyond which its journal is left out of it."""
 CONNECT_TIMEOUT = 10.0
 """Seconds for a connection to the cluster's port."""
+ASKED = {
+    "": "/ray.rpc.NodeInfoGcsService/CheckAlive",
+    "ray://": "/ray.rpc.RayletDriver/ClusterInfo",
+}
+"""Methods that any cluster has, by the beginning of its address."""
 RETRY_DELAY = 0.2
 """Seconds between two calls to an actor that Ray restarts."""
 _RECORD = "dlrover:ended:"
@@ -31,7 +40,8 @@ def connect(address: str, working_dir: str = "") -> None:
     """Connect this process to the cluster at ``address``, or to the one that Ray finds by itself.
 
     Raises:
-        ConfigurationError: Ray is not installed, there is no cluster, or it runs another version of Ray.
+        ConfigurationError: Ray is not installed, there is no cluster, it runs another version of Ray or turns this
+            process away, or a variable of Ray is malformed.
     """
     with extras.needed("--platform ray", "ray"):
         import ray  # noqa: PLC0415 - needs the extra
@@ -39,17 +49,29 @@ def connect(address: str, working_dir: str = "") -> None:
     if ray.is_initialized():
         return
     check_port(address)
+    env = config.environ()
+    if jobs.OF_RAY_JOB in env:
+        jobs.ray_job_config(env[jobs.OF_RAY_JOB])
     options: dict[str, Any] = {"runtime_env": {"working_dir": working_dir}} if working_dir else {}
     if not address.startswith("ray://"):
         options |= {"log_to_driver": False, "configure_logging": False}
     try:
         ray.init(address or "auto", namespace=NAMESPACE, logging_level=logging.ERROR, **options)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise ConfigurationError(jobs.why_refused(address, str(error))) from error
+    except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
+        if is_about_tokens(error):
+            raise ConfigurationError(why_unauthenticated(address)) from error
+        ours = f"Ray {ray.__version__} and Python {platform.python_version()}"
+        raise ConfigurationError(jobs.why_refused(address, str(error), ours)) from error
 
 
 def check_port(address: str) -> None:
-    """Refuse an address where nothing listens; Ray itself would try again and again."""
+    """Refuse an address where nothing listens, or a cluster that turns this process away or runs another version of Ray.
+
+    Ray itself would try again and again.
+
+    Raises:
+        ConfigurationError: the address is one of these.
+    """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon:
         return
@@ -58,6 +80,52 @@ def check_port(address: str) -> None:
             pass
     except (OSError, ValueError) as error:
         raise ConfigurationError(jobs.why_refused(address, str(error))) from error
+    env = config.environ()
+    mode = env.get("RAY_AUTH_MODE", "")
+    if mode not in ("", "token", "disabled") or "RAY_ENABLE_K8S_TOKEN_AUTH" in env:
+        return  # the token comes from elsewhere
+    method = ASKED["ray://" if address.startswith("ray://") else ""]
+    answer = foreign.ask(f"{host}:{port}", method, _token() if mode != "disabled" else "")
+    if answer.turned_away:
+        raise ConfigurationError(why_unauthenticated(address))
+    theirs, ours = jobs.version_in(answer.body), _version()
+    if theirs and ours and theirs != ours:
+        raise ConfigurationError(jobs.why_other(address, f"Ray {theirs}", f"Ray {ours}"))
+
+
+def _version() -> str:
+    """Return the version of Ray in this environment; empty if it is unknown."""
+    try:
+        return metadata.version("ray")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def is_about_tokens(error: BaseException | None) -> bool:
+    """Return whether an error of Ray comes of a token that is missing or wrong."""
+    while error is not None:
+        if jobs.is_about_tokens(f"{type(error).__name__}: {error}"):
+            return True
+        error = error.__cause__
+    return False
+
+
+def why_unauthenticated(address: str) -> str:
+    """Return, in one sentence, why a cluster turns this process away, and what to do."""
+    mode = config.environ().get("RAY_AUTH_MODE", "")
+    return jobs.why_unauthenticated(address, mode, has_token=bool(_token()))
+
+
+def _token() -> str:
+    """Return the token that Ray takes in this environment; empty if there is none."""
+    env = config.environ()
+    if token := env.get("RAY_AUTH_TOKEN", ""):
+        return token.strip()
+    path = Path(env.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def disconnect() -> None:

@@ -25,6 +25,8 @@ START, WORK, IDLE = "start", "work", "idle"
 """Phases that an instance is in by itself; programs may name others."""
 HOLDER = ".holder"
 """Role of the processes that keep weights; no role of a user has a dot in its name."""
+WEIGHTS = "weights"
+"""Name of the weights of a job that names none."""
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 _Number = Annotated[int, msgspec.Meta(ge=0)]
@@ -51,6 +53,11 @@ class MemberPlace(msgspec.Struct, frozen=True, array_like=True, order=True):
 
     def __str__(self) -> str:
         return f"{self.role} {self.index}"
+
+
+def weights_in_words(name: str) -> str:
+    """Return ``weights``, or ``weights policy`` of those that a job has named so."""
+    return "weights" if name == WEIGHTS else f"weights {name}"
 
 
 class CallAddress(msgspec.Struct, frozen=True, array_like=True):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -39,6 +39,7 @@ from dlrover.roles.messages import (
     ServiceStatus,
     SetCursor,
     Turned,
+    VersionView,
     WatchJob,
 )
 from dlrover.rpc.server import Server
@@ -53,6 +54,8 @@ COMPACT = 64 << 20
 """Least bytes of inputs that one entry with the state replaces; of a larger state, at least as many as it has."""
 MAX_STATE = 512 << 20
 """Maximum bytes of such an entry."""
+OF_LIVES = MemberStarted, MemberEnded, JoinRole
+"""Inputs that end lives, and with them what these held."""
 
 
 class ServiceState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
@@ -64,6 +67,19 @@ class ServiceState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
 
 
 _decoder = decoding.msgpack_decoder(RoleInput | ServiceState)
+
+
+class Loss(NamedTuple):
+    """Current versions of weights that a process took with it."""
+
+    keepers: tuple[MemberPlace, ...]
+    """Lives that kept them and are over."""
+    reason: str
+    """Why they are; empty if unknown."""
+    lost: dict[str, str]
+    """The versions, by the names of the weights."""
+    left: dict[str, str]
+    """The version of each that is current now, if there is one."""
 
 
 class RoleJournal(Protocol):
@@ -107,6 +123,8 @@ class RolesService:
         self._watched: dict[MemberPlace, int] = {}
         self._timers: dict[MemberPlace, asyncio.TimerHandle] = {}
         self._closed = False
+        self.on_loss: Callable[[Loss], None] = lambda _: None
+        """Called when current versions of weights are lost."""
         self._grown, self._limit = 0, COMPACT
         """Bytes of the inputs since the last entry with the state, and with how many the next one comes."""
         number = 0
@@ -176,13 +194,31 @@ class RolesService:
         """
         entry = msgspec.msgpack.encode(event)
         self._journal.append(entry, self._clock())
+        before = self.shared.current() if isinstance(event, OF_LIVES) else {}
         try:
             return self.shared.handle(event)
         finally:
             self._tell(event)
+            self._note_loss(event, before)
             self._grown += len(entry)
             if self._grown > self._limit:
                 self._compact()
+
+    def _note_loss(self, event: RoleInput, before: Mapping[str, VersionView]) -> None:
+        """Say which of the current versions before an input are gone."""
+        now = self.shared.current()
+        gone = {
+            name: view
+            for name, view in before.items()
+            if view.version not in self.shared.weights[name].complete
+        }
+        if gone:
+            holders = {part.holder for view in gone.values() for part in view.parts}
+            over = tuple(sorted(filter(self.shared.members.is_over, holders)))
+            reason = event.reason if isinstance(event, MemberEnded) else ""
+            lost = {name: str(view.version) for name, view in gone.items()}
+            left = {name: str(now[name].version) for name in gone if name in now}
+            self.on_loss(Loss(over, reason, lost, left))
 
     def _compact(self) -> None:
         """Have one entry with the state replace all inputs, if that is possible now."""

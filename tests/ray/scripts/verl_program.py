@@ -120,6 +120,11 @@ def actor(directory):
     return [log_probs(group) for _ in range(2)]
 
 
+def wide(directory):
+    cls = RayClassWithInitArgs(ray.remote(Model), directory)
+    RayWorkerGroup(RayResourcePool([2], use_gpu=False), cls, use_gpu=False)
+
+
 def rollout(directory):
     group = plain(directory)
     group.init_model()

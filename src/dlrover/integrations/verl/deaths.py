@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dlrover.errors import InfrastructureError
 
+logger = logging.getLogger(__name__)
+
 POLL = 0.1
 """Seconds between two looks at Ray's tables."""
+SILENCE = 10.0
+"""Seconds that a group's first start waits for room before it says so."""
 LINES = 10
 """Last lines of a dead process's standard error that are shown."""
 LINES_TIMEOUT = 20.0
@@ -83,13 +88,44 @@ def room(groups: Sequence[Any], timeout: float) -> None:
 
     if not until(placed, timeout) or any(row["state"] == "REMOVED" for row in rows):
         row = next(row for row in rows if row["state"] != "CREATED")
-        nodes = [one["Resources"] for one in ray.nodes() if one["Alive"]]
-        have = "; ".join(_resources(one) for one in nodes)
         raise InfrastructureError(
-            f"its placement group {row['name']} ({row['state']}, {row['strategy']}) needs"
-            f" {'; '.join(_resources(one) for one in row['bundles'].values())} and did not get it within {timeout:g} s;"
-            f" the cluster's nodes have {have or 'nothing'}"
+            f"its {_needs(row)} and did not get it within {timeout:g} s; {_nodes()}"
         )
+
+
+@contextlib.contextmanager
+def explained(prefix: str) -> Iterator[None]:
+    """Meanwhile, say once what placement groups whose names begin with ``prefix`` wait for, if they do."""
+    over = threading.Event()
+    threading.Thread(target=_explain, args=(prefix, over), daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _explain(prefix: str, over: threading.Event) -> None:
+    if over.wait(SILENCE):
+        return
+    rows = ray.util.placement_group_table().values()
+    waiting = [row for row in rows if row["name"].startswith(prefix) and row["state"] == "PENDING"]
+    if waiting and not over.is_set():
+        free = _resources(ray.available_resources()) or "nothing"
+        logger.warning(
+            "A worker group waits for room: its %s; %s, of which %s is free. max_colocate_count of its"
+            " RayResourcePool is the number of CPUs for each process; 10 is verl's default",
+            _needs(waiting[0]), _nodes(), free,
+        )  # fmt: skip
+
+
+def _needs(row: dict[str, Any]) -> str:
+    bundles = "; ".join(_resources(one) for one in row["bundles"].values())
+    return f"placement group {row['name']} ({row['state']}, {row['strategy']}) needs {bundles}"
+
+
+def _nodes() -> str:
+    have = "; ".join(_resources(one["Resources"]) for one in ray.nodes() if one["Alive"])
+    return f"the cluster's nodes have {have or 'nothing'}"
 
 
 def until(condition: Callable[[], bool], timeout: float) -> bool:

@@ -19,7 +19,13 @@ from verl.single_controller.ray.base import RayWorkerGroup, SubRayResourcePool
 from dlrover import config
 from dlrover.errors import ConfigurationError, InfrastructureError, MemberLostError
 from dlrover.integrations.verl import deaths
-from dlrover.integrations.verl.history import KEPT, VARIABLE, History, Repair, repair as read_repair
+from dlrover.integrations.verl.history import (
+    KEPT,
+    VARIABLE,
+    CallHistory,
+    Repair,
+    repair as read_repair,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +113,7 @@ class Shared:
     """
 
     def __init__(self, repair: Repair, root: WorkerGroup | None) -> None:
-        self.history = History(repair, changed="" if root else ELSEWHERE)
+        self.history = CallHistory(repair, changed="" if root else ELSEWHERE)
         self.root = root
         self._lock = threading.RLock()
         self._life = 0
@@ -252,9 +258,11 @@ class WorkerGroup(RayWorkerGroup):
         self.shared = Shared(repair, self if own else None)
         self.pool, self._bin_pack = resource_pool, bin_pack
         self._own_address = kwargs.get("master_addr") is not None
-        super().__init__(
-            resource_pool, ray_cls_with_init, bin_pack, name_prefix, detached, *rest, **kwargs
-        )
+        # A pool's placement groups are made by its first group, which waits for them without a word.
+        with deaths.explained(f"{getattr(resource_pool, 'name_prefix', '')}verl_group_"):
+            super().__init__(
+                resource_pool, ray_cls_with_init, bin_pack, name_prefix, detached, *rest, **kwargs
+            )
 
     # ---- calls
 

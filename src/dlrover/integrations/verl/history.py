@@ -16,7 +16,7 @@ from dlrover.roles.spec import Failover
 VARIABLE = "DLROVER_VERL"
 
 
-class Kind(str, enum.Enum):
+class CallKind(str, enum.Enum):
     """What a call does to the actors of a group."""
 
     SETUP = "setup"
@@ -29,15 +29,15 @@ class Kind(str, enum.Enum):
     """It changes them in a way that only a checkpoint brings back; so does every call of an unknown name."""
 
 
-KEPT = (Kind.SETUP, Kind.WEIGHTS)
+KEPT = (CallKind.SETUP, CallKind.WEIGHTS)
 """Calls that are kept with their arguments."""
 KINDS = {
-    **dict.fromkeys(("init_model", "reset", "set_loss_fn"), Kind.SETUP),
+    **dict.fromkeys(("init_model", "reset", "set_loss_fn"), CallKind.SETUP),
     **dict.fromkeys(
         ("generate_sequences", "compute_log_prob", "compute_ref_log_prob", "compute_values", "compute_rm_score",
          "infer_batch", "to", "start_profile", "stop_profile", "_query_dispatch_info", "_query_collect_info",
          "get_master_addr_port", "get_cuda_visible_devices"),
-        Kind.PURE,
+        CallKind.PURE,
     ),
 }  # fmt: skip
 """Calls of verl's own workers, by the names of their methods."""
@@ -54,7 +54,7 @@ class Repair(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds."""
     wait: float = 600.0
     """Seconds for the cluster to have room for the new actors, and for these to start."""
-    calls: dict[str, Kind] = {}
+    calls: dict[str, CallKind] = {}
     """Kinds of the program's own methods; they precede `KINDS`."""
 
 
@@ -72,7 +72,7 @@ def repair(text: str) -> Repair:
     try:
         read = decoding.convert(fields, Repair, strict=False)
     except msgspec.ValidationError as error:
-        kinds = ", ".join(kind.value for kind in Kind)
+        kinds = ", ".join(kind.value for kind in CallKind)
         raise ConfigurationError(
             f"{VARIABLE}={text}: {error}; it takes failover={'|'.join(one.value for one in Failover)},"
             f" max_restarts=N, window=SECONDS, wait=SECONDS, and METHOD=KIND with one of the kinds {kinds}."
@@ -85,32 +85,32 @@ def repair(text: str) -> Repair:
 
 
 @dataclass
-class History:
+class CallHistory:
     """The calls of a group's actors, through all groups of verl that share them."""
 
     repair: Repair
     prefixes: list[str] = field(default_factory=list)
     """Names of the workers that share each process; their methods begin with them in a colocated group."""
-    repeated: list[tuple[Kind, str, Any]] = field(default_factory=list)
+    repeated: list[tuple[CallKind, str, Any]] = field(default_factory=list)
     """The calls that bring new actors to where these are, in their order, with their workers: set-up, and the last weights of each."""
     changed: str = ""
     """Why new actors could not be as these are: the first call that changed them, in words; empty: they could."""
     restarts: list[float] = field(default_factory=list)
 
-    def kind(self, method: str) -> Kind:
+    def kind(self, method: str) -> CallKind:
         """Return what a method does."""
         return self._known(method)[0]
 
-    def _known(self, method: str) -> tuple[Kind, str]:
+    def _known(self, method: str) -> tuple[CallKind, str]:
         """Return the kind, and the prefix that the name of a known method begins with."""
         known = {**KINDS, **self.repair.calls}
         names = {"": method, **{one: method.removeprefix(f"{one}_") for one in self.prefixes}}
         found = ((known[name], prefix) for prefix, name in names.items() if name in known)
-        return next(found, (Kind.STATE, ""))
+        return next(found, (CallKind.STATE, ""))
 
     def begins(self, method: str, did: str = "has run") -> None:
         """A call begins; one that changes the state counts at once, since it may end half-way."""
-        if self.kind(method) is Kind.STATE and not self.changed:
+        if self.kind(method) is CallKind.STATE and not self.changed:
             self.changed = (
                 f"it {did} {method}, so that new actors would not be what these were"
                 f" (if they would be, {VARIABLE}={method}=KIND says so)"
@@ -120,14 +120,14 @@ class History:
         """A call has succeeded, or the program itself waits for it; ``worker`` names one of a fused process."""
         kind, prefix = self._known(method)
         worker = worker or prefix
-        if kind is Kind.WEIGHTS:
-            self.repeated = [one for one in self.repeated if one[:2] != (Kind.WEIGHTS, worker)]
+        if kind is CallKind.WEIGHTS:
+            self.repeated = [one for one in self.repeated if one[:2] != (CallKind.WEIGHTS, worker)]
         if kind in KEPT:
             self.repeated.append((kind, worker, call))
 
     def failed(self, method: str) -> None:
         """A call has raised an error of the program, which may have left a set-up half done."""
-        if self.kind(method) is not Kind.PURE and not self.changed:
+        if self.kind(method) is not CallKind.PURE and not self.changed:
             self.changed = f"its {method} has failed half-way"
 
     def refusal(self, now: float) -> str:

@@ -17,6 +17,7 @@ from dlrover import config, extras
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
 from dlrover.integrations.verl.history import VARIABLE, repair
 from dlrover.ray import cluster
+from dlrover.ray.machine.job import OF_RAY_JOB, ray_job_config
 from dlrover.training.worker import bootstrap, imports
 
 HOME = "verl.single_controller.ray.base"
@@ -24,8 +25,6 @@ HOME = "verl.single_controller.ray.base"
 GROUP = "dlrover.integrations.verl.group"
 """The module that defines ours, which builds on verl's; whichever a process imports first brings the other."""
 HOOK = "dlrover.integrations.verl.install"
-OF_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Variable from which ``ray.init`` takes a job's runtime environment beside the program's own."""
 
 
 def install() -> None:
@@ -87,7 +86,8 @@ def _prepare() -> None:
         )
     repair(env.get(VARIABLE, ""))
     cluster.check_port(env.get("RAY_ADDRESS", ""))
-    os.environ[OF_JOB] = json.dumps(job_config(env.get(OF_JOB, ""), env.get(VARIABLE, "")))  # noqa: TID251
+    job = job_config(env.get(OF_RAY_JOB, ""), env.get(VARIABLE, ""))
+    os.environ[OF_RAY_JOB] = json.dumps(job)  # noqa: TID251
     install()
 
 
@@ -99,17 +99,18 @@ def job_config(given: str, settings: str) -> dict[str, Any]:
         settings: Our settings, for the processes on Ray.
 
     Raises:
-        ConfigurationError: the job has a hook of its own.
+        ConfigurationError: it is malformed, or the job has a hook of its own.
     """
-    job = json.loads(given or "{}")
-    runtime = job.setdefault("runtime_env", {})
-    if runtime.setdefault("worker_process_setup_hook", HOOK) != HOOK:
+    job = ray_job_config(given or "{}")
+    runtime = job["runtime_env"] = job.get("runtime_env") or {}
+    if (runtime.get("worker_process_setup_hook") or HOOK) != HOOK:
         raise ConfigurationError(
             f"The Ray job has the worker_process_setup_hook {runtime['worker_process_setup_hook']}: call {HOOK}()"
             " there, and run the program without python -m dlrover.integrations.verl."
         )
+    runtime["worker_process_setup_hook"] = HOOK
     if settings:
-        runtime.setdefault("env_vars", {}).setdefault(VARIABLE, settings)
+        runtime["env_vars"] = {VARIABLE: settings, **(runtime.get("env_vars") or {})}
     return job
 
 
@@ -129,6 +130,10 @@ def _explained(error: BaseException) -> tuple[str, int]:
     for one in _chain(error):
         if isinstance(one, DLRoverError) and not _is_remote(one):
             return str(one), one.exit_code
+        if ray is not None and isinstance(one, getattr(ray.exceptions, "AuthenticationError", ())):
+            return cluster.why_unauthenticated(
+                config.environ().get("RAY_ADDRESS", "")
+            ), ExitCode.USAGE
         actor = getattr(one, "actor_id", None)
         if ray is not None and isinstance(one, ray.exceptions.RayActorError) and actor:
             deaths = importlib.import_module("dlrover.integrations.verl.deaths")

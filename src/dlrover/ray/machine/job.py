@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -17,6 +19,8 @@ NAMESPACE = "dlrover"
 """Ray namespace of all actors and placement groups."""
 FILE = "ray.json"
 """Name of the file in a job directory with the `RayJob`."""
+OF_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Variable from which ``ray.init`` takes a job's runtime environment beside the program's own."""
 LABEL = "ray.io/node-id"
 """Label of a Ray node that holds its id."""
 SHORT = 12
@@ -91,6 +95,32 @@ def encode(job: RayJob) -> bytes:
 def decode(data: bytes) -> RayJob:
     """Return the job that `encode` wrote."""
     return decoding.json(data, RayJob)
+
+
+class _RuntimeEnv(msgspec.Struct):
+    env_vars: dict[str, str] | None = None
+    worker_process_setup_hook: str | None = None
+
+
+class _RayJobConfig(msgspec.Struct):
+    runtime_env: _RuntimeEnv | None = None
+    metadata: dict[str, str] | None = None
+
+
+def ray_job_config(text: str) -> dict[str, Any]:
+    """Return Ray's configuration of a job, as ``ray job submit`` sets it in `OF_RAY_JOB`.
+
+    Raises:
+        ConfigurationError: it is malformed.
+    """
+    try:
+        decoding.json(text, _RayJobConfig)
+        return decoding.json(text, dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(
+            f"{OF_RAY_JOB}: {str(error).rstrip('.')}; it must be a Ray job's configuration in JSON, which ray job submit"
+            " sets by itself: unset or correct it."
+        ) from error
 
 
 # ---- names
@@ -301,16 +331,74 @@ def _is_field(line: str) -> bool:
     return bool(colon) and name.isidentifier() and name.islower()
 
 
-def why_refused(address: str, message: str) -> str:
-    """Return, in one sentence, why a cluster cannot be used."""
-    place = f"--ray-address {address}" if address else "The Ray cluster"
+_NOT_BEGUN = "Initialization failure from server"
+"""How Ray Client's error begins when a server of another version cannot read what this process sends."""
+_OF_TOKENS = "uthentication token", "AuthToken", "Unauthenticated"
+"""Words in Ray's errors about tokens."""
+
+
+def is_about_tokens(message: str) -> bool:
+    """Return whether an error of Ray says that a token is missing or wrong."""
+    return any(words in message for words in _OF_TOKENS)
+
+
+def why_unauthenticated(address: str, mode: str, *, has_token: bool) -> str:
+    """Return, in one sentence, why a cluster turns this process away, and what to do.
+
+    Args:
+        address: As given; empty: the one that Ray finds.
+        mode: ``RAY_AUTH_MODE``; empty: not set.
+        has_token: This process has a token.
+    """
+    if mode == "disabled":
+        why = "the cluster asks for a Ray token, and RAY_AUTH_MODE is disabled here"
+    elif has_token:
+        why = "the cluster refuses the Ray token of this environment"
+    else:
+        why = "the cluster asks for a Ray token, and this environment has none"
+    return (
+        f"{_place(address)}: {why}; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the cluster's token or"
+        " RAY_AUTH_TOKEN_PATH to a file with it."
+    )
+
+
+def _place(address: str) -> str:
+    return f"--ray-address {address}" if address else "The Ray cluster"
+
+
+def version_in(body: bytes) -> str:
+    """Return the version of Ray in a cluster's answer to ``CheckAlive``, whose second field it is; empty if it has none."""
+    found = _VERSION.search(body)
+    size, version = (found[1][0], found[2]) if found else (0, b"")
+    return version.decode() if len(version) == size else ""
+
+
+_VERSION = re.compile(rb"\x12([\x05-\x1f])(\d+\.\d+\.\d[\w.+-]*)")
+
+
+def why_other(address: str, theirs: str, ours: str) -> str:
+    """Return, in one sentence, that a cluster runs other versions than this environment has."""
+    return f"{_place(address)}: the cluster runs {theirs} and this environment has {ours}; both must be the same."
+
+
+def why_refused(address: str, message: str, ours: str = "") -> str:
+    """Return, in one sentence, why a cluster cannot be used.
+
+    Args:
+        address: As given; empty: the one that Ray finds.
+        message: What Ray says.
+        ours: The versions of this environment, in words.
+    """
+    place = _place(address)
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     versions = [line for line in lines if line.startswith(("Ray:", "Python:"))]
     if "ersion mismatch" in message and len(versions) >= 4:
-        theirs, ours = " ".join(versions[:2]), " ".join(versions[2:4])
+        theirs, here = (" ".join(versions[n : n + 2]).replace(": ", " ") for n in (0, 2))
+        return why_other(address, theirs, here)
+    if message.startswith(_NOT_BEGUN):
         return (
-            f"{place}: the cluster runs {theirs.replace(': ', ' ')} and this environment has "
-            f"{ours.replace(': ', ' ')}; both must be the same."
+            f"{place}: the cluster cannot begin to serve this command ({lines[-1].rstrip('.')}); it must run"
+            f" {ours or 'the same versions of Ray and Python'}, as this environment does."
         )
     first = lines[0].rstrip(".") if lines else "no answer"
     return f"{place}: no Ray cluster can be reached ({first}); it takes HOST:PORT, ray://HOST:PORT or auto."

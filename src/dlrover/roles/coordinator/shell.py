@@ -28,7 +28,7 @@ from dlrover.roles.machine.job import RolesMachine
 from dlrover.roles.messages import HOLDER
 from dlrover.roles.runtime.environment import variables
 from dlrover.roles.runtime.holder import keep
-from dlrover.roles.serving import RolesService
+from dlrover.roles.serving import Loss, RolesService
 from dlrover.roles.spec import RoleKind, RolesConfig
 from dlrover.rpc.messages import Done, StatusRequest, StopRequest
 from dlrover.rpc.server import Server
@@ -43,6 +43,7 @@ NOTABLE = (
     events.RoleRestarts,
     events.InstanceStuck,
     events.InstanceEnded,
+    events.KeeperEnded,
     events.RoleEnded,
 )
 """Events that are shown without asking."""
@@ -105,6 +106,8 @@ class Coordinator:
                 if isinstance(command, inputs.Emit):
                     history.add(command.body, now)
         self.service = RolesService(self._journal, served, config.job.worlds, clock)
+        self.service.on_loss = self._lost
+        self._lost_with_keeper = Loss((), "", {}, {})
         self._health = HealthWatch(config.job, self.submit, self._kill)
         self._events = EventStream(history)
         self._looking: asyncio.Task[None] | None = None
@@ -130,7 +133,9 @@ class Coordinator:
         if self._lifeline_fd >= 0:
             job, tls = self._config.job.name, self._config.tls
             own = variables(address, self._job_dir.token, HOLDER, 0, job=job, tls=tls)
-            self._keeping = asyncio.create_task(keep(self.service, own, self._lifeline_fd))
+            self._keeping = asyncio.create_task(
+                keep(self.service, own, self._lifeline_fd, self._keeper_died)
+            )
         if not self._replayed:
             self.submit(inputs.Submitted(self._config.job))
         elif self.machine.ended_at is not None and self.machine.end is not None:
@@ -161,6 +166,18 @@ class Coordinator:
             self._journal.append_or_keep(event, now)
         for command in self.machine.handle(event, now):
             self._carry_out(command, now)
+
+    def _lost(self, loss: Loss) -> None:
+        """Current versions of weights are lost; of the job's own keeper, `_keeper_died` tells that, too."""
+        if any(place.role == HOLDER for place in loss.keepers):
+            self._lost_with_keeper = loss
+            return
+        keeper = ", ".join(map(str, loss.keepers))
+        self.submit(inputs.KeeperEnded(keeper, loss.reason, loss.lost, loss.left))
+
+    def _keeper_died(self, reason: str) -> None:
+        loss, self._lost_with_keeper = self._lost_with_keeper, Loss((), "", {}, {})
+        self.submit(inputs.KeeperEnded("", reason, loss.lost, loss.left))
 
     def _exited(self, role: str, attempt: int, outcome: Outcome | None, code: int) -> None:
         if outcome is None and self._lifeline_fd >= 0 and procs.Lifeline.is_cut(self._lifeline_fd):

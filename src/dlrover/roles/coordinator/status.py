@@ -47,7 +47,7 @@ class RoleState(msgspec.Struct, frozen=True):
     attempt: int
     """Starts of its job so far."""
     restarts: int
-    """Restarts of its instances and of its job."""
+    """Restarts of its job, and within it of its instances, each alone, or of the world of an elastic role."""
     waits_for: tuple[str, ...]
     instances: tuple[InstanceState, ...]
     use: Use = Use()
@@ -60,7 +60,9 @@ class WeightsState(msgspec.Struct, frozen=True):
     name: str
     role: str
     version: str
-    """The current version; empty before the first."""
+    """The current version; empty if there is none."""
+    lost: str = ""
+    """The version that was current and was lost with the process that kept it; empty once another one is published."""
 
 
 class RolesStatus(msgspec.Struct, frozen=True):
@@ -83,7 +85,12 @@ def status_of(
 ) -> RolesStatus:
     """Return the status at time ``now``; without ``spent``, the use of time leaves living instances out."""
     weights = tuple(
-        WeightsState(name, view.role, str(view.versions[-1].version) if view.versions else "")
+        WeightsState(
+            name,
+            view.role,
+            str(view.versions[-1].version) if view.versions else "",
+            str(view.lost) if view.lost is not None else "",
+        )
         for name, view in sorted(service.weights.items())
     )
     return RolesStatus(

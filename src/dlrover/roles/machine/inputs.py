@@ -67,6 +67,15 @@ class Spent(msgspec.Struct, frozen=True, tag="spent"):
     idled: float
 
 
+class KeeperEnded(msgspec.Struct, frozen=True, tag="keeper_ended"):
+    """A process that kept weights has ended; the fields are those of the event."""
+
+    keeper: str
+    reason: str
+    lost: dict[str, str]
+    left: dict[str, str]
+
+
 class RoleExited(msgspec.Struct, frozen=True, tag="exited"):
     """The job of a role has ended."""
 
@@ -89,7 +98,7 @@ class StopRequested(msgspec.Struct, frozen=True, tag="stop"):
 
 Input: TypeAlias = (
     Submitted | CoordinatorStarted | RoleLaunched | InstanceUp | InstanceDown | Stuck
-    | Spent | RoleExited | StopRequested
+    | Spent | KeeperEnded | RoleExited | StopRequested
 )  # fmt: skip
 
 # ---- commands

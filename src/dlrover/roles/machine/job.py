@@ -22,6 +22,7 @@ from dlrover.roles.machine.inputs import (
     Input,
     InstanceDown,
     InstanceUp,
+    KeeperEnded,
     RoleExited,
     RoleLaunched,
     Spent,
@@ -88,8 +89,10 @@ class Role:
     restarts: list[float] = field(default_factory=list)
     #: all restarts of its job
     restarted: int = 0
-    #: restarts of its instances by its own job
+    #: restarts by its own job: of its instances, each alone, or of the world of an elastic role
     instance_restarts: int = 0
+    #: number of the event of its job's current attempt that was the last such restart
+    counted: int = 0
     #: where the time of lives that are over went, and that between lives
     use: Use = field(default_factory=Use)
 
@@ -154,16 +157,15 @@ class RolesMachine:
                 self._recovered(replayed)
             case StopRequested(reason, exit_code):
                 self._finish(JobEnd(exit_code, reason))
-            case RoleLaunched(name, attempt, handle):
-                if self._is_current(name, attempt):
-                    self.roles[name].handle = handle
             case Stuck() | Spent():
                 known = self.roles[event.place.role].instances.get(event.place.index)
                 if known is not None and known.place == event.place and known.up:
                     self._said(known, event)
-            case RoleExited():
+            case KeeperEnded(keeper, reason, lost, left):
+                self._emit(events.KeeperEnded(keeper, reason, lost, left))
+            case RoleLaunched() | RoleExited():
                 if self._is_current(event.role, event.attempt):
-                    self._exited(self.roles[event.role], event, now)
+                    self._job_did(self.roles[event.role], event, now)
             case _:
                 self._followed(event, now)
 
@@ -183,8 +185,10 @@ class RolesMachine:
             case InstanceUp():
                 self._up(role, event, now)
             case InstanceDown(_, _, index, reason):
-                if self._down(role, index, reason, now, failed=event.failed) and event.failed:
+                ended = self._down(role, index, reason, now, failed=event.failed)
+                if ended and event.failed and event.seq != role.counted:
                     role.instance_restarts += 1
+                    role.counted = event.seq
 
     def _up(self, role: Role, event: InstanceUp, now: float) -> None:
         place = MemberPlace(event.role, event.index, event.attempt, event.round)
@@ -232,6 +236,12 @@ class RolesMachine:
             self._restart(self.roles[spec.name], reason)
 
     # ---- the jobs of roles
+
+    def _job_did(self, role: Role, event: RoleLaunched | RoleExited, now: float) -> None:
+        if isinstance(event, RoleLaunched):
+            role.handle = event.handle
+        else:
+            self._exited(role, event, now)
 
     def _exited(self, role: Role, event: RoleExited, now: float) -> None:
         """Respond to the end of a role's job."""
@@ -349,7 +359,7 @@ class RolesMachine:
     def _start(self, role: Role) -> None:
         role.status = RoleStatus.RUNNING
         role.attempt += 1
-        role.seen = 0
+        role.seen = role.counted = 0
         self._emit(events.RoleStarts(role.spec.name, role.attempt))
         self._send(StartRole(role.spec.name, role.attempt))
 

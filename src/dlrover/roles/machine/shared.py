@@ -38,6 +38,8 @@ from dlrover.roles.messages import (
     SetCursor,
     UseVersion,
     Version,
+    VersionView,
+    weights_in_words,
 )
 
 Key: TypeAlias = tuple[str, int]
@@ -198,7 +200,9 @@ class SharedState:
             return
         weights = self.weights.get(event.name)
         if weights is None or event.version > (weights.newest or event.version):
-            raise ProtocolError(f"The weights {event.name} have no version {event.version}.")
+            raise ProtocolError(
+                f"The {weights_in_words(event.name)} have no version {event.version}."
+            )
         self.members.update(replace(member, using={**member.using, event.name: event.version}))
         if event.version == weights.current:
             self.admitted.setdefault((event.place.role, event.place.index), set()).add(event.name)
@@ -233,6 +237,11 @@ class SharedState:
                     self.members.update(replace(member, serving=serves))
 
     # ---- views
+
+    def current(self) -> dict[str, VersionView]:
+        """Return the current version of all weights that have one."""
+        views = {name: weights.view().versions for name, weights in self.weights.items()}
+        return {name: versions[-1] for name, versions in views.items() if versions}
 
     def view(self, number: int) -> JobView:
         """Return the job as its processes see it."""

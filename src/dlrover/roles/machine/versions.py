@@ -12,6 +12,7 @@ from dlrover.roles.messages import (
     Version,
     VersionView,
     WeightsView,
+    weights_in_words,
 )
 
 MAX_NAMES = 100
@@ -109,18 +110,18 @@ class PublishedWeights:
             )
         if event.place.role != self.role:
             raise ProtocolError(
-                f"The weights {event.name} belong to the role {self.role}; {event.place.role} must publish"
+                f"The {weights_in_words(event.name)} belong to the role {self.role}; {event.place.role} must publish"
                 " its own under another name."
             )
         if self.newest is not None and event.step <= self.newest.step:
             twice = "was published before" if event.step == self.newest.step else "is older"
             raise ProtocolError(
-                f"Version {event.step} of the weights {event.name} {twice}: the newest is {self.newest.step}. A"
+                f"Version {event.step} of the {weights_in_words(event.name)} {twice}: the newest is {self.newest.step}. A"
                 " publisher that goes on from an earlier step says so by current_worker().resumed(step)."
             )
         if event.step < self.pending_of[0]:
             raise ProtocolError(
-                f"Version {event.step} of the weights {event.name} is late: version {self.pending_of[0]} is being"
+                f"Version {event.step} of the {weights_in_words(event.name)} is late: version {self.pending_of[0]} is being"
                 " published."
             )
 

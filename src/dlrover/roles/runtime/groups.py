@@ -79,8 +79,10 @@ class RoleGroup:
         """Wait until there are ``count`` members, and return them.
 
         Raises:
+            ConfigurationError: The role never has so many, or the job has no such role.
             InfrastructureError: There are fewer after ``timeout`` seconds.
         """
+        check_count(self._worker.members, self.role, count)
         what = f"{count} members of {self.role}{' that serve' if serving else ''}"
         self._worker.link.wait(lambda _: len(self.members(serving=serving)) >= count, timeout, what)
         return self.members(serving=serving)
@@ -290,6 +292,19 @@ def check_index(members: Mapping[str, int], role: str, index: int) -> None:
     if index < 0 or index >= members.get(role, index + 1):
         last = f"; its last one is {role} {members[role] - 1}" if members else ""
         raise ConfigurationError(f"The role {role} never has a member {index}{last}.")
+
+
+def check_count(members: Mapping[str, int], role: str, count: int) -> None:
+    """Refuse a number of members that a role can never have; ``members`` is as for `check_role`.
+
+    Raises:
+        ConfigurationError: It can never have so many, or the job has no such role.
+    """
+    check_role(members, role)
+    if count > (most := members.get(role, count)):
+        raise ConfigurationError(
+            f"The role {role} never has {count} members; its maximum is {most}, which is what can be waited for."
+        )
 
 
 def _role(view: JobView, role: str) -> RoleView:

@@ -50,6 +50,7 @@ from dlrover.spec.events.roles import (
     InstanceRestarts,
     InstanceStarted,
     InstanceStuck,
+    KeeperEnded,
     RoleEnded,
     RoleRestarts,
     RolesSubmitted,
@@ -101,6 +102,7 @@ EventBody: TypeAlias = (
     | InstanceRestarts
     | InstanceStuck
     | InstanceEnded
+    | KeeperEnded
     | RestartDecided
     | ReplicaJoined
     | HostExcluded

@@ -118,6 +118,33 @@ class InstanceStuck(msgspec.Struct, frozen=True, tag="instance_stuck"):
         return f"Instance {self.index} of {self.role} is ended: {self.why()}."
 
 
+class KeeperEnded(msgspec.Struct, frozen=True, tag="keeper_ended"):
+    """A process that kept published weights has ended: the job's own keeper of weights, or an instance with its own versions."""
+
+    keeper: str
+    """Role and index of the instance; empty for the job's own keeper, which is started again."""
+    reason: str
+    """Empty if unknown."""
+    lost: dict[str, str]
+    """Current versions that were lost with it, by the names of the weights."""
+    left: dict[str, str]
+    """Version of each of these weights that is current now; without one, readers wait for the next."""
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        why = f": {self.reason}" if self.reason else ""
+        parts = [] if self.keeper else ["another one takes its place"]
+        for name, version in self.lost.items():
+            now = f"readers take version {self.left[name]}" if name in self.left else ""
+            parts.append(
+                f"version {version} of {name} is lost, {now or 'and readers wait for the next one'}"
+            )
+        if not self.lost:
+            parts.append("no current version is lost")
+        who = f"{self.keeper}, which kept weights," if self.keeper else "The keeper of weights"
+        return f"{who} has ended{why}; {'; '.join(parts)}."
+
+
 class InstanceEnded(msgspec.Struct, frozen=True, tag="instance_ended"):
     """An instance of a role has failed or was stopped."""
 

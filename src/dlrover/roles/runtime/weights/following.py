@@ -6,11 +6,19 @@ import logging
 import time
 
 from dlrover.errors import ConfigurationError, ProtocolError
-from dlrover.roles.messages import JobView, PartView, UseVersion, Version, VersionView
+from dlrover.roles.messages import (
+    WEIGHTS,
+    JobView,
+    PartView,
+    UseVersion,
+    Version,
+    VersionView,
+    weights_in_words,
+)
 from dlrover.roles.runtime.link import member
 from dlrover.roles.runtime.memory import PartReader
 from dlrover.roles.runtime.weights.holders import holders
-from dlrover.roles.runtime.weights.publishing import NAME, WAIT
+from dlrover.roles.runtime.weights.publishing import WAIT
 from dlrover.roles.runtime.weights.reading import Weights
 from dlrover.roles.runtime.worker import RoleWorker, current_worker
 
@@ -19,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def latest(
     *,
-    name: str = NAME,
+    name: str = WEIGHTS,
     wait: bool = True,
     newer_than: Version | None = None,
     timeout: float = WAIT,
@@ -67,13 +75,13 @@ def _awaited_view(
     return view
 
 
-def versions(name: str = NAME) -> list[Version]:
+def versions(name: str = WEIGHTS) -> list[Version]:
     """Return the versions that can be read now, oldest first; the last is the current one."""
     found = current_worker().link.view.weights.get(name)
     return [one.version for one in found.versions] if found is not None else []
 
 
-def is_valid(version: Version, name: str = NAME) -> bool:
+def is_valid(version: Version, name: str = WEIGHTS) -> bool:
     """Return whether a version is still one of the role's history: no rollback has undone it."""
     found = current_worker().link.view.weights.get(name)
     return found is not None and found.valid(version)
@@ -93,7 +101,7 @@ def _awaited(view: JobView, name: str, newer_than: Version | None) -> str:
     weights = view.weights.get(name)
     than = f" newer than {newer_than}" if newer_than is not None else ""
     if weights is None:
-        return f"a version of the weights {name}{than}: no role has published any"
+        return f"a version of the {weights_in_words(name)}{than}: no role has published any"
     lost = (
         f"; version {weights.lost} was lost with the process that kept it" if weights.lost else ""
     )
@@ -102,7 +110,7 @@ def _awaited(view: JobView, name: str, newer_than: Version | None) -> str:
         if weights.versions
         else "there is none now"
     )
-    return f"a version of the weights {name}{than} from {weights.role}: {now}{lost}"
+    return f"a version of the {weights_in_words(name)}{than} from {weights.role}: {now}{lost}"
 
 
 def _opened(worker: RoleWorker, name: str, view: JobView) -> Weights | None:

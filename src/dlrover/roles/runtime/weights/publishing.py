@@ -17,6 +17,7 @@ from dlrover.checkpoint.saver.memory import kernels
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError, ProtocolError
 from dlrover.roles.messages import (
     HOLDER,
+    WEIGHTS,
     CallAddress,
     JobView,
     MemberPlace,
@@ -40,7 +41,6 @@ from dlrover.roles.runtime.weights.parts import (
 )
 from dlrover.roles.runtime.worker import RoleWorker, current_worker
 
-NAME = "weights"
 HOLDER_LIMIT = 60.0
 """Seconds to look for a process that keeps weights; the coordinator replaces one that has gone."""
 AGAIN = 0.5
@@ -49,7 +49,7 @@ WAIT = 600.0
 """Seconds to wait for a version, or for the view that lists it."""
 
 
-def publish(state: Mapping[str, Any], version: int, *, name: str = NAME) -> Version:
+def publish(state: Mapping[str, Any], version: int, *, name: str = WEIGHTS) -> Version:
     """Publish a state as a version of weights; return it once it is safe. Readers see it when all ranks have.
 
     If any value is a ``DTensor`` or a `dlrover.checkpoint.Shard`, each rank publishes its part of those, and rank 0
