@@ -183,15 +183,15 @@ def test_a_collective_that_does_not_end_with_its_group_is_left():
 
 
 def test_gloo_waits_a_multiple_of_its_limit_for_a_peer_that_is_lost_before_it_is_connected():
-    """With a limit of 3 s, the others stood for 15 s."""
-    store, limit = torch.distributed.HashStore(), timedelta(seconds=0.05)
+    """With a limit of 3 s, the others stood for 15 s. Where the peer's machine refuses the connection, they know at once."""
+    store, limit = torch.distributed.HashStore(), timedelta(seconds=0.2)
     with pytest.raises(RuntimeError):  # it has said where it is, and leaves
         torch.distributed.ProcessGroupGloo(store, 1, 2, limit)
     began = time.monotonic()
     with pytest.raises(RuntimeError):
         torch.distributed.ProcessGroupGloo(store, 0, 2, limit)
     waited = timedelta(seconds=time.monotonic() - began)
-    assert waited > 0.9 * groups.PATIENCE * limit
+    assert waited < groups.PATIENCE * limit + timedelta(seconds=0.5)
     assert timedelta(seconds=2) >= groups.PATIENCE * groups.CONNECT_TIMEOUT
 
 
@@ -294,11 +294,17 @@ def test_a_training_function_whose_rank_only_a_lost_journal_knew_to_be_back_is_c
     assert called_again(monkeypatch, Members(3, 3, {0: 1}), known) == 1
 
 
-def replicas(relay: str, monkeypatch: pytest.MonkeyPatch, **given: int) -> Replicas:
+def replicas(
+    relay: str,
+    monkeypatch: pytest.MonkeyPatch,
+    model: torch.nn.Module | None = None,
+    **given: int,
+) -> Replicas:
+    """Return a model's replicas, whose optimizer has the first of its parameters."""
     settings = Given(round=3, relay=relay, members="nobody listens here", survive=True, **given)
     monkeypatch.setattr(launched, "given", settings)
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters())
+    model = model if model is not None else torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([next(model.parameters())])
     return Replicas(model, optimizer, global_batch_size=2, micro_batch_size=2)
 
 
@@ -322,6 +328,18 @@ def test_a_second_loop_is_refused_as_it_would_have_no_steps(monkeypatch):
                 )
         with pytest.raises(UserCodeError, match="called again"):
             next(trained.steps(4))
+
+
+def test_no_gradient_is_kept_from_the_step_before(monkeypatch):
+    """It would be added up again: also that of a parameter that another optimizer steps less often."""
+    alone = msgspec.msgpack.encode(MembersNow(Members(3, 0, {0: 0})))
+    model = torch.nn.Linear(1, 1)
+    with listening(answer=alone) as relay:
+        trained = replicas(relay, monkeypatch, model)
+        for step in trained.steps(3):
+            for samples in step:
+                step.backward(model(torch.ones(len(samples), 1)).mean())
+            assert model.bias.grad.item() == 1.0
 
 
 def test_a_file_is_noted_however_it_is_named_unless_it_was_fetched(tmp_path, monkeypatch):
