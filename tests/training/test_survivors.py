@@ -195,6 +195,20 @@ def test_gloo_waits_a_multiple_of_its_limit_for_a_peer_that_is_lost_before_it_is
     assert timedelta(seconds=2) >= groups.PATIENCE * groups.CONNECT_TIMEOUT
 
 
+@pytest.mark.parametrize("lasts", [groups._lasts(), False])
+def test_an_operation_is_complete_for_those_that_ask_in_cpp(monkeypatch, lasts):
+    """torch 2.6 forgets what Python has made of it, and would wait for ever."""
+    monkeypatch.setattr(groups, "_lasts", lambda: lasts)
+
+    class Called(groups.Group):
+        def allreduce(self, tensors, opts=None):
+            return groups.done(tensors)
+
+    work = torch.distributed.ProcessGroup.allreduce(Called(0, 1), [torch.ones(2)])
+    assert work.get_future().value()[0].tolist() == [1, 1]
+    assert work.wait()
+
+
 def in_a_row(work: Callable[[rows.RowGroup], object], *, replays: bool = False) -> list[object]:
     """Return what both ranks of a row return, each in a thread of its own."""
     link = DirectLink()
