@@ -13,7 +13,6 @@ import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from typer.testing import CliRunner
 
 from dlrover.checkpoint import Checkpointer, KeepBest
@@ -24,6 +23,7 @@ from dlrover.checkpoint.storage.stored_step import read_manifest
 from dlrover.checkpoint.storage.stores import BAD, ByteRange, StorageAwayError, open_store
 from dlrover.checkpoint.tools import tools
 from dlrover.checkpoint.tools.convert import convert
+from dlrover.checkpoint.tools.sources import FsspecReader
 from dlrover.cli.ckpt import app
 from dlrover.errors import ConfigurationError, InfrastructureError
 from tests.waiting import until

@@ -190,6 +190,30 @@ def test_a_program_for_ddp_that_knows_nothing_of_losses(run) -> None:
     assert len(launch.events_of(events.RoundOpened)) == 1
 
 
+def test_a_rank_returns_to_a_program_with_two_optimizers_as_the_others_are(run) -> None:
+    """It joins where no pass waits for its backward pass, with kept gradients, and with what is beside the models."""
+    script = SCRIPT.with_name("two_optimizers.py")
+    launch = run("--survive", "--nproc-per-node=3", script, run.directory)
+
+    def rows(rank: int) -> list[list[str]]:
+        path = run.directory / f"rank{rank}.txt"
+        return [row.split() for row in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    launch.until(lambda: all(len(rows(rank)) > 20 for rank in range(3)), 60, "twenty steps")
+    pids = [rows(rank)[-1][2] for rank in range(3)]
+    psutil.Process(int(pids[0])).kill()
+    launch.until(lambda: launch.events_of(events.ReplicaJoined), 90, "a rank that returns")
+    (run.directory / "new").write_text(str(int(rows(1)[-1][0]) + 40))
+    (run.directory / "new").rename(run.directory / "last")
+    launch.succeed(90)
+    assert [rows(rank)[-1][2] for rank in (1, 2)] == pids[1:]
+    found = [[(row[:2], row[3:]) for row in rows(rank)[-20:]] for rank in range(3)]
+    assert found[0] == found[1] == found[2]
+    expected = [1000.0 - (int(row[0]) + 1) // 16 for row in rows(1)]
+    assert [float(row[3]) for row in rows(1)] == expected
+    assert len(launch.events_of(events.RoundOpened)) == 1
+
+
 def test_a_lost_rank_goes_on_from_the_newest_checkpoint_in_memory(run) -> None:
     """After its return, all save again, and the next one that is lost begins with what they have saved."""
     script = SCRIPT.with_name("unchanged_checkpoints.py")

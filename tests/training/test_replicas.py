@@ -7,7 +7,7 @@ from dlrover.errors import ConfigurationError
 
 torch = pytest.importorskip("torch")
 
-from dlrover.training.replicas.replicas import BUCKET_BYTES, Replicas, _buckets, deal  # noqa: E402
+from dlrover.training.replicas.replicas import BUCKET_BYTES, Replicas, _buckets, _Modes, deal  # noqa: E402
 
 pytestmark = [pytest.mark.torch]
 
@@ -39,3 +39,15 @@ def test_a_program_that_was_started_otherwise_is_told_how():
         Replicas(model, optimizer, global_batch_size=8, micro_batch_size=2)
     with pytest.raises(ConfigurationError, match="micro_batch_size is 0"):
         Replicas(model, optimizer, global_batch_size=8, micro_batch_size=0)
+    other = torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
+    with pytest.raises(ConfigurationError, match="parameters that the model has not"):
+        Replicas(model, optimizer, other, global_batch_size=8, micro_batch_size=2)
+
+
+def test_a_rank_that_joins_takes_the_modes_of_modules():
+    one, other = (torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1)) for _ in "12")
+    one[1].eval()
+    one[0].bias.requires_grad_(False)
+    _Modes(other).load_state_dict(_Modes(one).state_dict())
+    assert [module.training for module in other.modules()] == [True, True, False]
+    assert [p.requires_grad for p in other.parameters()] == [True, False, True, True]

@@ -199,6 +199,20 @@ def test_gloo_waits_a_multiple_of_its_limit_for_a_peer_that_is_lost_before_it_is
     assert timedelta(seconds=2) >= groups.PATIENCE * groups.CONNECT_TIMEOUT
 
 
+@pytest.mark.parametrize("lasts", [groups._lasts(), False])
+def test_an_operation_is_complete_for_those_that_ask_in_cpp(monkeypatch, lasts):
+    """torch 2.6 forgets what Python has made of it, and would wait for ever."""
+    monkeypatch.setattr(groups, "_lasts", lambda: lasts)
+
+    class Called(groups.Group):
+        def allreduce(self, tensors, opts=None):
+            return groups.done(tensors)
+
+    work = torch.distributed.ProcessGroup.allreduce(Called(0, 1), [torch.ones(2)])
+    assert work.get_future().value()[0].tolist() == [1, 1]
+    assert work.wait()
+
+
 def in_a_row(work: Callable[[rows.RowGroup], object], *, replays: bool = False) -> list[object]:
     """Return what both ranks of a row return, each in a thread of its own."""
     link = DirectLink()
@@ -298,11 +312,17 @@ def test_a_training_function_whose_rank_only_a_lost_journal_knew_to_be_back_is_c
     assert called_again(monkeypatch, Members(3, 3, {0: 1}), known) == 1
 
 
-def replicas(relay: str, monkeypatch: pytest.MonkeyPatch, **given: int) -> Replicas:
+def replicas(
+    relay: str,
+    monkeypatch: pytest.MonkeyPatch,
+    model: torch.nn.Module | None = None,
+    **given: int,
+) -> Replicas:
+    """Return a model's replicas, whose optimizer has the first of its parameters."""
     settings = Given(round=3, relay=relay, members="nobody listens here", survive=True, **given)
     monkeypatch.setattr(launched, "given", settings)
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters())
+    model = model if model is not None else torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([next(model.parameters())])
     return Replicas(model, optimizer, global_batch_size=2, micro_batch_size=2)
 
 
@@ -326,6 +346,18 @@ def test_a_second_loop_is_refused_as_it_would_have_no_steps(monkeypatch):
                 )
         with pytest.raises(UserCodeError, match="called again"):
             next(trained.steps(4))
+
+
+def test_no_gradient_is_kept_from_the_step_before(monkeypatch):
+    """It would be added up again: also that of a parameter that another optimizer steps less often."""
+    alone = msgspec.msgpack.encode(MembersNow(Members(3, 0, {0: 0})))
+    model = torch.nn.Linear(1, 1)
+    with listening(answer=alone) as relay:
+        trained = replicas(relay, monkeypatch, model)
+        for step in trained.steps(3):
+            for samples in step:
+                step.backward(model(torch.ones(len(samples), 1)).mean())
+            assert model.bias.grad.item() == 1.0
 
 
 def test_a_file_is_noted_however_it_is_named_unless_it_was_fetched(tmp_path, monkeypatch):

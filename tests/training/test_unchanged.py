@@ -118,6 +118,135 @@ def test_the_ranks_of_a_row_decide_alike_whether_the_others_are_to_wait_for_them
     assert [rank._furthest() for rank in ranks] == 2 * [(30, 15)]
 
 
+@pytest.fixture
+def edges() -> tuple[Unchanged, list[int]]:
+    """A rank on its way, and the numbers of reductions at its edges."""
+    rank, found = returning(), []
+    rank._edge = lambda: found.append(rank._reductions)
+    return rank, found
+
+
+class Ddp(torch.nn.Module):
+    """What a rank on its way uses of a model in `DistributedDataParallel`."""
+
+    def __init__(self, module: torch.nn.Module, *, syncs: bool = True) -> None:
+        super().__init__()
+        self.module, self.require_backward_grad_sync = module, syncs
+
+
+def test_a_model_that_trains_in_eval_mode_has_edges_too(edges):
+    rank, found = edges
+    model, samples = Ddp(torch.nn.Linear(3, 1).eval()), torch.ones(2, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _step in range(3):
+        with torch.no_grad():
+            rank.forward(model, None, (samples,), {})
+        rank.forward(model, None, (samples,), {}).sum().backward()
+        rank.stepped(type(optimizer).step, optimizer, None)
+    assert found == [0, 1, 2]
+
+
+def test_a_reduction_is_counted_for_each_backward_pass_of_a_model(edges):
+    rank, _ = edges
+    one, other = Ddp(torch.nn.Linear(3, 3)), Ddp(torch.nn.Linear(3, 1))
+    alone, frozen = Ddp(torch.nn.Linear(3, 1), syncs=False), Ddp(torch.nn.Linear(3, 1))
+    frozen.requires_grad_(False)
+
+    def run(model: Ddp, samples: torch.Tensor) -> torch.Tensor:
+        return rank.forward(model, None, (samples,), {})
+
+    samples = torch.ones(2, 3, requires_grad=True)
+    (run(one, samples).sum() + run(one, samples).sum()).backward()  # as with two views of a picture
+    assert rank._reductions == 1
+    run(other, run(one, samples)).sum().backward()
+    assert rank._reductions == 3
+    torch.autograd.grad(run(other, samples).sum(), samples)  # DDP reduces nothing then
+    (run(alone, samples) + run(frozen, samples)).sum().backward()
+    assert rank._reductions == 3
+
+
+def test_a_rank_joins_where_no_pass_waits_for_its_backward_pass(edges):
+    rank, found = edges
+    maker, critic = Ddp(torch.nn.Linear(3, 3)), Ddp(torch.nn.Linear(3, 1))
+    optimizers = [torch.optim.SGD(model.parameters()) for model in (critic, maker)]
+    for _step in range(2):
+        made = rank.forward(maker, None, (torch.ones(2, 3),), {})
+        rank.forward(critic, None, (made.detach(),), {}).sum().backward()
+        rank.stepped(type(optimizers[0]).step, optimizers[0], None)
+        rank.replaying = False
+        assert rank.place() == (0, 0, 0)  # nobody can go on from a save there
+        rank.replaying = True
+        rank.forward(critic, None, (made,), {}).sum().backward()
+        rank.stepped(type(optimizers[1]).step, optimizers[1], None)
+    assert found == [0, 3]
+
+
+def test_a_program_in_which_no_lost_rank_can_return_is_told_so(edges, caplog):
+    rank, found = edges
+    model, other = Ddp(torch.nn.Linear(3, 1)), Ddp(torch.nn.Linear(3, 1))
+    rank.passes(other)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def steps() -> None:
+        for _step in range(100):
+            rank.stepped(type(optimizer).step, optimizer, None)
+            rank.passes(model)
+            rank.came_back([model])
+
+    with pytest.raises(
+        InfrastructureError, match=r"100 steps, so no lost rank can return; .*no_grad"
+    ):
+        steps()
+    rank.replaying, rank._skipped = False, 0
+    steps()
+    assert "no lost rank can return" in caplog.text
+    assert found == [0]
+
+
+def trains() -> tuple[Unchanged, list[torch.optim.Optimizer]]:
+    """A rank that trains with two optimizers, of a parameter each."""
+    rank = returning()
+    rank.replaying, rank._fresh = False, False
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]) for _ in range(2)]
+    for optimizer in optimizers:
+        rank.owns("optimizer", optimizer)
+    return rank, optimizers
+
+
+def test_a_rank_takes_the_gradients_that_an_optimizer_has_not_stepped_with():
+    (one, (often, seldom)), (other, _) = trains(), trains()
+    for optimizer in (often, seldom):
+        optimizer.param_groups[0]["params"][0].grad = torch.full((2,), 7.0)
+    one.passes(None)
+    one.stepped(type(often).step, often, None)
+    kept = one._parts["gradients"].state_dict()
+    assert len(kept) == 1
+    other._parts["gradients"].load_state_dict(kept)
+    assert [None if p.grad is None else p.grad.tolist() for p in other._trained()] == [None, [7, 7]]
+    one.stepped(type(seldom).step, seldom, None)
+    assert not one._parts["gradients"].state_dict()
+
+
+def test_a_rank_takes_what_is_trained_and_counted_beside_models():
+    def program(mean: float) -> tuple[Unchanged, torch.nn.Module, torch.nn.Module]:
+        model, layer = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
+        made: list[weakref.ref[torch.nn.Module]] = [weakref.ref(model), weakref.ref(layer)]
+        link = types.SimpleNamespace(over=False, ask=lambda _request: None)
+        rank = Unchanged(link, Given(round=3, rank=1, world_size=4, attempt=1), {}, made)
+        rank.owns("model", model)
+        rank.owns("optimizer", torch.optim.SGD([*model.parameters(), *layer.parameters()]))
+        for one in (model, layer):
+            torch.nn.init.constant_(one.weight, mean)
+            one.running_mean.fill_(mean)
+        return rank, model, layer
+
+    one, _model, _layer = program(5.0)
+    other, model, layer = program(3.0)
+    other._parts["beside"].load_state_dict(one._parts["beside"].state_dict())
+    assert (layer.running_mean.tolist(), layer.weight.tolist()) == ([5, 5], [5, 5])
+    assert (model.running_mean.tolist(), model.weight.tolist()) == ([3, 3], [3, 3])
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_comes_to_its_end_before_the_others_waits_for_theirs(rank):
     late = returning(rank=rank, over=(False, False, True))

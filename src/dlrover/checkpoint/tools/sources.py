@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, metadata as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 
 from dlrover.checkpoint.engine import copying
@@ -28,6 +27,11 @@ from dlrover.checkpoint.machine import extent, layout as layouts
 from dlrover.checkpoint.machine.extent import Box, Extent, cover
 from dlrover.checkpoint.machine.layout import name
 from dlrover.checkpoint.storage.stored_step import StoredStep, StoredTensor
+
+try:
+    from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader
+except ImportError:  # it is private in earlier versions of torch, and warns in later ones
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from dlrover.checkpoint.storage.stores import (
     DCP_METADATA,
     MANIFEST,

@@ -1,15 +1,18 @@
 """Process groups that can be abandoned: one per membership, outside of torch's default group.
 
-A collective that waits for a dead peer must be left. gloo has no way to do that in torch 2.13, so the group's own
-connections are shut down: those sockets that its creation has opened, and only connected ones (a listener that is
-shut down ends the process). NCCL's group has ``abort``. Rarely, gloo does not notice: about one in some hundred collectives
-whose peers are gone waits on for ever (torch 2.13). Such a one is left to its thread.
+A collective that waits for a dead peer must be left. gloo has no way to do that: tried with a stopped peer, ``abort`` and
+``shutdown`` (torch 2.13, 2.15) return and the collective waits on; so does ``reconfigure`` (experimental, 2.15), though the
+group then works among those that are left, as a new one does. So the group's own connections are shut down: those sockets
+that its creation has opened, and only connected ones (a listener that is shut down ends the process). NCCL's group has
+``abort``. Rarely, gloo does not notice: about one in some hundred collectives whose peers are gone waits on for ever (torch
+2.13). Such a one is left to its thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import socket
 import threading
@@ -19,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 from dlrover.spec.requests.membership import MAX_VALUE, Meet, Members, Met, checksum
 from dlrover.training.replicas.link import Link
@@ -139,6 +143,32 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
+
+
+class _Barrier(Group):
+    """A group of which C++ asks for an operation."""
+
+    def barrier(self, opts: Any = None) -> Done:
+        """Return an operation that is complete."""
+        return Done([])
+
+
+@functools.cache
+def _lasts() -> bool:
+    """Return whether an operation made in Python outlives its object there, once C++ has it; not in torch 2.6."""
+    try:
+        dist.ProcessGroup.barrier(_Barrier(0, 1)).get_future()
+    except RuntimeError:
+        return False
+    return True
+
+
+def done(tensors: list[torch.Tensor]) -> Any:
+    """Return an operation that is complete, for Python and for C++."""
+    own = Done(tensors)
+    if _lasts():
+        return own
+    return _distributed_c10d._create_work_from_future(own.get_future())  # noqa: SLF001 - its own kind
 
 
 class Peers:

@@ -6,6 +6,7 @@
 ``DistributedDataParallel``          its gradients are reduced by `Unchanged`; its forward pass is an edge
 ``Optimizer.step``                   does nothing while a rank replays
 ``AveragedModel``                    a returning rank takes that of the others
+normalization layers                 it takes their running statistics, also outside of models
 ``torch.save`` and ``safetensors``   write no files while a rank replays
 ``torch.load`` and ``safetensors``   the files that a returning rank loads are noted
 ``GradScaler``                       looks for no overflow while a rank replays
@@ -51,6 +52,8 @@ _running: list[Unchanged] = []
 """This process's rank, once the program has made its process group."""
 _loaded: dict[str, float] = {}
 """The files that a program that is started again has loaded, and when they were written."""
+_norms: list[weakref.ref[Any]] = []
+"""The program's normalization layers, in the order of their making."""
 _early: list[tuple[str, weakref.ref[Any]]] = []
 """Optimizers, scalers and schedules that the program has made before its process group."""
 
@@ -61,6 +64,7 @@ def install() -> None:
     after_import("torch.nn.parallel.distributed", _watch_models)
     after_import("torch.optim.optimizer", _watch_optimizers)
     after_import("torch.optim.swa_utils", _watch_averages)
+    after_import("torch.nn.modules.batchnorm", _watch_norms)
     after_import("torch.serialization", functools.partial(_mute, names=("save",), package="torch"))
     after_import("safetensors.torch", functools.partial(_mute, names=("save_file",)))
     if launched.given.attempt:
@@ -116,7 +120,7 @@ def _watch_groups(module: Any) -> None:
 
         given = launched.given
         if not _running:
-            _running.append(unchanged.Unchanged(open_link(), given, _loaded))
+            _running.append(unchanged.Unchanged(open_link(), given, _loaded, _norms))
             launched.survival = _running[0]
             managed.register(_running[0])
             for name, early in _early:
@@ -240,10 +244,9 @@ def _watch_models(module: types.ModuleType) -> None:
                     "--survive: DistributedDataParallel among some of the ranks does not outlive the loss of one."
                 )
             _running[0].owns("model", self.module)
-            order = {id(p): i for i, p in enumerate(self.module.parameters())}
             # torch refuses annotations that are text.
             hook = lambda state, bucket: _reduce(state, bucket)  # noqa: E731, PLW0108
-            self.register_comm_hook(_Buckets(_running[0], order), hook)
+            self.register_comm_hook(_Buckets(_running[0], self), hook)
 
     @functools.wraps(forward)
     def wrapped_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -257,8 +260,9 @@ def _watch_models(module: types.ModuleType) -> None:
 class _Buckets:
     """The buckets of a backward pass, until the last one; their order may differ between ranks."""
 
-    def __init__(self, rank: Unchanged, order: dict[int, int]) -> None:
-        self.rank, self.order = rank, order
+    def __init__(self, rank: Unchanged, model: Any) -> None:
+        self.rank, self.model = rank, weakref.ref(model)
+        self.order = {id(p): i for i, p in enumerate(model.module.parameters())}
         self.waiting: list[tuple[Any, Any]] = []
 
 
@@ -277,6 +281,8 @@ def _reduce(buckets: _Buckets, bucket: Any) -> Any:
         ]
         gradients.sort(key=lambda pair: pair[0])
         buckets.rank.reduce([gradient for _, gradient in gradients])
+        model = buckets.model()
+        buckets.rank.came_back([] if model is None else [model])
         for one, done in waiting:
             done.set_result(one.buffer())
     return future
@@ -308,6 +314,17 @@ def _watch_averages(module: types.ModuleType) -> None:
         _own("average", self)
 
     module.AveragedModel.__init__ = wrapped
+
+
+def _watch_norms(module: Any) -> None:
+    make = module._NormBase.__init__  # noqa: SLF001 - of all layers with running statistics
+
+    @functools.wraps(make)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        _norms.append(weakref.ref(self))
+
+    module._NormBase.__init__ = wrapped  # noqa: SLF001
 
 
 def _stepping(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from dlrover import launched
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.training.replicas.groups import Done, Group, Peers
+from dlrover.training.replicas.groups import Group, Peers, done
 from dlrover.training.replicas.rows import RowGroup
 from dlrover.training.replicas.unchanged import Unchanged
 
@@ -97,7 +97,7 @@ class ManagedGroup(Group):
         """Gather tensors of each rank."""
         for output, own in zip(outputs, inputs, strict=True):
             self._allgather_base(output, own)
-        return Done(outputs)
+        return done(outputs)
 
     # As torch calls them since version 2.13.
     all_gather_single = _allgather_base
@@ -193,7 +193,7 @@ class ManagedGroup(Group):
             for output, result in zip(outputs, results, strict=True):
                 if output is not result:
                     output.copy_(result.view_as(output))
-        return Done(outputs)
+        return done(outputs)
 
 
 def _packed(objects: Any) -> torch.Tensor:

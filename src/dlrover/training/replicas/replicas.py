@@ -13,6 +13,7 @@ import torch
 
 from dlrover import launched
 from dlrover.errors import ConfigurationError, UserCodeError
+from dlrover.training.replicas.beside import parameters_of
 from dlrover.training.replicas.healing import Healer
 from dlrover.training.replicas.link import open_link
 from dlrover.training.replicas.survivors import Regrouping, Survivors
@@ -47,7 +48,8 @@ class Replicas:
         seed: Seed of the random generators.
 
     Raises:
-        ConfigurationError: A size is not positive, or the launcher does not keep replicas (``--survive``).
+        ConfigurationError: A size is not positive, the optimizer has parameters that the model has not, or the launcher
+            does not keep replicas (``--survive``).
     """
 
     def __init__(
@@ -64,15 +66,21 @@ class Replicas:
                 raise ConfigurationError(
                     f"{name}_batch_size is {size}; it must be an integer of at least 1."
                 )
+        learned = {id(parameter) for parameter in model.parameters()}
+        steppers = [one for one in (optimizer, *others) if isinstance(one, torch.optim.Optimizer)]
+        if not all(id(p) in learned for one in steppers for p in parameters_of(one)):
+            raise ConfigurationError(
+                "Replicas: an optimizer has parameters that the model has not, whose gradients would not be added up; let the"
+                " model have all of them, for example in a torch.nn.ModuleList."
+            )
         given = launched.given
-        self.optimizer = optimizer
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._model, self.optimizer = model, optimizer
         self._size, self._seed = global_batch_size, seed
         bounds = range(0, global_batch_size, micro_batch_size)
         self._micro_batches = [
             range(at, min(at + micro_batch_size, global_batch_size)) for at in bounds
         ]
-        parts = {"model": model, "optimizer": optimizer, "numbers": _Numbers(self)}
+        parts = {"model": model, "optimizer": optimizer, "numbers": _Numbers(self), "modes": _Modes(model)}  # fmt: skip
         parts |= {f"other {i}": part for i, part in enumerate(others)}
         self.number = 0
         """Number of the present step."""
@@ -128,6 +136,10 @@ class Replicas:
             survivors.finish()
 
     # ---- for steps
+
+    @property
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for p in self._model.parameters() if p.requires_grad]
 
     def _nothing(self) -> torch.Tensor:
         return torch.zeros(len(self._micro_batches), dtype=torch.uint8)
@@ -197,7 +209,7 @@ class Step:
     def __iter__(self) -> Iterator[range]:
         """Yield this replica's micro-batches as ranges of sample numbers, more of them if a replica is lost."""
         replicas = self._replicas
-        replicas.optimizer.zero_grad()
+        replicas._model.zero_grad()  # noqa: SLF001 - also what another optimizer steps
         done, todo = replicas._nothing(), replicas._own()  # noqa: SLF001 - one thing in two classes
         while not self.complete:
             for index in todo:
@@ -235,6 +247,28 @@ class _Numbers:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._replicas.number = state["number"]
         launched.rejoined(state["steps"])
+
+
+class _Modes:
+    """Which modules of a model are in training mode, and which parameters learn, as part of a replica's state.
+
+    A program may change them at a step that a rank that joins does not make.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, list[bool]]:
+        return {
+            "trains": [module.training for module in self._model.modules()],
+            "learns": [parameter.requires_grad for parameter in self._model.parameters()],
+        }
+
+    def load_state_dict(self, state: dict[str, list[bool]]) -> None:
+        for module, trains in zip(self._model.modules(), state["trains"], strict=True):
+            module.training = trains
+        for parameter, learns in zip(self._model.parameters(), state["learns"], strict=True):
+            parameter.requires_grad_(learns)
 
 
 def deal(numbers: Sequence[int], ranks: Sequence[int], rank: int) -> list[int]:

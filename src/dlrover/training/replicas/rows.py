@@ -18,7 +18,7 @@ import torch.distributed as dist
 from dlrover import launched
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.training.machine.places import EXCLUDED_LIMIT
-from dlrover.training.replicas.groups import PATIENCE, TIMEOUT, Changed, Done, Group, MeetingStore
+from dlrover.training.replicas.groups import PATIENCE, TIMEOUT, Changed, Group, MeetingStore, done
 from dlrover.training.replicas.link import Link
 
 Tensors: TypeAlias = list[torch.Tensor]
@@ -117,7 +117,7 @@ class RowGroup(Group):
         options.reduceOp = opts.reduceOp if opts is not None else options.reduceOp
         for tensor in tensors:
             self.allreduce([tensor], options)
-        return Done(tensors)
+        return done(tensors)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
         """Send tensors of one rank to the others."""
@@ -147,7 +147,7 @@ class RowGroup(Group):
         """Gather tensors of each rank."""
         for output, own in zip(outputs, inputs, strict=True):
             self._allgather_base(output, own)
-        return Done(outputs)
+        return done(outputs)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         """Gather a tensor of each rank in one of them."""
@@ -189,7 +189,7 @@ class RowGroup(Group):
         """Reduce tensors; each rank gets parts."""
         for own, every in zip(outputs, inputs, strict=True):
             self._reduce_scatter_base(own, every, opts)
-        return Done(outputs)
+        return done(outputs)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """Exchange tensors with each rank."""
@@ -243,13 +243,13 @@ class RowGroup(Group):
             )
         if average:
             options.reduceOp = dist.ReduceOp.SUM
-        done = self._run(outputs, inputs, start, alone, view=lambda tensor: tensor)
+        work = self._run(outputs, inputs, start, alone, view=lambda tensor: tensor)
         if average:
             options.reduceOp = dist.ReduceOp.AVG
             with torch.no_grad():
                 for output in outputs if not self._replays() else ():
                     output.copy_(output / self._row.size)  # integers, too
-        return done
+        return work
 
     def _run(
         self,
@@ -271,7 +271,7 @@ class RowGroup(Group):
             for output, result in zip(outputs, results, strict=True):
                 if output is not result:
                     output.copy_(result.view_as(output))
-        return Done(outputs)
+        return done(outputs)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

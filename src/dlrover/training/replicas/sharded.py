@@ -121,7 +121,7 @@ class ShardedModels:
             if not self._spread:
                 self._spread = True
                 rank.owns("model", self)
-                rank.spread_over(mesh.mesh)
+                rank.spread_over(mesh.mesh, self.held)
             group.mesh_info = info(mesh.mesh, shard_mesh_dim=1)
             group.post_forward_mesh_info = group.mesh_info if both is not None else None
 
@@ -165,7 +165,8 @@ class ShardedModels:
         backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - parts are computed again
         if rank is None or self._inside or backward:
             return original()
-        rank.passes(model)
+        learns = any(parameter.requires_grad for parameter in model.parameters())
+        rank.passes(model._get_fsdp_state()._state_ctx if learns else None)  # noqa: SLF001 - as in `_end_later`
         self._inside = True
         try:
             if not rank.replaying:
@@ -196,9 +197,11 @@ class ShardedModels:
         import torch  # noqa: PLC0415 - it is imported by now
 
         passed, self._passed, self._queued = list(self._passed.values()), {}, False
+        rank = self._running()
+        if rank is not None:
+            rank.came_back(passed)
         passed = [shared for shared in passed if shared.is_last_backward]  # else FSDP still adds up
         groups = [g for shared in passed for s in shared.all_states for g in _groups_in(s)]
-        rank = self._running()
         if rank is None or not any(g.reduce_grads and g.all_reduce_grads for g in groups):
             return
         parameters = [p.sharded_param for group in groups for p in group.fsdp_params]
@@ -219,31 +222,31 @@ class ShardedModels:
 
     # ---- the state
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """Return this rank's parts of all models, which FSDP has divided again."""
+    def _named(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of all models, which FSDP has divided again."""
         modules = {i: m for i, ref in enumerate(self._modules) if (m := ref()) is not None}
         parts = {id(part) for m in modules.values() for part in m.modules() if part is not m}
         found: dict[str, torch.Tensor] = {}
-        held: set[int] = set()
         for i, model in ((i, m) for i, m in modules.items() if id(m) not in parts):
             _reshard(model)
             named = [*model.named_parameters(), *model.named_buffers()]
-            found |= {f"{i} {name}": local(tensor) for name, tensor in named}
-            held |= {id(tensor) for _, tensor in named}
-        rank = self._running()
-        trained = enumerate(rank.trained() if rank is not None else ())
-        return found | {f"other {i}": local(t) for i, t in trained if id(t) not in held}
+            found |= {f"{i} {name}": tensor for name, tensor in named}
+        return found
+
+    def held(self) -> set[int]:
+        """Return the ids of the tensors of all models."""
+        return {id(tensor) for tensor in self._named().values()}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return this rank's parts of all models."""
-        return self._tensors()
+        return {name: local(tensor) for name, tensor in self._named().items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take the parts of another rank with the same place in its row.
 
         Either rank may still have a model that the program has dropped, and the other one not.
         """
-        own = self._tensors()
+        own = self.state_dict()
         for name in own.keys() & state.keys():
             own[name].copy_(state[name])
 

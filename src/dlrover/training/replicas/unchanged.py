@@ -1,6 +1,6 @@
 """Programs that use `DistributedDataParallel` or FSDP2's HSDP as they are: what they see of a loss is a slow step.
 
-Each synchronizing backward pass is one *reduction*; other collectives are counted within it. A rank that is started
+Each synchronizing backward pass of a model is one *reduction*; other collectives are counted within it. A rank that is started
 again runs the program from its beginning, without computing: each model returns what it returned once, the optimizer
 does nothing, collectives have no effect. So it comes to the place of the others within moments, with its loaders,
 schedulers and counters where they would be; there it takes their state, and trains.
@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import math
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from dlrover.checkpoint.storage.lease import job_of
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.requests.membership import DivideMembers, LookMembers, MembersNow
 from dlrover.training.machine.places import EXCLUDED_LIMIT
+from dlrover.training.replicas.beside import Beside, KeptGradients, parameters_of
 from dlrover.training.replicas.groups import Changed, MembershipGroup, Peers
 from dlrover.training.replicas.healing import Healer
 from dlrover.training.replicas.link import Link
@@ -38,13 +40,24 @@ REDUCTION = 1 << 32
 """Positions between two reductions."""
 BEGUN = 1 << 31
 """Added to the position once the step of the next reduction has begun: a rank joins at this place of its program only."""
+MOST_SKIPPED = 100
+"""Steps in a row at whose beginnings no rank can join, after which the program is taken to have no other ones."""
 
 
 class Unchanged:
     """One rank of an unchanged program."""
 
-    def __init__(self, link: Link, given: launched.Given, loaded: Mapping[str, float]) -> None:
-        """``loaded`` are the files that the program has loaded, with the times at which they were written."""
+    def __init__(
+        self,
+        link: Link,
+        given: launched.Given,
+        loaded: Mapping[str, float],
+        norms: Sequence[Callable[[], Any]] = (),
+    ) -> None:
+        """``loaded`` are the files that the program has loaded, with the times at which they were written.
+
+        ``norms`` return the program's normalization layers, or None for those that it has dropped.
+        """
         self.replaying = given.attempt > 0
         """True while this rank runs the program without its model."""
         self.steps = 0
@@ -66,14 +79,22 @@ class Unchanged:
         """Number and ranks of the membership that has carried out the last collective. Of a loss since, some ranks may
         know and others not."""
         self._parts: dict[str, Any] = {"numbers": _StepCount(self)}
+        self._kept = KeptGradients(self._parts)
+        self._parts["gradients"] = self._kept
+        self._parts["beside"] = Beside(self._trained, norms, self._held)
+        self._held_by_rows: Callable[[], set[int]] = set
         self._healer = Healer(self._parts)
         self._survivors = Survivors(link, given.round, given.rank, given.attempt, self._healer)
         self.row: Row | None = None
         """The ranks that have a replica together with this one; None: it has one alone."""
         self.saving = False
         """True while all ranks save a checkpoint together, which lacks something if one of them is lost."""
-        self._reductions = self._others = 0
+        self._reductions = self._others = self._skipped = 0
         self._fresh = self._first = True
+        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Models, or what stands for them, with a pass whose backward pass is yet to come."""
+        self._returned: list[Any] = []
+        """Models that the present backward pass has come to, while this rank replays."""
         self._asked = self._local = self._midway = False
         self._aim, self._left = 0, math.inf
         self._outputs: dict[Any, Any] = {}
@@ -100,7 +121,7 @@ class Unchanged:
 
     def place(self) -> tuple[int, int, int]:
         """Return where a rank goes on that loads what is saved now; nowhere within a step."""
-        edge = self._fresh and not self.replaying
+        edge = self._fresh and not self._open and not self.replaying
         return (self._round, self._reductions, self.steps) if edge else (0, 0, 0)
 
     def continued(self, save: int, place: tuple[int, int, int]) -> None:
@@ -183,14 +204,20 @@ class Unchanged:
         if self.replaying and self._link.over:
             self._survivors.leave()
 
-    def trained(self) -> list[torch.Tensor]:
+    def _trained(self) -> list[torch.Tensor]:
         """Return the parameters of all optimizers."""
         optimizers = [part for name, part in self._parts.items() if name.startswith("optimizer")]
-        return [p for one in optimizers for group in one.param_groups for p in group["params"]]
+        return [parameter for one in optimizers for parameter in parameters_of(one)]
 
-    def spread_over(self, mesh: Any) -> None:
-        """Note the device mesh that parts of the state belong to."""
-        self._healer.mesh = mesh
+    def _held(self) -> set[int]:
+        """Return the ids of the tensors of all models and averages."""
+        models = [part for part in self._parts.values() if isinstance(part, torch.nn.Module)]
+        tensors = (t for model in models for t in (*model.parameters(), *model.buffers()))
+        return {*map(id, tensors)} | self._held_by_rows()
+
+    def spread_over(self, mesh: Any, held: Callable[[], set[int]]) -> None:
+        """Note the device mesh that parts of the state belong to, and what returns the ids of the models' tensors."""
+        self._healer.mesh, self._held_by_rows = mesh, held
 
     def begins_at(self, step: int) -> None:
         """Count reductions from a step of the training, so that a rank that returns may begin with a newer checkpoint."""
@@ -260,22 +287,68 @@ class Unchanged:
 
     def forward(self, model: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the output of a model's forward pass."""
-        trains = self.passes(model.module)
+        learns = any(parameter.requires_grad for parameter in model.module.parameters())
+        reduces = learns and model.require_backward_grad_sync and torch.is_grad_enabled()
+        self.passes(model if reduces else None)
         if not self.replaying:
             self._rebuild(model)
             return original(model, *args, **kwargs)
-        self._reductions += trains and model.require_backward_grad_sync
-        self._others = 0 if trains else self._others
         module = model.module
-        return self.remembered(module, lambda: module(*args, **kwargs), args, kwargs)
+        plain = [self._stand_in(model)] if reduces else []
+        return self.remembered(module, lambda: module(*args, **kwargs), args, kwargs, plain)
 
-    def passes(self, model: torch.nn.Module) -> bool:
-        """Note that a forward pass begins, the first of a step at an edge; return whether it is for training."""
-        trains = bool(model.training and torch.is_grad_enabled())
-        if trains and self._fresh:
+    def _stand_in(self, model: Any) -> Any:
+        """Return a parameter that gets a gradient when the model's would, in whose backward pass the others reduce."""
+
+        def comes_back(_parameter: torch.Tensor) -> None:
+            if not self._returned:
+                torch.autograd.Variable._execution_engine.queue_callback(self._count)  # noqa: SLF001
+            if model not in self._returned:
+                self._returned.append(model)
+
+        parameter = torch.zeros((), requires_grad=True)
+        parameter.register_post_accumulate_grad_hook(comes_back)
+        return parameter
+
+    def _count(self) -> None:
+        """Count the reductions of a backward pass, one of each model."""
+        returned, self._returned = self._returned, []
+        for _model in returned:
+            self.reduced()
+        self.came_back(returned)
+
+    def passes(self, graph: Any) -> None:
+        """Note that a forward pass begins, the first of a step at an edge.
+
+        ``graph`` stands for the model until `came_back`, at the end of the backward pass; None: there will be none.
+        """
+        if not torch.is_grad_enabled():
+            return
+        # What was computed on the way cannot be used after it: a rank does not join between a pass and its way back.
+        if self._fresh and self._open:
+            self._skip_edge()
+        elif self._fresh:
+            self._skipped = 0
             self._edge()
-        self._fresh = self._fresh and not trains
-        return trains
+        self._fresh = False
+        self._kept.passed()
+        if graph is not None:
+            self._open.add(graph)
+
+    def _skip_edge(self) -> None:
+        """Give up, or warn, once no rank could join for many steps."""
+        self._skipped += 1
+        if self._skipped == MOST_SKIPPED:
+            what = f"a forward pass has waited for its backward pass in {MOST_SKIPPED} steps, so no lost rank can return"
+            if self.replaying:
+                raise InfrastructureError(
+                    f"--survive: {what}; all ranks start again. Use torch.no_grad() for passes without a backward pass."
+                )
+            logger.warning("%s; use torch.no_grad() for passes without a backward pass.", what)
+
+    def came_back(self, graphs: Sequence[Any]) -> None:
+        """Note the end of a backward pass of models."""
+        self._open.difference_update(graphs)
 
     def _rebuild(self, model: Any) -> None:
         """Let a model arrange its buckets, which it does once, without the others: their order does not matter here."""
@@ -426,6 +499,7 @@ class Unchanged:
             result = step(optimizer) if closure is None else step(optimizer, closure)
         self._optimizer = self._optimizer or optimizer
         self.steps += optimizer is self._optimizer
+        self._kept.used(optimizer)
         self._fresh = True
         return result
 
