@@ -269,3 +269,17 @@ def test_updates_of_several_threads_all_count() -> None:
     for thread in threads:
         thread.join()
     assert (rows(native, keys, 8, insert=False) == 600).all()
+
+
+@pytest.mark.parametrize("removed", [[], [3, 30]])
+@needs_library
+def test_a_restore_removes_the_removed_keys_that_have_no_row_in_it(removed):
+    source, _ = both()
+    rows(source, np.array([1, 3], np.uint64), 5)
+    copied = source.copy(np.arange(SLOTS, dtype=np.uint64), changed=False, keep=True)
+    copied = copied._replace(removed=np.array(removed, np.uint64))
+    for table in both():
+        rows(table, np.array([1, 30], np.uint64), 5)
+        table.restore(copied)
+        left = contents(table)[0].tolist()
+        assert left == ([1, 3] if removed else [1, 3, 30])

@@ -276,8 +276,7 @@ class NativeTable:
         done = self._call("restore", len(parts[0]), *map(_at, parts))
         if done < len(parts[0]):
             raise MemoryError(f"{len(parts[0]) - done} rows found no room.")
-        removed = np.setdiff1d(copied.removed, copied.keys)
-        self.remove(removed, remember=False)
+        self.remove(without_row(copied), remember=False)
 
     def remove(self, keys: Any, *, remember: bool) -> int:
         """Remove keys."""
@@ -326,6 +325,13 @@ class NativeTable:
     def memory(self) -> int:
         """Return the bytes in use."""
         return int(self._call("memory"))
+
+
+def without_row(copied: Copied) -> Any:
+    """Return the removed keys of a copy that have no row in it, uint64."""
+    if not len(copied.removed):  # as in a file: then the keys of rows need not be sorted
+        return copied.removed
+    return np.setdiff1d(copied.removed, copied.keys)
 
 
 def joined(parts: Sequence[Copied]) -> Copied:

@@ -17,6 +17,7 @@ from dlrover._native.tables import (
     norms_of,
     slots_of,
     values_of,
+    without_row,
 )
 from dlrover._native.twin_rules import RULES
 
@@ -236,7 +237,7 @@ class TwinTable:
                 self._last[place], self._counts[place] = copied.last[i], copied.counts[i]
                 self._flags[place] = copied.flags[i]
                 self._rows[place] = copied.rows[i]
-        self.remove(np.setdiff1d(copied.removed, copied.keys), remember=False)
+        self.remove(without_row(copied), remember=False)
 
     def remove(self, keys: Any, *, remember: bool) -> int:
         """Remove keys."""

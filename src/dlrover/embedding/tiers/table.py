@@ -202,7 +202,7 @@ class TieredTable:
                 self._make_room(distinct)
                 self._cold.remove(distinct)
                 self._hot.restore(part)
-        self.remove(np.setdiff1d(copied.removed, copied.keys), remember=False)
+        self.remove(tables.without_row(copied), remember=False)
 
     def remove(self, keys: Any, *, remember: bool) -> int:
         """Remove keys."""
