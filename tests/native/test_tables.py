@@ -166,7 +166,7 @@ def test_lookups_find_the_pages_of_new_rows_there() -> None:
     """Once a table has some size, another thread touches the memory that follows."""
     table = NativeTable(loaded, RowOptions(256, "float32", "sgd", HYPER))
     rows(table, np.arange(100_000, dtype=np.uint64), 256)
-    until(lambda: _largest_resident() > table.memory() + (4 << 20), 10, "memory ahead")
+    until(lambda: _largest_resident() > table.memory() + (4 << 20), 30, "memory ahead")
 
 
 def _largest_resident() -> int:
