@@ -18,6 +18,9 @@ pytestmark = pytest.mark.torch
     ("methods", "ranks", "fields"),
     [
         (["auto_ddp"], 4, {"dp_replicate": 4, "zero": 0}),
+        # as in the original's page of auto_accelerate
+        (["parallel_mode", ("amp_native", "bf16")], 4, {"dp_replicate": 4, "zero": 0, "precision": "bf16"}),
+        (["parallel_mode", ("fsdp", {"fsdp_wrap_params_outmost": True})], 2, {"dp_shard": 2}),
         (["fsdp", ("amp_native", {"dtype": "bf16"})], 4, {"dp_shard": 4, "precision": "bf16"}),
         ([("amp_native", {"dtype": torch.float16}), "zero2"], 2, {"dp_shard": 2, "zero": 2, "precision": "fp16"}),
         (

@@ -25,7 +25,7 @@ DTYPES = {
 }  # fmt: skip
 ALWAYS = {
     "backward_prefetch", "forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params",
-    "wrap_trainable_outmost", "atorch_size_based_min_num_params",
+    "wrap_trainable_outmost", "fsdp_wrap_params_outmost", "atorch_size_based_min_num_params",
 }  # fmt: skip
 """Options of FSDP that ``fully_shard`` decides by itself."""
 
@@ -128,6 +128,8 @@ def _zero(stage: int) -> Callable[[Fields, Any], None]:
 
 
 def _parallel_mode(found: Fields, config: Any) -> None:
+    if config is None:
+        return  # all ranks are data-parallel
     if (
         not isinstance(config, tuple | list)
         or not config
@@ -154,7 +156,10 @@ def _auto_ddp(found: Fields, config: Any) -> None:
 
 
 def _amp_native(found: Fields, config: Any) -> None:
-    dtype = str(_mapping("amp_native", config, ["dtype"]).get("dtype", "bf16"))
+    options = (
+        {"dtype": config} if isinstance(config, str) else _mapping("amp_native", config, ["dtype"])
+    )
+    dtype = str(options.get("dtype", "bf16"))
     found["precision"] = DTYPES.get(dtype.removeprefix("torch."), "")
     if not found["precision"]:
         raise ConfigurationError(
