@@ -147,7 +147,7 @@ def test_torch_keeps_its_own_functions() -> None:
         ("dlrover.trainer.torch.flash_checkpoint.fsdpp", "Did you mean dlrover.trainer.torch.flash_checkpoint.fsdp?"),
         ("dlrover.python.common.constants", "docs/from-dlrover.md"),
         ("tfplus.kv_variable.python.ops.kv_variable_ops", "'tfplus.kv_variable': use dlrover.embedding"),
-        ("atorch.distributed.distributed", "use torch.distributed, or dlrover.accelerate"),
+        ("atorch.trainer.atorch_trainer", "use the Trainer of Transformers with"),
         ("atorch.nowhere", "docs/from-dlrover.md"),
     ],
 )  # fmt: skip
