@@ -394,6 +394,15 @@ def _from_file(path: str) -> dict[str, Any]:
     return values
 
 
+def check_variables(env: Mapping[str, str]) -> None:
+    """Refuse a ``DLROVER_`` variable that nothing reads, for a command that takes no settings.
+
+    Raises:
+        ConfigurationError: there is one; the sentence has the nearest name.
+    """
+    _from_environment(env)
+
+
 def _from_environment(env: Mapping[str, str]) -> dict[str, Any]:
     names = setting_names()
     values = {}

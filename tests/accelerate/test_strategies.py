@@ -18,6 +18,9 @@ pytestmark = pytest.mark.torch
     ("methods", "ranks", "fields"),
     [
         (["auto_ddp"], 4, {"dp_replicate": 4, "zero": 0}),
+        # as in the original's page of auto_accelerate
+        (["parallel_mode", ("amp_native", "bf16")], 4, {"dp_replicate": 4, "zero": 0, "precision": "bf16"}),
+        (["parallel_mode", ("fsdp", {"fsdp_wrap_params_outmost": True})], 2, {"dp_shard": 2}),
         (["fsdp", ("amp_native", {"dtype": "bf16"})], 4, {"dp_shard": 4, "precision": "bf16"}),
         ([("amp_native", {"dtype": torch.float16}), "zero2"], 2, {"dp_shard": 2, "zero": 2, "precision": "fp16"}),
         (
@@ -79,6 +82,8 @@ def test_data_parallel_degrees_follow_the_world(given, ranks, found):
         ("nowhere.json", "which cannot be read"),
         (17, "load_strategy is a int; accepted are a path"),
         (["zero9"], "has the method 'zero9'; accepted are zero1"),
+        (["half"], "has the method 'half'; write ('amp_native', {'dtype': 'bf16'}), which keeps the weights in fp32."),
+        ([("fsdp", {"mixed_precision": True})], "has the option 'mixed_precision'; write the method amp_native."),
         ([("fsdp",)], "accepted are a name"),
         ([("fsdp", {"shards": 2})], "has the option 'shards'; accepted are"),
         ([("amp_native", {"dtype": "int8"})], "dtype is 'int8'; accepted are bf16"),

@@ -253,6 +253,20 @@ def test_a_question_to_a_job_that_has_ended_is_answered_in_one_sentence(
     assert str(ended.value) == f"The job in {tmp_path} has ended: All workers succeeded."
 
 
+def test_the_status_of_a_job_with_a_damaged_journal_says_so(tmp_path: Path) -> None:
+    job = JobDir(tmp_path)
+    job.job.write_bytes(msgspec.json.encode(MasterConfig(job=JobSpec(name="job"))))
+    job.token.write_text("token")
+    job.master.write_bytes(msgspec.json.encode(MasterAddress("127.0.0.1:1", 1)))
+    job.journal.write_bytes(b"damaged" * 1000)
+    with pytest.raises(InfrastructureError) as caught:
+        queries.status(job)
+    assert str(caught.value) == (
+        "The master at 127.0.0.1:1 cannot be reached: Connection refused. "
+        f"The journal {job.journal} cannot be opened: file is not a database."
+    )
+
+
 def begun_by_another_version(path: Path, journal: str) -> JobDir:
     """A job directory as the first version wrote it: without a format, with a field that went."""
     job = JobDir(path)

@@ -309,3 +309,11 @@ def test_without_a_loss_the_goodput_stands_alone() -> None:
 @pytest.mark.parametrize("goodput", [None, spent()])
 def test_no_goodput_is_shown_where_none_is_known(goodput: Goodput | None) -> None:
     assert "Goodput" not in shown(Outcome(exit_code=0, reason="", goodput=goodput))
+
+
+def test_nothing_is_said_of_a_killed_job_of_which_nothing_is_known() -> None:
+    screen = shown(
+        Outcome(exit_code=130, reason="The job was killed after SIGINT.", job_dir="/jobs/1")
+    )
+    assert "Ended" not in screen
+    assert "Job:      /jobs/1" in screen

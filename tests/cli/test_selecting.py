@@ -53,3 +53,13 @@ def test_options_of_ray_are_refused_without_it(job: JobDir) -> None:
     error = CliRunner().invoke(app, ["status", "--ray-address", "x:1"]).exception
     assert "needs --platform ray" in str(error)
     assert CliRunner().invoke(app, ["top", "--platform", "ray"]).exit_code == 2
+
+
+def test_a_misspelt_variable_does_not_select_another_job(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLROVER_JOBDIR", "/jobs/mine")
+    done = CliRunner().invoke(app, ["status"])
+    assert str(done.exception).endswith(
+        "DLROVER_JOBDIR is set and is no variable of DLRover. Did you mean DLROVER_JOB_DIR?"
+    )

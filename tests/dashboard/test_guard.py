@@ -148,6 +148,28 @@ def test_beyond_this_machine_a_token_has_to_be_chosen(host: str) -> None:
     server.check_host("127.0.0.1", given_token=False)
 
 
+def test_the_printed_link_opens_the_page_whatever_the_token(tmp_path: Path) -> None:
+    token = "a b&c#d+%41"
+    printed = server.link("::1", 8650, token)
+    assert printed == "http://[::1]:8650/?token=a%20b%26c%23d%2B%2541"
+    listing, hosts = JobList([tmp_path]), guard.hosts("127.0.0.1", 8650)
+    client = Client(tmp_path)
+    client._app = server.application(listing, JobSources({}), token, hosts)
+    assert client.ask(printed.removeprefix("http://[::1]:8650"))[0] == 303
+
+
+def test_a_port_that_is_taken_is_named_in_one_sentence() -> None:
+    from dlrover.errors import InfrastructureError
+
+    with server.listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InfrastructureError) as caught:
+            server.listen("127.0.0.1", port)
+    assert str(caught.value) == (
+        f"The dashboard cannot listen on 127.0.0.1:{port}: Address already in use; choose another port or address."
+    )
+
+
 @pytest.mark.parametrize(
     "body",
     [

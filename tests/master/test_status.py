@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from dlrover.cli.output import Form, show
+from dlrover.cli.output import Form, print_line, show
 from dlrover.dashboard.inspect import queries
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
@@ -81,3 +81,19 @@ def test_what_a_program_said_is_text_and_no_markup(capsys: pytest.CaptureFixture
     assert said in shown
     assert "a [b] c: " in shown
     assert "[/wait]" in shown
+
+
+def test_a_name_or_a_reason_does_not_reach_the_terminal_as_a_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile = "a\x1b]0;owned\x07b\x1b[31mc\u202e"
+    found = msgspec.structs.replace(
+        status(ended(ExitCode.STOPPED)), name=hostile, waiting_for=hostile
+    )
+    monkeypatch.setenv("COLUMNS", "0")  # as wide as where nothing is known
+    show(queries.StatusReport(hostile, False, found), Form.TEXT, queries.render_status)
+    print_line(hostile)
+    shown = capsys.readouterr().out
+    assert shown.endswith("\nabc\n")
+    assert all(each.isprintable() for each in shown.splitlines())
+    assert "\n node  rank " in shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -138,3 +139,29 @@ def test_torch_keeps_its_own_functions() -> None:
     for module in (f"{FLASH}.ddp", f"{FLASH}.fsdp", f"{FLASH}.megatron"):
         importlib.import_module(module)
     assert (torch.save, torch.load) == before
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("dlrover.trainer.torch.flash_checkpoint.fsdpp", "Did you mean dlrover.trainer.torch.flash_checkpoint.fsdp?"),
+        ("dlrover.python.common.constants", "docs/from-dlrover.md"),
+        ("tfplus.kv_variable.python.ops.kv_variable_ops", "'tfplus.kv_variable': use dlrover.embedding"),
+        ("atorch.trainer.atorch_trainer", "use the Trainer of Transformers with"),
+        ("atorch.nowhere", "docs/from-dlrover.md"),
+    ],
+)  # fmt: skip
+def test_a_module_that_is_not_here_says_what_to_write(module: str, words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "packages" / "original" / "src")},
+    )  # fmt: skip
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: No module named")
+    assert words in last
+
+
+def test_the_logger_shows_what_it_showed(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "from dlrover.python.common.log import default_logger as it; it.info('step %d', 3); it.debug('no')"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert capfd.readouterr().err.endswith("[INFO] [<string>:1:<module>] step 3\n")

@@ -79,3 +79,10 @@ def test_shards_and_fsdp_models_of_the_original(tmp_path: Path) -> None:
     assert second[2] == {"step": 3}
     for saved, loaded in zip(first[0] + first[1], second[0] + second[1], strict=True):
         assert torch.equal(saved, loaded)
+
+
+def test_a_program_of_atorch_begins_as_its_examples_do() -> None:
+    printed = run(2, "atorch_auto.py")
+    assert "rank 0 of 2 ends, local rank 0" in printed
+    assert "rank 1 of 2 ends, local rank 1" in printed
+    assert "create_parallel_group does not exist here: use the method parallel_mode" in printed

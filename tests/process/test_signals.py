@@ -1,5 +1,6 @@
 """What signals to `dlrover-run` do: to the job, to its workers, and to all that these started."""
 
+import re
 import signal
 import time
 from pathlib import Path
@@ -86,6 +87,7 @@ def test_a_second_signal_kills_at_once(run, out: Path, second: signal.Signals) -
         f"dlrover: {second.name}: everything is killed now.\nThe job was killed after SIGINT.\n"
     )
     assert rest.startswith(killed)
+    assert re.search(r"^Ended: +0 steps in (?!0 s)", rest, re.MULTILINE), "it tells how long it ran"
 
 
 @pytest.mark.parametrize("kind", ["master", "agent", "zygote"])

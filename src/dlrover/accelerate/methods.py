@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dlrover.errors import ConfigurationError
@@ -25,9 +25,18 @@ DTYPES = {
 }  # fmt: skip
 ALWAYS = {
     "backward_prefetch", "forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params",
-    "wrap_trainable_outmost", "atorch_size_based_min_num_params",
+    "wrap_trainable_outmost", "fsdp_wrap_params_outmost", "atorch_size_based_min_num_params",
 }  # fmt: skip
 """Options of FSDP that ``fully_shard`` decides by itself."""
+INSTEAD = {
+    "half": "('amp_native', {'dtype': 'bf16'}), which keeps the weights in fp32",
+    "fp8": "('amp_native', {'dtype': 'bf16'}): strategies in fp8 are predicted, and not applied",
+    "mixed_parallel": "('parallel_mode', ([('tensor', 2), ('pipeline', 2), ('data', 2)], None)) with the sizes",
+    "deepspeed_3d_parallel": "('parallel_mode', ([('tensor', 2), ('pipeline', 2), ('data', 2)], None)) with the sizes",
+    "ds_3d_parallel": "('parallel_mode', ([('tensor', 2), ('pipeline', 2), ('data', 2)], None)) with the sizes",
+    "mixed_precision": "the method amp_native",
+}
+"""What to write for methods and options of the original that are not here."""
 
 
 def of_methods(methods: Sequence[object], world_size: int, batch: int = 0) -> Strategy:
@@ -45,7 +54,7 @@ def of_methods(methods: Sequence[object], world_size: int, batch: int = 0) -> St
         method = METHODS.get(name)
         if method is None:
             raise ConfigurationError(
-                f"load_strategy has the method {name!r}; accepted are {', '.join(METHODS)}."
+                f"load_strategy has the method {name!r}; {_accepted(name, METHODS)}."
             )
         method(found, config)
     return _divided(found, world_size, batch)
@@ -102,9 +111,14 @@ def _mapping(method: str, config: Any, accepted: Sequence[str]) -> Mapping[str, 
     for key in config:
         if key not in accepted and key not in ALWAYS:
             raise ConfigurationError(
-                f"{method} has the option {key!r}; accepted are {', '.join(accepted)}."
+                f"{method} has the option {key!r}; {_accepted(key, accepted)}."
             )
     return config
+
+
+def _accepted(name: object, accepted: Iterable[str]) -> str:
+    instead = INSTEAD.get(str(name))
+    return f"write {instead}" if instead else f"accepted are {', '.join(accepted)}"
 
 
 def _class_names(config: Any) -> tuple[str, ...]:
@@ -128,6 +142,8 @@ def _zero(stage: int) -> Callable[[Fields, Any], None]:
 
 
 def _parallel_mode(found: Fields, config: Any) -> None:
+    if config is None:
+        return  # all ranks are data-parallel
     if (
         not isinstance(config, tuple | list)
         or not config
@@ -154,7 +170,10 @@ def _auto_ddp(found: Fields, config: Any) -> None:
 
 
 def _amp_native(found: Fields, config: Any) -> None:
-    dtype = str(_mapping("amp_native", config, ["dtype"]).get("dtype", "bf16"))
+    options = (
+        {"dtype": config} if isinstance(config, str) else _mapping("amp_native", config, ["dtype"])
+    )
+    dtype = str(options.get("dtype", "bf16"))
     found["precision"] = DTYPES.get(dtype.removeprefix("torch."), "")
     if not found["precision"]:
         raise ConfigurationError(

@@ -81,9 +81,7 @@ def dashboard(  # noqa: PLR0913 - each is an option of the command
     hosts = guard.hosts(host, port, allow_host or ())
     sources = _sources(env, brain, kubernetes, kubeconfig, jobs_listed)
     app = server.application(listing, sources, token, hosts)
-    name = f"[{host}]" if ":" in host else host
-    link = f"http://{name}:{port}/?token={token}"
-    print(f"The dashboard is at {link}", flush=True)
+    print(f"The dashboard is at {server.link(host, port, token)}", flush=True)
     asyncio.run(server.serve(app, sock, lifeline_fd))
 
 

@@ -16,7 +16,7 @@ from dlrover import __version__, config
 from dlrover._util import files, procs
 from dlrover.cli import chaos, ckpt, completion, dashboard, embedding, jobs, roles, strategy
 from dlrover.cli.cluster import brain, operator, submit
-from dlrover.cli.output import Form, Output, print_json, show, terminal
+from dlrover.cli.output import Form, Output, print_json, print_line, show, terminal
 from dlrover.cli.run.launchspec import parse_rdzv_conf
 from dlrover.cli.run.nodes import parse_nnodes
 from dlrover.cli.selecting import Dir, of_job, refuse_roles
@@ -27,6 +27,7 @@ from dlrover.spec.events import Event
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.node import WORKER
+from dlrover.spec.words import printable_lines
 
 app = typer.Typer(
     name="dlrover",
@@ -108,8 +109,10 @@ def events(
     from dlrover.dashboard.inspect import queries  # noqa: PLC0415 - loads grpc
 
     def show_event(event: Event) -> None:
-        text = msgspec.json.encode(event).decode() if output is Form.JSON else queries.line(event)
-        print(text, flush=True)
+        if output is Form.JSON:
+            print(msgspec.json.encode(event).decode(), flush=True)
+        else:
+            print_line(queries.line(event))
 
     if follow and not job.outcome.exists():
         asyncio.run((roles if job.roles.exists() else queries).follow(job, show_event))
@@ -383,7 +386,7 @@ def main() -> int:
     try:
         app()
     except DLRoverError as error:
-        print(f"dlrover: {error}", file=sys.stderr)
+        print(f"dlrover: {printable_lines(str(error))}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
         if error.errno not in files.NO_ROOM:

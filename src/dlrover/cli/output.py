@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from dlrover.spec.words import printable, printable_lines
 
 T = TypeVar("T")
 KIB = 1024
+WIDTH = 80
+"""Columns where nothing says how many there are."""
 
 
 class Form(str, Enum):
@@ -24,6 +29,18 @@ class Form(str, Enum):
 Output = Annotated[Form, typer.Option("--output", "-o", help="Form of the output.")]
 
 
+class _Terminal(Console):
+    """Console that shows a job's texts without what a terminal would obey: escape sequences, control characters."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Return the segments of what is shown."""
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control else Segment(printable_lines(text), style)
+
+
 def print_json(value: Any) -> None:
     """Print ``value`` as indented JSON."""
     print(msgspec.json.format(msgspec.json.encode(value)).decode())
@@ -31,7 +48,15 @@ def print_json(value: Any) -> None:
 
 def terminal() -> Console:
     """Return the console of standard output; what a job says is text there, never markup or an emoji's name."""
-    return Console(markup=False, emoji=False)
+    console = _Terminal(markup=False, emoji=False)
+    if console.width < 1:  # COLUMNS=0
+        console.width = WIDTH
+    return console
+
+
+def print_line(text: str) -> None:
+    """Print one line of what a job says at once, as on `terminal`, whatever the terminal's width."""
+    print(printable(text), flush=True)
 
 
 def show(
@@ -52,7 +77,7 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
+        print_line("  ".join(cells).rstrip())
 
 
 def size(nbytes: float) -> str:

@@ -53,7 +53,9 @@ def of_job(
         def selected(
             *, job: str, job_dir: str, platform: str = "", ray_address: str = "", **own: Any
         ) -> None:
-            found = jobs.find_on(platform, ray_address, config.environ(), job, job_dir)
+            env = config.environ()
+            config.check_variables(env)
+            found = jobs.find_on(platform, ray_address, env, job, job_dir)
             if not roles:
                 refuse_roles(found, f"dlrover {command.__name__}")
             command(found, **own)  # type: ignore[call-arg]

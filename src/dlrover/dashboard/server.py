@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, Protocol
+from urllib.parse import quote
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -190,10 +191,17 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (while")[0]  # it repeats the address
         raise InfrastructureError(
-            f"The dashboard cannot listen on {host}:{port}: {error}; choose another --port."
+            f"The dashboard cannot listen on {host}:{port}: {reason}; choose another port or address."
         ) from error
+
+
+def link(host: str, port: int, token: str) -> str:
+    """Return the address of the page on a server that listens there, with its token."""
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{port}/?token={quote(token, safe='')}"
 
 
 async def serve(app: Starlette, sock: socket.socket, lifeline_fd: int = -1) -> None:

@@ -43,7 +43,7 @@ _DELETION = {
     "KeepLatestStepStrategy": "`dlrover.checkpoint.KeepLast`",
     "KeepStepIntervalStrategy": "`dlrover.checkpoint.KeepEvery`",
 }
-_LOGGER = {"default_logger": '`logging.getLogger("dlrover")`'}
+_LOGGER = {"default_logger": "`logging.getLogger(__name__)`"}
 _MEGATRON = {
     "load_checkpoint": "`dlrover.integrations.megatron.FlashLoad`",
     "save_checkpoint": "`dlrover.integrations.megatron.FlashSave`",

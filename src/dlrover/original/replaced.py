@@ -1,4 +1,4 @@
-"""The original's names that do nothing here: its logger, its extensions for failures, its synchronization."""
+"""The original's logger, and its names that do nothing here: its extensions for failures, its synchronization."""
 
 from __future__ import annotations
 
@@ -10,8 +10,19 @@ from typing import Any
 
 from dlrover.errors import ConfigurationError
 
-default_logger = logging.getLogger("dlrover")
-"""The logger of the package. It prints nothing below a warning unless the program configures ``logging``."""
+
+def _logger() -> logging.Logger:
+    logger = logging.getLogger("dlrover.logger")
+    form = "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s"
+    shown = logging.StreamHandler()
+    shown.setFormatter(logging.Formatter(form))
+    logger.handlers, logger.propagate = [shown], False
+    logger.setLevel(logging.INFO)
+    return logger
+
+
+default_logger = _logger()
+"""The logger of scripts: it shows infos on standard error, as in the original, whatever ``logging`` is set to."""
 
 
 class FailoverStrategy(enum.Enum):

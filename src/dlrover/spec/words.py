@@ -33,3 +33,8 @@ def printable(text: str) -> str:
     """Return ``text`` on one line, without escape sequences and unprintable characters."""
     plain = _ESCAPE.sub("", text).expandtabs()
     return "".join(" " if c.isspace() else c for c in plain if c.isprintable() or c.isspace())
+
+
+def printable_lines(text: str) -> str:
+    """Return ``text`` with its lines, each as `printable`."""
+    return "\n".join(map(printable, text.split("\n")))

@@ -150,6 +150,8 @@ class Viewer:
         self._waited_at = 0.0
         self._seen = 0
         """Number of the last event shown."""
+        self.status: messages.Status | None = None
+        """What the master said last."""
 
     async def follow(self, job_dir: JobDir) -> None:
         """Show a job's progress until cancelled; while the master is away, wait for it."""
@@ -172,7 +174,7 @@ class Viewer:
     def _show(self, notice: messages.Notice) -> None:
         for event in notice.events:
             self._show_event(event)
-        status = notice.status
+        self.status = status = notice.status
         if self._screen is not None:
             self._screen.set_status(status_line(status))
         elif status.waiting_for and status.seconds - self._waited_at > WAIT_NOTICE:

@@ -109,7 +109,10 @@ def _foot(outcome: Outcome) -> Iterator[tuple[Text, int]]:
         yield _field("Log", f"{failure.log_path} on node {failure.node_id}{host}"), _FIELD_ROWS
     for number, other in enumerate(outcome.others[:_OTHERS]):
         yield _field("" if number else "Others", other), 1
-    yield _field("Ended", f"{_reason(outcome)}{_totals(outcome)}"), _FIELD_ROWS
+    if (
+        outcome.seconds or outcome.verdict is not None
+    ):  # else nothing is known of a job that was killed
+        yield _field("Ended", f"{_reason(outcome)}{_totals(outcome)}"), _FIELD_ROWS
     for words in outcome.skipped:
         yield _field("Data", words), _FIELD_ROWS
     for words in _goodput(outcome):

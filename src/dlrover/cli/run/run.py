@@ -28,6 +28,7 @@ from dlrover.spec.jobdir import AgentConfig, BrainSide, JobDir, MasterConfig
 from dlrover.spec.node import NodeLimits
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.plan import NodeGroup
+from dlrover.spec.words import printable_lines
 
 DEFAULT_PORT = 29400
 """Port of a master's address that names none; torchrun's rendezvous port."""
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = arguments.parse(sys.argv[1:] if argv is None else argv, env)
         outcome = run(options, env)
     except DLRoverError as error:
-        print(f"dlrover-run: {error}", file=sys.stderr)
+        print(f"dlrover-run: {printable_lines(str(error))}", file=sys.stderr)
         return error.exit_code
     if options.lifeline_fd < 0:
         show(outcome, options.output)

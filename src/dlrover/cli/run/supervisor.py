@@ -323,9 +323,13 @@ class Supervisor:
 
     def _killed(self) -> Outcome:
         number = self.stopped_by or signal.SIGTERM
+        known = None if self._viewer is None else self._viewer.status
         return Outcome(
             exit_code=ExitCode.SIGNAL_BASE + number,
             reason=f"The job was killed after {number.name}.",
+            steps=0 if known is None else known.total_steps,
+            restarts=0 if known is None else known.restarts,
+            seconds=0.0 if known is None else known.seconds,
             job_dir=str(self._job_dir.path),
         )
 

@@ -56,6 +56,8 @@ def status(job_dir: JobDir) -> StatusReport:
         try:
             return StatusReport(str(job_dir.path), False, _from_journal(job_dir))
         except (InfrastructureError, ConfigurationError) as error:
+            if isinstance(error, InfrastructureError) and job_dir.journal.exists():
+                raise InfrastructureError(f"{silent} {error}") from error
             raise silent from error
 
 
