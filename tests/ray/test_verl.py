@@ -334,6 +334,18 @@ def test_a_verl_that_lacks_what_we_build_on_is_refused_by_name() -> None:
             check(cls)
 
 
+def test_a_group_whose_first_start_finds_no_room_says_what_it_waits_for(start) -> None:
+    program = start("wide")
+    until(
+        lambda: "waits for room" in program.log.read_text(), WAIT, "a word", program.log.read_text
+    )
+    log = program.log.read_text()
+    assert "(PENDING, STRICT_PACK) needs CPU 10; CPU 10; the cluster's nodes have" in log
+    assert "CPU 3" in log[log.index("the cluster's nodes have") :]
+    assert "max_colocate_count" in log
+    assert log.count("waits for room") == 1
+
+
 def test_a_raylet_that_dies_is_replaced_or_the_missing_resources_are_named(start, cluster) -> None:
     def waits() -> bool:
         return program.process.poll() is not None or len(program.calls("compute_log_prob")) == 2
@@ -352,18 +364,6 @@ def test_a_raylet_that_dies_is_replaced_or_the_missing_resources_are_named(start
     kill_raylet_of(program.calls("compute_log_prob")[0], cluster)
     log = program.ends(3)
     assert "needs CPU 1; CPU 1 and did not get it within 10 s" in log[log.rindex("dlrover: ") :]
-
-
-def test_a_group_whose_first_start_finds_no_room_says_what_it_waits_for(start) -> None:
-    program = start("wide")
-    until(
-        lambda: "waits for room" in program.log.read_text(), WAIT, "a word", program.log.read_text
-    )
-    log = program.log.read_text()
-    assert "(PENDING, STRICT_PACK) needs CPU 10; CPU 10; the cluster's nodes have" in log
-    assert "CPU 3" in log[log.index("the cluster's nodes have") :]
-    assert "max_colocate_count" in log
-    assert log.count("waits for room") == 1
 
 
 @contextlib.contextmanager
