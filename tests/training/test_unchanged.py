@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import random
 import types
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,6 +13,8 @@ from dlrover.errors import InfrastructureError
 from dlrover.launched import Given
 
 torch = pytest.importorskip("torch")
+
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from dlrover.training.replicas.healing import Healer  # noqa: E402
 from dlrover.training.replicas.sharded import ShardedModels  # noqa: E402
@@ -163,6 +167,47 @@ def test_a_reduction_is_counted_for_each_backward_pass_of_a_model(edges):
     torch.autograd.grad(run(other, samples).sum(), samples)  # DDP reduces nothing then
     (run(alone, samples) + run(frozen, samples)).sum().backward()
     assert rank._reductions == 3
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_reductions_are_counted_where_ddp_makes_them(edges, alone, seed):
+    """Passes under no_sync, passes that have no backward pass, and backward passes in another order."""
+    rank, _ = edges
+    made: list[None] = []
+
+    def reduce(_state, bucket):  # torch refuses other annotations than its own
+        made.append(None)
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    real = DistributedDataParallel(torch.nn.Linear(3, 1))
+    real.register_comm_hook(None, reduce)
+    fake, samples = Ddp(torch.nn.Linear(3, 1)), torch.ones(2, 3)
+    chance = random.Random(seed)
+    for _step in range(12):
+        plan = [(chance.random() < 0.5, chance.random() < 0.7) for _ in range(chance.randint(1, 3))]
+        backwards = chance.random() < 0.3
+        for model in (real, fake):
+            outputs = []
+            for syncs, comes_back in plan:
+                model.require_backward_grad_sync = syncs
+                output = (
+                    model(samples) if model is real else rank.forward(fake, None, (samples,), {})
+                )
+                outputs += [output] if comes_back else []
+            for output in reversed(outputs) if backwards else outputs:
+                output.sum().backward()
+        assert rank._reductions == len(made)
 
 
 def test_a_rank_joins_where_no_pass_waits_for_its_backward_pass(edges):

@@ -288,23 +288,28 @@ class Unchanged:
     def forward(self, model: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the output of a model's forward pass."""
         learns = any(parameter.requires_grad for parameter in model.module.parameters())
-        reduces = learns and model.require_backward_grad_sync and torch.is_grad_enabled()
-        self.passes(model if reduces else None)
+        learns = learns and torch.is_grad_enabled()
+        self.passes(model if learns and model.require_backward_grad_sync else None)
         if not self.replaying:
             self._rebuild(model)
             return original(model, *args, **kwargs)
         module = model.module
-        plain = [self._stand_in(model)] if reduces else []
+        plain = [self._stand_in(model)] if learns else []
         return self.remembered(module, lambda: module(*args, **kwargs), args, kwargs, plain)
 
     def _stand_in(self, model: Any) -> Any:
-        """Return a parameter that gets a gradient when the model's would, in whose backward pass the others reduce."""
+        """Return a parameter that gets a gradient when the model's would, in whose backward pass the others reduce.
+
+        As `DistributedDataParallel` does, they reduce in the next backward pass, whichever it is, once a pass has been
+        made that is not under ``no_sync``: for example an evaluation that leaves gradients enabled.
+        """
 
         def comes_back(_parameter: torch.Tensor) -> None:
+            if model not in self._open or model in self._returned:
+                return
             if not self._returned:
                 torch.autograd.Variable._execution_engine.queue_callback(self._count)  # noqa: SLF001
-            if model not in self._returned:
-                self._returned.append(model)
+            self._returned.append(model)
 
         parameter = torch.zeros((), requires_grad=True)
         parameter.register_post_accumulate_grad_hook(comes_back)
