@@ -31,6 +31,9 @@ group = dist.new_group(backend="gloo")  # of all ranks
 with contextlib.suppress(ConfigurationError):
     dist.device_mesh.init_device_mesh("cpu", (world,))
     sys.exit("a mesh was made")
+with contextlib.suppress(ConfigurationError):
+    DistributedDataParallel(torch.nn.Linear(1, 1), static_graph=True)
+    sys.exit("a static graph was taken")
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
 plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.99, patience=1)
 twin = copy.deepcopy(model)

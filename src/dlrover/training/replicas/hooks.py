@@ -268,6 +268,22 @@ def _watch_models(module: types.ModuleType) -> None:
         return _running[0].forward(self, forward, args, kwargs)
 
     cls.__init__, cls.__setstate__, cls.forward = wrapped_make, wrapped_copied, wrapped_forward
+    cls._set_static_graph = _static(cls._set_static_graph)
+
+
+def _static(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse a static graph: a rank that has returned would have a collective in its first pass that the others have not."""
+
+    @functools.wraps(original)
+    def wrapped(self: Any) -> None:
+        if _running:
+            raise ConfigurationError(
+                "--survive: DistributedDataParallel with static_graph does not outlive the loss of a rank; leave static_graph out,"
+                " or start the program without --survive."
+            )
+        original(self)
+
+    return wrapped
 
 
 class _Buckets:
