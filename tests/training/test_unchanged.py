@@ -5,7 +5,7 @@ import functools
 import random
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -16,6 +16,8 @@ torch = pytest.importorskip("torch")
 
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
+from dlrover.training.replicas import hooks  # noqa: E402
+from dlrover.training.replicas.beside import Beside, Schedules  # noqa: E402
 from dlrover.training.replicas.healing import Healer  # noqa: E402
 from dlrover.training.replicas.sharded import ShardedModels  # noqa: E402
 from dlrover.training.replicas.unchanged import BEGUN, REDUCTION, Unchanged  # noqa: E402
@@ -258,18 +260,22 @@ def trains() -> tuple[Unchanged, list[torch.optim.Optimizer]]:
     return rank, optimizers
 
 
-def test_a_rank_takes_the_gradients_that_an_optimizer_has_not_stepped_with():
-    (one, (often, seldom)), (other, _) = trains(), trains()
-    for optimizer in (often, seldom):
+def test_a_rank_takes_the_gradients_that_the_program_has_left():
+    """Those of another optimizer, those that it has set to zero, and those that it keeps after a step."""
+    (one, (zeros, keeps)), (other, _) = trains(), trains()
+    none = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    one.owns("optimizer", none)
+    other.owns("optimizer", torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]))
+    for optimizer in (zeros, keeps):
         optimizer.param_groups[0]["params"][0].grad = torch.full((2,), 7.0)
     one.passes(None)
-    one.stepped(type(often).step, often, None)
-    kept = one._parts["gradients"].state_dict()
-    assert len(kept) == 1
-    other._parts["gradients"].load_state_dict(kept)
-    assert [None if p.grad is None else p.grad.tolist() for p in other._trained()] == [None, [7, 7]]
-    one.stepped(type(seldom).step, seldom, None)
-    assert not one._parts["gradients"].state_dict()
+    for optimizer in (zeros, keeps, none):
+        one.stepped(type(optimizer).step, optimizer, None)
+    zeros.zero_grad(set_to_none=False)
+    other._trained()[2].grad = torch.zeros(2)  # as on its way
+    other._parts["gradients"].load_state_dict(one._parts["gradients"].state_dict())
+    found = [None if p.grad is None else p.grad.tolist() for p in other._trained()]
+    assert found == [[0, 0], [7, 7], None]
 
 
 def test_a_rank_takes_what_is_trained_and_counted_beside_models():
@@ -290,6 +296,76 @@ def test_a_rank_takes_what_is_trained_and_counted_beside_models():
     other._parts["beside"].load_state_dict(one._parts["beside"].state_dict())
     assert (layer.running_mean.tolist(), layer.weight.tolist()) == ([5, 5], [5, 5])
     assert (model.running_mean.tolist(), model.weight.tolist()) == ([3, 3], [3, 3])
+
+
+def test_layers_beside_models_are_taken_from_a_program_with_the_same_ones_only():
+    def beside(*sizes: int) -> Beside:
+        layers = [torch.nn.BatchNorm1d(size, affine=False) for size in sizes]
+        return Beside(list, [lambda layer=layer: layer for layer in layers], set)
+
+    one, without = beside(4), beside()
+    for state in (beside(4, 4).state_dict(), beside(7, 4).state_dict()):
+        with pytest.raises(InfrastructureError, match=r"has made 1 normalization layers, .* 2, so"):
+            one.load_state_dict(state)
+    # As where the first rank alone has a model for its metrics.
+    without.load_state_dict(one.state_dict())
+    one.load_state_dict(without.state_dict())
+
+
+def test_a_rank_takes_the_numbers_of_schedules():
+    """Its schedule has made a step more on its way, where the others' scaler has left one out."""
+
+    def program(steps: int) -> tuple[Schedules, list[torch.optim.lr_scheduler.LRScheduler]]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        falls = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+        optimizer.step()
+        for _step in range(steps):
+            falls.step()
+        dropped = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        made = [weakref.ref(dropped), weakref.ref(falls)]
+        return Schedules(made), [falls] if steps else [falls, dropped]
+
+    (one, (falls,)), (other, (later, dropped)) = program(6), program(0)
+    other.load_state_dict(one.state_dict())
+    assert (later.last_epoch, later.get_last_lr()) == (6, falls.get_last_lr())
+    later.step()
+    falls.step()
+    assert later.get_last_lr() == falls.get_last_lr()
+    assert dropped.last_epoch == 0
+
+
+def test_a_step_that_calls_that_of_its_base_class_is_one():
+    base = hooks._stepping(torch.optim.SGD.step)
+
+    class Own(torch.optim.SGD):
+        step = hooks._stepping(base)
+
+    rank, _ = trains()
+    optimizer = Own([torch.nn.Parameter(torch.ones(1))])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks, "_running", [rank])
+        optimizer.step()
+        optimizer.step()
+    assert rank.steps == 2
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_rank_does_not_return_to_an_optimizer_that_calls_its_closure_several_times(calls):
+    trained, (optimizer, _) = trains()
+    trained._began[0] = 1.0
+
+    def step(_optimizer: object, closure: Callable[[], float]) -> float:
+        return sum(closure() for _ in range(calls))
+
+    assert trained.stepped(step, optimizer, lambda: 1.0) == calls
+    rank = returning()
+    found = types.SimpleNamespace(payloads={0: trained._began})
+    rank._survivors.join = lambda _payload, *, later: found
+    if calls == 1:
+        rank._ask()
+        return
+    with pytest.raises(InfrastructureError, match="closure several times"):
+        rank._ask()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

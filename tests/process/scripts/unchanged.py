@@ -1,6 +1,8 @@
 """A program for DistributedDataParallel that knows nothing of losses; it trains until the step in the file ``last``."""
 
 import contextlib
+import copy
+import math
 import os
 import sys
 import time
@@ -24,13 +26,18 @@ model = DistributedDataParallel(
     torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=40)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=8)
 group = dist.new_group(backend="gloo")  # of all ranks
 with contextlib.suppress(ConfigurationError):
     dist.device_mesh.init_device_mesh("cpu", (world,))
     sys.exit("a mesh was made")
+with contextlib.suppress(ConfigurationError):
+    DistributedDataParallel(torch.nn.Linear(1, 1), static_graph=True)
+    sys.exit("a static graph was taken")
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
 plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.99, patience=1)
+twin = copy.deepcopy(model)
+twin(data[:8][0]).sum().backward()
 out, last = Path(sys.argv[1]), Path(sys.argv[1]) / "last"
 step, goes_on = 0, True
 with (out / f"rank{rank}.txt").open("a", buffering=1) as log:
@@ -39,12 +46,15 @@ with (out / f"rank{rank}.txt").open("a", buffering=1) as log:
         for batch, classes in loader:
             loss = torch.nn.functional.cross_entropy(model(batch), classes)
             optimizer.zero_grad()
-            scaler.scale(loss).backward()
+            overflow = math.inf if step % 16 == 5 else 1.0
+            scaler.scale(loss * overflow).backward()
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            before = scaler.get_scale()
             scaler.step(optimizer)
             scaler.update()
-            scheduler.step()
+            if scaler.get_scale() >= before:  # the optimizer has made a step
+                scheduler.step()
             mean = loss.detach().clone()
             dist.all_reduce(mean)
             plateau.step(mean)

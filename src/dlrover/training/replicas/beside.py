@@ -1,53 +1,45 @@
 """What a rank that joins takes beside models and optimizers, so that it trains as the others do.
 
-A gradient is *kept* at the beginning of a step if its optimizer has not stepped since a pass: a program with two
-optimizers may step one of them less often. Outside of the models, there are parameters that an optimizer trains, and the
-running statistics of normalization layers, which follow from outputs that a rank on its way does not compute.
+Gradients are what the program has left of them: one with two optimizers may step one of them less often. Outside of the
+models, there are parameters that an optimizer trains, and the running statistics of normalization layers, which follow from
+outputs that a rank on its way does not compute. A schedule may make no step where a scaler leaves one out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from dlrover.errors import InfrastructureError
 from dlrover.training.replicas.sharded import local
 
 
-class KeptGradients:
-    """Gradients that are kept, as part of a replica's state: those of each optimizer, by its name."""
+class Gradients:
+    """Gradients at the beginning of a step, as part of a replica's state.
 
-    def __init__(self, parts: Mapping[str, Any]) -> None:
-        """``parts`` has the optimizers by their names, among others."""
-        self._parts = parts
-        self._passes = 0
-        self._used: dict[int, int] = {}
-        """The number of passes at the last step of an optimizer, by its id."""
+    A program may keep them, or parts of them, beyond the step of an optimizer. Zeros differ from none: an optimizer goes on
+    with the momentum of a parameter whose gradient is zero.
+    """
 
-    def passed(self) -> None:
-        """Note a pass that may add to gradients."""
-        self._passes += 1
+    def __init__(self, trained: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """``trained`` returns the parameters of all optimizers."""
+        self._trained = trained
 
-    def used(self, optimizer: Any) -> None:
-        """Note a step of an optimizer."""
-        self._used[id(optimizer)] = self._passes
+    def _parameters(self) -> list[torch.Tensor]:
+        return list({id(one): one for one in self._trained()}.values())
 
     def state_dict(self) -> dict[str, list[torch.Tensor | None]]:
-        """Return the gradients of the optimizers that have not stepped since a pass."""
-        return {
-            name: [parameter.grad for parameter in parameters_of(part)]
-            for name, part in self._parts.items()
-            if name.startswith("optimizer") and self._used.get(id(part), 0) < self._passes
-        }
+        """Return the gradient of each parameter; None also for a sparse one."""
+        gradients = [parameter.grad for parameter in self._parameters()]
+        return {"gradients": [None if g is None or g.is_sparse else g for g in gradients]}
 
     def load_state_dict(self, state: dict[str, list[torch.Tensor | None]]) -> None:
-        """Take the gradients that another rank has kept."""
-        for name, gradients in state.items():
-            parameters = parameters_of(self._parts[name])
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                there = None if gradient is None else gradient.to(device=parameter.device)
-                parameter.grad = there
+        """Take the gradients of another rank."""
+        for parameter, gradient in zip(self._parameters(), state["gradients"], strict=True):
+            there = None if gradient is None else gradient.to(device=parameter.device)
+            parameter.grad = there
 
 
 class Beside:
@@ -70,15 +62,54 @@ class Beside:
             found |= {f"layer {i} {name}": one for name, one in layer.named_buffers()} if layer is not None else {}  # fmt: skip
         return {name: local(one) for name, one in found.items() if id(one) not in held}
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return them as this rank has them."""
-        return self._tensors()
+    def state_dict(self) -> dict[str, Any]:
+        """Return them as this rank has them, and how many layers its program has made."""
+        return {"tensors": self._tensors(), "made": len(self._norms)}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take those of another rank; either one may still have a layer that the program has dropped."""
-        own = self._tensors()
-        for name in own.keys() & state.keys():
-            own[name].copy_(state[name])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take those of another rank; either one may still have a layer that the program has dropped.
+
+        Raises:
+            InfrastructureError: The other one has made other layers, so that theirs cannot be told apart.
+        """
+        own, others, made = self._tensors(), state["tensors"], len(self._norms)
+        layers = [{name for name in names if name.startswith("layer ")} for names in (own, others)]
+        if made != state["made"] and all(layers):
+            raise InfrastructureError(
+                f"--survive: this rank's program has made {made} normalization layers, and that of the others {state['made']}, so"
+                " it cannot take the running statistics of those beside the models; all ranks start again."
+            )
+        for name in own.keys() & others.keys():
+            own[name].copy_(others[name])
+
+
+class Schedules:
+    """The numbers of learning rate schedules, as part of a replica's state."""
+
+    def __init__(self, made: Sequence[Callable[[], Any]]) -> None:
+        """``made`` return the schedules in the order of their making, or None for those that the program has dropped."""
+        self._made = made
+
+    def _found(self) -> dict[str, dict[str, Any]]:
+        found = {f"{i} {type(one).__name__}": one for i, made in enumerate(self._made) if (one := made()) is not None}  # fmt: skip
+        return {name: vars(one) for name, one in found.items()}
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the attributes that are numbers, or lists of them."""
+        return {
+            name: {key: value for key, value in own.items() if _is_number(value)}
+            for name, own in self._found().items()
+        }
+
+    def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
+        """Take those of another rank."""
+        for name, own in self._found().items():
+            own.update(state.get(name, {}))
+
+
+def _is_number(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(one, int | float) for one in values)
 
 
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:

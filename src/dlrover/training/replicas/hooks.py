@@ -11,6 +11,7 @@ normalization layers                 it takes their running statistics, also out
 ``torch.load`` and ``safetensors``   the files that a returning rank loads are noted
 ``GradScaler``                       looks for no overflow while a rank replays
 ``ReduceLROnPlateau``                counts no losses while a rank replays
+schedules of learning rates          a returning rank takes their numbers
 ``torch.distributed.checkpoint``     saves with all ranks or not at all; a rank that replays loads for itself
 Accelerate, Trainers                 see `engines`
 ==================================== ================================================================
@@ -54,8 +55,10 @@ _loaded: dict[str, float] = {}
 """The files that a program that is started again has loaded, and when they were written."""
 _norms: list[weakref.ref[Any]] = []
 """The program's normalization layers, in the order of their making."""
+_schedules: list[weakref.ref[Any]] = []
+"""The program's learning rate schedules, in the order of their making."""
 _early: list[tuple[str, weakref.ref[Any]]] = []
-"""Optimizers, scalers and schedules that the program has made before its process group."""
+"""Optimizers and scalers that the program has made before its process group."""
 
 
 def install() -> None:
@@ -99,7 +102,7 @@ def _fail(error: Exception) -> None:
 
 
 def _own(name: str, part: Any) -> None:
-    """Take an optimizer, a scaler or a schedule into the state of this rank."""
+    """Take an optimizer or a scaler into the state of this rank."""
     if _running:
         _running[0].owns(name, part)
     else:
@@ -120,7 +123,7 @@ def _watch_groups(module: Any) -> None:
 
         given = launched.given
         if not _running:
-            _running.append(unchanged.Unchanged(open_link(), given, _loaded, _norms))
+            _running.append(unchanged.Unchanged(open_link(), given, _loaded, _norms, _schedules))
             launched.survival = _running[0]
             managed.register(_running[0])
             for name, early in _early:
@@ -233,7 +236,7 @@ def _replace(module: Any, package: str, original: Any, new: Any) -> None:
 
 def _watch_models(module: types.ModuleType) -> None:
     cls = module.DistributedDataParallel
-    make, forward = cls.__init__, cls.forward
+    make, copied, forward = cls.__init__, cls.__setstate__, cls.forward
 
     @functools.wraps(make)
     def wrapped_make(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -243,10 +246,20 @@ def _watch_models(module: types.ModuleType) -> None:
                 raise ConfigurationError(
                     "--survive: DistributedDataParallel among some of the ranks does not outlive the loss of one."
                 )
-            _running[0].owns("model", self.module)
-            # torch refuses annotations that are text.
-            hook = lambda state, bucket: _reduce(state, bucket)  # noqa: E731, PLW0108
-            self.register_comm_hook(_Buckets(_running[0], self), hook)
+            survive(self)
+
+    @functools.wraps(copied)
+    def wrapped_copied(self: Any, state: Any) -> None:
+        copied(self, state)
+        if _running:  # a copy has no hook, as torch makes it
+            self._comm_hooks = []
+            survive(self)
+
+    def survive(model: Any) -> None:
+        _running[0].owns("model", model.module)
+        # torch refuses annotations that are text.
+        hook = lambda state, bucket: _reduce(state, bucket)  # noqa: E731, PLW0108
+        model.register_comm_hook(_Buckets(_running[0], model), hook)
 
     @functools.wraps(forward)
     def wrapped_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -254,7 +267,23 @@ def _watch_models(module: types.ModuleType) -> None:
             return forward(self, *args, **kwargs)
         return _running[0].forward(self, forward, args, kwargs)
 
-    cls.__init__, cls.forward = wrapped_make, wrapped_forward
+    cls.__init__, cls.__setstate__, cls.forward = wrapped_make, wrapped_copied, wrapped_forward
+    cls._set_static_graph = _static(cls._set_static_graph)
+
+
+def _static(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse a static graph: a rank that has returned would have a collective in its first pass that the others have not."""
+
+    @functools.wraps(original)
+    def wrapped(self: Any) -> None:
+        if _running:
+            raise ConfigurationError(
+                "--survive: DistributedDataParallel with static_graph does not outlive the loss of a rank; leave static_graph out,"
+                " or start the program without --survive."
+            )
+        original(self)
+
+    return wrapped
 
 
 class _Buckets:
@@ -264,6 +293,10 @@ class _Buckets:
         self.rank, self.model = rank, weakref.ref(model)
         self.order = {id(p): i for i, p in enumerate(model.module.parameters())}
         self.waiting: list[tuple[Any, Any]] = []
+
+    def __deepcopy__(self, _memo: Any) -> _Buckets:
+        """Return itself: a copy of the model gets its own."""
+        return self
 
 
 def _reduce(buckets: _Buckets, bucket: Any) -> Any:
@@ -317,14 +350,8 @@ def _watch_averages(module: types.ModuleType) -> None:
 
 
 def _watch_norms(module: Any) -> None:
-    make = module._NormBase.__init__  # noqa: SLF001 - of all layers with running statistics
-
-    @functools.wraps(make)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        _norms.append(weakref.ref(self))
-
-    module._NormBase.__init__ = wrapped  # noqa: SLF001
+    cls = module._NormBase  # noqa: SLF001 - of all layers with running statistics
+    cls.__init__ = _making(cls.__init__, _norms)
 
 
 def _stepping(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -358,16 +385,23 @@ def _watch_scalers(module: Any) -> None:
 
 
 def _watch_schedules(module: Any) -> None:
-    """Take the schedule that follows from losses from the others; those that follow from steps are where they were."""
-    cls = module.ReduceLROnPlateau
-    make = cls.__init__
+    """Take schedules from the others: they may have left out steps with a scaler, or follow from losses."""
+    plateau = module.ReduceLROnPlateau
+    plateau.step = _quiet(plateau.step)
+    # The latter two do not call the first one.
+    for cls in (module.LRScheduler, module.SequentialLR, plateau):
+        cls.__init__ = _making(cls.__init__, _schedules)
+
+
+def _making(make: Callable[..., Any], made: list[weakref.ref[Any]]) -> Callable[..., Any]:
+    """Return a constructor that notes what it makes."""
 
     @functools.wraps(make)
-    def wrapped_make(self: Any, *args: Any, **kwargs: Any) -> None:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        _own("schedule", self)
+        made.append(weakref.ref(self))
 
-    cls.__init__, cls.step = wrapped_make, _quiet(cls.step)
+    return wrapped
 
 
 def _mute(module: types.ModuleType, names: tuple[str, ...], package: str = "") -> None:

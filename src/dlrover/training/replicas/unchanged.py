@@ -27,7 +27,7 @@ from dlrover.checkpoint.storage.lease import job_of
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.requests.membership import DivideMembers, LookMembers, MembersNow
 from dlrover.training.machine.places import EXCLUDED_LIMIT
-from dlrover.training.replicas.beside import Beside, KeptGradients, parameters_of
+from dlrover.training.replicas.beside import Beside, Gradients, Schedules, parameters_of
 from dlrover.training.replicas.groups import Changed, MembershipGroup, Peers
 from dlrover.training.replicas.healing import Healer
 from dlrover.training.replicas.link import Link
@@ -53,23 +53,27 @@ class Unchanged:
         given: launched.Given,
         loaded: Mapping[str, float],
         norms: Sequence[Callable[[], Any]] = (),
+        schedules: Sequence[Callable[[], Any]] = (),
     ) -> None:
         """``loaded`` are the files that the program has loaded, with the times at which they were written.
 
-        ``norms`` return the program's normalization layers, or None for those that it has dropped.
+        ``norms`` return the program's normalization layers, or None for those that it has dropped; ``schedules`` those of
+        learning rates.
         """
         self.replaying = given.attempt > 0
         """True while this rank runs the program without its model."""
         self.steps = 0
         """Steps of the program's first optimizer in this round, made or skipped."""
         self._optimizer: Any = None
+        self._stepping: Any = None
+        """The optimizer within whose step this rank is: it may call that of its base class."""
         self._link, self._given = link, given
         self._round = zlib.crc32(f"{job_of(config.environ())} {given.round}".encode()) or 1
         self._loaded = loaded
         self._files: dict[str, float] = {}
-        self._began = torch.zeros(2, dtype=torch.float64, device="cpu")
-        """When the ranks made their first step, in seconds since the epoch, and the number of the save that they began
-        with, 0 for none; they send it to each other with each regrouping."""
+        self._began = torch.zeros(3, dtype=torch.float64, device="cpu")
+        """When the ranks made their first step, in seconds since the epoch, the number of the save that they began with, 0
+        for none, and 1 if an optimizer has called its closure several times in a step; they send it to each other with each regrouping."""
         self._continues = 0
         """Number of the save that a returning rank began with; the others have begun before, if its place is known."""
         self._placed = False
@@ -78,9 +82,11 @@ class Unchanged:
         self._last: tuple[int, list[int]] = (-1, [])
         """Number and ranks of the membership that has carried out the last collective. Of a loss since, some ranks may
         know and others not."""
-        self._parts: dict[str, Any] = {"numbers": _StepCount(self)}
-        self._kept = KeptGradients(self._parts)
-        self._parts["gradients"] = self._kept
+        self._parts: dict[str, Any] = {
+            "numbers": _StepCount(self),
+            "schedules": Schedules(schedules),
+        }
+        self._parts["gradients"] = Gradients(self._trained)
         self._parts["beside"] = Beside(self._trained, norms, self._held)
         self._held_by_rows: Callable[[], set[int]] = set
         self._healer = Healer(self._parts)
@@ -336,7 +342,6 @@ class Unchanged:
             self._skipped = 0
             self._edge()
         self._fresh = False
-        self._kept.passed()
         if graph is not None:
             self._open.add(graph)
 
@@ -395,7 +400,12 @@ class Unchanged:
         if regrouped is None:
             self._survivors.leave()
         times = [one for one in regrouped.payloads.values() if float(one[0])]
-        began, first = min(map(torch.Tensor.tolist, times), default=[0.0, 0.0])
+        began, first, _ = min(map(torch.Tensor.tolist, times), default=[0.0, 0.0, 0.0])
+        if any(float(one[2]) for one in times):
+            raise InfrastructureError(
+                "--survive: an optimizer of the program calls its closure several times in a step, as LBFGS does, so a rank"
+                " cannot come to the others' place; all ranks start again."
+            )
         if times and (self._continues != first if not self._placed else self._continues <= first):
             raise InfrastructureError(
                 "--survive: this rank began with another checkpoint than the others, and where they were when it was"
@@ -407,7 +417,7 @@ class Unchanged:
                     f"--survive: this rank began with a newer checkpoint than the others, {path}, so it cannot come to"
                     " their place; all ranks start again."
                 )
-        self._began[:] = torch.tensor([began, first], device="cpu")
+        self._began[:2] = torch.tensor([began, first], device="cpu")
 
     def _furthest(self) -> tuple[int, int]:
         """Return how many steps the others have made, as far as a rank of this row knows, and how many a rank of it lacks.
@@ -495,18 +505,37 @@ class Unchanged:
         self, step: Callable[..., Any], optimizer: Any, closure: Callable[[], Any] | None
     ) -> Any:
         """Carry out a step of an optimizer, unless this rank replays; the closure may begin with an edge."""
+        if self._stepping is optimizer:
+            return step(optimizer) if closure is None else step(optimizer, closure)
         result = None
         if self.replaying and callable(closure):
             with torch.enable_grad():
                 result = closure()
             closure = lambda: result  # noqa: E731 - if this rank has joined the others within it
         if not self.replaying:
-            result = step(optimizer) if closure is None else step(optimizer, closure)
+            self._stepping = optimizer
+            try:
+                result = (
+                    step(optimizer) if closure is None else step(optimizer, self._noted(closure))
+                )
+            finally:
+                self._stepping = None
         self._optimizer = self._optimizer or optimizer
         self.steps += optimizer is self._optimizer
-        self._kept.used(optimizer)
         self._fresh = True
         return result
+
+    def _noted(self, closure: Any) -> Any:
+        """Return a closure that notes if it is called more than once: a rank on its way calls it once."""
+        called = False
+
+        def wrapped() -> Any:
+            nonlocal called
+            self._began[2] = max(float(self._began[2]), float(called))
+            called = True
+            return closure()
+
+        return wrapped if callable(closure) else closure
 
 
 class _Zero(torch.autograd.Function):  # type: ignore[misc]
