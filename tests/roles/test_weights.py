@@ -19,7 +19,7 @@ from dlrover.errors import (
     MemberLostError,
     ProtocolError,
 )
-from dlrover.roles import RoleGroup, current_worker, weights
+from dlrover.roles import Queue, RoleGroup, current_worker, weights
 from dlrover.roles.messages import MemberPlace, Version
 from dlrover.roles.runtime import holder
 from dlrover.roles.runtime.weights import following, publishing
@@ -258,6 +258,43 @@ def test_a_recovered_rollout_serves_once_it_has_the_current_weights_and_none_tha
         trainer.call_rank0("publish", 2).result(60)
         assert rollouts.call("load", [0, 2]).result(60) == [[1, 2], [1, 2]]
         rollouts.wait(2, 60, serving=True)
+
+
+def test_a_version_that_went_through_a_queue_and_the_cursor_is_one_still(job: Coordinator) -> None:
+    with joined(job, "trainer") as me:
+        samples = Queue("samples", size=4)
+        for step in (1, 2):
+            version = weights.publish({"w": np.zeros(3)}, step)
+            samples.put({"version": version}, cursor=version)
+        first, second = (one["version"] for one in samples.get(2))
+        assert weights.latest(newer_than=second, wait=False) is None
+        found = weights.latest(newer_than=first, wait=False)
+        assert found is not None
+        assert found.version == Version(0, 2)
+        me.resumed(1)
+        assert [weights.is_valid(one) for one in (first, second, me.cursor)] == [True, False, False]
+        for wrong in (2, [0], "2"):
+            with pytest.raises(ConfigurationError, match="must be a Version, or its epoch"):
+                weights.is_valid(wrong)  # type: ignore[arg-type]
+
+
+def test_steps_of_numpy_and_pytorch_are_steps_and_others_are_refused(job: Coordinator) -> None:
+    torch = pytest.importorskip("torch")
+    with joined(job, "trainer") as me:
+        samples = Queue("samples", size=4)
+        samples.put("a")
+        assert weights.publish({"w": np.zeros(3)}, np.int64(3)) == Version(0, 3)
+        samples.ack(samples.get(), step=torch.tensor(3))
+        me.resumed(np.int32(2))
+        assert samples.get(wait=False), "it was learned after the step"
+        for wrong in (-5, 1.5, "3", True, 1 << 63, None):
+            says = "it must be a whole number, 0 or above"
+            with pytest.raises(ConfigurationError, match=says):
+                weights.publish({}, wrong)  # type: ignore[arg-type]
+            with pytest.raises(ConfigurationError, match=says):
+                me.resumed(wrong)  # type: ignore[arg-type]
+            with pytest.raises(ConfigurationError, match=says):
+                samples.ack(step=wrong)  # type: ignore[arg-type]
 
 
 def test_without_a_keeper_weights_die_with_their_publisher_and_readers_are_told(

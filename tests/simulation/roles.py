@@ -416,7 +416,7 @@ class Training:
             where = JobDir(Path("/nowhere"))
             self.coordinator = Coordinator(
                 where, RolesConfig(job=self.job, platform="simulated"), MemoryJournal(),
-                self._events, {}, -1, lambda: self.time.now,
+                self._events, {}, -1, lambda _: lambda: self.time.now,
             )  # fmt: skip
             self.roles = SimulatedRoleJobs(self, self.coordinator._exited)
             self.coordinator._jobs = self.roles

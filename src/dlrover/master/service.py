@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
 from dlrover._util import tasks
+from dlrover._util.clocks import Clock
 from dlrover.errors import ConfigurationError, FencedError, InfrastructureError
 from dlrover.master.diagnosis_rules import built_in
 from dlrover.master.hangwatch import HangWatch
@@ -44,17 +44,6 @@ WATCH_REFRESH = 1.0
 """Seconds after which a watcher gets a notice even if no event has happened."""
 JOURNAL_RETRY = 1.0
 """Seconds between attempts to journal an input that no peer will resend: the disk may be full."""
-
-
-class Clock:
-    """Wall clock in seconds that never runs backwards: the wall time at the start plus monotonic time."""
-
-    def __init__(self, not_before: float = 0.0) -> None:
-        self._offset = max(time.time(), not_before) - time.monotonic()
-
-    def __call__(self) -> float:
-        """Return the seconds since the epoch."""
-        return self._offset + time.monotonic()
 
 
 class Master:

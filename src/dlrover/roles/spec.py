@@ -189,6 +189,7 @@ def check(job: RolesJob) -> None:
         )
     for role in job.roles:
         _check_role(role)
+        _check_times(role)
         _check_health(role)
         _check_dependencies(role, names)
     circle = _circle(job)
@@ -222,10 +223,19 @@ def _check_role(role: RoleSpec) -> None:
         refuse("spares", role.spares, "must be 0, or more for an elastic role")
     if role.max_restarts < 0:
         refuse("max_restarts", role.max_restarts, "must be 0 or a positive whole number")
-    if role.window <= 0:
-        refuse("window", role.window, "must be a number of seconds above 0")
     if role.kind is RoleKind.ELASTIC and role.is_service and role.failover is not Failover.INSTANCE:
         refuse("failover", role.failover.value, "an elastic role of objects takes instance")
+
+
+def _check_times(role: RoleSpec) -> None:
+    if not 0 < role.window < math.inf:
+        raise ConfigurationError(
+            f"role {role.name}: window {role.window}: must be a number of seconds above 0."
+        )
+    if role.shutdown_timeout < 0:
+        raise ConfigurationError(
+            f"role {role.name}: shutdown_timeout {role.shutdown_timeout}: must be 0 or more seconds."
+        )
 
 
 def _check_health(role: RoleSpec) -> None:

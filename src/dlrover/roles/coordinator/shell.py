@@ -7,12 +7,12 @@ import json
 import logging
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping
 
 import msgspec
 
 from dlrover._util import procs
+from dlrover._util.clocks import Clock
 from dlrover.config import ROLE_VARIABLES
 from dlrover.errors import DLRoverError, ExitCode, InfrastructureError
 from dlrover.master.app import read_outcome
@@ -73,7 +73,7 @@ class Coordinator:
         history: Takes the events.
         env: Environment of the roles.
         lifeline_fd: As for `RoleJobs`.
-        clock: Seconds since the epoch.
+        clock: Makes a clock of seconds since the epoch that is not before a given time.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class Coordinator:
         history: History,
         env: Mapping[str, str],
         lifeline_fd: int,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[float], Callable[[], float]] = Clock,
     ) -> None:
-        self.machine, self._clock = RolesMachine(), clock
+        self.machine = RolesMachine()
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._job_dir, self._config = job_dir, config
         self._journal, self._history = journal, history
@@ -96,16 +96,17 @@ class Coordinator:
         self._keeping: asyncio.Task[None] | None = None
         self._address = ""
         served: list[bytes] = []
-        self._replayed = 0
+        self._replayed, last = 0, 0.0
         for now, entry in journal.entries():
-            self._replayed += 1
+            self._replayed, last = self._replayed + 1, max(last, now)
             if isinstance(entry, bytes):
                 served.append(entry)
                 continue
             for command in self.machine.handle(entry, now):
                 if isinstance(command, inputs.Emit):
                     history.add(command.body, now)
-        self.service = RolesService(self._journal, served, config.job.worlds, clock)
+        self._clock = clock(last)
+        self.service = RolesService(self._journal, served, config.job.worlds, self._clock)
         self.service.on_loss = self._lost
         self._lost_with_keeper = Loss((), "", {}, {})
         self._health = HealthWatch(config.job, self.submit, self._kill)

@@ -146,6 +146,7 @@ def replayed(journal: Path, now: float) -> RolesStatus:
     served: list[bytes] = []
     with contextlib.closing(RolesJournal(journal, read_only=True)) as entries:
         for at, entry in entries.entries():
+            now = max(now, at)  # the machine's clock may have gone back since
             if isinstance(entry, bytes):
                 served.append(entry)
             else:

@@ -24,7 +24,7 @@ from dlrover.roles.messages import (
     QueueStatus,
 )
 from dlrover.roles.runtime import payload, wire
-from dlrover.roles.runtime.worker import current_worker, encode_cursor
+from dlrover.roles.runtime.worker import current_worker, encode_cursor, step_number
 
 SIZE = 1000
 WAIT = 600.0
@@ -205,8 +205,10 @@ class Queue:
             cursor: New `RoleWorker.cursor`, set at the same instant; None: unchanged.
 
         Raises:
-            ConfigurationError: An item is not leased to this process.
+            ConfigurationError: An item is not leased to this process, or the step is no whole number.
         """
+        if step != -1:
+            step = step_number("step", step)
         data = encode_cursor(cursor) if cursor is not None else None
         with self._lock:
             numbers = items.numbers if items is not None else list(self._mine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import os
 import threading
 from collections.abc import Callable
@@ -156,7 +157,11 @@ class RoleWorker:
 
         `dlrover.checkpoint` says so by itself when it loads a state. An elastic role goes back as a whole, once, and
         each of its processes may say so; an instance of any other role speaks for itself alone.
+
+        Raises:
+            ConfigurationError: The step is no whole number from 0.
         """
+        step = step_number("step", step)
         with self._lock:
             self._resumes += 1
             count = self._resumes
@@ -165,6 +170,25 @@ class RoleWorker:
     def _has_loaded(self, step: int) -> None:
         self._loaded(step)
         self.resumed(step)
+
+
+def step_number(what: str, value: Any) -> int:
+    """Return a step that a program gives: a whole number of Python, NumPy or PyTorch.
+
+    Args:
+        what: Name of the argument.
+        value: What the program gives.
+
+    Raises:
+        ConfigurationError: It is no whole number from 0, or has more than 63 bits.
+    """
+    try:
+        step = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        step = -1
+    if not 0 <= step < 1 << 63:
+        raise ConfigurationError(f"{what} {value!r:.100}: it must be a whole number, 0 or above.")
+    return step
 
 
 def encode_cursor(value: Any) -> bytes:

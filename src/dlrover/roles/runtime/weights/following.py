@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
+
+import msgspec
 
 from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.roles.messages import (
@@ -29,7 +32,7 @@ def latest(
     *,
     name: str = WEIGHTS,
     wait: bool = True,
-    newer_than: Version | None = None,
+    newer_than: Version | Sequence[int] | None = None,
     timeout: float = WAIT,
 ) -> Weights | None:
     """Return the current version of weights; None without ``wait`` if there is none that is wanted.
@@ -40,19 +43,22 @@ def latest(
     Args:
         name: Name of the weights.
         wait: False: do not wait.
-        newer_than: Return a version only if it is newer than this one, or if this one was rolled back.
+        newer_than: Return a version only if it is newer than this one, or if this one was rolled back. The list that a
+            queue, a call or the cursor makes of a version is taken, too.
         timeout: Seconds to wait.
 
     Raises:
+        ConfigurationError: ``newer_than`` is no version.
         InfrastructureError: There was no such version in time.
     """
     worker = current_worker()
+    than = _version(newer_than) if newer_than is not None else None
     _declare(worker, name)
     until = time.monotonic() + (timeout if wait else 0.0)
     seen = -1
     while True:
-        view = _awaited_view(worker, name, newer_than, seen, until) if wait else worker.link.view
-        if _wanted(view, name, newer_than) is None:
+        view = _awaited_view(worker, name, than, seen, until) if wait else worker.link.view
+        if _wanted(view, name, than) is None:
             return None
         weights = _opened(worker, name, view)
         if weights is not None or not wait:
@@ -81,10 +87,28 @@ def versions(name: str = WEIGHTS) -> list[Version]:
     return [one.version for one in found.versions] if found is not None else []
 
 
-def is_valid(version: Version, name: str = WEIGHTS) -> bool:
-    """Return whether a version is still one of the role's history: no rollback has undone it."""
+def is_valid(version: Version | Sequence[int], name: str = WEIGHTS) -> bool:
+    """Return whether a version is still one of the role's history: no rollback has undone it.
+
+    Args:
+        version: The version, or the list that a queue, a call or the cursor makes of it.
+        name: Name of the weights.
+
+    Raises:
+        ConfigurationError: It is no version.
+    """
+    asked = _version(version)
     found = current_worker().link.view.weights.get(name)
-    return found is not None and found.valid(version)
+    return found is not None and found.valid(asked)
+
+
+def _version(value: Version | Sequence[int]) -> Version:
+    try:
+        return msgspec.convert(value, Version)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(
+            f"version {value!r:.100}: it must be a Version, or its epoch and step as a list."
+        ) from error
 
 
 def _wanted(view: JobView, name: str, newer_than: Version | None) -> VersionView | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from dlrover.checkpoint.machine.extent import entire
 from dlrover.checkpoint.saver.memory import kernels
-from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError, ProtocolError
+from dlrover.errors import DLRoverError, InfrastructureError, ProtocolError
 from dlrover.roles.messages import (
     HOLDER,
     WEIGHTS,
@@ -39,7 +39,7 @@ from dlrover.roles.runtime.weights.parts import (
     flat,
     piece_of,
 )
-from dlrover.roles.runtime.worker import RoleWorker, current_worker
+from dlrover.roles.runtime.worker import RoleWorker, current_worker, step_number
 
 HOLDER_LIMIT = 60.0
 """Seconds to look for a process that keeps weights; the coordinator replaces one that has gone."""
@@ -65,8 +65,7 @@ def publish(state: Mapping[str, Any], version: int, *, name: str = WEIGHTS) -> V
         InfrastructureError: Memory is short.
     """
     worker = current_worker()
-    if version < 0:
-        raise ConfigurationError(f"version {version}: it must be a whole number, 0 or above.")
+    version = step_number("version", version)
     pieces = {key: piece_of(key, value) for key, value in state.items()}
     spread = {key for key, one in pieces.items() if one is not None and one[2]}
     parts = worker.instances if spread else 1
