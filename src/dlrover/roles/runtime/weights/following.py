@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.roles.messages import (
     WEIGHTS,
@@ -104,7 +105,7 @@ def is_valid(version: Version | Sequence[int], name: str = WEIGHTS) -> bool:
 
 def _version(value: Version | Sequence[int]) -> Version:
     try:
-        return msgspec.convert(value, Version)
+        return decoding.convert(value, Version)
     except msgspec.ValidationError as error:
         raise ConfigurationError(
             f"version {value!r:.100}: it must be a Version, or its epoch and step as a list."
