@@ -219,11 +219,8 @@ def test_whatever_dies_the_others_go_on_and_nothing_stays(
             await job.more()
             assert second in job.pods("numbers-rollout")
             assert trainers[1] in job.pods("numbers-trainer")
-            least = {
-                "main": 1,
-                "rollout": 1,
-                "trainer": 2,
-            }  # more where a busy machine is slow to answer
+            # One of each role; more where a busy machine is slow to answer.
+            least = {"main": 1, "rollout": 1, "trainer": 1}
             await job.until(lambda: all(job.restarts()[role] >= n for role, n in least.items()))
             # The driver's second start does what the first one had served and not put.
             await job.more()
