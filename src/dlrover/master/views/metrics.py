@@ -105,13 +105,14 @@ def _usage(master: Master) -> Iterator[Metric]:
         ("cpu_limit_cores", "Cores that a node may keep busy.", [use.cores for _, use in reported]),
         (
             "accelerator_busy_ratio",
-            "Share of time in which a node's accelerators work; -1 if none reports it.",
+            "Share of time in which a node's accelerators work; none where none reports it.",
             [use.busy for _, use in reported],
         ),
     ):
         gauge = GaugeMetricFamily(f"dlrover_node_{name}", words, labels=["node"])
         for (node_id, _), value in zip(reported, values, strict=True):
-            gauge.add_metric([str(node_id)], value)
+            if value >= 0:  # else it is not known
+                gauge.add_metric([str(node_id)], value)
         yield gauge
 
 
