@@ -160,15 +160,23 @@ def test_lost_nodes_and_a_lost_master(train) -> None:
     assert len(launch.events_of(events.RoundOpened)) == 1
 
 
+def written(directory: Path, rank: int) -> list[list[str]]:
+    """Return the whole lines that a rank has written, as words."""
+    path = directory / f"rank{rank}.txt"
+    return [row.split() for row in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+def end_at(directory: Path, step: int) -> None:
+    """Let a program end with a step."""
+    (directory / "new").write_text(str(step))
+    (directory / "new").rename(directory / "last")
+
+
 def test_a_program_for_ddp_that_knows_nothing_of_losses(run) -> None:
     """The others go on; the lost rank comes to their place in the program, with their weights and learning rate."""
     script = SCRIPT.with_name("unchanged.py")
     launch = run("--survive", "--nproc-per-node=3", script, run.directory)
-
-    def rows(rank: int) -> list[list[str]]:
-        path = run.directory / f"rank{rank}.txt"
-        return [row.split() for row in path.read_text().split("\n")[:-1]] if path.exists() else []
-
+    rows = functools.partial(written, run.directory)
     launch.until(lambda: all(len(rows(rank)) > 10 for rank in range(3)), 60, "ten steps")
     pids = [rows(rank)[-1][2] for rank in range(3)]
     joined = functools.partial(launch.events_of, events.ReplicaJoined)
@@ -179,8 +187,7 @@ def test_a_program_for_ddp_that_knows_nothing_of_losses(run) -> None:
         step = int(rows(1)[-1][0])
         launch.until(lambda r=lost, s=step: int(rows(r)[-1][0]) > s + 5, 60, "its steps")
         pids = [rows(rank)[-1][2] for rank in range(3)] if lost == 0 else pids
-    (run.directory / "new").write_text(str(int(rows(1)[-1][0]) + 50))
-    (run.directory / "new").rename(run.directory / "last")
+    end_at(run.directory, int(rows(1)[-1][0]) + 50)
     launch.succeed(90)
     assert [rows(rank)[-1][2] for rank in (0, 1)] == pids[:2]
     found = [[(row[0], row[1], row[3]) for row in rows(rank)[-20:]] for rank in range(3)]
@@ -194,17 +201,12 @@ def test_a_rank_returns_to_a_program_with_two_optimizers_as_the_others_are(run) 
     """It joins where no pass waits for its backward pass, with kept gradients, and with what is beside the models."""
     script = SCRIPT.with_name("two_optimizers.py")
     launch = run("--survive", "--nproc-per-node=3", script, run.directory)
-
-    def rows(rank: int) -> list[list[str]]:
-        path = run.directory / f"rank{rank}.txt"
-        return [row.split() for row in path.read_text().split("\n")[:-1]] if path.exists() else []
-
+    rows = functools.partial(written, run.directory)
     launch.until(lambda: all(len(rows(rank)) > 20 for rank in range(3)), 60, "twenty steps")
     pids = [rows(rank)[-1][2] for rank in range(3)]
     psutil.Process(int(pids[0])).kill()
     launch.until(lambda: launch.events_of(events.ReplicaJoined), 90, "a rank that returns")
-    (run.directory / "new").write_text(str(int(rows(1)[-1][0]) + 40))
-    (run.directory / "new").rename(run.directory / "last")
+    end_at(run.directory, int(rows(1)[-1][0]) + 40)
     launch.succeed(90)
     assert [rows(rank)[-1][2] for rank in (1, 2)] == pids[1:]
     found = [[(row[:2], row[3:]) for row in rows(rank)[-20:]] for rank in range(3)]
@@ -217,17 +219,13 @@ def test_a_rank_returns_to_a_program_with_two_optimizers_as_the_others_are(run) 
 def test_a_lost_rank_goes_on_from_the_newest_checkpoint_in_memory(run) -> None:
     """After its return, all save again, and the next one that is lost begins with what they have saved."""
     script = SCRIPT.with_name("unchanged_checkpoints.py")
-
-    def rows(rank: int) -> list[list[str]]:
-        path = run.directory / f"rank{rank}.txt"
-        return [row.split() for row in path.read_text().split("\n")[:-1]] if path.exists() else []
+    rows = functools.partial(written, run.directory)
 
     def begins(rank: int) -> list[int]:
         return [int(row[1]) for row in rows(rank) if row[0] == "begin"]
 
     def end(launch: Launch) -> None:
-        (run.directory / "new").write_text(str(int(rows(1)[-1][0]) + 30))
-        (run.directory / "new").rename(run.directory / "last")
+        end_at(run.directory, int(rows(1)[-1][0]) + 30)
         launch.succeed(90)
         assert rows(0)[-10:] == [[*row[:2], rows(0)[-1][2]] for row in rows(1)[-10:]]
         assert len(launch.events_of(events.RoundOpened)) == 1
@@ -266,8 +264,7 @@ def test_a_rank_that_is_lost_before_its_part_of_a_save_ends_no_other(run) -> Non
     launch.until(lambda: not late.exists(), 60, "the step before the save")
     psutil.Process(int(lost.read_text().split()[-1])).kill()
     launch.until(lambda: launch.events_of(events.ReplicaJoined), 90, "its return")
-    (run.directory / "new").write_text(str(int(other.read_text().split("\n")[-2].split()[0]) + 60))
-    (run.directory / "new").rename(run.directory / "last")
+    end_at(run.directory, int(other.read_text().split("\n")[-2].split()[0]) + 60)
     launch.succeed(90)
     assert len(launch.events_of(events.RoundOpened)) == 1
 
@@ -279,11 +276,7 @@ def _count(row: list[str]) -> int:
 def test_a_program_that_fails_on_its_way_to_the_others_ends_no_job(run) -> None:
     """It may be due to the way, on which a rank has no model: all start again, and the program's mistakes still count."""
     launch = run("--survive", "--nproc-per-node=2", SCRIPT.with_name("reads_gradients.py"), run.directory)  # fmt: skip
-
-    def rows(rank: int) -> list[list[str]]:
-        path = run.directory / f"rank{rank}.txt"
-        return [row.split() for row in path.read_text().split("\n")[:-1]] if path.exists() else []
-
+    rows = functools.partial(written, run.directory)
     launch.until(lambda: all(len(rows(rank)) > 5 for rank in (0, 1)), 60, "five steps")
     pids = {rank: rows(rank)[-1][1] for rank in (0, 1)}
     psutil.Process(int(pids[1])).kill()
@@ -291,25 +284,19 @@ def test_a_program_that_fails_on_its_way_to_the_others_ends_no_job(run) -> None:
     launch.until(lambda: len(opened()) == 2, 60, "another round")
     assert "failed on its way" in opened()[-1].body.reason
     launch.until(lambda: rows(0)[-1][1] != pids[0], 60, "its first step")
-    (run.directory / "new").write_text(str(int(rows(0)[-1][0]) + 50))
-    (run.directory / "new").rename(run.directory / "last")
+    end_at(run.directory, int(rows(0)[-1][0]) + 50)
     launch.succeed(60)
 
 
 def test_a_training_function_is_called_again_in_its_living_process(run) -> None:
     script = SCRIPT.with_name("restartable.py")
     launch = run("--survive", "--nproc-per-node=2", script, run.directory)
-
-    def rows(rank: int) -> list[list[str]]:
-        path = run.directory / f"rank{rank}.txt"
-        return [row.split() for row in path.read_text().split("\n")[:-1]] if path.exists() else []
-
+    rows = functools.partial(written, run.directory)
     launch.until(lambda: all(len(rows(rank)) > 5 for rank in range(2)), 60, "five steps")
     (_, first, _), (_, second, _) = rows(0)[-1], rows(1)[-1]
     psutil.Process(int(first)).kill()
     launch.until(lambda: rows(1)[-1][2] == "2" and rows(0)[-1][1] != first, 90, "another call")
-    (run.directory / "new").write_text(str(int(rows(1)[-1][0]) + 20))
-    (run.directory / "new").rename(run.directory / "last")
+    end_at(run.directory, int(rows(1)[-1][0]) + 20)
     launch.succeed(60)
     assert rows(1)[-1][1:] == [second, "2"]
     assert rows(0)[-1][2] == "1"
@@ -319,10 +306,7 @@ def test_a_training_function_is_called_again_in_its_living_process(run) -> None:
 def test_a_program_for_hsdp_that_knows_nothing_of_losses(run) -> None:
     """A row is lost with one of its ranks and returns as a whole; the other row keeps its processes."""
     launch = run("--survive", "--nproc-per-node=4", SCRIPT.with_name("hsdp.py"), run.directory)
-
-    def rows(rank: int) -> list[list[str]]:
-        path = run.directory / f"rank{rank}.txt"
-        return [row.split() for row in path.read_text().split("\n")[:-1]] if path.exists() else []
+    rows = functools.partial(written, run.directory)
 
     def pids() -> list[str]:
         return [rows(rank)[-1][2] for rank in range(4)]
@@ -336,8 +320,7 @@ def test_a_program_for_hsdp_that_knows_nothing_of_losses(run) -> None:
     after = pids()
     assert after[:2] == before[:2]
     assert not set(after[2:]) & set(before)
-    (run.directory / "new").write_text(str(int(rows(0)[-1][0]) + 5))
-    (run.directory / "new").rename(run.directory / "last")
+    end_at(run.directory, int(rows(0)[-1][0]) + 5)
     launch.succeed(90)
     found = [[(row[0], row[1], *row[3:]) for row in rows(rank)[-5:]] for rank in range(4)]
     assert found[0] == found[1] == found[2] == found[3]

@@ -14,7 +14,9 @@ from dlrover.ray import cluster
 from dlrover.ray.machine import job as jobs
 
 TOKEN = "a-token-of-tests"
-VARIABLES = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_K8S_TOKEN_AUTH"
+VARIABLES = (
+    "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_K8S_TOKEN_AUTH", "RAY_USE_TLS",
+)  # fmt: skip
 REMEDY = "; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the cluster's token or RAY_AUTH_TOKEN_PATH to a file with it."
 
 
@@ -95,6 +97,25 @@ def test_a_token_is_found_where_ray_finds_it(
     monkeypatch.setenv("RAY_AUTH_TOKEN", "wrong")
     monkeypatch.setenv("RAY_ENABLE_K8S_TOKEN_AUTH", "true")  # Kubernetes has the token
     cluster.check_port(address)
+
+
+@pytest.mark.parametrize("token", ["caf\xe9", "two\nlines"])
+def test_a_malformed_token_is_refused(
+    address: str, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+    with pytest.raises(
+        ConfigurationError, match="is malformed: it must be one line of printable ASCII"
+    ):
+        cluster.check_port(address)
+
+
+def test_a_token_is_sent_to_no_cluster_with_tls_unencrypted(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "wrong")
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    cluster.check_port(address)  # it does not ask
 
 
 def test_another_version_of_ray_is_said_before_ray_is_asked(

@@ -40,8 +40,6 @@ class Coordinator:
     """With one, the service keeps a process for weights, which ends with it."""
     secured: bool = True
     """It has TLS."""
-    deaths: list[str] = field(default_factory=list)
-    """Why processes that keep weights have died."""
     losses: list[Loss] = field(default_factory=list)
     _launched: dict[tuple[str, int], tuple[int, str, int, tuple[str, ...]]] = field(
         default_factory=dict
@@ -71,7 +69,7 @@ class Coordinator:
         self._tasks = []
         if self.lifeline[0] >= 0:
             variables = self.variables(HOLDER, 0, 0, 1)
-            kept = holder.keep(self.service, variables, self.lifeline[0], self.deaths.append)
+            kept = holder.keep(self.service, variables, self.lifeline[0])
             self._tasks.append(asyncio.create_task(kept))
 
     def stop(self) -> None:

@@ -79,7 +79,6 @@ def test_one_event_says_what_was_lost_with_the_keeper_of_weights_and_that_anothe
         publish(coordinator, "critic", 2, TRAINERS[0])
         publish(coordinator, "critic", 3, KEEPER)
         coordinator.service.tell(MemberEnded(KEEPER, "it was killed by SIGKILL"))
-        coordinator._keeper_died("it was killed by SIGKILL")
 
     assert said(tmp_path, dies) == [
         "The keeper of weights has ended: it was killed by SIGKILL; another one takes its place; version 7 of weights is"
@@ -95,7 +94,6 @@ def test_one_event_says_what_was_lost_with_the_keeper_of_weights_and_that_anothe
 def test_a_keeper_of_nothing_takes_nothing_along(tmp_path: Path) -> None:
     def dies(coordinator: Coordinator) -> None:
         coordinator.service.tell(MemberEnded(KEEPER, "it died"))
-        coordinator._keeper_died("it died")
         coordinator.service.tell(MemberEnded(TRAINERS[0], "it was killed by SIGKILL"))
 
     assert said(tmp_path, dies) == [

@@ -284,6 +284,24 @@ def test_a_version_is_there_once_all_parts_are() -> None:
     assert current(shared) == Version(0, 1), "a part of the dead one counts no more"
 
 
+def test_a_version_that_was_lost_with_its_keeper_can_be_published_again() -> None:
+    """Readers may wait for it, and its publisher for them."""
+    shared = job(TRAINER)
+    publish(shared, 1)
+    publish(shared, 2)
+    for step in (1, 2):
+        with pytest.raises(ProtocolError):
+            shared.handle(PublishPart(TRAINER, "w", step, 0, 1, KEEPER, "again", 10))
+    shared.handle(MemberEnded(KEEPER, "killed"))
+    assert (current(shared), shared.weights["w"].lost) == (None, Version(0, 2))
+    other = msgspec.structs.replace(KEEPER, attempt=2)
+    shared.handle(JoinRole(other, AT))
+    with pytest.raises(ProtocolError, match="is older"):
+        publish(shared, 1, holder=other)
+    publish(shared, 2, holder=other)
+    assert (current(shared), shared.weights["w"].lost) == (Version(0, 2), None)
+
+
 def test_a_version_published_twice_or_by_another_role_is_refused() -> None:
     shared = job(TRAINER, rollout())
     publish(shared, 2)

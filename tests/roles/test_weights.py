@@ -327,9 +327,9 @@ def test_the_process_that_keeps_weights_is_started_again_and_ends_with_the_job(
             until(lambda: not holder._runs(first), 60)
             weights.publish({"a": np.zeros(3)}, 1)  # before anyone knows
         second = until(lambda: made.keeper not in (0, first) and made.keeper, 60)
-        assert made.deaths == ["it was killed by SIGKILL"]
+        assert [one.reason for one in made.losses] == ["it was killed by SIGKILL"]
     until(lambda: not holder._runs(second), 60)
-    assert len(made.deaths) == 1, "the end of the job is no death"
+    assert len(made.losses) == 1, "the end of the job is no death"
 
 
 def test_who_keeps_weights_takes_them_along_and_that_is_said_once(kept: Coordinator) -> None:
@@ -349,7 +349,6 @@ def test_who_keeps_weights_takes_them_along_and_that_is_said_once(kept: Coordina
         assert [(one.keepers[0].role, one.lost, one.left) for one in kept.losses] == [
             (".holder", {"weights": f"{n}"}, {}) for n in range(1, step + 1)
         ]
-        assert len(kept.deaths) == step
 
 
 def test_a_part_of_weights_at_whose_address_another_process_answers_is_missing(

@@ -278,6 +278,15 @@ def test_a_rank_takes_the_gradients_that_the_program_has_left():
     assert found == [[0, 0], [7, 7], None]
 
 
+def test_a_rank_takes_a_sparse_gradient_as_a_sparse_one():
+    (one, (first, _)), (other, _) = trains(), trains()
+    gradient = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (2,), check_invariants=True)
+    first.param_groups[0]["params"][0].grad = gradient
+    other._parts["gradients"].load_state_dict(one._parts["gradients"].state_dict())
+    taken = other._trained()[0].grad
+    assert (taken.is_sparse, taken.to_dense().tolist()) == (True, [0, 5])
+
+
 def test_a_rank_takes_what_is_trained_and_counted_beside_models():
     def program(mean: float) -> tuple[Unchanged, torch.nn.Module, torch.nn.Module]:
         model, layer = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -391,7 +392,10 @@ def main() -> int:
     except OSError as error:
         if error.errno not in files.NO_ROOM:
             raise
-        print(f"dlrover: The output cannot be written: {error.strerror}.", file=sys.stderr)
+        what = error.filename or "The output"
+        print(f"dlrover: {what} cannot be written: {error.strerror}.", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere
         return ExitCode.INFRASTRUCTURE
     return ExitCode.SUCCESS

@@ -172,8 +172,8 @@ def status(job_dir: JobDir) -> RolesReport:
 def render_status(report: RolesReport, console: Console) -> None:
     """Print the status as text."""
     status = report.status
-    told = f": {status.phase}; {status.seconds:.0f} s"
-    console.print(Text.assemble((status.name, "bold"), told))
+    rest = f": {status.phase}; {status.seconds:.0f} s"
+    console.print(Text.assemble((status.name, "bold"), rest))
     if not report.coordinator_running and report.outcome is None:
         console.print("The coordinator does not answer; this is where its journal ends.")
     if report.outcome is not None:

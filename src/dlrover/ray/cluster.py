@@ -84,8 +84,16 @@ def check_port(address: str) -> None:
     mode = env.get("RAY_AUTH_MODE", "")
     if mode not in ("", "token", "disabled") or "RAY_ENABLE_K8S_TOKEN_AUTH" in env:
         return  # the token comes from elsewhere
+    if env.get("RAY_USE_TLS", "0") not in ("", "0"):
+        return  # the question, and a token in it, would go unencrypted
+    token = _token() if mode != "disabled" else ""
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigurationError(
+            "The Ray token of this environment is malformed: it must be one line of printable ASCII characters; correct"
+            " RAY_AUTH_TOKEN, or the file at RAY_AUTH_TOKEN_PATH."
+        )
     method = ASKED["ray://" if address.startswith("ray://") else ""]
-    answer = foreign.ask(f"{host}:{port}", method, _token() if mode != "disabled" else "")
+    answer = foreign.ask(f"{host}:{port}", method, token)
     if answer.turned_away:
         raise ConfigurationError(why_unauthenticated(address))
     theirs, ours = jobs.version_in(answer.body), _version()

@@ -20,6 +20,7 @@ from dlrover.errors import InfrastructureError, ProtocolError
 from dlrover.roles.machine.members import ENDED, RoleMembers
 from dlrover.roles.machine.shared import SharedState
 from dlrover.roles.messages import (
+    HOLDER,
     MAX_TEXT,
     AckItems,
     GetItems,
@@ -70,10 +71,10 @@ _decoder = decoding.msgpack_decoder(RoleInput | ServiceState)
 
 
 class Loss(NamedTuple):
-    """Current versions of weights that a process took with it."""
+    """The end of processes that kept weights, and the current versions that they took with them."""
 
     keepers: tuple[MemberPlace, ...]
-    """Lives that kept them and are over."""
+    """Lives that are over."""
     reason: str
     """Why they are; empty if unknown."""
     lost: dict[str, str]
@@ -124,7 +125,7 @@ class RolesService:
         self._timers: dict[MemberPlace, asyncio.TimerHandle] = {}
         self._closed = False
         self.on_loss: Callable[[Loss], None] = lambda _: None
-        """Called when current versions of weights are lost."""
+        """Called when the job's keeper of weights has ended, or current versions are lost with other processes."""
         self._grown, self._limit = 0, COMPACT
         """Bytes of the inputs since the last entry with the state, and with how many the next one comes."""
         number = 0
@@ -205,15 +206,17 @@ class RolesService:
                 self._compact()
 
     def _note_loss(self, event: RoleInput, before: Mapping[str, VersionView]) -> None:
-        """Say which of the current versions before an input are gone."""
+        """Report which of the current versions before an input are gone, and each end of the job's keeper."""
         now = self.shared.current()
         gone = {
             name: view
             for name, view in before.items()
             if view.version not in self.shared.weights[name].complete
         }
-        if gone:
-            holders = {part.holder for view in gone.values() for part in view.parts}
+        holders = {part.holder for view in gone.values() for part in view.parts}
+        if isinstance(event, MemberEnded) and event.place.role == HOLDER:
+            holders.add(event.place)
+        if holders:
             over = tuple(sorted(filter(self.shared.members.is_over, holders)))
             reason = event.reason if isinstance(event, MemberEnded) else ""
             lost = {name: str(view.version) for name, view in gone.items()}

@@ -271,8 +271,8 @@ def _print_story(story: records.Story, console: Console) -> None:
     """Print a job, its measurements, and each plan with its outcome."""
     row = story.job
     ended = f": {row.reason}" if row.reason else ""
-    told = f" ({row.description.name}): {row.state}{ended}"
-    console.print(Text.assemble((row.job, "bold"), told), soft_wrap=True)
+    rest = f" ({row.description.name}): {row.state}{ended}"
+    console.print(Text.assemble((row.job, "bold"), rest), soft_wrap=True)
     _say(
         console,
         f"{row.description.strategy}, optimizeMode {row.description.mode}, {row.samples} samples"

@@ -167,7 +167,7 @@ class Viewer:
         try:
             happened = history.read(job_dir.events)
         except (OSError, msgspec.DecodeError):
-            return  # a job that ended before its first event; its last screen says why
+            return  # there are none, or they are damaged: the last screen says how the job ended
         for event in happened:
             self._show_event(event)
 

@@ -133,8 +133,8 @@ def render(found: GoodputReport, console: Console) -> None:
     """Print a report as text."""
     goodput = found.goodput
     amount = Amounts(goodput.wall_seconds)
-    told = f": {found.phase}, {amount(goodput.job_seconds)}, {counted(goodput.nodes, 'node')}"
-    console.print(Text.assemble((found.job, "bold"), told))
+    rest = f": {found.phase}, {amount(goodput.job_seconds)}, {counted(goodput.nodes, 'node')}"
+    console.print(Text.assemble((found.job, "bold"), rest))
     console.print(summary(found.goodput), highlight=False, soft_wrap=True)
     console.print()
     console.print(_causes(goodput, amount))

@@ -112,7 +112,7 @@ def _explain(prefix: str, over: threading.Event) -> None:
     if waiting and not over.is_set():
         free = _resources(ray.available_resources()) or "nothing"
         logger.warning(
-            "A worker group waits for room: its %s; %s, of which %s is free. max_colocate_count of its"
+            "A worker group waits for room: its %s; %s; %s is free. max_colocate_count of its"
             " RayResourcePool is the number of CPUs for each process; 10 is verl's default",
             _needs(waiting[0]), _nodes(), free,
         )  # fmt: skip

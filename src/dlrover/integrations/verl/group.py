@@ -142,7 +142,7 @@ class Shared:
                 with self._lock:
                     if life == self._life:
                         self._after(error, call)
-            except BaseException:  # such as Ctrl-C: nobody knows how far the call came
+            except BaseException:  # such as Ctrl-C: how far the call came is unknown
                 self.history.failed(call.method)
                 raise
             else:

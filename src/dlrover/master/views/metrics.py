@@ -105,7 +105,7 @@ def _usage(master: Master) -> Iterator[Metric]:
         ("cpu_limit_cores", "Cores that a node may keep busy.", [use.cores for _, use in reported]),
         (
             "accelerator_busy_ratio",
-            "Share of time in which a node's accelerators work; none where none reports it.",
+            "Share of time in which a node's accelerators work; absent for a node that reports none.",
             [use.busy for _, use in reported],
         ),
     ):

@@ -333,6 +333,7 @@ def _is_field(line: str) -> bool:
 
 _NOT_BEGUN = "Initialization failure from server"
 """How Ray Client's error begins when a server of another version cannot read what this process sends."""
+_VERSION = re.compile(rb"\x12([\x05-\x1f])(\d+\.\d+\.\d[\w.+-]*)")
 _OF_TOKENS = "uthentication token", "AuthToken", "Unauthenticated"
 """Words in Ray's errors about tokens."""
 
@@ -371,9 +372,6 @@ def version_in(body: bytes) -> str:
     found = _VERSION.search(body)
     size, version = (found[1][0], found[2]) if found else (0, b"")
     return version.decode() if len(version) == size else ""
-
-
-_VERSION = re.compile(rb"\x12([\x05-\x1f])(\d+\.\d+\.\d[\w.+-]*)")
 
 
 def why_other(address: str, theirs: str, ours: str) -> str:

@@ -108,7 +108,6 @@ class Coordinator:
         self._clock = clock(last)
         self.service = RolesService(self._journal, served, config.job.worlds, self._clock)
         self.service.on_loss = self._lost
-        self._lost_with_keeper = Loss((), "", {}, {})
         self._health = HealthWatch(config.job, self.submit, self._kill)
         self._events = EventStream(history)
         self._looking: asyncio.Task[None] | None = None
@@ -134,9 +133,7 @@ class Coordinator:
         if self._lifeline_fd >= 0:
             job, tls = self._config.job.name, self._config.tls
             own = variables(address, self._job_dir.token, HOLDER, 0, job=job, tls=tls)
-            self._keeping = asyncio.create_task(
-                keep(self.service, own, self._lifeline_fd, self._keeper_died)
-            )
+            self._keeping = asyncio.create_task(keep(self.service, own, self._lifeline_fd))
         if not self._replayed:
             self.submit(inputs.Submitted(self._config.job))
         elif self.machine.ended_at is not None and self.machine.end is not None:
@@ -169,16 +166,9 @@ class Coordinator:
             self._carry_out(command, now)
 
     def _lost(self, loss: Loss) -> None:
-        """Current versions of weights are lost; of the job's own keeper, `_keeper_died` tells that, too."""
-        if any(place.role == HOLDER for place in loss.keepers):
-            self._lost_with_keeper = loss
-            return
-        keeper = ", ".join(map(str, loss.keepers))
-        self.submit(inputs.KeeperEnded(keeper, loss.reason, loss.lost, loss.left))
-
-    def _keeper_died(self, reason: str) -> None:
-        loss, self._lost_with_keeper = self._lost_with_keeper, Loss((), "", {}, {})
-        self.submit(inputs.KeeperEnded("", reason, loss.lost, loss.left))
+        own = any(place.role == HOLDER for place in loss.keepers)
+        keeper = "" if own else ", ".join(map(str, loss.keepers))
+        self.submit(inputs.KeeperDown(keeper, loss.reason, loss.lost, loss.left))
 
     def _exited(self, role: str, attempt: int, outcome: Outcome | None, code: int) -> None:
         if outcome is None and self._lifeline_fd >= 0 and procs.Lifeline.is_cut(self._lifeline_fd):

@@ -67,8 +67,8 @@ class Spent(msgspec.Struct, frozen=True, tag="spent"):
     idled: float
 
 
-class KeeperEnded(msgspec.Struct, frozen=True, tag="keeper_ended"):
-    """A process that kept weights has ended; the fields are those of the event."""
+class KeeperDown(msgspec.Struct, frozen=True, tag="keeper_down"):
+    """A process that kept weights has ended; the fields are those of the event `KeeperEnded`."""
 
     keeper: str
     reason: str
@@ -98,7 +98,7 @@ class StopRequested(msgspec.Struct, frozen=True, tag="stop"):
 
 Input: TypeAlias = (
     Submitted | CoordinatorStarted | RoleLaunched | InstanceUp | InstanceDown | Stuck
-    | Spent | KeeperEnded | RoleExited | StopRequested
+    | Spent | KeeperDown | RoleExited | StopRequested
 )  # fmt: skip
 
 # ---- commands

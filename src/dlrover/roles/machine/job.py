@@ -22,7 +22,7 @@ from dlrover.roles.machine.inputs import (
     Input,
     InstanceDown,
     InstanceUp,
-    KeeperEnded,
+    KeeperDown,
     RoleExited,
     RoleLaunched,
     Spent,
@@ -161,7 +161,7 @@ class RolesMachine:
                 known = self.roles[event.place.role].instances.get(event.place.index)
                 if known is not None and known.place == event.place and known.up:
                     self._said(known, event)
-            case KeeperEnded(keeper, reason, lost, left):
+            case KeeperDown(keeper, reason, lost, left):
                 self._emit(events.KeeperEnded(keeper, reason, lost, left))
             case RoleLaunched() | RoleExited():
                 if self._is_current(event.role, event.attempt):

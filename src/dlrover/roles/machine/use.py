@@ -31,7 +31,7 @@ class Use(msgspec.Struct, frozen=True):
 
 
 def of_life(seconds: float, worked: float, idle: float) -> Use:
-    """Return the use of a life of so many ``seconds``; it started in those that were neither work nor idle."""
+    """Return the use of a life that lasted ``seconds``; it started in those that were neither work nor idle."""
     working = min(worked, seconds)
     idle = min(idle, seconds - working)
     return Use(seconds - working - idle, working, idle)

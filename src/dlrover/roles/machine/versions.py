@@ -113,7 +113,8 @@ class PublishedWeights:
                 f"The {weights_in_words(event.name)} belong to the role {self.role}; {event.place.role} must publish"
                 " its own under another name."
             )
-        if self.newest is not None and event.step <= self.newest.step:
+        lost = self.lost is not None and self.lost == self.newest and event.step == self.lost.step
+        if self.newest is not None and event.step <= self.newest.step and not lost:
             twice = "was published before" if event.step == self.newest.step else "is older"
             raise ProtocolError(
                 f"Version {event.step} of the {weights_in_words(event.name)} {twice}: the newest is {self.newest.step}. A"

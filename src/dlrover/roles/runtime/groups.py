@@ -79,7 +79,7 @@ class RoleGroup:
         """Wait until there are ``count`` members, and return them.
 
         Raises:
-            ConfigurationError: The role never has so many, or the job has no such role.
+            ConfigurationError: The role never has that many members, or the job has no such role.
             InfrastructureError: There are fewer after ``timeout`` seconds.
         """
         check_count(self._worker.members, self.role, count)
@@ -298,7 +298,7 @@ def check_count(members: Mapping[str, int], role: str, count: int) -> None:
     """Refuse a number of members that a role can never have; ``members`` is as for `check_role`.
 
     Raises:
-        ConfigurationError: It can never have so many, or the job has no such role.
+        ConfigurationError: It can never have that many members, or the job has no such role.
     """
     check_role(members, role)
     if count > (most := members.get(role, count)):

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from dlrover import config
 from dlrover._util import procs
@@ -44,26 +44,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     over.wait()
 
 
-async def keep(
-    service: RolesService,
-    variables: Mapping[str, str],
-    lifeline_fd: int,
-    died: Callable[[str], None] = lambda _: None,
-) -> None:
+async def keep(service: RolesService, variables: Mapping[str, str], lifeline_fd: int) -> None:
     """See to it that there is one process that keeps weights, until this is cancelled.
 
     Args:
         service: Service of the job.
         variables: Environment of the role `HOLDER`; see `environment.variables`.
         lifeline_fd: Closes at the end of the job, with which the process ends.
-        died: Called with the reason when the process has died and another one is to take its place.
     """
     while True:
         try:
-            reason = await _keep_one(service, variables, lifeline_fd)
-            logger.warning("The process that keeps weights has died: %s", reason)
-            if not procs.Lifeline.is_cut(lifeline_fd):
-                died(reason)
+            await _keep_one(service, variables, lifeline_fd)
         except (
             OSError,
             InfrastructureError,
@@ -72,8 +63,8 @@ async def keep(
         await asyncio.sleep(PAUSE)
 
 
-async def _keep_one(service: RolesService, variables: Mapping[str, str], lifeline_fd: int) -> str:
-    """Find the process or start it, and wait for its end; return why it ended."""
+async def _keep_one(service: RolesService, variables: Mapping[str, str], lifeline_fd: int) -> None:
+    """Find the process or start it, and wait for its end."""
     known = service.shared.members.get(HOLDER, 0)
     attempt = known.place.attempt if known is not None else 0
     # One that has lost its connection joins again.
@@ -88,8 +79,9 @@ async def _keep_one(service: RolesService, variables: Mapping[str, str], lifelin
         pid = _start({**variables, config.ROLE_VARIABLES["attempt"]: str(attempt)}, lifeline_fd)
         await procs.ended(pid)
         reason = procs.exit_reason(os.waitpid(pid, 0)[1])  # noqa: ASYNC222 - it has ended
-    service.tell(MemberEnded(MemberPlace(HOLDER, 0, attempt), reason))
-    return reason
+    if not procs.Lifeline.is_cut(lifeline_fd):  # else it ends with the job
+        logger.warning("The process that keeps weights has died: %s", reason)
+        service.tell(MemberEnded(MemberPlace(HOLDER, 0, attempt), reason))
 
 
 def _start(variables: Mapping[str, str], lifeline_fd: int) -> int:

@@ -47,7 +47,7 @@ MAX_FAILURES = 10
 REPORT_INTERVAL = 0.1
 """Seconds between two reports of a worker; if it is killed, what it learned since is dealt again."""
 STARTS = 1000
-"""Sessions of one process that are told apart."""
+"""Numbers that each round has for the sessions of a process."""
 SERVER_NAME = "server"
 """How each TensorFlow server calls itself before a session gives it a place."""
 FAULTS = (

@@ -30,16 +30,25 @@ class Gradients:
     def _parameters(self) -> list[torch.Tensor]:
         return list({id(one): one for one in self._trained()}.values())
 
-    def state_dict(self) -> dict[str, list[torch.Tensor | None]]:
-        """Return the gradient of each parameter; None also for a sparse one."""
-        gradients = [parameter.grad for parameter in self._parameters()]
-        return {"gradients": [None if g is None or g.is_sparse else g for g in gradients]}
+    def state_dict(self) -> dict[str, list[Any]]:
+        """Return the gradient of each parameter, or None; of a sparse one, its indices and values."""
+        return {"gradients": [_sent(parameter.grad) for parameter in self._parameters()]}
 
-    def load_state_dict(self, state: dict[str, list[torch.Tensor | None]]) -> None:
+    def load_state_dict(self, state: dict[str, list[Any]]) -> None:
         """Take the gradients of another rank."""
-        for parameter, gradient in zip(self._parameters(), state["gradients"], strict=True):
-            there = None if gradient is None else gradient.to(device=parameter.device)
-            parameter.grad = there
+        for parameter, sent in zip(self._parameters(), state["gradients"], strict=True):
+            if isinstance(sent, dict):
+                sent = torch.sparse_coo_tensor(  # noqa: PLW2901
+                    sent["indices"], sent["values"], parameter.shape, check_invariants=True
+                )
+            parameter.grad = None if sent is None else sent.to(device=parameter.device)
+
+
+def _sent(gradient: torch.Tensor | None) -> Any:
+    if gradient is None or not gradient.is_sparse:
+        return gradient
+    whole = gradient.coalesce()
+    return {"indices": whole.indices(), "values": whole.values()}
 
 
 class Beside:
