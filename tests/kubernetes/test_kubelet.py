@@ -81,17 +81,17 @@ def test_restart_policies(pods: Pods, kubelet: StartKubelet) -> None:
 
 def test_a_deleted_pod_gets_its_time_and_no_more(pods: Pods, kubelet: StartKubelet) -> None:
     here = kubelet()
-    polite = "trap 'echo bye; exit 0' TERM; while :; do sleep 0.05; done"
-    deaf = "trap '' TERM; while :; do sleep 0.05; done"
+    polite = "trap 'echo bye; exit 0' TERM; echo ready; while :; do sleep 0.05; done"
+    deaf = "trap '' TERM; echo ready; while :; do sleep 0.05; done"
     pods.make("polite", polite, terminationGracePeriodSeconds=20)
     pods.make("deaf", deaf, terminationGracePeriodSeconds=2)
     for name in ("polite", "deaf"):
         pods.phase(name, "Running")
-    time.sleep(0.3)  # the shells set their traps
+        pods.wait(lambda name=name: "ready" in here.log(name))  # its shell has set its trap
     began = time.monotonic()
     for name in ("polite", "deaf"):
         pods.plane.call("DELETE", f"{pods.path}/pods/{name}")
-    pods.wait(lambda: pods.names() == {"deaf"})
+    pods.wait(lambda: "polite" not in pods.names())
     assert "bye" in here.log("polite")
     pods.wait(lambda: pods.names() == set())
     assert time.monotonic() - began >= 2.0
