@@ -197,6 +197,26 @@ def test_a_program_for_ddp_that_knows_nothing_of_losses(run) -> None:
     assert len(launch.events_of(events.RoundOpened)) == 1
 
 
+def test_a_rank_returns_to_a_model_that_is_compiled_around_ddp(run) -> None:
+    """Its weights are those of a run without a loss: what the launcher adds to a pass is not compiled."""
+    rows = functools.partial(written, run.directory)
+    script = SCRIPT.with_name("compiled.py")
+    launch = run("--survive", "--nproc-per-node=2", script, run.directory)
+    launch.until(lambda: all(len(rows(rank)) > 20 for rank in range(2)), 90, "twenty steps")
+    pids = [rows(rank)[-1][2] for rank in range(2)]
+    psutil.Process(int(pids[1])).kill()
+    launch.until(lambda: launch.events_of(events.ReplicaJoined), 90, "a rank that returns")
+    end_at(run.directory, int(rows(0)[-1][0]) + 40)
+    launch.succeed(120)
+    assert {row[2] for row in rows(0)} == {pids[0]}
+    assert [row[:2] for row in rows(0)[-20:]] == [row[:2] for row in rows(1)[-20:]]
+    alone = run.directory / "alone"
+    alone.mkdir()
+    end_at(alone, int(rows(0)[-1][0]))
+    run("--nproc-per-node=1", script, alone, name="undisturbed").succeed(120)
+    assert written(alone, 0)[-1][:2] == rows(0)[-1][:2]
+
+
 def test_a_rank_returns_to_a_program_with_two_optimizers_as_the_others_are(run) -> None:
     """It joins where no pass waits for its backward pass, with kept gradients, and with what is beside the models."""
     script = SCRIPT.with_name("two_optimizers.py")

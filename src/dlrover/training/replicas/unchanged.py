@@ -292,15 +292,22 @@ class Unchanged:
     # ---- the program
 
     def forward(self, model: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the output of a model's forward pass."""
-        learns = any(parameter.requires_grad for parameter in model.module.parameters())
-        learns = learns and torch.is_grad_enabled()
-        self.passes(model if learns and model.require_backward_grad_sync else None)
+        """Return the output of a model's forward pass, of which ``torch.compile`` sees the program's part alone."""
+        self._begin_pass(model)
+        if not self.replaying:
+            return original(model, *args, **kwargs)
+        return self._replay_pass(model, args, kwargs)
+
+    @torch._disable_dynamo  # type: ignore[untyped-decorator]  # noqa: SLF001 - torch's own for what is not compiled
+    def _begin_pass(self, model: Any) -> None:
+        self.passes(model if _learns(model) and model.require_backward_grad_sync else None)
         if not self.replaying:
             self._rebuild(model)
-            return original(model, *args, **kwargs)
+
+    @torch._disable_dynamo  # type: ignore[untyped-decorator]  # noqa: SLF001 - as above
+    def _replay_pass(self, model: Any, args: Any, kwargs: Any) -> Any:
         module = model.module
-        plain = [self._stand_in(model)] if learns else []
+        plain = [self._stand_in(model)] if _learns(model) else []
         return self.remembered(module, lambda: module(*args, **kwargs), args, kwargs, plain)
 
     def _stand_in(self, model: Any) -> Any:
@@ -536,6 +543,11 @@ class Unchanged:
             return closure()
 
         return wrapped if callable(closure) else closure
+
+
+def _learns(model: Any) -> bool:
+    learned = any(parameter.requires_grad for parameter in model.module.parameters())
+    return learned and torch.is_grad_enabled()
 
 
 class _Zero(torch.autograd.Function):  # type: ignore[misc]
