@@ -54,6 +54,8 @@ class Fault(NamedTuple):
     replicas: int
     signal: str
     stall: float
+    parts: dict[str, float]
+    """The longest stall between two steps without the victim's loss, with it, and with its return."""
     healing: float
     """From the fault to the first step of the replacement; -1: none came in time."""
     repeated: int
@@ -148,6 +150,7 @@ class Job:
         healed = [x.time for x in back if x.ranks == self.replicas and x.step >= 0]
         joined = healed[0] if healed else 0.0
         stalls, repeated, slow = [], 0, []
+        parts = {"lost": 0.0, "joined": 0.0, "other": 0.0}
         for rank in survivors:
             lines = self.lines(rank)
             usual = statistics.median(
@@ -161,6 +164,10 @@ class Job:
             near = [last, *(x for x in after if x.time <= until)]
             gaps = [b.time - a.time for a, b in itertools.pairwise(near)]
             stalls.append(max(gaps, default=CATCH_LIMIT) - usual)
+            for (a, b), gap in zip(itertools.pairwise(near), gaps, strict=True):
+                more = b.ranks - a.ranks
+                part = "lost" if more < 0 else "joined" if more > 0 else "other"
+                parts[part] = max(parts[part], gap - usual)
             numbers = [x.step for x in lines if x.time > at - 3 and x.step >= 0]
             repeated = max(repeated, len(numbers) - len(set(numbers)))
             away = [x for x in after if x.ranks < self.replicas]
@@ -171,6 +178,7 @@ class Job:
             self.replicas,
             name,
             max(stalls),
+            parts,
             healed[0] - at if healed else -1.0,
             repeated,
             max(done) + 1 - len(done - {-1}),
@@ -199,6 +207,10 @@ def summary(faults: list[Fault], asked: int) -> dict[str, object]:
         "asked": asked,
         "stall_median": statistics.median(stalls) if stalls else None,
         "stall_worst": stalls[-1] if stalls else None,
+        "part_medians": {
+            part: statistics.median(fault.parts[part] for fault in faults) if faults else None
+            for part in ("lost", "joined", "other")
+        },
         "healing_median": statistics.median(healing) if healing else None,
         "repeated_steps": sum(fault.repeated for fault in faults),
         "skipped_steps": max((fault.skipped for fault in faults), default=0),
@@ -242,6 +254,10 @@ def main() -> None:
                     row = {"kind": kind, "replicas": replicas, "signal": name}
                     row |= summary(faults, args.faults) | {"load": os.getloadavg()[0]}
                     row["stalls"] = [round(fault.stall, 4) for fault in faults]
+                    row["parts"] = [
+                        {part: round(stall, 4) for part, stall in fault.parts.items()}
+                        for fault in faults
+                    ]
                     results.append(row)
                     print(json.dumps(row), flush=True)
                     if len(faults) < args.faults:

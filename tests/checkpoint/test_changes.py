@@ -89,6 +89,7 @@ CHANGES: dict[str, Callable[[State, str], object]] = {
     "negative": negative,
     "conjugate": lambda state, key: put(state, "t3", torch.randn(4, dtype=torch.cfloat).conj()),
     "tied": tie,
+    "with a gradient": lambda state, key: state["many"][key].requires_grad_(),
     "new key": lambda state, key: state["many"].update({f"new {key}": torch.randn(3)}),
     "removed key": lambda state, key: state["many"].pop(key),
     "reordered": reorder,
@@ -145,6 +146,25 @@ def follow(changes: list[tuple[str, str, int]]) -> None:
             check(copier, state, buffers[number - 1])
 
 
+@pytest.fixture(params=["compared", "asked"])
+def walk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both walks: PyTorch compares the kinds of many tensors in one call, or each tensor is asked."""
+    monkeypatch.setattr(copying._Kinds, "_compared", request.param == "compared")
+
+
+def test_this_version_of_pytorch_compares_the_kinds_of_many_tensors_in_one_call():
+    assert copying._comparison_sees_all()
+
+
+@pytest.mark.parametrize("blind", ["conj", "_neg_view"])
+def test_a_comparison_that_overlooks_what_matters_is_not_used(blind, monkeypatch):
+    """As if the views were of the same kind."""
+    owner = torch.Tensor if blind == "conj" else torch
+    monkeypatch.setattr(owner, blind, lambda tensor: tensor)
+    assert not copying._comparison_sees_all()
+
+
+@pytest.mark.usefixtures("walk")
 @pytest.mark.parametrize("native", ["auto", "off"])
 def test_each_change_is_noticed(native: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DLROVER_NATIVE", native)
@@ -153,6 +173,7 @@ def test_each_change_is_noticed(native: str, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+@pytest.mark.usefixtures("walk")
 @pytest.mark.parametrize("native", ["auto", "off"])
 def test_any_changes_are_noticed(native: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DLROVER_NATIVE", native)

@@ -46,3 +46,5 @@ saved = sorted(directory.glob("checkpoint-*"))
 Trainer(model, arguments, train_dataset=rows).train(resume_from_checkpoint=bool(saved))
 if os.environ.get("RANK", "0") == "0":
     torch.save(model.state_dict(), directory / "end.pt")
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()  # otherwise a rank can abort as it ends, as others leave

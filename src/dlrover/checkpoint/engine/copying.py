@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -265,7 +265,8 @@ class _Known:
         self._sizes_of_storages = list(map(_nbytes, self._storages))
         self.device = device_of(flat.tensors)
         self._paths = flat.paths
-        self._kinds, self._pointers = _look(flat.tensors)
+        self._kinds = _Kinds(flat.tensors)
+        self._pointers = _addresses(flat.tensors)
         self._placing = _placing(flat)
         self._places = spans(self.entries)
         self._first = np.array(self._same, np.intp) == np.arange(len(self.entries))
@@ -286,9 +287,9 @@ class _Known:
         tensors = flat.tensors
         if flat.paths != self._paths or _placing(flat) != self._placing:
             return False
-        kinds, pointers = _look(tensors)
+        pointers = self._kinds.addresses(tensors)
         # A storage that was made smaller, and perhaps larger again, may be at its old address.
-        if kinds != self._kinds or list(map(_nbytes, self._storages)) != self._sizes_of_storages:
+        if pointers is None or list(map(_nbytes, self._storages)) != self._sizes_of_storages:
             return False
         return np.array_equal(pointers, self._pointers) or self._follow(tensors, pointers)
 
@@ -325,18 +326,8 @@ class _Known:
 
 _Kind = tuple[list[torch.Size], list[torch.dtype], list[tuple[int, ...]], list[bool], list[bool]]
 """What the copy of tensors depends on, besides their places: shapes, types, strides, and lazy operations."""
-
-
-def _look(tensors: list[torch.Tensor]) -> tuple[list[_Kind], Words]:
-    """Return the kinds of tensors, by blocks, and their addresses."""
-    pointers = np.empty(len(tensors), np.uint64)
-    kinds = []
-    for start in range(0, len(tensors), BLOCK):
-        block = tensors[start : start + BLOCK]
-        kinds.append(_kind(block))
-        found = map(torch.Tensor.data_ptr, block)
-        pointers[start : start + BLOCK] = np.fromiter(found, np.uint64, len(block))
-    return kinds, pointers
+_Comparison = Callable[..., bool]
+"""Takes tensors; returns whether they are of the kinds of those that it was made of."""
 
 
 def _kind(tensors: list[torch.Tensor]) -> _Kind:
@@ -348,6 +339,73 @@ def _kind(tensors: list[torch.Tensor]) -> _Kind:
     may_conjugate = any(dtype.is_complex for dtype in set(dtypes))
     conjugate = list(map(kind.is_conj, tensors)) if may_conjugate else []
     return list(map(_shape, tensors)), dtypes, strides, list(map(kind.is_neg, tensors)), conjugate
+
+
+def _comparison(tensors: list[torch.Tensor]) -> _Comparison | None:
+    """Return PyTorch's own comparison of kinds, one call for all; None if it does not take these tensors.
+
+    It is private to ``torch.compile``, and refuses a tensor that occurs twice.
+    """
+    with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError, SystemError):
+        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+        guards = torch._C._dynamo.guards.TensorGuards(  # noqa: SLF001
+            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+        )
+        compare: _Comparison = guards.check
+        return compare if compare(*tensors) else None
+    return None
+
+
+def _comparison_sees_all() -> bool:
+    """Return whether this version of PyTorch has a comparison that tells apart all that `_kind` does."""
+    tensor = torch.zeros(2, 2, dtype=torch.complex64)
+    negative = torch._neg_view(tensor)  # noqa: SLF001
+    others = [tensor.conj(), negative, tensor.T, tensor[:1], tensor.view(4), tensor.real]
+    compare = _comparison([tensor])
+    return compare is not None and compare(tensor.clone()) and not any(map(compare, others))
+
+
+class _Kinds:
+    """The kinds of a state's tensors, by blocks."""
+
+    _compared: ClassVar[bool | None] = None
+    """Whether `_comparison` can be relied on; None before the first state."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        if _Kinds._compared is None:
+            _Kinds._compared = _comparison_sees_all()
+        self._kinds = [_kind(block) for block in _blocks(tensors)]
+        self._comparisons = [self._compare(block) for block in _blocks(tensors)]
+
+    def addresses(self, tensors: list[torch.Tensor]) -> Words | None:
+        """Return the addresses of as many tensors of the same kinds; None if one is of another."""
+        pointers = np.empty(len(tensors), np.uint64)
+        for number, block in enumerate(_blocks(tensors)):
+            if not self._are(number, block):
+                return None
+            pointers[number * BLOCK : (number + 1) * BLOCK] = _addresses(block)
+        return pointers
+
+    def _are(self, number: int, block: list[torch.Tensor]) -> bool:
+        compare = self._comparisons[number]
+        if compare is not None and compare(*block):
+            return True
+        if _kind(block) != self._kinds[number]:
+            return False
+        # The comparison sees more than matters here, as whether a gradient is required.
+        self._comparisons[number] = self._compare(block)
+        return True
+
+    def _compare(self, block: list[torch.Tensor]) -> _Comparison | None:
+        return _comparison(block) if self._compared else None
+
+
+def _addresses(tensors: list[torch.Tensor]) -> Words:
+    return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))
+
+
+def _blocks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    return (tensors[start : start + BLOCK] for start in range(0, len(tensors), BLOCK))
 
 
 def _placing(flat: Flat) -> list[tuple[int, object]]:

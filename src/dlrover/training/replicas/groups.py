@@ -35,8 +35,8 @@ CONNECT_TIMEOUT = timedelta(seconds=2) / PATIENCE
 """Time limit for the connection to a peer, which may be lost meanwhile: the others wait as long."""
 POLL = 0.002, 0.02
 """Seconds between two looks for a peer's key: at first, and at most."""
-LOOK = timedelta(seconds=0.5)
-"""Time after which a collective of an abandoned group counts as one that does not end."""
+LOOK = timedelta(seconds=0.05)
+"""Time between two looks whether a collective is to end, and for which one that is to end may still do so."""
 _forming = threading.Lock()
 
 
@@ -229,6 +229,26 @@ class Peers:
         options.rootRank = self.ranks.index(source)
         self._wait([self._backend.broadcast([tensor], options) for tensor in tensors])
 
+    def give(self, data: torch.Tensor, source: int, to: list[int]) -> None:
+        """Give the bytes of the rank ``source`` to the ranks ``to``, in place; all ranks call this, others with none.
+
+        Those others receive nothing, which they do in a broadcast.
+        """
+        if self._backend is None:
+            return
+        own, none, size = self.ranks[self.place], data.new_empty(0), data.numel()
+        gives, takes = own == source, own in to
+        copies = data.repeat(len(to)) if gives and len(to) > 1 else data
+        sent = [size if gives and rank in to else 0 for rank in self.ranks]
+        taken = [size if takes and rank == source else 0 for rank in self.ranks]
+        self._wait(
+            [
+                self._backend.alltoall_base(
+                    data if takes else none, copies if gives else none, taken, sent
+                )
+            ]
+        )
+
     def _wait(self, works: list[Any]) -> None:
         failures = []
         for work in works:  # all of them end
@@ -240,19 +260,21 @@ class Peers:
 
     def _failure(self, work: Any) -> RuntimeError | None:
         """Wait for an operation; return its error, also if it is to end and does not."""
-        abandoned = False
-        while True:
+        abandoned = self._abandoned()
+        while not work.is_completed():
             try:
                 work.wait(LOOK)
             except RuntimeError as error:
                 if abandoned and not work.is_completed():
                     # The end of the group would wait for the operation's thread: it never comes.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
-                elif not work.is_completed():
-                    abandoned = self._abandoned()
-                    continue
-                return error
-            return None
+                    return error
+            abandoned = self._abandoned()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            return error
+        return None
 
 
 class MembershipGroup(Peers):

@@ -1,12 +1,13 @@
 """Healing: a rank that joins gets the state of one that trains, from memory to memory.
 
-The state goes as its values (MessagePack, nothing executable) and the bytes of its tensors, in the collectives of the
-new group.
+The state goes as its values (MessagePack, nothing executable), then as the bytes of its tensors, in collectives of the
+new group that bring them only to the ranks that join.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -46,23 +47,23 @@ class Healer:
         """Send the state of ``source`` to the ranks ``joining``; all ranks of the group call this."""
         began = time.monotonic()
         if rank == source:
-            self._send(group, source)
+            self._send(group, source, joining)
         else:
-            taken = _receive(group, source)
-            if rank in joining:
+            taken = _receive(group, source, joining, takes=rank in joining)
+            if taken is not None:
                 self._load(taken)
         self.seconds = time.monotonic() - began
 
-    def _send(self, group: Peers, source: int) -> None:
+    def _send(self, group: Peers, source: int, joining: list[int]) -> None:
         parts = {name: _divided(part.state_dict()) for name, part in self._parts.items()}
         flat = tree.flatten(parts)
         shapes = [(tree.DTYPE_NAMES[t.dtype], tuple(t.shape)) for t in flat.tensors]
         header = msgspec.msgpack.encode(_Header(layouts.encode(flat.packed), shapes))
-        group.send_all([torch.tensor([len(header)], device="cpu")], source)
-        group.send_all([torch.frombuffer(bytearray(header), dtype=torch.uint8)], source)
-        for tensor in flat.tensors:
-            with torch.no_grad():
-                group.send_all(_chunks(tensor.detach().cpu().contiguous()), source)
+        sizes = [len(header), sum(tensor.nbytes for tensor in flat.tensors)]
+        group.send_all([torch.tensor(sizes, device="cpu")], source)
+        group.give(torch.frombuffer(bytearray(header), dtype=torch.uint8), source, joining)
+        for pieces in _chunks(t.detach().cpu().contiguous() for t in flat.tensors):
+            group.give(torch.cat(pieces), source, joining)
 
     def _load(self, state: dict[str, Any]) -> None:
         if state.keys() != self._parts.keys():
@@ -104,24 +105,48 @@ def _joined(state: Any, mesh: Any) -> Any:
     return state
 
 
-def _receive(group: Peers, source: int) -> dict[str, Any]:
-    length = torch.zeros(1, dtype=torch.int64, device="cpu")
-    group.send_all([length], source)
-    encoded = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-    group.send_all([encoded], source)
+def _receive(
+    group: Peers, source: int, joining: list[int], *, takes: bool
+) -> dict[str, Any] | None:
+    """Return the state of ``source``, or wait with those that take it."""
+    sizes = torch.zeros(2, dtype=torch.int64, device="cpu")
+    group.send_all([sizes], source)
+    header_size, size = sizes.tolist()
+    none = torch.empty(0, dtype=torch.uint8, device="cpu")
+    if not takes:
+        for _call in range(1 - (-size // CHUNK)):
+            group.give(none, source, joining)
+        return None
+    encoded = torch.empty(header_size, dtype=torch.uint8, device="cpu")
+    group.give(encoded, source, joining)
     header = decoding.msgpack(encoded.numpy().tobytes(), _Header)
-    tensors = []
-    for dtype, shape in header.tensors:
-        tensor = torch.empty(shape, dtype=tree.DTYPES[dtype], device="cpu")
-        group.send_all(_chunks(tensor), source)
-        tensors.append(tensor)
+    tensors = [
+        torch.empty(shape, dtype=tree.DTYPES[dtype], device="cpu")
+        for dtype, shape in header.tensors
+    ]
+    for pieces in _chunks(tensors):
+        lengths = [piece.numel() for piece in pieces]
+        chunk = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
+        group.give(chunk, source, joining)
+        for piece, part in zip(pieces, chunk.split(lengths), strict=True):
+            piece.copy_(part)
     found: dict[str, Any] = layouts.replace_refs(
         layouts.decode(header.skeleton), lambda ref, _path: tensors[ref.index]
     )
     return found
 
 
-def _chunks(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return views of a contiguous tensor's bytes."""
-    data = tensor.reshape(-1).view(torch.uint8)
-    return list(data.split(CHUNK)) if data.numel() else []
+def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield views of contiguous tensors' bytes, in order, which together have `CHUNK` bytes; the last may have fewer."""
+    pieces: list[torch.Tensor] = []
+    room = CHUNK
+    for tensor in tensors:
+        rest = tensor.reshape(-1).view(torch.uint8)
+        while rest.numel():
+            pieces.append(rest[:room])
+            rest, room = rest[room:], room - pieces[-1].numel()
+            if not room:
+                yield pieces
+                pieces, room = [], CHUNK
+    if pieces:
+        yield pieces
