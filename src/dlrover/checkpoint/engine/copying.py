@@ -35,6 +35,7 @@ _libc = ctypes.CDLL(None)
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
 _is_cpu = operator.attrgetter("is_cpu")
+_itemsize = operator.attrgetter("itemsize")
 _nbytes = torch.UntypedStorage.nbytes
 
 BLOCK = 512
@@ -262,7 +263,7 @@ class _Known:
         # Detached aliases keep the memory from being reused for another tensor at the same address.
         self.sources = list(map(torch.Tensor.detach, flat.tensors))
         self._storages = list(map(torch.Tensor.untyped_storage, self.sources))
-        self._sizes_of_storages = list(map(_nbytes, self._storages))
+        self._sizes_of_storages = _sizes(self._storages)
         self.device = device_of(flat.tensors)
         self._paths = flat.paths
         self._kinds = _Kinds(flat.tensors)
@@ -272,8 +273,15 @@ class _Known:
         self._first = np.array(self._same, np.intp) == np.arange(len(self.entries))
         self._plain = are_plain(flat.tensors)
         self._plans: list[_CopyPlan] = []
-        for source, path in zip(self.sources, self._paths, strict=True):
-            check_memory(source, path)
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        count = len(self.sources)
+        start = np.fromiter(map(torch.Tensor.storage_offset, self.sources), np.int64, count)
+        start *= np.fromiter(map(_itemsize, self.sources), np.int64, count)
+        there = self._sizes_of_storages
+        for index in np.flatnonzero(there < start + self._places[1].astype(np.int64)).tolist():
+            check_memory(self.sources[index], self._paths[index])
 
     def packed(self, skeleton: bytes) -> PackedLayout:
         """Return the layout with these plain values."""
@@ -289,7 +297,7 @@ class _Known:
             return False
         pointers = self._kinds.addresses(tensors)
         # A storage that was made smaller, and perhaps larger again, may be at its old address.
-        if pointers is None or list(map(_nbytes, self._storages)) != self._sizes_of_storages:
+        if pointers is None or not np.array_equal(_sizes(self._storages), self._sizes_of_storages):
             return False
         return np.array_equal(pointers, self._pointers) or self._follow(tensors, pointers)
 
@@ -347,9 +355,8 @@ def _comparison(tensors: list[torch.Tensor]) -> _Comparison | None:
     It is private to ``torch.compile``, and refuses a tensor that occurs twice.
     """
     with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError, SystemError):
-        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
         guards = torch._C._dynamo.guards.TensorGuards(  # noqa: SLF001
-            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+            *tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[]
         )
         compare: _Comparison = guards.check
         return compare if compare(*tensors) else None
@@ -402,6 +409,10 @@ class _Kinds:
 
 def _addresses(tensors: list[torch.Tensor]) -> Words:
     return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))
+
+
+def _sizes(storages: list[torch.UntypedStorage]) -> npt.NDArray[np.int64]:
+    return np.fromiter(map(_nbytes, storages), np.int64, len(storages))
 
 
 def _blocks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -534,7 +545,7 @@ logger = logging.getLogger(__name__)
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     """Return the accelerator that holds tensors of a state; None if all are in host memory."""
-    return next((t.device for t in tensors if t.device.type != "cpu"), None)
+    return next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
 
 
 class SideStream:
