@@ -102,6 +102,22 @@ def test_a_rank_joins_others_at_the_beginning_of_their_step_only(others):
     assert rank.replaying
 
 
+def test_the_others_are_at_another_place_once_their_step_has_begun():
+    """A loss within it lets them meet a rank that joins, with gradients that are not those of its beginning."""
+    rank, places = returning(), []
+    rank.replaying = False
+    rank._survivors = types.SimpleNamespace(number=0, ranks=[0])
+    rank._survivors.edge = lambda _began: places.append(rank._survivors.position)
+    rank._survivors.run = lambda _operation, _began: places.append(rank._survivors.position)
+    rank.passes(None)
+    rank.collective(None, [])
+    assert places == [BEGUN, BEGUN + 1]
+    rank._reductions, rank._others, rank.replaying = 0, 0, True
+    rank._survivors.position, rank._survivors.settle = BEGUN, lambda _began: True
+    rank._arrive()
+    assert rank._position == places[-1]
+
+
 def test_a_rank_is_not_at_the_others_place_with_fewer_steps():
     rank = returning()
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]) for _ in range(2)]

@@ -387,6 +387,7 @@ class Unchanged:
             self._others = max(self._others + 1, BEGUN)
             self._survivors.position = self._position
             self._survivors.edge(self._began)
+            self._others += 1  # what follows is within the step, where no rank joins
             return
         if self.row is None:
             self._leave()
@@ -457,7 +458,7 @@ class Unchanged:
                 break
             if self._survivors.settle(self._began):
                 self.replaying = False
-                self._others = BEGUN
+                self._others = BEGUN + 1
                 self._outputs.clear()
                 logger.info("Rank %d trains from step %d", self._given.rank, self.steps)
                 return
