@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from dlrover.training.replicas import hooks  # noqa: E402
-from dlrover.training.replicas.beside import Beside, Schedules  # noqa: E402
+from dlrover.training.replicas.beside import Beside, Schedules, Unsaved  # noqa: E402
 from dlrover.training.replicas.healing import Healer  # noqa: E402
 from dlrover.training.replicas.sharded import ShardedModels  # noqa: E402
 from dlrover.training.replicas.unchanged import BEGUN, REDUCTION, Unchanged  # noqa: E402
@@ -420,3 +420,60 @@ def test_a_state_of_other_parts_is_not_taken():
     model = torch.nn.Linear(1, 1)
     with pytest.raises(InfrastructureError, match="model 1, and that of the others model 1, opt"):
         Healer({"model 1": model})._load({"model 1": model.state_dict(), "optimizer 2": {}})
+
+
+class Wire:
+    """A connection of two ranks in one process: the first sends, then the other one takes."""
+
+    def __init__(self) -> None:
+        self.ranks = [0, 1]
+        self._sent: list[torch.Tensor] = []
+
+    def heal(self, one: Healer, other: Healer) -> None:
+        self.send_all = lambda tensors, _source: self._sent.extend(t.clone() for t in tensors)
+        one.heal(self, 0, [1], 0)
+        self.send_all = lambda tensors, _source: [t.copy_(self._sent.pop(0)) for t in tensors]
+        other.heal(self, 0, [1], 1)
+
+
+def test_a_rank_takes_buffers_that_a_state_dict_leaves_out():
+    def model(size: int) -> torch.nn.Module:
+        made = torch.nn.Sequential(torch.nn.Linear(1, 1))
+        made[0].register_buffer("seen", torch.full((2,), float(size)), persistent=False)
+        made[0].register_buffer("cache", torch.ones(size), persistent=False)
+        made[0].register_buffer("none", None, persistent=False)
+        return made
+
+    one, other = model(5), model(3)
+    kept = other[0].seen
+    Wire().heal(*(Healer({"unsaved": Unsaved(lambda of=of: [of])}) for of in (one, other)))
+    assert (kept.tolist(), other[0].cache.tolist(), other[0].none) == ([5, 5], [1] * 5, None)
+
+
+class Momentum(torch.optim.SGD):
+    """An optimizer with a state of 32 bits for parameters of 16, and a learning rate of NumPy."""
+
+    def step(self, closure: object = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["sum"] = torch.full((1,), 1 / 3)
+
+
+def test_a_rank_takes_the_state_of_an_optimizer_exactly():
+    """With the type that it has: torch's load_state_dict gives it that of the parameter."""
+    numpy = pytest.importorskip("numpy")
+    one, other = (Momentum([torch.nn.Parameter(torch.ones(1).bfloat16())]) for _ in range(2))
+    one.step()
+    one.param_groups[0]["lr"] = numpy.float32(0.1)
+    Wire().heal(Healer({"optimizer": one}), Healer({"optimizer": other}))
+    (taken,) = other.state.values()
+    assert (taken["sum"].dtype, taken["sum"].item()) == (torch.float32, torch.tensor(1 / 3).item())
+    rate = other.param_groups[0]["lr"]
+    assert (type(rate), rate) == (numpy.float32, numpy.float32(0.1))
+
+
+def test_a_state_that_cannot_be_sent_is_no_mistake_of_the_program():
+    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))], "of": object()}])
+    with pytest.raises(
+        InfrastructureError, match=r"param_groups\.0\.of is .*; all ranks start again"
+    ):
+        Wire().heal(Healer({"optimizer": optimizer}), Healer({"optimizer": optimizer}))

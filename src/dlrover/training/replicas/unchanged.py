@@ -27,7 +27,7 @@ from dlrover.checkpoint.storage.lease import job_of
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.requests.membership import DivideMembers, LookMembers, MembersNow
 from dlrover.training.machine.places import EXCLUDED_LIMIT
-from dlrover.training.replicas.beside import Beside, Gradients, Schedules, parameters_of
+from dlrover.training.replicas.beside import Beside, Gradients, Schedules, Unsaved, parameters_of
 from dlrover.training.replicas.groups import Changed, MembershipGroup, Peers
 from dlrover.training.replicas.healing import Healer
 from dlrover.training.replicas.link import Link
@@ -85,6 +85,7 @@ class Unchanged:
         self._parts: dict[str, Any] = {
             "numbers": _StepCount(self),
             "schedules": Schedules(schedules),
+            "unsaved": Unsaved(self._models),
         }
         self._parts["gradients"] = Gradients(self._trained)
         self._parts["beside"] = Beside(self._trained, norms, self._held)
@@ -215,10 +216,12 @@ class Unchanged:
         optimizers = [part for name, part in self._parts.items() if name.startswith("optimizer")]
         return [parameter for one in optimizers for parameter in parameters_of(one)]
 
+    def _models(self) -> list[torch.nn.Module]:
+        return [part for part in self._parts.values() if isinstance(part, torch.nn.Module)]
+
     def _held(self) -> set[int]:
         """Return the ids of the tensors of all models and averages."""
-        models = [part for part in self._parts.values() if isinstance(part, torch.nn.Module)]
-        tensors = (t for model in models for t in (*model.parameters(), *model.buffers()))
+        tensors = (t for model in self._models() for t in (*model.parameters(), *model.buffers()))
         return {*map(id, tensors)} | self._held_by_rows()
 
     def spread_over(self, mesh: Any, held: Callable[[], set[int]]) -> None:
