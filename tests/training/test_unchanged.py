@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dlrover.errors import InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.launched import Given
 
 torch = pytest.importorskip("torch")
@@ -414,6 +414,14 @@ def test_models_that_were_dropped_change_no_others_place():
     other.load_state_dict(one.state_dict())
     assert torch.equal(other.kept[1].weight, one.kept[0].weight)
     one.load_state_dict(models(dropped=False).state_dict())
+
+
+def test_what_does_not_outlive_a_loss_is_refused_with_one_sentence(monkeypatch):
+    refused = hooks._refused(lambda: "made", "an optimizer in parts")
+    assert refused() == "made"
+    monkeypatch.setattr(hooks, "_running", [returning()])
+    with pytest.raises(ConfigurationError, match="an optimizer in parts does not outlive"):
+        refused()
 
 
 def test_a_state_of_other_parts_is_not_taken():
