@@ -266,6 +266,26 @@ def test_a_program_in_which_no_lost_rank_can_return_is_told_so(edges, caplog):
     assert found == [0]
 
 
+def test_a_program_whose_model_is_in_no_ddp_is_told_that_no_rank_can_return(edges, caplog):
+    """A rank on its way lets all start again, but not before it is where the others are: a later part may have one."""
+    rank, found = edges
+    optimizer = torch.optim.SGD(torch.nn.Linear(3, 1).parameters())
+
+    def steps() -> None:
+        for _step in range(100):
+            rank.stepped(type(optimizer).step, optimizer, None)
+
+    rank._furthest = lambda: (150, 0)
+    steps()
+    with pytest.raises(InfrastructureError, match=r"No model in Distr.*; all ranks start again"):
+        steps()
+    rank.replaying, rank._skipped = False, 0
+    steps()
+    steps()
+    assert caplog.text.count("no lost rank can return. Let one of them have the model") == 1
+    assert not found
+
+
 def trains() -> tuple[Unchanged, list[torch.optim.Optimizer]]:
     """A rank that trains with two optimizers, of a parameter each."""
     rank = returning()

@@ -145,11 +145,11 @@ class DiLoCo(WrappedOptimizer):
         replica_group: Any = None,
         outer_device: Any = None,
     ) -> None:
-        super().__init__(base)
         if launched.survival is not None:
             raise ConfigurationError(
                 f"--survive: {type(self).__name__} does not outlive the loss of a rank; start the program without --survive."
             )
+        super().__init__(base)
         trained = [each for each in parameters(self.param_groups) if each.requires_grad]
         self._parts = divided(trained, fragments)
         _check_schedule(interval, fragments, delay)

@@ -70,7 +70,7 @@ class Healer:
     def _flat(self) -> tree.Flat:
         try:
             return tree.flatten({name: _divided(p.state_dict()) for name, p in self._parts.items()})
-        except ConfigurationError as error:
+        except Exception as error:  # of the program's objects, too: it is none without the loss
             raise InfrastructureError(
                 f"--survive: a rank that returns cannot take the state of the others ({error}); all ranks start again."
             ) from error

@@ -347,7 +347,10 @@ class Unchanged:
             return
         # What was computed on the way cannot be used after it: a rank does not join between a pass and its way back.
         if self._fresh and self._open:
-            self._skip_edge()
+            self._skip_edge(
+                "A forward pass has waited for its backward pass",
+                "Use torch.no_grad() for passes without a backward pass.",
+            )
         elif self._fresh:
             self._skipped = 0
             self._edge()
@@ -355,16 +358,16 @@ class Unchanged:
         if graph is not None:
             self._open.add(graph)
 
-    def _skip_edge(self) -> None:
+    def _skip_edge(self, what: str, advice: str) -> None:
         """Give up, or warn, once no rank could join for many steps."""
         self._skipped += 1
-        if self._skipped == MOST_SKIPPED:
-            what = f"a forward pass has waited for its backward pass in {MOST_SKIPPED} steps, so no lost rank can return"
-            if self.replaying:
-                raise InfrastructureError(
-                    f"--survive: {what}; all ranks start again. Use torch.no_grad() for passes without a backward pass."
-                )
-            logger.warning("%s; use torch.no_grad() for passes without a backward pass.", what)
+        if self._skipped % MOST_SKIPPED:
+            return
+        what = f"{what} in {MOST_SKIPPED} steps, so no lost rank can return"
+        if self.replaying and self.steps >= self._furthest()[0]:
+            raise InfrastructureError(f"--survive: {what}; all ranks start again. {advice}")
+        if not self.replaying and self._skipped == MOST_SKIPPED:
+            logger.warning("%s. %s", what, advice)
 
     def came_back(self, graphs: Sequence[Any]) -> None:
         """Note the end of a backward pass of models."""
@@ -533,6 +536,11 @@ class Unchanged:
                 self._stepping = None
         self._optimizer = self._optimizer or optimizer
         self.steps += optimizer is self._optimizer
+        if self._fresh:
+            self._skip_edge(
+                "No model in DistributedDataParallel or fully_shard has made a forward pass",
+                "Let one of them have the model, or use dlrover.training.Replicas.",
+            )
         self._fresh = True
         return result
 
