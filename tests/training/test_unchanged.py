@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import random
 import types
 import weakref
@@ -419,6 +420,16 @@ def test_a_rank_that_comes_to_its_end_before_the_others_waits_for_theirs(rank):
     with pytest.raises(InfrastructureError if rank == 0 else SystemExit):
         late.finish()
     assert late._link.over
+
+
+def test_the_end_of_a_process_that_the_program_has_forked_is_not_that_of_the_training(monkeypatch):
+    ends: list[None] = []
+    running = types.SimpleNamespace(finish=lambda: ends.append(None))
+    monkeypatch.setattr(hooks, "_running", [running])
+    hooks._finish(os.getpid() + 1)
+    assert not ends
+    hooks._finish(os.getpid())
+    assert ends == [None]
 
 
 def test_models_that_were_dropped_change_no_others_place():

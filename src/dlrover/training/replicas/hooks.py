@@ -85,15 +85,16 @@ def install() -> None:
     after_import(f"{_CHECKPOINTS}.state_dict_loader", _watch_loaders)
     engines.install(_present)
     sharded.install(_present)
-    launched.finished, launched.failed = _finish, _fail
+    launched.finished, launched.failed = functools.partial(_finish, os.getpid()), _fail
 
 
 def _present() -> Unchanged | None:
     return _running[0] if _running and plain_group is None else None
 
 
-def _finish() -> None:
-    for rank in _running:
+def _finish(pid: int) -> None:
+    """Finish the training, unless this is a process that the program has forked."""
+    for rank in _running if os.getpid() == pid else ():
         rank.finish()
 
 
