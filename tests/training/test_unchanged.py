@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import random
 import types
 import weakref
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dlrover.errors import InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.launched import Given
 
 torch = pytest.importorskip("torch")
@@ -17,7 +18,7 @@ torch = pytest.importorskip("torch")
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from dlrover.training.replicas import hooks  # noqa: E402
-from dlrover.training.replicas.beside import Beside, Schedules  # noqa: E402
+from dlrover.training.replicas.beside import Beside, Schedules, Unsaved  # noqa: E402
 from dlrover.training.replicas.healing import Healer  # noqa: E402
 from dlrover.training.replicas.sharded import ShardedModels  # noqa: E402
 from dlrover.training.replicas.unchanged import BEGUN, REDUCTION, Unchanged  # noqa: E402
@@ -100,6 +101,22 @@ def test_a_rank_joins_others_at_the_beginning_of_their_step_only(others):
     rank._arrive()  # it has to come to their place yet
     assert left == [others]
     assert rank.replaying
+
+
+def test_the_others_are_at_another_place_once_their_step_has_begun():
+    """A loss within it lets them meet a rank that joins, with gradients that are not those of its beginning."""
+    rank, places = returning(), []
+    rank.replaying = False
+    rank._survivors = types.SimpleNamespace(number=0, ranks=[0])
+    rank._survivors.edge = lambda _began: places.append(rank._survivors.position)
+    rank._survivors.run = lambda _operation, _began: places.append(rank._survivors.position)
+    rank.passes(None)
+    rank.collective(None, [])
+    assert places == [BEGUN, BEGUN + 1]
+    rank._reductions, rank._others, rank.replaying = 0, 0, True
+    rank._survivors.position, rank._survivors.settle = BEGUN, lambda _began: True
+    rank._arrive()
+    assert rank._position == places[-1]
 
 
 def test_a_rank_is_not_at_the_others_place_with_fewer_steps():
@@ -250,6 +267,26 @@ def test_a_program_in_which_no_lost_rank_can_return_is_told_so(edges, caplog):
     assert found == [0]
 
 
+def test_a_program_whose_model_is_in_no_ddp_is_told_that_no_rank_can_return(edges, caplog):
+    """A rank on its way lets all start again, but not before it is where the others are: a later part may have one."""
+    rank, found = edges
+    optimizer = torch.optim.SGD(torch.nn.Linear(3, 1).parameters())
+
+    def steps() -> None:
+        for _step in range(100):
+            rank.stepped(type(optimizer).step, optimizer, None)
+
+    rank._furthest = lambda: (150, 0)
+    steps()
+    with pytest.raises(InfrastructureError, match=r"No model in Distr.*; all ranks start again"):
+        steps()
+    rank.replaying, rank._skipped = False, 0
+    steps()
+    steps()
+    assert caplog.text.count("no lost rank can return. Let one of them have the model") == 1
+    assert not found
+
+
 def trains() -> tuple[Unchanged, list[torch.optim.Optimizer]]:
     """A rank that trains with two optimizers, of a parameter each."""
     rank = returning()
@@ -385,6 +422,16 @@ def test_a_rank_that_comes_to_its_end_before_the_others_waits_for_theirs(rank):
     assert late._link.over
 
 
+def test_the_end_of_a_process_that_the_program_has_forked_is_not_that_of_the_training(monkeypatch):
+    ends: list[None] = []
+    running = types.SimpleNamespace(finish=lambda: ends.append(None))
+    monkeypatch.setattr(hooks, "_running", [running])
+    hooks._finish(os.getpid() + 1)
+    assert not ends
+    hooks._finish(os.getpid())
+    assert ends == [None]
+
+
 def test_models_that_were_dropped_change_no_others_place():
     def models(*, dropped: bool) -> ShardedModels:
         found = ShardedModels(lambda: None)
@@ -400,7 +447,72 @@ def test_models_that_were_dropped_change_no_others_place():
     one.load_state_dict(models(dropped=False).state_dict())
 
 
+def test_what_does_not_outlive_a_loss_is_refused_with_one_sentence(monkeypatch):
+    refused = hooks._refused(lambda: "made", "an optimizer in parts")
+    assert refused() == "made"
+    monkeypatch.setattr(hooks, "_running", [returning()])
+    with pytest.raises(ConfigurationError, match="an optimizer in parts does not outlive"):
+        refused()
+
+
 def test_a_state_of_other_parts_is_not_taken():
     model = torch.nn.Linear(1, 1)
     with pytest.raises(InfrastructureError, match="model 1, and that of the others model 1, opt"):
         Healer({"model 1": model})._load({"model 1": model.state_dict(), "optimizer 2": {}})
+
+
+class Wire:
+    """A connection of two ranks in one process: the first sends, then the other one takes."""
+
+    def __init__(self) -> None:
+        self.ranks = [0, 1]
+        self._sent: list[torch.Tensor] = []
+
+    def heal(self, one: Healer, other: Healer) -> None:
+        self.send_all = lambda tensors, _source: self._sent.extend(t.clone() for t in tensors)
+        one.heal(self, 0, [1], 0)
+        self.send_all = lambda tensors, _source: [t.copy_(self._sent.pop(0)) for t in tensors]
+        other.heal(self, 0, [1], 1)
+
+
+def test_a_rank_takes_buffers_that_a_state_dict_leaves_out():
+    def model(size: int) -> torch.nn.Module:
+        made = torch.nn.Sequential(torch.nn.Linear(1, 1))
+        made[0].register_buffer("seen", torch.full((2,), float(size)), persistent=False)
+        made[0].register_buffer("cache", torch.ones(size), persistent=False)
+        made[0].register_buffer("none", None, persistent=False)
+        return made
+
+    one, other = model(5), model(3)
+    kept = other[0].seen
+    Wire().heal(*(Healer({"unsaved": Unsaved(lambda of=of: [of])}) for of in (one, other)))
+    assert (kept.tolist(), other[0].cache.tolist(), other[0].none) == ([5, 5], [1] * 5, None)
+
+
+class Momentum(torch.optim.SGD):
+    """An optimizer with a state of 32 bits for parameters of 16, and a learning rate of NumPy."""
+
+    def step(self, closure: object = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["sum"] = torch.full((1,), 1 / 3)
+
+
+def test_a_rank_takes_the_state_of_an_optimizer_exactly():
+    """With the type that it has: torch's load_state_dict gives it that of the parameter."""
+    numpy = pytest.importorskip("numpy")
+    one, other = (Momentum([torch.nn.Parameter(torch.ones(1).bfloat16())]) for _ in range(2))
+    one.step()
+    one.param_groups[0]["lr"] = numpy.float32(0.1)
+    Wire().heal(Healer({"optimizer": one}), Healer({"optimizer": other}))
+    (taken,) = other.state.values()
+    assert (taken["sum"].dtype, taken["sum"].item()) == (torch.float32, torch.tensor(1 / 3).item())
+    rate = other.param_groups[0]["lr"]
+    assert (type(rate), rate) == (numpy.float32, numpy.float32(0.1))
+
+
+def test_a_state_that_cannot_be_sent_is_no_mistake_of_the_program():
+    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))], "of": object()}])
+    with pytest.raises(
+        InfrastructureError, match=r"param_groups\.0\.of is .*; all ranks start again"
+    ):
+        Wire().heal(Healer({"optimizer": optimizer}), Healer({"optimizer": optimizer}))

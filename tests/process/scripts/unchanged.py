@@ -10,10 +10,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from dlrover.errors import ConfigurationError
+from dlrover.optim import EDiT
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -34,6 +38,18 @@ with contextlib.suppress(ConfigurationError):
 with contextlib.suppress(ConfigurationError):
     DistributedDataParallel(torch.nn.Linear(1, 1), static_graph=True)
     sys.exit("a static graph was taken")
+with contextlib.suppress(ConfigurationError):
+    model.register_comm_hook(None, allreduce_hook)
+    sys.exit("a hook was taken")
+with contextlib.suppress(ConfigurationError):
+    ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    sys.exit("an optimizer was divided")
+with contextlib.suppress(ConfigurationError):
+    PeriodicModelAverager(2)
+    sys.exit("an averager was made")
+with contextlib.suppress(ConfigurationError):
+    EDiT(torch.optim.AdamW(model.parameters()))
+    sys.exit("replicas were to synchronize seldom")
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
 plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.99, patience=1)
 twin = copy.deepcopy(model)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from dlrover import launched
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.optim.dense import WrappedOptimizer
 from dlrover.optim.local.exchange import CodedSum, Residuals, Sum, SyncPeers
@@ -144,6 +145,10 @@ class DiLoCo(WrappedOptimizer):
         replica_group: Any = None,
         outer_device: Any = None,
     ) -> None:
+        if launched.survival is not None:
+            raise ConfigurationError(
+                f"--survive: {type(self).__name__} does not outlive the loss of a rank; start the program without --survive."
+            )
         super().__init__(base)
         trained = [each for each in parameters(self.param_groups) if each.requires_grad]
         self._parts = divided(trained, fragments)

@@ -92,6 +92,42 @@ class Beside:
             own[name].copy_(others[name])
 
 
+class Unsaved:
+    """The buffers of modules that ``state_dict`` leaves out (``persistent=False``), as part of a replica's state."""
+
+    def __init__(self, modules: Callable[[], Sequence[torch.nn.Module]]) -> None:
+        self._modules = modules
+
+    def _found(self) -> dict[str, tuple[dict[str, Any], str]]:
+        """Return where each buffer is."""
+        parts = [
+            (f"{i} {path}", part)
+            for i, module in enumerate(self._modules())
+            for path, part in module.named_modules()
+        ]
+        return {
+            f"{path}.{name}": (part._buffers, name)  # noqa: SLF001 - torch tells them apart there only
+            for path, part in parts
+            for name in sorted(part._non_persistent_buffers_set)  # noqa: SLF001
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the buffers; one may be None."""
+        return {path: buffers.get(name) for path, (buffers, name) in self._found().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take those of another rank; they may have another size."""
+        for path, (buffers, name) in self._found().items():
+            own, taken = buffers.get(name), state.get(path)
+            if taken is None:
+                continue
+            if own is not None and own.shape == taken.shape:
+                with torch.no_grad():
+                    own.copy_(taken)
+            else:
+                buffers[name] = taken if own is None else taken.to(device=own.device)
+
+
 class Schedules:
     """The numbers of learning rate schedules, as part of a replica's state."""
 

@@ -6,6 +6,8 @@ new group that bring them only to the ranks that join.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -19,9 +21,11 @@ from dlrover._util import decoding
 from dlrover.checkpoint.engine import tree
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.training.replicas.beside import parameters_of
 from dlrover.training.replicas.groups import Peers
 
 _PART = "dlrover.part of"
+_NUMBERS = "dlrover.numbers of"
 CHUNK = 64 * 1024 * 1024
 """Bytes of a state that are sent in one collective."""
 
@@ -55,8 +59,7 @@ class Healer:
         self.seconds = time.monotonic() - began
 
     def _send(self, group: Peers, source: int, joining: list[int]) -> None:
-        parts = {name: _divided(part.state_dict()) for name, part in self._parts.items()}
-        flat = tree.flatten(parts)
+        flat = self._flat()
         shapes = [(tree.DTYPE_NAMES[t.dtype], tuple(t.shape)) for t in flat.tensors]
         header = msgspec.msgpack.encode(_Header(layouts.encode(flat.packed), shapes))
         sizes = [len(header), sum(tensor.nbytes for tensor in flat.tensors)]
@@ -65,6 +68,14 @@ class Healer:
         for pieces in _chunks(t.detach().cpu().contiguous() for t in flat.tensors):
             group.give(torch.cat(pieces), source, joining)
 
+    def _flat(self) -> tree.Flat:
+        try:
+            return tree.flatten({name: _divided(p.state_dict()) for name, p in self._parts.items()})
+        except Exception as error:  # of the program's objects, too: it is none without the loss
+            raise InfrastructureError(
+                f"--survive: a rank that returns cannot take the state of the others ({error}); all ranks start again."
+            ) from error
+
     def _load(self, state: dict[str, Any]) -> None:
         if state.keys() != self._parts.keys():
             raise InfrastructureError(
@@ -72,13 +83,39 @@ class Healer:
                 " cannot take their state; all ranks start again."
             )
         for name, part in self._parts.items():
-            part.load_state_dict(_joined(state[name], self.mesh))
+            taken = _joined(state[name], self.mesh)
+            part.load_state_dict(taken)
+            if isinstance(part, torch.optim.Optimizer):
+                _keep_types(part, taken)
+
+
+def _keep_types(optimizer: torch.optim.Optimizer, taken: dict[str, Any]) -> None:
+    """Give an optimizer's tensors the types that they had: ``load_state_dict`` gives them those of their parameters."""
+    for number, parameter in enumerate(parameters_of(optimizer)):
+        own, sent = optimizer.state.get(parameter), taken.get("state", {}).get(number)
+        if not (isinstance(own, dict) and isinstance(sent, dict)):
+            continue
+        for key in own.keys() & sent.keys():
+            both = own[key], sent[key]
+            if (
+                all(isinstance(one, torch.Tensor) for one in both)
+                and both[0].dtype != both[1].dtype
+            ):
+                own[key] = both[1].to(device=both[0].device)
 
 
 def _divided(state: Any) -> Any:
-    """Return a state with this rank's part in the place of each ``DTensor``, and what it is a part of."""
+    """Return a state with this rank's part in the place of each ``DTensor``, and what it is a part of.
+
+    Numbers and arrays of NumPy are sent as tensors.
+    """
+    numpy = sys.modules.get("numpy")
 
     def part(value: Any) -> Any:
+        if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
+            with contextlib.suppress(TypeError):  # of a type that torch does not know
+                numbers = torch.from_numpy(numpy.array(value))
+                return {_NUMBERS: isinstance(value, numpy.generic), "local": numbers}
         if not isinstance(value, DTensor):
             return value
         at = [p.dim if isinstance(p, Shard) else -1 for p in value.placements]
@@ -98,6 +135,8 @@ def _joined(state: Any, mesh: Any) -> Any:
         return DTensor.from_local(
             state["local"], mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
         )  # fmt: skip
+    if isinstance(state, dict) and _NUMBERS in state:
+        return state["local"].numpy()[() if state[_NUMBERS] else ...]
     if isinstance(state, dict):
         return {key: _joined(value, mesh) for key, value in state.items()}
     if isinstance(state, list | tuple):

@@ -7,7 +7,7 @@
 ``Optimizer.step``                   does nothing while a rank replays
 ``AveragedModel``                    a returning rank takes that of the others
 normalization layers                 it takes their running statistics, also outside of models
-``torch.save`` and ``safetensors``   write no files while a rank replays
+``torch.save`` and ``safetensors``   write no files while a rank replays; see `unwritten`
 ``torch.load`` and ``safetensors``   the files that a returning rank loads are noted
 ``GradScaler``                       looks for no overflow while a rank replays
 ``ReduceLROnPlateau``                counts no losses while a rank replays
@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from dlrover import config, launched
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 from dlrover.training.replicas import engines, sharded
+from dlrover.training.replicas.unwritten import Unwritten
 from dlrover.training.worker.imports import after_import
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ _running: list[Unchanged] = []
 """This process's rank, once the program has made its process group."""
 _loaded: dict[str, float] = {}
 """The files that a program that is started again has loaded, and when they were written."""
+_unwritten = Unwritten(lambda: bool(_running) and _running[0].replaying)
+"""The files that a rank does not write on its way."""
 _norms: list[weakref.ref[Any]] = []
 """The program's normalization layers, in the order of their making."""
 _schedules: list[weakref.ref[Any]] = []
@@ -67,10 +70,13 @@ def install() -> None:
     after_import("torch.nn.parallel.distributed", _watch_models)
     after_import("torch.optim.optimizer", _watch_optimizers)
     after_import("torch.optim.swa_utils", _watch_averages)
+    after_import("torch.distributed.optim.zero_redundancy_optimizer", _refuse_parts)
+    after_import("torch.distributed.algorithms.model_averaging.averagers", _refuse_averagers)
     after_import("torch.nn.modules.batchnorm", _watch_norms)
     after_import("torch.serialization", functools.partial(_mute, names=("save",), package="torch"))
     after_import("safetensors.torch", functools.partial(_mute, names=("save_file",)))
     if launched.given.attempt:
+        _unwritten.install()
         after_import("torch.serialization", functools.partial(_note, name="load", package="torch"))
         after_import("safetensors.torch", functools.partial(_note, name="load_file"))
     after_import("torch.amp.grad_scaler", _watch_scalers)
@@ -79,15 +85,16 @@ def install() -> None:
     after_import(f"{_CHECKPOINTS}.state_dict_loader", _watch_loaders)
     engines.install(_present)
     sharded.install(_present)
-    launched.finished, launched.failed = _finish, _fail
+    launched.finished, launched.failed = functools.partial(_finish, os.getpid()), _fail
 
 
 def _present() -> Unchanged | None:
     return _running[0] if _running and plain_group is None else None
 
 
-def _finish() -> None:
-    for rank in _running:
+def _finish(pid: int) -> None:
+    """Finish the training, unless this is a process that the program has forked."""
+    for rank in _running if os.getpid() == pid else ():
         rank.finish()
 
 
@@ -237,6 +244,7 @@ def _replace(module: Any, package: str, original: Any, new: Any) -> None:
 def _watch_models(module: types.ModuleType) -> None:
     cls = module.DistributedDataParallel
     make, copied, forward = cls.__init__, cls.__setstate__, cls.forward
+    register, register_built_in = cls.register_comm_hook, cls._register_builtin_comm_hook
 
     @functools.wraps(make)
     def wrapped_make(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -259,7 +267,7 @@ def _watch_models(module: types.ModuleType) -> None:
         _running[0].owns("model", model.module)
         # torch refuses annotations that are text.
         hook = lambda state, bucket: _reduce(state, bucket)  # noqa: E731, PLW0108
-        model.register_comm_hook(_Buckets(_running[0], model), hook)
+        register(model, _Buckets(_running[0], model), hook)
 
     @functools.wraps(forward)
     def wrapped_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -268,20 +276,25 @@ def _watch_models(module: types.ModuleType) -> None:
         return _running[0].forward(self, forward, args, kwargs)
 
     cls.__init__, cls.__setstate__, cls.forward = wrapped_make, wrapped_copied, wrapped_forward
-    cls._set_static_graph = _static(cls._set_static_graph)
+    # A rank that has returned would have a collective in its first pass that the others have not.
+    cls._set_static_graph = _refused(
+        cls._set_static_graph, "static_graph of DistributedDataParallel"
+    )
+    own = "another way to reduce gradients (register_comm_hook, mixed_precision)"
+    cls.register_comm_hook = _refused(register, own)
+    cls._register_builtin_comm_hook = _refused(register_built_in, own)
 
 
-def _static(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse a static graph: a rank that has returned would have a collective in its first pass that the others have not."""
+def _refused(original: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """Return a function that refuses what does not outlive the loss of a rank."""
 
     @functools.wraps(original)
-    def wrapped(self: Any) -> None:
-        if _running:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if _present() is not None:
             raise ConfigurationError(
-                "--survive: DistributedDataParallel with static_graph does not outlive the loss of a rank; leave static_graph out,"
-                " or start the program without --survive."
+                f"--survive: {what} does not outlive the loss of a rank; leave it out, or start the program without --survive."
             )
-        original(self)
+        return original(*args, **kwargs)
 
     return wrapped
 
@@ -349,6 +362,20 @@ def _watch_averages(module: types.ModuleType) -> None:
     module.AveragedModel.__init__ = wrapped
 
 
+def _refuse_parts(module: Any) -> None:
+    """Refuse an optimizer of which each rank has a part: the others would not step that of a lost one."""
+    cls = module.ZeroRedundancyOptimizer
+    cls.__init__ = _refused(cls.__init__, "ZeroRedundancyOptimizer")
+
+
+def _refuse_averagers(module: Any) -> None:
+    """Refuse means of parameters that torch divides by the number of all ranks."""
+    cls = module.ModelAverager
+    cls.__init__ = _refused(
+        cls.__init__, "an averager of models (torch.distributed.algorithms.model_averaging)"
+    )
+
+
 def _watch_norms(module: Any) -> None:
     cls = module._NormBase  # noqa: SLF001 - of all layers with running statistics
     cls.__init__ = _making(cls.__init__, _norms)
@@ -413,12 +440,14 @@ def _mute(module: types.ModuleType, names: tuple[str, ...], package: str = "") -
 
 def _writes_no_file(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that writes to memory only while this rank replays."""
-    quiet = _quiet(function)
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         file = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
-        return (function if isinstance(file, io.BytesIO) else quiet)(*args, **kwargs)
+        if _running and _running[0].replaying and not isinstance(file, io.BytesIO):
+            _unwritten.add(file)
+            return None
+        return function(*args, **kwargs)
 
     return wrapped
 

@@ -13,7 +13,7 @@ import torch
 
 from dlrover import launched
 from dlrover.errors import ConfigurationError, UserCodeError
-from dlrover.training.replicas.beside import parameters_of
+from dlrover.training.replicas.beside import Unsaved, parameters_of
 from dlrover.training.replicas.healing import Healer
 from dlrover.training.replicas.link import open_link
 from dlrover.training.replicas.survivors import Regrouping, Survivors
@@ -82,6 +82,8 @@ class Replicas:
         ]
         parts = {"model": model, "optimizer": optimizer, "numbers": _Numbers(self), "modes": _Modes(model)}  # fmt: skip
         parts |= {f"other {i}": part for i, part in enumerate(others)}
+        modules = [model, *(one for one in others if isinstance(one, torch.nn.Module))]
+        parts["unsaved"] = Unsaved(lambda: modules)
         self.number = 0
         """Number of the present step."""
         self._healer = Healer(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 import signal
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from dlrover import launched
-from dlrover.errors import InfrastructureError
+from dlrover.errors import InfrastructureError, UserCodeError
 from dlrover.spec.requests.membership import (
     FinishMembers,
     JoinMembers,
@@ -51,8 +52,18 @@ def restartable(function: Function) -> Function:
     The function makes its own process group (``init_process_group``) and loads its checkpoint. After a loss, its
     collectives fail, it ends with their error, and it is called again with the same arguments once all ranks are back:
     imports, the accelerator's context and compiled code are kept. A function that does not end within `LEAVE_LIMIT`
-    costs its process. Needs ``dlrover-run --survive``; elsewhere the function is called once.
+    costs its process. One that returns after a loss, since it handles the error, is called again, too. Needs
+    ``dlrover-run --survive``; elsewhere the function is called once.
+
+    Raises:
+        UserCodeError: Its call does not train: the function is a coroutine or a generator.
     """
+    later = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    if any(is_one(function) for is_one in later):
+        raise UserCodeError(
+            f"restartable: a call of {function.__name__} does not train, as it is a coroutine or a generator; let a plain"
+            " function run it."
+        )
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -69,6 +80,8 @@ class _Restarts:
     def __init__(self, link: Link, given: launched.Given) -> None:
         self._link, self._given = link, given
         self._number = -1
+        self._attempts: dict[int, int] = {}
+        """Attempt of each rank in the present call."""
         self._before: set[Descriptor] = set()
         self._running = False
         self._left = threading.Event()
@@ -81,7 +94,7 @@ class _Restarts:
         self._link.ask(LookMembers(given.round))
         while True:
             members = self._all_there()
-            self._number = members.number
+            self._number, self._attempts = members.number, members.attempts
             launched.call = members.number + 1
             store = MeetingStore(self._link, given.round, members.number, members.attempts)
             try:
@@ -96,8 +109,16 @@ class _Restarts:
                     self._link.ask(renew)
                 logger.warning("A rank was lost; the training function is called again: %s", error)
             else:
-                self._link.ask(FinishMembers(given.round, given.rank, given.attempt))
-                return result
+                if not self._lacks(self._link.members):
+                    self._link.ask(FinishMembers(given.round, given.rank, given.attempt))
+                    return result
+                logger.warning("A rank was lost; the training function is called again.")
+
+    def _lacks(self, members: Members | None) -> bool:
+        """Return whether a rank of the present call is lost."""
+        if members is None or members.over or not self._is_newer(members):
+            return False
+        return members.attempts != self._attempts
 
     def _is_newer(self, members: Members) -> bool:
         return members.number > self._number
@@ -116,8 +137,13 @@ class _Restarts:
             # A master that has lost its journal may not know that this rank had joined.
             if (turn and given.attempt) or not trains(self._link.members):
                 self._link.ask(JoinMembers(given.round, given.rank, given.attempt))
-            if (found := self._link.wait(holds, AGAIN)) is not None:
+            found = self._link.wait(lambda members: members.over or holds(members), AGAIN)
+            if found is not None and holds(found):
                 return found
+            if found is not None:
+                raise InfrastructureError(
+                    "--survive: a rank has returned from the training function while another one was lost; all ranks start again."
+                )
         raise InfrastructureError(
             f"Some of the {size} ranks did not come back within {RETURN_LIMIT:g} s."
         )

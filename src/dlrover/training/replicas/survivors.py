@@ -251,7 +251,13 @@ class Survivors:
             return None
         found = self._link.wait(lambda m: m.number >= self._agreed, NEWS_LIMIT)
         missing = found is None or self._link.over
-        return None if any(self._most(missing)) else self._regroup(payload, complete=False)
+        if any(self._most(missing)):
+            return None
+        # Others may be within the step by now: this rank lacks no result for it.
+        regrouped = self._regroup(payload, complete=True)
+        if not regrouped.payloads:
+            raise InfrastructureError("The training is over, but this rank lacks its last step.")
+        return regrouped
 
     def _most(self, *values: int) -> list[int]:
         return self._row.most(*values) if self._row is not None else list(values)

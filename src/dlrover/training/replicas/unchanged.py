@@ -27,7 +27,7 @@ from dlrover.checkpoint.storage.lease import job_of
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.requests.membership import DivideMembers, LookMembers, MembersNow
 from dlrover.training.machine.places import EXCLUDED_LIMIT
-from dlrover.training.replicas.beside import Beside, Gradients, Schedules, parameters_of
+from dlrover.training.replicas.beside import Beside, Gradients, Schedules, Unsaved, parameters_of
 from dlrover.training.replicas.groups import Changed, MembershipGroup, Peers
 from dlrover.training.replicas.healing import Healer
 from dlrover.training.replicas.link import Link
@@ -85,6 +85,7 @@ class Unchanged:
         self._parts: dict[str, Any] = {
             "numbers": _StepCount(self),
             "schedules": Schedules(schedules),
+            "unsaved": Unsaved(self._models),
         }
         self._parts["gradients"] = Gradients(self._trained)
         self._parts["beside"] = Beside(self._trained, norms, self._held)
@@ -215,10 +216,12 @@ class Unchanged:
         optimizers = [part for name, part in self._parts.items() if name.startswith("optimizer")]
         return [parameter for one in optimizers for parameter in parameters_of(one)]
 
+    def _models(self) -> list[torch.nn.Module]:
+        return [part for part in self._parts.values() if isinstance(part, torch.nn.Module)]
+
     def _held(self) -> set[int]:
         """Return the ids of the tensors of all models and averages."""
-        models = [part for part in self._parts.values() if isinstance(part, torch.nn.Module)]
-        tensors = (t for model in models for t in (*model.parameters(), *model.buffers()))
+        tensors = (t for model in self._models() for t in (*model.parameters(), *model.buffers()))
         return {*map(id, tensors)} | self._held_by_rows()
 
     def spread_over(self, mesh: Any, held: Callable[[], set[int]]) -> None:
@@ -344,7 +347,10 @@ class Unchanged:
             return
         # What was computed on the way cannot be used after it: a rank does not join between a pass and its way back.
         if self._fresh and self._open:
-            self._skip_edge()
+            self._skip_edge(
+                "A forward pass has waited for its backward pass",
+                "Use torch.no_grad() for passes without a backward pass.",
+            )
         elif self._fresh:
             self._skipped = 0
             self._edge()
@@ -352,16 +358,16 @@ class Unchanged:
         if graph is not None:
             self._open.add(graph)
 
-    def _skip_edge(self) -> None:
+    def _skip_edge(self, what: str, advice: str) -> None:
         """Give up, or warn, once no rank could join for many steps."""
         self._skipped += 1
-        if self._skipped == MOST_SKIPPED:
-            what = f"a forward pass has waited for its backward pass in {MOST_SKIPPED} steps, so no lost rank can return"
-            if self.replaying:
-                raise InfrastructureError(
-                    f"--survive: {what}; all ranks start again. Use torch.no_grad() for passes without a backward pass."
-                )
-            logger.warning("%s; use torch.no_grad() for passes without a backward pass.", what)
+        if self._skipped % MOST_SKIPPED:
+            return
+        what = f"{what} in {MOST_SKIPPED} steps, so no lost rank can return"
+        if self.replaying and self.steps >= self._furthest()[0]:
+            raise InfrastructureError(f"--survive: {what}; all ranks start again. {advice}")
+        if not self.replaying and self._skipped == MOST_SKIPPED:
+            logger.warning("%s. %s", what, advice)
 
     def came_back(self, graphs: Sequence[Any]) -> None:
         """Note the end of a backward pass of models."""
@@ -387,6 +393,7 @@ class Unchanged:
             self._others = max(self._others + 1, BEGUN)
             self._survivors.position = self._position
             self._survivors.edge(self._began)
+            self._others += 1  # what follows is within the step, where no rank joins
             return
         if self.row is None:
             self._leave()
@@ -457,7 +464,7 @@ class Unchanged:
                 break
             if self._survivors.settle(self._began):
                 self.replaying = False
-                self._others = BEGUN
+                self._others = BEGUN + 1
                 self._outputs.clear()
                 logger.info("Rank %d trains from step %d", self._given.rank, self.steps)
                 return
@@ -529,6 +536,11 @@ class Unchanged:
                 self._stepping = None
         self._optimizer = self._optimizer or optimizer
         self.steps += optimizer is self._optimizer
+        if self._fresh:
+            self._skip_edge(
+                "No model in DistributedDataParallel or fully_shard has made a forward pass",
+                "Let one of them have the model, or use dlrover.training.Replicas.",
+            )
         self._fresh = True
         return result
 
