@@ -166,10 +166,9 @@ class RoleJobs:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        except OSError as error:
-            raise InfrastructureError(
-                f"Role {name} cannot be started: {error.strerror}."
-            ) from error
+        except (OSError, ValueError) as error:  # the latter: an argument with a NUL
+            why = error.strerror if isinstance(error, OSError) else error
+            raise InfrastructureError(f"Role {name} cannot be started: {why}.") from error
         self._children[process.pid] = process
         handle = f"{process.pid}:{procs.start_time(process.pid)}"
         self.watch(name, attempt, handle)
