@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +24,7 @@ from dlrover.errors import (
 )
 from dlrover.roles import Queue, RoleGroup, current_worker, weights
 from dlrover.roles.coordinator import health
-from dlrover.roles.messages import MemberPlace, Version
+from dlrover.roles.messages import HOLDER, MemberPlace, Version
 from dlrover.roles.runtime import holder
 from dlrover.roles.runtime.weights import following, publishing
 from tests.roles.coordinators import Coordinator, coordinator, joined
@@ -352,6 +354,15 @@ def test_a_keeper_that_reports_nothing_is_replaced_and_that_is_said_once(
         assert [(one.reason, one.lost) for one in made.losses] == [
             ("it is silent", {"weights": "1"})
         ]
+
+
+def test_a_keeper_that_comes_too_late_leaves_without_a_word(kept: Coordinator) -> None:
+    """Its coordinator died before it had joined, and the next one has made another."""
+    until(lambda: kept.keeper, 60)
+    words = [sys.executable, "-m", holder.MODULE, "--lifeline-fd", "0"]
+    env = {**os.environ, **kept.variables(HOLDER, 0, 0, 1)}
+    late = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert late.stderr == ""
 
 
 def test_who_keeps_weights_takes_them_along_and_that_is_said_once(kept: Coordinator) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from dlrover import config
 from dlrover._util import procs
-from dlrover.errors import InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.roles.messages import HOLDER, MemberEnded, MemberPlace, MemberStarted
 from dlrover.roles.runtime import worker
 from dlrover.roles.serving import RolesService
@@ -34,7 +34,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=main.__doc__)
     parser.add_argument("--lifeline-fd", type=int, required=True, help="Leave when it closes.")
     args = parser.parse_args(argv)
-    joined = worker.start(ready=True)
+    try:
+        joined = worker.start(ready=True)
+    except (
+        ConfigurationError
+    ) as error:  # another coordinator's process has taken its place meanwhile
+        logger.info("No weights are kept here: %s", error)
+        return
     joined.phases.leave()  # it has no program whose progress counts; that it reports does
     over = joined.link.over
 
