@@ -108,19 +108,32 @@ def test_all_faults_of_a_manifest_are_printed_and_the_exit_code_is_that_of_usage
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("verb", [["submit", "job.yaml"], ["operator"]])
-def test_without_the_extra_a_sentence_says_what_to_install(verb: list[str]) -> None:
+def without(packages: tuple[str, ...], *words: str) -> str:
+    """What a command says that is refused as these packages are not installed."""
     program = (
-        "import sys; sys.modules['yaml'] = sys.modules['httpx2'] = None\n"
+        f"import sys; sys.modules |= dict.fromkeys({packages})\n"
         "from dlrover.cli import main\n"
-        f"sys.argv[1:] = {verb}; sys.exit(main.main())"
+        f"sys.argv[1:] = {list(words)}; sys.exit(main.main())"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=20
     )
     assert done.returncode == ExitCode.USAGE, done.stderr
-    assert "Kubernetes needs the package httpx2: pip install 'dlrover[kubernetes]>=" in done.stderr
+    return done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", [["submit", "job.yaml"], ["operator"]])
+def test_without_the_extra_a_sentence_says_what_to_install(verb: list[str]) -> None:
+    said = without(("yaml", "httpx2"), *verb)
+    assert "Kubernetes needs the package httpx2: pip install 'dlrover[kubernetes]>=" in said
+
+
+@pytest.mark.slow
+def test_a_manifest_needs_on_ray_what_ray_brings_and_nothing_of_kubernetes(tmp_path: Path) -> None:
+    path, of_kubernetes = saved(tmp_path, manifest()), ("httpx2", "wsproto", "cryptography")
+    said = without((*of_kubernetes, "ray"), "submit", path, "--platform", "ray")
+    assert "--platform ray needs the package ray: pip install 'dlrover[ray]>=" in said
 
 
 # ---- with a real API server

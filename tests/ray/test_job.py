@@ -40,6 +40,27 @@ def test_a_later_master_reads_everything_about_a_node_from_its_name() -> None:
     assert jobs.job_of(name) == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "means"),
+    [
+        ("train", "train-20260102-030405-a1b2"),  # the last start of the program
+        ("train-20260101", "train-20260101-030405-ffff"),
+        ("rl-rollout", "rl-rollout-10-abcdef"),
+        ("rl-rollout-b", "rl-rollout-b-1-123456"),
+        ("rl-rollout-9-abcdef", "rl-rollout-9-abcdef"),
+        ("rl-tr", ""),
+    ],
+)
+def test_a_beginning_of_a_name_means_the_last_start_of_one_job(name: str, means: str) -> None:
+    known = [
+        "rl-trainer-2-fedcba", "rl-rollout-9-abcdef", "rl-rollout-10-abcdef", "rl-rollout-b-1-123456",
+        "train-20260102-030405-a1b2", "train-20260101-030405-ffff", "train-b", "grpo-a", "grpo-b",
+    ]  # fmt: skip
+    assert jobs.meant(name, known) == means
+    with pytest.raises(ConfigurationError, match=r"^Job grpo may be grpo-a or grpo-b of the Ray"):
+        jobs.meant("grpo", known)
+
+
 @pytest.mark.parametrize("name", ["..", ".", "../../home", "a/b", "/etc", ".hidden"])
 def test_a_jobs_directory_is_one_part_of_a_path_whatever_its_name(name: str) -> None:
     assert Path("/state/ray", jobs.directory_of(name)).resolve().parent == Path("/state/ray")

@@ -16,11 +16,14 @@ from typing import Any
 
 import pytest
 
+from dlrover.roles.coordinator.health import HealthWatch
 from dlrover.roles.coordinator.journal import RolesJournal
+from dlrover.roles.machine.health import Stuck
 from dlrover.roles.messages import HOLDER, MemberEnded, MemberPlace, MemberStarted
 from dlrover.roles.runtime import environment, holder, worker
 from dlrover.roles.runtime.worker import RoleWorker
 from dlrover.roles.serving import Loss, RolesService
+from dlrover.roles.spec import RolesJob
 from dlrover.rpc.server import Server
 from dlrover.rpc.wire import Tls
 from dlrover.spec.jobdir import JobDir, TlsFiles
@@ -64,13 +67,20 @@ class Coordinator:
         self.service.on_loss = self.losses.append
         self._server = Server(TOKEN, Tls.of(self.tls), program="coordinator")
         self.service.register(self._server)
+        self._health = HealthWatch(RolesJob(name="test", roles=()), self._stuck, lambda _: None)
+        self._health.register(self._server)
         self.port = await self._server.start("127.0.0.1", self.port)
         self.service.begin()
-        self._tasks = []
+        self._tasks = [asyncio.create_task(self._health.run())]
+        if (known := self.service.shared.members.get(HOLDER, 0)) is not None:
+            self._health.tell(MemberStarted(known.place))
         if self.lifeline[0] >= 0:
             variables = self.variables(HOLDER, 0, 0, 1)
             kept = holder.keep(self.service, variables, self.lifeline[0])
             self._tasks.append(asyncio.create_task(kept))
+
+    def _stuck(self, stuck: Stuck) -> None:
+        holder.end(self.service, stuck.place, "it is silent")
 
     def stop(self) -> None:
         """End the service as SIGKILL does: open calls break."""

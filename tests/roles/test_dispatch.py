@@ -7,13 +7,14 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dlrover._util import handshake
 from dlrover.errors import ConfigurationError, MemberLostError, ProtocolError
-from dlrover.roles import RoleGroup, current_worker
-from dlrover.roles.messages import CallAddress, JoinRole, MemberEnded, MemberPlace
-from dlrover.roles.runtime import payload, wire
+from dlrover.roles import RoleGroup, current_worker, weights
+from dlrover.roles.messages import CallAddress, JoinRole, MemberEnded, MemberPlace, UseVersion
+from dlrover.roles.runtime import calls, payload, wire
 from dlrover.roles.runtime.wire import CallFrame, CallOp
 from tests.roles.coordinators import TOKEN, Coordinator, coordinator, joined
 from tests.waiting import until
@@ -77,6 +78,22 @@ def test_a_call_of_a_member_that_cannot_be_reached_waits_no_longer_than_it_says(
     join(job, port)
     with pytest.raises(MemberLostError, match="ask waited 1 s for rollout 0: rollout 0 serves"):
         RoleGroup("rollout", wait=1.0).call_rank0("ask").result(60)
+
+
+def test_a_call_says_once_what_it_waits_for(
+    job: Coordinator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(calls, "WARN_AFTER", 0.2)
+    join(job, 1)
+    job.run(lambda: job.service._submit(UseVersion(ROLLOUT, "weights", None)))
+    weights.publish({"a": np.zeros(3)}, 1)
+    group = RoleGroup("rollout", wait=1.0)
+    with pytest.raises(MemberLostError, match="ask waited 1 s"):
+        group.call_batch("ask", 2, ["a", "b"], _chunk=1).result(60)
+    assert caplog.messages == [
+        "ask waits for a member of rollout that serves: rollout 0 has not the current weights; no part of a batch goes to"
+        " one that has not loaded them by itself. At most 1 s."
+    ]
 
 
 def test_an_idempotent_call_is_made_again_though_the_job_noticed_the_end_before_the_caller(

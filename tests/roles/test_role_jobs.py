@@ -15,6 +15,7 @@ import pytest
 from dlrover._util import procs
 from dlrover.cli.run.arguments import parse
 from dlrover.cli.run.launchspec import RunOptions
+from dlrover.errors import InfrastructureError
 from dlrover.roles.coordinator.jobs import RoleJobs, arguments, on_ray, program
 from dlrover.roles.spec import (
     EntryForm,
@@ -124,3 +125,23 @@ def test_a_launcher_that_is_stopped_ends_all_the_same(tmp_path: Path, *, ignores
     with launcher:
         asyncio.run(asyncio.wait_for(stop(), 60))
     assert launcher.returncode == -(signal.SIGKILL if ignores else signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (
+            ("a" * 200_000,),
+            "its config, env and arguments are more than a process can be given; put",
+        ),
+        (("a\0b",), "embedded null byte"),
+    ],
+)
+def test_what_no_process_can_be_given_ends_the_role_with_a_sentence(
+    args: tuple[str, ...], why: str, tmp_path: Path
+) -> None:
+    role = RoleSpec(name="a", entry=EntryPoint(EntryForm.SCRIPT, "/work.py", args))
+    config = RolesConfig(job=RolesJob(name="job", roles=(role,)))
+    jobs = RoleJobs(tmp_path, config, {}, -1, lambda *_: None)
+    with pytest.raises(InfrastructureError, match=f"^Role a cannot be started: {why}"):
+        jobs.start("a", 1, {})

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -20,7 +23,8 @@ from dlrover.errors import (
     ProtocolError,
 )
 from dlrover.roles import Queue, RoleGroup, current_worker, weights
-from dlrover.roles.messages import MemberPlace, Version
+from dlrover.roles.coordinator import health
+from dlrover.roles.messages import HOLDER, MemberPlace, Version
 from dlrover.roles.runtime import holder
 from dlrover.roles.runtime.weights import following, publishing
 from tests.roles.coordinators import Coordinator, coordinator, joined
@@ -305,14 +309,14 @@ def test_without_a_keeper_weights_die_with_their_publisher_and_readers_are_told(
         RoleGroup("trainer").call_rank0("publish", 3).result(60)
         held = weights.latest()
         assert held is not None
-        job.kill("trainer", 0)
-        until(lambda: not weights.versions(), 60)
-        assert (held["w"] == 3).all(), "who holds it keeps it"
-        with pytest.raises(
-            InfrastructureError,
-            match="there is none now; version 3 was lost with the process that kept it",
-        ):
-            weights.latest(timeout=0.1)
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(weights.latest, newer_than=held.version, timeout=10)
+            job.kill("trainer", 0)
+            until(lambda: not weights.versions(), 60)
+            assert (held["w"] == 3).all(), "who holds it keeps it"
+            lost = "there is none now; version 3 was lost with the process that kept it, and trainer may publish it again"
+            with pytest.raises(InfrastructureError, match=lost):
+                waiting.result(60)
         del held
         gc.collect()
 
@@ -330,6 +334,35 @@ def test_the_process_that_keeps_weights_is_started_again_and_ends_with_the_job(
         assert [one.reason for one in made.losses] == ["it was killed by SIGKILL"]
     until(lambda: not holder._runs(second), 60)
     assert len(made.losses) == 1, "the end of the job is no death"
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["now", "from_the_journal"])
+def test_a_keeper_that_reports_nothing_is_replaced_and_that_is_said_once(
+    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "KEEPER_SILENCE", 3.0)
+    monkeypatch.setattr(publishing, "HOLDER_LIMIT", 1.0)  # it begins with the first failure
+    with coordinator(tmp_path, keeps=True) as made:
+        first = until(lambda: made.keeper, 60)
+        with joined(made, "trainer"):
+            weights.publish({"a": np.zeros(3)}, 1)
+            os.kill(first, signal.SIGSTOP)
+            if not known:
+                made.restart()
+            weights.publish({"a": np.zeros(3)}, 2)  # waits for the next one
+        until(lambda: made.keeper not in (0, first), 60)
+        assert [(one.reason, one.lost) for one in made.losses] == [
+            ("it is silent", {"weights": "1"})
+        ]
+
+
+def test_a_keeper_that_comes_too_late_leaves_without_a_word(kept: Coordinator) -> None:
+    """Its coordinator died before it had joined, and the next one has made another."""
+    until(lambda: kept.keeper, 60)
+    words = [sys.executable, "-m", holder.MODULE, "--lifeline-fd", "0"]
+    env = {**os.environ, **kept.variables(HOLDER, 0, 0, 1)}
+    late = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert late.stderr == ""
 
 
 def test_who_keeps_weights_takes_them_along_and_that_is_said_once(kept: Coordinator) -> None:

@@ -66,7 +66,7 @@ def copy(env: Mapping[str, str], job: str, address: str) -> JobDir:
         address: Address of the cluster.
 
     Raises:
-        ConfigurationError: there is no such job, or no cluster.
+        ConfigurationError: there is no such job, or no cluster, or the name may mean different jobs.
     """
     cluster.connect(address)
     name, running = _choose(job, [jobs.job_of(n) for n in cluster.names() if jobs.job_of(n)])
@@ -106,8 +106,7 @@ def _choose(job: str, running: list[str]) -> tuple[str, bool]:
         raise ConfigurationError(f"Name a job of the Ray cluster; those that run are: {named}.")
     ended = cluster.records()
     for names, runs in ((running, True), (ended, False)):
-        fitting = sorted(n for n in names if n == job or n.startswith(f"{job}-"))
-        if fitting:
-            return (job if job in fitting else fitting[-1]), runs
+        if found := jobs.meant(job, names):
+            return found, runs
     named = ", ".join(sorted({*running, *ended})) or "none"
     raise ConfigurationError(f"Job {job} is not in the Ray cluster; its jobs are: {named}.")

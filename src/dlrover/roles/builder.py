@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -149,6 +150,9 @@ def _texts(role: str, env: Mapping[str, str]) -> dict[str, str]:
     for name, value in env.items():
         if isinstance(value, Mapping | list | None):
             raise _refuse(role, "env", name, "takes names of variables with texts")
+        if not re.fullmatch(r"[^=,\0\s]+", str(name)) or "\0" in str(value):
+            accepted = "a name has no '=', ',' or space, and no text has a NUL, which no process could be given"
+            raise _refuse(role, "env", repr(name), accepted)
     return {str(name): str(value) for name, value in env.items()}
 
 
@@ -161,9 +165,30 @@ def _limits(role: str, health: Mapping[str, Any]) -> dict[str, float]:
 
 def _json(role: str, given: Mapping[str, Any]) -> dict[str, Any]:
     try:
+        _check_kept(given)
         return decoding.json(msgspec.json.encode(given), dict[str, Any])
-    except (TypeError, msgspec.MsgspecError) as error:
+    except (TypeError, UnicodeEncodeError, msgspec.MsgspecError) as error:
         raise _refuse(role, "config", given, f"takes values that JSON has ({error})") from None
+
+
+def _check_kept(value: object) -> None:
+    """Refuse what JSON would make something else of, in silence.
+
+    Raises:
+        TypeError: there is such a value; the message says which.
+    """
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} is not a text")
+            _check_kept(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _check_kept(one)
+    elif isinstance(value, set | frozenset | bytes | bytearray | memoryview):
+        raise TypeError(f"{value!r:.100} is of type {type(value).__name__}")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise TypeError(f"{value} is not finite")
 
 
 def _amounts(role: str, resources: Mapping[str, Any]) -> dict[str, float]:

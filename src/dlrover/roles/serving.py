@@ -196,16 +196,24 @@ class RolesService:
         entry = msgspec.msgpack.encode(event)
         self._journal.append(entry, self._clock())
         before = self.shared.current() if isinstance(event, OF_LIVES) else {}
+        keeper = self._ends_keeper(event)
         try:
             return self.shared.handle(event)
         finally:
             self._tell(event)
-            self._note_loss(event, before)
+            self._note_loss(event, before, keeper)
             self._grown += len(entry)
             if self._grown > self._limit:
                 self._compact()
 
-    def _note_loss(self, event: RoleInput, before: Mapping[str, VersionView]) -> None:
+    def _ends_keeper(self, event: RoleInput) -> bool:
+        """Return whether an input ends the job's keeper of weights, which has not ended before."""
+        ends = isinstance(event, MemberEnded) and event.final and event.place.role == HOLDER
+        return ends and not self.shared.members.is_over(event.place)
+
+    def _note_loss(
+        self, event: RoleInput, before: Mapping[str, VersionView], ends_keeper: bool
+    ) -> None:
         """Report which of the current versions before an input are gone, and each end of the job's keeper."""
         now = self.shared.current()
         gone = {
@@ -214,7 +222,7 @@ class RolesService:
             if view.version not in self.shared.weights[name].complete
         }
         holders = {part.holder for view in gone.values() for part in view.parts}
-        if isinstance(event, MemberEnded) and event.place.role == HOLDER:
+        if ends_keeper:
             holders.add(event.place)
         if holders:
             over = tuple(sorted(filter(self.shared.members.is_over, holders)))

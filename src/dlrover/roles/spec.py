@@ -14,6 +14,7 @@ from dlrover.errors import ConfigurationError
 from dlrover.roles.messages import IDLE
 from dlrover.spec.jobdir import TlsFiles
 from dlrover.spec.node import NodeLimits
+from dlrover.spec.words import did_you_mean
 
 FORMAT = 1
 """Format of `RolesConfig` and of a coordinator's journal."""
@@ -253,8 +254,9 @@ def _check_dependencies(role: RoleSpec, names: Sequence[str]) -> None:
         if other not in names:
             others = [name for name in names if name != role.name]
             hint = f"must be one of {', '.join(others)}" if others else "the job has no other role"
+            near = did_you_mean(str(other), others)
             raise ConfigurationError(
-                f"role {role.name}: depends_on {other}: there is no such role; {hint}."
+                f"role {role.name}: depends_on {other}: there is no such role; {hint}.{near}"
             )
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from dlrover import config
+from dlrover import config, extras
 from dlrover.cli.cluster.kube import IMAGE, Kubeconfig, MasterImage, extra
 from dlrover.cli.output import Form, Output
 from dlrover.errors import ConfigurationError
@@ -46,11 +46,12 @@ def submit(  # noqa: PLR0913 - each is an option of the command
 ) -> None:
     """Create an ElasticJob; with --dry-run, print it and the objects that the operator would create."""
     _check_platform(platform, ray_address)
-    with extra():
-        import httpx2  # noqa: F401, PLC0415 - needs the extra
+    with extra() if platform == "kubernetes" else extras.needed("--platform ray", "ray"):
+        if platform == "kubernetes":
+            import httpx2  # noqa: F401, PLC0415 - needs the extra
         import yaml  # noqa: F401, PLC0415
 
-        from dlrover.kubernetes.resources import compatibility, validation  # noqa: PLC0415
+    from dlrover.kubernetes.resources import compatibility, validation  # noqa: PLC0415
 
     manifest = read(file)
     try:

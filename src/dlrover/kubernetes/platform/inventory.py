@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dlrover import accelerators
-from dlrover.kubernetes.api.client import NODES, PODS, Client
 from dlrover.kubernetes.machine import nodes
 from dlrover.kubernetes.machine.pods import ended
 from dlrover.kubernetes.resources import names
@@ -24,10 +23,14 @@ class KubernetesInventory:
     """Reads nodes and pods. ``source``: a kubeconfig; empty: the pod's account or the user's kubeconfig."""
 
     def __init__(self, source: str = "") -> None:
+        from dlrover.kubernetes.api.client import Client  # noqa: PLC0415 - needs the extra
+
         self._client = Client.from_config(source or None)
 
     async def nodes(self) -> tuple[ClusterNode, ...]:
         """Return the machines that run kubelets, with the requests of their pods."""
+        from dlrover.kubernetes.api.client import NODES, PODS  # noqa: PLC0415 - needs the extra
+
         machines, _ = await self._client.list(NODES)
         pods, _ = await self._client.list(PODS)
         return inventory(machines, pods)

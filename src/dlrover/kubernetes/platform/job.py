@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.kubernetes.api.client import ELASTIC_JOBS, Client, Patience
 from dlrover.kubernetes.machine import nodes, record
 from dlrover.kubernetes.machine.decisions import status_of
 from dlrover.kubernetes.platform.inventory import requests_of
@@ -20,6 +20,9 @@ from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import BrainSide
 from dlrover.spec.node import SERVER
 from dlrover.spec.plan import NodeGroup
+
+if TYPE_CHECKING:
+    from dlrover.kubernetes.api.client import Client
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,8 @@ async def read(client: Client, env: Mapping[str, str]) -> ElasticJob:
     Raises:
         ConfigurationError: there is none, it is invalid, or another job now has its name.
     """
+    from dlrover.kubernetes.api.client import ELASTIC_JOBS  # noqa: PLC0415 - needs the extra; `request` does not
+
     namespace, _, name = env.get(VARIABLE, "").partition("/")
     uid = env.get(UID_VARIABLE, "")
     if not namespace or not name:
@@ -55,6 +60,8 @@ async def awaited(
     client: Client, env: Mapping[str, str], stopping: asyncio.Event
 ) -> ElasticJob | None:
     """Call `read` until the API server answers; return None if ``stopping`` is set before."""
+    from dlrover.kubernetes.api.client import Patience  # noqa: PLC0415 - needs the extra
+
     patience = Patience()
     while not stopping.is_set():
         try:
@@ -69,6 +76,8 @@ async def awaited(
 
 async def fetch(env: Mapping[str, str]) -> ElasticJob:
     """Call `awaited` with a client of its own: a pod that starts without an API server waits for it."""
+    from dlrover.kubernetes.api.client import Client  # noqa: PLC0415 - needs the extra
+
     client = Client.from_config()
     try:
         found = await awaited(client, env, asyncio.Event())

@@ -172,6 +172,30 @@ def elsewhere(avoid: Iterable[str], node_ids: Iterable[str]) -> dict[str, str]:
     return {LABEL: f"!in({','.join(unwanted)})"} if unwanted else {}
 
 
+_OF_START = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}$|-\d+(?=-[0-9a-f]{6}$)")
+"""What tells starts of one job apart: the time of a command's, and the number of a role's before what tells its job."""
+
+
+def meant(job: str, known: Iterable[str]) -> str:
+    """Return which known job a name or its beginning up to a hyphen means, of several starts the last; empty if none.
+
+    Raises:
+        ConfigurationError: it may mean different jobs.
+    """
+    fitting = [name for name in known if name == job or name.startswith(f"{job}-")]
+    if job in fitting:
+        return job
+    starts: dict[str, str] = {}
+    for name in sorted(fitting, key=lambda name: (len(name), name)):
+        starts[_OF_START.sub("", name)] = name
+    own = re.compile(rf"{re.escape(job)}(-[0-9a-f]{{6}})?")
+    found = [one for one in starts if own.fullmatch(one)] or list(starts)
+    if len(found) > 1:
+        named = " or ".join(sorted(starts[one] for one in found))
+        raise ConfigurationError(f"Job {job} may be {named} of the Ray cluster; name one of them.")
+    return starts[found[0]] if found else ""
+
+
 # ---- resources
 
 

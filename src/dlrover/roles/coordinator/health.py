@@ -9,7 +9,16 @@ from collections.abc import Callable
 
 from dlrover.roles.machine.health import Health, Looked, Stuck
 from dlrover.roles.machine.inputs import EndInstance
-from dlrover.roles.messages import MemberEnded, MemberPlace, MemberStarted, Pulse, PulseReply
+from dlrover.roles.messages import (
+    HOLDER,
+    START,
+    WORK,
+    MemberEnded,
+    MemberPlace,
+    MemberStarted,
+    Pulse,
+    PulseReply,
+)
 from dlrover.roles.spec import RolesJob
 from dlrover.rpc.server import Server
 
@@ -17,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 LOOK = 0.5
 """Seconds between two looks at the limits."""
+KEEPER_SILENCE = 60.0
+"""Seconds without a report after which the process that keeps weights is replaced."""
 GRACE = 5.0
 """Seconds in which a process that is to end may do so itself, and leave its stacks, before it is killed."""
 
@@ -26,7 +37,7 @@ class HealthWatch:
 
     Args:
         job: The job.
-        stuck: Called with each instance that is stuck.
+        stuck: Called with each instance that is stuck, and with the process that keeps weights if it is silent.
         kill: Called to kill the processes of one that does not end itself.
     """
 
@@ -36,7 +47,8 @@ class HealthWatch:
         stuck: Callable[[Stuck], None],
         kill: Callable[[EndInstance], None],
     ) -> None:
-        self.health = Health({role.name: role.health for role in job.roles})
+        own = {HOLDER: dict.fromkeys((START, WORK), KEEPER_SILENCE)}
+        self.health = Health({role.name: role.health for role in job.roles} | own)
         self._stuck, self._kill = stuck, kill
         self._ends: dict[MemberPlace, tuple[EndInstance, float]] = {}
         """Instances to end, and when they are killed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import os
 import signal
@@ -166,10 +167,11 @@ class RoleJobs:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        except OSError as error:
-            raise InfrastructureError(
-                f"Role {name} cannot be started: {error.strerror}."
-            ) from error
+        except (OSError, ValueError) as error:  # the latter: an argument with a NUL
+            why = error.strerror if isinstance(error, OSError) else error
+            if isinstance(error, OSError) and error.errno == errno.E2BIG:
+                why = "its config, env and arguments are more than a process can be given; put large values in a file"
+            raise InfrastructureError(f"Role {name} cannot be started: {why}.") from error
         self._children[process.pid] = process
         handle = f"{process.pid}:{procs.start_time(process.pid)}"
         self.watch(name, attempt, handle)

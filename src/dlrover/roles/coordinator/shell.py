@@ -24,10 +24,11 @@ from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.coordinator.status import RolesStatus, status_of
 from dlrover.roles.coordinator.streaming import EventStream
 from dlrover.roles.machine import inputs
+from dlrover.roles.machine.health import Stuck
 from dlrover.roles.machine.job import RolesMachine
-from dlrover.roles.messages import HOLDER
+from dlrover.roles.messages import HOLDER, MemberStarted
 from dlrover.roles.runtime.environment import variables
-from dlrover.roles.runtime.holder import keep
+from dlrover.roles.runtime.holder import end, keep
 from dlrover.roles.serving import Loss, RolesService
 from dlrover.roles.spec import RoleKind, RolesConfig
 from dlrover.rpc.messages import Done, StatusRequest, StopRequest
@@ -108,7 +109,7 @@ class Coordinator:
         self._clock = clock(last)
         self.service = RolesService(self._journal, served, config.job.worlds, self._clock)
         self.service.on_loss = self._lost
-        self._health = HealthWatch(config.job, self.submit, self._kill)
+        self._health = HealthWatch(config.job, self._stuck, self._kill)
         self._events = EventStream(history)
         self._looking: asyncio.Task[None] | None = None
 
@@ -134,6 +135,8 @@ class Coordinator:
             job, tls = self._config.job.name, self._config.tls
             own = variables(address, self._job_dir.token, HOLDER, 0, job=job, tls=tls)
             self._keeping = asyncio.create_task(keep(self.service, own, self._lifeline_fd))
+        if (keeper := self.service.shared.members.get(HOLDER, 0)) is not None:
+            self._health.tell(MemberStarted(keeper.place))  # it may be unable to report
         if not self._replayed:
             self.submit(inputs.Submitted(self._config.job))
         elif self.machine.ended_at is not None and self.machine.end is not None:
@@ -164,6 +167,12 @@ class Coordinator:
             self._journal.append_or_keep(event, now)
         for command in self.machine.handle(event, now):
             self._carry_out(command, now)
+
+    def _stuck(self, stuck: Stuck) -> None:
+        if stuck.place.role == HOLDER:
+            end(self.service, stuck.place, f"it has not reported for {stuck.seconds:.0f} s")
+        else:
+            self.submit(stuck)
 
     def _lost(self, loss: Loss) -> None:
         own = any(place.role == HOLDER for place in loss.keepers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -21,7 +22,9 @@ from dlrover.roles.runtime.connections import (
     EncodedCall,
     MemberConnection,
 )
-from dlrover.roles.runtime.link import ServiceLink
+from dlrover.roles.runtime.link import WARN_AFTER, ServiceLink
+
+logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
 """Members that an idempotent call may lose; it has probably killed them."""
@@ -44,6 +47,8 @@ class RoleCall:
     future: Future[Any] = field(default_factory=Future)
     since: float = field(default_factory=time.monotonic)
     """When it began to wait for a member."""
+    warned: bool = False
+    """Whether it was said that it waits."""
     idempotent: bool = False
     """Whether the member that it was sent to may run it twice."""
     deaths: int = 0
@@ -74,6 +79,8 @@ class Calls:
         self._turn = 0
         self._due = 0.0
         """When the next look at calls that wait for too long is due."""
+        self._warns = 0.0
+        """When the next look at calls that are to be said to wait is due."""
         self._wake = threading.Event()
         self._closed = False
         link.listeners.append(lambda _view: self._wake.set())
@@ -95,6 +102,14 @@ class Calls:
                 self._waiting.setdefault((call.role, call.index), deque()).append(call)
         self._pump()
         self._wake_later(min(call.wait for call in calls))
+        self._warn_by(time.monotonic() + WARN_AFTER)
+
+    def _warn_by(self, due: float) -> None:
+        """Look then at what waits, unless a look is due before."""
+        now = time.monotonic()
+        if not now < self._warns <= due:
+            self._warns = due
+            self._wake_later(due - now)
 
     def _wake_later(self, seconds: float) -> None:
         self._link.later(seconds + 0.01, self._wake.set)
@@ -108,6 +123,7 @@ class Calls:
             self._drop_lost(self._link.view)
             self._pump()
             self._expire()
+            self._warn()
             self._mourn()
 
     def _drop_lost(self, view: JobView) -> None:
@@ -133,13 +149,30 @@ class Calls:
             for call in late:
                 self._waiting[call.role, call.index].remove(call)
         for call in late:
-            _fail(call, MemberLostError(self._explain(call)))
+            waited = f"waited {call.wait:.0f} s"
+            _fail(call, MemberLostError(self._explain(call, waited)))
         due = min((call.since + call.wait for call in waiting if call not in late), default=0.0)
         if due and not now < self._due <= due:
             self._due = due
             self._wake_later(due - now)
 
-    def _explain(self, call: RoleCall) -> str:
+    def _warn(self) -> None:
+        """Say what a call waits for, after a while and once; for those behind it, it is the same."""
+        now = time.monotonic()
+        if now < self._warns:
+            return
+        with self._lock:
+            first = [calls[0] for calls in self._waiting.values() if calls]
+            late = [call for call in first if not call.warned and now - call.since >= WARN_AFTER]
+            for call in late:
+                call.warned = True
+            early = [call.since for call in first if not call.warned]
+        for call in late:
+            logger.warning("%s At most %.0f s.", self._explain(call, "waits"), call.wait)
+        if early:
+            self._warn_by(min(early) + WARN_AFTER)
+
+    def _explain(self, call: RoleCall, waits: str) -> str:
         view = self._link.view
         who = (
             f"{call.role} {call.index}"
@@ -148,9 +181,11 @@ class Calls:
         )
         members = view.roles.get(call.role, RoleView(0, ())).members
         known = ", ".join(f"{one.place} {_state(one)}" for one in members)
+        if call.index < 0 and any(one.state == "live" and not one.serving for one in members):
+            known += "; no part of a batch goes to one that has not loaded them by itself"
         if not members:
             known = f"the job's roles are {', '.join(sorted(name for name in view.roles if name != HOLDER))}"
-        return f"{call.call.method} waited {call.wait:.0f} s for {who}: {known}."
+        return f"{call.call.method} {waits} for {who}: {known}."
 
     def _mourn(self) -> None:
         """Fail calls whose members were lost, once the coordinator has said why, or after a while."""

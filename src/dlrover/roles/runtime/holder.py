@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from dlrover import config
 from dlrover._util import procs
-from dlrover.errors import InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.roles.messages import HOLDER, MemberEnded, MemberPlace, MemberStarted
 from dlrover.roles.runtime import worker
 from dlrover.roles.serving import RolesService
@@ -34,7 +34,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=main.__doc__)
     parser.add_argument("--lifeline-fd", type=int, required=True, help="Leave when it closes.")
     args = parser.parse_args(argv)
-    over = worker.start(ready=True).link.over
+    try:
+        joined = worker.start(ready=True)
+    except (
+        ConfigurationError
+    ) as error:  # another coordinator's process has taken its place meanwhile
+        logger.info("No weights are kept here: %s", error)
+        return
+    joined.phases.leave()  # it has no program whose progress counts; that it reports does
+    over = joined.link.over
 
     def follow_lifeline() -> None:
         os.read(args.lifeline_fd, 1)
@@ -82,6 +90,17 @@ async def _keep_one(service: RolesService, variables: Mapping[str, str], lifelin
     if not procs.Lifeline.is_cut(lifeline_fd):  # else it ends with the job
         logger.warning("The process that keeps weights has died: %s", reason)
         service.tell(MemberEnded(MemberPlace(HOLDER, 0, attempt), reason))
+
+
+def end(service: RolesService, place: MemberPlace, reason: str) -> None:
+    """End a process that keeps weights, and say why; `keep` starts another one."""
+    known = service.shared.members.get(place.role, place.index)
+    if known is None or known.place != place or not _runs(known.pid):
+        return
+    logger.warning("The process that keeps weights is killed: %s", reason)
+    with contextlib.suppress(InfrastructureError):  # no room in the journal: `keep` says it later
+        service.tell(MemberEnded(place, reason))
+    procs.kill([known.pid])
 
 
 def _start(variables: Mapping[str, str], lifeline_fd: int) -> int:

@@ -258,8 +258,18 @@ class ServiceLink:
             self._failed = error
             self._changed.notify_all()
 
-    def wait(self, found: Callable[[JobView], Value | None], timeout: float, what: str) -> Value:
+    def wait(
+        self,
+        found: Callable[[JobView], Value | None],
+        timeout: float,
+        what: str | Callable[[JobView], str],
+    ) -> Value:
         """Return the first true value of ``found`` for a view of the job.
+
+        Args:
+            found: Looks at a view.
+            timeout: Seconds.
+            what: What is waited for, in words; they may depend on the view.
 
         Raises:
             InfrastructureError: None was true within ``timeout`` seconds.
@@ -272,19 +282,26 @@ class ServiceLink:
                     raise self._failed
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise InfrastructureError(f"Waited {timeout:.0f} s for {what}.")
+                    raise InfrastructureError(
+                        f"Waited {timeout:.0f} s for {_in_words(what, self.view)}."
+                    )
                 if (
                     not self._changed.wait(min(left, WARN_AFTER))
                     and left > WARN_AFTER
                     and not warned
                 ):
                     warned = True
-                    logger.warning("Waiting for %s: at most %.0f s", what, timeout)
+                    words = _in_words(what, self.view)
+                    logger.warning("Waiting for %s: at most %.0f s", words, timeout)
             return value
 
     def later(self, seconds: float, what: Callable[[], None]) -> None:
         """Call ``what`` on the link's thread after a while; it must not block."""
         self._loop.call_soon_threadsafe(self._loop.call_later, seconds, what)
+
+
+def _in_words(what: str | Callable[[JobView], str], view: JobView) -> str:
+    return what if isinstance(what, str) else what(view)
 
 
 def member(view: JobView, role: str, index: int) -> MemberView | None:

@@ -77,8 +77,7 @@ def _awaited_view(
         return view if fresh else None
 
     left = max(0.0, until - time.monotonic())
-    what = _awaited(worker.link.view, name, newer_than)
-    view: JobView = worker.link.wait(found, left, what)
+    view: JobView = worker.link.wait(found, left, lambda now: _awaited(now, name, newer_than))
     return view
 
 
@@ -128,7 +127,9 @@ def _awaited(view: JobView, name: str, newer_than: Version | None) -> str:
     if weights is None:
         return f"a version of the {weights_in_words(name)}{than}: no role has published any"
     lost = (
-        f"; version {weights.lost} was lost with the process that kept it" if weights.lost else ""
+        f"; version {weights.lost} was lost with the process that kept it, and {weights.role} may publish it again"
+        if weights.lost
+        else ""
     )
     now = (
         f"the current one is {weights.versions[-1].version}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import mmap
 import time
 from collections.abc import Mapping, Sequence
@@ -80,7 +81,7 @@ def publish(state: Mapping[str, Any], version: int, *, name: str = WEIGHTS) -> V
     for key, value in values.items():
         payload.encode_named(f"the value {key} of the weights", value)
     with holders.publishing:
-        end = time.monotonic() + HOLDER_LIMIT
+        end = math.inf
         while True:
             seen = worker.link.view.number
             holder, address = _holder(worker)
@@ -89,6 +90,7 @@ def publish(state: Mapping[str, Any], version: int, *, name: str = WEIGHTS) -> V
                 return _published(worker, connection, holder, mine, values, (name, version, parts))
             except OSError as error:
                 holders.drop(holder)
+                end = min(end, time.monotonic() + HOLDER_LIMIT)  # the first may have died slowly
                 if time.monotonic() > end:
                     raise InfrastructureError(
                         f"The process that keeps weights has gone: {error}."
