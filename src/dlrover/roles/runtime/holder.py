@@ -36,9 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         joined = worker.start(ready=True)
-    except (
-        ConfigurationError
-    ) as error:  # another coordinator's process has taken its place meanwhile
+    except ConfigurationError as error:  # another process has taken its place meanwhile
         logger.info("No weights are kept here: %s", error)
         return
     joined.phases.leave()  # it has no program whose progress counts; that it reports does
