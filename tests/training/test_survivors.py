@@ -315,6 +315,27 @@ def test_a_training_function_whose_rank_only_a_lost_journal_knew_to_be_back_is_c
     assert called_again(monkeypatch, Members(3, 3, {0: 1}), known) == 1
 
 
+def test_a_function_that_others_have_returned_from_without_this_rank_waits_for_nobody(monkeypatch):
+    job = JobSpec(name="job", min_nodes=1, max_nodes=1, survive=True)
+    known = Membership(job, 3, 5, {0: 0}, latest={0: 0, 1: 1}, ranks={0: range(2)}, over=True)
+    began = time.monotonic()
+    with pytest.raises(InfrastructureError, match=r"has returned from .*; all ranks start again"):
+        called_again(monkeypatch, Members(3, 5, {0: 0}, over=True), known)
+    assert time.monotonic() - began < restarts.AGAIN
+
+
+def test_a_function_whose_call_does_not_train_is_refused():
+    def generates():
+        yield 1
+
+    async def waits() -> None:
+        pass
+
+    for function in (generates, waits):
+        with pytest.raises(UserCodeError, match=f"call of {function.__name__} does not train"):
+            restarts.restartable(function)
+
+
 def replicas(
     relay: str,
     monkeypatch: pytest.MonkeyPatch,

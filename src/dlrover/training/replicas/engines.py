@@ -274,6 +274,11 @@ def _watch_redirection(running: Running, module: Any) -> None:
     def redirect(method: Any, self: Any, wrapper: Any, of: Any, name: str, *args: Any, **kwargs: Any) -> Any:  # fmt: skip
         if not _replays(running):
             return method(self, wrapper, of, name, *args, **kwargs)
+        if name == "training_step" and not of.automatic_optimization:
+            raise InfrastructureError(
+                "--survive: a LightningModule with manual optimization steps its optimizers within its pass, which a rank on its"
+                " way does not make, so it cannot come to the others' place; all ranks start again."
+            )
         forward, log = of.forward, of.log
         calls: list[tuple[Any, Any]] = []
 
