@@ -34,11 +34,11 @@
 namespace dlrover {
 namespace {
 
-constexpr size_t kGroup = 8, kBlock = 16;
+constexpr size_t kGroup = 8, kBlock = 8;
 constexpr uint64_t kLog = 63;             // low bits of an index's address: the binary logarithm of its places
 constexpr uint64_t kStep = 2ull << 20;    // memory is made usable in multiples of this: a huge page
 constexpr uint64_t kPage = 4096;           // bytes of a page, at least
-constexpr uint64_t kMostAhead = 64ull << 20;  // bytes of new rows' memory that the system is asked for ahead, at most
+constexpr uint64_t kMostAhead = 4ull << 20;   // bytes of new rows' memory that the system is asked for ahead, at most
 constexpr uint64_t kMostAddresses = 1ull << 42;
 constexpr uint64_t kFewestBits = 3, kMostBits = 22;  // binary logarithms of an index's places
 constexpr uint32_t kNothing = 0;
@@ -84,6 +84,8 @@ struct alignas(64) Shard {
   Waiting* waiting = nullptr;
   uint32_t waiting_used = 0, waiting_room = 0;
   uint64_t draws = 0;
+  bool clean = false;             // rows of the last block are zeros until they are used
+  std::atomic<uint32_t> next{0};  // the row that a new key probably gets
 };
 
 struct Table {
@@ -251,8 +253,9 @@ void touch_ahead(Table* table, uint64_t used) {
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-// Number of the first of kBlock new rows; 0 if there is no memory for them.
-uint32_t new_block(Table* table) {
+// Number of the first of kBlock new rows; 0 if there is no memory for them. `clean` is whether they are zeros.
+uint32_t new_block(Table* table, bool* clean) {
+  *clean = false;
   hold(&table->lock);
   const uint32_t given = table->pool;
   if (given) table->pool = static_cast<uint32_t>(table->row(given)->key);
@@ -277,6 +280,7 @@ uint32_t new_block(Table* table) {
   if (room) touch_ahead(table, end);
   release(&table->lock);
   if (!room) table->memory.fetch_sub(kBlock * table->stride);
+  *clean = room;
   return room ? first + 1 : 0;
 }
 
@@ -324,12 +328,12 @@ uint64_t begin_index(Table* table, size_t shard, uint64_t bits) {
   return index;
 }
 
-// Pages of an index are given to the system at once with `drop`, else when no shard has one of its size.
-void end_index(Table* table, uint64_t index, bool drop) {
+// Give the pages of an index to the system; those that several share, when no shard has one of its size.
+void end_index(Table* table, uint64_t index) {
   const uint64_t bits = index & kLog;
   hold(&table->lock);
   if (!--table->users[bits]) madvise(table->indices[bits], kShards * index_bytes(bits), MADV_DONTNEED);
-  else if (drop && index_bytes(bits) >= kPage) madvise(places_of(index), index_bytes(bits), MADV_DONTNEED);
+  else if (index_bytes(bits) >= kPage) madvise(places_of(index), index_bytes(bits), MADV_DONTNEED);
   release(&table->lock);
 }
 
@@ -341,7 +345,7 @@ uint64_t take_index(Table* table, size_t shard, uint64_t bits) {
 }
 
 // Give up a shard's index for another one, or for none.
-void change_index(Table* table, Shard* shard, uint64_t index, bool drop) {
+void change_index(Table* table, Shard* shard, uint64_t index) {
   const uint64_t old = shard->index.load(std::memory_order_relaxed);
   for (uint64_t i = 0; index && old && i <= mask_of(old); ++i) {
     const uint64_t place = places_of(old)[i].load(std::memory_order_relaxed);
@@ -351,7 +355,7 @@ void change_index(Table* table, Shard* shard, uint64_t index, bool drop) {
     places_of(index)[at].store(place, std::memory_order_relaxed);
   }
   shard->index.store(index, std::memory_order_release);
-  if (old) end_index(table, old, drop);
+  if (old) end_index(table, old);
 }
 
 DLROVER_INLINE bool has_places(uint64_t keys, uint64_t bits) { return keys * 8 <= 7ull << bits; }
@@ -364,7 +368,7 @@ bool reserve_index(Table* table, Shard* shard, uint32_t more = 1) {
   if (old && bits == (old & kLog)) return true;
   const uint64_t index = take_index(table, static_cast<size_t>(shard - table->shards), bits);
   if (!index) return false;
-  change_index(table, shard, index, false);
+  change_index(table, shard, index);
   if (old) table->memory.fetch_sub(index_bytes(old & kLog));
   return true;
 }
@@ -379,7 +383,7 @@ void shrink_index(Table* table, Shard* shard) {
   if (shard->used && bits >= (old & kLog)) return;
   if (shard->used) index = begin_index(table, static_cast<size_t>(shard - table->shards), bits);
   if (shard->used && !index) return;
-  change_index(table, shard, index, true);
+  change_index(table, shard, index);
   table->memory.fetch_sub(index_bytes(old & kLog) - (index ? index_bytes(bits) : 0));
 }
 
@@ -403,7 +407,7 @@ Found find(const Table& table, const Shard& shard, uint64_t key, uint64_t hash) 
   }
 }
 
-void initialize(const Table& table, uint64_t key, float* values) {
+DLROVER_INLINE void initialize(const Table& table, uint64_t key, float* values) {
   const Options& o = table.options;
   const uint64_t hash = mixed(key ^ mixed(o.seed));
   const uint32_t low = static_cast<uint32_t>(hash), high = static_cast<uint32_t>(hash >> 32);
@@ -437,14 +441,16 @@ void free_row(Table* table, Shard* shard, uint32_t number) {
 
 bool take_block(Table* table, Shard* shard) {
   if (!grow(&shard->blocks, shard->block_count, &shard->block_room)) return false;
-  const uint32_t first = new_block(table);
+  const uint32_t first = new_block(table, &shard->clean);
   if (!first) return false;
   shard->blocks[shard->block_count++] = first;
   shard->fresh = 0;
   return true;
 }
 
-uint32_t take_row(Table* table, Shard* shard) {
+// Number of a row; 0 if there is no memory for one. `clean` is whether it is zeros.
+uint32_t take_row(Table* table, Shard* shard, bool* clean) {
+  *clean = false;
   if (shard->free) {
     const uint32_t number = shard->free;
     shard->free = static_cast<uint32_t>(table->row(number)->key);
@@ -452,7 +458,10 @@ uint32_t take_row(Table* table, Shard* shard) {
     return number;
   }
   if (shard->fresh == kBlock && !take_block(table, shard)) return 0;
-  return shard->blocks[shard->block_count - 1] + shard->fresh++;
+  const uint32_t number = shard->blocks[shard->block_count - 1] + shard->fresh++;
+  shard->next.store(shard->fresh < kBlock ? number + 1 : kNothing, std::memory_order_relaxed);
+  *clean = shard->clean;
+  return number;
 }
 
 // Make room for more rows of a shard.
@@ -502,13 +511,15 @@ void pack(Table* table, Shard* shard) {
   free(taken);
 }
 
-// A new row for a key, with nothing but the header; null without memory.
+// A new row for a key: the header and zeros; null without memory.
 Header* insert(Table* table, Shard* shard, uint64_t key, uint64_t hash) {
   if (!reserve_index(table, shard)) return nullptr;
-  const uint32_t number = take_row(table, shard);
+  bool clean;
+  const uint32_t number = take_row(table, shard, &clean);
   if (!number) return nullptr;
   Header* header = table->row(number);
   *header = {key, 0, 0, kChanged};
+  if (!clean) memset(header + 1, 0, table->width);
   const uint64_t index = shard->index.load(std::memory_order_relaxed), mask = mask_of(index);
   uint64_t at = mark_of(hash) & mask;
   while (places_of(index)[at].load(std::memory_order_relaxed)) at = (at + 1) & mask;
@@ -598,7 +609,7 @@ struct Lookup {
 };
 
 // One key with its shard held: what is new, and what a reader could not copy in peace. False without memory.
-bool look_held(const Lookup& ask, size_t i, uint64_t hash) {
+DLROVER_INLINE bool look_held(const Lookup& ask, size_t i, uint64_t hash) {
   Table* table = ask.table;
   Shard* shard = &table->shards[shard_of(hash)];
   const uint64_t key = ask.keys[i];
@@ -610,11 +621,8 @@ bool look_held(const Lookup& ask, size_t i, uint64_t hash) {
     header = insert(table, shard, key, hash);
     made = header != nullptr;
     if (made) {
-      auto* values = reinterpret_cast<char*>(header + 1);
       initialize(*table, key, out);
-      store_values(*table, values, out);
-      const size_t bytes = table->options.dim * (table->options.kind == kFloat32 ? 4 : 2);
-      memset(values + bytes, 0, table->width - bytes);
+      store_values(*table, reinterpret_cast<char*>(header + 1), out);
     }
   }
   if (header) {
@@ -645,9 +653,10 @@ DLROVER_INLINE void locate(const Table& table, const uint64_t* keys, size_t coun
   }
 }
 
-// Second stage: fetch the first `bytes` of the rows that the index names.
+// Second stage: fetch the first `bytes` of the rows that the index names, and with `insert` of those that other keys
+// probably get.
 template <int kWrite>
-DLROVER_INLINE void fetch_rows(const Table& table, size_t count, size_t bytes, Group* group) {
+DLROVER_INLINE void fetch_rows(const Table& table, size_t count, size_t bytes, bool insert, Group* group) {
   for (size_t i = 0; i < count; ++i) {
     group->found[i] = nullptr;
     const uint64_t index = group->indices[i];
@@ -662,6 +671,10 @@ DLROVER_INLINE void fetch_rows(const Table& table, size_t count, size_t bytes, G
       for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line, kWrite);
       break;
     }
+    if (group->found[i] || !insert) continue;
+    const uint32_t next = table.shards[shard_of(group->hashes[i])].next.load(std::memory_order_relaxed);
+    const char* row = next ? reinterpret_cast<const char*>(table.row(next)) : nullptr;
+    for (size_t line = 0; row && line < bytes; line += 64) __builtin_prefetch(row + line, 1);
   }
 }
 
@@ -710,7 +723,9 @@ DLROVER_INLINE size_t size_of(size_t group, size_t count) {
   return first >= count ? 0 : count - first < kGroup ? count - first : kGroup;
 }
 
-template <bool kWhole>
+using Held = bool (*)(const Lookup&, size_t, uint64_t);
+
+template <bool kWhole, Held held>
 DLROVER_INLINE int look(const Lookup& ask, size_t count) {
   int status = 0;
   Group groups[3];
@@ -718,13 +733,13 @@ DLROVER_INLINE int look(const Lookup& ask, size_t count) {
   const size_t bytes = sizeof(Header) + ask.table->options.dim * (kWhole ? 4 : 2);
   for (size_t turn = 0; turn < last + 2; ++turn) {
     if (turn < last) locate(*ask.table, ask.keys + turn * kGroup, size_of(turn, count), &groups[turn % 3]);
-    if (turn >= 1) fetch_rows<0>(*ask.table, size_of(turn - 1, count), bytes, &groups[(turn - 1) % 3]);
+    if (turn >= 1) fetch_rows<0>(*ask.table, size_of(turn - 1, count), bytes, ask.insert, &groups[(turn - 1) % 3]);
     if (turn < 2) continue;
     const size_t first = (turn - 2) * kGroup;
     uint32_t again = copy_rows<kWhole>(ask, first, size_of(turn - 2, count), groups[(turn - 2) % 3]);
     for (; again; again &= again - 1) {
       const size_t i = first + static_cast<size_t>(__builtin_ctz(again));
-      if (!look_held(ask, i, mixed(ask.keys[i]))) status = ENOMEM;
+      if (!held(ask, i, mixed(ask.keys[i]))) status = ENOMEM;
     }
   }
   return status;
@@ -764,7 +779,7 @@ DLROVER_INLINE void update_all(const Update& ask, size_t count) {
   Group groups[3];
   for (size_t turn = 0; turn < last + 2; ++turn) {
     if (turn < last) locate(*table, ask.keys + turn * kGroup, size_of(turn, count), &groups[turn % 3]);
-    if (turn >= 1) fetch_rows<1>(*table, size_of(turn - 1, count), table->stride, &groups[(turn - 1) % 3]);
+    if (turn >= 1) fetch_rows<1>(*table, size_of(turn - 1, count), table->stride, false, &groups[(turn - 1) % 3]);
     if (turn < 2) continue;
     const size_t first = (turn - 2) * kGroup, size = size_of(turn - 2, count);
     for (size_t i = 0; i < size; ++i) {
@@ -784,17 +799,22 @@ DLROVER_INLINE void update_all(const Update& ask, size_t count) {
 using Look = int (*)(const Lookup&, size_t);
 using Apply = void (*)(const Update&, size_t);
 
-int look_whole(const Lookup& ask, size_t count) { return look<true>(ask, count); }
-int look_half(const Lookup& ask, size_t count) { return look<false>(ask, count); }
+__attribute__((noinline)) bool held(const Lookup& ask, size_t i, uint64_t hash) { return look_held(ask, i, hash); }
+int look_whole(const Lookup& ask, size_t count) { return look<true, held>(ask, count); }
+int look_half(const Lookup& ask, size_t count) { return look<false, held>(ask, count); }
 template <class Rule>
 void apply(const Update& ask, size_t count) { update_all<Rule>(ask, count); }
 
 #if defined(__x86_64__)
 bool wide() { return strcmp(variant(), "plain") != 0; }
-__attribute__((target("avx2"))) int look_whole_avx2(const Lookup& ask, size_t count) { return look<true>(ask, count); }
-__attribute__((target("avx2"))) int look_half_avx2(const Lookup& ask, size_t count) { return look<false>(ask, count); }
+#define DLROVER_AVX2 __attribute__((target("avx2")))
+DLROVER_AVX2 __attribute__((noinline)) bool held_avx2(const Lookup& ask, size_t i, uint64_t hash) {
+  return look_held(ask, i, hash);
+}
+DLROVER_AVX2 int look_whole_avx2(const Lookup& ask, size_t count) { return look<true, held_avx2>(ask, count); }
+DLROVER_AVX2 int look_half_avx2(const Lookup& ask, size_t count) { return look<false, held_avx2>(ask, count); }
 template <class Rule>
-__attribute__((target("avx2"))) void apply_avx2(const Update& ask, size_t count) { update_all<Rule>(ask, count); }
+DLROVER_AVX2 void apply_avx2(const Update& ask, size_t count) { update_all<Rule>(ask, count); }
 #endif
 
 template <class Rule>

@@ -21,7 +21,7 @@ from dlrover.embedding.tiers.cold import ColdRows
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 CHANGED, BLOCKED = 1, 2
-_HEADER, _BLOCK = 16, 16
+_HEADER, _BLOCK = 16, 8
 """Bytes of a row's header, and rows that a slot gets at once."""
 _FEWEST = 8
 """Places of a slot's index, at least."""
