@@ -175,7 +175,9 @@ def end_at(directory: Path, step: int) -> None:
 def test_a_program_for_ddp_that_knows_nothing_of_losses(run) -> None:
     """The others go on; the lost rank comes to their place in the program, with their weights and learning rate."""
     script = SCRIPT.with_name("unchanged.py")
-    env = {"TORCH_DIST_INIT_BARRIER": "1"}  # torch's barrier has no store in which the ranks could meet
+    env = {
+        "TORCH_DIST_INIT_BARRIER": "1"
+    }  # torch's barrier has no store in which the ranks could meet
     launch = run("--survive", "--nproc-per-node=3", script, run.directory, env=env)
     rows = functools.partial(written, run.directory)
     launch.until(lambda: all(len(rows(rank)) > 10 for rank in range(3)), 60, "ten steps")
