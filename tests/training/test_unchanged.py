@@ -141,6 +141,20 @@ def test_the_ranks_of_a_row_decide_alike_whether_the_others_are_to_wait_for_them
     assert [rank._furthest() for rank in ranks] == 2 * [(30, 15)]
 
 
+@pytest.mark.parametrize(("pace", "most"), [(0.1, 1), (0.5, 2), (0.7, 3), (0.95, 950), (2.0, 2000)])
+def test_the_others_wait_for_the_last_steps_only_unless_a_rank_hardly_comes_nearer(pace, most):
+    """``pace`` is how many steps the others make while a rank makes one of its way."""
+    rank, others = returning(), 1000
+    rank._ask = rank._arrive = lambda: None
+    rank._furthest = lambda: (others, others - rank.steps)
+    rank._edge()
+    while not rank._asked:
+        others += int(pace * (rank._aim - rank.steps))
+        rank.steps = rank._aim
+        rank._edge()
+    assert others - rank.steps <= most
+
+
 @pytest.fixture
 def edges() -> tuple[Unchanged, list[int]]:
     """A rank on its way, and the numbers of reductions at its edges."""
@@ -470,8 +484,10 @@ class Wire:
 
     def heal(self, one: Healer, other: Healer) -> None:
         self.send_all = lambda tensors, _source: self._sent.extend(t.clone() for t in tensors)
+        self.give = lambda data, _source, _to: self._sent.append(data.clone())
         one.heal(self, 0, [1], 0)
         self.send_all = lambda tensors, _source: [t.copy_(self._sent.pop(0)) for t in tensors]
+        self.give = lambda data, _source, _to: data.copy_(self._sent.pop(0))
         other.heal(self, 0, [1], 1)
 
 

@@ -40,6 +40,8 @@ REDUCTION = 1 << 32
 """Positions between two reductions."""
 BEGUN = 1 << 31
 """Added to the position once the step of the next reduction has begun: a rank joins at this place of its program only."""
+SHORTER = 0.75
+"""Each further way to the others has at most this part of the steps of the one before."""
 MOST_SKIPPED = 100
 """Steps in a row at whose beginnings no rank can join, after which the program is taken to have no other ones."""
 
@@ -401,8 +403,8 @@ class Unchanged:
             furthest, left = self._furthest()
             before = self._left
             self._aim, self._left = furthest, left
-            # Another way that is no shorter would not end: the others wait while this rank makes the rest of it.
-            self._asked = self._midway or left <= 0 or 2 * left > before
+            # Ways that hardly become shorter would not end: the others wait while this rank makes the rest of the last one.
+            self._asked = self._midway or left <= 0 or left > SHORTER * before
             if self._asked:
                 self._ask()
         if self._asked:
