@@ -34,6 +34,7 @@ STATE = {
     "small": torch.tensor(3, dtype=torch.int8),
     "empty": torch.empty(0, 4),
     "half": torch.arange(33).bfloat16(),
+    "conjugate": torch.randn(3, dtype=torch.cfloat).conj(),
     "right": torch.tensor([True, False, True]),
     "values": {"rate": 0.5, "names": ["a", "b"], "again": [torch.ones(5), None]},
 }

@@ -36,7 +36,7 @@ def returning(*, rank: int = 1, over: tuple[bool, ...] = (False,)) -> Unchanged:
 
 def replayed(module: torch.nn.Module, *args: object, ended: object = lambda: None) -> object:
     run = functools.partial(module, *args)
-    return returning().remembered(module, run, args, {}, [*module.parameters()], ended)
+    return returning().outputs.remembered(module, run, args, {}, [*module.parameters()], ended)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def test_an_output_that_is_remembered_can_be_used_as_that_of_a_pass():
 def test_the_parameters_of_a_model_in_ddp_get_no_gradients_on_the_way():
     """DDP would take them for those of its next pass: it has hooks on its parameters."""
     model, samples = torch.nn.Linear(3, 4), torch.ones(2, 3, requires_grad=True)
-    returning().remembered(model, lambda: model(samples), (samples,), {}).sum().backward()
+    returning().outputs.remembered(model, lambda: model(samples), (samples,), {}).sum().backward()
     assert samples.grad is not None
     assert [parameter.grad for parameter in model.parameters()] == [None, None]
 
@@ -80,7 +80,7 @@ def test_an_output_that_is_remembered_is_one_of_the_same_kind():
     rank, model, samples = returning(), Model(3, 4), torch.ones(2, 3)
     for pairs in (False, True, False):
         args = samples, pairs
-        output = rank.remembered(model, functools.partial(model, *args), args, {})
+        output = rank.outputs.remembered(model, functools.partial(model, *args), args, {})
         assert isinstance(output, tuple) is pairs
 
 

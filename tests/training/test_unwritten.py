@@ -12,7 +12,10 @@ from dlrover.training.replicas.unwritten import Unwritten
 @pytest.fixture
 def way(monkeypatch, tmp_path) -> Unwritten:
     """A rank on its way that has not written ``new``; ``old`` is a whole checkpoint."""
-    for place, names in ((os, ("rename", "replace", "remove", "unlink")), (shutil, ("copyfile",))):
+    for place, names in (
+        (os, ("rename", "replace", "remove", "unlink")),
+        (shutil, ("copyfile", "copymode", "copystat")),
+    ):
         for name in names:
             monkeypatch.setattr(place, name, getattr(place, name))
     monkeypatch.chdir(tmp_path)
@@ -43,6 +46,15 @@ def test_what_is_left_of_an_earlier_process_replaces_no_checkpoint(way, move):
     way.on_its_way[0] = False
     os.replace("new", "old")
     assert Path("old").read_text() == "new"
+
+
+@pytest.mark.parametrize("move", [shutil.copy, shutil.copy2, shutil.move])
+def test_a_file_that_was_never_there_is_copied_and_moved_without_an_error(way, move):
+    way.on_its_way[0] = False
+    os.remove("new")
+    way.on_its_way[0] = True
+    move("new", "old")
+    assert Path("old").read_text() == "old"
 
 
 def test_a_directory_of_such_files_stays_and_others_do_not(way):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import math
 import operator
@@ -11,7 +12,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -363,11 +364,13 @@ def _comparison(tensors: list[torch.Tensor]) -> _Comparison | None:
     return None
 
 
+@functools.cache
 def _comparison_sees_all() -> bool:
     """Return whether this version of PyTorch has a comparison that tells apart all that `_kind` does."""
     tensor = torch.zeros(2, 2, dtype=torch.complex64)
     negative = torch._neg_view(tensor)  # noqa: SLF001
-    others = [tensor.conj(), negative, tensor.T, tensor[:1], tensor.view(4), tensor.real]
+    # Each differs in one thing.
+    others = [tensor.conj(), negative, tensor.T, tensor[:1], tensor.view(torch.float64)]
     compare = _comparison([tensor])
     return compare is not None and compare(tensor.clone()) and not any(map(compare, others))
 
@@ -375,13 +378,9 @@ def _comparison_sees_all() -> bool:
 class _Kinds:
     """The kinds of a state's tensors, by blocks."""
 
-    _compared: ClassVar[bool | None] = None
-    """Whether `_comparison` can be relied on; None before the first state."""
-
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        if _Kinds._compared is None:
-            _Kinds._compared = _comparison_sees_all()
         self._kinds = [_kind(block) for block in _blocks(tensors)]
+        self._compare = _comparison if _comparison_sees_all() else lambda _block: None
         self._comparisons = [self._compare(block) for block in _blocks(tensors)]
 
     def addresses(self, tensors: list[torch.Tensor]) -> Words | None:
@@ -399,12 +398,9 @@ class _Kinds:
             return True
         if _kind(block) != self._kinds[number]:
             return False
-        # The comparison sees more than matters here, as whether a gradient is required.
+        # The comparison sees more than matters here, such as whether a gradient is required.
         self._comparisons[number] = self._compare(block)
         return True
-
-    def _compare(self, block: list[torch.Tensor]) -> _Comparison | None:
-        return _comparison(block) if self._compared else None
 
 
 def _addresses(tensors: list[torch.Tensor]) -> Words:

@@ -230,24 +230,19 @@ class Peers:
         self._wait([self._backend.broadcast([tensor], options) for tensor in tensors])
 
     def give(self, data: torch.Tensor, source: int, to: list[int]) -> None:
-        """Give the bytes of the rank ``source`` to the ranks ``to``, in place; all ranks call this, others with none.
+        """Send the bytes of the rank ``source`` to the ranks ``to``, in place, and nothing to the others.
 
-        Those others receive nothing, which they do in a broadcast.
+        All ranks call this, the others with an empty tensor: a broadcast would send them all of it.
         """
         if self._backend is None:
             return
-        own, none, size = self.ranks[self.place], data.new_empty(0), data.numel()
+        own, empty, size = self.ranks[self.place], data.new_empty(0), data.numel()
         gives, takes = own == source, own in to
-        copies = data.repeat(len(to)) if gives and len(to) > 1 else data
+        sends = data.repeat(len(to)) if gives else empty
         sent = [size if gives and rank in to else 0 for rank in self.ranks]
-        taken = [size if takes and rank == source else 0 for rank in self.ranks]
-        self._wait(
-            [
-                self._backend.alltoall_base(
-                    data if takes else none, copies if gives else none, taken, sent
-                )
-            ]
-        )
+        received = [size if takes and rank == source else 0 for rank in self.ranks]
+        output = data if takes else empty
+        self._wait([self._backend.alltoall_base(output, sends, received, sent)])
 
     def _wait(self, works: list[Any]) -> None:
         failures = []

@@ -65,7 +65,7 @@ class Healer:
         sizes = [len(header), sum(tensor.nbytes for tensor in flat.tensors)]
         group.send_all([torch.tensor(sizes, device="cpu")], source)
         group.give(torch.frombuffer(bytearray(header), dtype=torch.uint8), source, joining)
-        for pieces in _chunks(t.detach().cpu().contiguous() for t in flat.tensors):
+        for pieces in _chunks(map(_plain, flat.tensors)):
             group.give(torch.cat(pieces), source, joining)
 
     def _flat(self) -> tree.Flat:
@@ -147,7 +147,7 @@ def _joined(state: Any, mesh: Any) -> Any:
 def _receive(
     group: Peers, source: int, joining: list[int], *, takes: bool
 ) -> dict[str, Any] | None:
-    """Return the state of ``source``, or wait with those that take it."""
+    """Return the state of ``source``; None without ``takes``: the rank only takes part in the collectives."""
     sizes = torch.zeros(2, dtype=torch.int64, device="cpu")
     group.send_all([sizes], source)
     header_size, size = sizes.tolist()
@@ -173,6 +173,11 @@ def _receive(
         layouts.decode(header.skeleton), lambda ref, _path: tensors[ref.index]
     )
     return found
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as contiguous memory of the host."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -174,7 +174,7 @@ class ShardedModels:
             ended = functools.partial(self._end_later, model._get_fsdp_state())  # noqa: SLF001
             plain = [*model.parameters()]  # those that FSDP divides are none
             forward = functools.partial(_resharded, model, original)
-            return rank.remembered(model, forward, args, kwargs, plain, ended)
+            return rank.outputs.remembered(model, forward, args, kwargs, plain, ended)
         finally:
             self._inside = False
 

@@ -8,8 +8,6 @@ schedulers and counters where they would be; there it takes their state, and tra
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import logging
 import math
 import time
@@ -19,8 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from dlrover import config, launched
 from dlrover.checkpoint.storage.lease import job_of
@@ -31,6 +27,7 @@ from dlrover.training.replicas.beside import Beside, Gradients, Schedules, Unsav
 from dlrover.training.replicas.groups import Changed, MembershipGroup, Peers
 from dlrover.training.replicas.healing import Healer
 from dlrover.training.replicas.link import Link
+from dlrover.training.replicas.outputs import Outputs
 from dlrover.training.replicas.rows import Row
 from dlrover.training.replicas.survivors import Survivors
 
@@ -106,7 +103,7 @@ class Unchanged:
         """Models that the present backward pass has come to, while this rank replays."""
         self._asked = self._local = self._midway = False
         self._aim, self._left = 0, math.inf
-        self._outputs: dict[Any, Any] = {}
+        self.outputs = Outputs()
 
     @property
     def saves(self) -> bool:
@@ -313,7 +310,7 @@ class Unchanged:
     def _replay_pass(self, model: Any, args: Any, kwargs: Any) -> Any:
         module = model.module
         plain = [self._stand_in(model)] if _learns(model) else []
-        return self.remembered(module, lambda: module(*args, **kwargs), args, kwargs, plain)
+        return self.outputs.remembered(module, lambda: module(*args, **kwargs), args, kwargs, plain)
 
     def _stand_in(self, model: Any) -> Any:
         """Return a parameter that gets a gradient when the model's would, in whose backward pass the others reduce.
@@ -467,7 +464,7 @@ class Unchanged:
             if self._survivors.settle(self._began):
                 self.replaying = False
                 self._others = BEGUN + 1
-                self._outputs.clear()
+                self.outputs.clear()
                 logger.info("Rank %d trains from step %d", self._given.rank, self.steps)
                 return
         if self._reductions > reductions:
@@ -490,32 +487,6 @@ class Unchanged:
                 " reductions, so it cannot come to their place; all ranks start again."
             )
         self.steps = steps
-
-    def remembered(
-        self,
-        module: torch.nn.Module,
-        forward: Callable[[], Any],
-        args: Any,
-        kwargs: Any,
-        plain: Sequence[torch.nn.Parameter] = (),
-        ended: Callable[[], object] = lambda: None,
-    ) -> Any:
-        """Return the output of the first pass with such arguments, as new tensors; ``ended`` is called in the backward pass.
-
-        They depend on the arguments and on ``plain`` parameters, which get gradients of zeros. Those of a model in
-        `DistributedDataParallel` get none: it would take them for gradients of its next pass.
-        """
-        given = pytree.tree_leaves((args, kwargs))
-        tensors = [x for x in given if isinstance(x, torch.Tensor)]
-        modes = tuple(x for x in given if isinstance(x, bool))
-        key = (id(module), module.training, modes, tuple(tuple(x.shape) for x in tensors))
-        if key not in self._outputs:
-            with torch.no_grad():
-                self._outputs[key] = forward()
-        learns = any(p.requires_grad for p in module.parameters())
-        learn = [x for x in (*tensors, *plain) if x.requires_grad and not isinstance(x, DTensor)]
-        zero = _Zero.apply(ended, torch.zeros((), requires_grad=learns), *learn)
-        return _anew(self._outputs[key], zero)
 
     def stepped(
         self, step: Callable[..., Any], optimizer: Any, closure: Callable[[], Any] | None
@@ -562,36 +533,6 @@ class Unchanged:
 def _learns(model: Any) -> bool:
     learned = any(parameter.requires_grad for parameter in model.module.parameters())
     return learned and torch.is_grad_enabled()
-
-
-class _Zero(torch.autograd.Function):  # type: ignore[misc]
-    """A zero that depends on tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, ended: Callable[[], object], *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.ended, ctx.tensors = ended, tensors
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_gradients: Any) -> Any:
-        ctx.ended()
-        return (None, *map(torch.zeros_like, ctx.tensors))
-
-
-def _anew(output: Any, zero: torch.Tensor) -> Any:
-    """Return an output with new tensors, which depend on ``zero``; it may have dataclasses, as DDP and FSDP know them."""
-
-    def new(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value + zero.to(value) if value.is_floating_point() else value.clone()
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            other = copy.copy(value)
-            for name in (field.name for field in dataclasses.fields(value)):
-                object.__setattr__(other, name, _anew(getattr(value, name), zero))
-            return other
-        return value
-
-    return pytree.tree_map(new, output)
 
 
 class _StepCount:

@@ -41,7 +41,8 @@ class Unwritten:
             setattr(os, name, self._watched(getattr(os, name), moves=True))
         for name in ("remove", "unlink"):
             setattr(os, name, self._watched(getattr(os, name)))
-        shutil.copyfile = self._watched(shutil.copyfile, moves=True)
+        for name in ("copyfile", "copymode", "copystat"):  # of which the other copies consist
+            setattr(shutil, name, self._watched(getattr(shutil, name), moves=name == "copyfile"))
         accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 has the functions there
         for name in ("rename", "replace", "unlink") if accessor is not None else ():
             setattr(accessor, name, staticmethod(getattr(os, name)))
