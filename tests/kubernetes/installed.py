@@ -115,6 +115,12 @@ class Cluster:
                 counted[event["reason"]] = counted.get(event["reason"], 0) + event["count"]
         return counted
 
+    def master_ready(self, starts: int) -> bool:
+        """Whether the master's pod number ``starts`` is ready. Events may be counted twice, if a server's answer is lost."""
+        status = self.status
+        conditions = {c["type"]: c["status"] for c in status.get("conditions", ())}
+        return conditions.get("MasterReady") == "True" and status["master"]["starts"] == starts
+
     async def until(self, condition: Callable[[], bool], timeout: float = 30.0) -> None:
         late = time.monotonic() + timeout
         while not await asyncio.to_thread(condition):

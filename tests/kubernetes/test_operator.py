@@ -193,12 +193,11 @@ def test_an_api_server_that_restarts_loses_nothing(
     async def scenario() -> None:
         async with cluster.operator():
             master = cluster.submit(SLEEP)
-            await cluster.until(lambda: cluster.told.get("MasterReady") == 1)
+            await cluster.until(lambda: cluster.master_ready(1))
             await asyncio.to_thread(cluster.plane.kill, "kube-apiserver")
             node.kill(master)
             await asyncio.to_thread(cluster.plane.start_api_server)
-            await cluster.until(lambda: cluster.told.get("MasterReady") == 2, timeout=60)
-            assert cluster.status["master"]["starts"] == 2
+            await cluster.until(lambda: cluster.master_ready(2), timeout=60)
 
     asyncio.run(scenario())
 
@@ -212,19 +211,12 @@ def test_a_server_that_refuses_and_loses_answers_gets_one_master_for_each_that_i
     path.write_text(path.read_text().replace("https://", "http://"))
     cluster.kubeconfig = str(path)
 
-    def ready(starts: int) -> bool:
-        status = cluster.status
-        (condition,) = [c for c in status.get("conditions", ()) if c["type"] == "MasterReady"] or [
-            {}
-        ]
-        return condition.get("status") == "True" and status["master"]["starts"] == starts
-
     async def scenario() -> None:
         async with cluster.operator():
             master = cluster.submit(SLEEP)
-            await cluster.until(lambda: ready(1), timeout=60)
+            await cluster.until(lambda: cluster.master_ready(1), timeout=60)
             node.kill(master)
-            await cluster.until(lambda: ready(2), timeout=60)
+            await cluster.until(lambda: cluster.master_ready(2), timeout=60)
             started = [path for path in node.folder.iterdir() if path.name.startswith(master)]
             assert len(started) == 2, "one pod, and one in its place"
             assert {"Accepted", "MasterStarted", "MasterReady", "MasterLost"} <= set(cluster.told)

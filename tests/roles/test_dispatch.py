@@ -153,7 +153,7 @@ def test_a_part_of_a_batch_that_waits_for_its_turn_does_not_wait_in_vain(
     calls = current_worker().calls
     (waiting,) = calls._waiting["rollout", -1]
     waiting.since -= 1000  # as after many minutes
-    calls._expire()
+    calls._look_at_waiting()
     assert not waiting.future.done()
     released.set()
     assert batch.result(60) == [7, 7]

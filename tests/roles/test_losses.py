@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +13,8 @@ from dlrover.master.journal.history import History
 from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.coordinator.shell import Coordinator
 from dlrover.roles.coordinator.status import replayed
-from dlrover.roles.machine.inputs import Submitted
+from dlrover.roles.machine.health import Stuck
+from dlrover.roles.machine.inputs import Input, Submitted
 from dlrover.roles.messages import (
     HOLDER,
     CallAddress,
@@ -20,6 +24,7 @@ from dlrover.roles.messages import (
     MemberStarted,
     PublishPart,
 )
+from dlrover.roles.runtime import holder
 from dlrover.roles.spec import EntryForm, EntryPoint, RoleKind, RolesConfig, RolesJob, RoleSpec
 from dlrover.spec import events
 from dlrover.spec.jobdir import JobDir
@@ -32,7 +37,7 @@ KEEPER = MemberPlace(HOLDER, 0, 1)
 TRAINERS = MemberPlace("trainer", 0, 1, 1), MemberPlace("trainer", 1, 1, 1)
 
 
-def said(tmp_path: Path, what: Callable[[Coordinator], None]) -> list[str]:
+def said(tmp_path: Path, what: Callable[[Coordinator], None], pid: int = 7) -> list[str]:
     """Return the sentences about keepers, which another coordinator makes of the journal, too."""
     directory = JobDir(tmp_path)
 
@@ -50,7 +55,7 @@ def said(tmp_path: Path, what: Callable[[Coordinator], None]) -> list[str]:
             if not found:
                 for place in (KEEPER, *TRAINERS):
                     coordinator.service.tell(MemberStarted(place))
-                    join = JoinRole(place, CallAddress("a", 1), {}, 7, 1, True)
+                    join = JoinRole(place, CallAddress("a", 1), {}, pid, 1, True)
                     coordinator.service._submit(join)
                 what(coordinator)
             found.append(kept(history))
@@ -63,10 +68,10 @@ def said(tmp_path: Path, what: Callable[[Coordinator], None]) -> list[str]:
 
 
 def publish(coordinator: Coordinator, name: str, step: int, *holders: MemberPlace) -> None:
-    for rank, holder in enumerate(holders):
+    for rank, keeper in enumerate(holders):
         key = f"{name}{step}{rank}"
         coordinator.service._submit(
-            PublishPart(TRAINERS[rank], name, step, rank, len(holders), holder, key, 8)
+            PublishPart(TRAINERS[rank], name, step, rank, len(holders), keeper, key, 8)
         )
 
 
@@ -89,6 +94,35 @@ def test_one_event_says_what_was_lost_with_the_keeper_of_weights_and_that_anothe
         ("critic", "2", "3"),
         ("weights", "", "7"),
     ]
+
+
+def test_a_silent_keeper_is_killed_and_a_silent_instance_is_left_to_its_role(
+    tmp_path: Path,
+) -> None:
+    stuck: list[MemberPlace] = []
+
+    def is_silent(coordinator: Coordinator) -> None:
+        publish(coordinator, "weights", 6, KEEPER)
+        submit = coordinator.submit
+
+        def noted(event: Input) -> None:
+            if isinstance(event, Stuck):
+                stuck.append(event.place)
+            else:
+                submit(event)
+
+        coordinator.submit = noted  # type: ignore[method-assign]
+        for place in (KEEPER, TRAINERS[0], KEEPER):  # the keeper twice
+            coordinator._stuck(Stuck(place, "", 60.0))
+
+    sleeps = [sys.executable, "-c", "import time; time.sleep(60)", holder.MODULE]
+    with subprocess.Popen(sleeps) as keeper:
+        assert said(tmp_path, is_silent, keeper.pid) == [
+            "The keeper of weights has ended: it has not reported for 60 s; another one takes its place; version 6 of weights"
+            " is lost, and readers wait for the next one."
+        ]
+        assert keeper.wait(10) == -signal.SIGKILL
+    assert stuck == [TRAINERS[0]]
 
 
 def test_a_keeper_of_nothing_takes_nothing_along(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ PAUSES = 0.2, 5.0
 CALM = 10.0
 """Seconds between the reports of all others."""
 YOUNG = 1.0, 0.1
-"""An instance reports at least after so many seconds, or this share of those that it has counted, whatever is later:
+"""An instance reports at least after this number of seconds, or this share of those that it has counted, whatever is later:
 what it does after its last report is not known."""
 
 Limits = Mapping[str, Mapping[str, float]]

@@ -78,9 +78,7 @@ class Calls:
         self._unreachable: dict[MemberPlace, float] = {}
         self._turn = 0
         self._due = 0.0
-        """When the next look at calls that wait for too long is due."""
-        self._warns = 0.0
-        """When the next look at calls that are to be said to wait is due."""
+        """When the next look at the calls that wait is due."""
         self._wake = threading.Event()
         self._closed = False
         link.listeners.append(lambda _view: self._wake.set())
@@ -101,14 +99,13 @@ class Calls:
             for call in calls:
                 self._waiting.setdefault((call.role, call.index), deque()).append(call)
         self._pump()
-        self._wake_later(min(call.wait for call in calls))
-        self._warn_by(time.monotonic() + WARN_AFTER)
+        self._look_by(time.monotonic() + min([WARN_AFTER, *(call.wait for call in calls)]))
 
-    def _warn_by(self, due: float) -> None:
-        """Look then at what waits, unless a look is due before."""
+    def _look_by(self, due: float) -> None:
+        """Look then at the calls that wait, unless a look is due before."""
         now = time.monotonic()
-        if not now < self._warns <= due:
-            self._warns = due
+        if not now < self._due <= due:
+            self._due = due
             self._wake_later(due - now)
 
     def _wake_later(self, seconds: float) -> None:
@@ -122,8 +119,7 @@ class Calls:
             self._wake.clear()
             self._drop_lost(self._link.view)
             self._pump()
-            self._expire()
-            self._warn()
+            self._look_at_waiting()
             self._mourn()
 
     def _drop_lost(self, view: JobView) -> None:
@@ -137,7 +133,8 @@ class Calls:
         for connection in over:
             connection.close()
 
-    def _expire(self) -> None:
+    def _look_at_waiting(self) -> None:
+        """Fail the calls that wait for too long; say once what the first for each member waits for."""
         now, view = time.monotonic(), self._link.view
         with self._lock:
             for (role, index), calls in self._waiting.items():
@@ -148,29 +145,20 @@ class Calls:
             late = [call for call in waiting if now - call.since >= call.wait]
             for call in late:
                 self._waiting[call.role, call.index].remove(call)
+            first = [calls[0] for calls in self._waiting.values() if calls]
+            unsaid = [call for call in first if not call.warned]
+            long = [call for call in unsaid if now - call.since >= WARN_AFTER]
+            for call in long:
+                call.warned = True
+            due = [call.since + call.wait for calls in self._waiting.values() for call in calls]
+            due += [call.since + WARN_AFTER for call in unsaid if not call.warned]
         for call in late:
             waited = f"waited {call.wait:.0f} s"
             _fail(call, MemberLostError(self._explain(call, waited)))
-        due = min((call.since + call.wait for call in waiting if call not in late), default=0.0)
-        if due and not now < self._due <= due:
-            self._due = due
-            self._wake_later(due - now)
-
-    def _warn(self) -> None:
-        """Say what a call waits for, after a while and once; for those behind it, it is the same."""
-        now = time.monotonic()
-        if now < self._warns:
-            return
-        with self._lock:
-            first = [calls[0] for calls in self._waiting.values() if calls]
-            late = [call for call in first if not call.warned and now - call.since >= WARN_AFTER]
-            for call in late:
-                call.warned = True
-            early = [call.since for call in first if not call.warned]
-        for call in late:
+        for call in long:
             logger.warning("%s At most %.0f s.", self._explain(call, "waits"), call.wait)
-        if early:
-            self._warn_by(min(early) + WARN_AFTER)
+        if due:
+            self._look_by(min(due))
 
     def _explain(self, call: RoleCall, waits: str) -> str:
         view = self._link.view

@@ -278,7 +278,7 @@ def _watch_models(module: types.ModuleType) -> None:
         return _running[0].forward(self, forward, args, kwargs)
 
     cls.__init__, cls.__setstate__, cls.forward = wrapped_make, wrapped_copied, wrapped_forward
-    # A rank that has returned would have a collective in its first pass that the others have not.
+    # With a static graph, a rank that has returned would have a collective in its first pass that the others have not.
     cls._set_static_graph = _refused(
         cls._set_static_graph, "static_graph of DistributedDataParallel"
     )
@@ -365,7 +365,7 @@ def _watch_averages(module: types.ModuleType) -> None:
 
 
 def _refuse_parts(module: Any) -> None:
-    """Refuse an optimizer of which each rank has a part: the others would not step that of a lost one."""
+    """Refuse an optimizer that is divided among the ranks: the others would not step the part of a lost one."""
     cls = module.ZeroRedundancyOptimizer
     cls.__init__ = _refused(cls.__init__, "ZeroRedundancyOptimizer")
 

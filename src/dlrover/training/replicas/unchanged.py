@@ -38,7 +38,7 @@ REDUCTION = 1 << 32
 BEGUN = 1 << 31
 """Added to the position once the step of the next reduction has begun: a rank joins at this place of its program only."""
 SHORTER = 0.75
-"""Each further way to the others has at most this part of the steps of the one before."""
+"""Greatest ratio of the steps that a rank lacks to those that it lacked before, at which it goes on without letting the others wait."""
 MOST_SKIPPED = 100
 """Steps in a row at whose beginnings no rank can join, after which the program is taken to have no other ones."""
 
@@ -294,7 +294,7 @@ class Unchanged:
     # ---- the program
 
     def forward(self, model: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the output of a model's forward pass, of which ``torch.compile`` sees the program's part alone."""
+        """Return the output of a model's forward pass; ``torch.compile`` sees only the program's part of it."""
         self._begin_pass(model)
         if not self.replaying:
             return original(model, *args, **kwargs)

@@ -1,7 +1,7 @@
-"""The files that a rank does not write on its way to the others: what the program then does with them has no effect either.
+"""The files that a rank does not write while it replays its program: moving, copying or deleting them has no effect either.
 
-A program writes a checkpoint beside the old one and gives it the name of that, or copies it, or deletes it after later ones.
-Done with what an earlier process has left, this would replace a whole checkpoint by an older or a torn one.
+A program writes a checkpoint beside the old one and renames it to that, or copies it, or deletes it after later ones. With the
+file that an earlier process has left, this would replace a whole checkpoint by an older or a torn one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Unwritten:
             setattr(os, name, self._watched(getattr(os, name), moves=True))
         for name in ("remove", "unlink"):
             setattr(os, name, self._watched(getattr(os, name)))
-        for name in ("copyfile", "copymode", "copystat"):  # of which the other copies consist
+        for name in ("copyfile", "copymode", "copystat"):  # the other copies call these
             setattr(shutil, name, self._watched(getattr(shutil, name), moves=name == "copyfile"))
         accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 has the functions there
         for name in ("rename", "replace", "unlink") if accessor is not None else ():
