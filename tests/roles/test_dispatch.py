@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -88,11 +89,16 @@ def test_a_call_says_once_what_it_waits_for(
     job.run(lambda: job.service._submit(UseVersion(ROLLOUT, "weights", None)))
     weights.publish({"a": np.zeros(3)}, 1)
     group = RoleGroup("rollout", wait=1.0)
-    with pytest.raises(MemberLostError, match="ask waited 1 s"):
-        group.call_batch("ask", 2, ["a", "b"], _chunk=1).result(60)
+    batch = group.call_batch("ask", 2, ["a", "b"], _chunk=1)
+    time.sleep(0.1)
+    later = group.call_member(7, "ask")  # the look at the first is due before it is this one's turn
+    for call in (batch, later):
+        with pytest.raises(MemberLostError, match="ask waited 1 s"):
+            call.result(60)
     assert caplog.messages == [
         "ask waits for a member of rollout that serves: rollout 0 has not the current weights; no part of a batch goes to"
-        " one that has not loaded them by itself. At most 1 s."
+        " one that has not loaded them by itself. At most 1 s.",
+        "ask waits for rollout 7: rollout 0 has not the current weights. At most 1 s.",
     ]
 
 

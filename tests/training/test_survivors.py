@@ -25,6 +25,7 @@ from dlrover.master.meeting import Meeting
 from dlrover.spec.job import JobSpec
 from dlrover.spec.requests import WorkerRequest
 from dlrover.spec.requests.membership import (
+    LookMembers,
     Meet,
     Members,
     MembersNow,
@@ -34,6 +35,7 @@ from dlrover.spec.requests.membership import (
 
 torch = pytest.importorskip("torch")
 
+from dlrover.training.machine.places import Place  # noqa: E402
 from dlrover.training.replicas import (  # noqa: E402
     functions,
     groups,
@@ -88,6 +90,28 @@ def test_a_rank_whose_round_is_over_does_not_take_the_training_for_finished(monk
         rank.join(torch.zeros(1))
     with told(Members(3, 5, {0: 0}, over=True)) as rank:
         assert rank.join(torch.zeros(1)) is None
+
+
+def test_a_rank_at_an_edge_lacks_nothing_of_the_step_that_others_are_within(monkeypatch):
+    """If a rank is lost then, those within the step meet this one, which is a position behind them."""
+    at_edge, within = Place(7, True, True, True), Place(8, True, False, True)
+    others, sent = [torch.tensor(within), torch.zeros(1)], []
+
+    def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+        sent.append(tensor)
+        return [others.pop(0), tensor]
+
+    group = types.SimpleNamespace(
+        number=5, ranks=[0, 1], attempts={0: 0, 1: 1}, row=1, gather=gather, close=lambda: None
+    )
+    monkeypatch.setattr(survivors, "MembershipGroup", lambda *_: group)
+    with told(Members(3, 5, {0: 0, 1: 1})) as rank:
+        rank._ask(LookMembers(3))
+        rank._group, rank._agreed = types.SimpleNamespace(number=4, close=lambda: None), 5
+        rank.usable, rank._settled, rank.position = True, True, at_edge.position
+        regrouped = rank.edge(torch.zeros(1))
+    assert Place(*sent[0].tolist()) == at_edge
+    assert (regrouped.complete, list(regrouped.payloads)) == (True, [0])
 
 
 def test_what_the_agent_pushes_is_read_after_garbage_too():
@@ -322,6 +346,25 @@ def test_a_function_that_others_have_returned_from_without_this_rank_waits_for_n
     with pytest.raises(InfrastructureError, match=r"has returned from .*; all ranks start again"):
         called_again(monkeypatch, Members(3, 5, {0: 0}, over=True), known)
     assert time.monotonic() - began < restarts.AGAIN
+
+
+def test_a_function_that_returns_after_a_loss_is_called_again():
+    """It handles the error of a collective, such as in a loop over attempts of its own."""
+    given = Given(round=3, rank=0, world_size=2, survive=True)
+    link = types.SimpleNamespace(members=Members(3, 0, {0: 0, 1: 0}), over=False)
+    link.wait = lambda holds, _seconds: link.members if holds(link.members) else None
+    asked: list[object] = []
+    link.ask = asked.append
+    returned = []
+
+    def train() -> int:
+        if not returned:
+            link.members = Members(3, 2, {0: 0, 1: 1})  # rank 1 is another process
+        returned.append(None)
+        return len(returned)
+
+    assert restarts._Restarts(link, given).call(train) == 2
+    assert [type(request).__name__ for request in asked] == ["LookMembers", "FinishMembers"]
 
 
 def test_a_function_whose_call_does_not_train_is_refused():

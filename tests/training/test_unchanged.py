@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from dlrover.training.replicas import hooks  # noqa: E402
 from dlrover.training.replicas.beside import Beside, Schedules, Unsaved  # noqa: E402
+from dlrover.training.replicas import engines  # noqa: E402
 from dlrover.training.replicas.healing import Healer  # noqa: E402
 from dlrover.training.replicas.sharded import ShardedModels  # noqa: E402
 from dlrover.training.replicas.unchanged import BEGUN, REDUCTION, Unchanged  # noqa: E402
@@ -84,11 +85,33 @@ def test_an_output_that_is_remembered_is_one_of_the_same_kind():
         assert isinstance(output, tuple) is pairs
 
 
+def test_each_mode_of_a_model_has_an_output_of_its_own():
+    rank, samples, passes = returning(), torch.ones(2, 3), []
+    model = torch.nn.Linear(3, 4)
+    for mode in (True, False, True):
+        rank.outputs.remembered(model.train(mode), lambda: passes.append(0), (samples,), {})
+    assert len(passes) == 2
+
+
 def test_a_model_that_learns_nothing_has_no_backward_pass():
     model = Model(3, 4).requires_grad_(False)
     assert not replayed(model, torch.ones(2, 3)).logits.requires_grad
     with torch.no_grad():
         assert not replayed(Model(3, 4), torch.ones(2, 3)).logits.requires_grad
+
+
+def test_a_lightning_module_that_steps_within_its_pass_lets_all_start_again():
+    class Redirection:
+        def __call__(self, _wrapper: object, _of: object, name: str) -> str:
+            return name
+
+    rank = types.SimpleNamespace(replaying=False)
+    engines._watch_redirection(lambda: rank, types.SimpleNamespace(_ForwardRedirection=Redirection))
+    manual = types.SimpleNamespace(automatic_optimization=False)
+    assert Redirection()(None, manual, "training_step") == "training_step"
+    rank.replaying = True
+    with pytest.raises(InfrastructureError, match="manual optimization .* all ranks start again"):
+        Redirection()(None, manual, "training_step")
 
 
 @pytest.mark.parametrize("others", [0, 5, BEGUN + 1])
@@ -147,12 +170,15 @@ def test_the_others_wait_for_the_last_steps_only_unless_a_rank_hardly_comes_near
     rank, others = returning(), 1000
     rank._ask = rank._arrive = lambda: None
     rank._furthest = lambda: (others, others - rank.steps)
+    ways = 0
     rank._edge()
     while not rank._asked:
+        ways += 1
         others += int(pace * (rank._aim - rank.steps))
         rank.steps = rank._aim
         rank._edge()
     assert others - rank.steps <= most
+    assert ways <= 25  # 1000 * 0.75 ** 25 < 1
 
 
 @pytest.fixture
