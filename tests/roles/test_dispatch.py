@@ -88,17 +88,18 @@ def test_a_call_says_once_what_it_waits_for(
     join(job, 1)
     job.run(lambda: job.service._submit(UseVersion(ROLLOUT, "weights", None)))
     weights.publish({"a": np.zeros(3)}, 1)
-    group = RoleGroup("rollout", wait=1.0)
+    group = RoleGroup("rollout", wait=3.0)
     batch = group.call_batch("ask", 2, ["a", "b"], _chunk=1)
     time.sleep(0.1)
     later = group.call_member(7, "ask")  # the look at the first is due before it is this one's turn
+    until(lambda: len(caplog.messages) == 2, 2)  # before either has waited for too long
     for call in (batch, later):
-        with pytest.raises(MemberLostError, match="ask waited 1 s"):
+        with pytest.raises(MemberLostError, match="ask waited 3 s"):
             call.result(60)
     assert caplog.messages == [
         "ask waits for a member of rollout that serves: rollout 0 has not the current weights; no part of a batch goes to"
-        " one that has not loaded them by itself. At most 1 s.",
-        "ask waits for rollout 7: rollout 0 has not the current weights. At most 1 s.",
+        " one that has not loaded them by itself. At most 3 s.",
+        "ask waits for rollout 7: rollout 0 has not the current weights. At most 3 s.",
     ]
 
 

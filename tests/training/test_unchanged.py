@@ -17,9 +17,8 @@ torch = pytest.importorskip("torch")
 
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from dlrover.training.replicas import hooks  # noqa: E402
+from dlrover.training.replicas import engines, hooks  # noqa: E402
 from dlrover.training.replicas.beside import Beside, Schedules, Unsaved  # noqa: E402
-from dlrover.training.replicas import engines  # noqa: E402
 from dlrover.training.replicas.healing import Healer  # noqa: E402
 from dlrover.training.replicas.sharded import ShardedModels  # noqa: E402
 from dlrover.training.replicas.unchanged import BEGUN, REDUCTION, Unchanged  # noqa: E402
@@ -110,7 +109,7 @@ def test_a_lightning_module_that_steps_within_its_pass_lets_all_start_again():
     manual = types.SimpleNamespace(automatic_optimization=False)
     assert Redirection()(None, manual, "training_step") == "training_step"
     rank.replaying = True
-    with pytest.raises(InfrastructureError, match="manual optimization .* all ranks start again"):
+    with pytest.raises(InfrastructureError, match=r"manual optimization .* all ranks start again"):
         Redirection()(None, manual, "training_step")
 
 
