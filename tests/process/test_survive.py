@@ -172,6 +172,12 @@ def end_at(directory: Path, step: int) -> None:
     (directory / "new").rename(directory / "last")
 
 
+def lose(launch: Launch, pid: str) -> None:
+    """Kill the first rank that is lost, and wait until it trains again."""
+    psutil.Process(int(pid)).kill()
+    launch.until(lambda: launch.events_of(events.ReplicaJoined), 90, "a rank that returns")
+
+
 def test_a_program_for_ddp_that_knows_nothing_of_losses(run) -> None:
     """The others go on; the lost rank comes to their place in the program, with their weights and learning rate."""
     script = SCRIPT.with_name("unchanged.py")
@@ -207,8 +213,7 @@ def test_a_rank_returns_to_a_model_that_is_compiled_around_ddp(run) -> None:
     launch = run("--survive", "--nproc-per-node=2", script, run.directory)
     launch.until(lambda: all(len(rows(rank)) > 20 for rank in range(2)), 90, "twenty steps")
     pids = [rows(rank)[-1][2] for rank in range(2)]
-    psutil.Process(int(pids[1])).kill()
-    launch.until(lambda: launch.events_of(events.ReplicaJoined), 90, "a rank that returns")
+    lose(launch, pids[1])
     end_at(run.directory, int(rows(0)[-1][0]) + 40)
     launch.succeed(120)
     assert {row[2] for row in rows(0)} == {pids[0]}
@@ -227,8 +232,7 @@ def test_a_rank_returns_to_a_program_with_two_optimizers_as_the_others_are(run) 
     rows = functools.partial(written, run.directory)
     launch.until(lambda: all(len(rows(rank)) > 20 for rank in range(3)), 60, "twenty steps")
     pids = [rows(rank)[-1][2] for rank in range(3)]
-    psutil.Process(int(pids[0])).kill()
-    launch.until(lambda: launch.events_of(events.ReplicaJoined), 90, "a rank that returns")
+    lose(launch, pids[0])
     end_at(run.directory, int(rows(1)[-1][0]) + 40)
     launch.succeed(90)
     assert [rows(rank)[-1][2] for rank in (1, 2)] == pids[1:]
