@@ -209,6 +209,39 @@ def test_a_collective_that_does_not_end_with_its_group_is_left():
     assert kept == 1  # its end would wait for the operation
 
 
+def other_files() -> list[str]:
+    """Return what the descriptors of this process that are no sockets refer to."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the directory itself
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sorted(what for what in found if not what.startswith("socket:"))
+
+
+def test_a_look_at_the_connections_opens_no_file():
+    """Each look used to copy all files that are no sockets: after six losses, a process had 1,024 of them."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        one = stack.enter_context(socket.create_connection(listener.getsockname()))
+        other = stack.enter_context(listener.accept()[0])
+        local = socket.socketpair()
+        for sock in local:
+            stack.enter_context(sock)
+        stack.enter_context(open(os.devnull))
+        files = other_files()
+        known = {descriptor.number for descriptor in groups.connections()}
+        assert known >= {one.fileno(), other.fileno()}
+        assert known.isdisjoint({listener.fileno(), *(sock.fileno() for sock in local)})
+        ended = [found for found in groups.connections() if found.number == one.fileno()]
+        reused = groups.Descriptor(os.open(os.devnull, os.O_RDONLY), ended[0].what)
+        stack.callback(os.close, reused.number)
+        closed = groups.Descriptor(1 << 20, ended[0].what)
+        files = sorted([*files, os.devnull])
+        groups.shut_down({*ended, reused, closed})
+        assert other.recv(1) == b""
+        assert other_files() == files
+
+
 def test_gloo_waits_a_multiple_of_its_limit_for_a_peer_that_is_lost_before_it_is_connected():
     """With a limit of 3 s, the others stood for 15 s. Where its port is closed already, they wait for nothing."""
     limit = timedelta(seconds=0.05)

@@ -41,11 +41,11 @@ _forming = threading.Lock()
 
 
 class Descriptor(NamedTuple):
-    """An open file; its number may be given to another one later."""
+    """An open socket; its number may be given to another file later."""
 
     number: int
     what: str
-    """Its target in ``/proc``, such as a socket's inode."""
+    """Its target in ``/proc``, which names its inode."""
 
 
 class Changed(Exception):  # noqa: N818 - control flow: the membership is over
@@ -329,9 +329,8 @@ def connections() -> set[Descriptor]:
     """Return the descriptors of this process's connected TCP sockets."""
     found = set()
     for descriptor in _descriptors():
-        copies = _connected({descriptor})
-        found |= {descriptor} if copies else set()
-        for copy in copies:
+        if (copy := _connection(descriptor)) is not None:
+            found.add(descriptor)
             copy.close()
     return found
 
@@ -344,26 +343,36 @@ def shut_down(descriptors: set[Descriptor]) -> None:
 
 
 def _descriptors() -> set[Descriptor]:
+    """Return this process's open sockets."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed by now
-            found.add(Descriptor(int(name), os.readlink(f"/proc/self/fd/{name}")))
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:"):
+                found.add(Descriptor(int(name), target))
     return found
 
 
 def _connected(descriptors: set[Descriptor]) -> list[socket.socket]:
     """Return copies of the connected TCP sockets among ``descriptors``."""
-    found = []
-    for fd, _what in descriptors:
-        try:
-            sock = socket.socket(fileno=os.dup(fd))
-        except OSError:
-            continue  # no socket, or closed by now
-        try:
-            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername():
-                found.append(sock)
-                continue
-        except OSError:
-            pass  # a listener
-        sock.close()
-    return found
+    copies = map(_connection, descriptors)
+    return [copy for copy in copies if copy is not None]
+
+
+def _connection(descriptor: Descriptor) -> socket.socket | None:
+    """Return a copy of a connected TCP socket; None for another file, or one that is closed by now."""
+    try:
+        copy = os.dup(descriptor.number)
+    except OSError:
+        return None
+    try:
+        sock = socket.socket(fileno=copy)
+    except OSError:  # its number belongs to another file by now
+        os.close(copy)
+        return None
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError):  # a listener
+            sock.getpeername()
+            return sock
+    sock.close()
+    return None
