@@ -311,3 +311,18 @@ def test_the_state_of_an_optimizer_with_an_option_that_is_missing_is_refused(opt
     with pytest.raises(ConfigurationError, match=f"with {option}=True, which AdamW does not have"):
         AdamW([value]).load_state_dict(saved)
     AdamW([value]).load_state_dict(torch.optim.AdamW([value]).state_dict())
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("make", [AGD, AdamW, AdamW8bit])
+def test_a_backward_pass_that_needs_the_values_before_a_step_fails(
+    make, native, monkeypatch
+) -> None:
+    """As with PyTorch's optimizers; else its gradients would be those of other parameters."""
+    monkeypatch.setenv("DLROVER_NATIVE", native)
+    value, inputs = nn.Parameter(torch.ones(64, 64)), torch.ones(64, requires_grad=True)
+    outputs = value @ inputs
+    value.grad = torch.ones(64, 64)
+    make([value]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outputs.sum().backward()

@@ -59,7 +59,8 @@ class Moments:
 
     The compiled library updates float32 and bfloat16 tensors in the memory of the CPU; PyTorch updates others.
     bfloat16 parameters are rounded at random to one of their two neighbours. The draws depend on the step and the
-    parameter's number only: ranks with the same parameters and gradients compute the same bits.
+    parameter's place among those that have gradients only: ranks with the same parameters and gradients compute the
+    same bits.
     """
 
     def __init__(self, rule: MomentRule, state_bits: int, *, amsgrad: bool = False) -> None:
@@ -157,6 +158,11 @@ class Moments:
         tensors = Tensors(parameters, gradients, (means, squares), sizes, half=half)
         run = getattr(self.native, self._rule.kernel)
         run(tensors, self._rule.scalars(step, group), seed=step, threads=torch.get_num_threads())
+        for each in (
+            members
+        ):  # as an update by PyTorch does: a later backward pass that needs the old values fails
+            if not each.parameter.is_inference():
+                torch.autograd.graph.increment_version(each.parameter)
 
     def _update_plain(self, step: int, members: dict[int, Member], group: dict[str, Any]) -> None:
         """Update members of one device and type by PyTorch."""
