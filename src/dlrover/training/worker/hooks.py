@@ -19,6 +19,7 @@ import functools
 import sys
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,6 +39,9 @@ CHECKPOINTS = (
     "torch.distributed.checkpoint.state_dict_saver",
     "torch.distributed.checkpoint.state_dict_loader",
 )
+
+OTHERS = 10
+"""Steps of other optimizers in a row after which the training counts as theirs, unless more were usual."""
 
 
 def install(tracker: Tracker, on_first_step: Callable[[], None]) -> None:
@@ -75,7 +79,10 @@ class Hooks:
         self._read_profile = guarded(self._profile)
         self._begin = guarded(tracker.begin)
         self._end = guarded(tracker.end)
-        self._optimizer: Any = None
+        self._optimizer: Callable[[], Any] = lambda: None
+        """The optimizer whose steps count, if it still exists: what the program has left must not stay in memory."""
+        self._others = self._usual = 0
+        """Steps of others since its last one, and at most between two of its steps."""
         self._compiling: int | None = None
         self._owned: set[int] = set()
 
@@ -87,20 +94,35 @@ class Hooks:
             self._on_first_step()
 
     def watch_steps(self, module: types.ModuleType) -> None:
-        """Count the steps of the first optimizer that steps; ignore others, such as a GAN's second one."""
+        """Count the steps of the first optimizer that steps; others, such as a GAN's second one, only show life.
+
+        A program that trains again, or another model, goes over to another optimizer: then that one counts.
+        """
         module.register_optimizer_step_post_hook(guarded(self._after_step, self._tracker.lose))
 
     def _after_step(self, optimizer: Any, _args: object, _kwargs: object) -> None:
-        if self._optimizer is None:
-            self._optimizer = optimizer
-        if optimizer is not self._optimizer:
-            return
         now = time.monotonic_ns()
+        if not self._counts(optimizer):
+            self._tracker.alive(now)
+            return
         if self._tracker.step(now):
             self._time_step(optimizer, now)
             if self._tracker.steps == 1:
                 self._read_profile(optimizer)
                 self._on_first_step()
+
+    def _counts(self, optimizer: Any) -> bool:
+        """Return whether a step of this optimizer counts."""
+        counted = self._optimizer()
+        if optimizer is counted:
+            self._usual, self._others = max(self._usual, self._others), 0
+            return True
+        self._others += 1
+        if counted is not None and self._others <= max(OTHERS, 2 * self._usual):
+            return False
+        self._optimizer, self._owned = weakref.ref(optimizer), set()
+        self._others = self._usual = 0
+        return True
 
     def _profile(self, optimizer: Any) -> None:
         self._tracker.trains(*_profile_of(optimizer))
@@ -134,10 +156,11 @@ class Hooks:
         cls.eval, cls.train = eval, wrapped_train
 
     def _evaluate(self, module: Any) -> None:
-        if self._optimizer is None:
+        optimizer = self._optimizer()
+        if optimizer is None:
             return
         if not self._owned:
-            groups = self._optimizer.param_groups
+            groups = optimizer.param_groups
             self._owned = {id(parameter) for group in groups for parameter in group["params"]}
         if any(id(parameter) in self._owned for parameter in module.parameters()):
             self._tracker.evaluate()
