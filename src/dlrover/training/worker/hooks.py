@@ -19,13 +19,13 @@ import functools
 import sys
 import time
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from dlrover import launched
 from dlrover.spec.activity import Activity
 from dlrover.training.worker.compute import ComputeTime
+from dlrover.training.worker.counted import CountedOptimizer
 from dlrover.training.worker.imports import after_import
 from dlrover.training.worker.tracker import Tracker, guarded
 
@@ -39,9 +39,6 @@ CHECKPOINTS = (
     "torch.distributed.checkpoint.state_dict_saver",
     "torch.distributed.checkpoint.state_dict_loader",
 )
-
-OTHERS = 10
-"""Steps of other optimizers in a row after which the training counts as theirs, unless more were usual."""
 
 
 def install(tracker: Tracker, on_first_step: Callable[[], None]) -> None:
@@ -79,10 +76,7 @@ class Hooks:
         self._read_profile = guarded(self._profile)
         self._begin = guarded(tracker.begin)
         self._end = guarded(tracker.end)
-        self._optimizer: Callable[[], Any] = lambda: None
-        """The optimizer whose steps count, if it still exists: what the program has left must not stay in memory."""
-        self._others = self._usual = 0
-        """Steps of others since its last one, and at most between two of its steps."""
+        self._optimizer = CountedOptimizer()
         self._compiling: int | None = None
         self._owned: set[int] = set()
 
@@ -101,28 +95,17 @@ class Hooks:
         module.register_optimizer_step_post_hook(guarded(self._after_step, self._tracker.lose))
 
     def _after_step(self, optimizer: Any, _args: object, _kwargs: object) -> None:
-        now = time.monotonic_ns()
-        if not self._counts(optimizer):
+        now, before = time.monotonic_ns(), self._optimizer.now
+        if not self._optimizer.counts(optimizer):
             self._tracker.alive(now)
             return
+        if self._optimizer.now is not before:
+            self._owned = set()
         if self._tracker.step(now):
             self._time_step(optimizer, now)
             if self._tracker.steps == 1:
                 self._read_profile(optimizer)
                 self._on_first_step()
-
-    def _counts(self, optimizer: Any) -> bool:
-        """Return whether a step of this optimizer counts."""
-        counted = self._optimizer()
-        if optimizer is counted:
-            self._usual, self._others = max(self._usual, self._others), 0
-            return True
-        self._others += 1
-        if counted is not None and self._others <= max(OTHERS, 2 * self._usual):
-            return False
-        self._optimizer, self._owned = weakref.ref(optimizer), set()
-        self._others = self._usual = 0
-        return True
 
     def _profile(self, optimizer: Any) -> None:
         self._tracker.trains(*_profile_of(optimizer))
@@ -156,7 +139,7 @@ class Hooks:
         cls.eval, cls.train = eval, wrapped_train
 
     def _evaluate(self, module: Any) -> None:
-        optimizer = self._optimizer()
+        optimizer = self._optimizer.now() if self._optimizer.now is not None else None
         if optimizer is None:
             return
         if not self._owned:
