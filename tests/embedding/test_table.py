@@ -102,6 +102,22 @@ def test_rows_expire_by_steps_norm_and_penalty() -> None:
     assert table.evict() == 1
 
 
+def test_a_file_does_not_grow_with_what_was_removed(tmp_path: Path) -> None:
+    """It had 8 bytes for each key that had ever expired, which no loading needs."""
+    table, sizes = HashTable(4, expiry=Expiry(steps=1)), []
+    for first in range(0, 3000, 1000):
+        table.update(np.arange(first, first + 1000), np.ones((1000, 4), np.float32))
+        table.lookup(np.arange(first, first + 1000))
+        table.step += 5
+        table.evict()
+        table.lookup(np.arange(10))
+        table.save(tmp_path / "table")
+        sizes.append((tmp_path / "table").stat().st_size)
+    assert len(table) == 10
+    assert max(sizes) - min(sizes) < 64
+    assert len(HashTable.load(tmp_path / "table")) == 10
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_file_holds_the_table(tmp_path: Path, dtype: str) -> None:
     table = HashTable(5, optimizer="adam", dtype=dtype, admission=2, seed=9)

@@ -262,7 +262,8 @@ class HashTable:
         sizes = np.cumsum(self._table.rows()) * np.uint64(self._native.width)
         parts = (sizes // np.uint64(PART)).astype(np.int64)
         for number in np.unique(parts):
-            yield self.export_rows(np.flatnonzero(parts == number))
+            part = self.export_rows(np.flatnonzero(parts == number))
+            yield {**part, "removed": part["removed"][:0]}  # a table without them lacks nothing
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> HashTable:

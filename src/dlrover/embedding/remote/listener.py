@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from dlrover._util import sockets
 from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
 from dlrover.embedding.remote import arrays, stored, wire
 from dlrover.embedding.remote.directory import Directory
@@ -62,7 +63,13 @@ class RowListener:
     def start(self, secret: bytes) -> None:
         """Answer whoever knows the secret."""
         self._secret = secret
-        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+        accept = threading.Thread(
+            target=sockets.serve_each,
+            args=(self._sock, self._serve, "serve"),
+            name="accept",
+            daemon=True,
+        )
+        accept.start()
 
     def close(self) -> None:
         """Close all connections."""
@@ -72,16 +79,8 @@ class RowListener:
                 sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
-    def _accept(self) -> None:
-        while not self._ended.is_set():
-            try:
-                sock, _ = self._sock.accept()
-            except OSError:
-                return
-            self._open.add(sock)
-            threading.Thread(target=self._serve, args=(sock,), name="serve", daemon=True).start()
-
     def _serve(self, sock: socket.socket) -> None:
+        self._open.add(sock)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             wire.accept(sock, self._secret)

@@ -63,6 +63,7 @@ class HttpServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 1024  # of the class; its own 5 are soon too few
 
     def __init__(self, address: tuple[str, int], follower: CheckpointFollower, token: str) -> None:
         self.follower, self.token = follower, token
