@@ -433,6 +433,32 @@ def test_a_function_that_returns_after_a_loss_is_called_again():
     assert [type(request).__name__ for request in asked] == ["LookMembers", "FinishMembers"]
 
 
+def test_a_rank_that_is_back_before_its_loss_is_known_ends_the_call():
+    given = Given(round=3, rank=0, world_size=2, survive=True)
+    link = types.SimpleNamespace(members=Members(3, 0, {0: 0, 1: 0}), over=False)
+    link.wait = lambda holds, _seconds: link.members if holds(link.members) else None
+    link.ask = lambda _request: None
+    received = []
+
+    def train() -> None:
+        if received:
+            return
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            socket.create_connection(listener.getsockname(), timeout=10) as own,
+            listener.accept()[0] as peer,
+        ):
+            link.on_change(Members(3, 1, {0: 0, 1: 0}))  # nothing was lost
+            peer.sendall(b"sum")
+            received.append(own.recv(3))
+            link.members = Members(3, 3, {0: 0, 1: 1})
+            link.on_change(link.members)
+            received.append(own.recv(3))
+
+    restarts._Restarts(link, given).call(train)
+    assert received == [b"sum", b""]
+
+
 def test_a_function_whose_call_does_not_train_is_refused():
     def generates():
         yield 1
