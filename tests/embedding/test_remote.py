@@ -6,10 +6,12 @@ import socket
 import threading
 from contextlib import suppress
 
+import msgspec
 import numpy as np
 import pytest
 
 from dlrover._native.tables import slots_of
+from dlrover.embedding.options import decoded
 from dlrover.embedding.remote import client, wire
 from dlrover.embedding.remote.client import ServerGroup
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -168,6 +170,27 @@ def test_a_request_that_is_wrong_is_refused_in_a_sentence() -> None:
             group.rows(7, DIM, np.array([1], np.int64), insert=True)
         with pytest.raises(ConfigurationError, match="is open with the options"):
             group.open("users", '{"dim": 5}')
+
+
+def test_no_request_takes_the_reply_to_an_earlier_one() -> None:
+    options = msgspec.structs.replace(decoded(OPTIONS), memory_bytes=300_000).json()
+    with cluster(2) as (_, group):
+        table = group.open("users", options)
+        keys = np.arange(100_000)
+        of_first = slots_of(keys) < SLOTS // 2
+        some, others = keys[of_first], keys[~of_first]
+        group.rows(table, DIM, others[:50], insert=True)
+        group.push(table, others[:25], np.ones((25, DIM), np.float32))
+        before = group.rows(table, DIM, others[:50], insert=False)
+        with pytest.raises(ConfigurationError, match="no room for more"):
+            group.rows(table, DIM, np.concatenate([some, others[50:100]]), insert=True)
+        assert (group.rows(table, DIM, others[:50], insert=False) == before).all()
+        link = group._link(1)
+        assert link is not None
+        link.send(  # and the caller is interrupted
+            wire.RowFrame(wire.Op.PEEK, table=table, keys=50), (others[50:100],)
+        )
+        assert (group.rows(table, DIM, others[:50], insert=False) == before).all()
 
 
 def test_a_wait_for_servers_is_bounded_and_explained() -> None:

@@ -223,14 +223,18 @@ class ServerGroup:
             link = self._link(int(owners[part[0]]))
             if link is not None and link.send(*message(places[part])):
                 asked.append((link, part))
-        for link, part in asked:
+        refused = ""
+        for link, part in asked:  # all of them, so that no reply is left for the next request
             reply = link.receive()
             if reply is None or reply.status is ReplyStatus.MOVED:
                 continue
-            if reply.status is ReplyStatus.REFUSED:
-                raise ConfigurationError(bytes(reply.body).decode(errors="replace"))
-            take(places[part], reply)
-            left[part] = False
+            if reply.status is ReplyStatus.OK:
+                take(places[part], reply)
+                left[part] = False
+            else:
+                refused = refused or bytes(reply.body).decode(errors="replace")
+        if refused:
+            raise ConfigurationError(refused)
         return left
 
     def _waiting(self, slots: Slots) -> str:
@@ -258,6 +262,8 @@ class ServerGroup:
         """Return the connection to a server; None if it cannot be reached or has not its rows yet."""
         link = self._links.get(index)
         server = self._placement.servers[index]
+        if link is not None and link.waiting:  # whoever asked was interrupted
+            link.close()
         if link is not None and link.sock is not None:
             return link
         if not server.ready:
@@ -280,12 +286,15 @@ class _Link:
     def __init__(self, server: PlacedServer, sock: socket.socket) -> None:
         self.server = server
         self.sock: socket.socket | None = sock
+        self.waiting = False
+        """Whether a request has no reply yet: the next request must not take that one for its own."""
         self._receiver = wire.FrameReceiver(sock)
 
     def send(self, frame: RowFrame, parts: tuple[NDArray[np.generic], ...]) -> bool:
         """Send a request; return False if that failed."""
         try:
             assert self.sock is not None
+            self.waiting = True
             wire.send(self.sock, frame, *parts)
         except OSError:
             self.close()
@@ -295,17 +304,19 @@ class _Link:
     def receive(self) -> RowFrame | None:
         """Return the reply; None if there is none."""
         try:
-            return self._receiver.receive()
+            reply = self._receiver.receive()
         except OSError:
             self.close()
             return None
+        self.waiting = False
+        return reply
 
     def close(self) -> None:
         """Close the connection."""
         if self.sock is not None:
             with contextlib.suppress(OSError):
                 self.sock.close()
-            self.sock = None
+            self.sock, self.waiting = None, False
 
 
 def _chunks(count: int) -> list[Slots]:
