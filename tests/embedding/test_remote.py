@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from dlrover._native.tables import slots_of
-from dlrover.embedding.options import decoded
-from dlrover.embedding.remote import client, wire
+from dlrover.embedding.options import RowOptimizer, decoded
+from dlrover.embedding.remote import client, holding, wire
 from dlrover.embedding.remote.client import ServerGroup
+from dlrover.embedding.table import HashTable
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.requests.placement import SLOTS
 from tests.embedding.servers import DIM, OPTIONS, LocalDirectory, Model, cluster, train
@@ -170,6 +171,66 @@ def test_a_request_that_is_wrong_is_refused_in_a_sentence() -> None:
             group.rows(7, DIM, np.array([1], np.int64), insert=True)
         with pytest.raises(ConfigurationError, match="is open with the options"):
             group.open("users", '{"dim": 5}')
+
+
+def test_large_batches_and_slots_fit_the_limit_of_a_frame(monkeypatch) -> None:
+    monkeypatch.setattr(wire, "MAX_BODY", 1 << 15)
+    monkeypatch.setattr(client, "CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr(holding, "PORTION", 1 << 13)
+    whole = HashTable.of(decoded(OPTIONS))
+    keys = np.random.default_rng(0).integers(0, 4000, 20_000)
+    gradients = np.random.default_rng(1).normal(size=(len(keys), DIM)).astype(np.float32)
+    with cluster(2) as (made, group):
+        table = group.open("users", OPTIONS)
+        assert (group.rows(table, DIM, keys, insert=True) == whole.lookup(keys)).all()
+        made.start(0, start=2)  # another process, while the first one answers
+        made.settle(
+            lambda placement: placement.servers[0].start == 2 and placement.servers[0].ready
+        )
+        assert made.recovered == []
+        group.push(table, keys, gradients)
+        whole.update(keys, gradients)
+        assert (group.rows(table, DIM, keys, insert=False) == whole.peek(keys)).all()
+
+
+def test_an_update_in_several_requests_is_one_update(monkeypatch) -> None:
+    monkeypatch.setattr(client, "CHUNK_KEYS", 100)
+    options = msgspec.structs.replace(decoded(OPTIONS), optimizer=RowOptimizer(name="adam"))
+    whole = HashTable.of(options)
+    keys = np.random.default_rng(0).integers(0, 50, 1000)
+    gradients = np.random.default_rng(1).normal(size=(len(keys), DIM)).astype(np.float32)
+    with cluster(2) as (_, group):
+        table = group.open("users", options.json())
+        for _ in range(2):
+            assert (group.rows(table, DIM, keys, insert=True) == whole.lookup(keys)).all()
+            group.push(table, keys, gradients)
+            whole.update(keys, gradients)
+        assert (group.rows(table, DIM, keys, insert=False) == whole.peek(keys)).all()
+
+
+def test_a_server_that_dies_while_it_hands_over_loses_the_rest(monkeypatch) -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        train(group, model, 5)
+        monkeypatch.setattr(holding, "PORTION", 1)
+        old, export = made.servers[0]._holding, made.servers[0]._holding.export
+
+        def dying(slots, **options):
+            if slots[0] >= 100:
+                raise ConnectionResetError
+            return export(slots, **options)
+
+        monkeypatch.setattr(old, "export", dying)
+        made.start(0, start=2)
+        made.settle(
+            lambda placement: placement.servers[0].start == 2 and placement.servers[0].ready
+        )
+        assert made.recovered == [SLOTS // 2 - 100]
+        keys = np.array([*model])
+        lost = np.isin(slots_of(keys), np.arange(100, SLOTS // 2))
+        rows = group.rows(group.open("users", OPTIONS), DIM, keys, insert=False)
+        assert (rows[~lost] == np.array([*model.values()])[~lost]).all()
+        assert (rows[lost] == 0).all()
 
 
 def test_no_request_takes_the_reply_to_an_earlier_one() -> None:

@@ -31,6 +31,8 @@ from dlrover.embedding.tiers.table import TieredTable
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 _CHANGED = 1
+HEADER = 16
+"""Bytes of a row besides its numbers."""
 PART = 8 << 20
 ALL_SLOTS = range(SLOTS)
 
@@ -199,6 +201,10 @@ class HashTable:
     def rows(self, slots: NDArray[np.intp]) -> int:
         """Return the number of rows of some slots."""
         return int(self._table.rows()[slots].sum())
+
+    def nbytes_of(self, slots: NDArray[np.intp]) -> NDArray[np.float64]:
+        """Return the bytes of the rows of each of some slots, as `export_rows` returns them."""
+        return self._table.rows()[slots] * float(self._native.width + HEADER)
 
     def export_rows(
         self, slots: Sequence[int] | NDArray[Any], *, changed: bool = False, keep: bool = True

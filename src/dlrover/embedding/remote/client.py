@@ -36,7 +36,8 @@ RETRY = 0.005, 0.2
 WARN_AFTER = 10.0
 ALL_SLOTS = [*range(SLOTS)]
 CHUNK_KEYS = 1 << 18
-"""Keys of one request; larger batches are sent in several."""
+CHUNK_BYTES = 1 << 28
+"""Keys of one request, and bytes of their rows, at most; larger batches are sent in several."""
 
 Message: TypeAlias = tuple[RowFrame, tuple[NDArray[np.generic], ...]]
 
@@ -84,14 +85,18 @@ class ServerGroup:
             found[places] = body.view(np.float32).reshape(len(places), dim)
 
         with self._lock:
-            for chunk in _chunks(len(keys)):
+            for chunk in _chunks(len(keys), dim):
                 self._exchange(keys, chunk, message, take)
         return found
 
     def push(self, table: int, keys: Keys, gradients: Rows) -> None:
         """Apply gradients ``(n, dim)``, each once, whatever is sent again."""
+        chunks = _chunks(len(keys), gradients.shape[1])
+        if len(chunks) > 1:  # equal keys, which count once, must not come in two of them
+            keys, gradients = _summed(keys, gradients)
+            chunks = _chunks(len(keys), gradients.shape[1])
         with self._lock:
-            for chunk in _chunks(len(keys)):
+            for chunk in chunks:
                 self._sequence += 1
                 frame = RowFrame(Op.PUSH, table=table, client=self._client, sequence=self._sequence)
 
@@ -319,7 +324,16 @@ class _Link:
             self.sock, self.waiting = None, False
 
 
-def _chunks(count: int) -> list[Slots]:
-    return [
-        np.arange(first, min(first + CHUNK_KEYS, count)) for first in range(0, count, CHUNK_KEYS)
-    ]
+def _chunks(count: int, dim: int) -> list[Slots]:
+    most = min(CHUNK_KEYS, CHUNK_BYTES // (4 * dim))
+    return [np.arange(first, min(first + most, count)) for first in range(0, count, most)]
+
+
+def _summed(keys: Keys, gradients: Rows) -> tuple[Keys, Rows]:
+    """Return distinct keys with the sums of their gradients, in the order in which a table adds them."""
+    distinct, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    sums = gradients[first]
+    later = np.ones(len(keys), np.bool_)
+    later[first] = False
+    np.add.at(sums, inverse[later], gradients[later])
+    return distinct, sums

@@ -23,6 +23,8 @@ Keys: TypeAlias = NDArray[np.int64]
 Rows: TypeAlias = NDArray[np.float32]
 Slots: TypeAlias = NDArray[np.intp]
 
+PORTION = 1 << 26
+"""Bytes of rows after which slots that are given away go into another frame."""
 MAX_CLIENTS = 4096
 """Clients whose last pushes are kept; the one that has been silent longest is forgotten first."""
 
@@ -205,6 +207,14 @@ class HeldSlots:
             self._copied_for = id_
             found = self.export(np.flatnonzero(owned), changed=bool(parent), keep=False)
         return found, sum(len(array) for path, array in found.items() if path.startswith("keys/"))
+
+    def portions(self, slots: Slots) -> list[Slots]:
+        """Divide slots into parts that fit into frames."""
+        nbytes = np.zeros(len(slots))
+        for table in list(self._tables.values()):
+            nbytes += table.nbytes_of(slots)
+        ends = np.flatnonzero(np.diff(np.cumsum(nbytes) // PORTION)) + 1
+        return [part for part in np.split(slots, ends) if len(part)]
 
     def export(
         self, slots: Slots, *, changed: bool = False, keep: bool = True

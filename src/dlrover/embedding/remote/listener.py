@@ -179,7 +179,9 @@ class ServerConnection:
             raise ProtocolError(f"Slot {slots.max()} was asked for; there are {SLOTS}.")
         self._follower.check_gift(slots)
         self._holding.give(slots.tolist())
-        wire.send(self._sock, RowFrame(request.op), *arrays.packed(self._holding.export(slots)))
+        for some in self._holding.portions(slots):
+            found = self._holding.export(some)
+            wire.send(self._sock, RowFrame(request.op, keys=len(some)), *arrays.packed(found))
 
     def _export(self, request: RowFrame) -> None:
         order = wire.decoded(bytes(request.body), wire.Export)
