@@ -110,6 +110,10 @@ class MemberLostError(InfrastructureError):
     """A member of a role has died while it was called, or was not there in time."""
 
 
+class NoRoomError(InfrastructureError):
+    """Rows of an embedding table exceed its limits."""
+
+
 class ProtocolError(DLRoverError):
     """A peer sent something that the protocol does not allow."""
 

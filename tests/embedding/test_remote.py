@@ -15,7 +15,7 @@ from dlrover.embedding.options import RowOptimizer, decoded
 from dlrover.embedding.remote import client, holding, wire
 from dlrover.embedding.remote.client import ServerGroup
 from dlrover.embedding.table import HashTable
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError
 from dlrover.spec.requests.placement import SLOTS
 from tests.embedding.servers import DIM, OPTIONS, LocalDirectory, Model, cluster, train
 
@@ -243,7 +243,7 @@ def test_no_request_takes_the_reply_to_an_earlier_one() -> None:
         group.rows(table, DIM, others[:50], insert=True)
         group.push(table, others[:25], np.ones((25, DIM), np.float32))
         before = group.rows(table, DIM, others[:50], insert=False)
-        with pytest.raises(ConfigurationError, match="no room for more"):
+        with pytest.raises(NoRoomError, match="no room for more"):
             group.rows(table, DIM, np.concatenate([some, others[50:100]]), insert=True)
         assert (group.rows(table, DIM, others[:50], insert=False) == before).all()
         link = group._link(1)

@@ -28,7 +28,7 @@ from dlrover.embedding.options import (
     TableOptions,
 )
 from dlrover.embedding.tiers.table import TieredTable
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError
 
 _CHANGED = 1
 HEADER = 16
@@ -143,9 +143,9 @@ class HashTable:
         words = as_words(keys)
         out = np.empty((len(words), self.dim), np.float32)
         try:
-            self._table.look(words, out, self._now(), insert=insert, count=count)
+            self._table.look(words, out, self.now(), insert=insert, count=count)
         except MemoryError as error:
-            raise InfrastructureError(
+            raise NoRoomError(
                 f"An embedding table of {len(self)} rows has no room for more: memory_bytes is"
                 f" {self.options.memory_bytes}."
             ) from error
@@ -175,17 +175,20 @@ class HashTable:
         if expiry is None:
             return 0
         age = expiry.seconds or expiry.steps
-        before = max(0, self._now() - age + 1) if age else 0
+        before = max(0, self.now() - age + 1) if age else 0
         return sum(
             self._table.evict(slot, before, expiry.norm, blocked=expiry.zeroed)
             for slot in ALL_SLOTS
         )
 
-    def _now(self) -> int:
-        return self.step if self._counts_steps() else int(time.time())
+    def now(self) -> int:
+        """Return the time that the last use of a row is now: seconds, or updates if rows expire by them."""
+        return self.step if self.options.counts_updates else int(time.time())
 
-    def _counts_steps(self) -> bool:
-        return self.options.expiry is not None and self.options.expiry.steps > 0
+    @property
+    def clock(self) -> int | None:
+        """Updates so far, if rows expire by them."""
+        return self.step if self.options.counts_updates else None
 
     def stats(self) -> TableStats:
         """Return the table's size."""
@@ -221,12 +224,19 @@ class HashTable:
         found["keys"], found["removed"] = copied.keys.view(np.int64), copied.removed.view(np.int64)
         return found
 
-    def restore_rows(self, rows: Mapping[str, NDArray[Any]], *, changed: bool = False) -> None:
+    def restore_rows(
+        self,
+        rows: Mapping[str, NDArray[Any]],
+        *,
+        changed: bool = False,
+        clock: NDArray[np.int64] | None = None,
+    ) -> None:
         """Insert what `export_rows` returned, and remove what it says was removed.
 
         Args:
             rows: Rows of a table with the same options.
             changed: Whether they count as changed since the last save.
+            clock: For each row, the `clock` of the table that its last use was counted by; None: this one's.
 
         Raises:
             InfrastructureError: The rows are of another table, or exceed ``memory_bytes``.
@@ -238,14 +248,20 @@ class HashTable:
                 f"Rows of an embedding table have {copied.rows.shape[-1]} bytes, not {self._native.width}: they are"
                 " of a table with other options."
             )
+        if clock is not None and self.clock is not None:  # as long ago as it was there
+            last = np.clip(copied.last.astype(np.int64) + (self.clock - clock), 0, self.clock)
+            copied = copied._replace(last=last.astype(np.uint32))
         flags = copied.flags | _CHANGED if changed else copied.flags & ~np.uint16(_CHANGED)
         try:
             self._table.restore(copied._replace(keys=keys, removed=removed, flags=flags))
         except MemoryError as error:
-            raise InfrastructureError(f"An embedding table cannot be restored: {error}") from error
+            reason = str(error).rstrip(".") or "there is no memory"
+            raise NoRoomError(
+                f"An embedding table cannot be restored: {reason}; memory_bytes is {self.options.memory_bytes}."
+            ) from error
         if changed:
             self._table.note_removed(removed)
-        if self._counts_steps() and len(keys):  # a row's last use is never later than now
+        if self.options.counts_updates and len(keys):  # a row's last use is never later than now
             self.step = max(self.step, int(copied.last.max()))
 
     def remove_slots(self, slots: Sequence[int] | NDArray[Any]) -> None:

@@ -21,7 +21,7 @@ from dlrover.embedding.remote import wire
 from dlrover.embedding.remote.directory import Directory
 from dlrover.embedding.remote.holding import Keys, Rows, Slots
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
-from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError, ProtocolError
 from dlrover.spec.requests.placement import SLOTS, OpenTable, PlacedServer, PlacementReply
 
 logger = logging.getLogger(__name__)
@@ -228,7 +228,7 @@ class ServerGroup:
             link = self._link(int(owners[part[0]]))
             if link is not None and link.send(*message(places[part])):
                 asked.append((link, part))
-        refused = ""
+        refused: dict[ReplyStatus, str] = {}
         for link, part in asked:  # all of them, so that no reply is left for the next request
             reply = link.receive()
             if reply is None or reply.status is ReplyStatus.MOVED:
@@ -237,9 +237,9 @@ class ServerGroup:
                 take(places[part], reply)
                 left[part] = False
             else:
-                refused = refused or bytes(reply.body).decode(errors="replace")
-        if refused:
-            raise ConfigurationError(refused)
+                refused[reply.status] = bytes(reply.body).decode(errors="replace")
+        for status, reason in refused.items():
+            raise NoRoomError(reason) if status is ReplyStatus.FULL else ConfigurationError(reason)
         return left
 
     def _waiting(self, slots: Slots) -> str:

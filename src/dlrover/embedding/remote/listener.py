@@ -17,10 +17,16 @@ from dlrover.embedding.remote import arrays, stored, wire
 from dlrover.embedding.remote.directory import Directory
 from dlrover.embedding.remote.holding import HeldSlots, Slots
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
-from dlrover.errors import DLRoverError, ProtocolError
+from dlrover.errors import DLRoverError, NoRoomError, ProtocolError
 from dlrover.spec.requests.placement import SLOTS
 
 logger = logging.getLogger(__name__)
+
+_STATUS: dict[type[DLRoverError], ReplyStatus] = {
+    StorageAwayError: ReplyStatus.AWAY,
+    NoRoomError: ReplyStatus.FULL,
+}
+"""What a reply says of errors; of all others, that the request was refused."""
 
 
 class PlacementFollower(Protocol):
@@ -132,8 +138,8 @@ class ServerConnection:
                 self._holding.open_tables(self._directory.look(-1))
             self._answers[request.op](request)
         except DLRoverError as error:
-            away = isinstance(error, StorageAwayError)
-            status = ReplyStatus.AWAY if away else ReplyStatus.REFUSED
+            known = (kind for kind in _STATUS if isinstance(error, kind))
+            status = _STATUS.get(next(known, DLRoverError), ReplyStatus.REFUSED)
             wire.send(self._sock, RowFrame(request.op, status), str(error).encode())
 
     def _reply(self, request: RowFrame, body: bytes = b"") -> None:
@@ -209,7 +215,7 @@ class ServerConnection:
         store = open_store(order.place)
         manifest = stored.read_manifest(store, order.id)
         parts = (found for _, found in stored.parts(store, manifest))
-        self._holding.replay(order.id, parts, self._holding.owned())
+        self._holding.replay(manifest, parts, self._holding.owned())
         self._reply(request)
 
     def _stats(self, request: RowFrame) -> None:

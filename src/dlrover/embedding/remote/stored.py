@@ -28,14 +28,16 @@ from dlrover.checkpoint.storage.stores import MANIFEST, StorageAwayError, Store,
 from dlrover.embedding.machine import chain
 from dlrover.embedding.machine.chain import FORMAT, TableManifest, TablePart
 from dlrover.embedding.remote import arrays
-from dlrover.errors import FormatError, InfrastructureError
+from dlrover.errors import FormatError, InfrastructureError, NoRoomError
 
 logger = logging.getLogger(__name__)
 
 ABANDONED = 3600.0
 """Seconds without a change after which a checkpoint without a manifest is deleted."""
 Rows: TypeAlias = Iterator[dict[str, NDArray[Any]]]
-Take: TypeAlias = Callable[[str, Rows], None]
+Take: TypeAlias = Callable[[TableManifest, Rows], None]
+CLOCK = "clock/"
+"""Before the name of a table, the name of the array with its updates so far."""
 _FOLDER = "embedding-"
 _BEGUN = "begun"
 
@@ -70,7 +72,12 @@ def write_part(store: Store, id_: str, server: int, found: arrays.Arrays, rows: 
                 writer.write(data)
         store.sync(_FOLDER + id_)
     slots = tuple(int(slot) for slot in found["slots"])
-    return TablePart(file, slots, rows, nbytes, digest.hexdigest())
+    clocks = {
+        path.removeprefix(CLOCK): int(array[0])
+        for path, array in found.items()
+        if path.startswith(CLOCK)
+    }
+    return TablePart(file, slots, rows, nbytes, digest.hexdigest(), clocks)
 
 
 def read_part(store: Store, part: TablePart) -> dict[str, NDArray[Any]]:
@@ -172,10 +179,11 @@ def restore(store: Store, id_: str, take: Take) -> int:
     Args:
         store: Where the checkpoints are.
         id_: The checkpoint wanted.
-        take: Takes a checkpoint's id and the parts of its chain, in place of all that it took before.
+        take: Takes a checkpoint and the parts of its chain, in place of all that it took before.
 
     Raises:
         StorageAwayError: The checkpoints cannot be read now.
+        NoRoomError: The rows exceed the limits of a table.
         InfrastructureError: All are damaged.
     """
     found = manifests(store)
@@ -186,14 +194,14 @@ def restore(store: Store, id_: str, take: Take) -> int:
     for manifest in candidates[:-1]:
         if _restored(store, manifest, take):
             return manifest.step
-    take(candidates[-1].id, _rows(store, candidates[-1]))
+    take(candidates[-1], _rows(store, candidates[-1]))
     return candidates[-1].step
 
 
 def _restored(store: Store, manifest: TableManifest, take: Take) -> bool:
     try:
-        take(manifest.id, _rows(store, manifest))
-    except StorageAwayError:
+        take(manifest, _rows(store, manifest))
+    except (StorageAwayError, NoRoomError):
         raise
     except InfrastructureError as error:
         logger.warning("The checkpoint before it is taken: %s", error)
