@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import threading
 from pathlib import Path
 
@@ -543,3 +544,40 @@ def test_rows_count_as_used_now_when_their_expiry_counts_something_else(tmp_path
             steps(group, table, 1)
             checkpoints.save(1)
             checkpoints.wait()
+
+
+def test_a_checkpoint_that_was_copied_is_left_alone(tmp_path: Path) -> None:
+    with cluster(1) as (made, group):
+        ready(group, BASE)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path), keep=1)
+        for step in (1, 2, 3):
+            checkpoints.save(step, full=True)
+            checkpoints.wait()
+            if step == 1:
+                (folder,) = tmp_path.glob("embedding-*")
+                shutil.copytree(folder, f"{folder}-copy")
+        assert len([*tmp_path.glob("embedding-*")]) == 2
+        assert checkpoints.load() == 3
+
+
+def test_the_checkpoints_that_can_be_restored_are_kept(tmp_path: Path) -> None:
+    with cluster(1) as (made, group):
+        ready(group, BASE)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path), keep=1)
+        checkpoints.save(1)
+        checkpoints.save(2, full=True)
+        checkpoints.wait()
+        store = open_store(str(tmp_path))
+        (second,) = stored.manifests(store)
+        checkpoints.save(3, full=True)
+        checkpoints.wait()
+        third, *_ = stored.manifests(store)
+        broken = msgspec.structs.replace(third, parent=second.id, number=1)
+        (tmp_path / f"embedding-{third.id}" / "manifest.json").write_bytes(
+            msgspec.json.encode(broken)
+        )
+        checkpoints.save(4)
+        checkpoints.wait()
+        checkpoints.save(5)
+        checkpoints.wait()
+        assert [each.step for each in stored.manifests(store)] == [5]

@@ -85,6 +85,51 @@ def test_what_a_training_saves_is_followed_with_what_it_removes(tmp_path: Path) 
         assert follower.served.tables is not tables
 
 
+def test_a_damaged_part_leaves_all_rows_as_they_were(tmp_path: Path) -> None:
+    with cluster(2) as (made, group):
+        checkpoints, model = TableCheckpoints(made.directory, str(tmp_path)), Model()
+        train(group, model, 1)
+        checkpoints.save(1)
+        checkpoints.wait()
+        follower, before = CheckpointFollower(str(tmp_path)), dict(model)
+        train(group, model, 1, seed=1)
+        checkpoints.save(2)
+        checkpoints.wait()
+        served = follower.served.id
+        (part,) = [path for path in tmp_path.glob("*/part-1.rows") if served not in str(path)]
+        part.write_bytes(part.read_bytes()[:-1])
+        follower.look()
+        assert serves(follower, before)
+        started = CheckpointFollower(str(tmp_path))
+        assert started.served.step == started.lag().behind == 1
+        assert "is damaged" in started.lag().error
+        assert serves(started, before)
+
+
+def test_an_older_chain_that_is_damaged_stops_neither_training_nor_serving(tmp_path: Path) -> None:
+    with cluster(1) as (made, group):
+        checkpoints, model = TableCheckpoints(made.directory, str(tmp_path)), Model()
+        for step in (1, 2):
+            train(group, model, 1, seed=step)
+            checkpoints.save(step)
+            checkpoints.wait()
+        (first,) = [
+            path
+            for path in tmp_path.glob("*/manifest.json")
+            if not json.loads(path.read_bytes())["parent"]
+        ]
+        first.write_bytes(first.read_bytes()[:50])
+        for step in (3, 4):  # adds to what is damaged; then full again
+            train(group, model, 1, seed=step)
+            checkpoints.save(step)
+            checkpoints.wait()
+        follower = CheckpointFollower(str(tmp_path))
+        assert follower.served.step == 4
+        assert "manifest.json is damaged" in follower.lag().error
+        assert serves(follower, model)
+        assert checkpoints.load() == 4
+
+
 def test_damage_is_reported_and_what_was_served_still_is(tmp_path: Path) -> None:
     with cluster(1) as (made, group):
         checkpoints, model = TableCheckpoints(made.directory, str(tmp_path)), Model()

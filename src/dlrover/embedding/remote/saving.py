@@ -228,12 +228,19 @@ class TableCheckpoints:
             manifest = msgspec.structs.replace(manifest, parts=parts)
             stored.publish(self._store, manifest)
             self._directory.ask(TablesStored(manifest.step, manifest.id, self._place))
-            self._last = manifest
-            stored.prune(self._store, self._keep)
+            self._last = manifest if self._pruned() else None  # then the next one is full
         except Exception as error:  # noqa: BLE001 - the next call raises it
             self._error = error
         finally:
             _close(links)
+
+    def _pruned(self) -> bool:
+        """Delete older checkpoints; return whether the latest can be restored, as far as that is known."""
+        try:
+            return stored.prune(self._store, self._keep)
+        except InfrastructureError as error:
+            logger.warning("Older checkpoints of embedding tables are kept: %s", error)
+            return True
 
     # ---- servers
 

@@ -122,9 +122,12 @@ def read_manifest(store: Store, id_: str) -> TableManifest:
             raise FormatError(
                 f"{store.where(file)} has another format than {FORMAT}: another version wrote it."
             )
-        return decoding.json(data, TableManifest)
+        manifest = decoding.json(data, TableManifest)
     except (msgspec.DecodeError, KeyError, TypeError) as error:
         raise InfrastructureError(f"{store.where(file)} is damaged: {error}.") from error
+    if manifest.id != id_:
+        raise InfrastructureError(f"{store.where(file)} is the one of {_FOLDER}{manifest.id}.")
+    return manifest
 
 
 def complete(store: Store) -> list[str]:
@@ -213,18 +216,39 @@ def _rows(store: Store, manifest: TableManifest) -> Rows:
     return (rows for _, rows in parts(store, manifest))
 
 
-def prune(store: Store, keep: int) -> None:
-    """Delete all checkpoints but the ``keep`` latest and those that they add to."""
+def prune(store: Store, keep: int) -> bool:
+    """Delete all checkpoints but the ``keep`` latest that can be restored, those that they add to, and later ones.
+
+    Returns:
+        Whether the latest can be restored: all that it adds to is there.
+
+    Raises:
+        StorageAwayError: They cannot be read now.
+        InfrastructureError: One cannot be deleted.
+    """
     found = manifests(store)
+    whole: list[str] = []
     needed: set[str] = set()
-    for newest in found[:keep]:
-        needed |= {each.id for each in chain.chain(newest, lambda id_: read_manifest(store, id_))}
+    for manifest in found:
+        if len(whole) == keep:
+            break
+        try:
+            links = chain.chain(manifest, lambda id_: read_manifest(store, id_))
+        except StorageAwayError:
+            raise
+        except InfrastructureError as error:
+            logger.warning("Step %d of embedding tables is lost: %s", manifest.step, error)
+            links = [manifest]
+        else:
+            whole.append(manifest.id)
+        needed |= {each.id for each in links}
     for manifest in found:
         if manifest.id not in needed:
             with explained(f"The embedding checkpoint {manifest.id} cannot be deleted"):
                 store.delete(join(_FOLDER + manifest.id, MANIFEST))
                 store.remove(_FOLDER + manifest.id)
     _remove_unfinished(store)
+    return [each.id for each in found[:1]] == whole[:1]
 
 
 def _remove_unfinished(store: Store) -> None:
