@@ -265,4 +265,4 @@ def _flat(bag: Bag) -> tuple[Tensor, Tensor]:
             f"keys of bags have {bag.dim()} dimensions; 2 are accepted, or keys and offsets."
         )
     count, length = bag.shape
-    return bag.reshape(-1), torch.arange(0, count * length, length, device=bag.device)
+    return bag.reshape(-1), torch.arange(count, device=bag.device) * length

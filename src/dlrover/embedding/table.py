@@ -157,11 +157,7 @@ class HashTable:
         Keys without a row are left out.
         """
         words = as_words(keys)
-        given = np.ascontiguousarray(as_array(gradients), np.float32)
-        if given.shape != (len(words), self.dim):
-            raise ConfigurationError(
-                f"gradients have shape {given.shape}; {(len(words), self.dim)} is accepted."
-            )
+        given = as_gradients(gradients, (len(words), self.dim))
         self.step += 1
         self._table.update(words, given)
 
@@ -307,10 +303,14 @@ def as_words(keys: Any) -> NDArray[np.uint64]:
     Raises:
         ConfigurationError: They are neither 64-bit integers nor texts, or not in one dimension.
     """
-    if isinstance(keys, list | tuple) and keys and isinstance(keys[0], str | bytes):
+    listed = isinstance(keys, list | tuple)
+    if listed and keys and isinstance(keys[0], str | bytes):
         return np.array([xxhash.xxh3_64_intdigest(_encoded(key)) for key in keys], np.uint64)
     array = as_array(keys)
-    if array.dtype.kind in "US":
+    texts = array.dtype.kind in "US" or (
+        array.dtype.kind == "O" and len(array.ravel()) and isinstance(array.ravel()[0], str | bytes)
+    )
+    if texts and array.ndim == 1 and not listed:
         return as_words(array.tolist())
     if array.ndim != 1 or (len(array) and array.dtype not in (np.int64, np.uint64)):
         raise ConfigurationError(
@@ -321,10 +321,25 @@ def as_words(keys: Any) -> NDArray[np.uint64]:
     return whole if whole.dtype == np.uint64 else whole.astype(np.int64, copy=False).view(np.uint64)
 
 
+def as_gradients(gradients: Any, shape: tuple[int, int]) -> NDArray[np.float32]:
+    """Return gradients as float32.
+
+    Raises:
+        ConfigurationError: They are no real numbers, or have another shape.
+    """
+    array = as_array(gradients)
+    if array.dtype.kind not in "fiu":
+        raise ConfigurationError(f"gradients are of type {array.dtype}; real numbers are accepted.")
+    if array.shape != shape:
+        raise ConfigurationError(f"gradients have shape {array.shape}; {shape} is accepted.")
+    return np.ascontiguousarray(array, np.float32)
+
+
 def as_array(values: Any) -> NDArray[Any]:
     """Return an array, or the array of a tensor."""
     if _is_tensor(values):
-        return values.detach().cpu().numpy()
+        own = values.detach().cpu()
+        return own.float().numpy() if own.is_floating_point() else own.numpy()
     return np.asarray(values)
 
 
@@ -338,5 +353,10 @@ def like(rows: NDArray[np.float32], keys: Any) -> Any:
     return sys.modules["torch"].from_numpy(rows).to(keys.device) if _is_tensor(keys) else rows
 
 
-def _encoded(key: str | bytes) -> bytes:
-    return key.encode() if isinstance(key, str) else key
+def _encoded(key: Any) -> bytes:
+    try:
+        return key if isinstance(key, bytes) else str.encode(key)
+    except (TypeError, UnicodeEncodeError) as error:
+        raise ConfigurationError(
+            f"keys have {key!r} among texts; texts that UTF-8 can encode are accepted."
+        ) from error

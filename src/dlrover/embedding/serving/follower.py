@@ -175,6 +175,9 @@ class _Checkpoints:
         tables: Tables = {}
         if served is not None and served.id in ids:
             links, tables = links[ids.index(served.id) + 1 :], served.tables
+        elif served is not None:  # clients know tables by their numbers
+            known = [name for name in served.tables if name in links[0].tables]
+            tables = values.empty({name: links[0].tables[name] for name in known})
         if not damaged.isdisjoint(each.id for each in links):
             return
         for manifest in links:
