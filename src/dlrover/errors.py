@@ -29,6 +29,7 @@ __all__ = [
     "FormatError",
     "InfrastructureError",
     "MemberLostError",
+    "NoRoomError",
     "ProtocolError",
     "RemoteError",
     "UserCodeError",

@@ -321,6 +321,14 @@ def as_words(keys: Any) -> NDArray[np.uint64]:
     return whole if whole.dtype == np.uint64 else whole.astype(np.int64, copy=False).view(np.uint64)
 
 
+def text_keys(texts: Sequence[str | bytes] | NDArray[Any]) -> NDArray[np.int64]:
+    """Return the keys, int64 ``(n,)``, that tables have texts under, for modules, whose keys are int64 tensors.
+
+    Texts that differ in one byte of UTF-8 differ: bring them to one normal form before, where that matters.
+    """
+    return as_words(texts if len(texts) else np.empty(0, np.int64)).view(np.int64)
+
+
 def as_gradients(gradients: Any, shape: tuple[int, int]) -> NDArray[np.float32]:
     """Return gradients as float32.
 
