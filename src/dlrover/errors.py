@@ -10,7 +10,8 @@
     ├── InfrastructureError   a machine, network or limit failed   exit code 3
     │   ├── CheckpointsLostError   none of the checkpoints can be loaded    exit code 3
     │   ├── FencedError       another master has taken over        exit code 3
-    │   └── MemberLostError   a member of a role died in a call    exit code 3
+    │   ├── MemberLostError   a member of a role died in a call    exit code 3
+    │   └── NoRoomError       rows exceed an embedding's limits    exit code 3
     └── ProtocolError         a peer violated the protocol         exit code 3
 
 Every message is one sentence that names the field, the value, and the accepted values.
