@@ -233,6 +233,19 @@ def test_a_server_that_dies_while_it_hands_over_loses_the_rest(monkeypatch) -> N
         assert (rows[lost] == 0).all()
 
 
+def test_a_server_without_memory_says_so(monkeypatch) -> None:
+    def out_of_memory(*_arguments, **_options):
+        raise MemoryError
+
+    with cluster(1) as (made, group):
+        table = group.open("users", OPTIONS)
+        with monkeypatch.context() as context:
+            context.setattr(made.servers[0]._holding, "rows", out_of_memory)
+            with pytest.raises(NoRoomError, match="has too little memory for the request"):
+                group.rows(table, DIM, np.arange(3), insert=True)
+        assert (group.rows(table, DIM, np.arange(3), insert=True) == 3).all()
+
+
 def test_no_request_takes_the_reply_to_an_earlier_one() -> None:
     options = msgspec.structs.replace(decoded(OPTIONS), memory_bytes=300_000).json()
     with cluster(2) as (_, group):

@@ -141,6 +141,9 @@ class ServerConnection:
             known = (kind for kind in _STATUS if isinstance(error, kind))
             status = _STATUS.get(next(known, DLRoverError), ReplyStatus.REFUSED)
             wire.send(self._sock, RowFrame(request.op, status), str(error).encode())
+        except MemoryError:  # a client that lost its connection would ask again and again
+            reason = b"The embedding server has too little memory for the request."
+            wire.send(self._sock, RowFrame(request.op, ReplyStatus.FULL), reason)
 
     def _reply(self, request: RowFrame, body: bytes = b"") -> None:
         wire.send(self._sock, RowFrame(request.op), body)

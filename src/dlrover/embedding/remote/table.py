@@ -16,7 +16,7 @@ from dlrover.errors import ConfigurationError
 
 
 class RemoteTable:
-    """A table whose rows lie on the job's embedding servers; its methods are those of `HashTable`.
+    """A table whose rows lie on the job's embedding servers; what it has of `HashTable`'s methods does the same.
 
     A request waits for a server that starts, comes back or moves, as long as `ServerGroup` says.
 
