@@ -55,6 +55,35 @@ def test_texts_are_keys() -> None:
     assert (table.peek(np.array(["bert", "anna"])) == rows[::-1]).all()
 
 
+def test_texts_of_any_kind_are_the_same_keys() -> None:
+    table = HashTable(4)
+    rows = table.lookup(["anna", "bert"])
+    assert (table.peek(np.array(["anna", "bert"], object)) == rows).all()
+    assert (table.peek((b"anna", "bert")) == rows).all()
+    for wrong in (["anna", 1], [1, "anna"], "anna", ["\ud800"], [None], np.array([1.5])):
+        with pytest.raises(ConfigurationError, match=r"keys (are of type|have) .* accepted\."):
+            table.lookup(wrong)
+    assert len(table) == 2
+
+
+@pytest.mark.torch
+def test_gradients_of_any_real_type_are_taken() -> None:
+    torch = pytest.importorskip("torch")
+    table, keys = HashTable(2, optimizer="sgd", learning_rate=1.0), np.array([1])
+    before = table.lookup(keys)
+    for gradients in (
+        torch.ones(1, 2, dtype=torch.bfloat16),
+        torch.ones(2, 2)[::2, :],
+        torch.ones(1, 2, dtype=torch.float64),
+        np.ones((1, 2), np.int32),
+    ):
+        table.update(keys, gradients)
+    assert np.allclose(table.peek(keys), before - 4)
+    for wrong in (np.ones((1, 2), complex), [["1", "1"]]):
+        with pytest.raises(ConfigurationError, match=r"gradients are of type .*; real numbers are"):
+            table.update(keys, wrong)
+
+
 def test_a_key_is_admitted_at_its_nth_lookup() -> None:
     for admission in (3, BloomAdmission(3)):
         table = HashTable(2, admission=admission)
@@ -137,6 +166,7 @@ def test_a_file_holds_the_table(tmp_path: Path, dtype: str) -> None:
     for damaged in (
         data[:-1],
         data[:1000],
+        data + data,
         b"",
         data[:5000] + bytes([data[5000] ^ 1]) + data[5001:],
     ):

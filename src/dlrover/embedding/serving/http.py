@@ -115,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.rfile.read(length)
 
     def _check_token(self) -> None:
-        given = self.headers.get("Authorization", "").encode()
+        given = self.headers.get("Authorization", "").encode("latin-1")  # as it came
         if not hmac.compare_digest(given, f"Bearer {self._server.token}".encode()):
             self.close_connection = True
             if self._length() <= MAX_UNREAD:
@@ -159,11 +159,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _keys(given: list[int | str]) -> Any:
-    if given and all(isinstance(key, str) for key in given):
-        return given
+    texts = [key for key in given if isinstance(key, str)]
+    if texts and len(texts) == len(given):
+        return texts
     try:
-        return np.array(given, np.int64)
-    except (OverflowError, ValueError) as error:
-        raise _RefusedError(
-            HTTPStatus.BAD_REQUEST, "keys are wrong; numbers of int64 or texts are accepted."
-        ) from error
+        if not texts:
+            return np.array(given, np.int64)
+    except OverflowError:
+        pass
+    raise _RefusedError(
+        HTTPStatus.BAD_REQUEST, "keys are wrong; numbers of int64 or texts are accepted."
+    )
