@@ -10,7 +10,8 @@
     ├── InfrastructureError   a machine, network or limit failed   exit code 3
     │   ├── CheckpointsLostError   none of the checkpoints can be loaded    exit code 3
     │   ├── FencedError       another master has taken over        exit code 3
-    │   └── MemberLostError   a member of a role died in a call    exit code 3
+    │   ├── MemberLostError   a member of a role died in a call    exit code 3
+    │   └── NoRoomError       rows exceed an embedding's limits    exit code 3
     └── ProtocolError         a peer violated the protocol         exit code 3
 
 Every message is one sentence that names the field, the value, and the accepted values.
@@ -29,6 +30,7 @@ __all__ = [
     "FormatError",
     "InfrastructureError",
     "MemberLostError",
+    "NoRoomError",
     "ProtocolError",
     "RemoteError",
     "UserCodeError",
@@ -108,6 +110,10 @@ class FencedError(InfrastructureError):
 
 class MemberLostError(InfrastructureError):
     """A member of a role has died while it was called, or was not there in time."""
+
+
+class NoRoomError(InfrastructureError):
+    """Rows of an embedding table exceed its limits."""
 
 
 class ProtocolError(DLRoverError):

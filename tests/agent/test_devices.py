@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from pathlib import Path
 
@@ -70,12 +71,11 @@ def test_a_tool_that_fails_says_nothing(tmp_path):
 
 def test_a_tool_that_never_ends_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(devices, "TOOL_TIME", 0.1)
-    own = devices.Devices(tool(tmp_path, "", "exec /bin/sleep 60.125"))
+    seconds = f"60.{os.getpid()}"
+    own = devices.Devices(tool(tmp_path, "", f"exec /bin/sleep {seconds}"))
     began = time.monotonic()
     assert asyncio.run(own.use(1)) == {}
     assert time.monotonic() - began < 5
     tool(tmp_path, ALL)
     assert asyncio.run(own.use(1)) == {0: IDLE}
-    assert not [
-        p for p in psutil.process_iter(["cmdline"]) if "60.125" in (p.info["cmdline"] or ())
-    ]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if seconds in (p.info["cmdline"] or ())]

@@ -36,11 +36,11 @@ DOORS = {
     "dlrover.embedding": {
         "BloomAdmission", "ChanceAdmission", "CountAdmission", "EmbeddingOptimizer", "Expiry", "HashEmbedding",
         "HashEmbeddingBag", "HashTable", "Initializer", "RemoteTable", "RowOptimizer", "ServedTables", "Spill", "checkpoints",
-        "open_table", "prefetched",
+        "open_table", "prefetched", "text_keys",
     },
     "dlrover.errors": {
         "CheckpointsLostError", "ConfigurationError", "DLRoverError", "ExitCode", "FencedError", "FormatError",
-        "InfrastructureError", "MemberLostError", "ProtocolError", "RemoteError", "UserCodeError",
+        "InfrastructureError", "MemberLostError", "NoRoomError", "ProtocolError", "RemoteError", "UserCodeError",
     },
     "dlrover.integrations.verl": {"Repair", "WorkerGroup", "install"},
     "dlrover.optim": {

@@ -43,6 +43,8 @@ class SavedModel(NamedTuple):
     changed: set[int]
     removed: set[int]
     steps: dict[int, int]
+    clocks: np.ndarray
+    """Updates that the server of each slot has had."""
 
 
 @dataclass
@@ -160,7 +162,8 @@ class DictModel:
 
     def saved(self) -> SavedModel:
         """Return everything; nothing counts as changed afterwards."""
-        made = SavedModel(self.saved_rows(), self.changed, self.removed, dict(self.steps))
+        clocks = np.array([self.steps.get(owner, 0) for owner in self.owners.tolist()])
+        made = SavedModel(self.saved_rows(), self.changed, self.removed, dict(self.steps), clocks)
         self.changed, self.removed = set(), set()
         return made
 
@@ -177,13 +180,15 @@ class DictModel:
         for key in keys[np.isin(slots_of(keys), slots)].tolist():
             del self.waiting[key]
 
-    def restore(self, rows: Mapping[int, SavedRow]) -> None:
-        """Have the rows of a checkpoint, and nothing else."""
+    def restore(self, rows: Mapping[int, SavedRow], clocks: np.ndarray) -> None:
+        """Have the rows of a checkpoint, and nothing else: all servers go on from one number of updates."""
         self.rows = {key: self._row(row) for key, row in rows.items()}
         self.waiting, self.changed, self.removed = {}, set(), set()
-        keys = np.array([*rows], np.uint64)
-        for server, key in zip(self._servers(keys).tolist(), keys.tolist(), strict=True):
-            self.steps[server] = max(self.steps.get(server, 0), rows[key].last)
+        if self.options.counts_updates:
+            self.steps = dict.fromkeys(self.owners.tolist(), int(clocks.max()))
+            slots = slots_of(np.array([*rows], np.uint64))
+            for row, clock in zip(self.rows.values(), clocks[slots].tolist(), strict=True):
+                row.last += int(clocks.max()) - clock
 
     def _bytes(self, row: Row) -> bytes:
         o = self._native

@@ -194,7 +194,7 @@ class _OnServers:
         for manifest in chain.chain(newest, lambda id_: stored.read_manifest(store, id_)):
             record = self._records.read(manifest.step)
             rows = added(rows, record) if manifest.number else record.rows
-        return SavedModel(rows, set(), set(), {})
+        return SavedModel(rows, set(), set(), {}, record.clocks)
 
     def save(self, number: int, *, full: bool) -> None:
         self._checkpoints.save(number, full=full)
@@ -280,7 +280,7 @@ class _Life:
         """Have the dict of a save, which is what was restored."""
         if saved is None:
             return
-        self._model.restore(saved.rows)
+        self._model.restore(saved.rows, saved.clocks)
         if not self._case.on_servers:
             self._model.steps = dict(saved.steps)
         self.compare()

@@ -73,7 +73,7 @@ class Cluster:
                 stored.restore(
                     open_store(last.place),
                     last.id,
-                    lambda id_, parts: holding.replay(id_, parts, slots),
+                    lambda found, parts: holding.replay(found, parts, slots),
                 )
 
         server = EmbeddingServer(index, start, servers, self.directory, holding, recover)

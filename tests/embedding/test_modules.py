@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dlrover.embedding.options import decoded
-from dlrover.embedding.table import HashTable
+from dlrover.embedding.table import HashTable, text_keys
 from dlrover.errors import ConfigurationError
 from tests.embedding.servers import DIM, OPTIONS
 
@@ -136,6 +136,48 @@ def test_rows_that_were_fetched_ahead_are_used() -> None:
         assert ours(batch).shape == (2, DIM)
     assert seen == batches
     assert len(asked) == 5, "each batch is fetched once"
+
+
+def test_rows_of_bags_that_were_fetched_ahead_are_used() -> None:
+    for features in ((), ("user", "item")):
+        table = plain()
+        ours = HashEmbeddingBag(table, features)
+        asked: list[int] = []
+        lookup = table.lookup
+        table.lookup = lambda given, asked=asked, lookup=lookup: (
+            asked.append(len(given)),
+            lookup(given),
+        )[1]
+        keys = [torch.tensor([[step, step + 1]]) for step in range(5)]
+        batches = [dict.fromkeys(features, each) if features else each for each in keys]
+        for batch in prefetched(batches, ours, lambda batch: batch):
+            assert ours(batch).shape == (1, DIM * max(1, len(features)))
+        assert len(asked) == 5, "each batch is fetched once"
+
+
+def test_texts_are_keys_of_features() -> None:
+    table = plain()
+    ours = HashEmbeddingBag(table, ["user", "item"])
+    keys = torch.from_numpy(text_keys(["anna", "bert"]))
+    out = ours({"user": keys[:1, None], "item": keys[1:, None]})
+    out.sum().backward()
+    (user,) = table.peek(ours.table_keys("user", keys[:1]))
+    assert (user == 2).all()
+    assert (user == table.peek(ours.table_keys("user", text_keys(["anna"])))[0]).all()
+    assert (table.peek(ours.table_keys("item", keys[:1])) == 0).all()
+    assert (plain().lookup(["anna"]) == plain().lookup(text_keys(["anna"]))).all()
+    assert text_keys([]).dtype == np.int64
+    with pytest.raises(ConfigurationError, match="feature is 'age'; accepted are user, item"):
+        ours.table_keys("age", keys)
+    for wrong in (["anna"], {"user": [["anna"]], "item": [["bert"]]}):
+        with pytest.raises(ConfigurationError, match=r"type list; .* text_keys returns"):
+            (ours if isinstance(wrong, dict) else HashEmbedding(table))(wrong)
+
+
+def test_bags_without_keys_are_zeros() -> None:
+    for mode in ("sum", "mean", "max"):
+        ours = HashEmbeddingBag(plain(), mode=mode)
+        assert (ours(torch.zeros((2, 0), dtype=torch.int64)) == torch.zeros(2, DIM)).all()
 
 
 def test_keys_are_integers() -> None:

@@ -6,13 +6,16 @@ import socket
 import threading
 from contextlib import suppress
 
+import msgspec
 import numpy as np
 import pytest
 
 from dlrover._native.tables import slots_of
-from dlrover.embedding.remote import client, wire
+from dlrover.embedding.options import RowOptimizer, decoded
+from dlrover.embedding.remote import client, holding, wire
 from dlrover.embedding.remote.client import ServerGroup
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.embedding.table import HashTable
+from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError
 from dlrover.spec.requests.placement import SLOTS
 from tests.embedding.servers import DIM, OPTIONS, LocalDirectory, Model, cluster, train
 
@@ -168,6 +171,100 @@ def test_a_request_that_is_wrong_is_refused_in_a_sentence() -> None:
             group.rows(7, DIM, np.array([1], np.int64), insert=True)
         with pytest.raises(ConfigurationError, match="is open with the options"):
             group.open("users", '{"dim": 5}')
+
+
+def test_large_batches_and_slots_fit_the_limit_of_a_frame(monkeypatch) -> None:
+    monkeypatch.setattr(wire, "MAX_BODY", 1 << 15)
+    monkeypatch.setattr(client, "CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr(holding, "PORTION", 1 << 13)
+    whole = HashTable.of(decoded(OPTIONS))
+    keys = np.random.default_rng(0).integers(0, 4000, 20_000)
+    gradients = np.random.default_rng(1).normal(size=(len(keys), DIM)).astype(np.float32)
+    with cluster(2) as (made, group):
+        table = group.open("users", OPTIONS)
+        assert (group.rows(table, DIM, keys, insert=True) == whole.lookup(keys)).all()
+        made.start(0, start=2)  # another process, while the first one answers
+        made.settle(
+            lambda placement: placement.servers[0].start == 2 and placement.servers[0].ready
+        )
+        assert made.recovered == []
+        group.push(table, keys, gradients)
+        whole.update(keys, gradients)
+        assert (group.rows(table, DIM, keys, insert=False) == whole.peek(keys)).all()
+
+
+def test_an_update_in_several_requests_is_one_update(monkeypatch) -> None:
+    monkeypatch.setattr(client, "CHUNK_KEYS", 100)
+    options = msgspec.structs.replace(decoded(OPTIONS), optimizer=RowOptimizer(name="adam"))
+    whole = HashTable.of(options)
+    keys = np.random.default_rng(0).integers(0, 50, 1000)
+    gradients = np.random.default_rng(1).normal(size=(len(keys), DIM)).astype(np.float32)
+    with cluster(2) as (_, group):
+        table = group.open("users", options.json())
+        for _ in range(2):
+            assert (group.rows(table, DIM, keys, insert=True) == whole.lookup(keys)).all()
+            group.push(table, keys, gradients)
+            whole.update(keys, gradients)
+        assert (group.rows(table, DIM, keys, insert=False) == whole.peek(keys)).all()
+
+
+def test_a_server_that_dies_while_it_hands_over_loses_the_rest(monkeypatch) -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        train(group, model, 5)
+        monkeypatch.setattr(holding, "PORTION", 1)
+        old, export = made.servers[0]._holding, made.servers[0]._holding.export
+
+        def dying(slots, **options):
+            if slots[0] >= 100:
+                raise ConnectionResetError
+            return export(slots, **options)
+
+        monkeypatch.setattr(old, "export", dying)
+        made.start(0, start=2)
+        made.settle(
+            lambda placement: placement.servers[0].start == 2 and placement.servers[0].ready
+        )
+        assert made.recovered == [SLOTS // 2 - 100]
+        keys = np.array([*model])
+        lost = np.isin(slots_of(keys), np.arange(100, SLOTS // 2))
+        rows = group.rows(group.open("users", OPTIONS), DIM, keys, insert=False)
+        assert (rows[~lost] == np.array([*model.values()])[~lost]).all()
+        assert (rows[lost] == 0).all()
+
+
+def test_a_server_without_memory_says_so(monkeypatch) -> None:
+    def out_of_memory(*_arguments, **_options):
+        raise MemoryError
+
+    with cluster(1) as (made, group):
+        table = group.open("users", OPTIONS)
+        with monkeypatch.context() as context:
+            context.setattr(made.servers[0]._holding, "rows", out_of_memory)
+            with pytest.raises(NoRoomError, match="has too little memory for the request"):
+                group.rows(table, DIM, np.arange(3), insert=True)
+        assert (group.rows(table, DIM, np.arange(3), insert=True) == 3).all()
+
+
+def test_no_request_takes_the_reply_to_an_earlier_one() -> None:
+    options = msgspec.structs.replace(decoded(OPTIONS), memory_bytes=300_000).json()
+    with cluster(2) as (_, group):
+        table = group.open("users", options)
+        keys = np.arange(100_000)
+        of_first = slots_of(keys) < SLOTS // 2
+        some, others = keys[of_first], keys[~of_first]
+        group.rows(table, DIM, others[:50], insert=True)
+        group.push(table, others[:25], np.ones((25, DIM), np.float32))
+        before = group.rows(table, DIM, others[:50], insert=False)
+        with pytest.raises(NoRoomError, match="no room for more"):
+            group.rows(table, DIM, np.concatenate([some, others[50:100]]), insert=True)
+        assert (group.rows(table, DIM, others[:50], insert=False) == before).all()
+        link = group._link(1)
+        assert link is not None
+        link.send(  # and the caller is interrupted
+            wire.RowFrame(wire.Op.PEEK, table=table, keys=50), (others[50:100],)
+        )
+        assert (group.rows(table, DIM, others[:50], insert=False) == before).all()
 
 
 def test_a_wait_for_servers_is_bounded_and_explained() -> None:

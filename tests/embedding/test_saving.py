@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import threading
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from dlrover._native.tables import slots_of
 from dlrover.checkpoint.storage import local
 from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
 from dlrover.embedding.machine.chain import TableManifest, TablePart, chain
+from dlrover.embedding.options import Expiry, RowOptimizer, TableOptions, decoded
 from dlrover.embedding.remote import saving, stored
 from dlrover.embedding.remote.client import ServerGroup
 from dlrover.embedding.remote.saving import TableCheckpoints
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError
 from dlrover.spec.requests.placement import SLOTS, MoveSlots
 from tests.embedding.servers import DIM, OPTIONS, Model, cluster, expire, train
 from tests.waiting import until
@@ -419,3 +421,163 @@ def test_a_chain_has_no_gap_no_double_and_no_disorder() -> None:
         )
         with pytest.raises(InfrastructureError, match=message):
             chain(given[-1], found.__getitem__)
+
+
+def ready(group: ServerGroup, options: TableOptions, name: str = "users") -> int:
+    table = group.open(name, options.json())
+    group.rows(table, options.dim, np.arange(200), insert=True)
+    return table
+
+
+BASE = decoded(OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"dim": 2}, "with dim 4, and it is open with dim 2"),
+        ({"dim": 8, "dtype": "float16"}, "dim 4, dtype float32, and"),
+        ({"optimizer": RowOptimizer(name="momentum")}, "optimizer adagrad, and it is open with"),
+    ],
+)
+def test_rows_of_another_kind_are_refused(tmp_path: Path, other: dict, says: str) -> None:
+    options = msgspec.structs.replace(BASE, optimizer=RowOptimizer(name="adagrad"))
+    with cluster(2) as (made, group):
+        ready(group, options)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        checkpoints.save(1)
+        checkpoints.wait()
+    with cluster(1) as (made, group):
+        table = ready(group, msgspec.structs.replace(options, **other))
+        before = group.rows(table, other.get("dim", DIM), np.arange(200), insert=False)
+        with pytest.raises(ConfigurationError, match=says):
+            TableCheckpoints(made.directory, str(tmp_path)).load()
+        after = group.rows(table, other.get("dim", DIM), np.arange(200), insert=False)
+        assert (before == after).all()
+
+
+def test_a_table_that_is_opened_after_a_load_has_its_rows(tmp_path: Path) -> None:
+    with cluster(2) as (made, group):
+        ready(group, BASE)
+        ready(group, BASE, "items")
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        checkpoints.save(1)
+        checkpoints.wait()
+    with cluster(1) as (made, group):
+        assert TableCheckpoints(made.directory, str(tmp_path)).load() == 1
+        group.open("items", OPTIONS)
+        assert group.count_rows("items") == group.count_rows("users") == 200
+
+
+def test_too_little_memory_does_not_bring_back_an_older_checkpoint(tmp_path: Path) -> None:
+    options = msgspec.structs.replace(BASE, memory_bytes=600_000)
+    with cluster(3) as (made, group):
+        table = ready(group, options)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        checkpoints.save(1)
+        group.rows(table, DIM, np.arange(20_000), insert=True)
+        checkpoints.save(2)
+        checkpoints.wait()
+    with cluster(1) as (made, group):
+        group.open("users", options.json())
+        with pytest.raises(NoRoomError, match="found no room; memory_bytes is 600000"):
+            TableCheckpoints(made.directory, str(tmp_path)).load()
+
+
+def steps(group: ServerGroup, table: int, count: int) -> None:
+    for _ in range(count):
+        group.rows(table, DIM, np.arange(200), insert=True)
+        group.push(table, np.arange(200), np.zeros((200, DIM), np.float32))
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_rows_are_no_older_after_the_training_went_back(tmp_path: Path, full: bool) -> None:
+    with cluster(2) as (made, group):
+        table = ready(group, msgspec.structs.replace(BASE, expiry=Expiry(steps=30)))
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        checkpoints.save(0)
+        group.rows(table, DIM, np.arange(200, 300), insert=True)
+        steps(group, table, 10)
+        checkpoints.save(10, full=full)
+        checkpoints.wait()
+        for _ in range(4):
+            steps(group, table, 20)
+            checkpoints.load()
+        assert group.evict() == 0
+        steps(group, table, 20)
+        assert group.evict() == 100
+        assert group.count_rows("users") == 200
+
+
+def test_rows_are_no_older_on_a_server_that_counted_more_updates(tmp_path: Path) -> None:
+    with cluster(2) as (made, group):
+        table = ready(group, msgspec.structs.replace(BASE, expiry=Expiry(steps=30)))
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        steps(group, table, 10)
+        checkpoints.save(10)
+        checkpoints.wait()
+        steps(group, table, 100)
+        made.kill(0)
+        made.start(0, start=2)
+        made.settle(lambda placement: placement.servers[0].ready)
+        group.rows(table, DIM, np.arange(200, 300), insert=True)
+        steps(group, table, 10)
+        made.servers[0].leave(made.directory)
+        made.settle(lambda placement: placement.servers.keys() == {1})
+        assert group.evict() == 0
+        steps(group, table, 20)
+        assert group.evict() == 100
+
+
+def test_rows_count_as_used_now_when_their_expiry_counts_something_else(tmp_path: Path) -> None:
+    with cluster(2) as (made, group):
+        steps(group, ready(group, msgspec.structs.replace(BASE, expiry=Expiry(steps=30))), 5)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        checkpoints.save(1)
+        checkpoints.wait()
+    for expiry in (Expiry(seconds=30), Expiry(steps=30)):
+        with cluster(1) as (made, group):
+            table = group.open("users", msgspec.structs.replace(BASE, expiry=expiry).json())
+            checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+            assert checkpoints.load() == 1
+            assert group.evict() == 0
+            steps(group, table, 1)
+            checkpoints.save(1)
+            checkpoints.wait()
+
+
+def test_a_checkpoint_that_was_copied_is_left_alone(tmp_path: Path) -> None:
+    with cluster(1) as (made, group):
+        ready(group, BASE)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path), keep=1)
+        for step in (1, 2, 3):
+            checkpoints.save(step, full=True)
+            checkpoints.wait()
+            if step == 1:
+                (folder,) = tmp_path.glob("embedding-*")
+                shutil.copytree(folder, f"{folder}-copy")
+        assert len([*tmp_path.glob("embedding-*")]) == 2
+        assert checkpoints.load() == 3
+
+
+def test_the_checkpoints_that_can_be_restored_are_kept(tmp_path: Path) -> None:
+    with cluster(1) as (made, group):
+        ready(group, BASE)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path), keep=1)
+        checkpoints.save(1)
+        checkpoints.save(2, full=True)
+        checkpoints.wait()
+        store = open_store(str(tmp_path))
+        (second,) = stored.manifests(store)
+        checkpoints.save(3, full=True)
+        checkpoints.wait()
+        third, *_ = stored.manifests(store)
+        broken = msgspec.structs.replace(third, parent=second.id, number=1)
+        (tmp_path / f"embedding-{third.id}" / "manifest.json").write_bytes(
+            msgspec.json.encode(broken)
+        )
+        checkpoints.save(4)
+        checkpoints.wait()
+        checkpoints.save(5)
+        checkpoints.wait()
+        assert [each.step for each in stored.manifests(store)] == [5]

@@ -85,6 +85,51 @@ def test_what_a_training_saves_is_followed_with_what_it_removes(tmp_path: Path) 
         assert follower.served.tables is not tables
 
 
+def test_a_damaged_part_leaves_all_rows_as_they_were(tmp_path: Path) -> None:
+    with cluster(2) as (made, group):
+        checkpoints, model = TableCheckpoints(made.directory, str(tmp_path)), Model()
+        train(group, model, 1)
+        checkpoints.save(1)
+        checkpoints.wait()
+        follower, before = CheckpointFollower(str(tmp_path)), dict(model)
+        train(group, model, 1, seed=1)
+        checkpoints.save(2)
+        checkpoints.wait()
+        served = follower.served.id
+        (part,) = [path for path in tmp_path.glob("*/part-1.rows") if served not in str(path)]
+        part.write_bytes(part.read_bytes()[:-1])
+        follower.look()
+        assert serves(follower, before)
+        started = CheckpointFollower(str(tmp_path))
+        assert started.served.step == started.lag().behind == 1
+        assert "is damaged" in started.lag().error
+        assert serves(started, before)
+
+
+def test_an_older_chain_that_is_damaged_stops_neither_training_nor_serving(tmp_path: Path) -> None:
+    with cluster(1) as (made, group):
+        checkpoints, model = TableCheckpoints(made.directory, str(tmp_path)), Model()
+        for step in (1, 2):
+            train(group, model, 1, seed=step)
+            checkpoints.save(step)
+            checkpoints.wait()
+        (first,) = [
+            path
+            for path in tmp_path.glob("*/manifest.json")
+            if not json.loads(path.read_bytes())["parent"]
+        ]
+        first.write_bytes(first.read_bytes()[:50])
+        for step in (3, 4):  # adds to what is damaged; then full again
+            train(group, model, 1, seed=step)
+            checkpoints.save(step)
+            checkpoints.wait()
+        follower = CheckpointFollower(str(tmp_path))
+        assert follower.served.step == 4
+        assert "manifest.json is damaged" in follower.lag().error
+        assert serves(follower, model)
+        assert checkpoints.load() == 4
+
+
 def test_damage_is_reported_and_what_was_served_still_is(tmp_path: Path) -> None:
     with cluster(1) as (made, group):
         checkpoints, model = TableCheckpoints(made.directory, str(tmp_path)), Model()
@@ -162,6 +207,7 @@ def test_http_refuses_what_is_wrong(tmp_path: Path, table: HashTable) -> None:
         (("POST", "/lookup", b"{"), 400, "The body is wrong"),
         (("POST", "/lookup", {"keys": [2**63]}), 400, "keys are wrong"),
         (("POST", "/lookup", {"keys": [1, "a"]}), 400, "keys are wrong"),
+        (("POST", "/lookup", {"keys": [1, "2"]}), 400, "keys are wrong"),
         (("POST", "/lookup", {"keys": [1.5]}), 400, "The body is wrong"),
         (("POST", "/lookup", {"keys": [1], "table": "items"}), 404, "accepted are users"),
         (("POST", "/lookup", {"keys": [0] * ((1 << 20) + 1)}), 400, "at most 1048576"),
@@ -201,6 +247,81 @@ def test_the_raw_protocol_gives_rows_and_changes_nothing(tmp_path: Path, table: 
             ServedTables("here", "token")
     with pytest.raises(InfrastructureError, match="does not answer"):
         ServedTables(address, "token")
+
+
+def test_a_client_goes_on_with_another_server(tmp_path: Path, table: HashTable) -> None:
+    keys = np.arange(5)
+    with serving(tmp_path / "users") as server:
+        port = server.raw_port
+        client = ServedTables(f"127.0.0.1:{port}", "token")
+        assert (client.peek("users", keys) == table.peek(keys)).all()
+    with pytest.raises(InfrastructureError, match="does not answer"):
+        client.peek("users", keys)
+    table.update(keys, np.ones((5, DIM)))
+    table.save(tmp_path / "users")
+    with closing(ReadOnlyServer(str(tmp_path / "users"), "token", raw_port=port)) as server:
+        server.start()
+        for _ in range(2):
+            assert (client.peek("users", keys) == table.peek(keys)).all()
+    with closing(ReadOnlyServer(str(tmp_path / "users"), "token", raw_port=port)) as server:
+        server.start()
+        assert client.report().tables["users"].rows == 6
+    client.close()
+
+
+def test_a_reply_that_came_too_late_is_of_no_other_request(
+    tmp_path: Path, table: HashTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        serving(tmp_path / "users") as server,
+        closing(ServedTables(f"127.0.0.1:{server.raw_port}", "token")) as client,
+    ):
+        client.report()
+        with monkeypatch.context() as context:
+            context.setattr(wire.FrameReceiver, "receive", _late)
+            with pytest.raises(InfrastructureError, match="timed out"):
+                client.peek("users", np.arange(2))
+        keys = np.arange(2, 4)
+        assert (client.peek("users", keys) == table.peek(keys)).all()
+
+
+def _late(_receiver: wire.FrameReceiver) -> RowFrame:
+    raise TimeoutError("timed out")
+
+
+def test_clients_give_keys_as_to_a_table(tmp_path: Path, table: HashTable) -> None:
+    with (
+        serving(tmp_path / "users") as server,
+        closing(ServedTables(f"127.0.0.1:{server.raw_port}", "token")) as client,
+    ):
+        assert (client.peek("users", ["anna"]) == table.peek(["anna"])).all()
+        with pytest.raises(ConfigurationError, match="keys are of type float64"):
+            client.peek("users", np.array([1.5]))
+
+
+def test_a_token_may_have_any_letters(tmp_path: Path, table: HashTable) -> None:
+    with closing(ReadOnlyServer(str(tmp_path / "users"), "geheim-é", poll=HOUR)) as server:
+        server.start()
+        token = "geheim-é".encode().decode("latin-1")  # http.client sends bytes so
+        assert asked(server, "GET", "/status", token=token)[0] == 200
+
+
+def test_tables_keep_their_numbers(tmp_path: Path) -> None:
+    """A training that starts anew may open its tables in another order."""
+    for names in (["users", "items"], ["items", "users"]):
+        with cluster(1) as (made, group):
+            checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+            for name in names:
+                keys = np.arange(5 if name == "items" else 7)
+                group.rows(group.open(name, OPTIONS), DIM, keys, insert=True)
+            checkpoints.save(1)
+            checkpoints.wait()
+            if names[0] == "users":
+                follower = CheckpointFollower(str(tmp_path))
+    follower.look()
+    assert follower.lag().behind == 0
+    assert [*follower.served.tables] == ["users", "items"]
+    assert [len(each) for each in follower.served.tables.values()] == [7, 5]
 
 
 def test_rows_are_never_torn_while_an_increment_is_applied(tmp_path: Path) -> None:

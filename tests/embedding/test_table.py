@@ -55,6 +55,35 @@ def test_texts_are_keys() -> None:
     assert (table.peek(np.array(["bert", "anna"])) == rows[::-1]).all()
 
 
+def test_texts_of_any_kind_are_the_same_keys() -> None:
+    table = HashTable(4)
+    rows = table.lookup(["anna", "bert"])
+    assert (table.peek(np.array(["anna", "bert"], object)) == rows).all()
+    assert (table.peek((b"anna", "bert")) == rows).all()
+    for wrong in (["anna", 1], [1, "anna"], "anna", ["\ud800"], [None], np.array([1.5])):
+        with pytest.raises(ConfigurationError, match=r"keys (are of type|have) .* accepted\."):
+            table.lookup(wrong)
+    assert len(table) == 2
+
+
+@pytest.mark.torch
+def test_gradients_of_any_real_type_are_taken() -> None:
+    torch = pytest.importorskip("torch")
+    table, keys = HashTable(2, optimizer="sgd", learning_rate=1.0), np.array([1])
+    before = table.lookup(keys)
+    for gradients in (
+        torch.ones(1, 2, dtype=torch.bfloat16),
+        torch.ones(2, 2)[::2, :],
+        torch.ones(1, 2, dtype=torch.float64),
+        np.ones((1, 2), np.int32),
+    ):
+        table.update(keys, gradients)
+    assert np.allclose(table.peek(keys), before - 4)
+    for wrong in (np.ones((1, 2), complex), [["1", "1"]]):
+        with pytest.raises(ConfigurationError, match=r"gradients are of type .*; real numbers are"):
+            table.update(keys, wrong)
+
+
 def test_a_key_is_admitted_at_its_nth_lookup() -> None:
     for admission in (3, BloomAdmission(3)):
         table = HashTable(2, admission=admission)
@@ -102,6 +131,22 @@ def test_rows_expire_by_steps_norm_and_penalty() -> None:
     assert table.evict() == 1
 
 
+def test_a_file_does_not_grow_with_what_was_removed(tmp_path: Path) -> None:
+    """It had 8 bytes for each key that had ever expired, which no loading needs."""
+    table, sizes = HashTable(4, expiry=Expiry(steps=1)), []
+    for first in range(0, 3000, 1000):
+        table.update(np.arange(first, first + 1000), np.ones((1000, 4), np.float32))
+        table.lookup(np.arange(first, first + 1000))
+        table.step += 5
+        table.evict()
+        table.lookup(np.arange(10))
+        table.save(tmp_path / "table")
+        sizes.append((tmp_path / "table").stat().st_size)
+    assert len(table) == 10
+    assert max(sizes) - min(sizes) < 64
+    assert len(HashTable.load(tmp_path / "table")) == 10
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_file_holds_the_table(tmp_path: Path, dtype: str) -> None:
     table = HashTable(5, optimizer="adam", dtype=dtype, admission=2, seed=9)
@@ -121,6 +166,7 @@ def test_a_file_holds_the_table(tmp_path: Path, dtype: str) -> None:
     for damaged in (
         data[:-1],
         data[:1000],
+        data + data,
         b"",
         data[:5000] + bytes([data[5000] ^ 1]) + data[5001:],
     ):

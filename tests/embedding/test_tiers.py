@@ -476,6 +476,11 @@ def test_a_table_that_is_gone_leaves_no_files(tmp_path: Path) -> None:
     assert len([*tmp_path.glob("table-*.lock")]) == 2, "a directory that is in use stays"
     del table, each
     until(lambda: len([*tmp_path.glob("table-*.lock")]) == 1)
+    open_files = [os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()]
+    deleted = [
+        file for file in open_files if file.startswith(str(tmp_path)) and "(deleted)" in file
+    ]
+    assert not deleted, "they still take their room on the disk"
     before = contents(other)
     demote(other, np.random.default_rng(0), 1.0)
     same(contents(other), before)

@@ -85,9 +85,10 @@ class Job:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def steps(self) -> int:
-        """Steps that the slowest rank has done."""
+        """Steps that the slowest rank has done; 0 until each has done one."""
         done = [int(path.read_text()) for path in self.folder.glob("rank-?")]
-        return min(done, default=0)
+        starts = self.starts()
+        return min(done) if starts and len(done) >= int(starts[-1]["world"]) else 0
 
     def workers(self) -> list[str]:
         """The workers' pods that run."""

@@ -219,6 +219,21 @@ def test_a_report_that_was_overtaken_changes_nothing():
     assert job.detector.limit(STEP) == 180
 
 
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_rank_that_was_started_again_is_watched_at_once(seen):
+    """Until it was older than the process before, it counted as ended: a hang was found half an hour later."""
+
+    def aged(seconds: float, since: float = 1.0, **more: bool) -> WorkerActivity:
+        return WorkerActivity(10, STEP, since, (0.0, seconds, 0.0, 0.0, 0.0, 0.0), **more)
+
+    job, others = Job(), [aged(900)] * 3
+    job.report(*others, aged(900, ended=seen))
+    job.report(*others, aged(895 if seen else 1))
+    assert not any(worker.ended for worker in job.detector.workers.values())
+    assert job.detector.limit(STEP) == 180
+    assert job.report(*[aged(1100, 181)] * 3, aged(895 if seen else 190, 181)) == [SampleWorkers(1)]
+
+
 def test_before_all_ranks_have_reported_nothing_is_suspicious():
     job = Job()
     assert job.report(*[doing(STEP, 1000)] * 3) == []

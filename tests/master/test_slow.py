@@ -84,6 +84,18 @@ def test_another_world_begins_anew():
     assert [bool(ranks.window()) for _ in range(4)] == [False, False, False, True]
 
 
+def test_a_rank_that_was_started_again_is_compared_from_then_on():
+    """Its times would be compared with those of the process before: nobody was named any more."""
+    ranks = Ranks(3)
+    ranks.data[2] = 2.0  # most of what is known of a process's age here
+    ranks.window()
+    ranks._sums[2] = (200, 0.0, 0.0)
+    ranks.data[2] = 0.01
+    ranks.compute[1] = 0.13
+    assert [ranks.window(), ranks.window(), ranks.window()] == [[], [], []]
+    assert ranks.window() == [SlowRank(1, 0, pytest.approx(1.3), "compute")]
+
+
 def test_the_median_of_the_others():
     assert _median_without([1, 2], 2) == 1
     assert _median_without([1, 2, 4], 4) == 1.5

@@ -99,6 +99,51 @@ def test_start_ends_with_the_first_step(work_cold: Callable[..., Worked]) -> Non
     assert 0.2 < worked.seconds(Activity.STEP) == pytest.approx(sum(worked.did.seconds[1:]))
 
 
+def test_a_training_that_goes_over_to_another_optimizer_goes_on_counting(
+    work: Callable[..., Worked],
+) -> None:
+    """It counted as hanging in its last step, for as long as it trained, and the first one stayed in memory."""
+    worked = work(
+        TRAINING,
+        """
+        import gc, weakref
+        step(); step()
+        first = weakref.ref(optimizer)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gc.collect()
+        print(first())
+        for _ in range(30):
+            step()
+        """,
+    )
+    assert worked.stdout == "None\n"
+    assert worked.did.steps == 22  # the first one might have come back within ten
+
+
+def test_a_second_optimizer_does_not_count_but_shows_life(work: Callable[..., Worked]) -> None:
+    worked = work(
+        TRAINING,
+        "first, second = optimizer, torch.optim.SGD(model.parameters(), lr=0.1)",
+        """
+        for _ in range(2):
+            for optimizer in [first, *9 * [second]]:
+                step()
+        time.sleep(0.3)
+        optimizer = second
+        for _ in range(9):
+            step()
+        optimizer = first
+        step()
+        optimizer = second
+        time.sleep(0.3)
+        for _ in range(15):
+            step()
+        """,
+    )
+    assert worked.did.steps == 3
+    assert worked.did.since < worked.seconds(Activity.STEP) - 0.6
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_waiting_for_data(work: Callable[..., Worked], workers: int) -> None:
     worked = work(

@@ -1,6 +1,7 @@
 """What a rank does that asks to train when there is nothing to join."""
 
 import contextlib
+import gc
 import math
 import os
 import socket
@@ -47,6 +48,7 @@ from dlrover.training.replicas import (  # noqa: E402
 from dlrover.training.replicas.groups import Changed, MeetingStore  # noqa: E402
 from dlrover.training.replicas.link import Link  # noqa: E402
 from dlrover.training.replicas.replicas import Replicas  # noqa: E402
+from tests.waiting import until  # noqa: E402
 
 pytestmark = [pytest.mark.torch]
 
@@ -207,6 +209,37 @@ def test_a_collective_that_does_not_end_with_its_group_is_left():
         peers._wait([Endless(), Endless(1)])
     kept = sys.getrefcount(peers._backend) - count
     assert kept == 1  # its end would wait for the operation
+
+
+def test_a_group_whose_peer_is_lost_leaves_no_thread_and_no_file():
+    """An error kept its frame, and so the group, until a full collection: 4 files and a thread for each loss."""
+
+    def opened() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    store, ready = torch.distributed.HashStore(), threading.Barrier(2)
+
+    def lose() -> None:
+        other = groups.Peers([0, 1], 1, lambda: None, lambda: True)
+        other._connect(store)
+        ready.wait(30)
+
+    lost = threading.Thread(target=lose)
+    peers = groups.Peers([0, 1], 0, lambda: None, lambda: False)
+    gc.collect()
+    gc.disable()
+    try:
+        before = opened()
+        lost.start()
+        peers._connect(store)
+        ready.wait(30)
+        with pytest.raises(Changed):
+            peers.sum([torch.ones(1)])
+        lost.join()
+        peers._backend = None
+        until(lambda: opened() == before, 5)
+    finally:
+        gc.enable()
 
 
 def other_files() -> list[str]:
@@ -398,6 +431,32 @@ def test_a_function_that_returns_after_a_loss_is_called_again():
 
     assert restarts._Restarts(link, given).call(train) == 2
     assert [type(request).__name__ for request in asked] == ["LookMembers", "FinishMembers"]
+
+
+def test_a_rank_that_is_back_before_its_loss_is_known_ends_the_call():
+    given = Given(round=3, rank=0, world_size=2, survive=True)
+    link = types.SimpleNamespace(members=Members(3, 0, {0: 0, 1: 0}), over=False)
+    link.wait = lambda holds, _seconds: link.members if holds(link.members) else None
+    link.ask = lambda _request: None
+    received = []
+
+    def train() -> None:
+        if received:
+            return
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            socket.create_connection(listener.getsockname(), timeout=10) as own,
+            listener.accept()[0] as peer,
+        ):
+            link.on_change(Members(3, 1, {0: 0, 1: 0}))  # nothing was lost
+            peer.sendall(b"sum")
+            received.append(own.recv(3))
+            link.members = Members(3, 3, {0: 0, 1: 1})
+            link.on_change(link.members)
+            received.append(own.recv(3))
+
+    restarts._Restarts(link, given).call(train)
+    assert received == [b"sum", b""]
 
 
 def test_a_function_whose_call_does_not_train_is_refused():

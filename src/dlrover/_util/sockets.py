@@ -1,12 +1,27 @@
-"""Socket helpers: the peer process, and the local address of a route."""
+"""Socket helpers: the peer process, the local address of a route, and a thread for each connection."""
 
 from __future__ import annotations
 
+import errno
+import logging
 import socket
 import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+logger = logging.getLogger(__name__)
+
+ACCEPT_PAUSE = 0.1
+"""Seconds until connections are accepted again after one could not be."""
+_PASSING = {
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOBUFS,
+    errno.ENOMEM,
+    errno.ECONNABORTED,
+    errno.EINTR,
+}
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -39,6 +54,29 @@ def send_all(sock: socket.socket, parts: Sequence[memoryview]) -> None:
             sent -= waiting.pop(0).nbytes
         if sent:
             waiting[0] = waiting[0][sent:]
+
+
+def serve_each(listener: socket.socket, serve: Callable[[socket.socket], None], name: str) -> None:
+    """Serve each connection in a thread of its own, until the listener is closed.
+
+    Where this process has no file or no thread left for one, it goes on once there is.
+    """
+    told, pause = False, threading.Event()  # never set
+    while True:
+        sock = None
+        try:
+            sock, _ = listener.accept()
+            threading.Thread(target=serve, args=(sock,), name=name, daemon=True).start()
+            told = False
+        except (OSError, RuntimeError) as error:
+            if sock is not None:
+                sock.close()
+            elif isinstance(error, OSError) and error.errno not in _PASSING:
+                return
+            if not told:
+                logger.warning("Connections cannot be taken now: %s", error)
+            told = True
+            pause.wait(ACCEPT_PAUSE)
 
 
 def peer(sock: socket.socket) -> PeerProcess:

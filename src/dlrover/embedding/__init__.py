@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from dlrover.embedding.remote.table import RemoteTable, checkpoints, open_table
     from dlrover.embedding.serving.raw import ServedTables
-    from dlrover.embedding.table import HashTable
+    from dlrover.embedding.table import HashTable, text_keys
 
 __all__ = [
     "BloomAdmission",
@@ -41,6 +41,7 @@ __all__ = [
     "checkpoints",
     "open_table",
     "prefetched",
+    "text_keys",
 ]
 
 __getattr__ = lazy(
@@ -62,6 +63,7 @@ __getattr__ = lazy(
         "checkpoints": "dlrover.embedding.remote.table",
         "open_table": "dlrover.embedding.remote.table",
         "prefetched": "dlrover.embedding.modules",
+        "text_keys": "dlrover.embedding.table",
     },
     extra="embedding",
 )

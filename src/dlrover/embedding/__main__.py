@@ -42,7 +42,9 @@ def main() -> int:
             )
             return
         step = stored.restore(
-            open_store(last.place), last.id, lambda id_, parts: holding.replay(id_, parts, slots)
+            open_store(last.place),
+            last.id,
+            lambda found, parts: holding.replay(found, parts, slots),
         )
         logger.info("The rows of %d slots are those of step %d", len(slots), step)
 

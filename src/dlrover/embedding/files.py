@@ -16,7 +16,7 @@ from dlrover.embedding import options as table_options
 from dlrover.embedding.options import TableOptions
 from dlrover.embedding.remote import arrays
 from dlrover.embedding.remote.arrays import Arrays
-from dlrover.errors import InfrastructureError, ProtocolError
+from dlrover.errors import InfrastructureError
 
 _MAGIC = b"dlrover embedding table 2\n"
 _DIGEST = xxhash.xxh3_64().digest_size
@@ -69,7 +69,7 @@ def read(path: str | os.PathLike[str]) -> TableFile:
     blocks = _blocks(path)
     head = msgspec.json.decode(next(blocks).tobytes())
     made = table_options.decoded(msgspec.json.encode(head["options"]).decode())
-    return TableFile(made, head["step"], (arrays.unpacked(block) for block in blocks))
+    return TableFile(made, head["step"], map(arrays.unpacked, blocks))
 
 
 def _write_block(file: BinaryIO, pieces: Iterable[Any]) -> None:
@@ -100,12 +100,12 @@ def _blocks(path: str | os.PathLike[str]) -> Iterator[Any]:
                 block = np.empty(size if left >= 0 else 0, np.uint8)
                 file.readinto(memoryview(block))
                 whole = left >= 0 and file.read(_DIGEST) == xxhash.xxh3_64(block).digest()
-                if whole and not size and not left:
-                    return
+                if whole and not size:  # the last block, after which the file ends
+                    if not left:
+                        return
+                    break
                 if whole:
                     yield block
     except OSError as error:
         raise InfrastructureError(f"{path} cannot be read: {error.strerror}.") from error
-    except ProtocolError:
-        pass
     raise InfrastructureError(f"{path} is damaged, or no embedding table.")

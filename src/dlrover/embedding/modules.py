@@ -18,6 +18,7 @@ from dlrover.errors import ConfigurationError
 Mode = Literal["sum", "mean", "max"]
 Bag: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 Batch = TypeVar("Batch")
+Keys = TypeVar("Keys", Tensor, "NDArray[np.int64]")
 
 
 AHEAD = 2
@@ -60,17 +61,17 @@ class _Rows(nn.Module):  # type: ignore[misc]
         """Factor of the gradients; None: 1 / the number of ranks, as DistributedDataParallel has it."""
         self.held: list[tuple[Tensor, Tensor]] | None = None
         """Keys and gradients that wait for an `EmbeddingOptimizer`; None: each backward pass applies its own."""
-        self._ahead: dict[int, tuple[Tensor, Future[_Fetched]]] = {}
+        self._ahead: dict[int, tuple[object, Future[_Fetched]]] = {}
         self._pool: ThreadPoolExecutor | None = None
 
     def extra_repr(self) -> str:
         """Return the dimension, for the module's representation."""
         return f"dim={self.table.dim}"
 
-    def _distinct(self, keys: Tensor) -> _Fetched:
-        """Look rows up, or take those that were fetched ahead."""
-        ahead = self._ahead.pop(id(keys), None)
-        if ahead is not None and ahead[0] is keys:
+    def _distinct(self, given: object, keys: Tensor) -> _Fetched:
+        """Look rows up, or take those that were fetched ahead for what was given."""
+        ahead = self._ahead.pop(id(given), None)
+        if ahead is not None and ahead[0] is given:
             found = ahead[1].result()
         else:
             found = self._fetch(keys, insert=self.training)
@@ -80,6 +81,7 @@ class _Rows(nn.Module):  # type: ignore[misc]
         return found
 
     def _fetch(self, keys: Tensor, *, insert: bool) -> _Fetched:
+        _check(keys)
         if keys.dtype != torch.int64:
             raise ConfigurationError(f"keys have type {keys.dtype}; int64 is accepted.")
         distinct, inverse = torch.unique(keys, return_inverse=True)
@@ -103,13 +105,13 @@ class _Rows(nn.Module):  # type: ignore[misc]
         scaled = scaled * scale if scale != 1.0 else scaled
         self.table.update(keys.cpu().numpy(), scaled.contiguous().numpy())
 
-    def _fetch_ahead(self, keys: Tensor) -> None:
+    def _fetch_ahead(self, given: object, keys: Tensor) -> None:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "embedding-prefetch")
         while len(self._ahead) >= AHEAD:
             del self._ahead[next(iter(self._ahead))]
         fetched = self._pool.submit(self._fetch, keys, insert=self.training)
-        self._ahead[id(keys)] = keys, fetched
+        self._ahead[id(given)] = given, fetched
 
 
 class HashEmbedding(_Rows):
@@ -124,7 +126,7 @@ class HashEmbedding(_Rows):
 
     def forward(self, keys: Tensor) -> Tensor:
         """Return rows of keys: ``(*keys.shape, dim)``."""
-        found = self._distinct(keys)
+        found = self._distinct(keys, keys)
         return functional.embedding(found.inverse, found.rows)
 
     def prefetch(self, keys: Tensor) -> None:
@@ -132,13 +134,13 @@ class HashEmbedding(_Rows):
 
         They are as of now: an update that happens meanwhile is not in them.
         """
-        self._fetch_ahead(keys)
+        self._fetch_ahead(keys, keys)
 
 
 class HashEmbeddingBag(_Rows):
     """Sums, means or maxima of rows for bags of keys, of several features in one request.
 
-    Equal keys of different features have different rows.
+    Equal keys of different features have different rows: the table has them under the keys that `table_keys` returns.
 
     Args:
         table: A `HashTable`, or a table on servers.
@@ -171,24 +173,10 @@ class HashEmbeddingBag(_Rows):
                 features, such a value for each of them.
             weights: Weights of the keys in the shape of the keys, for mode ``sum``.
         """
-        if not self.features:
-            if isinstance(bags, Mapping):
-                raise ConfigurationError(
-                    "bags is a mapping, and this HashEmbeddingBag has no features."
-                )
-            bags, weights = {"": bags}, None if weights is None else {"": weights}
-            return self._reduced(bags, weights)[0]
-        given = sorted(bags) if isinstance(bags, Mapping) else [type(bags).__name__]
-        if not isinstance(bags, Mapping) or given != sorted(self.features):
-            raise ConfigurationError(
-                f"bags has {', '.join(given)}; the features {', '.join(self.features)} are expected."
-            )
-        return torch.cat(self._reduced({name: bags[name] for name in self.features}, weights), 1)
-
-    def _reduced(self, bags: Mapping[str, Bag], weights: Any) -> list[Tensor]:
-        parts = {name: _flat(bag) for name, bag in bags.items()}
-        keys = torch.cat([part[0] ^ self._salts.get(name, 0) for name, part in parts.items()])
-        found = self._distinct(keys)
+        parts = self._parts(bags)
+        if weights is not None and not self.features:
+            weights = {"": weights}
+        found = self._distinct(bags, self._keys(parts))
         outputs, first = [], 0
         for name, (flat, offsets) in parts.items():
             places = found.inverse[first : first + len(flat)]
@@ -199,7 +187,40 @@ class HashEmbeddingBag(_Rows):
                     places, found.rows, offsets, mode=self.mode, per_sample_weights=given
                 )
             )
-        return outputs
+        return torch.cat(outputs, 1) if self.features else outputs[0]
+
+    def prefetch(self, bags: Bag | Mapping[str, Bag]) -> None:
+        """Begin to fetch rows for the next `forward`, which must get this very object, unchanged.
+
+        They are as of now: an update that happens meanwhile is not in them.
+        """
+        self._fetch_ahead(bags, self._keys(self._parts(bags)))
+
+    def table_keys(self, feature: str, keys: Keys) -> Keys:
+        """Return keys of a feature, int64, as the table has them: for `HashTable.peek`, exported files and lookups elsewhere."""
+        if feature not in self._salts:
+            raise ConfigurationError(
+                f"feature is {feature!r}; accepted are {', '.join(self.features)}."
+            )
+        return keys ^ self._salts[feature]
+
+    def _parts(self, bags: Bag | Mapping[str, Bag]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the keys ``(n,)`` and the offset of each bag, by feature."""
+        if not self.features:
+            if isinstance(bags, Mapping):
+                raise ConfigurationError(
+                    "bags is a mapping, and this HashEmbeddingBag has no features."
+                )
+            return {"": _flat(bags)}
+        given = sorted(bags) if isinstance(bags, Mapping) else [type(bags).__name__]
+        if not isinstance(bags, Mapping) or given != sorted(self.features):
+            raise ConfigurationError(
+                f"bags has {', '.join(given)}; the features {', '.join(self.features)} are expected."
+            )
+        return {name: _flat(bags[name]) for name in self.features}
+
+    def _keys(self, parts: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
+        return torch.cat([keys ^ self._salts.get(name, 0) for name, (keys, _) in parts.items()])
 
 
 class EmbeddingOptimizer:
@@ -235,11 +256,14 @@ class EmbeddingOptimizer:
 
 
 def prefetched(
-    loader: Iterable[Batch], module: HashEmbedding, keys: Callable[[Batch], Tensor]
+    loader: Iterable[Batch],
+    module: HashEmbedding | HashEmbeddingBag,
+    keys: Callable[[Batch], Any],
 ) -> Iterator[Batch]:
     """Yield the batches of a loader; the rows of the next one are fetched while the caller uses one.
 
-    ``keys`` returns the very tensor of a batch that the caller gives to ``module``.
+    ``keys`` returns the very tensor of a batch, or for a `HashEmbeddingBag` the very bags, that the caller gives to
+    ``module``.
     """
     last: list[Batch] = []
     for batch in loader:
@@ -256,13 +280,21 @@ def _salt(feature: str) -> int:
     return (zlib.crc32(data) << 31) ^ zlib.crc32(data[::-1] + b"feature")
 
 
+def _check(keys: Any) -> None:
+    if not isinstance(keys, Tensor):
+        raise ConfigurationError(
+            f"keys are of type {type(keys).__name__}; an int64 tensor is accepted: text_keys returns the keys of texts."
+        )
+
+
 def _flat(bag: Bag) -> tuple[Tensor, Tensor]:
     """Return the keys ``(n,)`` and the offset of each bag."""
     if isinstance(bag, tuple):
         return bag
+    _check(bag)
     if bag.dim() != 2:
         raise ConfigurationError(
             f"keys of bags have {bag.dim()} dimensions; 2 are accepted, or keys and offsets."
         )
     count, length = bag.shape
-    return bag.reshape(-1), torch.arange(0, count * length, length, device=bag.device)
+    return bag.reshape(-1), torch.arange(count, device=bag.device) * length

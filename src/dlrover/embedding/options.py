@@ -118,6 +118,11 @@ class TableOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     spill: Spill | None = None
     """Where further rows lie; None: rows stay in memory."""
 
+    @property
+    def counts_updates(self) -> bool:
+        """Whether the last use of a row is a number of updates, and no time."""
+        return self.expiry is not None and self.expiry.steps > 0
+
     def json(self) -> str:
         """Return the options as text, equal for equal options."""
         return msgspec.json.encode(self).decode()
@@ -141,6 +146,16 @@ class TableOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             counters=a.nbytes if isinstance(a, BloomAdmission) else 0,
             memory_bytes=self.memory_bytes,
         )
+
+
+def difference(one: TableOptions, other: TableOptions) -> str:
+    """Return what makes rows of two tables different ones, as values of the first; empty if rows fit both."""
+    values = (
+        ("dim", one.dim, other.dim),
+        ("dtype", one.dtype, other.dtype),
+        ("optimizer", one.optimizer.name, other.optimizer.name),
+    )
+    return ", ".join(f"{name} {mine}" for name, mine, theirs in values if mine != theirs)
 
 
 def decoded(given: TableOptions | str) -> TableOptions:

@@ -28,9 +28,11 @@ from dlrover.embedding.options import (
     TableOptions,
 )
 from dlrover.embedding.tiers.table import TieredTable
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError
 
 _CHANGED = 1
+HEADER = 16
+"""Bytes of a row besides its numbers."""
 PART = 8 << 20
 ALL_SLOTS = range(SLOTS)
 
@@ -141,9 +143,9 @@ class HashTable:
         words = as_words(keys)
         out = np.empty((len(words), self.dim), np.float32)
         try:
-            self._table.look(words, out, self._now(), insert=insert, count=count)
+            self._table.look(words, out, self.now(), insert=insert, count=count)
         except MemoryError as error:
-            raise InfrastructureError(
+            raise NoRoomError(
                 f"An embedding table of {len(self)} rows has no room for more: memory_bytes is"
                 f" {self.options.memory_bytes}."
             ) from error
@@ -155,11 +157,7 @@ class HashTable:
         Keys without a row are left out.
         """
         words = as_words(keys)
-        given = np.ascontiguousarray(as_array(gradients), np.float32)
-        if given.shape != (len(words), self.dim):
-            raise ConfigurationError(
-                f"gradients have shape {given.shape}; {(len(words), self.dim)} is accepted."
-            )
+        given = as_gradients(gradients, (len(words), self.dim))
         self.step += 1
         self._table.update(words, given)
 
@@ -173,17 +171,20 @@ class HashTable:
         if expiry is None:
             return 0
         age = expiry.seconds or expiry.steps
-        before = max(0, self._now() - age + 1) if age else 0
+        before = max(0, self.now() - age + 1) if age else 0
         return sum(
             self._table.evict(slot, before, expiry.norm, blocked=expiry.zeroed)
             for slot in ALL_SLOTS
         )
 
-    def _now(self) -> int:
-        return self.step if self._counts_steps() else int(time.time())
+    def now(self) -> int:
+        """Return the time that the last use of a row is now: seconds, or updates if rows expire by them."""
+        return self.step if self.options.counts_updates else int(time.time())
 
-    def _counts_steps(self) -> bool:
-        return self.options.expiry is not None and self.options.expiry.steps > 0
+    @property
+    def clock(self) -> int | None:
+        """Updates so far, if rows expire by them."""
+        return self.step if self.options.counts_updates else None
 
     def stats(self) -> TableStats:
         """Return the table's size."""
@@ -200,6 +201,10 @@ class HashTable:
         """Return the number of rows of some slots."""
         return int(self._table.rows()[slots].sum())
 
+    def nbytes_of(self, slots: NDArray[np.intp]) -> NDArray[np.float64]:
+        """Return the bytes of the rows of each of some slots, as `export_rows` returns them."""
+        return self._table.rows()[slots] * float(self._native.width + HEADER)
+
     def export_rows(
         self, slots: Sequence[int] | NDArray[Any], *, changed: bool = False, keep: bool = True
     ) -> dict[str, NDArray[Any]]:
@@ -215,12 +220,19 @@ class HashTable:
         found["keys"], found["removed"] = copied.keys.view(np.int64), copied.removed.view(np.int64)
         return found
 
-    def restore_rows(self, rows: Mapping[str, NDArray[Any]], *, changed: bool = False) -> None:
+    def restore_rows(
+        self,
+        rows: Mapping[str, NDArray[Any]],
+        *,
+        changed: bool = False,
+        clock: NDArray[np.int64] | None = None,
+    ) -> None:
         """Insert what `export_rows` returned, and remove what it says was removed.
 
         Args:
             rows: Rows of a table with the same options.
             changed: Whether they count as changed since the last save.
+            clock: For each row, the `clock` of the table that its last use was counted by; None: this one's.
 
         Raises:
             InfrastructureError: The rows are of another table, or exceed ``memory_bytes``.
@@ -232,14 +244,20 @@ class HashTable:
                 f"Rows of an embedding table have {copied.rows.shape[-1]} bytes, not {self._native.width}: they are"
                 " of a table with other options."
             )
+        if clock is not None and self.clock is not None:  # as long ago as it was there
+            last = np.clip(copied.last.astype(np.int64) + (self.clock - clock), 0, self.clock)
+            copied = copied._replace(last=last.astype(np.uint32))
         flags = copied.flags | _CHANGED if changed else copied.flags & ~np.uint16(_CHANGED)
         try:
             self._table.restore(copied._replace(keys=keys, removed=removed, flags=flags))
         except MemoryError as error:
-            raise InfrastructureError(f"An embedding table cannot be restored: {error}") from error
+            reason = str(error).rstrip(".") or "there is no memory"
+            raise NoRoomError(
+                f"An embedding table cannot be restored: {reason}; memory_bytes is {self.options.memory_bytes}."
+            ) from error
         if changed:
             self._table.note_removed(removed)
-        if self._counts_steps() and len(keys):  # a row's last use is never later than now
+        if self.options.counts_updates and len(keys):  # a row's last use is never later than now
             self.step = max(self.step, int(copied.last.max()))
 
     def remove_slots(self, slots: Sequence[int] | NDArray[Any]) -> None:
@@ -262,7 +280,8 @@ class HashTable:
         sizes = np.cumsum(self._table.rows()) * np.uint64(self._native.width)
         parts = (sizes // np.uint64(PART)).astype(np.int64)
         for number in np.unique(parts):
-            yield self.export_rows(np.flatnonzero(parts == number))
+            part = self.export_rows(np.flatnonzero(parts == number))
+            yield {**part, "removed": part["removed"][:0]}  # a table without them lacks nothing
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> HashTable:
@@ -285,10 +304,14 @@ def as_words(keys: Any) -> NDArray[np.uint64]:
     Raises:
         ConfigurationError: They are neither 64-bit integers nor texts, or not in one dimension.
     """
-    if isinstance(keys, list | tuple) and keys and isinstance(keys[0], str | bytes):
+    listed = isinstance(keys, list | tuple)
+    if listed and keys and isinstance(keys[0], str | bytes):
         return np.array([xxhash.xxh3_64_intdigest(_encoded(key)) for key in keys], np.uint64)
     array = as_array(keys)
-    if array.dtype.kind in "US":
+    texts = array.dtype.kind in "US" or (
+        array.dtype.kind == "O" and len(array.ravel()) and isinstance(array.ravel()[0], str | bytes)
+    )
+    if texts and array.ndim == 1 and not listed:
         return as_words(array.tolist())
     if array.ndim != 1 or (len(array) and array.dtype not in (np.int64, np.uint64)):
         raise ConfigurationError(
@@ -299,10 +322,33 @@ def as_words(keys: Any) -> NDArray[np.uint64]:
     return whole if whole.dtype == np.uint64 else whole.astype(np.int64, copy=False).view(np.uint64)
 
 
+def text_keys(texts: Sequence[str | bytes] | NDArray[Any]) -> NDArray[np.int64]:
+    """Return the keys, int64 ``(n,)``, that tables have texts under, for modules, whose keys are int64 tensors.
+
+    Texts that differ in one byte of UTF-8 differ: bring them to one normal form before, where that matters.
+    """
+    return as_words(texts if len(texts) else np.empty(0, np.int64)).view(np.int64)
+
+
+def as_gradients(gradients: Any, shape: tuple[int, int]) -> NDArray[np.float32]:
+    """Return gradients as float32.
+
+    Raises:
+        ConfigurationError: They are no real numbers, or have another shape.
+    """
+    array = as_array(gradients)
+    if array.dtype.kind not in "fiu":
+        raise ConfigurationError(f"gradients are of type {array.dtype}; real numbers are accepted.")
+    if array.shape != shape:
+        raise ConfigurationError(f"gradients have shape {array.shape}; {shape} is accepted.")
+    return np.ascontiguousarray(array, np.float32)
+
+
 def as_array(values: Any) -> NDArray[Any]:
     """Return an array, or the array of a tensor."""
     if _is_tensor(values):
-        return values.detach().cpu().numpy()
+        own = values.detach().cpu()
+        return own.float().numpy() if own.is_floating_point() else own.numpy()
     return np.asarray(values)
 
 
@@ -316,5 +362,10 @@ def like(rows: NDArray[np.float32], keys: Any) -> Any:
     return sys.modules["torch"].from_numpy(rows).to(keys.device) if _is_tensor(keys) else rows
 
 
-def _encoded(key: str | bytes) -> bytes:
-    return key.encode() if isinstance(key, str) else key
+def _encoded(key: Any) -> bytes:
+    try:
+        return key if isinstance(key, bytes) else str.encode(key)
+    except (TypeError, UnicodeEncodeError) as error:
+        raise ConfigurationError(
+            f"keys have {key!r} among texts; texts that UTF-8 can encode are accepted."
+        ) from error

@@ -17,6 +17,7 @@ import time
 
 import xxhash
 
+from dlrover._util import sockets
 from dlrover.checkpoint.saver import certificates, wire
 from dlrover.checkpoint.saver.exchange import Copy, Exchange, SupersededError
 from dlrover.checkpoint.saver.protocol import JoinSaver, Peer, Replication
@@ -93,7 +94,12 @@ class ReplicaExchange:
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
                 listener = socket.create_server((host, port), family=family)
                 self._listeners[host] = listener
-                threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+                accept = threading.Thread(
+                    target=sockets.serve_each,
+                    args=(listener, self._receive, "replica"),
+                    daemon=True,
+                )
+                accept.start()
             return int(listener.getsockname()[1])
 
     def close(self) -> None:
@@ -128,15 +134,14 @@ class ReplicaExchange:
 
     # ---- receive
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, address = listener.accept()
-            except OSError:  # it is closed
-                return
+    def _receive(self, sock: socket.socket) -> None:
+        try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            receiver = Receiver(self._exchange, sock, str(address[0]), self._pem)
-            threading.Thread(target=receiver.run, daemon=True).start()
+            address = str(sock.getpeername()[0])
+        except OSError:  # the peer has left
+            sock.close()
+            return
+        Receiver(self._exchange, sock, address, self._pem).run()
 
 
 class _Limit:

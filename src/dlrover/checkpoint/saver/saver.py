@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlrover import config
+from dlrover._util import sockets
 from dlrover.checkpoint.machine import policies
 from dlrover.checkpoint.machine.policies import Policy
 from dlrover.checkpoint.saver import protocol
@@ -82,9 +83,7 @@ class Saver:
     # ---- workers
 
     def _accept(self) -> None:
-        while True:
-            sock, _ = self._listener.accept()
-            threading.Thread(target=self._attend, args=(sock,), daemon=True).start()
+        sockets.serve_each(self._listener, self._attend, "worker")
 
     def _attend(self, sock: socket.socket) -> None:
         with sock, contextlib.suppress(ConnectionError, SaverGoneError):

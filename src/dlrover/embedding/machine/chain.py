@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from dlrover.errors import InfrastructureError
 from dlrover.spec.requests.placement import SLOTS
@@ -22,6 +24,8 @@ class TablePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: int
     checksum: str
     """XXH3-64 of the file, hexadecimal."""
+    clocks: dict[str, int] = {}
+    """Updates so far of each table whose rows expire by updates."""
 
 
 class TableManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +43,15 @@ class TableManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tables: dict[str, str]
     """Options of each table, by name."""
     parts: tuple[TablePart, ...]
+
+
+def clocks(manifest: TableManifest) -> dict[str, NDArray[np.int64]]:
+    """Return, for each table whose rows expire by updates, the updates so far where each slot was copied."""
+    found: dict[str, NDArray[np.int64]] = {}
+    for part in manifest.parts:
+        for name, clock in part.clocks.items():
+            found.setdefault(name, np.zeros(SLOTS, np.int64))[list(part.slots)] = clock
+    return found
 
 
 def check(manifest: TableManifest) -> None:

@@ -21,7 +21,7 @@ from dlrover.embedding.remote import wire
 from dlrover.embedding.remote.directory import Directory
 from dlrover.embedding.remote.holding import Keys, Rows, Slots
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
-from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError, ProtocolError
 from dlrover.spec.requests.placement import SLOTS, OpenTable, PlacedServer, PlacementReply
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,8 @@ RETRY = 0.005, 0.2
 WARN_AFTER = 10.0
 ALL_SLOTS = [*range(SLOTS)]
 CHUNK_KEYS = 1 << 18
-"""Keys of one request; larger batches are sent in several."""
+CHUNK_BYTES = 1 << 28
+"""Keys of one request, and bytes of their rows, at most; larger batches are sent in several."""
 
 Message: TypeAlias = tuple[RowFrame, tuple[NDArray[np.generic], ...]]
 
@@ -84,14 +85,18 @@ class ServerGroup:
             found[places] = body.view(np.float32).reshape(len(places), dim)
 
         with self._lock:
-            for chunk in _chunks(len(keys)):
+            for chunk in _chunks(len(keys), dim):
                 self._exchange(keys, chunk, message, take)
         return found
 
     def push(self, table: int, keys: Keys, gradients: Rows) -> None:
         """Apply gradients ``(n, dim)``, each once, whatever is sent again."""
+        chunks = _chunks(len(keys), gradients.shape[1])
+        if len(chunks) > 1:  # equal keys, which count once, must not come in two of them
+            keys, gradients = _summed(keys, gradients)
+            chunks = _chunks(len(keys), gradients.shape[1])
         with self._lock:
-            for chunk in _chunks(len(keys)):
+            for chunk in chunks:
                 self._sequence += 1
                 frame = RowFrame(Op.PUSH, table=table, client=self._client, sequence=self._sequence)
 
@@ -223,14 +228,18 @@ class ServerGroup:
             link = self._link(int(owners[part[0]]))
             if link is not None and link.send(*message(places[part])):
                 asked.append((link, part))
-        for link, part in asked:
+        refused: dict[ReplyStatus, str] = {}
+        for link, part in asked:  # all of them, so that no reply is left for the next request
             reply = link.receive()
             if reply is None or reply.status is ReplyStatus.MOVED:
                 continue
-            if reply.status is ReplyStatus.REFUSED:
-                raise ConfigurationError(bytes(reply.body).decode(errors="replace"))
-            take(places[part], reply)
-            left[part] = False
+            if reply.status is ReplyStatus.OK:
+                take(places[part], reply)
+                left[part] = False
+            else:
+                refused[reply.status] = bytes(reply.body).decode(errors="replace")
+        for status, reason in refused.items():
+            raise NoRoomError(reason) if status is ReplyStatus.FULL else ConfigurationError(reason)
         return left
 
     def _waiting(self, slots: Slots) -> str:
@@ -258,6 +267,8 @@ class ServerGroup:
         """Return the connection to a server; None if it cannot be reached or has not its rows yet."""
         link = self._links.get(index)
         server = self._placement.servers[index]
+        if link is not None and link.waiting:  # whoever asked was interrupted
+            link.close()
         if link is not None and link.sock is not None:
             return link
         if not server.ready:
@@ -280,12 +291,15 @@ class _Link:
     def __init__(self, server: PlacedServer, sock: socket.socket) -> None:
         self.server = server
         self.sock: socket.socket | None = sock
+        self.waiting = False
+        """Whether a request has no reply yet: the next request must not take that one for its own."""
         self._receiver = wire.FrameReceiver(sock)
 
     def send(self, frame: RowFrame, parts: tuple[NDArray[np.generic], ...]) -> bool:
         """Send a request; return False if that failed."""
         try:
             assert self.sock is not None
+            self.waiting = True
             wire.send(self.sock, frame, *parts)
         except OSError:
             self.close()
@@ -295,20 +309,31 @@ class _Link:
     def receive(self) -> RowFrame | None:
         """Return the reply; None if there is none."""
         try:
-            return self._receiver.receive()
+            reply = self._receiver.receive()
         except OSError:
             self.close()
             return None
+        self.waiting = False
+        return reply
 
     def close(self) -> None:
         """Close the connection."""
         if self.sock is not None:
             with contextlib.suppress(OSError):
                 self.sock.close()
-            self.sock = None
+            self.sock, self.waiting = None, False
 
 
-def _chunks(count: int) -> list[Slots]:
-    return [
-        np.arange(first, min(first + CHUNK_KEYS, count)) for first in range(0, count, CHUNK_KEYS)
-    ]
+def _chunks(count: int, dim: int) -> list[Slots]:
+    most = min(CHUNK_KEYS, CHUNK_BYTES // (4 * dim))
+    return [np.arange(first, min(first + most, count)) for first in range(0, count, most)]
+
+
+def _summed(keys: Keys, gradients: Rows) -> tuple[Keys, Rows]:
+    """Return distinct keys with the sums of their gradients, in the order in which a table adds them."""
+    distinct, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    sums = gradients[first]
+    later = np.ones(len(keys), np.bool_)
+    later[first] = False
+    np.add.at(sums, inverse[later], gradients[later])
+    return distinct, sums

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrover._native.tables import slots_of
+from dlrover.embedding.machine import chain
+from dlrover.embedding.machine.chain import TableManifest
 from dlrover.embedding.options import decoded
 from dlrover.embedding.remote.arrays import Arrays
 from dlrover.embedding.remote.wire import RowsHeld
@@ -22,7 +24,11 @@ from dlrover.spec.requests.placement import SLOTS, PlacementReply
 Keys: TypeAlias = NDArray[np.int64]
 Rows: TypeAlias = NDArray[np.float32]
 Slots: TypeAlias = NDArray[np.intp]
+Clocks: TypeAlias = Mapping[str, NDArray[np.int64]]
+"""For tables whose rows expire by updates, the updates that the last uses of each slot's rows were counted by."""
 
+PORTION = 1 << 26
+"""Bytes of rows after which slots that are given away go into another frame."""
 MAX_CLIENTS = 4096
 """Clients whose last pushes are kept; the one that has been silent longest is forgotten first."""
 
@@ -206,6 +212,14 @@ class HeldSlots:
             found = self.export(np.flatnonzero(owned), changed=bool(parent), keep=False)
         return found, sum(len(array) for path, array in found.items() if path.startswith("keys/"))
 
+    def portions(self, slots: Slots) -> list[Slots]:
+        """Divide slots into parts that fit into frames."""
+        nbytes = np.zeros(len(slots))
+        for table in list(self._tables.values()):
+            nbytes += table.nbytes_of(slots)
+        ends = np.flatnonzero(np.diff(np.cumsum(nbytes) // PORTION)) + 1
+        return [part for part in np.split(slots, ends) if len(part)]
+
     def export(
         self, slots: Slots, *, changed: bool = False, keep: bool = True
     ) -> dict[str, NDArray[np.generic]]:
@@ -218,6 +232,8 @@ class HeldSlots:
             [each.applied[slots] for each in clients.values()], np.uint64
         ).reshape(len(clients), len(slots))
         for name, table in self._tables.items():
+            if table.clock is not None:
+                found[f"clock/{name}"] = np.array([table.clock], np.uint64)
             for field, array in table.export_rows(slots, changed=changed, keep=keep).items():
                 found[f"{field}/{name}"] = array
         return found
@@ -227,36 +243,70 @@ class HeldSlots:
         slots = arrays["slots"].astype(np.intp)
         self._remove(slots)
         self._present[slots] = True
-        self._take_in(arrays, slots, changed=True)
+        clocks = {
+            path.removeprefix("clock/"): np.full(SLOTS, array[0], np.int64)
+            for path, array in arrays.items()
+            if path.startswith("clock/")
+        }
+        self._set_clocks(clocks)
+        self._take_in(arrays, slots, clocks, changed=True)
 
-    def replay(self, id_: str, parts: Iterable[Arrays], slots: Slots) -> None:
+    def replay(self, manifest: TableManifest, parts: Iterable[Arrays], slots: Slots) -> None:
         """Take in the parts of the chain of a checkpoint, as far as they are about ``slots``."""
         with self._copying:
             self._copied_for = ""
             self._remove(slots)
             self._present[slots] = True
+            clocks = chain.clocks(manifest)
+            self._set_clocks(clocks)
+            other = {
+                name
+                for name, text in manifest.tables.items()
+                if name in self._tables
+                and decoded(text).counts_updates != self._tables[name].options.counts_updates
+            }
             for part in parts:
-                self._take_in(part, slots, changed=False)
-            self._copied_for = id_
+                self._take_in(part, slots, clocks, changed=False, renewed=other)
+            self._copied_for = manifest.id
 
-    def _take_in(self, arrays: Arrays, slots: Slots, *, changed: bool) -> None:
+    def _set_clocks(self, clocks: Clocks) -> None:
+        """Let tables without rows go on counting updates where their rows come from."""
+        for name, of_slots in clocks.items():
+            table = self._tables.get(name)
+            if table is not None and not len(table):
+                table.step = int(of_slots.max())
+
+    def _take_in(
+        self,
+        arrays: Arrays,
+        slots: Slots,
+        clocks: Clocks,
+        *,
+        changed: bool,
+        renewed: Collection[str] = (),
+    ) -> None:
+        """Take in rows; those of ``renewed`` tables count as used now, since their last use was counted otherwise."""
         chosen = np.zeros(SLOTS, np.bool_)
         chosen[slots] = True
         tables: dict[str, dict[str, NDArray[np.generic]]] = {}
         for path, array in arrays.items():
             field, slash, name = path.partition("/")
-            if slash:
+            if slash and field != "clock":
                 tables.setdefault(name, {})[field] = array
         for name, rows in tables.items():
             if name in self._tables:
-                self._tables[name].restore_rows(_only(rows, chosen), changed=changed)
+                table, mine = self._tables[name], dict(_only(rows, chosen))
+                clock = clocks[name][slots_of(mine["keys"])] if name in clocks else None
+                if name in renewed:
+                    clock, mine["last"] = None, np.full_like(mine["last"], table.now())
+                table.restore_rows(mine, changed=changed, clock=clock)
         held = arrays["slots"].astype(np.intp)
-        mine = chosen[held]
+        here = chosen[held]
         for client, applied in zip(arrays["clients"].tolist(), arrays["applied"], strict=True):
             found = self._client(client)
             with found.lock:
-                latest = np.maximum(found.applied[held[mine]], applied[mine].astype(np.uint64))
-                found.applied[held[mine]] = latest
+                latest = np.maximum(found.applied[held[here]], applied[here].astype(np.uint64))
+                found.applied[held[here]] = latest
 
     def _remove(self, slots: Slots) -> None:
         for table in self._tables.values():

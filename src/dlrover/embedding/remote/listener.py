@@ -12,15 +12,22 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from dlrover._util import sockets
 from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
 from dlrover.embedding.remote import arrays, stored, wire
 from dlrover.embedding.remote.directory import Directory
 from dlrover.embedding.remote.holding import HeldSlots, Slots
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
-from dlrover.errors import DLRoverError, ProtocolError
+from dlrover.errors import DLRoverError, NoRoomError, ProtocolError
 from dlrover.spec.requests.placement import SLOTS
 
 logger = logging.getLogger(__name__)
+
+_STATUS: dict[type[DLRoverError], ReplyStatus] = {
+    StorageAwayError: ReplyStatus.AWAY,
+    NoRoomError: ReplyStatus.FULL,
+}
+"""What a reply says of errors; of all others, that the request was refused."""
 
 
 class PlacementFollower(Protocol):
@@ -62,7 +69,13 @@ class RowListener:
     def start(self, secret: bytes) -> None:
         """Answer whoever knows the secret."""
         self._secret = secret
-        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+        accept = threading.Thread(
+            target=sockets.serve_each,
+            args=(self._sock, self._serve, "serve"),
+            name="accept",
+            daemon=True,
+        )
+        accept.start()
 
     def close(self) -> None:
         """Close all connections."""
@@ -72,16 +85,8 @@ class RowListener:
                 sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
-    def _accept(self) -> None:
-        while not self._ended.is_set():
-            try:
-                sock, _ = self._sock.accept()
-            except OSError:
-                return
-            self._open.add(sock)
-            threading.Thread(target=self._serve, args=(sock,), name="serve", daemon=True).start()
-
     def _serve(self, sock: socket.socket) -> None:
+        self._open.add(sock)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             wire.accept(sock, self._secret)
@@ -132,9 +137,12 @@ class ServerConnection:
                 self._holding.open_tables(self._directory.look(-1))
             self._answers[request.op](request)
         except DLRoverError as error:
-            away = isinstance(error, StorageAwayError)
-            status = ReplyStatus.AWAY if away else ReplyStatus.REFUSED
+            known = (kind for kind in _STATUS if isinstance(error, kind))
+            status = _STATUS.get(next(known, DLRoverError), ReplyStatus.REFUSED)
             wire.send(self._sock, RowFrame(request.op, status), str(error).encode())
+        except MemoryError:  # a client that lost its connection would ask again and again
+            reason = b"The embedding server has too little memory for the request."
+            wire.send(self._sock, RowFrame(request.op, ReplyStatus.FULL), reason)
 
     def _reply(self, request: RowFrame, body: bytes = b"") -> None:
         wire.send(self._sock, RowFrame(request.op), body)
@@ -179,7 +187,9 @@ class ServerConnection:
             raise ProtocolError(f"Slot {slots.max()} was asked for; there are {SLOTS}.")
         self._follower.check_gift(slots)
         self._holding.give(slots.tolist())
-        wire.send(self._sock, RowFrame(request.op), *arrays.packed(self._holding.export(slots)))
+        for some in self._holding.portions(slots):
+            found = self._holding.export(some)
+            wire.send(self._sock, RowFrame(request.op, keys=len(some)), *arrays.packed(found))
 
     def _export(self, request: RowFrame) -> None:
         order = wire.decoded(bytes(request.body), wire.Export)
@@ -207,7 +217,7 @@ class ServerConnection:
         store = open_store(order.place)
         manifest = stored.read_manifest(store, order.id)
         parts = (found for _, found in stored.parts(store, manifest))
-        self._holding.replay(order.id, parts, self._holding.owned())
+        self._holding.replay(manifest, parts, self._holding.owned())
         self._reply(request)
 
     def _stats(self, request: RowFrame) -> None:

@@ -15,11 +15,18 @@ import msgspec
 from dlrover._util import backoff
 from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
 from dlrover.embedding.machine.chain import TableManifest, TablePart
+from dlrover.embedding.options import decoded, difference
 from dlrover.embedding.remote import stored, wire
 from dlrover.embedding.remote.directory import Directory
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
-from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.spec.requests.placement import SLOTS, PlacedServer, PlacementReply, TablesStored
+from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError
+from dlrover.spec.requests.placement import (
+    SLOTS,
+    OpenTable,
+    PlacedServer,
+    PlacementReply,
+    TablesStored,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -129,13 +136,16 @@ class TableCheckpoints:
     def load(self, step: int | None = None) -> int | None:
         """Restore all tables from the latest checkpoint, or the latest one of a step; return its step.
 
-        A damaged checkpoint is replaced by the one before it, which is logged.
+        A damaged checkpoint is replaced by the one before it, which is logged. Tables that are not open yet are opened
+        with the options that they were saved with.
 
         Returns:
             None if there is no checkpoint; nothing has changed then.
 
         Raises:
-            ConfigurationError: There is no checkpoint of that step.
+            ConfigurationError: There is no checkpoint of that step, or a table is open with another ``dim``, ``dtype``
+                or optimizer.
+            NoRoomError: The rows exceed the limits of a table.
             InfrastructureError: All are damaged, or servers do not answer.
         """
         self.wait()
@@ -161,6 +171,7 @@ class TableCheckpoints:
         return True
 
     def _load(self, manifest: TableManifest) -> None:
+        self._open(manifest)
         until = time.monotonic() + self._timeout
         delays = backoff.delays(*SETTLE)
         while True:
@@ -174,6 +185,22 @@ class TableCheckpoints:
             threading.Event().wait(next(delays))
         self._directory.ask(TablesStored(manifest.step, manifest.id, self._place))
         self._last = manifest
+
+    def _open(self, manifest: TableManifest) -> None:
+        """Open the tables of a checkpoint that are not open, so that no rows are left out; refuse other ones' rows."""
+        tables = self._directory.look(-1).tables
+        for name, text in manifest.tables.items():
+            if name not in tables:
+                self._directory.ask(OpenTable(name, text))
+                continue
+            stored_as, opened_as = decoded(text), decoded(tables[name])
+            found = difference(stored_as, opened_as)
+            if found:
+                raise ConfigurationError(
+                    f"The embedding checkpoint of step {manifest.step} in {self._store.location} has the table {name}"
+                    f" with {found}, and it is open with {difference(opened_as, stored_as)}: open it as it was saved,"
+                    " or give another directory."
+                )
 
     def _load_once(self, manifest: TableManifest) -> None:
         placement = self._settled()
@@ -201,12 +228,19 @@ class TableCheckpoints:
             manifest = msgspec.structs.replace(manifest, parts=parts)
             stored.publish(self._store, manifest)
             self._directory.ask(TablesStored(manifest.step, manifest.id, self._place))
-            self._last = manifest
-            stored.prune(self._store, self._keep)
+            self._last = manifest if self._pruned() else None  # then the next one is full
         except Exception as error:  # noqa: BLE001 - the next call raises it
             self._error = error
         finally:
             _close(links)
+
+    def _pruned(self) -> bool:
+        """Delete older checkpoints; return whether the latest can be restored, as far as that is known."""
+        try:
+            return stored.prune(self._store, self._keep)
+        except InfrastructureError as error:
+            logger.warning("Older checkpoints of embedding tables are kept: %s", error)
+            return True
 
     # ---- servers
 
@@ -259,7 +293,7 @@ class _OrderLink:
             ) from error
         text = bytes(reply.body)
         if reply.status is not ReplyStatus.OK:
-            kind = StorageAwayError if reply.status is ReplyStatus.AWAY else _OrderRefusedError
+            kind = _ERRORS.get(reply.status, _OrderRefusedError)
             raise kind(f"Embedding server {self.index}: {text.decode(errors='replace')}")
         return text
 
@@ -288,6 +322,12 @@ class _OrderRefusedError(InfrastructureError):
 
 class _SlotsMovedError(InfrastructureError):
     """Raised when not each slot was copied or loaded once."""
+
+
+_ERRORS: dict[ReplyStatus, type[InfrastructureError]] = {
+    ReplyStatus.AWAY: StorageAwayError,
+    ReplyStatus.FULL: NoRoomError,
+}
 
 
 def _copy(links: Mapping[int, _OrderLink], id_: str, parent: str, version: int) -> bool:

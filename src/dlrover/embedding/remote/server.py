@@ -156,8 +156,10 @@ class EmbeddingServer:
         """Get the rows of this server's slots: from the start before this one, else from a checkpoint."""
         slots = np.flatnonzero(np.array(placement.owners) == self.index)
         previous = placement.servers[self.index].previous
-        if not (len(slots) and previous is not None and self._fetch(*previous, slots)):
-            self._recover(placement, slots)
+        fetched = self._fetch(*previous, slots) if previous is not None and len(slots) else ()
+        missing = np.setdiff1d(slots, fetched)
+        if len(missing) or not len(slots):
+            self._recover(placement, missing)
         self._placement = self._directory.ask(SlotsRecovered(self.index, self.start))
 
     def _fetch_moves(self, placement: PlacementReply) -> bool:
@@ -170,36 +172,36 @@ class EmbeddingServer:
             server = placement.servers[owner]
             if not server.ready:
                 continue
-            some = slots[:FETCH_SLOTS]
-            if self._fetch(server.address, server.port, np.array(some, np.intp)):
-                self._placement = self._directory.ask(
-                    SlotsFetched(self.index, self.start, tuple(some))
-                )
+            some = np.array(slots[:FETCH_SLOTS], np.intp)
+            fetched = self._fetch(server.address, server.port, some)
+            if fetched:
+                self._placement = self._directory.ask(SlotsFetched(self.index, self.start, fetched))
                 return False
             self._ended.wait(POLL)  # the next placement may say more, else this is repeated
             self._placement = self._directory.look(-1)
         return True
 
-    def _fetch(self, address: str, port: int, slots: Slots) -> bool:
-        """Take the rows of slots from another server; return False if it does not answer or refuses."""
+    def _fetch(self, address: str, port: int, slots: Slots) -> tuple[int, ...]:
+        """Take the rows of slots from another server; return those it gave: none if it does not answer or refuses."""
+        fetched: list[int] = []
         try:
             with contextlib.closing(
                 wire.connect(address, port, self._secret, FETCH_TIMEOUT)
             ) as sock:
                 wire.send(sock, RowFrame(Op.FETCH, keys=len(slots)), slots.astype(np.uint16))
-                reply = wire.FrameReceiver(sock).receive()
-                if reply.status is ReplyStatus.OK:
-                    self._holding.restore(arrays.unpacked(np.asarray(reply.body)))
-                    return True
-                logger.warning(
-                    "%s:%d gives no slots: %s",
-                    address,
-                    port,
-                    bytes(reply.body).decode(errors="replace"),
-                )
+                receiver = wire.FrameReceiver(sock)
+                while len(fetched) < len(slots):
+                    reply = receiver.receive()
+                    if reply.status is not ReplyStatus.OK:
+                        reason = bytes(reply.body).decode(errors="replace")
+                        logger.warning("%s:%d gives no slots: %s", address, port, reason)
+                        break
+                    found = arrays.unpacked(np.asarray(reply.body))
+                    self._holding.restore(found)
+                    fetched += found["slots"].tolist()
         except (OSError, InfrastructureError, ProtocolError) as error:
             logger.info("No slots from %s:%d: %s", address, port, error)
-        return False
+        return tuple(fetched)
 
     def check_gift(self, slots: Slots) -> None:
         """Refuse to give slots that do not move from here, and that no later start of this server asks for.

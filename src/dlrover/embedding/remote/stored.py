@@ -28,14 +28,16 @@ from dlrover.checkpoint.storage.stores import MANIFEST, StorageAwayError, Store,
 from dlrover.embedding.machine import chain
 from dlrover.embedding.machine.chain import FORMAT, TableManifest, TablePart
 from dlrover.embedding.remote import arrays
-from dlrover.errors import FormatError, InfrastructureError
+from dlrover.errors import FormatError, InfrastructureError, NoRoomError
 
 logger = logging.getLogger(__name__)
 
 ABANDONED = 3600.0
 """Seconds without a change after which a checkpoint without a manifest is deleted."""
 Rows: TypeAlias = Iterator[dict[str, NDArray[Any]]]
-Take: TypeAlias = Callable[[str, Rows], None]
+Take: TypeAlias = Callable[[TableManifest, Rows], None]
+CLOCK = "clock/"
+"""Before the name of a table, the name of the array with its updates so far."""
 _FOLDER = "embedding-"
 _BEGUN = "begun"
 
@@ -70,7 +72,12 @@ def write_part(store: Store, id_: str, server: int, found: arrays.Arrays, rows: 
                 writer.write(data)
         store.sync(_FOLDER + id_)
     slots = tuple(int(slot) for slot in found["slots"])
-    return TablePart(file, slots, rows, nbytes, digest.hexdigest())
+    clocks = {
+        path.removeprefix(CLOCK): int(array[0])
+        for path, array in found.items()
+        if path.startswith(CLOCK)
+    }
+    return TablePart(file, slots, rows, nbytes, digest.hexdigest(), clocks)
 
 
 def read_part(store: Store, part: TablePart) -> dict[str, NDArray[Any]]:
@@ -115,9 +122,12 @@ def read_manifest(store: Store, id_: str) -> TableManifest:
             raise FormatError(
                 f"{store.where(file)} has another format than {FORMAT}: another version wrote it."
             )
-        return decoding.json(data, TableManifest)
+        manifest = decoding.json(data, TableManifest)
     except (msgspec.DecodeError, KeyError, TypeError) as error:
         raise InfrastructureError(f"{store.where(file)} is damaged: {error}.") from error
+    if manifest.id != id_:
+        raise InfrastructureError(f"{store.where(file)} is the one of {_FOLDER}{manifest.id}.")
+    return manifest
 
 
 def complete(store: Store) -> list[str]:
@@ -172,10 +182,11 @@ def restore(store: Store, id_: str, take: Take) -> int:
     Args:
         store: Where the checkpoints are.
         id_: The checkpoint wanted.
-        take: Takes a checkpoint's id and the parts of its chain, in place of all that it took before.
+        take: Takes a checkpoint and the parts of its chain, in place of all that it took before.
 
     Raises:
         StorageAwayError: The checkpoints cannot be read now.
+        NoRoomError: The rows exceed the limits of a table.
         InfrastructureError: All are damaged.
     """
     found = manifests(store)
@@ -186,14 +197,14 @@ def restore(store: Store, id_: str, take: Take) -> int:
     for manifest in candidates[:-1]:
         if _restored(store, manifest, take):
             return manifest.step
-    take(candidates[-1].id, _rows(store, candidates[-1]))
+    take(candidates[-1], _rows(store, candidates[-1]))
     return candidates[-1].step
 
 
 def _restored(store: Store, manifest: TableManifest, take: Take) -> bool:
     try:
-        take(manifest.id, _rows(store, manifest))
-    except StorageAwayError:
+        take(manifest, _rows(store, manifest))
+    except (StorageAwayError, NoRoomError):
         raise
     except InfrastructureError as error:
         logger.warning("The checkpoint before it is taken: %s", error)
@@ -205,18 +216,39 @@ def _rows(store: Store, manifest: TableManifest) -> Rows:
     return (rows for _, rows in parts(store, manifest))
 
 
-def prune(store: Store, keep: int) -> None:
-    """Delete all checkpoints but the ``keep`` latest and those that they add to."""
+def prune(store: Store, keep: int) -> bool:
+    """Delete all checkpoints but the ``keep`` latest that can be restored, those that they add to, and later ones.
+
+    Returns:
+        Whether the latest can be restored: all that it adds to is there.
+
+    Raises:
+        StorageAwayError: They cannot be read now.
+        InfrastructureError: One cannot be deleted.
+    """
     found = manifests(store)
+    whole: list[str] = []
     needed: set[str] = set()
-    for newest in found[:keep]:
-        needed |= {each.id for each in chain.chain(newest, lambda id_: read_manifest(store, id_))}
+    for manifest in found:
+        if len(whole) == keep:
+            break
+        try:
+            links = chain.chain(manifest, lambda id_: read_manifest(store, id_))
+        except StorageAwayError:
+            raise
+        except InfrastructureError as error:
+            logger.warning("Step %d of embedding tables is lost: %s", manifest.step, error)
+            links = [manifest]
+        else:
+            whole.append(manifest.id)
+        needed |= {each.id for each in links}
     for manifest in found:
         if manifest.id not in needed:
             with explained(f"The embedding checkpoint {manifest.id} cannot be deleted"):
                 store.delete(join(_FOLDER + manifest.id, MANIFEST))
                 store.remove(_FOLDER + manifest.id)
     _remove_unfinished(store)
+    return [each.id for each in found[:1]] == whole[:1]
 
 
 def _remove_unfinished(store: Store) -> None:

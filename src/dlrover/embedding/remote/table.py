@@ -11,12 +11,12 @@ from dlrover import launched
 from dlrover.embedding.remote.client import TIMEOUT, ServerGroup
 from dlrover.embedding.remote.directory import JobDirectory
 from dlrover.embedding.remote.saving import TableCheckpoints
-from dlrover.embedding.table import HashTable, as_array, as_words, like
+from dlrover.embedding.table import HashTable, as_gradients, as_words, like
 from dlrover.errors import ConfigurationError
 
 
 class RemoteTable:
-    """A table whose rows lie on the job's embedding servers; its methods are those of `HashTable`.
+    """A table whose rows lie on the job's embedding servers; what it has of `HashTable`'s methods does the same.
 
     A request waits for a server that starts, comes back or moves, as long as `ServerGroup` says.
 
@@ -49,11 +49,7 @@ class RemoteTable:
     def update(self, keys: Any, gradients: Any) -> None:
         """Apply gradients ``(n, dim)`` to the rows of keys, each once, whatever fails on the way."""
         words = as_words(keys).view(np.int64)
-        given = np.ascontiguousarray(as_array(gradients), np.float32)
-        if given.shape != (len(words), self.dim):
-            raise ConfigurationError(
-                f"gradients have shape {given.shape}; {(len(words), self.dim)} is accepted."
-            )
+        given = as_gradients(gradients, (len(words), self.dim))
         self._group.push(self._number, words, given)
 
     def evict(self) -> int:

@@ -54,6 +54,8 @@ class ReplyStatus(enum.IntEnum):
     """Asking again would not help; the body says why."""
     AWAY = 3
     """A store cannot be read or written now; the body says why."""
+    FULL = 4
+    """Rows exceed the limits of a table; the body says which."""
 
 
 class RowFrame(NamedTuple):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
 
-from dlrover.checkpoint.storage.stores import open_store
+from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
 from dlrover.embedding.machine import chain
 from dlrover.embedding.machine.chain import TableManifest
 from dlrover.embedding.remote import stored
+from dlrover.embedding.remote.arrays import Arrays
 from dlrover.embedding.tools import values
 from dlrover.embedding.tools.values import Tables
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
@@ -29,6 +31,8 @@ class Served(NamedTuple):
     time: float
     """When the training copied these rows, in seconds since the epoch."""
     tables: Tables
+    order: tuple[float, int, int]
+    """A later checkpoint has a larger one."""
 
 
 class Lag(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,8 +57,12 @@ class CheckpointSource(Protocol):
     newest_step: int
     behind: int
 
-    def look(self, served: Served | None) -> Served | None:
-        """Return what to serve from now on: ``served`` itself if there is nothing newer."""
+    def look(self, served: Served | None) -> Iterator[Served]:
+        """Yield what to serve from now on, one after the other; nothing if there is nothing newer than ``served``.
+
+        Raises:
+            InfrastructureError: A newer checkpoint cannot be served, beyond what was yielded.
+        """
 
 
 class CheckpointFollower:
@@ -65,6 +73,8 @@ class CheckpointFollower:
         poll: Seconds between two looks.
     """
 
+    served: Served
+
     def __init__(self, place: str, poll: float = 1.0) -> None:
         file = values.file_of(place)
         self._source: CheckpointSource = (
@@ -74,22 +84,32 @@ class CheckpointFollower:
         self._ended = threading.Event()
         self._looked = time.monotonic()
         self._error = ""
-        first = self._source.look(None)
-        if first is None:
-            raise ConfigurationError(f"{place} has no embedding checkpoint.")
-        self.served = first
+        failed = self._take(None)
+        if not hasattr(self, "served"):
+            raise failed or ConfigurationError(f"{place} has no embedding checkpoint.")
+        self._note(failed)
+
+    def _take(self, served: Served | None) -> Exception | None:
+        """Take over what is new; return why that is not all."""
+        try:
+            for each in self._source.look(served):
+                self.served = each
+        except (DLRoverError, MemoryError) as error:
+            return error
+        return None
+
+    def _note(self, failed: Exception | None) -> None:
+        if failed is None:
+            self._looked, self._error = time.monotonic(), ""
+            return
+        reason = str(failed) or "There is no memory for it."
+        if reason != self._error:
+            logger.warning("Step %d is served still: %s", self.served.step, reason)
+        self._error = reason
 
     def look(self) -> None:
         """Take over what is new; if that fails, keep what is served, and say why in `lag`."""
-        try:
-            self.served = self._source.look(self.served) or self.served
-        except (DLRoverError, MemoryError) as error:
-            reason = str(error) or "There is no memory for it."
-            if reason != self._error:
-                logger.warning("Step %d is served still: %s", self.served.step, reason)
-            self._error = reason
-        else:
-            self._looked, self._error = time.monotonic(), ""
+        self._note(self._take(self.served))
 
     def run(self) -> None:
         """Look again and again until `close`."""
@@ -122,35 +142,87 @@ class _Checkpoints:
         self._known: dict[str, TableManifest] = {}
         self.newest_step, self.behind = -1, 0
 
-    def look(self, served: Served | None) -> Served | None:
-        """Apply the increments since ``served``, or load everything if the newest chain does not hold it."""
-        there = stored.complete(self._store)
-        self._known = {id_: self._read(id_) for id_ in there}
-        if not self._known:
-            return served
-        newest = max(self._known.values(), key=stored.order)
-        self.newest_step = newest.step
-        if served is not None and newest.id == served.id:
-            self.behind = 0
-            return served
+    def look(self, served: Served | None) -> Iterator[Served]:
+        """Yield the tables of checkpoints on the way to the newest one, up to one that is damaged."""
+        error = self._read_all()
+        newer = [each for each in self._known.values() if _is_newer(each, served)]
+        newer.sort(key=stored.order, reverse=True)
+        if newer:
+            self.newest_step = newer[0].step
+        self.behind = len(newer)
+        damaged: set[str] = set()
+        for newest in newer:
+            if not _is_newer(newest, served):
+                break
+            try:
+                for each in self._up_to(newest, served, damaged):
+                    served = each
+                    self.behind = sum(_is_newer(other, served) for other in newer)
+                    yield each
+            except InfrastructureError as found:
+                if isinstance(found, StorageAwayError):
+                    raise
+                error = error or found
+        if error is not None:
+            raise error
+
+    def _up_to(
+        self, newest: TableManifest, served: Served | None, damaged: set[str]
+    ) -> Iterator[Served]:
+        """Yield the tables of the checkpoints of a chain that are newer than ``served``; note one that is damaged."""
         links = chain.chain(newest, self._read)
         ids = [each.id for each in links]
+        tables: Tables = {}
         if served is not None and served.id in ids:
-            links = links[ids.index(served.id) + 1 :]
-            tables = served.tables
-            new = {name: text for name, text in newest.tables.items() if name not in tables}
-            tables = {**tables, **values.empty(new)} if new else tables
-        else:
-            tables = values.empty(newest.tables)
-        self.behind = len(links)
+            links, tables = links[ids.index(served.id) + 1 :], served.tables
+        elif served is not None:  # clients know tables by their numbers
+            known = [name for name in served.tables if name in links[0].tables]
+            tables = values.empty({name: links[0].tables[name] for name in known})
+        if not damaged.isdisjoint(each.id for each in links):
+            return
         for manifest in links:
-            for part in manifest.parts:
-                values.add(tables, stored.read_part(self._store, part))
-        self.behind = 0
-        return Served(newest.step, newest.id, newest.time, tables)
+            new = {name: text for name, text in manifest.tables.items() if name not in tables}
+            tables = {**tables, **values.empty(new)} if new else tables
+            try:
+                for part in self._parts(
+                    manifest, seen=served is not None and served.tables is tables
+                ):
+                    values.add(tables, part)
+            except InfrastructureError:
+                damaged.add(manifest.id)
+                raise
+            if _is_newer(manifest, served):
+                order = stored.order(manifest)
+                served = Served(manifest.step, manifest.id, manifest.time, tables, order)
+                yield served
+
+    def _parts(self, manifest: TableManifest, *, seen: bool) -> Iterable[Arrays]:
+        """Return the parts of a checkpoint: if readers see the tables, only once all have been read."""
+        parts = (stored.read_part(self._store, part) for part in manifest.parts)
+        return [*parts] if seen else parts
+
+    def _read_all(self) -> InfrastructureError | None:
+        """Read the manifests that are not known; return what is wrong with one that is damaged."""
+        there = stored.complete(self._store)
+        damages = [self._damage(id_) for id_ in there]
+        self._known = {id_: self._known[id_] for id_ in there if id_ in self._known}
+        return next((each for each in damages if each is not None), None)
+
+    def _damage(self, id_: str) -> InfrastructureError | None:
+        try:
+            self._known[id_] = self._read(id_)
+        except InfrastructureError as error:
+            if isinstance(error, StorageAwayError):
+                raise
+            return error
+        return None
 
     def _read(self, id_: str) -> TableManifest:
         return self._known.get(id_) or stored.read_manifest(self._store, id_)
+
+
+def _is_newer(manifest: TableManifest, served: Served | None) -> bool:
+    return served is None or stored.order(manifest) > served.order
 
 
 class _TableFile:
@@ -160,7 +232,7 @@ class _TableFile:
         self._path = path
         self.newest_step, self.behind = -1, 0
 
-    def look(self, served: Served | None) -> Served | None:
+    def look(self, served: Served | None) -> Iterator[Served]:
         """Load the file if it is another one than before."""
         try:
             status = self._path.stat()
@@ -169,8 +241,9 @@ class _TableFile:
         id_ = f"{status.st_ino:x}-{status.st_mtime_ns:x}"
         if served is not None and served.id == id_:
             self.behind = 0
-            return served
+            return
         self.behind = 1
         loaded = values.load(self._path)
         self.newest_step, self.behind = loaded.step, 0
-        return Served(loaded.step, id_, status.st_mtime, loaded.tables)
+        order = status.st_mtime, loaded.step, 0
+        yield Served(loaded.step, id_, status.st_mtime, loaded.tables, order)

@@ -63,6 +63,7 @@ class HttpServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 1024  # of the class; its own 5 are soon too few
 
     def __init__(self, address: tuple[str, int], follower: CheckpointFollower, token: str) -> None:
         self.follower, self.token = follower, token
@@ -114,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.rfile.read(length)
 
     def _check_token(self) -> None:
-        given = self.headers.get("Authorization", "").encode()
+        given = self.headers.get("Authorization", "").encode("latin-1")  # as it came
         if not hmac.compare_digest(given, f"Bearer {self._server.token}".encode()):
             self.close_connection = True
             if self._length() <= MAX_UNREAD:
@@ -158,11 +159,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _keys(given: list[int | str]) -> Any:
-    if given and all(isinstance(key, str) for key in given):
-        return given
+    texts = [key for key in given if isinstance(key, str)]
+    if texts and len(texts) == len(given):
+        return texts
     try:
-        return np.array(given, np.int64)
-    except (OverflowError, ValueError) as error:
-        raise _RefusedError(
-            HTTPStatus.BAD_REQUEST, "keys are wrong; numbers of int64 or texts are accepted."
-        ) from error
+        if not texts:
+            return np.array(given, np.int64)
+    except OverflowError:
+        pass
+    raise _RefusedError(
+        HTTPStatus.BAD_REQUEST, "keys are wrong; numbers of int64 or texts are accepted."
+    )

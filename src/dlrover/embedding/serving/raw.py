@@ -5,7 +5,8 @@ from __future__ import annotations
 import hmac
 import socket
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -13,14 +14,15 @@ from numpy.typing import NDArray
 
 from dlrover._util import decoding
 from dlrover.embedding.remote import wire
+from dlrover.embedding.remote.client import CHUNK_BYTES, CHUNK_KEYS
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.embedding.serving.follower import CheckpointFollower, Lag
+from dlrover.embedding.table import as_words, like
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 
 CONNECT_TIMEOUT = 10.0
 REPLY_TIMEOUT = 60.0
-CHUNK_KEYS = 1 << 18
-"""Keys of one request; larger batches are sent in several."""
+T = TypeVar("T")
 
 
 class TableInfo(msgspec.Struct, frozen=True):
@@ -97,54 +99,72 @@ class ServedTables:
     """
 
     def __init__(self, address: str, token: str) -> None:
-        host, _, port = address.rpartition(":")
-        if not port.isdecimal():
+        self._host, _, self._port = address.rpartition(":")
+        if not self._port.isdecimal():
             raise ConfigurationError(f"address is {address!r}; HOST:PORT is accepted.")
-        self._address = address
+        self._address, self._token = address, token
         self._lock = threading.Lock()
+        self._tables: dict[str, tuple[int, int]] = {}
+        self._sock: socket.socket | None = None
+        self._receiver: wire.FrameReceiver | None = None
+        self._connect()
+
+    def _connect(self) -> None:
+        """Connect if there is no connection without a request that waits for its reply."""
+        if self._receiver is not None:
+            return
+        if self._sock is not None:
+            self._sock.close()
         try:
-            self._sock = wire.connect(host, int(port), secret_of(token), CONNECT_TIMEOUT)
+            self._sock = wire.connect(
+                self._host, int(self._port), secret_of(self._token), CONNECT_TIMEOUT
+            )
         except OSError as error:
             raise InfrastructureError(
-                f"{address} does not answer, or has another token: {error}."
+                f"{self._address} does not answer, or has another token: {error}."
             ) from error
         self._sock.settimeout(REPLY_TIMEOUT)
+        self._tables = {}  # another server may number them otherwise
         self._receiver = wire.FrameReceiver(self._sock)
-        self._tables: dict[str, tuple[int, int]] = {}
 
     def report(self) -> Report:
         """Return the server's lag and its tables."""
-        with self._lock:
-            return self._report()
+        return self._twice(self._report)
 
-    def peek(self, table: str, keys: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return rows of keys, ``(n, dim)``; missing ones are zeros.
+    def peek(self, table: str, keys: Any) -> Any:
+        """Return rows of keys, ``(n, dim)``; missing ones are zeros. Keys and results are those of `HashTable.peek`.
 
         Raises:
             ConfigurationError: There is no such table.
             InfrastructureError: The server does not answer.
         """
-        with self._lock:
-            if table not in self._tables:
-                self._report()
-            if table not in self._tables:
-                raise ConfigurationError(
-                    f"table is {table!r}; accepted are {', '.join(self._tables)}."
-                )
-            number, dim = self._tables[table]
-            out = np.empty((len(keys), dim), np.float32)
-            for first in range(0, len(keys), CHUNK_KEYS):
-                some = np.ascontiguousarray(keys[first : first + CHUNK_KEYS], np.int64)
-                reply = self._ask(RowFrame(Op.PEEK, table=number, keys=len(some)), some)
-                rows = np.asarray(reply.body).view(np.float32).reshape(len(some), dim)
-                out[first : first + len(some)] = rows
-            return out
+        words = as_words(keys).view(np.int64)
+        return like(self._twice(lambda: self._rows(table, words)), keys)
+
+    def _rows(self, table: str, keys: NDArray[np.int64]) -> NDArray[np.float32]:
+        self._connect()
+        if table not in self._tables:
+            self._report()
+        if table not in self._tables:
+            raise ConfigurationError(f"table is {table!r}; accepted are {', '.join(self._tables)}.")
+        number, dim = self._tables[table]
+        most = min(CHUNK_KEYS, CHUNK_BYTES // (4 * dim))
+        out = np.empty((len(keys), dim), np.float32)
+        for first in range(0, len(keys), most):
+            some = keys[first : first + most]
+            reply = self._ask(RowFrame(Op.PEEK, table=number, keys=len(some)), some)
+            rows = np.asarray(reply.body).view(np.float32).reshape(len(some), dim)
+            out[first : first + len(some)] = rows
+        return out
 
     def close(self) -> None:
-        """Close the connection."""
-        self._sock.close()
+        """Close the connection; the next request opens another."""
+        self._receiver = None
+        if self._sock is not None:
+            self._sock.close()
 
     def _report(self) -> Report:
+        self._connect()
         reply = self._ask(RowFrame(Op.STATS))
         found = decoding.json(bytes(reply.body), Report)
         self._tables = {
@@ -152,12 +172,32 @@ class ServedTables:
         }
         return found
 
+    def _twice(self, ask: Callable[[], T]) -> T:
+        """Ask, and once more if the connection was closed: the server has started anew."""
+        with self._lock:
+            try:
+                return ask()
+            except _ClosedError:
+                return ask()
+
     def _ask(self, frame: RowFrame, *parts: NDArray[Any]) -> RowFrame:
+        receiver, self._receiver = (
+            self._receiver,
+            None,
+        )  # a reply that is left here is no other request's
+        assert receiver is not None
+        assert self._sock is not None
         try:
             wire.send(self._sock, frame, *parts)
-            reply = self._receiver.receive()
+            reply = receiver.receive()
         except OSError as error:
-            raise InfrastructureError(f"{self._address} does not answer: {error}.") from error
+            kind = _ClosedError if isinstance(error, ConnectionError) else InfrastructureError
+            raise kind(f"{self._address} does not answer: {error}.") from error
+        self._receiver = receiver
         if reply.status is not ReplyStatus.OK:
             raise ProtocolError(bytes(reply.body).decode(errors="replace"))
         return reply
+
+
+class _ClosedError(InfrastructureError):
+    """Raised when the server has closed the connection."""

@@ -243,7 +243,7 @@ class Segments:
             raise AssertionError("no segment is free")
         try:
             if self._directory is None:
-                self._directory = _own_directory(self, self._spill.directory)
+                self._directory = _own_directory(self, self._files, self._spill.directory)
             file = os.open(
                 self._file(segment), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
             )
@@ -276,8 +276,8 @@ def _write(file: int, records: Any, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def _own_directory(owner: Segments, parent: str) -> Path:
-    """Make a directory that is deleted with its owner; delete those of processes that were killed."""
+def _own_directory(owner: Segments, files: Any, parent: str) -> Path:
+    """Make a directory that is deleted with its owner, whose ``files`` are closed; delete those of processes that were killed."""
     place = Path(parent)
     place.mkdir(parents=True, exist_ok=True)
     for lock in place.glob("table-*.lock"):
@@ -292,8 +292,15 @@ def _own_directory(owner: Segments, parent: str) -> Path:
         os.close(held)  # another process took it for an abandoned one
     own = place / name
     own.mkdir()
-    weakref.finalize(owner, _delete, own, lock, held, os.getpid())
+    weakref.finalize(owner, _end, files, own, lock, held, os.getpid())
     return own
+
+
+def _end(files: Any, own: Path, lock: Path, held: int, process: int) -> None:
+    """Close the segments, which take their room on the disk until then, and delete them."""
+    for file in files[files >= 0].tolist():
+        os.close(file)
+    _delete(own, lock, held, process)
 
 
 def _delete_abandoned(lock: Path) -> None:

@@ -18,7 +18,7 @@ from dlrover._native.tables import SLOTS, Copied, RowOptions, norms_of, slots_of
 from dlrover.embedding.options import Spill
 from dlrover.embedding.tiers import segments
 from dlrover.embedding.tiers.cold import ColdRows
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import ConfigurationError, NoRoomError
 
 CHANGED, BLOCKED = 1, 2
 _HEADER, _BLOCK = 16, 8
@@ -78,7 +78,7 @@ class TieredTable:
         each slot almost empty. So a row that it has always finds room in memory, and a saved table can be loaded.
 
         Raises:
-            InfrastructureError: It may not; nothing has changed.
+            NoRoomError: It may not; nothing has changed.
         """
         room = self._most - int(self.rows().sum())
         if len(keys) <= room:
@@ -86,7 +86,7 @@ class TieredTable:
         unused = np.empty((len(keys), self._options.dim), np.float32)
         missing = self._hot.look(keys, unused, 0, insert=False, count=False)
         if (missing & ~self._cold.there(keys)).sum() > room:
-            raise InfrastructureError(
+            raise NoRoomError(
                 f"An embedding table of {self.rows().sum()} rows has no room for more: memory_bytes is"
                 f" {self._options.memory_bytes}, and spill.nbytes is {self._spill.nbytes}."
             )
@@ -113,7 +113,7 @@ class TieredTable:
                 self._hot.pack(slot)  # which may take back what was made room for above
             short = slots[self._hot.prepare(slots, needs[slots])]
         if len(short):
-            raise InfrastructureError(
+            raise NoRoomError(
                 f"An embedding table has no room in memory: memory_bytes is {self._options.memory_bytes}."
             )
 

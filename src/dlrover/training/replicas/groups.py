@@ -251,10 +251,14 @@ class Peers:
                 failures.append(error)
                 self._failed()
         if failures:
-            raise Changed(str(failures[0])) from failures[0]
+            raise Changed(failures[0])
 
-    def _failure(self, work: Any) -> RuntimeError | None:
-        """Wait for an operation; return its error, also if it is to end and does not."""
+    def _failure(self, work: Any) -> str | None:
+        """Wait for an operation; return the text of its error, also if it is to end and does not.
+
+        The error itself would refer to this frame, and the frame to the operation: the group's threads and connections
+        would stay until Python's next full collection.
+        """
         abandoned = self._abandoned()
         while not work.is_completed():
             try:
@@ -263,12 +267,12 @@ class Peers:
                 if abandoned and not work.is_completed():
                     # The end of the group would wait for the operation's thread: it never comes.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
-                    return error
+                    return str(error)
             abandoned = self._abandoned()
         try:
             work.wait()
         except RuntimeError as error:
-            return error
+            return str(error)
         return None
 
 

@@ -83,8 +83,8 @@ class _Restarts:
         self._attempts: dict[int, int] = {}
         """Attempt of each rank in the present call."""
         self._before: set[Descriptor] = set()
-        self._running = False
-        self._left = threading.Event()
+        self._left: threading.Event | None = None
+        """Set when the present call has ended; None between two calls."""
         self._lock = threading.Lock()
         link.on_change = self._note
 
@@ -151,9 +151,9 @@ class _Restarts:
     @contextlib.contextmanager
     def _group(self, store: MeetingStore) -> Iterator[None]:
         """Let ``init_process_group`` meet the ranks of this membership; destroy the groups in the end."""
-        self._left.clear()
+        left = threading.Event()
         with self._lock:
-            self._before, self._running = connections(), True
+            self._before, self._left = connections(), left
         self._note(self._link.members)
         hooks.plain_group = {
             "store": store,
@@ -164,9 +164,9 @@ class _Restarts:
         try:
             yield
         finally:
-            self._left.set()
+            left.set()
             with self._lock:
-                self._running = False
+                self._left = None
             hooks.plain_group = None
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -174,14 +174,16 @@ class _Restarts:
     def _note(self, members: Members | None) -> None:
         """Let the function's collectives fail after a loss; runs in the link's thread."""
         with self._lock:
-            lost = members is not None and len(members.attempts) < self._given.world_size
-            if not (lost and self._running) or members is None or not self._is_newer(members):
+            if self._left is None or members is None or not self._is_newer(members):
+                return
+            if members.attempts == self._attempts:
                 return
             shut_down(connections() - self._before)
-        threading.Thread(target=self._end_late, daemon=True).start()
+            late = threading.Thread(target=self._end_late, args=(self._left,), daemon=True)
+        late.start()
 
-    def _end_late(self) -> None:
-        """Kill this process if the function does not end: the next rung is another process."""
-        if not self._left.wait(LEAVE_LIMIT):
+    def _end_late(self, left: threading.Event) -> None:
+        """Kill this process if the call does not end: the next rung is another process."""
+        if not left.wait(LEAVE_LIMIT):
             logger.error("The training function did not end within %g s of a loss", LEAVE_LIMIT)
             os.kill(os.getpid(), signal.SIGKILL)

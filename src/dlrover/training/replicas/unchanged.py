@@ -30,6 +30,7 @@ from dlrover.training.replicas.link import Link
 from dlrover.training.replicas.outputs import Outputs
 from dlrover.training.replicas.rows import Row
 from dlrover.training.replicas.survivors import Survivors
+from dlrover.training.worker.counted import CountedOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +63,8 @@ class Unchanged:
         self.replaying = given.attempt > 0
         """True while this rank runs the program without its model."""
         self.steps = 0
-        """Steps of the program's first optimizer in this round, made or skipped."""
-        self._optimizer: Any = None
+        """Steps of the program's optimizer that counts in this round, made or skipped."""
+        self._optimizer = CountedOptimizer()
         self._stepping: Any = None
         """The optimizer within whose step this rank is: it may call that of its base class."""
         self._link, self._given = link, given
@@ -507,8 +508,7 @@ class Unchanged:
                 )
             finally:
                 self._stepping = None
-        self._optimizer = self._optimizer or optimizer
-        self.steps += optimizer is self._optimizer
+        self.steps += self._optimizer.counts(optimizer)
         if self._fresh:
             self._skip_edge(
                 "No model in DistributedDataParallel or fully_shard has made a forward pass",

@@ -25,6 +25,7 @@ from typing import Any
 from dlrover import launched
 from dlrover.spec.activity import Activity
 from dlrover.training.worker.compute import ComputeTime
+from dlrover.training.worker.counted import CountedOptimizer
 from dlrover.training.worker.imports import after_import
 from dlrover.training.worker.tracker import Tracker, guarded
 
@@ -75,7 +76,7 @@ class Hooks:
         self._read_profile = guarded(self._profile)
         self._begin = guarded(tracker.begin)
         self._end = guarded(tracker.end)
-        self._optimizer: Any = None
+        self._optimizer = CountedOptimizer()
         self._compiling: int | None = None
         self._owned: set[int] = set()
 
@@ -87,15 +88,19 @@ class Hooks:
             self._on_first_step()
 
     def watch_steps(self, module: types.ModuleType) -> None:
-        """Count the steps of the first optimizer that steps; ignore others, such as a GAN's second one."""
+        """Count the steps of the first optimizer that steps; others, such as a GAN's second one, only show life.
+
+        A program that trains again, or another model, goes over to another optimizer: then that one counts.
+        """
         module.register_optimizer_step_post_hook(guarded(self._after_step, self._tracker.lose))
 
     def _after_step(self, optimizer: Any, _args: object, _kwargs: object) -> None:
-        if self._optimizer is None:
-            self._optimizer = optimizer
-        if optimizer is not self._optimizer:
+        now, before = time.monotonic_ns(), self._optimizer.now
+        if not self._optimizer.counts(optimizer):
+            self._tracker.alive(now)
             return
-        now = time.monotonic_ns()
+        if self._optimizer.now is not before:
+            self._owned = set()
         if self._tracker.step(now):
             self._time_step(optimizer, now)
             if self._tracker.steps == 1:
@@ -134,10 +139,11 @@ class Hooks:
         cls.eval, cls.train = eval, wrapped_train
 
     def _evaluate(self, module: Any) -> None:
-        if self._optimizer is None:
+        optimizer = self._optimizer.now() if self._optimizer.now is not None else None
+        if optimizer is None:
             return
         if not self._owned:
-            groups = self._optimizer.param_groups
+            groups = optimizer.param_groups
             self._owned = {id(parameter) for group in groups for parameter in group["params"]}
         if any(id(parameter) in self._owned for parameter in module.parameters()):
             self._tracker.evaluate()

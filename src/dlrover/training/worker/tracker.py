@@ -72,6 +72,11 @@ class Tracker:
         self.steps = self._board.count_step(self._slot)
         return True
 
+    def alive(self, now: int) -> None:
+        """Begin to wait for the next step anew: the training goes on, though nothing counts yet."""
+        if threading.get_ident() == self._thread and self._doing == Activity.STEP:
+            self._change(Activity.STEP, now)
+
     def begin(self, activity: int) -> int | None:
         """Begin an activity, unless it belongs to the current one; return the value for `end`."""
         before = self._doing

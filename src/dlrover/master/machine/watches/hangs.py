@@ -43,6 +43,8 @@ SHORT_WAIT = 5.0
 """Seconds up to which waiting for data is part of a normal step."""
 SHORT_END = 5.0
 """Seconds within which ranks that have finished their program usually end."""
+OVERTAKEN = 30.0
+"""Seconds by which a report that a later one overtook may be older; it takes less to look at the processes."""
 PATIENCE = 2.0
 """Factor by which all limits grow after each suspicion that proved wrong."""
 
@@ -171,7 +173,10 @@ class HangDetector:
         self.reported_at = now
         for rank, worker in event.workers.items():
             before = self.workers.get(rank)
-            if before is not None and sum(worker.seconds) < sum(before.seconds):
+            if before is not None and is_another(before, worker):
+                before = None
+                self._get_on()
+            elif before is not None and age(worker) < age(before):
                 continue  # a later report overtook it
             self.workers[rank] = worker
             if worker.steps:
@@ -293,6 +298,17 @@ class HangDetector:
         )
         restart = self.limits.hang_action == "restart" and self.has_stepped
         return Hang(hang, tuple(evidence.values()), missing, restart)
+
+
+def age(worker: WorkerActivity) -> float:
+    """Return the seconds since a worker's process has begun."""
+    return sum(worker.seconds)
+
+
+def is_another(before: WorkerActivity, now: WorkerActivity) -> bool:
+    """Return whether a rank's process was started again between two reports, while the other ranks went on."""
+    back = before.ended and not now.ended
+    return age(now) < age(before) - (0.0 if back else OVERTAKEN)
 
 
 def got_on(before: WorkerActivity, now: WorkerActivity) -> bool:

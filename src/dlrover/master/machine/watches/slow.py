@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dlrover.master.machine.watches.hangs import is_another
 from dlrover.spec.activity import Activity
 from dlrover.spec.events import SlowRank, SlowRankRecovered
 from dlrover.spec.job import Limits
@@ -58,7 +59,8 @@ class SpeedWatch:
         """Compare the ranks if a window has passed; ``nodes`` maps each rank to its node."""
         if not self.limits.hang_detection:
             return []
-        if workers.keys() != self.marks.keys():
+        same = workers.keys() == self.marks.keys()
+        if not same or any(is_another(self.marks[rank], one) for rank, one in workers.items()):
             self.marks, self.began = dict(workers), now
             return []
         if now - self.began < self.limits.slow_rank_window:
