@@ -206,6 +206,57 @@ def test_a_storage_that_is_smaller_at_its_old_address_is_refused():
         copier.layout_of(state)
 
 
+def test_a_tensor_with_gaps_whose_last_elements_are_beyond_its_storage_is_refused():
+    """Its bytes alone would fit there."""
+    tensor = torch.ones(100)[::2]
+    tensor.untyped_storage().resize_(tensor.nbytes)
+    with pytest.raises(ConfigurationError, match="a needs 396 bytes, and its storage has only 200"):
+        Copier().layout_of({"a": tensor})
+
+
+def test_after_a_refused_save_a_tensor_that_moved_and_moved_back_is_copied_as_it_is():
+    there, rest = torch.arange(24.0).view(4, 6).t(), torch.ones(10)
+    state, copier, buffer = {"a": there, "b": rest}, Copier(), torch.zeros(512, dtype=torch.uint8)
+    copier.layout_of(state)
+    copier.copy(buffer)
+    state["a"], state["b"] = torch.zeros(4, 6).t(), torch.ones(10)
+    state["b"].untyped_storage().resize_(0)
+    with pytest.raises(ConfigurationError, match="b needs 40 bytes"):
+        copier.layout_of(state)
+    state["a"], state["b"] = there, rest
+    packed = copier.layout_of(state)
+    copier.copy(buffer)
+    entries = msgspec.msgpack.decode(packed.encoded, type=layouts.Layout).entries
+    assert torch.equal(copying.views(buffer, entries)[0], there)
+
+
+class Odd(torch.Tensor):
+    """A tensor with methods of its own."""
+
+
+@pytest.mark.usefixtures("walk")
+@pytest.mark.parametrize(
+    "make_odd",
+    [
+        lambda: torch.eye(4).to_sparse(),
+        pytest.param(
+            lambda: torch.eye(4).to_sparse_csr(),
+            marks=pytest.mark.filterwarnings("ignore:Sparse CSR tensor support"),
+        ),
+        lambda: torch.eye(4).to_mkldnn(),
+        lambda: torch.eye(4, device="meta"),
+        lambda: torch.eye(4).as_subclass(Odd),
+        torch.nn.parameter.UninitializedParameter,
+    ],
+)
+def test_a_tensor_that_becomes_one_that_cannot_be_kept_is_refused_as_at_the_first_save(make_odd):
+    state, copier = {"many": {"a": torch.zeros(4, 4), "b": torch.ones(2)}}, Copier()
+    copier.layout_of(state)
+    state["many"]["a"] = make_odd()
+    with pytest.raises(ConfigurationError, match=r"The tensor many\.a .*, which is not supported"):
+        copier.layout_of(state)
+
+
 SAME = (
     "nothing",
     "a value of another type",

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
@@ -49,6 +50,7 @@ class Leaf:
         ({"a": {True: 3}}, "a has the key True"),
         ({"a": 1j}, "a is a builtins.complex"),
         ({"a": "\ud800"}, "not Unicode"),
+        ({"a": msgspec.msgpack.Ext(5, b"x")}, "a is a msgspec.*Ext"),  # could not be read again
     ],
 )
 def test_what_cannot_be_kept_is_named(value, words):

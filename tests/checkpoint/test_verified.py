@@ -12,7 +12,7 @@ from dlrover.checkpoint.loading.replay import Replayer
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import memory
 from dlrover.checkpoint.saver.memory import Generation
-from dlrover.errors import InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError
 
 LARGE = 1 << 20
 """Bytes."""
@@ -119,3 +119,9 @@ def test_targets_that_share_memory_get_the_last_content():
     assert tensors.fill([(shared, 0), (shared, 1)]) == []
     assert torch.equal(shared, state["b"])
     assert tensors.problem() == ""
+
+
+def test_a_wrong_choice_of_the_library_is_said_before_anything_is_trained(directory, monkeypatch):
+    monkeypatch.setenv("DLROVER_NATIVE", "on")
+    with pytest.raises(ConfigurationError, match="DLROVER_NATIVE=on"):
+        Checkpointer(directory, linger=0.0)

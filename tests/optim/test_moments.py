@@ -268,3 +268,61 @@ def test_a_gradient_of_another_kind_is_refused(kind) -> None:
         value.grad = value.grad.to_sparse()
     with pytest.raises(ConfigurationError, match=f"^AGD got a {kind} gradient; it accepts dense"):
         AGD([value]).step()
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("kind", [AGD, AdamW, AdamW8bit])
+def test_a_state_of_another_shape_is_refused(kind, native, monkeypatch) -> None:
+    """The compiled update would write beyond the end of the smaller one."""
+    monkeypatch.setenv("DLROVER_NATIVE", native)
+    small, large = nn.Parameter(torch.ones(64, 64)), nn.Parameter(torch.ones(64, 128))
+    saved = kind([small])
+    trained(saved, [small], [torch.ones(64, 64)])
+    loaded = kind([large])
+    loaded.load_state_dict(saved.state_dict())
+    large.grad = torch.ones(64, 128)
+    with pytest.raises(
+        ConfigurationError,
+        match=r"Parameter 0 has the shape \[64, 128\] and its exp_avg \[64, 64\]",
+    ):
+        loaded.step()
+    small.data = torch.ones(64, 128)
+    with pytest.raises(ConfigurationError, match=r"its gradient \[64, 64\]"):
+        saved.step()
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_the_sign_of_a_gradient_that_is_negated_lazily_counts(native, monkeypatch) -> None:
+    """As autograd leaves that of the imaginary part of a number that is conjugated."""
+    monkeypatch.setenv("DLROVER_NATIVE", native)
+    value = nn.Parameter(torch.tensor([1.0]))
+    number = torch.complex(torch.zeros(1), value).conj() * torch.tensor([1 + 1j])
+    number.imag.sum().backward()
+    assert value.grad.is_neg()
+    AdamW([value], lr=0.5, weight_decay=0.0).step()
+    assert value.item() == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_the_state_of_an_optimizer_with_an_option_that_is_missing_is_refused(option) -> None:
+    """With ``maximize``, what went uphill would go downhill."""
+    value = nn.Parameter(torch.ones(3))
+    saved = torch.optim.AdamW([value], **{option: True}).state_dict()
+    with pytest.raises(ConfigurationError, match=f"with {option}=True, which AdamW does not have"):
+        AdamW([value]).load_state_dict(saved)
+    AdamW([value]).load_state_dict(torch.optim.AdamW([value]).state_dict())
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("make", [AGD, AdamW, AdamW8bit])
+def test_a_backward_pass_that_needs_the_values_before_a_step_fails(
+    make, native, monkeypatch
+) -> None:
+    """As with PyTorch's optimizers; else its gradients would be those of other parameters."""
+    monkeypatch.setenv("DLROVER_NATIVE", native)
+    value, inputs = nn.Parameter(torch.ones(64, 64)), torch.ones(64, requires_grad=True)
+    outputs = value @ inputs
+    value.grad = torch.ones(64, 64)
+    make([value]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outputs.sum().backward()

@@ -171,3 +171,45 @@ def test_a_step_without_closure_is_refused() -> None:
     model = network()
     with pytest.raises(ConfigurationError, match=r"^WSAM.step got no closure; it needs one"):
         WSAM(model, sgd(model)).step()
+
+
+def test_a_second_pass_that_fails_leaves_the_parameters_where_they_were() -> None:
+    """The program may catch the error and go on with the next batch, or save."""
+    model = network()
+    optimizer = WSAM(model, sgd(model))
+    before = copy.deepcopy(model.state_dict())
+    closure, calls = closure_of(model, optimizer, batches(1)[0]), []
+
+    def failing():
+        calls.append(closure())
+        if len(calls) == 2:
+            raise MemoryError
+        return calls[0]
+
+    with pytest.raises(MemoryError):
+        optimizer.step(failing)
+    after = dict(model.named_parameters())
+    assert len(calls) == 2
+    assert all(torch.equal(after[name], before[name]) for name in after)
+
+
+@pytest.mark.parametrize("decouple", [True, False])
+def test_a_parameter_that_the_second_pass_does_not_use_has_the_gradient_zero_there(
+    decouple,
+) -> None:
+    used, skipped = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    holder = nn.ParameterList([used, skipped])
+    base = torch.optim.SGD(holder.parameters(), lr=0.5)
+    optimizer, passes = WSAM(holder, base, RHO, 0.5, decouple=decouple), []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = used.sum() if passes else used.sum() + skipped.sum()
+        passes.append(loss)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    # a = 1: decoupled w - lr g - lr (0 - g), coupled w - lr 0
+    torch.testing.assert_close(skipped.detach(), torch.ones(3))
+    torch.testing.assert_close(used.detach(), torch.full((3,), 0.5))

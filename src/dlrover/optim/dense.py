@@ -81,7 +81,18 @@ class DenseOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, with its own types: PyTorch would convert it to those of the parameters."""
+        """Load a state, with its own types: PyTorch would convert it to those of the parameters.
+
+        Raises:
+            ConfigurationError: it is of a PyTorch optimizer with an option that this one does not have.
+        """
+        for group in state_dict["param_groups"]:
+            for option in ("amsgrad", "maximize"):
+                if group.get(option) and option not in self.defaults:
+                    raise ConfigurationError(
+                        f"The state is of an optimizer with {option}=True, which {type(self).__name__} does not have;"
+                        " continue with that optimizer."
+                    )
         super().load_state_dict(state_dict)
         for parameter, saved in saved_states(self.param_groups, state_dict):
             for key, value in saved.items():

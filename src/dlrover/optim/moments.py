@@ -18,6 +18,9 @@ from dlrover.optim import codes
 from dlrover.optim.dense import by_rows
 from dlrover.optim.tensors import local
 
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+"""Entries of a parameter's state that have its shape."""
+
 
 class Member(NamedTuple):
     """This rank's parts of the tensors of one parameter."""
@@ -56,7 +59,8 @@ class Moments:
 
     The compiled library updates float32 and bfloat16 tensors in the memory of the CPU; PyTorch updates others.
     bfloat16 parameters are rounded at random to one of their two neighbours. The draws depend on the step and the
-    parameter's number only: ranks with the same parameters and gradients compute the same bits.
+    parameter's place among those that have gradients only: ranks with the same parameters and gradients compute the
+    same bits.
     """
 
     def __init__(self, rule: MomentRule, state_bits: int, *, amsgrad: bool = False) -> None:
@@ -94,6 +98,7 @@ class Moments:
         for index, (parameter, entries) in members.items():
             state = {key: local(value) for key, value in entries.items()}
             place, gradient = local(parameter), local(parameter.grad)
+            _check_shapes(index, place, gradient, state)
             if "exp_avg_scale" in state:
                 self._update_codes(step, index, (place, gradient), state, group)
                 continue
@@ -153,6 +158,11 @@ class Moments:
         tensors = Tensors(parameters, gradients, (means, squares), sizes, half=half)
         run = getattr(self.native, self._rule.kernel)
         run(tensors, self._rule.scalars(step, group), seed=step, threads=torch.get_num_threads())
+        for each in (
+            members
+        ):  # as an update by PyTorch does: a later backward pass that needs the old values fails
+            if not each.parameter.is_inference():
+                torch.autograd.graph.increment_version(each.parameter)
 
     def _update_plain(self, step: int, members: dict[int, Member], group: dict[str, Any]) -> None:
         """Update members of one device and type by PyTorch."""
@@ -177,8 +187,24 @@ class Moments:
             self.native is not None
             and member.largest is None
             and kinds in ([single] * 4, [half, half, single, single])
-            and all(each.device.type == "cpu" and each.is_contiguous() for each in member.four)
+            and all(
+                each.device.type == "cpu" and each.is_contiguous() and not each.is_neg()
+                for each in member.four
+            )
         )
+
+
+def _check_shapes(
+    index: int, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]
+) -> None:
+    """Refuse tensors of several shapes: the compiled library does not look."""
+    moments = [(key, state[key]) for key in _MOMENTS if key in state]
+    for key, tensor in [("gradient", gradient), *moments]:
+        if tensor.shape != parameter.shape:
+            raise ConfigurationError(
+                f"Parameter {index} has the shape {list(parameter.shape)} and its {key} {list(tensor.shape)}; load"
+                " the state of an optimizer of the same model, or make a new optimizer."
+            )
 
 
 @functools.cache

@@ -104,14 +104,16 @@ class WSAM(WrappedOptimizer):
         moved = [each for each in parameters(self.param_groups) if each.grad is not None]
         before = self._keep(self._before, moved)
         factor = self._factor(moved)
-        for each in moved:
-            away = each.grad * each.square() if self._adaptive else each.grad
-            each.add_(away * factor.to(each.dtype))
-        self._clip()
-        gradients = self._keep(self._gradients, [each.grad for each in moved])
-        with _frozen_statistics(self._model):
-            compute()
-        _copy(moved, before)
+        try:
+            for each in moved:
+                away = each.grad * each.square() if self._adaptive else each.grad
+                each.add_(away * factor.to(each.dtype))
+            self._clip()
+            gradients = self._keep(self._gradients, [each.grad for each in moved])
+            with _frozen_statistics(self._model):
+                compute()
+        finally:  # also if memory ran out, or Ctrl-C came: the program may go on, or save
+            _copy(moved, before)
         self._clip()
         self._finish(moved, gradients)
         return loss
@@ -132,6 +134,11 @@ class WSAM(WrappedOptimizer):
     def _finish(self, moved: list[Tensor], gradients: list[Tensor]) -> None:
         """Step with the gradients at both places; ``grad`` holds those of the second."""
         weight = self._weight
+        for each, gradient in zip(moved, gradients, strict=True):
+            if (
+                each.grad is None
+            ):  # the second pass did not use the parameter, as with layers that are skipped at random
+                each.grad = torch.zeros_like(gradient)
         if not self._decouple:
             if weight != 1:  # SAM, to the bit
                 for each, gradient in zip(moved, gradients, strict=True):

@@ -46,6 +46,11 @@ class RelayedMaster:
         except msgspec.DecodeError as error:
             self.close()
             return Unanswered(refused=f"The agent's answer cannot be read: {error}.")
+        except (
+            BaseException
+        ):  # such as Ctrl-C: a reply that comes late must not be taken for that of another request
+            self.close()
+            raise
 
     def _asked(self, data: bytes) -> WorkerReply:
         if self._pid != os.getpid():

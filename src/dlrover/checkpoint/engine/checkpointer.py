@@ -33,6 +33,7 @@ from dlrover.checkpoint.loading.restore import Prepare, StateReading
 from dlrover.checkpoint.machine.layout import PackedLayout, TensorSpec
 from dlrover.checkpoint.machine.policies import Policy, checked_metrics, policy_of
 from dlrover.checkpoint.machine.saves import Newest, SaveId
+from dlrover.checkpoint.saver.memory import kernels
 from dlrover.checkpoint.saver.protocol import SaverGoneError
 from dlrover.checkpoint.storage import faults, storage
 from dlrover.checkpoint.storage.lease import Lease, job_of
@@ -91,7 +92,8 @@ class Checkpointer:
             uses no memory and changes nothing in the directory; `save` raises an error.
 
     Raises:
-        ConfigurationError: an argument is wrong.
+        ConfigurationError: an argument or ``DLROVER_NATIVE`` is wrong.
+        ImportError: ``DLROVER_NATIVE`` requires the compiled library, and it cannot be used.
         InfrastructureError: the saver cannot be started, or another job uses the directory.
     """
 
@@ -115,6 +117,7 @@ class Checkpointer:
         if not linger >= 0:
             raise ConfigurationError(f"linger is {linger}; it must be 0 seconds or more.")
         pace.check(interval, hours_between_failures)
+        kernels()  # raises here, not in the first save
         if save_at_breakpoint is None:
             save_at_breakpoint = launched.given.save_at_breakpoint
         wishes = Wishes(save_at_breakpoint, replicas, replica_bandwidth)

@@ -68,6 +68,10 @@ class SaverClient:
         self._sock = protocol.new_socket()
         self._fds: list[int] = []
         self._generations: list[Generation] = []
+        self._interrupted: protocol.SaverMessage | None = None
+        """Request that a signal has interrupted, as Ctrl-C does: its reply may still come."""
+        self._late: tuple[str, ...] = ()
+        """Failures in the reply to an interrupted `wait`."""
 
     def attach(self, rank: int) -> protocol.Attached:
         """Connect, start the saver if there is none, and return the saver's reply.
@@ -77,27 +81,34 @@ class SaverClient:
         """
         with self._lock:
             self._rank = rank
-            for _ in range(START_ATTEMPTS):
-                reply = self._try_to_attach(rank)
-                if reply is not None:
-                    break
-                self._start()
-            else:
-                raise InfrastructureError(
-                    "The checkpoint saver of this node does not start; see"
-                    f" {protocol.log_file(self._store.location)}."
-                )
-            fds = self._fds
-            attached = _expected(reply, protocol.Attached)
-            if not 1 <= len(fds) <= protocol.GENERATIONS:
-                raise ProtocolError(f"The saver sent {len(fds)} descriptors of memory.")
-            self._generations = [Generation(fd) for fd in fds]
-            return attached
+            try:
+                return self._attach(rank)
+            except BaseException:
+                self._close()  # so that the next request finds no saver, whatever has interrupted this one
+                raise
+
+    def _attach(self, rank: int) -> protocol.Attached:
+        for _ in range(START_ATTEMPTS):
+            reply = self._try_to_attach(rank)
+            if reply is not None:
+                break
+            self._start()
+        else:
+            raise InfrastructureError(
+                "The checkpoint saver of this node does not start; see"
+                f" {protocol.log_file(self._store.location)}."
+            )
+        fds = self._fds
+        attached = _expected(reply, protocol.Attached)
+        if not 1 <= len(fds) <= protocol.GENERATIONS:
+            raise ProtocolError(f"The saver sent {len(fds)} descriptors of memory.")
+        self._generations = [Generation(fd) for fd in fds]
+        return attached
 
     def _try_to_attach(self, rank: int) -> protocol.Reply | None:
         """Attach to a running saver; return None if there is none, or it is shutting down."""
         self._close()
-        self._sock = protocol.new_socket()
+        self._sock, self._interrupted = protocol.new_socket(), None
         try:
             self._sock.connect(self._address)
             saver = protocol.check_peer(self._sock)
@@ -203,7 +214,9 @@ class SaverClient:
 
     def wait(self) -> tuple[str, ...]:
         """Wait until everything requested is durable or has failed; return the failures."""
-        return self._ask(protocol.Wait(), protocol.Settled).problems
+        problems = self._ask(protocol.Wait(), protocol.Settled).problems
+        late, self._late = self._late, ()
+        return late + problems
 
     def stored(self) -> SaveId | None:
         """Return the newest stored save of this rank's world."""
@@ -229,8 +242,35 @@ class SaverClient:
         self, request: protocol.SaverMessage, kind: type[_Reply]
     ) -> tuple[_Reply, list[int]]:
         with self._lock:
+            if self._interrupted is not None:
+                self._catch_up(self._interrupted)
+            self._interrupted = request
             reply, fds = _exchange(self._sock, request)
+            self._interrupted = None
         return _expected(reply, kind), fds
+
+    def _catch_up(self, interrupted: protocol.SaverMessage) -> None:
+        """Pass the reply to an interrupted request, which may have come, may come, or may never have been asked for.
+
+        The reply to another request follows it, which is of another kind.
+        """
+        again = isinstance(interrupted, protocol.Look)
+        request = protocol.Stored() if again else protocol.Look()
+        last = protocol.NewestStored if again else protocol.ValidGenerations
+        try:
+            reply, fds = _exchange(self._sock, request)
+            while not isinstance(reply, last):
+                if isinstance(reply, protocol.Settled):
+                    self._late += reply.problems
+                if isinstance(reply, protocol.Granted) and reply.news:
+                    logger.warning("%s", reply.news)
+                for fd in fds:
+                    os.close(fd)
+                reply, fds = protocol.receive_reply(self._sock)
+        except BaseException:  # interrupted again: how far it came is unknown
+            self._sock.close()
+            raise
+        self._interrupted = None
 
 
 def _exchange(
@@ -283,7 +323,11 @@ class GenerationPool:
         The other generations follow in the background.
         """
         with self._changed:
-            if self._problem or self._error or self._wanted < memory.needed_for(layout):
+            idle = (
+                self._provider is None and not self._ready
+            )  # also if the last call was interrupted
+            short = self._wanted < memory.needed_for(layout)
+            if self._problem or self._error or idle or short:
                 self._provide(memory.capacity_for(layout))
             self._changed.wait_for(lambda: self._ready or self._provider is None)
             problem, error = self._problem, self._error
@@ -356,8 +400,9 @@ class GenerationPool:
         self._wanted = max(self._wanted, nbytes)
         self._ready, self._problem, self._error = 0, "", None
         if self._provider is None:
-            self._provider = threading.Thread(target=self._run, name="memory")
-            self._provider.start()
+            provider = threading.Thread(target=self._run, name="memory")
+            provider.start()
+            self._provider = provider  # once it runs: a call that waits for it counts on that
 
     def _run(self) -> None:
         failed = InfrastructureError("No memory is provided any more: its thread has ended.")

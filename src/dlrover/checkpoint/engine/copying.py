@@ -107,10 +107,11 @@ def check_memory(tensor: torch.Tensor, path: layouts.Path) -> None:
         ConfigurationError: memory is missing.
     """
     there, size = tensor.untyped_storage().nbytes(), tensor.itemsize
-    if there >= tensor.storage_offset() * size + tensor.nbytes or not tensor.numel():
+    known = tensor.is_contiguous() and there >= tensor.storage_offset() * size + tensor.nbytes
+    if known or not tensor.numel():
         return
+    # Not the number of its bytes, where elements have gaps between them or share their memory.
     span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    # Less than the above, where elements share their memory.
     needed = (tensor.storage_offset() + span + 1) * size
     if there < needed:
         raise ConfigurationError(
@@ -281,7 +282,9 @@ class _Known:
         start = np.fromiter(map(torch.Tensor.storage_offset, self.sources), np.int64, count)
         start *= np.fromiter(map(_itemsize, self.sources), np.int64, count)
         there = self._sizes_of_storages
-        for index in np.flatnonzero(there < start + self._places[1].astype(np.int64)).tolist():
+        suspect = there < start + self._places[1].astype(np.int64)
+        suspect |= ~np.fromiter(map(torch.Tensor.is_contiguous, self.sources), np.bool_, count)
+        for index in np.flatnonzero(suspect).tolist():
             check_memory(self.sources[index], self._paths[index])
 
     def packed(self, skeleton: bytes) -> PackedLayout:
@@ -309,13 +312,14 @@ class _Known:
         for index in np.flatnonzero(pointers != self._pointers).tolist():
             if tensors[index].device != self.sources[index].device:
                 return False
+            check_memory(tensors[index], self._paths[index])
+            # With its address at once: what follows may end here, and the tensor may move back.
+            self._pointers[index] = pointers[index]
             self.sources[index] = tensors[index].detach()
             self._storages[index] = self.sources[index].untyped_storage()
             self._sizes_of_storages[index] = self._storages[index].nbytes()
-            check_memory(self.sources[index], self._paths[index])
             for plan in self._plans:
                 plan.replace(index, self.sources[index])
-        self._pointers[:] = pointers
         return True
 
     def plan(self, buffer: torch.Tensor) -> _CopyPlan:
@@ -396,7 +400,7 @@ class _Kinds:
         compare = self._comparisons[number]
         if compare is not None and compare(*block):
             return True
-        if _kind(block) != self._kinds[number]:
+        if not tree.are_usual(block) or _kind(block) != self._kinds[number]:
             return False
         # The comparison sees more than matters here, such as whether a gradient is required.
         self._comparisons[number] = self._compare(block)

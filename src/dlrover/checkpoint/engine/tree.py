@@ -270,7 +270,7 @@ def specs(flat: Flat) -> list[TensorSpec]:
         ConfigurationError: a tensor is of a kind that cannot be kept.
     """
     found = []
-    usual = _are_usual(flat.tensors)
+    usual = are_usual(flat.tensors)
     for index, (tensor, path) in enumerate(zip(flat.tensors, flat.paths, strict=True)):
         problem = "" if usual else _problem(tensor)
         if problem:
@@ -289,8 +289,8 @@ def specs(flat: Flat) -> list[TensorSpec]:
     return found
 
 
-def _are_usual(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether `_problem` finds nothing in any of many tensors."""
+def are_usual(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether all of many tensors are of a kind that can be kept."""
     return (
         _PLAIN.issuperset(set(map(type, tensors)))
         and {torch.strided}.issuperset(map(operator.attrgetter("layout"), tensors))

@@ -207,7 +207,7 @@ def pack(
         return items if kind is list else msgspec.msgpack.Ext(_TUPLE, encode(items, path))
     if kind is int and value not in _INT64:
         return msgspec.msgpack.Ext(_INTEGER, str(value).encode())
-    if kind in _SCALARS or kind is msgspec.msgpack.Ext:
+    if kind in _SCALARS:
         return value
     replaced = leaf(value, path)
     if replaced is value:
@@ -215,7 +215,7 @@ def pack(
             f"{name(path)} is a {kind.__module__}.{kind.__qualname__}; a checkpoint holds tensors, objects"
             " with state_dict, and None, bool, int, float, str, bytes, list, tuple and dict."
         )
-    return pack(replaced, path, leaf, whole)
+    return replaced if type(replaced) is msgspec.msgpack.Ext else pack(replaced, path, leaf, whole)
 
 
 @functools.lru_cache(maxsize=1 << 16)
