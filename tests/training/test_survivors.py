@@ -160,6 +160,22 @@ def test_ranks_meet_although_the_master_that_had_their_keys_is_lost():
         one.get("never")
 
 
+def test_a_rank_that_has_read_all_keys_sets_its_own_again_for_another_master():
+    """Before, it asked for nothing more, and the others waited for its keys for ever."""
+    link = DirectLink()
+    first, other = (MeetingStore(link, 3, 0, {0: 0, 1: 0}) for _ in range(2))
+    other.set("other", b"2")
+    first.set("first", b"1")
+    assert first.get("other") == b"2"
+    link.start_master(2)
+    with first.kept(), futures.ThreadPoolExecutor() as pool:
+        found = pool.submit(other.get, "first")
+        try:
+            assert found.result(timeout=10) == b"1"
+        finally:
+            link.membership.number += 1  # nobody waits any longer
+
+
 def test_a_rank_that_is_connected_to_some_of_its_groups_keeps_nobody_waiting(monkeypatch):
     """Its row would wait for a rank that waits for it in the other group, and nobody is lost: for ever."""
     members, ends = Members(3, 0, dict.fromkeys(range(4), 0), row=2), []
@@ -457,6 +473,31 @@ def test_a_rank_that_is_back_before_its_loss_is_known_ends_the_call():
 
     restarts._Restarts(link, given).call(train)
     assert received == [b"sum", b""]
+
+
+def test_ranks_meet_under_the_same_names_after_one_has_failed_to_connect():
+    """The one that had failed would look for the others at another place, for ever."""
+    given = Given(round=3, rank=0, world_size=2, survive=True)
+    link = types.SimpleNamespace(members=Members(3, 0, {0: 0, 1: 0}), over=False)
+    link.wait = lambda holds, _seconds: link.members if holds(link.members) else None
+    puts: list[list[str]] = []
+
+    def ask(request: object) -> Met:
+        if isinstance(request, Meet) and request.put:
+            puts.append(list(request.put))
+        return Met(1, refused="Membership 0 of round 3 is over.")
+
+    def train() -> None:
+        with pytest.raises(Exception, match="is over") as failed:
+            torch.distributed.init_process_group("gloo", **hooks.plain_group)
+        if len(puts) == 1:
+            link.members = Members(3, 2, {0: 0, 1: 1})
+            raise failed.value
+
+    link.ask = ask
+    restarts._Restarts(link, given).call(train)
+    assert len(puts) == 2
+    assert puts[0] == puts[1]
 
 
 def test_a_function_whose_call_does_not_train_is_refused():

@@ -16,7 +16,7 @@ import functools
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+from dlrover.errors import InfrastructureError
 from dlrover.spec.requests.membership import MAX_VALUE, Meet, Members, Met, checksum
 from dlrover.training.replicas.link import Link
 
@@ -35,6 +36,8 @@ CONNECT_TIMEOUT = timedelta(seconds=2) / PATIENCE
 """Time limit for the connection to a peer, which may be lost meanwhile: the others wait as long."""
 POLL = 0.002, 0.02
 """Seconds between two looks for a peer's key: at first, and at most."""
+KEEP = 0.1, 60.0
+"""Seconds between two looks whether another master has taken over: at first, and at most."""
 LOOK = timedelta(seconds=0.05)
 """Time between two looks whether a collective is to end, and for which one that is to end may still do so."""
 _forming = threading.Lock()
@@ -71,14 +74,16 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
         self._read = 0
         """Number of keys that were read from the master of this epoch."""
         self._epoch = 0
+        self._asking = threading.RLock()
         self._pause = threading.Event()  # never set
 
     def set(self, key: str, value: Any) -> None:
         """Set a key."""
         data = bytes(value, "utf-8") if isinstance(value, str) else bytes(value)
         assert len(data) <= MAX_VALUE
-        self._own[key] = data
-        self._ask({key: data})
+        with self._asking:
+            self._own[key] = data
+            self._ask({key: data})
 
     def get(self, key: str) -> bytes:
         """Return a key's value, once it is set."""
@@ -94,8 +99,34 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
                 self._pause.wait(delay)
                 delay = min(most, 1.5 * delay)
 
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Set the own keys again if another master takes over, while others may not have read them.
+
+        A rank that has read all that it needs asks for nothing more, and the others would wait for its keys for ever.
+        """
+        ended = threading.Event()
+        threading.Thread(target=self._keep, args=(ended,), name="keys", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def _keep(self, ended: threading.Event) -> None:
+        delay, most = KEEP
+        while not ended.wait(delay):
+            delay = min(most, 1.5 * delay)
+            try:
+                self._ask({})
+            except (Changed, InfrastructureError):
+                return
+
     def _ask(self, put: dict[str, bytes]) -> bool:
         """Set keys; return whether there are new ones."""
+        with self._asking:
+            return self._asked(put)
+
+    def _asked(self, put: dict[str, bytes]) -> bool:
         reply = self._link.ask(Meet(*self._of, put, self._read, self._row))
         assert isinstance(reply, Met)
         if reply.refused:
@@ -104,7 +135,7 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
         if reply.epoch != self._epoch:
             first, self._epoch, self._read = not self._epoch, reply.epoch, 0
             if not first:  # a new master has none of the keys
-                return self._ask(self._own)
+                return self._asked(self._own)
         self._read += len(reply.values)
         self._known |= reply.values
         return bool(reply.values)

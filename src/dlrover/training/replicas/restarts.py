@@ -161,8 +161,12 @@ class _Restarts:
             "world_size": self._given.world_size,
             "timeout": TIMEOUT,
         }
+        if not dist.is_initialized():
+            # One that failed has counted: the next would look for its peers under another name, for ever.
+            dist.distributed_c10d._world.group_count = 0  # noqa: SLF001
         try:
-            yield
+            with store.kept():
+                yield
         finally:
             left.set()
             with self._lock:

@@ -49,7 +49,8 @@ class Row:
         store = MeetingStore(link, given.round, given.attempt, {}, number)
         store.look = check
         try:
-            self._backend = dist.ProcessGroupGloo(store, self.place, size, CONNECT_TIMEOUT)
+            with store.kept():
+                self._backend = dist.ProcessGroupGloo(store, self.place, size, CONNECT_TIMEOUT)
         except (RuntimeError, Changed) as error:
             self._lost(error)
         self._backend._set_default_timeout(TIMEOUT)  # noqa: SLF001
