@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dlrover.embedding.remote import wire
+from dlrover.embedding.remote.client import ServerGroup
 from dlrover.embedding.remote.saving import TableCheckpoints
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.embedding.serving import raw
@@ -21,7 +22,7 @@ from dlrover.embedding.serving.follower import CheckpointFollower
 from dlrover.embedding.serving.raw import ServedTables
 from dlrover.embedding.table import HashTable
 from dlrover.errors import ConfigurationError, InfrastructureError
-from tests.embedding.servers import DIM, OPTIONS, Model, cluster, expire, train
+from tests.embedding.servers import DIM, OPTIONS, Cluster, Model, cluster, expire, train
 
 HOUR = 3600.0
 """Seconds between looks in tests, which look themselves."""
@@ -85,16 +86,24 @@ def test_what_a_training_saves_is_followed_with_what_it_removes(tmp_path: Path) 
         assert follower.served.tables is not tables
 
 
+def followed(
+    made: Cluster, group: ServerGroup, place: Path
+) -> tuple[CheckpointFollower, Model, Model]:
+    """Save steps 1 and 2; return what follows them and serves the first, and the rows of each."""
+    checkpoints, model = TableCheckpoints(made.directory, str(place)), Model()
+    train(group, model, 1)
+    checkpoints.save(1)
+    checkpoints.wait()
+    follower, before = CheckpointFollower(str(place)), model.copy()
+    train(group, model, 1, seed=1)
+    checkpoints.save(2)
+    checkpoints.wait()
+    return follower, before, model
+
+
 def test_a_damaged_part_leaves_all_rows_as_they_were(tmp_path: Path) -> None:
     with cluster(2) as (made, group):
-        checkpoints, model = TableCheckpoints(made.directory, str(tmp_path)), Model()
-        train(group, model, 1)
-        checkpoints.save(1)
-        checkpoints.wait()
-        follower, before = CheckpointFollower(str(tmp_path)), dict(model)
-        train(group, model, 1, seed=1)
-        checkpoints.save(2)
-        checkpoints.wait()
+        follower, before, _model = followed(made, group, tmp_path)
         served = follower.served.id
         (part,) = [path for path in tmp_path.glob("*/part-1.rows") if served not in str(path)]
         part.write_bytes(part.read_bytes()[:-1])
@@ -132,14 +141,7 @@ def test_an_older_chain_that_is_damaged_stops_neither_training_nor_serving(tmp_p
 
 def test_damage_is_reported_and_what_was_served_still_is(tmp_path: Path) -> None:
     with cluster(1) as (made, group):
-        checkpoints, model = TableCheckpoints(made.directory, str(tmp_path)), Model()
-        train(group, model, 1)
-        checkpoints.save(1)
-        checkpoints.wait()
-        follower, before = CheckpointFollower(str(tmp_path)), dict(model)
-        train(group, model, 1, seed=1)
-        checkpoints.save(2)
-        checkpoints.wait()
+        follower, before, model = followed(made, group, tmp_path)
     (part,) = [
         path for path in tmp_path.glob("*/part-0.rows") if follower.served.id not in str(path)
     ]

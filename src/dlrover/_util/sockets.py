@@ -61,21 +61,21 @@ def serve_each(listener: socket.socket, serve: Callable[[socket.socket], None], 
 
     Where this process has no file or no thread left for one, it goes on once there is.
     """
-    told, pause = False, threading.Event()  # never set
+    warned, pause = False, threading.Event()  # never set
     while True:
         sock = None
         try:
             sock, _ = listener.accept()
             threading.Thread(target=serve, args=(sock,), name=name, daemon=True).start()
-            told = False
+            warned = False
         except (OSError, RuntimeError) as error:
             if sock is not None:
                 sock.close()
             elif isinstance(error, OSError) and error.errno not in _PASSING:
                 return
-            if not told:
+            if not warned:
                 logger.warning("Connections cannot be taken now: %s", error)
-            told = True
+            warned = True
             pause.wait(ACCEPT_PAUSE)
 
 

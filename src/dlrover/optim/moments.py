@@ -158,9 +158,8 @@ class Moments:
         tensors = Tensors(parameters, gradients, (means, squares), sizes, half=half)
         run = getattr(self.native, self._rule.kernel)
         run(tensors, self._rule.scalars(step, group), seed=step, threads=torch.get_num_threads())
-        for each in (
-            members
-        ):  # as an update by PyTorch does: a later backward pass that needs the old values fails
+        # As after an update by PyTorch, a backward pass that needs the old values fails.
+        for each in members:
             if not each.parameter.is_inference():
                 torch.autograd.graph.increment_version(each.parameter)
 

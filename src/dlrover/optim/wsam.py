@@ -135,9 +135,8 @@ class WSAM(WrappedOptimizer):
         """Step with the gradients at both places; ``grad`` holds those of the second."""
         weight = self._weight
         for each, gradient in zip(moved, gradients, strict=True):
-            if (
-                each.grad is None
-            ):  # the second pass did not use the parameter, as with layers that are skipped at random
+            # The second pass may not use a parameter, such as one of layers that are skipped at random.
+            if each.grad is None:
                 each.grad = torch.zeros_like(gradient)
         if not self._decouple:
             if weight != 1:  # SAM, to the bit

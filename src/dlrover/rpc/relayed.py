@@ -48,7 +48,7 @@ class RelayedMaster:
             return Unanswered(refused=f"The agent's answer cannot be read: {error}.")
         except (
             BaseException
-        ):  # such as Ctrl-C: a reply that comes late must not be taken for that of another request
+        ):  # such as Ctrl-C: the next request must not take a late reply for its own
             self.close()
             raise
 

@@ -323,9 +323,8 @@ class GenerationPool:
         The other generations follow in the background.
         """
         with self._changed:
-            idle = (
-                self._provider is None and not self._ready
-            )  # also if the last call was interrupted
+            # Also true if the last call was interrupted.
+            idle = self._provider is None and not self._ready
             short = self._wanted < memory.needed_for(layout)
             if self._problem or self._error or idle or short:
                 self._provide(memory.capacity_for(layout))

@@ -181,11 +181,9 @@ class ServedTables:
                 return ask()
 
     def _ask(self, frame: RowFrame, *parts: NDArray[Any]) -> RowFrame:
-        receiver, self._receiver = (
-            self._receiver,
-            None,
-        )  # a reply that is left here is no other request's
+        receiver = self._receiver
         assert receiver is not None
+        self._receiver = None  # until the reply is here: no other request may take it for its own
         assert self._sock is not None
         try:
             wire.send(self._sock, frame, *parts)

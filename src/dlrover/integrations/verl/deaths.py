@@ -140,7 +140,7 @@ def described(actor_id: str) -> str:
     """Return which actor died, where and why, in words."""
     row = _table(actor_id)
     if row is None:
-        return f"actor {actor_id}, of which Ray knows nothing more"
+        return f"actor {actor_id}; Ray knows nothing more about it"
     place = f"actor {row['Name'] or row['ActorClassName']}, process {row['Pid']} on node {row['Address']['IPAddress']}"
     return f"{place}: {_cause(row)}"
 

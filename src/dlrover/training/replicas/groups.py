@@ -177,7 +177,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
 
 class _Barrier(Group):
-    """A group of which C++ asks for an operation."""
+    """A group that C++ asks for operations."""
 
     def barrier(self, opts: Any = None) -> Done:
         """Return an operation that is complete."""
