@@ -87,23 +87,25 @@ def test_what_a_training_saves_is_followed_with_what_it_removes(tmp_path: Path) 
 
 
 def followed(
-    made: Cluster, group: ServerGroup, place: Path
+    made: Cluster, group: ServerGroup, place: Path, later: str = "users"
 ) -> tuple[CheckpointFollower, Model, Model]:
-    """Save steps 1 and 2; return what follows them and serves the first, and the rows of each."""
+    """Save steps 1 and 2, a table that is opened ``later`` between them; return what follows them and serves the first, and the rows of each."""
     checkpoints, model = TableCheckpoints(made.directory, str(place)), Model()
     train(group, model, 1)
     checkpoints.save(1)
     checkpoints.wait()
     follower, before = CheckpointFollower(str(place)), model.copy()
+    group.open(later, OPTIONS)
     train(group, model, 1, seed=1)
     checkpoints.save(2)
     checkpoints.wait()
     return follower, before, model
 
 
-def test_a_damaged_part_leaves_all_rows_as_they_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", ["users", "items"])
+def test_a_damaged_part_leaves_all_rows_as_they_were(tmp_path: Path, later: str) -> None:
     with cluster(2) as (made, group):
-        follower, before, _model = followed(made, group, tmp_path)
+        follower, before, _model = followed(made, group, tmp_path, later)
         served = follower.served.id
         (part,) = [path for path in tmp_path.glob("*/part-1.rows") if served not in str(path)]
         part.write_bytes(part.read_bytes()[:-1])

@@ -184,9 +184,7 @@ class _Checkpoints:
             new = {name: text for name, text in manifest.tables.items() if name not in tables}
             tables = {**tables, **values.empty(new)} if new else tables
             try:
-                for part in self._parts(
-                    manifest, seen=served is not None and served.tables is tables
-                ):
+                for part in self._parts(manifest, seen=_are_seen(tables, served)):
                     values.add(tables, part)
             except InfrastructureError:
                 damaged.add(manifest.id)
@@ -223,6 +221,13 @@ class _Checkpoints:
 
 def _is_newer(manifest: TableManifest, served: Served | None) -> bool:
     return served is None or stored.order(manifest) > served.order
+
+
+def _are_seen(tables: Tables, served: Served | None) -> bool:
+    """Return whether readers see any of the tables."""
+    return served is not None and any(
+        served.tables.get(name) is table for name, table in tables.items()
+    )
 
 
 class _TableFile:
