@@ -55,7 +55,7 @@ uint64_t copy_hash_piece(const uint8_t* from, uint8_t* to, uint64_t size, Store 
 }  // namespace
 
 // The number of this interface; the loader refuses a library with another one.
-DLROVER_EXPORT uint32_t dlrover_abi() { return 6; }
+DLROVER_EXPORT uint32_t dlrover_abi() { return 7; }
 
 // What the build hook compares with the present sources: a hash of them and of the compiler's command.
 DLROVER_EXPORT const char* dlrover_build() { return "dlrover-build:" DLROVER_BUILD; }

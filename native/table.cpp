@@ -1127,6 +1127,17 @@ DLROVER_EXPORT void dlrover_table_used(Table* table, uint64_t* out) {
 // Bytes in use.
 DLROVER_EXPORT uint64_t dlrover_table_memory(Table* table) { return table->memory.load() + sizeof(Table); }
 
+// Hold all shards, so that a process can be forked: none is changed in the child for ever.
+DLROVER_EXPORT void dlrover_table_acquire(Table* table) {
+  for (Shard& shard : table->shards) hold(&shard.version);
+  hold(&table->lock);  // which a thread takes after its shard's
+}
+
+DLROVER_EXPORT void dlrover_table_release(Table* table) {
+  release(&table->lock);
+  for (Shard& shard : table->shards) release(&shard.version);
+}
+
 // Sum the gradients of equal keys, in the order in which they come; keys stay in the order of their first place.
 // Returns the number of distinct keys. If it is `count`, nothing was written; if it is SIZE_MAX, there is no memory.
 DLROVER_EXPORT size_t dlrover_table_sum(size_t count, size_t dim, const uint64_t* keys, const float* gradients,

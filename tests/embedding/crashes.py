@@ -46,7 +46,7 @@ def _points(calls: dict[str, str]) -> list[str]:
 TIER = _points(
     {
         "pwrite": "segment compacted",
-        "posix_fallocate": "segment compacted",
+        "posix_fallocate": "segment",
         "unlink": "segment compacted",
         "mkdir": "table",
         "flock": "lock",

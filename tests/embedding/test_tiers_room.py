@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from pathlib import Path
 
@@ -11,8 +13,9 @@ import pytest
 from dlrover._native import library
 from dlrover._native.tables import SLOTS, slots_of
 from dlrover.embedding import Expiry, HashTable, Spill
+from dlrover.embedding.tiers import segments
 from dlrover.embedding.tiers.table import TieredTable
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError
 from tests.embedding.test_tiers import compare
 
 pytestmark = pytest.mark.skipif(
@@ -90,6 +93,96 @@ def fill_to_the_limit(table: HashTable, model: HashTable, directory: Path) -> No
     assert table.remove(keys[:60_000]) == 60_000
     table.lookup(np.arange(1 << 21, (1 << 21) + 20_000))
     assert (table.peek(keys[60_000:]) == model.peek(keys[60_000:])).all()
+
+
+class Disk:
+    """A disk that has room for some segments."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+        self.directory, self.room = directory, room
+        self.real = os.posix_fallocate
+        monkeypatch.setattr(segments.os, "posix_fallocate", self.allocate)
+
+    def used(self) -> int:
+        return len([*self.directory.glob("*/segment-*")])
+
+    def allocate(self, file: int, offset: int, nbytes: int) -> None:
+        if self.used() > self.room:  # the new one is among them
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.real(file, offset, nbytes)
+
+
+def insert(table: HashTable, model: HashTable, keys: np.ndarray) -> bool:
+    """Insert keys in both; return False if the disk refused some, which are in neither."""
+    try:
+        table.lookup(keys)
+    except NoRoomError as error:
+        if "takes no more rows: No space left on device" not in str(error):
+            raise
+        model.lookup(keys[np.isin(keys, table.keys())])
+        return False
+    model.lookup(keys)
+    return True
+
+
+def use(table: HashTable, model: HashTable, keys: np.ndarray, chance: np.random.Generator) -> None:
+    """Bring all rows to memory and change them, in batches of many sizes."""
+    shuffled = chance.permutation(keys)
+    for some in np.split(shuffled, np.unique(chance.integers(0, len(keys), 12))):
+        assert (table.lookup(some) == model.lookup(some)).all()
+        gradients = chance.normal(size=(len(some), 32)).astype(np.float32)
+        table.update(some, gradients)
+        model.update(some, gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [0, 3, 5, 12, 40])
+def test_rows_stay_usable_on_a_full_disk(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(tmp_path, monkeypatch, room)
+    spill = Spill(directory=str(tmp_path), nbytes=32 << 20)
+    expiry = Expiry(steps=1 << 20)  # its clock is the same for both
+    table = HashTable(32, memory_bytes=16 << 20, spill=spill, expiry=expiry)
+    model = HashTable(32, expiry=expiry)
+    assert not all(insert(table, model, np.arange(n, n + 3000)) for n in range(0, 200_000, 3000))
+    keys, chance = np.sort(table.keys()), np.random.default_rng(room)
+    for _ in range(3):
+        use(table, model, keys, chance)
+    assert not insert(table, model, np.arange(1 << 20, (1 << 20) + 3000))
+    compare(table, model, ALL)
+    gone = keys[: len(keys) // 2]
+    assert table.remove(gone) == model.remove(gone) == len(gone)
+    new = np.arange(1 << 21, (1 << 21) + len(gone) - 3000)
+    for some in np.array_split(new, 7):
+        assert (table.lookup(some) == model.lookup(some)).all()
+    use(table, model, np.concatenate([keys[len(gone) :], new]), chance)
+    disk.room = 64
+    assert (table.lookup(gone[:6000]) == model.lookup(gone[:6000])).all()
+    compare(table, model, ALL)
+    table.remove(table.keys())
+    assert disk.used() <= 1, "rows that are gone leave the disk to others"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [40_000, 110_000])
+def test_rows_stay_usable_when_others_fill_the_disk(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(tmp_path, monkeypatch, 64)
+    spill = Spill(directory=str(tmp_path), nbytes=32 << 20)
+    expiry = Expiry(steps=1 << 20)  # its clock is the same for both
+    table = HashTable(32, memory_bytes=16 << 20, spill=spill, expiry=expiry)
+    model = HashTable(32, expiry=expiry)
+    keys, chance = np.arange(rows), np.random.default_rng(rows)
+    for some in np.array_split(keys, 20):
+        assert (table.lookup(some) == model.lookup(some)).all()
+    assert table.stats().spilled_rows > 0
+    use(table, model, keys, chance)
+    disk.room = 0
+    for _ in range(4):
+        use(table, model, keys, chance)
+    compare(table, model, ALL)
 
 
 class Pair:

@@ -8,7 +8,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI = 6
+ABI = 7
 """Number of the library's interface, ``dlrover_abi()`` in ``native/pieces.cpp``."""
 _HEADER = struct.Struct("<32xQQ6xHHHH2x")
 """Of an ELF file: offsets of segments and sections; then the size and number of each one's headers."""

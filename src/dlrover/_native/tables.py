@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from dlrover._native import library
+from dlrover._util import forks
 
 SLOTS = 1024
 MAX_DIM = 4096
@@ -218,6 +219,7 @@ class NativeTable:
         self._table = _functions(loaded)("new")(ctypes.byref(filled))
         if self._table is None:
             raise MemoryError("There is no memory for a table.")
+        forks.wait_for(self)
 
     def __del__(self) -> None:
         if getattr(self, "_table", None) is not None:
@@ -225,6 +227,14 @@ class NativeTable:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         return _functions(self._library)(name)(self._table, *arguments)
+
+    def acquire(self) -> None:
+        """Keep all other threads from changing rows."""
+        self._call("acquire")
+
+    def release(self) -> None:
+        """Let other threads go on."""
+        self._call("release")
 
     def look(self, keys: Any, out: Any, now: int, *, insert: bool, count: bool) -> Any:
         """Write rows of keys to ``out``."""
@@ -398,6 +408,8 @@ _FORMS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "export": (_SIZE, (_PLACE, _SIZE, _PLACE, _WORD, _WORD, *(_PLACE,) * 7)),
     "used": (None, (_PLACE, _PLACE)),
     "memory": (ctypes.c_uint64, (_PLACE,)),
+    "acquire": (None, (_PLACE,)),
+    "release": (None, (_PLACE,)),
 }
 """Result and arguments of each function, whose name begins with ``dlrover_table_``."""
 

@@ -20,6 +20,7 @@ from dlrover._native.tables import (
     without_row,
 )
 from dlrover._native.twin_rules import RULES
+from dlrover._util import forks
 
 CHANGED, BLOCKED = 1, 2
 HEADER = 16
@@ -32,7 +33,8 @@ class TwinTable:
 
     def __init__(self, options: RowOptions) -> None:
         self._options = options
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        forks.wait_for(self._lock)
         self._places: list[dict[int, int]] = [{} for _ in range(SLOTS)]
         self._waiting: list[dict[int, int]] = [{} for _ in range(SLOTS)]
         self._removed: list[list[int]] = [[] for _ in range(SLOTS)]

@@ -11,8 +11,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from dlrover._util import forks
+
 T = TypeVar("T")
-_making = threading.Lock()
+_making = threading.RLock()
+forks.wait_for(_making)
 
 
 _json: dict[Any, msgspec.json.Decoder[Any]] = {}

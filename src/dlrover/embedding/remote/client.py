@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrover._native.tables import slots_of
-from dlrover._util import backoff
+from dlrover._util import backoff, forks
 from dlrover.embedding.remote import wire
 from dlrover.embedding.remote.directory import Directory
 from dlrover.embedding.remote.holding import Keys, Rows, Slots
@@ -54,7 +54,7 @@ class ServerGroup:
         self._directory, self._timeout = directory, timeout
         self._client, self._pid = secrets.randbits(63), os.getpid()
         self._sequence = 0
-        self._lock = threading.Lock()
+        self._lock = forks.Lock()
         self._closed = threading.Event()
         self._placement = PlacementReply()
         self._owners = np.empty(0, np.intp)

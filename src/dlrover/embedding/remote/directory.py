@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Protocol
 
-from dlrover._util import backoff
+from dlrover._util import backoff, forks
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.rpc.relayed import RelayedMaster
 from dlrover.spec.requests import Unanswered
@@ -46,7 +46,7 @@ class JobDirectory:
 
     def __init__(self, address: str, timeout: float = math.inf) -> None:
         self._relay, self._timeout = RelayedMaster(address), timeout
-        self._lock = threading.Lock()
+        self._lock = forks.Lock()
         self._closed = threading.Event()
 
     def ask(self, request: PlacementRequest) -> PlacementReply:

@@ -12,13 +12,11 @@ from dlrover._native import cold
 from dlrover._native.cold import NOWHERE, Headers
 from dlrover._native.tables import Copied
 from dlrover.embedding.options import Spill
-from dlrover.embedding.tiers.segments import SEGMENTS, SegmentLayout, Segments
+from dlrover.embedding.tiers.segments import SegmentLayout, Segments
 from dlrover.errors import InfrastructureError
 
 logger = logging.getLogger(__name__)
 
-LOW = SEGMENTS // 8
-"""Free segments below which the background makes more of them."""
 MOVED = 256
 """Records that compaction moves at a time: others wait for the lock no longer than that takes."""
 
@@ -35,15 +33,26 @@ class ColdRows:
         self._busy: set[int] = set()
         self._damaged: set[int] = set()
         self._compacting: threading.Thread | None = None
+        self._promised = 0
 
     # ---- size
 
     def __len__(self) -> int:
         return int(self._segments.live.sum())
 
-    def room(self) -> int:
-        """Return the number of rows until the limit."""
-        return self._sizes.most - len(self)
+    def promise(self, rows: int) -> int:
+        """Keep room for ``rows`` from now on; return how many there is room for, which are fewer if the disk is full."""
+        self._promised = min(rows, self._sizes.most)
+        return self.room(0) + len(self)
+
+    def room(self, more: int) -> int:
+        """Return how many rows there is room for beside those that are here, after asking the disk for ``more``."""
+        wanted = min(max(self._promised, len(self) + more), self._sizes.most)
+        return self._segments.reserve(wanted) - len(self)
+
+    def refusal(self) -> str | None:
+        """Return why the disk gave no more room when it was asked last."""
+        return self._segments.refusal
 
     def memory(self) -> int:
         """Return the bytes of the index."""
@@ -129,7 +138,9 @@ class ColdRows:
 
     def _make_room(self, records: int) -> None:
         """Compact until there is room for records, and for the compaction of two segments: here, and in the background."""
-        while self._segments.room() < records + 2 * self._sizes.each:
+        wanted = records + 2 * self._sizes.each
+        self._segments.prepare(wanted)
+        while self._segments.room() < wanted:
             victim = self._segments.victim(self._busy | self._damaged)
             if victim is None or not self._compact(victim):
                 break
@@ -139,18 +150,20 @@ class ColdRows:
             )
 
     def _compact_in_background(self) -> None:
-        if self._compacting is None and self._segments.free() < LOW:
-            self._compacting = threading.Thread(
-                target=self._compact_until_enough, name="spill-compaction", daemon=True
-            )
-            self._compacting.start()
+        if self._compacting is None and self._segments.low():
+            thread = threading.Thread(target=self._compact_until_enough, name="spill-compaction")
+            try:
+                thread.start()
+            except RuntimeError:  # no thread is to be had; `put` compacts where it must
+                return
+            self._compacting = thread
 
     def _compact_until_enough(self) -> None:
         try:
             while True:
                 with self._lock:
                     victim = self._segments.victim(self._busy | self._damaged)
-                    if victim is None or self._segments.free() >= LOW:
+                    if victim is None or not self._segments.low():
                         return
                 if not self._compact(victim):
                     return
@@ -167,17 +180,18 @@ class ColdRows:
             self._busy.add(victim)
         try:
             first = 0
-            while True:
+            while not self._is_exiting():
                 with self._lock:
                     keys, counts, rows, places, damaged = self._segments.scan(victim, first, MOVED)
                     if not len(keys):
-                        break
+                        return True
                     live = self._index.find(keys) == places
                     if (live & damaged).any():
                         self._damaged.add(victim)
                         logger.error("Segment %d of a spill is damaged and stays as it is", victim)
                         return False
                     if live.any():
+                        self._segments.prepare(int(live.sum()))
                         if self._segments.room() < live.sum():
                             return False
                         moved = np.ascontiguousarray(keys[live])
@@ -186,8 +200,15 @@ class ColdRows:
                         self._segments.keep(into)
                         self._segments.drop(places[live], self._busy)
                     first += len(keys)
-            return True
+            return False
         finally:
             with self._lock:
                 self._busy.discard(victim)
                 self._segments.drop(np.empty(0, np.uint32), self._busy)  # deletes it
+
+    def _is_exiting(self) -> bool:
+        """Return whether this is the thread in the background and the process waits for it to exit."""
+        return (
+            threading.current_thread() is self._compacting
+            and not threading.main_thread().is_alive()
+        )

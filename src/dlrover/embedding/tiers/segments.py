@@ -1,7 +1,8 @@
 """Files of rows on disk: segments of one size, to which records are appended, and which are deleted as a whole.
 
 A record is a checksum, the number of uses, a key and a row. A record's place is its segment's number times the records of a segment, and
-its number there. A segment's bytes are taken from the disk when it is begun, so that a full disk is noticed then.
+its number there. A segment's bytes are taken from the disk when it is made, and segments are made before rows need
+them (`Segments.reserve`), so that a full disk is noticed while all rows can still move.
 
 The files are an extension of one process's memory, not a copy that outlives it: a row that was used after it came to
 the disk is newer in memory, so files that a killed process left hold rows of many different moments. They are
@@ -28,8 +29,8 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 SEGMENTS = 64
 BLOCK = 4096
 """Bytes that file systems take from a disk at a time."""
-FULL = SEGMENTS * 7 // 8
-"""Segments that live rows may fill: the others are room for what is dead and not yet deleted."""
+SPARE = 4
+"""Segments beside those that live rows fill, at least: the one that is written, and room for two that are compacted."""
 _USES, _KEY, _ROW = 6, 8, 16
 """Where a record's uses, key and row begin, after the checksum."""
 
@@ -47,7 +48,16 @@ class SegmentLayout(NamedTuple):
     @property
     def most(self) -> int:
         """Live records of all segments, at most."""
-        return FULL * self.each
+        return self.capacity(SEGMENTS)
+
+    def capacity(self, segments: int) -> int:
+        """Return the live records of some segments, at most: an eighth is room for what is dead and not yet deleted."""
+        return max(0, segments - spare(segments)) * self.each
+
+
+def spare(segments: int) -> int:
+    """Return how many of some segments live rows do not fill."""
+    return max(SPARE, segments // 8)
 
 
 def layout(nbytes: int, width: int) -> SegmentLayout:
@@ -81,27 +91,76 @@ class Segments:
         self.live = np.zeros(SEGMENTS, np.int64)
         """Records of each segment that the index names."""
         self._active = -1
+        self._empty: list[int] = []
+        """Segments without records, for the next ones."""
+        self._reserved = 0
+        self.refusal: str | None = None
+        """Why the disk gave no segment when it was asked last."""
 
     # ---- room
 
     def room(self) -> int:
         """Return the number of records that can be written without deleting a segment."""
-        free = int((self._files < 0).sum()) * self._sizes.each
-        return free + (
-            self._sizes.each - int(self._filled[self._active]) if self._active >= 0 else 0
-        )
+        return self._room(self.free())
 
     def free(self) -> int:
-        """Return the number of segments that are not there."""
-        return int((self._files < 0).sum())
+        """Return the number of segments that are empty, or can be made."""
+        return len(self._empty) + (0 if self.refusal else SEGMENTS - self._made())
+
+    def low(self) -> bool:
+        """Return whether few segments are free: less than half of those that live rows do not fill."""
+        return self.free() < spare(self._made() if self.refusal else SEGMENTS) // 2
 
     def nbytes(self) -> int:
         """Return the bytes of all files."""
-        return (SEGMENTS - self.free()) * self._sizes.nbytes
+        return self._made() * self._sizes.nbytes
+
+    def reserve(self, records: int) -> int:
+        """Make segments until ``records`` may be live, and delete what is empty and more; return how many may be.
+
+        These are fewer if the disk refuses a segment; `refusal` says why.
+        """
+        self._reserved = records
+        while self._sizes.capacity(self._made()) < records and self._grows():
+            pass
+        self._trim()
+        return self._sizes.capacity(self._made())
+
+    def prepare(self, records: int) -> None:
+        """Make segments until there is room for ``records``, as far as the disk gives them."""
+        while self._room(len(self._empty)) < records and self._grows():
+            pass
+
+    def _room(self, segments: int) -> int:
+        active = self._sizes.each - int(self._filled[self._active]) if self._active >= 0 else 0
+        return segments * self._sizes.each + active
+
+    def _made(self) -> int:
+        return int((self._files >= 0).sum())
+
+    def _grows(self) -> bool:
+        """Make a segment; return False if all are there, or the disk refuses it."""
+        if self._made() == SEGMENTS:
+            return False
+        try:
+            self._empty.append(self._make())
+        except OSError as error:
+            self.refusal = error.strerror
+            return False
+        self.refusal = None
+        return True
+
+    def _trim(self) -> None:
+        kept = SPARE - 1 if self._reserved else 0  # or each batch would make them again
+        while len(self._empty) > kept and self._sizes.capacity(self._made() - 1) >= self._reserved:
+            segment = self._empty.pop()
+            os.close(int(self._files[segment]))
+            self._files[segment] = -1
+            self._file(segment).unlink(missing_ok=True)
 
     def victim(self, busy: set[int]) -> int | None:
         """Return the complete segment with the fewest live records; None if none has dead ones."""
-        chosen = (self._files >= 0) & (self.live < self._filled)
+        chosen = self.live < self._filled
         chosen[[*busy, *([self._active] if self._active >= 0 else [])]] = False
         return int(np.where(chosen, self.live, self._sizes.each).argmin()) if chosen.any() else None
 
@@ -156,7 +215,7 @@ class Segments:
     def drop(self, places: Any, busy: set[int]) -> None:
         """Count records as dead, and delete complete segments that have no other; a busy one's user does that."""
         self.live -= np.bincount(places // self._sizes.each, minlength=SEGMENTS)
-        for segment in np.flatnonzero((self._files >= 0) & (self.live == 0)).tolist():
+        for segment in np.flatnonzero((self._filled > 0) & (self.live == 0)).tolist():
             if segment != self._active and segment not in busy:
                 self.delete(segment)
 
@@ -237,33 +296,34 @@ class Segments:
         return self._directory / f"segment-{segment}"
 
     def _begin(self) -> None:
-        """Begin the next segment: its bytes are the file's from now on."""
-        segment = int(np.argmax(self._files < 0))
-        if self._files[segment] >= 0:
-            raise AssertionError("no segment is free")
-        try:
-            if self._directory is None:
-                self._directory = _own_directory(self, self._files, self._spill.directory)
-            file = os.open(
-                self._file(segment), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
-            )
-            try:
-                os.posix_fallocate(file, 0, self._sizes.nbytes)
-            except OSError:
-                os.close(file)
-                self._file(segment).unlink()
-                raise
-        except OSError as error:
+        """Begin the next segment."""
+        if not self._empty and not self._grows():
             raise InfrastructureError(
-                f"The spill directory {self._spill.directory} takes no more rows: {error.strerror}."
-            ) from error
-        self._files[segment], self._filled[segment], self._active = file, 0, segment
+                f"The spill directory {self._spill.directory} takes no more rows: {self.refusal}."
+            )
+        self._active = self._empty.pop(0)
+
+    def _make(self) -> int:
+        """Make an empty segment, whose bytes are the file's from now on, and return its number."""
+        segment = int(np.argmax(self._files < 0))
+        if self._directory is None:
+            self._directory = _own_directory(self, self._files, self._spill.directory)
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        file = os.open(self._file(segment), flags, 0o600)
+        try:
+            os.posix_fallocate(file, 0, self._sizes.nbytes)
+        except OSError:
+            os.close(file)
+            self._file(segment).unlink()
+            raise
+        self._files[segment] = file
+        return segment
 
     def delete(self, segment: int) -> None:
-        """Delete a segment without live records."""
-        os.close(int(self._files[segment]))
-        self._files[segment], self._filled[segment] = -1, 0
-        self._file(segment).unlink(missing_ok=True)
+        """Delete the records of a segment, which are dead, and its file if it is not reserved."""
+        self._filled[segment] = 0
+        self._empty.append(segment)
+        self._trim()
 
     def _failure(self, segment: int, done: str, error: OSError) -> InfrastructureError:
         return InfrastructureError(f"{self._file(segment)} cannot be {done}: {error.strerror}.")

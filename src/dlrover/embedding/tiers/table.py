@@ -15,6 +15,7 @@ import numpy as np
 
 from dlrover._native import cold, tables
 from dlrover._native.tables import SLOTS, Copied, RowOptions, norms_of, slots_of, values_of
+from dlrover._util import forks
 from dlrover.embedding.options import Spill
 from dlrover.embedding.tiers import segments
 from dlrover.embedding.tiers.cold import ColdRows
@@ -61,11 +62,12 @@ class TieredTable:
             )
         self._batch = max(16, rest // _SHARE // stride)
         in_memory = rows // stride // _BLOCK * _BLOCK - (_BLOCK - 1) * SLOTS - self._batch
-        self._most = sizes.most + max(0, in_memory)
+        self._in_memory = max(0, in_memory)
+        self._lock = threading.RLock()
+        forks.wait_for(self._lock)  # before that of the rows in memory, which is acquired under it
         self._hot = tables.table(
             choice, options._replace(memory_bytes=rows + index + _FIXED, row_bytes=rows)
         )
-        self._lock = threading.RLock()
         self._cold = ColdRows(spill, sizes, options.width, choice, self._lock)
         self._hand = 0
 
@@ -80,16 +82,27 @@ class TieredTable:
         Raises:
             NoRoomError: It may not; nothing has changed.
         """
-        room = self._most - int(self.rows().sum())
-        if len(keys) <= room:
+        if self._has_room(len(keys)):
             return
         unused = np.empty((len(keys), self._options.dim), np.float32)
         missing = self._hot.look(keys, unused, 0, insert=False, count=False)
-        if (missing & ~self._cold.there(keys)).sum() > room:
-            raise NoRoomError(
-                f"An embedding table of {self.rows().sum()} rows has no room for more: memory_bytes is"
-                f" {self._options.memory_bytes}, and spill.nbytes is {self._spill.nbytes}."
+        if self._has_room(int((missing & ~self._cold.there(keys)).sum())):
+            return
+        refusal = self._cold.refusal()
+        raise NoRoomError(
+            f"An embedding table of {self.rows().sum()} rows has no room for more: memory_bytes is"
+            f" {self._options.memory_bytes}, and "
+            + (
+                f"the spill directory {self._spill.directory} takes no more rows: {refusal}."
+                if refusal
+                else f"spill.nbytes is {self._spill.nbytes}."
             )
+        )
+
+    def _has_room(self, more: int) -> bool:
+        """Return whether there is room for more rows; the disk gives its part, or takes back what is too much."""
+        on_disk = max(0, int(self.rows().sum()) + more - self._in_memory)
+        return on_disk <= self._cold.promise(on_disk)
 
     def _make_room(self, keys: Any) -> None:
         """Make room in memory for rows of distinct keys."""
@@ -119,7 +132,8 @@ class TieredTable:
 
     def _demote(self, slots: Any, numbers: Any) -> None:
         """Move the coldest rows of slots to the disk, as long as its limit allows."""
-        per = np.minimum(np.cumsum(numbers.astype(np.int64)), self._cold.room())
+        per = np.cumsum(numbers.astype(np.int64))
+        per = np.minimum(per, self._cold.room(int(numbers.sum())))
         numbers = np.diff(per, prepend=0).astype(np.uint64)
         while len(slots):
             some = max(1, int(np.searchsorted(per, per[0] + self._batch)))
@@ -212,6 +226,7 @@ class TieredTable:
             gone = self._cold.remove(np.unique(keys))
             if remember:
                 self._hot.note_removed(gone)
+            self._has_room(0)
             return number + len(gone)
 
     def note_removed(self, keys: Any) -> None:
@@ -223,6 +238,7 @@ class TieredTable:
         with self._lock:
             self._hot.clear(slot)
             self._cold.remove(self._cold.headers(slot).keys)
+            self._has_room(0)
 
     def evict(self, slot: int, before: int, norm: float, *, blocked: bool) -> int:
         """Remove rows of a slot."""
@@ -238,6 +254,7 @@ class TieredTable:
                     out[some] |= norms_of(values) < np.float32(norm)
             gone = self._cold.remove(np.ascontiguousarray(found.keys[out]))
             self._hot.note_removed(gone)
+            self._has_room(0)
             return number + len(gone)
 
     def copy(self, slots: Any, *, changed: bool, keep: bool) -> Copied:
