@@ -268,7 +268,6 @@ class _Known:
         self._sizes_of_storages = _sizes(self._storages)
         self.device = device_of(flat.tensors)
         self._paths = flat.paths
-        self._kinds = _Kinds(flat.tensors)
         self._pointers = _addresses(flat.tensors)
         self._placing = _placing(flat)
         self._places = spans(self.entries)
@@ -276,6 +275,10 @@ class _Known:
         self._plain = are_plain(flat.tensors)
         self._plans: list[_CopyPlan] = []
         self._check_memory()
+
+    @functools.cached_property
+    def _kinds(self) -> _Kinds:
+        return _Kinds(self.sources)
 
     def _check_memory(self) -> None:
         count = len(self.sources)
@@ -385,7 +388,7 @@ class _Kinds:
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._kinds = [_kind(block) for block in _blocks(tensors)]
         self._compare = _comparison if _comparison_sees_all() else lambda _block: None
-        self._comparisons = [self._compare(block) for block in _blocks(tensors)]
+        self._comparisons: list[_Comparison | None] = [None] * len(self._kinds)
 
     def addresses(self, tensors: list[torch.Tensor]) -> Words | None:
         """Return the addresses of as many tensors of the same kinds; None if one is of another."""
