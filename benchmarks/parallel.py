@@ -41,6 +41,10 @@ FOLDS = 5
 LLAMA_8B = Transformer(32, 4096, 14336, 32, 8, 128256)
 LLAMA_70B = Transformer(80, *data.LLAMA_70B)
 LLAMA_405B = Transformer(126, *data.LLAMA_405B)
+BRIDGE_8B, BRIDGE_70B, BRIDGE_405B = (
+    replace(shape, fused=True) for shape in (LLAMA_8B, LLAMA_70B, LLAMA_405B)
+)
+"""The same as Megatron-LM computes them, whose plans Megatron-Bridge publishes."""
 CONSTANTS = {
     "LOGIT_BYTES": (7.0, 9.0, 11.0, 13.0),
     "COPIES": (0.0, 1.0, 2.0),
@@ -363,11 +367,11 @@ PUBLISHED = [  # source, shape, nodes of 8 H100, sequence, batch, tp, pp, cp, ep
     ("Llama 3 405B on 8,192", LLAMA_405B, 1024, 8192, 2048, (8, 16, 1, 1), "bf16"),
     ("Llama 3 405B on 16,384", LLAMA_405B, 2048, 8192, 2048, (8, 16, 1, 1), "bf16"),
     ("Llama 3 405B on 16,384, long", LLAMA_405B, 2048, 131072, 128, (8, 16, 16, 1), "bf16"),
-    ("Megatron-Bridge Llama 3 8B on 8, FP8", LLAMA_8B, 1, 8192, 128, (1, 1, 1, 1), "fp8"),
-    ("Megatron-Bridge Llama 3 70B on 64, FP8", LLAMA_70B, 8, 8192, 256, (4, 8, 1, 1), "fp8"),
+    ("Megatron-Bridge Llama 3 8B on 8, FP8", BRIDGE_8B, 1, 8192, 128, (1, 1, 1, 1), "fp8"),
+    ("Megatron-Bridge Llama 3 70B on 64, FP8", BRIDGE_70B, 8, 8192, 256, (4, 8, 1, 1), "fp8"),
     (
         "Megatron-Bridge Llama 3 405B on 1,024, FP8",
-        LLAMA_405B,
+        BRIDGE_405B,
         128,
         8192,
         1536,
@@ -529,7 +533,36 @@ def noise(folder: Path) -> Any:
         "oracle": _by_partner(runs, alike),
     }
     table(("noise of the playbook", ""), [(key, f"{value:.3g}") for key, value in found.items()])
-    return found
+    return {**found, "slow": _slow(runs), "vtrain": _affine(data.vtrain(folder, "single"))}
+
+
+def _slow(runs: Sequence[Run]) -> dict[str, float]:
+    """Part of the runs each of whose micro-batches takes 0.4 seconds more than predicted without the model, by pipeline and nodes."""
+    start = Cluster("h100-80", coefficients=ACCELERATORS["a100-80"].coefficients)
+    predicted, _ = blind(runs, start, [run.model for run in runs])
+    groups: dict[tuple[str, int], list[bool]] = defaultdict(list)
+    for run, found in zip(runs, predicted, strict=True):
+        rounds = run.global_batch / (run.strategy.dp * run.strategy.micro_batch)
+        late = run.seconds > max(found + 0.4 * rounds, 1.5 * found)
+        groups["pipeline" if run.strategy.pp > 1 else "none", run.cluster.nodes].append(bool(late))
+    parts = {f"{kind} {nodes}": float(np.mean(late)) for (kind, nodes), late in groups.items()}
+    table(("pipeline, nodes", "slow runs"), [(key, share(each)) for key, each in parts.items()])
+    return parts
+
+
+def _affine(runs: Sequence[Run]) -> float:
+    """Mean error of a run of vTrain on the line through the others that differ from it in the number of layers alone."""
+    alike: dict[Any, list[tuple[int, float]]] = defaultdict(list)
+    for run in runs:
+        key = run.shape.hidden, run.global_batch, run.strategy
+        alike[key].append((run.shape.layers, run.seconds))
+    errors = []
+    for rows in (np.array(rows) for rows in alike.values() if len(rows) > 3):
+        for at in range(len(rows)):
+            line = np.polyfit(*np.delete(rows, at, axis=0).T, 1)
+            errors.append(abs(np.polyval(line, rows[at, 0]) / rows[at, 1] - 1))
+    table(("vTrain, one node", "off the line"), [(str(len(errors)), share(float(np.mean(errors))))])
+    return float(np.mean(errors))
 
 
 def _by_partner(runs: Sequence[Run], alike: dict[Any, list[int]]) -> float:

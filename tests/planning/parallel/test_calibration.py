@@ -79,6 +79,15 @@ def test_exact_observations_change_nothing():
     assert 0.05 <= fitted.spread < 0.07
 
 
+def test_a_coefficient_of_zero_is_learned_again():
+    known = ACCELERATORS["a100-80"].coefficients
+    blank = tuple(
+        0.0 if term == "collective" else each for term, each in zip(TERMS, known, strict=True)
+    )
+    fitted = calibrate(replace(CLUSTER, coefficients=blank), observed(STRATEGIES))
+    assert max(map(abs, errors(fitted, observed(STRATEGIES)))) < 0.01
+
+
 def test_tuples_and_mappings_are_observations():
     seen = observed(STRATEGIES[:3], 1.2)
     fitted = calibrate(CLUSTER, seen)

@@ -114,6 +114,21 @@ def test_what_makes_a_step_longer(faster, slower):
     assert seconds(faster, model=model) < seconds(slower, model=model)
 
 
+def test_a_micro_batch_of_few_tokens_takes_what_a_host_needs_for_the_layers_and_the_output():
+    tiny = Transformer(1, 64, 256, 1, 1, 256)
+
+    def seconds(layers, batch):
+        model = replace(tiny, layers=layers)
+        found = predict(
+            model, Strategy(), Cluster("h100-80", 1, 1), sequence=16, global_batch=batch
+        )
+        return found.step_seconds
+
+    layer = (seconds(9, 100) - seconds(1, 100)) / 8
+    without = seconds(1, 100) - layer - (seconds(1, 1) - (seconds(1, 2) - seconds(1, 1)))
+    assert without / 100 == pytest.approx(layer / 100, rel=0.1)
+
+
 def test_a_pipeline_idles_while_it_fills_and_drains():
     strategy = Strategy(pp=8)
     few, many = (seconds(strategy, batch=batch) / batch for batch in (8, 256))

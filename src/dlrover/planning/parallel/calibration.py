@@ -18,6 +18,8 @@ from dlrover.planning.parallel.timing import timed
 
 PRIOR = 0.01
 """Weight of the present coefficients: as much as an observation weighs whose error is this small."""
+LEAST = 0.1
+"""Coefficient that a present one counts as, if it is smaller: one of 0 says that it was not seen, not that there is no such time."""
 ROUNDS = 10
 """Fits, each with the terms that count at the last one's coefficients."""
 NOISE = 0.05
@@ -48,7 +50,8 @@ def calibrate(cluster: Cluster, observations: Iterable[Any]) -> Cluster:
     for _ in range(ROUNDS):
         fitted = _fit(design, measured, weights, start)
         # halfway, in ratios: the terms that count depend on the coefficients
-        weights = np.sqrt(np.maximum(fitted, 1e-4 * start) * np.maximum(weights, 1e-4 * start))
+        least = 1e-4 * np.maximum(start, LEAST)
+        weights = np.sqrt(np.maximum(fitted, least) * np.maximum(weights, least))
         design = _design(cluster, seen, weights)
     weights = _fit(design, measured, weights, start)
     errors = np.abs(_design(cluster, seen, weights) @ weights / measured - 1)
@@ -97,7 +100,7 @@ def _fit(design: Any, measured: Any, weights: Any, start: Any) -> Any:
     """Coefficients of least relative errors; large errors count less, as in a fit of absolute errors."""
     off = np.abs(np.log(np.maximum(design @ weights, 1e-12) / measured))
     scale = 1 / (measured * np.sqrt(np.maximum(off, NOISE) * len(measured)))
-    prior = PRIOR / np.maximum(start, 1e-6)
+    prior = PRIOR / np.maximum(start, LEAST)
     rows = np.vstack([design * scale[:, None], np.diag(prior)])
     fitted, _ = nnls(rows, np.concatenate([measured * scale, prior * start]))
     return fitted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -62,7 +63,7 @@ def stages(model: Transformer, pp: int, virtual: int) -> Stages:
 def _balanced(model: Transformer, pp: int) -> tuple[int, ...]:
     """Stages that end with the layer that reaches their share of the cost; each has one at least but the last."""
     share = (model.layers + head_layers(model)) / pp
-    ends = [min(model.layers, int((stage + 1) * share) + 1) for stage in range(pp - 1)]
+    ends = [min(model.layers, math.ceil((stage + 1) * share)) for stage in range(pp - 1)]
     for stage in range(pp - 1):
         floor = stage + 1
         roof = model.layers - (pp - 2 - stage)

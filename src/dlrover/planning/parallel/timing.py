@@ -24,7 +24,10 @@ LAUNCH = 1e-3
 LATENCY = 1e-4
 """Seconds that one collective takes at least, times the coefficient ``collective``."""
 STAGGER = 1e-4
-"""Seconds of a collective for each rank, between stages whose hosts wait for one another."""
+"""Seconds of a collective for each rank in a pipeline, times the coefficient ``stagger``.
+
+Megatron-LM's runs have hardly any such time. One version of nanotron has, with a pipeline or without: its runs call for a calibration.
+"""
 FP8_BYTES, FP8_BYTES_FUSED = 6, 2
 """Bytes moved to turn an element into fp8: read in bf16 for its scale and again to convert it, and written in both layouts.
 
@@ -202,13 +205,14 @@ class Work:
         return row
 
     def head(self) -> Any:
-        """Output layer and loss for one micro-batch."""
+        """Output layer and loss for one micro-batch, which a host launches as it launches a layer."""
         blocks, row = self.blocks, self.zeros()
         logits = blocks.tokens * blocks.vocab
         row[:, _INDEX["matmul"]] = (
             3 * _effective(2 * logits * blocks.model.hidden) / self.device.flops
         )
         row[:, _INDEX["memory"]] = 30 * logits / self.device.bandwidth
+        row[:, _INDEX["launch"]] = LAUNCH
         return row
 
     def between_stages(self) -> Any:
