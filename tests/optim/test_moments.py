@@ -17,6 +17,7 @@ from dlrover.optim import (  # noqa: E402
     AdamW8bit,
     AGD8bit,
     codes,
+    dense,
 )
 from dlrover.optim.adamw import AdamW  # noqa: E402
 
@@ -133,6 +134,24 @@ def test_small_updates_of_bfloat16_parameters_add_up(native, monkeypatch) -> Non
     value.grad.fill_(math.inf)
     optimizer.step()
     assert value.isnan().all()
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("bits", [32, 8])
+def test_the_draws_of_groups_and_of_parts_differ(native, bits, monkeypatch) -> None:
+    """Small updates of equal numbers: with the same draws, the same ones of them would move."""
+    monkeypatch.setenv("DLROVER_NATIVE", native)
+    values = [nn.Parameter(torch.ones(300, 256, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = AdamW([{"params": [each]} for each in values], 1e-3, weight_decay=0, state_bits=bits)  # fmt: skip
+    for value in values:
+        value.grad = torch.ones_like(value)
+    optimizer.step()
+    parts = [part for value in values for part in value.detach().split(dense.CACHED // 256)]
+    moved = [part[:44].ne(1) for part in parts]
+    for number, one in enumerate(moved):
+        assert one.float().mean().item() == pytest.approx(0.26, abs=0.03)
+        for other in moved[:number]:
+            assert (one & other).float().mean().item() == pytest.approx(0.26**2, abs=0.03)
 
 
 def network():
