@@ -247,6 +247,10 @@ class Odd(torch.Tensor):
         lambda: torch.eye(4, device="meta"),
         lambda: torch.eye(4).as_subclass(Odd),
         torch.nn.parameter.UninitializedParameter,
+        pytest.param(
+            lambda: torch.nested.nested_tensor([torch.eye(4), torch.ones(1, 4)]),
+            marks=pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+        ),
     ],
 )
 def test_a_tensor_that_becomes_one_that_cannot_be_kept_is_refused_as_at_the_first_save(make_odd):

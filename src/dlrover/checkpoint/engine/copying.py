@@ -299,7 +299,7 @@ class _Known:
         tensors = flat.tensors
         if flat.paths != self._paths or _placing(flat) != self._placing:
             return False
-        pointers = self._kinds.addresses(tensors)
+        pointers = self._kinds.addresses(tensors, self._pointers)
         # A storage that was made smaller, and perhaps larger again, may be at its old address.
         if pointers is None or not np.array_equal(_sizes(self._storages), self._sizes_of_storages):
             return False
@@ -387,13 +387,19 @@ class _Kinds:
         self._compare = _comparison if _comparison_sees_all() else lambda _block: None
         self._comparisons = [self._compare(block) for block in _blocks(tensors)]
 
-    def addresses(self, tensors: list[torch.Tensor]) -> Words | None:
-        """Return the addresses of as many tensors of the same kinds; None if one is of another."""
+    def addresses(self, tensors: list[torch.Tensor], last: Words) -> Words | None:
+        """Return the addresses of as many tensors of the same kinds, which had the last ones; None if a kind differs."""
         pointers = np.empty(len(tensors), np.uint64)
         for number, block in enumerate(_blocks(tensors)):
-            if not self._are(number, block):
+            place = slice(number * BLOCK, (number + 1) * BLOCK)
+            try:
+                pointers[place] = here = _addresses(block)
+            except (RuntimeError, TypeError, ValueError):
+                return None  # one has no memory
+            # PyTorch's comparison of a nested tensor, which must have come with memory of its own, ends the process.
+            moved = np.flatnonzero((here != last[place]) | (here == 0)).tolist()
+            if any(block[index].is_nested for index in moved) or not self._are(number, block):
                 return None
-            pointers[number * BLOCK : (number + 1) * BLOCK] = _addresses(block)
         return pointers
 
     def _are(self, number: int, block: list[torch.Tensor]) -> bool:
