@@ -157,6 +157,10 @@ class Moments:
             for column in zip(*(member.four for member in some), strict=True)
         )
         sizes = np.array([member.parameter.numel() for member in some], np.uint64)
+        if _overlap(parameters, sizes * np.uint64(some[0].parameter.itemsize)):
+            for index, member in members.items():  # not at once, by several threads
+                self._update_compiled(step, {index: member}, group, part)
+            return
         half = some[0].parameter.dtype == torch.bfloat16
         tensors = Tensors(parameters, gradients, (means, squares), sizes, half=half)
         run = getattr(self.native, self._rule.kernel)
@@ -173,11 +177,16 @@ class Moments:
     ) -> None:
         """Update members of one device and type, or this part of one, by PyTorch."""
         some = list(members.values())
-        dtype = some[0].mean.dtype
+        kinds = [each.dtype for member in some for each in member if each is not None]
+        dtype = functools.reduce(torch.promote_types, kinds, torch.float32)
         columns = zip(*(member.four for member in some), strict=True)
         lists = [[each.to(dtype) for each in column] for column in columns]
         largest = [each.largest for each in some if each.largest is not None]
         self._rule.plain(step, group, lists, largest)
+        for member, mean, square in zip(some, *lists[2:], strict=True):
+            for old, new in ((member.mean, mean), (member.square, square)):
+                if new is not old:  # of a type of its own
+                    old.copy_(new)
         for index, member, value in zip(members, some, lists[0], strict=True):
             place = member.parameter
             if place.dtype == torch.bfloat16:
@@ -195,7 +204,11 @@ class Moments:
             and member.largest is None
             and kinds in ([single] * 4, [half, half, single, single])
             and all(
-                each.device.type == "cpu" and each.is_contiguous() and not each.is_neg()
+                each.device.type == "cpu"
+                and each.is_contiguous()
+                and not each.is_neg()
+                # A tensor with operations of its own may have no memory.
+                and type(each).__torch_dispatch__ is Tensor.__torch_dispatch__
                 for each in member.four
             )
         )
@@ -212,6 +225,13 @@ def _check_shapes(
                 f"Parameter {index} has the shape {list(parameter.shape)} and its {key} {list(tensor.shape)}; load"
                 " the state of an optimizer of the same model, or make a new optimizer."
             )
+
+
+def _overlap(addresses: Any, sizes: Any) -> bool:
+    """Return whether some of these pieces of memory have bytes in common."""
+    order = np.argsort(addresses)
+    begins = addresses[order]
+    return bool(np.any(begins[:-1] + sizes[order][:-1] > begins[1:]))
 
 
 @functools.cache
