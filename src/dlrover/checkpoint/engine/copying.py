@@ -497,6 +497,18 @@ class _CopyPlan:
         return sums[self._same]
 
 
+def written(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell PyTorch that tensors were written: a backward pass that needs what was there before must fail."""
+    torch.autograd.graph.increment_version(list(tensors))
+
+
+def overlap(pointers: Words, sizes: Words) -> bool:
+    """Return True if two pieces of memory share bytes."""
+    order = np.argsort(pointers)
+    starts, ends = pointers[order], (pointers + sizes)[order]
+    return bool((ends[:-1] > starts[1:]).any())
+
+
 def overwrite(targets: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]) -> None:
     """Copy each of the contents to its target."""
     lazy = [target.is_conj() or target.is_neg() for target in targets]
