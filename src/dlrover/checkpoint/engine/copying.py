@@ -162,8 +162,8 @@ class Copier:
         """
         known = self._known
         if known is None or not known.takes(flat):
-            known = self._known = _Known(flat)
             self._plan = None
+            known = self._known = _Known(flat)
         self._bare = flat.bare
         return known.packed(layouts.encode(flat.packed))
 
@@ -260,8 +260,7 @@ class _Known:
             len(self.entries),
             layouts.layout_hash(self._encoded),
         )
-        self._skeleton = b""
-        self._packed: PackedLayout | None = None
+        self._packed: tuple[bytes, PackedLayout] | None = None
         # Detached aliases keep the memory from being reused for another tensor at the same address.
         self.sources = list(map(torch.Tensor.detach, flat.tensors))
         self._storages = list(map(torch.Tensor.untyped_storage, self.sources))
@@ -289,10 +288,9 @@ class _Known:
 
     def packed(self, skeleton: bytes) -> PackedLayout:
         """Return the layout with these plain values."""
-        if self._packed is None or skeleton != self._skeleton:
-            self._packed = layouts.packed(self._encoded, skeleton, self._sizes)
-            self._skeleton = skeleton
-        return self._packed
+        if self._packed is None or skeleton != self._packed[0]:
+            self._packed = skeleton, layouts.packed(self._encoded, skeleton, self._sizes)
+        return self._packed[1]
 
     def takes(self, flat: Flat) -> bool:
         """Return whether the tensors are of the same kind at the same paths; they may have moved."""
@@ -313,13 +311,14 @@ class _Known:
             if tensors[index].device != self.sources[index].device:
                 return False
             check_memory(tensors[index], self._paths[index])
-            # With its address at once: what follows may end here, and the tensor may move back.
-            self._pointers[index] = pointers[index]
+            # Ctrl-C may come between any two of these: until all are done, the tensor counts as moved.
+            self._pointers[index] = 0
             self.sources[index] = tensors[index].detach()
             self._storages[index] = self.sources[index].untyped_storage()
             self._sizes_of_storages[index] = self._storages[index].nbytes()
             for plan in self._plans:
                 plan.replace(index, self.sources[index])
+            self._pointers[index] = pointers[index]
         return True
 
     def plan(self, buffer: torch.Tensor) -> _CopyPlan:
