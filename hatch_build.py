@@ -54,9 +54,11 @@ class NativeBuildHook(BuildHookInterface):
             )
             if editable:
                 beside.unlink(missing_ok=True)
+                _sums(beside).unlink(missing_ok=True)
             return
         if not editable:
             build_data["force_include"][str(target)] = LIBRARY
+            build_data["force_include"][str(_sums(target))] = str(_sums(Path(LIBRARY)))
         here = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data |= {"pure_python": False, "tag": f"py3-none-{here}"}
 
@@ -91,9 +93,10 @@ def compile_library(root: Path, target: Path, choice: str) -> None:
         build.update(path.read_bytes())
     mark = f"dlrover-build:{build.hexdigest()}"
     for made in (target, root / "src" / LIBRARY):
-        if made.exists() and mark.encode() in made.read_bytes():
+        if made.exists() and mark.encode() in made.read_bytes() and _is_whole(made):
             if made != target:
                 shutil.copyfile(made, target)
+                shutil.copyfile(_sums(made), _sums(target))
             return
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-") as directory:
         made = Path(directory, target.name)
@@ -111,7 +114,24 @@ def compile_library(root: Path, target: Path, choice: str) -> None:
         if done.returncode:
             said = "; ".join(done.stderr.strip().splitlines()[:3]) or "it printed no error"
             raise NotBuiltError(f"{command[0]} failed with status {done.returncode} ({said})")
-        os.replace(made, target)  # at once: other builds may be under way
+        line = f"{hashlib.sha256(made.read_bytes()).hexdigest()}  {made.name}\n"
+        _sums(made).write_text(line)
+        # Each at once, since other builds may be under way, and never a library with the sum of another one.
+        _sums(target).unlink(missing_ok=True)
+        os.replace(made, target)
+        os.replace(_sums(made), _sums(target))
+
+
+def _sums(library: Path) -> Path:
+    """Return the file with a library's SHA-256."""
+    return library.with_name(f"{library.name}.sha256")
+
+
+def _is_whole(library: Path) -> bool:
+    """Return whether a library has the SHA-256 that it was built with."""
+    sums = _sums(library)
+    found = hashlib.sha256(library.read_bytes()).hexdigest().encode()
+    return sums.exists() and sums.read_bytes()[:64] == found
 
 
 def _words(name: str, value: str) -> list[str]:

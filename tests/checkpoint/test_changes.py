@@ -230,6 +230,30 @@ def test_after_a_refused_save_a_tensor_that_moved_and_moved_back_is_copied_as_it
     assert torch.equal(copying.views(buffer, entries)[0], there)
 
 
+@pytest.mark.parametrize("end", ["before", "after"])
+def test_after_an_interrupted_save_a_tensor_that_moved_is_copied_from_its_place(end, monkeypatch):
+    copier, before, now = Copier(), torch.zeros(8, 8).T, torch.ones(8, 8).T
+    packed = copier.layout_of({"a": before})
+    buffer = torch.zeros(1024, dtype=torch.uint8)
+    copier.copy(buffer)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        if end == "after":
+            patched.setattr(copying._CopyPlan, "replace", interrupted)
+        else:
+            patched.setattr(torch.Tensor, "untyped_storage", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            copier.layout_of({"a": now})
+    for tensor in (now, before):
+        copier.layout_of({"a": tensor})
+        copier.copy(buffer)
+        entries = msgspec.msgpack.decode(packed.encoded, type=layouts.Layout).entries
+        assert torch.equal(copying.views(buffer, entries)[0], tensor)
+
+
 class Odd(torch.Tensor):
     """A tensor with methods of its own."""
 
@@ -247,6 +271,10 @@ class Odd(torch.Tensor):
         lambda: torch.eye(4, device="meta"),
         lambda: torch.eye(4).as_subclass(Odd),
         torch.nn.parameter.UninitializedParameter,
+        pytest.param(
+            lambda: torch.nested.nested_tensor([torch.eye(4), torch.ones(1, 4)]),
+            marks=pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+        ),
     ],
 )
 def test_a_tensor_that_becomes_one_that_cannot_be_kept_is_refused_as_at_the_first_save(make_odd):

@@ -77,6 +77,37 @@ def test_a_damaged_step_is_an_error_that_advises_nothing_and_renames_nothing(dir
     assert (directory / "step-1").exists()
 
 
+@pytest.mark.slow
+def test_a_model_that_ties_what_was_saved_apart_gets_the_last_of_it(directory):
+    """Read beside one another, one would be found damaged by the bytes of the other."""
+    training = Checkpointer(directory, linger=0.0)
+    saved = {str(n): torch.full((1 << 20,), float(n)) for n in range(16)}
+    training.save(1, saved, to="storage")
+    training.wait()
+    training.close()
+    tied = torch.zeros(1 << 20)
+    evaluation = Checkpointer(directory, read_only=True)
+    assert evaluation.load(dict.fromkeys(saved, tied)).source == "storage"
+    evaluation.close()
+    assert tied.eq(15).all()
+
+
+@pytest.mark.parametrize("to", ["memory", "storage"])
+@pytest.mark.parametrize("moved", [False, True], ids=["as saved", "in another order"])
+def test_a_backward_pass_that_needs_the_values_before_a_load_fails(directory, to, moved):
+    training = Checkpointer(directory, linger=0.0)
+    training.save(1, {"a": torch.ones(3), "b": torch.ones(2)}, to=to)
+    training.wait()
+    value = torch.zeros(3, requires_grad=True)
+    loss = (value * value).sum()
+    state = {"b": torch.zeros(2), "a": value} if moved else {"a": value, "b": torch.zeros(2)}
+    training.load(state, step=None if to == "memory" else 1)
+    training.close()
+    assert value.eq(1).all()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_second_job_is_refused_whichever_ranks_it_has(monkeypatch):
     monkeypatch.setattr(saver_states, "PREDECESSOR_WAIT", 0.1)
     mine = saver_states.SaverState()

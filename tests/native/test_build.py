@@ -1,5 +1,6 @@
 """Wheels with and without the compiled library, and what lies beside the sources of an editable installation."""
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = "dlrover/_native/libdlrover_native.so"
+SUMS = f"{LIBRARY}.sha256"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 BUILD = """
@@ -35,7 +37,7 @@ def tree(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "src/dlrover/__init__.py", package)
     shutil.copytree(ROOT / "native", root / "native")
     shutil.copytree(
-        ROOT / "src/dlrover/_native", package / "_native", ignore=shutil.ignore_patterns("*.so")
+        ROOT / "src/dlrover/_native", package / "_native", ignore=shutil.ignore_patterns("*.so*")
     )
     return root
 
@@ -88,7 +90,7 @@ def test_a_wheel_with_the_library_serves_all_pythons(tree: Path):
     small(tree)  # CI builds one of all sources
     tags, files = wheel(tree, build(tree, DLROVER_NATIVE="require"))
     assert tags.startswith("py3-none-linux_")
-    assert LIBRARY in files
+    assert {LIBRARY, SUMS} <= files
     assert not beside(tree).exists()
 
 
@@ -145,9 +147,14 @@ def test_an_editable_installation_and_its_wheels_compile_only_what_changed(tree:
     assert beside(tree).stat().st_mtime_ns == first
     with beside(tree).open("ab") as file:
         file.write(b"this very one")
+    line = f"{hashlib.sha256(beside(tree).read_bytes()).hexdigest()}  {beside(tree).name}\n"
+    sums = tree / "src" / SUMS
+    assert len(sums.read_text()) == len(line)
+    sums.write_text(line)
     name = build(tree).stdout.split()[-1]
     with zipfile.ZipFile(tree.parent / name) as archive:
         assert archive.read(LIBRARY).endswith(b"this very one"), "a wheel takes it as it is"
+        assert archive.read(SUMS).decode() == line
     with source.open("a") as file:
         file.write("// changed\n")
     build(tree, "build_editable")
@@ -157,6 +164,17 @@ def test_an_editable_installation_and_its_wheels_compile_only_what_changed(tree:
     assert beside(tree).stat().st_mtime_ns != changed
     build(tree, "build_editable", PATH="")
     assert not beside(tree).exists()  # it would be older than the sources one day
+    assert not sums.exists()
+
+
+@needs_compiler
+def test_a_damaged_library_is_compiled_again(tree: Path):
+    small(tree)
+    build(tree, "build_editable")
+    whole = beside(tree).read_bytes()
+    beside(tree).write_bytes(whole[:-1] + b"!")
+    build(tree, "build_editable")
+    assert beside(tree).read_bytes() == whole
 
 
 def test_the_source_distribution_has_all_that_a_build_needs(tree: Path):

@@ -2,6 +2,7 @@
 
 import mmap
 import random
+import signal
 import threading
 
 import pytest
@@ -265,3 +266,19 @@ def test_a_hash_is_that_of_what_was_written(run: Kernels, size: int) -> None:
     finally:
         ended.set()
         writer.join()
+
+
+def test_ctrl_c_stays_what_it_is(run: Kernels) -> None:
+    """Not an error that programs take for an ordinary one."""
+    source, target = Memory(8), Memory(8)
+    lists = words(source.start), words(target.start), words(8)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for number in range(100):
+            with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it comes at any time
+                signal.setitimer(signal.ITIMER_REAL, 1e-3 + number * 1e-6)
+                while True:
+                    run.copy(*lists)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

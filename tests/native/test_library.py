@@ -1,6 +1,7 @@
 """The compiled library is used if it can be; otherwise one sentence says why not."""
 
 import contextlib
+import hashlib
 import os
 import re
 import struct
@@ -52,6 +53,25 @@ def test_a_library_that_was_cut_off(tmp_path: Path, share: float):
     assert loaded.library is None
     missing = len(whole) - int(len(whole) * share)
     assert loaded.reason == f"the compiled library is cut off: {missing} of its bytes are missing"
+
+
+@pytest.mark.skipif(not library.FILE.exists(), reason="the library is not compiled")
+def test_a_library_with_zeroed_pages(tmp_path: Path):
+    """By a crash of the machine, for instance. Its header is whole, and the first call would end the process."""
+    whole = library.FILE.read_bytes()
+    (file := tmp_path / "library.so").write_bytes(whole)
+    sums = tmp_path / "library.so.sha256"
+    sums.write_text(f"{hashlib.sha256(whole).hexdigest()}  library.so\n")
+    assert library.load("auto", file).library is not None
+    library.load.cache_clear()
+    file.unlink()  # the loader has mapped it
+    file.write_bytes(whole[: 1 << 14] + bytes(len(whole) - (1 << 15)) + whole[-(1 << 14) :])
+    reason = "the compiled library is damaged: its SHA-256 is not that in library.so.sha256"
+    assert library.load("auto", file) == library.Loaded(None, reason)
+    library.load.cache_clear()
+    file.write_bytes(whole)
+    sums.write_bytes(bytes(80))
+    assert library.load("auto", file) == library.Loaded(None, reason)
 
 
 @given(st.binary(max_size=40), st.integers(0, 63), st.binary(max_size=60))

@@ -10,6 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
+from torch.utils._python_dispatch import return_and_correct_aliasing  # noqa: E402
+from torch.utils._pytree import tree_map_only  # noqa: E402
 
 from dlrover.errors import ConfigurationError  # noqa: E402
 from dlrover.optim import (  # noqa: E402
@@ -17,6 +21,7 @@ from dlrover.optim import (  # noqa: E402
     AdamW8bit,
     AGD8bit,
     codes,
+    dense,
 )
 from dlrover.optim.adamw import AdamW  # noqa: E402
 
@@ -133,6 +138,24 @@ def test_small_updates_of_bfloat16_parameters_add_up(native, monkeypatch) -> Non
     value.grad.fill_(math.inf)
     optimizer.step()
     assert value.isnan().all()
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("bits", [32, 8])
+def test_the_draws_of_groups_and_of_parts_differ(native, bits, monkeypatch) -> None:
+    """Small updates of equal numbers: with the same draws, the same ones of them would move."""
+    monkeypatch.setenv("DLROVER_NATIVE", native)
+    values = [nn.Parameter(torch.ones(300, 256, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = AdamW([{"params": [each]} for each in values], 1e-3, weight_decay=0, state_bits=bits)  # fmt: skip
+    for value in values:
+        value.grad = torch.ones_like(value)
+    optimizer.step()
+    parts = [part for value in values for part in value.detach().split(dense.CACHED // 256)]
+    moved = [part[:44].ne(1) for part in parts]
+    for number, one in enumerate(moved):
+        assert one.float().mean().item() == pytest.approx(0.26, abs=0.03)
+        for other in moved[:number]:
+            assert (one & other).float().mean().item() == pytest.approx(0.26**2, abs=0.03)
 
 
 def network():
@@ -301,6 +324,107 @@ def test_the_sign_of_a_gradient_that_is_negated_lazily_counts(native, monkeypatc
     assert value.grad.is_neg()
     AdamW([value], lr=0.5, weight_decay=0.0).step()
     assert value.item() == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
+def test_the_bfloat16_state_of_pytorch_continues_in_float32(kind, native, monkeypatch) -> None:
+    monkeypatch.setenv("DLROVER_NATIVE", native)
+    value = nn.Parameter(torch.ones(64, 2, dtype=torch.bfloat16))
+    before = torch.optim.AdamW([value], LR, weight_decay=0)
+    value.grad = torch.ones_like(value)
+    before.step()
+    there = value.detach().clone()
+    optimizer = kind([value], LR, weight_decay=0)
+    optimizer.load_state_dict(before.state_dict())
+    optimizer.step()
+    assert optimizer.state[value]["exp_avg_sq"].dtype == torch.float32
+    torch.testing.assert_close(there.float() - value.float(), torch.full((64, 2), LR), rtol=0, atol=2**-8)  # fmt: skip
+
+
+def test_states_of_two_types_both_advance() -> None:
+    value = nn.Parameter(torch.ones(8))
+    optimizer = AdamW([value])
+    value.grad = torch.ones(8)
+    optimizer.step()
+    state = optimizer.state[value]
+    state["exp_avg"] = state["exp_avg"].half()
+    optimizer.step()
+    state |= {"exp_avg": state["exp_avg"].float(), "exp_avg_sq": state["exp_avg_sq"].half()}
+    optimizer.step()
+    torch.testing.assert_close(state["exp_avg"], torch.full((8,), 1 - 0.9**3), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        state["exp_avg_sq"].float(), torch.full((8,), 1 - 0.999**3), rtol=1e-3, atol=0
+    )
+
+
+def test_parameters_that_share_memory_are_updated_one_after_another(monkeypatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    found = []
+    for kind in (torch.optim.AdamW, AdamW):
+        memory = torch.linspace(
+            -1, 1, 3 << 20
+        )  # in three parts, to which threads come one after another
+        values = [nn.Parameter(memory), nn.Parameter(memory.view(3, -1)[2])]
+        optimizer = kind(values, LR)
+        for number, value in enumerate(values):
+            value.grad = torch.full_like(value, 1.0 + number)
+        optimizer.step()
+        found.append(memory)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-7)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A mesh of this process alone."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1
+    )
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_a_backward_pass_that_needs_a_spread_parameter_before_a_step_fails(
+    native, monkeypatch, alone
+) -> None:
+    monkeypatch.setenv("DLROVER_NATIVE", native)
+    value = nn.Parameter(distribute_tensor(torch.ones(4, 4), alone, [Shard(0)]))
+    optimizer = AdamW([value])
+    loss = (value * value).sum()
+    value.grad = torch.ones_like(value).detach()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Wrapper(torch.Tensor):
+    """A tensor around another one, without memory of its own, as quantized weights are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inner = tree_map_only(cls, lambda each: each.inner, (args, kwargs))
+        outer = tree_map_only(torch.Tensor, cls, func(*inner[0], **inner[1]))
+        return return_and_correct_aliasing(func, args, kwargs, outer)
+
+
+def test_tensors_without_memory_of_their_own_are_updated_by_pytorch() -> None:
+    found = []
+    for kind in (torch.optim.AdamW, AdamW):
+        inner = torch.ones(4, 4)
+        value = nn.Parameter(Wrapper(inner))
+        value.grad = Wrapper(torch.ones(4, 4))
+        kind([value], LR).step()
+        found.append(inner)
+    torch.testing.assert_close(*found)
+    assert not found[0].eq(1).any()
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "maximize"])

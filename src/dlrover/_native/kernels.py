@@ -35,20 +35,25 @@ _TWIN = _Functions(twin.copy, twin.hash_pieces, twin.copy_hash, twin.equal)
 
 
 def _compiled(loaded: ctypes.CDLL) -> _Functions:
-    words = np.ctypeslib.ndpointer(np.uint64, ndim=1, flags="C_CONTIGUOUS")
-    flags = np.ctypeslib.ndpointer(np.bool_, ndim=1, flags="C_CONTIGUOUS")
-    arrays = {
-        "copy": (words, words, words),
-        "hash": (words, words, words),
-        "copy_hash": (words, words, words, words),
-        "equal": (words, words, words, flags),
-    }
     functions = {}
-    for name, types in arrays.items():
-        functions[name] = loaded[f"dlrover_{name}"]
-        functions[name].argtypes = (ctypes.c_size_t, *types, ctypes.c_size_t)
-        functions[name].restype = None
+    for name, arrays in {"copy": 3, "hash": 3, "copy_hash": 4, "equal": 4}.items():
+        function = loaded[f"dlrover_{name}"]
+        function.argtypes = (ctypes.c_size_t, *(ctypes.c_void_p,) * arrays, ctypes.c_size_t)
+        function.restype = None
+        functions[name] = taking_arrays(function)
     return _Functions(**functions)
+
+
+def taking_arrays(function: Callable[..., None]) -> Callable[..., None]:
+    """Let a compiled function take arrays for their addresses.
+
+    numpy's type for arguments would do that, too, but ctypes makes an `ArgumentError` of a Ctrl-C that comes meanwhile.
+    """
+
+    def call(*given: Any) -> None:
+        function(*(each.ctypes.data if isinstance(each, np.ndarray) else each for each in given))
+
+    return call
 
 
 class Kernels:

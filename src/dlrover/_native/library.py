@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ _HEADER = struct.Struct("<32xQQ6xHHHH2x")
 _SEGMENT = struct.Struct("<8xQ16xQ16x")
 """Of a segment's header: offset and size in the file."""
 FILE = Path(__file__).with_name("libdlrover_native.so")
-"""The library; ``hatch_build.py`` puts it there."""
+"""The library; ``hatch_build.py`` puts it there, and beside it a file with its SHA-256, as ``sha256sum`` writes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,9 @@ def load(choice: str, file: Path = FILE) -> Loaded:
     if not file.exists():
         return Loaded(None, "this installation was built without a compiled library")
     try:
-        missing = missing_bytes(file.read_bytes())
-        if missing:
-            return Loaded(
-                None, f"the compiled library is cut off: {missing} of its bytes are missing"
-            )
+        damage = _damage(file)
+        if damage:
+            return Loaded(None, f"the compiled library is {damage}")
         library = ctypes.CDLL(str(file))
         abi = library.dlrover_abi()
         variant = library.dlrover_variant
@@ -49,6 +48,18 @@ def load(choice: str, file: Path = FILE) -> Loaded:
         return Loaded(None, f"the compiled library has interface {abi} instead of {ABI}")
     variant.restype = ctypes.c_char_p
     return Loaded(library, f"the compiled library uses {variant().decode()} instructions")
+
+
+def _damage(file: Path) -> str:
+    content = file.read_bytes()
+    missing = missing_bytes(content)
+    if missing:
+        return f"cut off: {missing} of its bytes are missing"
+    sums = file.with_name(f"{file.name}.sha256")
+    # Code that is damaged ends the process where it is called.
+    if sums.exists() and sums.read_bytes()[:64] != hashlib.sha256(content).hexdigest().encode():
+        return f"damaged: its SHA-256 is not that in {sums.name}"
+    return ""
 
 
 def missing_bytes(elf: bytes) -> int:

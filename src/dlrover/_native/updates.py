@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from dlrover._native import library, twin_updates
-from dlrover._native.kernels import checked
+from dlrover._native.kernels import checked, taking_arrays
 
 
 def adamw_scalars(
@@ -147,15 +147,13 @@ _TWIN: dict[str, Callable[..., None]] = {
 
 
 def _compiled(loaded: ctypes.CDLL) -> dict[str, Callable[..., None]]:
-    words = np.ctypeslib.ndpointer(np.uint64, ndim=1, flags="C_CONTIGUOUS")
-    scalars = np.ctypeslib.ndpointer(np.float32, ndim=1, flags="C_CONTIGUOUS")
-    last = (scalars, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t)
+    last = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t)
     functions: dict[str, Callable[..., None]] = {}
     for name, (lists, _) in _FORMS.items():
         function = loaded[f"dlrover_{name}"]
-        function.argtypes = (ctypes.c_size_t, *(words,) * lists, *last)
+        function.argtypes = (ctypes.c_size_t, *(ctypes.c_void_p,) * lists, *last)
         function.restype = None
-        functions[name] = function
+        functions[name] = taking_arrays(function)
     return functions
 
 

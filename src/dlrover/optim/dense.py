@@ -78,10 +78,14 @@ class DenseOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 by_step.setdefault(int(state["step"]), {})[numbers[parameter]] = parameter, state
             for step, members in by_step.items():
                 self._algorithm.update(step, members, group)
+                for parameter, _ in members.values():
+                    # The update writes to this rank's part, and a backward pass looks at the whole.
+                    if local(parameter) is not parameter:
+                        torch.autograd.graph.increment_version(parameter)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, with its own types: PyTorch would convert it to those of the parameters.
+        """Load a state, with its own types, or float32: PyTorch would convert it to those of the parameters.
 
         Raises:
             ConfigurationError: it is of a PyTorch optimizer with an option that this one does not have.
@@ -97,7 +101,11 @@ class DenseOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         for parameter, saved in saved_states(self.param_groups, state_dict):
             for key, value in saved.items():
                 if key != "step" and isinstance(value, Tensor):
-                    self.state[parameter][key] = value.detach().to(local(parameter).device)
+                    kind = value.dtype
+                    # PyTorch's optimizers keep those of bfloat16 parameters as bfloat16.
+                    if kind.is_floating_point:
+                        kind = torch.promote_types(kind, torch.float32)
+                    self.state[parameter][key] = value.detach().to(local(parameter).device, kind)
 
     def _begin(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         step = {"step": torch.zeros((), dtype=torch.float32)}

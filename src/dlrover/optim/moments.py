@@ -58,9 +58,9 @@ class Moments:
     the state which a parameter has, so an optimizer continues a state that was saved with the other one.
 
     The compiled library updates float32 and bfloat16 tensors in the memory of the CPU; PyTorch updates others.
-    bfloat16 parameters are rounded at random to one of their two neighbours. The draws depend on the step and the
-    parameter's place among those that have gradients only: ranks with the same parameters and gradients compute the
-    same bits.
+    bfloat16 parameters are rounded at random to one of their two neighbours. The draws depend on the step, the
+    parameters' places in the optimizer and which of them have gradients only: ranks with the same parameters and
+    gradients compute the same bits.
     """
 
     def __init__(self, rule: MomentRule, state_bits: int, *, amsgrad: bool = False) -> None:
@@ -93,7 +93,7 @@ class Moments:
         self, step: int, members: dict[int, tuple[Tensor, dict[str, Tensor]]], group: dict[str, Any]
     ) -> None:
         """Update parameters: those with plain moments together, those with codes one by one."""
-        compiled: dict[torch.dtype, list[Member]] = {}
+        compiled: dict[torch.dtype, dict[int, Member]] = {}
         rest: dict[tuple[torch.device, torch.dtype], dict[int, Member]] = {}
         for index, (parameter, entries) in members.items():
             state = {key: local(value) for key, value in entries.items()}
@@ -106,7 +106,7 @@ class Moments:
                 place, gradient, state["exp_avg"], state["exp_avg_sq"], state.get("max_exp_avg_sq")
             )
             if self._fits_kernel(member):
-                compiled.setdefault(place.dtype, []).append(member)
+                compiled.setdefault(place.dtype, {})[index] = member
             else:
                 rest.setdefault((place.device, place.dtype), {})[index] = member
         for some in compiled.values():
@@ -116,8 +116,9 @@ class Moments:
                 self._update_plain(step, others, group)
                 continue
             for index, member in others.items():
-                for part in by_rows([each for each in member if each is not None]):
-                    self._update_plain(step, {index: Member(*part)}, group)
+                parts = by_rows([each for each in member if each is not None])
+                for number, part in enumerate(parts):
+                    self._update_plain(step, {index: Member(*part)}, group, number)
 
     def _update_codes(
         self,
@@ -130,51 +131,67 @@ class Moments:
         """Update a parameter whose moments are codes."""
         keys = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
         draws = None
-        for place, gradient, means, scales, roots, root_scales in by_rows(
-            [*pair, *(state[key] for key in keys)]
-        ):
+        for number, part in enumerate(by_rows([*pair, *(state[key] for key in keys)])):
+            place, gradient, means, scales, roots, root_scales = part
             member = Member(
                 place, gradient, codes.decode(means, scales), codes.decode(roots, root_scales).square_()
             )  # fmt: skip
             if self._fits_kernel(member):
-                self._update_compiled(step, [member], group)
+                self._update_compiled(step, {index: member}, group, number)
             else:
-                self._update_plain(step, {index: member}, group)
+                self._update_plain(step, {index: member}, group, number)
             if draws is None:  # the same for all rows: drawing takes long on the CPU
                 size = place.numel() + scales.numel()
-                chance = _chance(step, index, place.device)
+                chance = _chance(step, _place(index, -1), place.device)
                 draws = torch.rand(2, size, device=place.device, generator=chance)
             codes.encode(member.mean, means, scales, draws[0])
             codes.encode(member.square.sqrt_(), roots, root_scales, draws[1])
 
-    def _update_compiled(self, step: int, members: list[Member], group: dict[str, Any]) -> None:
-        """Update members of one type by the compiled library."""
+    def _update_compiled(
+        self, step: int, members: dict[int, Member], group: dict[str, Any], part: int = 0
+    ) -> None:
+        """Update members of one type, or this part of one, by the compiled library."""
+        first, some = next(iter(members)), list(members.values())
         parameters, gradients, means, squares = (
             np.array([each.data_ptr() for each in column], np.uint64)
-            for column in zip(*(member.four for member in members), strict=True)
+            for column in zip(*(member.four for member in some), strict=True)
         )
-        sizes = np.array([member.parameter.numel() for member in members], np.uint64)
-        half = members[0].parameter.dtype == torch.bfloat16
+        sizes = np.array([member.parameter.numel() for member in some], np.uint64)
+        if _overlap(parameters, sizes * np.uint64(some[0].parameter.itemsize)):
+            for index, member in members.items():  # not at once, by several threads
+                self._update_compiled(step, {index: member}, group, part)
+            return
+        half = some[0].parameter.dtype == torch.bfloat16
         tensors = Tensors(parameters, gradients, (means, squares), sizes, half=half)
         run = getattr(self.native, self._rule.kernel)
-        run(tensors, self._rule.scalars(step, group), seed=step, threads=torch.get_num_threads())
+        # The draws of several groups differ, though each call counts its tensors from 0.
+        seed = step | _place(first, part) << 32
+        run(tensors, self._rule.scalars(step, group), seed=seed, threads=torch.get_num_threads())
         # As after an update by PyTorch, a backward pass that needs the old values fails.
-        for each in members:
+        for each in some:
             if not each.parameter.is_inference():
                 torch.autograd.graph.increment_version(each.parameter)
 
-    def _update_plain(self, step: int, members: dict[int, Member], group: dict[str, Any]) -> None:
-        """Update members of one device and type by PyTorch."""
+    def _update_plain(
+        self, step: int, members: dict[int, Member], group: dict[str, Any], part: int = 0
+    ) -> None:
+        """Update members of one device and type, or this part of one, by PyTorch."""
         some = list(members.values())
-        dtype = some[0].mean.dtype
+        kinds = [each.dtype for member in some for each in member if each is not None]
+        dtype = functools.reduce(torch.promote_types, kinds, torch.float32)
         columns = zip(*(member.four for member in some), strict=True)
         lists = [[each.to(dtype) for each in column] for column in columns]
         largest = [each.largest for each in some if each.largest is not None]
         self._rule.plain(step, group, lists, largest)
+        for member, mean, square in zip(some, *lists[2:], strict=True):
+            for old, new in ((member.mean, mean), (member.square, square)):
+                if new is not old:  # of a type of its own
+                    old.copy_(new)
         for index, member, value in zip(members, some, lists[0], strict=True):
             place = member.parameter
             if place.dtype == torch.bfloat16:
-                place.copy_(_rounded(value, _chance(step, index, place.device)))
+                chance = _chance(step, _place(index, part), place.device)
+                place.copy_(_rounded(value, chance))
             elif value is not place:
                 place.copy_(value)
 
@@ -187,7 +204,11 @@ class Moments:
             and member.largest is None
             and kinds in ([single] * 4, [half, half, single, single])
             and all(
-                each.device.type == "cpu" and each.is_contiguous() and not each.is_neg()
+                each.device.type == "cpu"
+                and each.is_contiguous()
+                and not each.is_neg()
+                # A tensor with operations of its own may have no memory.
+                and type(each).__torch_dispatch__ is Tensor.__torch_dispatch__
                 for each in member.four
             )
         )
@@ -206,13 +227,25 @@ def _check_shapes(
             )
 
 
+def _overlap(addresses: Any, sizes: Any) -> bool:
+    """Return whether some of these pieces of memory have bytes in common."""
+    order = np.argsort(addresses)
+    begins = addresses[order]
+    return bool(np.any(begins[:-1] + sizes[order][:-1] > begins[1:]))
+
+
 @functools.cache
 def _compiled(choice: str) -> Updates | None:
     return updates(choice) if library.use(choice).library is not None else None
 
 
-def _chance(step: int, index: int, device: torch.device) -> torch.Generator:
-    seed = (step * 0x9E3779B1 + index * 0x85EBCA6B) % (1 << 32)  # the CPU's generator reads 32 bits
+def _place(index: int, part: int) -> int:
+    """Return 32 bits for a part of a parameter, by its number and that of the parameter; 0 for the first of all."""
+    return (index * 0x85EBCA6B + part * 0xC2B2AE35) % (1 << 32)
+
+
+def _chance(step: int, place: int, device: torch.device) -> torch.Generator:
+    seed = (step * 0x9E3779B1 + place) % (1 << 32)  # the CPU's generator reads 32 bits
     return torch.Generator(device).manual_seed(seed)
 
 

@@ -252,7 +252,7 @@ class Checkpointer:
             self._do_save(save, step, state, to, metrics or {})
         except BaseException:
             if self._background is not None:
-                self._background.finish()  # the saver must see the saves in order
+                self._background.finish_all()  # the saver must see the saves in order
             self._pass_over(save)
             raise
 

@@ -162,8 +162,8 @@ class Copier:
         """
         known = self._known
         if known is None or not known.takes(flat):
-            known = self._known = _Known(flat)
             self._plan = None
+            known = self._known = _Known(flat)
         self._bare = flat.bare
         return known.packed(layouts.encode(flat.packed))
 
@@ -260,8 +260,7 @@ class _Known:
             len(self.entries),
             layouts.layout_hash(self._encoded),
         )
-        self._skeleton = b""
-        self._packed: PackedLayout | None = None
+        self._packed: tuple[bytes, PackedLayout] | None = None
         # Detached aliases keep the memory from being reused for another tensor at the same address.
         self.sources = list(map(torch.Tensor.detach, flat.tensors))
         self._storages = list(map(torch.Tensor.untyped_storage, self.sources))
@@ -292,17 +291,16 @@ class _Known:
 
     def packed(self, skeleton: bytes) -> PackedLayout:
         """Return the layout with these plain values."""
-        if self._packed is None or skeleton != self._skeleton:
-            self._packed = layouts.packed(self._encoded, skeleton, self._sizes)
-            self._skeleton = skeleton
-        return self._packed
+        if self._packed is None or skeleton != self._packed[0]:
+            self._packed = skeleton, layouts.packed(self._encoded, skeleton, self._sizes)
+        return self._packed[1]
 
     def takes(self, flat: Flat) -> bool:
         """Return whether the tensors are of the same kind at the same paths; they may have moved."""
         tensors = flat.tensors
         if flat.paths != self._paths or _placing(flat) != self._placing:
             return False
-        pointers = self._kinds.addresses(tensors)
+        pointers = self._kinds.addresses(tensors, self._pointers)
         # A storage that was made smaller, and perhaps larger again, may be at its old address.
         if pointers is None or not np.array_equal(_sizes(self._storages), self._sizes_of_storages):
             return False
@@ -316,13 +314,14 @@ class _Known:
             if tensors[index].device != self.sources[index].device:
                 return False
             check_memory(tensors[index], self._paths[index])
-            # With its address at once: what follows may end here, and the tensor may move back.
-            self._pointers[index] = pointers[index]
+            # Ctrl-C may come between any two of these: until all are done, the tensor counts as moved.
+            self._pointers[index] = 0
             self.sources[index] = tensors[index].detach()
             self._storages[index] = self.sources[index].untyped_storage()
             self._sizes_of_storages[index] = self._storages[index].nbytes()
             for plan in self._plans:
                 plan.replace(index, self.sources[index])
+            self._pointers[index] = pointers[index]
         return True
 
     def plan(self, buffer: torch.Tensor) -> _CopyPlan:
@@ -390,13 +389,19 @@ class _Kinds:
         self._compare = _comparison if _comparison_sees_all() else lambda _block: None
         self._comparisons: list[_Comparison | None] = [None] * len(self._kinds)
 
-    def addresses(self, tensors: list[torch.Tensor]) -> Words | None:
-        """Return the addresses of as many tensors of the same kinds; None if one is of another."""
+    def addresses(self, tensors: list[torch.Tensor], last: Words) -> Words | None:
+        """Return the addresses of as many tensors of the same kinds, which had the last ones; None if a kind differs."""
         pointers = np.empty(len(tensors), np.uint64)
         for number, block in enumerate(_blocks(tensors)):
-            if not self._are(number, block):
+            place = slice(number * BLOCK, (number + 1) * BLOCK)
+            try:
+                pointers[place] = here = _addresses(block)
+            except (RuntimeError, TypeError, ValueError):
+                return None  # one has no memory
+            # PyTorch's comparison of a nested tensor, which must have come with memory of its own, ends the process.
+            moved = np.flatnonzero((here != last[place]) | (here == 0)).tolist()
+            if any(block[index].is_nested for index in moved) or not self._are(number, block):
                 return None
-            pointers[number * BLOCK : (number + 1) * BLOCK] = _addresses(block)
         return pointers
 
     def _are(self, number: int, block: list[torch.Tensor]) -> bool:
@@ -492,6 +497,18 @@ class _CopyPlan:
         )
         sums[rest] = self._kernels.hash(self._targets[rest], sizes[rest], threads)
         return sums[self._same]
+
+
+def written(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell PyTorch that tensors were written: a backward pass that needs what was there before must fail."""
+    torch.autograd.graph.increment_version(list(tensors))
+
+
+def overlap(pointers: Words, sizes: Words) -> bool:
+    """Return True if two pieces of memory share bytes."""
+    order = np.argsort(pointers)
+    starts, ends = pointers[order], (pointers + sizes)[order]
+    return bool((ends[:-1] > starts[1:]).any())
 
 
 def overwrite(targets: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]) -> None:

@@ -53,9 +53,16 @@ class Background:
         Raises:
             InfrastructureError: the copy failed.
         """
-        running, self._running = self._running, None
+        running = self._running
         if running is not None:
+            running.exception()  # if Ctrl-C comes meanwhile, optimizers still wait for it
+            self._running = None
             running.result()
+
+    def finish_all(self) -> None:
+        """Wait also for a copy that Ctrl-C kept `start` from noting."""
+        self._pool.submit(int).result()
+        self.finish()
 
     def finish(self) -> None:
         """Wait for the copy, if there is one; leave its error to `wait`."""
@@ -88,6 +95,7 @@ class Guarded:
         key = [source.data_ptr() for source in sources]
         if key == self._key:
             return
+        self._key = None  # until all is found: Ctrl-C may come before
         safe = {tensor.data_ptr() for tensor in _guarded(state)}
         self.unguarded, self.guarded = [], []
         for index, source in enumerate(sources):

@@ -296,12 +296,15 @@ def are_usual(tensors: Sequence[torch.Tensor]) -> bool:
         and {torch.strided}.issuperset(map(operator.attrgetter("layout"), tensors))
         and DTYPE_NAMES.keys() >= set(map(operator.attrgetter("dtype"), tensors))
         and not any(map(operator.attrgetter("is_meta"), tensors))
+        and not any(map(operator.attrgetter("is_nested"), tensors))
     )
 
 
 def _problem(tensor: torch.Tensor) -> str:
     if type(tensor) not in _PLAIN:
         return f"is a {type(tensor).__name__}"
+    if tensor.is_nested:
+        return "is nested"
     if tensor.layout is not torch.strided:
         return f"has the layout {tensor.layout}"
     if tensor.is_meta:

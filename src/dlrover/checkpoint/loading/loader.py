@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 
 from dlrover._util import decoding
@@ -406,8 +407,13 @@ class _OnDemand(Sequence[torch.Tensor]):
     def fill(self, pending: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
         """Read each tensor whose target is plain memory; return the others."""
         direct = [self._fits(target, self._tensors[index]) for target, index in pending]
-        with ThreadPoolExecutor(copying.threads(1)) as pool:
-            for done in pool.map(self._fill, itertools.compress(pending, direct)):
+        chosen = list(itertools.compress(pending, direct))
+        pointers = np.fromiter((target.data_ptr() for target, _ in chosen), np.uint64, len(chosen))
+        sizes = np.fromiter((target.nbytes for target, _ in chosen), np.uint64, len(chosen))
+        # Targets that share memory are read one after another: else the check of one would see another's bytes.
+        threads = 1 if copying.overlap(pointers, sizes) else copying.threads(1)
+        with ThreadPoolExecutor(threads) as pool:
+            for done in pool.map(self._fill, chosen):
                 assert done is None
         return [item for item, is_direct in zip(pending, direct, strict=True) if not is_direct]
 

@@ -329,7 +329,7 @@ class VerifiedTensors(Sequence[torch.Tensor]):
     def fill_memory(self, pointers: Words, indices: npt.NDArray[np.intp]) -> None:
         """Copy the tensors of these numbers to the addresses."""
         sources, sizes = self._sources[indices], self._sizes[indices]
-        if _overlap(pointers, sizes):  # tied tensors
+        if copying.overlap(pointers, sizes):  # tied tensors
             for one in map(slice, range(len(sizes)), range(1, len(sizes) + 1)):
                 found = self._kernels.copy_hash(sources[one], pointers[one], sizes[one])
                 self._compare(indices[one], found)
@@ -371,13 +371,6 @@ class VerifiedTensors(Sequence[torch.Tensor]):
     def close(self) -> None:
         """Wait until no thread reads the generation."""
         self._thread.shutdown()
-
-
-def _overlap(pointers: Words, sizes: Words) -> bool:
-    """Return True if two pieces of memory share bytes."""
-    order = np.argsort(pointers)
-    starts, ends = pointers[order], (pointers + sizes)[order]
-    return bool((ends[:-1] > starts[1:]).any())
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ Most loads are of this kind. `restore` handles all others, tensor by tensor.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from dlrover._util import decoding
-from dlrover.checkpoint.engine.copying import Copier, LoadTargets, overwrite
+from dlrover.checkpoint.engine.copying import Copier, LoadTargets, overwrite, written
 from dlrover.checkpoint.engine.tree import State
 from dlrover.checkpoint.loading.restore import MemoryFiller, is_live
 from dlrover.checkpoint.machine import layout as layouts
@@ -54,6 +55,7 @@ class Replay:
         rest = np.ones(len(mine.entries), np.bool_)
         if isinstance(tensors, MemoryFiller):
             tensors.fill_memory(mine.pointers[mine.direct], np.flatnonzero(mine.direct))
+            written(itertools.compress(mine.tensors, mine.direct))
             rest = ~mine.direct
             tensors.check(np.flatnonzero(rest))
         pairs = [(mine.tensors[i], tensors[i]) for i in np.flatnonzero(rest) if mine.places[1][i]]

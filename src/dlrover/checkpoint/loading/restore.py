@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from dlrover.checkpoint.engine import tree as trees
-from dlrover.checkpoint.engine.copying import Words, check_memory, overwrite
+from dlrover.checkpoint.engine.copying import Words, check_memory, overwrite, written
 from dlrover.checkpoint.engine.tree import DTYPES, DTensor, Shard, ShardedTensor, Spread, State
 from dlrover.checkpoint.machine.extent import Extent
 from dlrover.checkpoint.machine.layout import Path, TensorRef, TensorSpec, name, replace_refs
@@ -242,6 +242,8 @@ class Restoration:
     def _overwritten(self, value: Any, index: int) -> Any:
         """Schedule a live tensor to be overwritten with the saved content, and return it."""
         target = trees.local_part(value) if isinstance(value, Spread) else value
+        if isinstance(value, DTensor):
+            written([value])  # what follows is written to its part
         if target.numel():
             check_memory(target, self._specs[index].path)
             self._pending.append((target, index))
@@ -314,7 +316,9 @@ class Restoration:
 def _overwrite(pending: list[tuple[torch.Tensor, int]], tensors: Sequence[torch.Tensor]) -> None:
     """Overwrite tensors with those of the given numbers."""
     if pending and isinstance(tensors, Filler):
-        pending = tensors.fill(pending)
+        scheduled = pending
+        pending = tensors.fill(scheduled)
+        written(target for target, _ in scheduled)
     if pending:
         targets, contents = zip(*((t, tensors[i]) for t, i in pending), strict=True)
         overwrite(targets, contents)
