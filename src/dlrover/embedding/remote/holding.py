@@ -52,8 +52,9 @@ class HeldSlots:
         self._idle = threading.Condition(self._lock)
         self._active: set[int] = set()
         self._begun = 0
+        self._pushing, self._held_back = 0, False
         self._owned = np.zeros(SLOTS, np.bool_)
-        self._given: set[int] = set()
+        self._given: dict[int, int] = {}  # slots, and the placement by which they were given
         self._copying = threading.Lock()
         self._copied_for = ""  # the checkpoint since which changes are marked
         self._present = np.zeros(SLOTS, np.bool_)  # slots that may have rows here
@@ -72,7 +73,11 @@ class HeldSlots:
         mine = np.array([owner == server for owner in placement.owners], np.bool_)
         mine = mine if len(mine) else np.zeros(SLOTS, np.bool_)
         with self._lock:
-            self._given = {slot for slot in self._given if mine[slot] and slot in placement.moves}
+            self._given = {
+                slot: version
+                for slot, version in self._given.items()
+                if placement.version < version or (mine[slot] and slot in placement.moves)
+            }
             owned = mine & ready
             owned[list(self._given)] = False
             self._owned = owned
@@ -92,10 +97,10 @@ class HeldSlots:
                     self._tables[name] = HashTable.of(decoded(options))
                     self._numbers.append(name)
 
-    def give(self, slots: Iterable[int]) -> None:
-        """Answer for some slots no more; return once no request uses them."""
+    def give(self, slots: Iterable[int], version: int) -> None:
+        """Answer for some slots no more, by a version of the placement; return once no request uses them."""
         with self._lock:
-            self._given.update(slots)
+            self._given.update(dict.fromkeys(slots, version))
             owned = self._owned.copy()
             owned[list(self._given)] = False
             self._owned = owned
@@ -119,6 +124,32 @@ class HeldSlots:
         finally:
             with self._idle:
                 self._active.discard(number)
+                self._idle.notify_all()
+
+    @contextmanager
+    def _applying(self) -> Iterator[None]:
+        """Apply a push, once none is held back."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._held_back)
+            self._pushing += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._pushing -= 1
+                self._idle.notify_all()
+
+    @contextmanager
+    def _without_pushes(self) -> Iterator[None]:
+        """Hold pushes back: rows have those that their clients' last pushes say, and no others."""
+        try:
+            with self._idle:
+                self._held_back = True
+                self._idle.wait_for(lambda: not self._pushing)
+            yield
+        finally:
+            with self._idle:
+                self._held_back = False
                 self._idle.notify_all()
 
     def owned(self) -> Slots:
@@ -157,7 +188,7 @@ class HeldSlots:
         Returns:
             False if not all keys belong to this server; nothing was applied then.
         """
-        with self._using() as owned:
+        with self._using() as owned, self._applying():
             slots = slots_of(keys)
             if not owned[slots].all():
                 return False
@@ -203,7 +234,7 @@ class HeldSlots:
         Raises:
             ProtocolError: It would not; nothing was copied.
         """
-        with self._copying, self._using() as owned:
+        with self._copying, self._using() as owned, self._without_pushes():
             if parent and parent != self._copied_for:
                 raise ProtocolError(
                     f"The rows changed since checkpoint {self._copied_for or '(none)'}, not {parent}, are known."

@@ -13,7 +13,11 @@ import numpy as np
 from dlrover.embedding.remote import arrays, wire
 from dlrover.embedding.remote.directory import Directory
 from dlrover.embedding.remote.holding import HeldSlots, Slots
-from dlrover.embedding.remote.listener import RowListener, ServerConnection
+from dlrover.embedding.remote.listener import (
+    OutdatedPlacementError,
+    RowListener,
+    ServerConnection,
+)
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.spec.requests.placement import (
@@ -122,12 +126,12 @@ class EmbeddingServer:
         """Return once this server answers for the slots of a placement.
 
         Raises:
-            ProtocolError: It does not in time.
+            OutdatedPlacementError: It does not in time.
         """
         self._nudged.set()
         with self._followed:
             if not self._followed.wait_for(lambda: self._version >= version, FETCH_TIMEOUT):
-                raise ProtocolError(
+                raise OutdatedPlacementError(
                     f"Embedding server {self.index} knows placement {self._version}, not {version}."
                 )
 
@@ -203,17 +207,22 @@ class EmbeddingServer:
             logger.info("No slots from %s:%d: %s", address, port, error)
         return tuple(fetched)
 
-    def check_gift(self, slots: Slots) -> None:
+    def check_gift(self, slots: Slots) -> int:
         """Refuse to give slots that do not move from here, and that no later start of this server asks for.
 
+        Returns:
+            The version of the placement by which they are given.
+
         Raises:
-            ProtocolError: One of them stays.
+            ProtocolError: One of them stays, or is not here.
         """
         placement = self._directory.look(-1)
         me = placement.servers.get(self.index)
         replaced = me is None or me.start != self.start
-        staying = [] if replaced else [s for s in slots.tolist() if s not in placement.moves]
-        if staying:
-            raise ProtocolError(
-                f"Slot {staying[0]} does not move from embedding server {self.index}."
-            )
+        for slot in slots.tolist():
+            mine = bool(placement.owners) and placement.owners[slot] == self.index
+            if not mine or not (replaced or slot in placement.moves):
+                raise ProtocolError(
+                    f"Slot {slot} does not move from embedding server {self.index}."
+                )
+        return placement.version
