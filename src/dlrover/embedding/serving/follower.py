@@ -74,6 +74,8 @@ class CheckpointFollower:
     """
 
     served: Served
+    names: list[str]
+    """Tables that are or were served: the place of one is its number, which clients keep."""
 
     def __init__(self, place: str, poll: float = 1.0) -> None:
         file = values.file_of(place)
@@ -81,6 +83,7 @@ class CheckpointFollower:
             _TableFile(file) if file is not None else _Checkpoints(place)
         )
         self._poll = poll
+        self.names = []
         self._ended = threading.Event()
         self._looked = time.monotonic()
         self._error = ""
@@ -93,6 +96,7 @@ class CheckpointFollower:
         """Take over what is new; return why that is not all."""
         try:
             for each in self._source.look(served):
+                self.names += [name for name in each.tables if name not in self.names]
                 self.served = each
         except (DLRoverError, MemoryError) as error:
             return error
@@ -175,9 +179,6 @@ class _Checkpoints:
         tables: Tables = {}
         if served is not None and served.id in ids:
             links, tables = links[ids.index(served.id) + 1 :], served.tables
-        elif served is not None:  # clients know tables by their numbers
-            known = [name for name in served.tables if name in links[0].tables]
-            tables = values.empty({name: links[0].tables[name] for name in known})
         if not damaged.isdisjoint(each.id for each in links):
             return
         for manifest in links:
