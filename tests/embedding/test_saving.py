@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import signal
 import threading
 from pathlib import Path
 
@@ -248,6 +250,35 @@ def test_a_save_whose_server_is_lost_is_given_up_and_the_next_one_is_full(
         assert steps == [(3, 1), (2, 0)]
         assert checkpoints.load() == 3
         check(group, saved)
+
+
+@pytest.mark.parametrize("order", ["save", "load"])
+def test_an_interrupt_waits_for_no_server(tmp_path: Path, order: str) -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        train(group, model, 2)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        checkpoints.save(1)
+        checkpoints.wait()
+        held, go_on = made.servers[1]._holding, threading.Event()
+        name = {"save": "export_changes", "load": "replay"}[order]
+        carry_out = getattr(held, name)
+
+        def slow(*given: object) -> object:
+            if not go_on.is_set():
+                os.kill(os.getpid(), signal.SIGINT)  # to the main thread
+                assert go_on.wait(30)
+            return carry_out(*given)
+
+        setattr(held, name, slow)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(2) if order == "save" else checkpoints.load()
+        assert not go_on.is_set()
+        go_on.set()
+        checkpoints.save(3)
+        checkpoints.wait()
+        assert checkpoints.load() == 3
+        check(group, model)
 
 
 def test_after_a_failed_save_the_next_one_is_full(

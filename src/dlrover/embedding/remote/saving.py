@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -313,9 +314,10 @@ class _OrderLink:
         return text
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, also if a thread waits for a reply."""
         with contextlib.suppress(OSError):
-            self._sock.close()
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
 
 
 def _failure(error: Exception) -> InfrastructureError:
@@ -364,8 +366,12 @@ def _on_all(
 ) -> dict[int, bytes]:
     """Send an order to all servers at once; return their replies."""
     with ThreadPoolExecutor(max(1, len(links))) as pool:
-        begun = {i: pool.submit(link.order, op, bodies[i]) for i, link in links.items()}
-        return {index: future.result() for index, future in begun.items()}
+        try:
+            begun = {i: pool.submit(link.order, op, bodies[i]) for i, link in links.items()}
+            return {index: future.result() for index, future in begun.items()}
+        except (KeyboardInterrupt, SystemExit):
+            _close(links)  # else the threads wait for the replies
+            raise
 
 
 def _close(links: Mapping[int, _OrderLink]) -> None:
