@@ -163,6 +163,66 @@ def test_slots_are_given_by_the_server_that_has_them_alone() -> None:
         block.set()
 
 
+def test_rows_of_a_table_that_was_opened_a_moment_ago_move_too() -> None:
+    with cluster(2) as (made, group):
+        train(group, {}, 1)
+        keys = np.arange(100_000)
+        keys = keys[slots_of(keys) < 10]
+        taker = made.servers[1]
+        fetch = taker._fetch
+
+        def fetch_after_the_opening(address, port, slots):
+            if "second" not in made.directory.placement.tables:
+                table = group.open("second", OPTIONS)
+                group.rows(table, DIM, keys, insert=True)
+                group.push(table, keys, np.ones((len(keys), DIM), np.float32))
+            return fetch(address, port, slots)
+
+        taker._fetch = fetch_after_the_opening
+        made.directory.ask(MoveSlots(0, 2.0, 1.0, dict.fromkeys(range(10), 1)))
+        made.settle(lambda placement: not placement.moves)
+        made.servers[0]._nudged.set()
+        until(lambda: made.servers[0]._version == made.directory.placement.version)
+        rows = group.rows(group.open("second", OPTIONS), DIM, keys, insert=False)
+        assert (rows == 2).all()
+
+
+def test_a_server_that_is_replaced_while_slots_come_gives_its_rows_to_the_next() -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        train(group, model, 3)
+        replaced = made.servers[1]
+        restore = replaced._holding.restore
+
+        def replaced_meanwhile(rows):
+            restore(rows)
+            if made.servers[1] is replaced:
+                made.start(1, start=2)
+
+        replaced._holding.restore = replaced_meanwhile
+        made.directory.ask(MoveSlots(0, 2.0, 1.0, dict.fromkeys(range(10), 1)))
+        made.settle(lambda placement: not placement.moves and placement.servers[1].ready)
+        train(group, model, 3, seed=1)
+        assert not made.recovered
+
+
+def test_a_table_may_be_opened_while_rows_are_copied() -> None:
+    with cluster(1) as (made, group):
+        train(group, {}, 1)
+        held = made.servers[0]._holding
+        table = held._tables["users"]
+        export = table.export_rows
+
+        def export_while_one_is_opened(*given, **options):
+            group.open("second", OPTIONS)
+            held.open_tables(made.directory.look(-1))
+            return export(*given, **options)
+
+        table.export_rows = export_while_one_is_opened
+        found, rows = held.export_changes("copy", "")
+        assert rows == len(table) == len(found["keys/users"])
+
+
 def test_a_copy_has_the_pushes_that_it_says() -> None:
     with cluster(1) as (made, group):
         train(group, {}, 2)

@@ -94,7 +94,8 @@ class HeldSlots:
         with self._lock:
             for name, options in placement.tables.items():
                 if name not in self._tables:
-                    self._tables[name] = HashTable.of(decoded(options))
+                    table = HashTable.of(decoded(options))
+                    self._tables = {**self._tables, name: table}  # other threads go through it
                     self._numbers.append(name)
 
     def give(self, slots: Iterable[int], version: int) -> None:
@@ -161,6 +162,11 @@ class HeldSlots:
     def knows(self, number: int) -> bool:
         """Return whether a table is open here."""
         return number < len(self._numbers)
+
+    def knows_tables_of(self, arrays: Arrays) -> bool:
+        """Return whether the tables that another server exported are open here: rows of others would be left out."""
+        names = {path.partition("/")[2] for path in arrays if path.startswith("keys/")}
+        return names <= self._tables.keys()
 
     def table(self, number: int) -> HashTable:
         """Return a table by its number.
@@ -246,7 +252,7 @@ class HeldSlots:
     def portions(self, slots: Slots) -> list[Slots]:
         """Divide slots into parts that fit into frames."""
         nbytes = np.zeros(len(slots))
-        for table in list(self._tables.values()):
+        for table in self._tables.values():
             nbytes += table.nbytes_of(slots)
         ends = np.flatnonzero(np.diff(np.cumsum(nbytes) // PORTION)) + 1
         return [part for part in np.split(slots, ends) if len(part)]
@@ -346,13 +352,13 @@ class HeldSlots:
     def evict(self) -> int:
         """Remove what has expired in this server's slots; return how many rows that were."""
         with self._using():
-            return sum(table.evict() for table in list(self._tables.values()))
+            return sum(table.evict() for table in self._tables.values())
 
     def rows_held(self) -> RowsHeld:
         """Return the slots that this server answers for, and the number of their rows by table."""
         with self._using() as owned:
             slots = np.flatnonzero(owned)
-            rows = {name: table.rows(slots) for name, table in list(self._tables.items())}
+            rows = {name: table.rows(slots) for name, table in self._tables.items()}
         return RowsHeld(tuple(slots.tolist()), rows)
 
 

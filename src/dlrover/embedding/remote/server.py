@@ -164,7 +164,7 @@ class EmbeddingServer:
         missing = np.setdiff1d(slots, fetched)
         if len(missing) or not len(slots):
             self._recover(placement, missing)
-        self._placement = self._directory.ask(SlotsRecovered(self.index, self.start))
+        self._report(SlotsRecovered(self.index, self.start))
 
     def _fetch_moves(self, placement: PlacementReply) -> bool:
         """Fetch slots that move to this server, a few at a time; return whether there are no more for now."""
@@ -179,11 +179,19 @@ class EmbeddingServer:
             some = np.array(slots[:FETCH_SLOTS], np.intp)
             fetched = self._fetch(server.address, server.port, some)
             if fetched:
-                self._placement = self._directory.ask(SlotsFetched(self.index, self.start, fetched))
+                self._report(SlotsFetched(self.index, self.start, fetched))
                 return False
             self._ended.wait(POLL)  # the next placement may say more, else this is repeated
             self._placement = self._directory.look(-1)
         return True
+
+    def _report(self, held: SlotsRecovered | SlotsFetched) -> None:
+        """Report slots that are held now; if a later start has taken this one's place, they are that one's matter."""
+        try:
+            self._placement = self._directory.ask(held)
+        except ConfigurationError as error:
+            logger.info("%s", error)
+            self._placement = self._directory.look(-1)
 
     def _fetch(self, address: str, port: int, slots: Slots) -> tuple[int, ...]:
         """Take the rows of slots from another server; return those it gave: none if it does not answer or refuses."""
@@ -201,6 +209,8 @@ class EmbeddingServer:
                         logger.warning("%s:%d gives no slots: %s", address, port, reason)
                         break
                     found = arrays.unpacked(np.asarray(reply.body))
+                    if not self._holding.knows_tables_of(found):  # opened a moment ago
+                        self._holding.open_tables(self._directory.look(-1))
                     self._holding.restore(found)
                     fetched += found["slots"].tolist()
         except (OSError, InfrastructureError, ProtocolError) as error:
@@ -219,9 +229,8 @@ class EmbeddingServer:
         placement = self._directory.look(-1)
         me = placement.servers.get(self.index)
         replaced = me is None or me.start != self.start
-        for slot in slots.tolist():
-            mine = bool(placement.owners) and placement.owners[slot] == self.index
-            if not mine or not (replaced or slot in placement.moves):
+        for slot in [] if replaced else slots.tolist():
+            if slot not in placement.moves or placement.owners[slot] != self.index:
                 raise ProtocolError(
                     f"Slot {slot} does not move from embedding server {self.index}."
                 )
