@@ -223,6 +223,21 @@ def test_a_table_may_be_opened_while_rows_are_copied() -> None:
         assert rows == len(table) == len(found["keys/users"])
 
 
+def test_a_server_without_room_for_slots_says_so_and_keeps_its_own(caplog) -> None:
+    options = msgspec.structs.replace(decoded(OPTIONS), memory_bytes=300_000).json()
+    keys = np.arange(100_000)
+    with cluster(2) as (made, group):
+        table = group.open("users", options)
+        for first in range(0, len(keys), 1000):
+            with suppress(NoRoomError):
+                group.rows(table, DIM, keys[first : first + 1000], insert=True)
+        of_second = keys[slots_of(keys) >= SLOTS // 2]
+        rows = group.rows(table, DIM, of_second, insert=False)
+        made.directory.ask(MoveSlots(0, 2.0, 1.0, dict.fromkeys(range(500), 1)))
+        until(lambda: "There is no room for slots from" in caplog.text)
+        assert (group.rows(table, DIM, of_second, insert=False) == rows).all()
+
+
 def test_a_copy_has_the_pushes_that_it_says() -> None:
     with cluster(1) as (made, group):
         train(group, {}, 2)

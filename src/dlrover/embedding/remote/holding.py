@@ -345,6 +345,10 @@ class HeldSlots:
                 latest = np.maximum(found.applied[held[here]], applied[here].astype(np.uint64))
                 found.applied[held[here]] = latest
 
+    def forget(self, slots: Slots) -> None:
+        """Give back the memory of slots that another server has still."""
+        self._remove(slots)
+
     def _remove(self, slots: Slots) -> None:
         for table in self._tables.values():
             table.remove_slots(slots)

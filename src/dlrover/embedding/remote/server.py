@@ -19,7 +19,7 @@ from dlrover.embedding.remote.listener import (
     ServerConnection,
 )
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
-from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError, ProtocolError
 from dlrover.spec.requests.placement import (
     Announce,
     Leave,
@@ -213,6 +213,10 @@ class EmbeddingServer:
                         self._holding.open_tables(self._directory.look(-1))
                     self._holding.restore(found)
                     fetched += found["slots"].tolist()
+        except (NoRoomError, MemoryError) as error:
+            self._holding.forget(np.setdiff1d(slots, fetched))
+            reason = str(error) or "There is no memory for it."
+            logger.warning("There is no room for slots from %s:%d: %s", address, port, reason)
         except (OSError, InfrastructureError, ProtocolError) as error:
             logger.info("No slots from %s:%d: %s", address, port, error)
         return tuple(fetched)
