@@ -117,6 +117,39 @@ def test_a_damaged_part_leaves_all_rows_as_they_were(tmp_path: Path, later: str)
         assert serves(started, before)
 
 
+def test_an_increment_that_was_applied_in_part_leaves_nothing_of_it(tmp_path: Path) -> None:
+    with cluster(1) as (made, group):
+        checkpoints, model = TableCheckpoints(made.directory, str(tmp_path)), Model()
+        train(group, model, 2)
+        items = group.open("items", OPTIONS)
+        group.rows(items, DIM, np.arange(5), insert=True)
+        checkpoints.save(1)
+        checkpoints.wait()
+        first = {key: row.copy() for key, row in model.items()}
+        follower = CheckpointFollower(str(tmp_path))
+        train(group, model, 2, seed=1)
+        group.push(items, np.arange(5), np.ones((5, DIM), np.float32))
+        checkpoints.save(2)
+        checkpoints.wait()
+        table = follower.served.tables["items"]
+        restore = table.restore_rows
+        table.restore_rows = _out_of_memory
+        follower.look()
+        assert follower.lag().error == "There is no memory for it."
+        table.restore_rows = restore
+        assert checkpoints.load(1) == 1
+        train(group, first, 1, seed=2)
+        checkpoints.save(3)
+        checkpoints.wait()
+        follower.look()
+        assert follower.served.step == 3
+        assert serves(follower, first)
+
+
+def _out_of_memory(*_given: object) -> None:
+    raise MemoryError
+
+
 def test_an_older_chain_that_is_damaged_stops_neither_training_nor_serving(tmp_path: Path) -> None:
     with cluster(1) as (made, group):
         checkpoints, model = TableCheckpoints(made.directory, str(tmp_path)), Model()
