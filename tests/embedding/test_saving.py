@@ -299,6 +299,7 @@ def test_after_a_failed_save_the_next_one_is_full(
             checkpoints.save(4)
             with pytest.raises(InfrastructureError, match="has failed: The disk is full"):
                 checkpoints.wait()
+        assert len([*tmp_path.glob("embedding-*")]) == 1, "what was written takes no room"
         checkpoints.save(5)
         checkpoints.wait()
         newest = stored.manifests(open_store(str(tmp_path)))[0]

@@ -247,6 +247,7 @@ class TableCheckpoints:
             self._last = manifest if self._pruned() else None  # then the next one is full
         except Exception as error:  # noqa: BLE001 - the next call raises it
             self._error = error
+            stored.give_up(self._store, manifest.id)
         finally:
             _close(links)
 

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
@@ -109,6 +110,13 @@ def publish(store: Store, manifest: TableManifest) -> None:
     file = join(_FOLDER + manifest.id, MANIFEST)
     with explained(f"The embedding checkpoint {store.where(file)} cannot be written"):
         store.write(file, msgspec.json.encode(manifest))
+
+
+def give_up(store: Store, id_: str) -> None:
+    """Delete the parts of a checkpoint unless it is complete; if that fails, `prune` does it later."""
+    with contextlib.suppress(OSError):
+        if not store.exists(join(_FOLDER + id_, MANIFEST)):
+            store.remove(_FOLDER + id_)
 
 
 def read_manifest(store: Store, id_: str) -> TableManifest:
