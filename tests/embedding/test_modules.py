@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -121,6 +124,24 @@ def test_held_gradients_are_applied_once_in_step() -> None:
     torch.testing.assert_close(rows(table), module.weight.detach())
     with pytest.raises(ConfigurationError, match="Linear has no HashEmbedding"):
         EmbeddingOptimizer(nn.Linear(1, 1))
+
+
+def test_rows_of_a_step_are_freed_after_it_without_the_collector() -> None:
+    ours = HashEmbedding(plain())
+    fetch, rows = ours._fetch, []
+
+    def noted(keys: torch.Tensor, *, insert: bool):
+        found = fetch(keys, insert=insert)
+        rows.append(weakref.ref(found.rows))
+        return found
+
+    ours._fetch = noted
+    gc.disable()
+    try:
+        ours(torch.arange(5)).sum().backward()
+        assert [each() for each in rows] == [None]
+    finally:
+        gc.enable()
 
 
 def test_rows_that_were_fetched_ahead_are_used() -> None:

@@ -15,9 +15,10 @@ from dlrover.embedding.options import RowOptimizer, decoded
 from dlrover.embedding.remote import client, holding, wire
 from dlrover.embedding.remote.client import ServerGroup
 from dlrover.embedding.table import HashTable
-from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError
-from dlrover.spec.requests.placement import SLOTS
+from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError, ProtocolError
+from dlrover.spec.requests.placement import SLOTS, MoveSlots
 from tests.embedding.servers import DIM, OPTIONS, LocalDirectory, Model, cluster, train
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -117,6 +118,149 @@ def test_a_push_whose_reply_is_lost_counts_once(monkeypatch: pytest.MonkeyPatch)
     with cluster(2) as (_, group):
         train(group, {}, 4)
         assert len(lost) == 5
+
+
+def test_slots_that_were_given_stay_given_by_a_placement_from_before() -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        train(group, model, 3)
+        giver, taker = made.servers[0], made.servers[1]
+        waiting, given, go_on = threading.Event(), threading.Event(), threading.Event()
+        follow, restore = giver._follow, taker._holding.restore
+
+        def follow_late(placement):
+            if not placement.moves and "second" in placement.tables and not given.is_set():
+                waiting.set()
+                assert given.wait(10)
+            follow(placement)
+
+        def restore_late(rows):
+            given.set()
+            assert go_on.wait(10)
+            restore(rows)
+
+        giver._follow, taker._holding.restore = follow_late, restore_late
+        group.open("second", OPTIONS)
+        assert waiting.wait(10)
+        made.directory.ask(MoveSlots(0, 2.0, 1.0, dict.fromkeys(range(10), 1)))
+        assert given.wait(10)
+        until(lambda: giver._version == made.directory.placement.version)
+        owned = giver._holding.owned()
+        go_on.set()
+        assert not set(owned.tolist()) & set(range(10))
+        made.settle(lambda placement: not placement.moves)
+        train(group, model, 3, seed=1)
+
+
+def test_slots_are_given_by_the_server_that_has_them_alone() -> None:
+    with cluster(3) as (made, _):
+        block = threading.Event()
+        restore = made.servers[1]._holding.restore
+        made.servers[1]._holding.restore = lambda rows: (block.wait(10), restore(rows))
+        made.directory.ask(MoveSlots(0, 2.0, 1.0, {0: 1}))
+        with pytest.raises(ProtocolError, match="Slot 0 does not move from embedding server 2"):
+            made.servers[2].check_gift(np.array([0]))
+        block.set()
+
+
+def test_rows_of_a_table_that_was_opened_a_moment_ago_move_too() -> None:
+    with cluster(2) as (made, group):
+        train(group, {}, 1)
+        keys = np.arange(100_000)
+        keys = keys[slots_of(keys) < 10]
+        taker = made.servers[1]
+        fetch = taker._fetch
+
+        def fetch_after_the_opening(address, port, slots):
+            if "second" not in made.directory.placement.tables:
+                table = group.open("second", OPTIONS)
+                group.rows(table, DIM, keys, insert=True)
+                group.push(table, keys, np.ones((len(keys), DIM), np.float32))
+            return fetch(address, port, slots)
+
+        taker._fetch = fetch_after_the_opening
+        made.directory.ask(MoveSlots(0, 2.0, 1.0, dict.fromkeys(range(10), 1)))
+        made.settle(lambda placement: not placement.moves)
+        made.servers[0]._nudged.set()
+        until(lambda: made.servers[0]._version == made.directory.placement.version)
+        rows = group.rows(group.open("second", OPTIONS), DIM, keys, insert=False)
+        assert (rows == 2).all()
+
+
+def test_a_server_that_is_replaced_while_slots_come_gives_its_rows_to_the_next() -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        train(group, model, 3)
+        replaced = made.servers[1]
+        restore = replaced._holding.restore
+
+        def replaced_meanwhile(rows):
+            restore(rows)
+            if made.servers[1] is replaced:
+                made.start(1, start=2)
+
+        replaced._holding.restore = replaced_meanwhile
+        made.directory.ask(MoveSlots(0, 2.0, 1.0, dict.fromkeys(range(10), 1)))
+        made.settle(lambda placement: not placement.moves and placement.servers[1].ready)
+        train(group, model, 3, seed=1)
+        assert not made.recovered
+
+
+def test_a_table_may_be_opened_while_rows_are_copied() -> None:
+    with cluster(1) as (made, group):
+        train(group, {}, 1)
+        held = made.servers[0]._holding
+        table = held._tables["users"]
+        export = table.export_rows
+
+        def export_while_one_is_opened(*given, **options):
+            group.open("second", OPTIONS)
+            held.open_tables(made.directory.look(-1))
+            return export(*given, **options)
+
+        table.export_rows = export_while_one_is_opened
+        found, rows = held.export_changes("copy", "")
+        assert rows == len(table) == len(found["keys/users"])
+
+
+def test_a_server_without_room_for_slots_says_so_and_keeps_its_own(caplog) -> None:
+    options = msgspec.structs.replace(decoded(OPTIONS), memory_bytes=300_000).json()
+    keys = np.arange(100_000)
+    with cluster(2) as (made, group):
+        table = group.open("users", options)
+        for first in range(0, len(keys), 1000):
+            with suppress(NoRoomError):
+                group.rows(table, DIM, keys[first : first + 1000], insert=True)
+        of_second = keys[slots_of(keys) >= SLOTS // 2]
+        rows = group.rows(table, DIM, of_second, insert=False)
+        made.directory.ask(MoveSlots(0, 2.0, 1.0, dict.fromkeys(range(500), 1)))
+        until(lambda: "There is no room for slots from" in caplog.text)
+        assert (group.rows(table, DIM, of_second, insert=False) == rows).all()
+
+
+def test_a_copy_has_the_pushes_that_it_says() -> None:
+    with cluster(1) as (made, group):
+        train(group, {}, 2)
+        held = made.servers[0]._holding
+        table, keys = held._tables["users"], held._tables["users"].keys()
+        before, export = table.peek(keys), table.export_rows
+        push = threading.Thread(
+            target=held.push, args=(0, 77, 1, keys, np.ones((len(keys), DIM), np.float32))
+        )
+
+        def export_beside_a_push(*given, **options):
+            push.start()
+            push.join(0.2)
+            return export(*given, **options)
+
+        table.export_rows = export_beside_a_push
+        found, _ = held.export_changes("copy", "")
+        push.join(10)
+        assert 77 not in found["clients"]
+        rows = dict(zip(found["keys/users"].tolist(), found["rows/users"], strict=True))
+        for key, row in zip(keys.tolist(), before, strict=True):
+            assert (rows[key][: 4 * DIM].view(np.float32) == row).all()
+        assert (table.peek(keys) == before - 1).all()
 
 
 def test_a_push_that_was_half_done_when_its_slots_moved_counts_once() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import signal
 import threading
 from pathlib import Path
 
@@ -16,11 +18,11 @@ from dlrover.checkpoint.storage import local
 from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
 from dlrover.embedding.machine.chain import TableManifest, TablePart, chain
 from dlrover.embedding.options import Expiry, RowOptimizer, TableOptions, decoded
-from dlrover.embedding.remote import saving, stored
+from dlrover.embedding.remote import saving, server, stored
 from dlrover.embedding.remote.client import ServerGroup
 from dlrover.embedding.remote.saving import TableCheckpoints
 from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError
-from dlrover.spec.requests.placement import SLOTS, MoveSlots
+from dlrover.spec.requests.placement import SLOTS, MoveSlots, PlacementReply
 from tests.embedding.servers import DIM, OPTIONS, Model, cluster, expire, train
 from tests.waiting import until
 
@@ -161,6 +163,65 @@ def test_a_server_that_is_lost_meanwhile_is_waited_for(
         check(group, model)
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_server_that_is_lost_after_it_has_loaded_has_no_older_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        saved: dict[int, Model] = {}
+        for each in (1, 2):
+            train(group, model, 2, seed=each)
+            checkpoints.save(each)
+            saved[each] = copy(model)
+        checkpoints.load(3 - step)
+        order, back = saving._OrderLink.order, threading.Event()
+
+        def lost_after(link: saving._OrderLink, op: saving.Op, body: bytes) -> bytes:
+            if op is saving.Op.LOAD and link.index == 0:
+                assert back.wait(10)
+            reply = order(link, op, body)
+            if op is saving.Op.LOAD and link.index == 1 and not back.is_set():
+                made.kill(1)
+                made.start(1, start=2)
+                made.settle(lambda placed: placed.servers[1].start == 2 and placed.servers[1].ready)
+                back.set()
+            return reply
+
+        monkeypatch.setattr(saving._OrderLink, "order", lost_after)
+        assert checkpoints.load(step) == step
+        assert back.is_set()
+        check(group, saved[step], model)
+
+
+def test_a_server_that_knows_the_placement_late_loads_no_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        for step in (1, 2):
+            train(group, model, 2, seed=step)
+            checkpoints.save(step)
+        checkpoints.wait()
+        monkeypatch.setattr(server, "FETCH_TIMEOUT", 0.1)
+        slow, late = made.servers[1], threading.Event()
+        follow = slow._follow
+
+        def follow_late(placement: PlacementReply) -> None:
+            if "other" in placement.tables and not late.is_set():
+                late.wait(0.5)
+                late.set()
+            follow(placement)
+
+        monkeypatch.setattr(slow, "_follow", follow_late)
+        group.open("other", OPTIONS)
+        assert checkpoints.load() == 2
+        assert late.is_set()
+        check(group, model)
+
+
 def test_a_save_whose_server_is_lost_is_given_up_and_the_next_one_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +252,35 @@ def test_a_save_whose_server_is_lost_is_given_up_and_the_next_one_is_full(
         check(group, saved)
 
 
+@pytest.mark.parametrize("order", ["save", "load"])
+def test_an_interrupt_waits_for_no_server(tmp_path: Path, order: str) -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        train(group, model, 2)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        checkpoints.save(1)
+        checkpoints.wait()
+        held, go_on = made.servers[1]._holding, threading.Event()
+        name = {"save": "export_changes", "load": "replay"}[order]
+        carry_out = getattr(held, name)
+
+        def slow(*given: object) -> object:
+            if not go_on.is_set():
+                os.kill(os.getpid(), signal.SIGINT)  # to the main thread
+                assert go_on.wait(30)
+            return carry_out(*given)
+
+        setattr(held, name, slow)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(2) if order == "save" else checkpoints.load()
+        assert not go_on.is_set()
+        go_on.set()
+        checkpoints.save(3)
+        checkpoints.wait()
+        assert checkpoints.load() == 3
+        check(group, model)
+
+
 def test_after_a_failed_save_the_next_one_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +299,7 @@ def test_after_a_failed_save_the_next_one_is_full(
             checkpoints.save(4)
             with pytest.raises(InfrastructureError, match="has failed: The disk is full"):
                 checkpoints.wait()
+        assert len([*tmp_path.glob("embedding-*")]) == 1, "what was written takes no room"
         checkpoints.save(5)
         checkpoints.wait()
         newest = stored.manifests(open_store(str(tmp_path)))[0]
@@ -231,6 +322,28 @@ def test_a_clock_that_is_set_back_changes_no_order(
             checkpoints.wait()
         steps = [each.step for each in stored.manifests(open_store(str(tmp_path)))]
         assert steps == [2, 1, 0]
+        assert checkpoints.load(0) == 0
+        checkpoints.save(3)
+        checkpoints.wait()
+        assert checkpoints.load() == 3, "it adds to an earlier one and is the last one"
+
+
+def test_a_directory_is_the_one_of_the_process_that_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with cluster(1) as (made, group):
+        model: Model = {}
+        train(group, model, 1)
+        checkpoints = TableCheckpoints(made.directory, "tables")
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        monkeypatch.chdir(elsewhere)  # as the servers, which have a working directory of their own
+        checkpoints.save(1)
+        checkpoints.wait()
+        assert not [*elsewhere.iterdir()]
+        assert checkpoints.load() == 1
+        check(group, model)
 
 
 def test_old_checkpoints_are_deleted_unless_a_kept_one_adds_to_them(tmp_path: Path) -> None:
@@ -345,6 +458,30 @@ def test_what_a_killed_save_has_left_is_deleted(
         checkpoints.wait()
         assert not left.exists()
         assert len(stored.manifests(open_store(str(tmp_path)))) == 2
+
+
+def test_a_damaged_manifest_is_deleted_once_enough_others_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(1) as (made, group):
+        train(group, {}, 1)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path), keep=2)
+        checkpoints.save(1)
+        checkpoints.wait()
+        (damaged,) = tmp_path.glob("embedding-*")
+        (damaged / "manifest.json").write_bytes(b"")
+        checkpoints.save(2, full=True)
+        checkpoints.wait()
+        checkpoints.save(3)
+        checkpoints.wait()
+        assert damaged.exists(), "it has been changed a moment ago"
+        monkeypatch.setattr(stored, "ABANDONED", -1.0)
+        stored.prune(open_store(str(tmp_path)), 3)
+        assert damaged.exists(), "there are two others, and three are to be kept"
+        checkpoints.save(4)
+        checkpoints.wait()
+        assert not damaged.exists()
+        assert [e.step for e in stored.manifests(open_store(str(tmp_path)))] == [4, 3, 2]
 
 
 def test_a_store_that_is_away_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

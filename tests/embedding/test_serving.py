@@ -21,7 +21,7 @@ from dlrover.embedding.serving.app import ReadOnlyServer
 from dlrover.embedding.serving.follower import CheckpointFollower
 from dlrover.embedding.serving.raw import ServedTables
 from dlrover.embedding.table import HashTable
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from tests.embedding.servers import DIM, OPTIONS, Cluster, Model, cluster, expire, train
 
 HOUR = 3600.0
@@ -117,6 +117,39 @@ def test_a_damaged_part_leaves_all_rows_as_they_were(tmp_path: Path, later: str)
         assert serves(started, before)
 
 
+def test_an_increment_that_was_applied_in_part_leaves_nothing_of_it(tmp_path: Path) -> None:
+    with cluster(1) as (made, group):
+        checkpoints, model = TableCheckpoints(made.directory, str(tmp_path)), Model()
+        train(group, model, 2)
+        items = group.open("items", OPTIONS)
+        group.rows(items, DIM, np.arange(5), insert=True)
+        checkpoints.save(1)
+        checkpoints.wait()
+        first = {key: row.copy() for key, row in model.items()}
+        follower = CheckpointFollower(str(tmp_path))
+        train(group, model, 2, seed=1)
+        group.push(items, np.arange(5), np.ones((5, DIM), np.float32))
+        checkpoints.save(2)
+        checkpoints.wait()
+        table = follower.served.tables["items"]
+        restore = table.restore_rows
+        table.restore_rows = _out_of_memory
+        follower.look()
+        assert follower.lag().error == "There is no memory for it."
+        table.restore_rows = restore
+        assert checkpoints.load(1) == 1
+        train(group, first, 1, seed=2)
+        checkpoints.save(3)
+        checkpoints.wait()
+        follower.look()
+        assert follower.served.step == 3
+        assert serves(follower, first)
+
+
+def _out_of_memory(*_given: object) -> None:
+    raise MemoryError
+
+
 def test_an_older_chain_that_is_damaged_stops_neither_training_nor_serving(tmp_path: Path) -> None:
     with cluster(1) as (made, group):
         checkpoints, model = TableCheckpoints(made.directory, str(tmp_path)), Model()
@@ -200,7 +233,7 @@ def test_http_gives_rows_and_the_lag(tmp_path: Path, table: HashTable) -> None:
         assert asked(server, "POST", "/lookup", {"keys": []})[1]["rows"] == []
         status, found = asked(server, "GET", "/status")
         assert status == 200
-        assert found["tables"] == {"users": {"dim": DIM, "rows": 6}}
+        assert found["tables"] == {"users": {"number": 0, "dim": DIM, "rows": 6}}
         assert found["lag"]["behind"] == 0
 
 
@@ -221,7 +254,7 @@ def test_http_refuses_what_is_wrong(tmp_path: Path, table: HashTable) -> None:
             found = asked(server, *request)
             assert found[0] == status, request[:2]
             assert message in found[1]["error"]
-        for length in ("33554433", "x", "-1"):
+        for length in ("33554433", "x", "-1", "9" * 5000):
             with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)) as sent:
                 headers = {"Authorization": "Bearer token", "Content-Length": length}
                 sent.request("POST", "/lookup", None, headers)
@@ -311,21 +344,57 @@ def test_a_token_may_have_any_letters(tmp_path: Path, table: HashTable) -> None:
 
 
 def test_tables_keep_their_numbers(tmp_path: Path) -> None:
-    """A training that starts anew may open its tables in another order."""
-    for names in (["users", "items"], ["items", "users"]):
+    """A training that starts anew may open its tables in another order, or others."""
+    rows = {"users": 7, "items": 5, "words": 3}
+
+    def saved(names: list[str]) -> None:
         with cluster(1) as (made, group):
             checkpoints = TableCheckpoints(made.directory, str(tmp_path))
             for name in names:
-                keys = np.arange(5 if name == "items" else 7)
+                keys = np.arange(rows[name])
                 group.rows(group.open(name, OPTIONS), DIM, keys, insert=True)
             checkpoints.save(1)
             checkpoints.wait()
-            if names[0] == "users":
-                follower = CheckpointFollower(str(tmp_path))
-    follower.look()
-    assert follower.lag().behind == 0
-    assert [*follower.served.tables] == ["users", "items"]
-    assert [len(each) for each in follower.served.tables.values()] == [7, 5]
+
+    saved(["users", "items", "words"])
+    with (
+        serving(tmp_path) as server,
+        closing(ServedTables(f"127.0.0.1:{server.raw_port}", "token")) as client,
+    ):
+
+        def has(name: str) -> bool:
+            return client.peek(name, np.arange(9)).any(axis=1).sum() == rows[name]
+
+        assert all(has(name) for name in rows)
+        saved(["words", "items", "users"])
+        server.follower.look()
+        assert all(has(name) for name in rows)
+        saved(["words", "items"])
+        server.follower.look()
+        assert has("items")
+        assert has("words")
+        with pytest.raises(ProtocolError, match="has no table users"):
+            has("users")
+        assert {name: info.number for name, info in client.report().tables.items()} == {
+            "items": 1,
+            "words": 2,
+        }
+        with pytest.raises(ConfigurationError, match="table is 'users'; accepted are words, items"):
+            has("users")
+
+
+def test_a_client_goes_on_with_rows_of_another_dimension(tmp_path: Path, table: HashTable) -> None:
+    keys = np.arange(5)
+    with (
+        serving(tmp_path / "users") as server,
+        closing(ServedTables(f"127.0.0.1:{server.raw_port}", "token")) as client,
+    ):
+        assert (client.peek("users", keys) == table.peek(keys)).all()
+        wider = HashTable(2 * DIM)
+        wider.lookup(keys)
+        wider.save(tmp_path / "users")
+        server.follower.look()
+        assert (client.peek("users", keys) == wider.peek(keys)).all()
 
 
 def test_rows_are_never_torn_while_an_increment_is_applied(tmp_path: Path) -> None:

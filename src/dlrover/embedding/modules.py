@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -77,7 +78,8 @@ class _Rows(nn.Module):  # type: ignore[misc]
             found = self._fetch(keys, insert=self.training)
         if self.training and torch.is_grad_enabled():
             found.rows.requires_grad_()
-            found.rows.register_hook(lambda gradient: self._apply(found.keys, gradient))
+            apply = functools.partial(self._apply, found.keys)  # without the rows, whose hook it is
+            found.rows.register_hook(apply)
         return found
 
     def _fetch(self, keys: Tensor, *, insert: bool) -> _Fetched:

@@ -52,8 +52,9 @@ class HeldSlots:
         self._idle = threading.Condition(self._lock)
         self._active: set[int] = set()
         self._begun = 0
+        self._pushing, self._held_back = 0, False
         self._owned = np.zeros(SLOTS, np.bool_)
-        self._given: set[int] = set()
+        self._given: dict[int, int] = {}  # slots, and the placement by which they were given
         self._copying = threading.Lock()
         self._copied_for = ""  # the checkpoint since which changes are marked
         self._present = np.zeros(SLOTS, np.bool_)  # slots that may have rows here
@@ -72,7 +73,11 @@ class HeldSlots:
         mine = np.array([owner == server for owner in placement.owners], np.bool_)
         mine = mine if len(mine) else np.zeros(SLOTS, np.bool_)
         with self._lock:
-            self._given = {slot for slot in self._given if mine[slot] and slot in placement.moves}
+            self._given = {
+                slot: version
+                for slot, version in self._given.items()
+                if placement.version < version or (mine[slot] and slot in placement.moves)
+            }
             owned = mine & ready
             owned[list(self._given)] = False
             self._owned = owned
@@ -89,13 +94,14 @@ class HeldSlots:
         with self._lock:
             for name, options in placement.tables.items():
                 if name not in self._tables:
-                    self._tables[name] = HashTable.of(decoded(options))
+                    table = HashTable.of(decoded(options))
+                    self._tables = {**self._tables, name: table}  # other threads go through it
                     self._numbers.append(name)
 
-    def give(self, slots: Iterable[int]) -> None:
-        """Answer for some slots no more; return once no request uses them."""
+    def give(self, slots: Iterable[int], version: int) -> None:
+        """Answer for some slots no more, by a version of the placement; return once no request uses them."""
         with self._lock:
-            self._given.update(slots)
+            self._given.update(dict.fromkeys(slots, version))
             owned = self._owned.copy()
             owned[list(self._given)] = False
             self._owned = owned
@@ -121,6 +127,32 @@ class HeldSlots:
                 self._active.discard(number)
                 self._idle.notify_all()
 
+    @contextmanager
+    def _applying(self) -> Iterator[None]:
+        """Apply a push, once none is held back."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._held_back)
+            self._pushing += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._pushing -= 1
+                self._idle.notify_all()
+
+    @contextmanager
+    def _without_pushes(self) -> Iterator[None]:
+        """Hold pushes back: rows have those that their clients' last pushes say, and no others."""
+        try:
+            with self._idle:
+                self._held_back = True
+                self._idle.wait_for(lambda: not self._pushing)
+            yield
+        finally:
+            with self._idle:
+                self._held_back = False
+                self._idle.notify_all()
+
     def owned(self) -> Slots:
         """Return the slots that this server answers for."""
         return np.flatnonzero(self._owned)
@@ -130,6 +162,11 @@ class HeldSlots:
     def knows(self, number: int) -> bool:
         """Return whether a table is open here."""
         return number < len(self._numbers)
+
+    def knows_tables_of(self, arrays: Arrays) -> bool:
+        """Return whether the tables that another server exported are open here: rows of others would be left out."""
+        names = {path.partition("/")[2] for path in arrays if path.startswith("keys/")}
+        return names <= self._tables.keys()
 
     def table(self, number: int) -> HashTable:
         """Return a table by its number.
@@ -157,7 +194,7 @@ class HeldSlots:
         Returns:
             False if not all keys belong to this server; nothing was applied then.
         """
-        with self._using() as owned:
+        with self._using() as owned, self._applying():
             slots = slots_of(keys)
             if not owned[slots].all():
                 return False
@@ -203,7 +240,7 @@ class HeldSlots:
         Raises:
             ProtocolError: It would not; nothing was copied.
         """
-        with self._copying, self._using() as owned:
+        with self._copying, self._using() as owned, self._without_pushes():
             if parent and parent != self._copied_for:
                 raise ProtocolError(
                     f"The rows changed since checkpoint {self._copied_for or '(none)'}, not {parent}, are known."
@@ -215,7 +252,7 @@ class HeldSlots:
     def portions(self, slots: Slots) -> list[Slots]:
         """Divide slots into parts that fit into frames."""
         nbytes = np.zeros(len(slots))
-        for table in list(self._tables.values()):
+        for table in self._tables.values():
             nbytes += table.nbytes_of(slots)
         ends = np.flatnonzero(np.diff(np.cumsum(nbytes) // PORTION)) + 1
         return [part for part in np.split(slots, ends) if len(part)]
@@ -308,6 +345,10 @@ class HeldSlots:
                 latest = np.maximum(found.applied[held[here]], applied[here].astype(np.uint64))
                 found.applied[held[here]] = latest
 
+    def forget(self, slots: Slots) -> None:
+        """Give back the memory of slots that another server has still."""
+        self._remove(slots)
+
     def _remove(self, slots: Slots) -> None:
         for table in self._tables.values():
             table.remove_slots(slots)
@@ -315,13 +356,13 @@ class HeldSlots:
     def evict(self) -> int:
         """Remove what has expired in this server's slots; return how many rows that were."""
         with self._using():
-            return sum(table.evict() for table in list(self._tables.values()))
+            return sum(table.evict() for table in self._tables.values())
 
     def rows_held(self) -> RowsHeld:
         """Return the slots that this server answers for, and the number of their rows by table."""
         with self._using() as owned:
             slots = np.flatnonzero(owned)
-            rows = {name: table.rows(slots) for name, table in list(self._tables.items())}
+            rows = {name: table.rows(slots) for name, table in self._tables.items()}
         return RowsHeld(tuple(slots.tolist()), rows)
 
 

@@ -23,9 +23,15 @@ from dlrover.spec.requests.placement import SLOTS
 
 logger = logging.getLogger(__name__)
 
+
+class OutdatedPlacementError(ProtocolError):
+    """Raised when a server does not know a placement in time: asking again may help."""
+
+
 _STATUS: dict[type[DLRoverError], ReplyStatus] = {
     StorageAwayError: ReplyStatus.AWAY,
     NoRoomError: ReplyStatus.FULL,
+    OutdatedPlacementError: ReplyStatus.MOVED,
 }
 """What a reply says of errors; of all others, that the request was refused."""
 
@@ -33,11 +39,15 @@ _STATUS: dict[type[DLRoverError], ReplyStatus] = {
 class PlacementFollower(Protocol):
     """What follows the placement for this server."""
 
-    def check_gift(self, slots: Slots) -> None:
-        """Raise `ProtocolError` for slots that must not be given to another server."""
+    def check_gift(self, slots: Slots) -> int:
+        """Return the version of the placement; raise `ProtocolError` for slots that must not be given away by it."""
 
     def catch_up(self, version: int) -> None:
-        """Return once this server answers for the slots of a placement; raise `ProtocolError` if it cannot."""
+        """Return once this server answers for the slots of a placement.
+
+        Raises:
+            OutdatedPlacementError: It does not in time.
+        """
 
 
 class Answering(Protocol):
@@ -185,8 +195,8 @@ class ServerConnection:
         slots = body.view(np.uint16).astype(np.intp)
         if len(slots) and slots.max() >= SLOTS:
             raise ProtocolError(f"Slot {slots.max()} was asked for; there are {SLOTS}.")
-        self._follower.check_gift(slots)
-        self._holding.give(slots.tolist())
+        version = self._follower.check_gift(slots)
+        self._holding.give(slots.tolist(), version)
         for some in self._holding.portions(slots):
             found = self._holding.export(some)
             wire.send(self._sock, RowFrame(request.op, keys=len(some)), *arrays.packed(found))

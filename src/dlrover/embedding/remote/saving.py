@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -57,9 +58,12 @@ class TableCheckpoints:
     ) -> None:
         if keep < 1:
             raise ConfigurationError(f"keep is {keep}; it must be 1 or more.")
-        self._directory, self._place, self._keep, self._timeout = directory, place, keep, timeout
+        self._directory, self._keep, self._timeout = directory, keep, timeout
         self._store = open_store(place)
+        self._place = self._store.url  # servers may have another working directory
         self._last: TableManifest | None = None
+        self._time = 0.0
+        """When the latest checkpoint was copied, as far as this is known."""
         self._writing: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -79,7 +83,8 @@ class TableCheckpoints:
         self._last = None  # until this save is complete, the next one is full
         placement = self._settled()
         id_ = stored.begin(self._store)
-        before = parent or next(iter(stored.manifests(self._store)), None)
+        if parent is None:
+            self._note_times(stored.manifests(self._store))
         until = time.monotonic() + self._timeout
         delays = backoff.delays(*SETTLE)
         while True:
@@ -106,10 +111,11 @@ class TableCheckpoints:
             parent=parent.id if parent else "",
             number=parent.number + 1 if parent else 0,
             step=step,
-            time=_after(before),
+            time=max(time.time(), self._time + 1e-3),  # a clock may have been set back
             tables=placement.tables,
             parts=(),
         )
+        self._time = manifest.time
         self._writing = threading.Thread(
             target=self._write, args=(manifest, links), name="embedding-save", daemon=True
         )
@@ -149,7 +155,9 @@ class TableCheckpoints:
             InfrastructureError: All are damaged, or servers do not answer.
         """
         self.wait()
-        found = [each for each in stored.manifests(self._store) if step in (None, each.step)]
+        there = stored.manifests(self._store)
+        self._note_times(there)
+        found = [each for each in there if step in (None, each.step)]
         if not found:
             if step is not None:
                 raise ConfigurationError(
@@ -161,6 +169,9 @@ class TableCheckpoints:
             taken = found[-1]
             self._load(taken)
         return taken.step
+
+    def _note_times(self, manifests: Iterable[TableManifest]) -> None:
+        self._time = max([self._time, *(each.time for each in manifests)])
 
     def _loaded(self, manifest: TableManifest) -> bool:
         try:
@@ -183,7 +194,6 @@ class TableCheckpoints:
                     raise
                 logger.info("%s They are loaded again.", error)
             threading.Event().wait(next(delays))
-        self._directory.ask(TablesStored(manifest.step, manifest.id, self._place))
         self._last = manifest
 
     def _open(self, manifest: TableManifest) -> None:
@@ -211,9 +221,15 @@ class TableCheckpoints:
             _on_all(links, Op.LOAD, dict.fromkeys(links, order))
         finally:
             _close(links)
-        now = self._directory.look(-1)
-        if now.owners != placement.owners or now.moves:  # old rows where it was not loaded
+        # Servers that start from now on recover from this checkpoint; those that did before have other rows.
+        now = self._directory.ask(TablesStored(manifest.step, manifest.id, self._place))
+        if now.owners != placement.owners or now.moves:
             raise _SlotsMovedError("Slots moved while the embedding tables were loaded.")
+        for index, server in placement.servers.items():
+            if index not in now.servers or now.servers[index].start != server.start:
+                raise _ServerLostError(
+                    f"Embedding server {index} was lost while the embedding tables were loaded."
+                )
 
     # ---- the thread
 
@@ -231,6 +247,7 @@ class TableCheckpoints:
             self._last = manifest if self._pruned() else None  # then the next one is full
         except Exception as error:  # noqa: BLE001 - the next call raises it
             self._error = error
+            stored.give_up(self._store, manifest.id)
         finally:
             _close(links)
 
@@ -298,14 +315,10 @@ class _OrderLink:
         return text
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, also if a thread waits for a reply."""
         with contextlib.suppress(OSError):
-            self._sock.close()
-
-
-def _after(before: TableManifest | None) -> float:
-    """Return the time, and never one before the last checkpoint's, though a clock may have been set back."""
-    return max(time.time(), before.time + 1e-3 if before is not None else 0.0)
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
 
 
 def _failure(error: Exception) -> InfrastructureError:
@@ -327,6 +340,7 @@ class _SlotsMovedError(InfrastructureError):
 _ERRORS: dict[ReplyStatus, type[InfrastructureError]] = {
     ReplyStatus.AWAY: StorageAwayError,
     ReplyStatus.FULL: NoRoomError,
+    ReplyStatus.MOVED: _SlotsMovedError,
 }
 
 
@@ -353,8 +367,12 @@ def _on_all(
 ) -> dict[int, bytes]:
     """Send an order to all servers at once; return their replies."""
     with ThreadPoolExecutor(max(1, len(links))) as pool:
-        begun = {i: pool.submit(link.order, op, bodies[i]) for i, link in links.items()}
-        return {index: future.result() for index, future in begun.items()}
+        try:
+            begun = {i: pool.submit(link.order, op, bodies[i]) for i, link in links.items()}
+            return {index: future.result() for index, future in begun.items()}
+        except (KeyboardInterrupt, SystemExit):
+            _close(links)  # else the threads wait for the replies
+            raise
 
 
 def _close(links: Mapping[int, _OrderLink]) -> None:

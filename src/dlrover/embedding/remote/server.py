@@ -13,9 +13,13 @@ import numpy as np
 from dlrover.embedding.remote import arrays, wire
 from dlrover.embedding.remote.directory import Directory
 from dlrover.embedding.remote.holding import HeldSlots, Slots
-from dlrover.embedding.remote.listener import RowListener, ServerConnection
+from dlrover.embedding.remote.listener import (
+    OutdatedPlacementError,
+    RowListener,
+    ServerConnection,
+)
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
-from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError, ProtocolError
 from dlrover.spec.requests.placement import (
     Announce,
     Leave,
@@ -122,12 +126,12 @@ class EmbeddingServer:
         """Return once this server answers for the slots of a placement.
 
         Raises:
-            ProtocolError: It does not in time.
+            OutdatedPlacementError: It does not in time.
         """
         self._nudged.set()
         with self._followed:
             if not self._followed.wait_for(lambda: self._version >= version, FETCH_TIMEOUT):
-                raise ProtocolError(
+                raise OutdatedPlacementError(
                     f"Embedding server {self.index} knows placement {self._version}, not {version}."
                 )
 
@@ -160,7 +164,7 @@ class EmbeddingServer:
         missing = np.setdiff1d(slots, fetched)
         if len(missing) or not len(slots):
             self._recover(placement, missing)
-        self._placement = self._directory.ask(SlotsRecovered(self.index, self.start))
+        self._report(SlotsRecovered(self.index, self.start))
 
     def _fetch_moves(self, placement: PlacementReply) -> bool:
         """Fetch slots that move to this server, a few at a time; return whether there are no more for now."""
@@ -175,11 +179,19 @@ class EmbeddingServer:
             some = np.array(slots[:FETCH_SLOTS], np.intp)
             fetched = self._fetch(server.address, server.port, some)
             if fetched:
-                self._placement = self._directory.ask(SlotsFetched(self.index, self.start, fetched))
+                self._report(SlotsFetched(self.index, self.start, fetched))
                 return False
             self._ended.wait(POLL)  # the next placement may say more, else this is repeated
             self._placement = self._directory.look(-1)
         return True
+
+    def _report(self, held: SlotsRecovered | SlotsFetched) -> None:
+        """Report slots that are held now; if a later start has taken this one's place, they are that one's matter."""
+        try:
+            self._placement = self._directory.ask(held)
+        except ConfigurationError as error:
+            logger.info("%s", error)
+            self._placement = self._directory.look(-1)
 
     def _fetch(self, address: str, port: int, slots: Slots) -> tuple[int, ...]:
         """Take the rows of slots from another server; return those it gave: none if it does not answer or refuses."""
@@ -197,23 +209,33 @@ class EmbeddingServer:
                         logger.warning("%s:%d gives no slots: %s", address, port, reason)
                         break
                     found = arrays.unpacked(np.asarray(reply.body))
+                    if not self._holding.knows_tables_of(found):  # opened a moment ago
+                        self._holding.open_tables(self._directory.look(-1))
                     self._holding.restore(found)
                     fetched += found["slots"].tolist()
+        except (NoRoomError, MemoryError) as error:
+            self._holding.forget(np.setdiff1d(slots, fetched))
+            reason = str(error) or "There is no memory for it."
+            logger.warning("There is no room for slots from %s:%d: %s", address, port, reason)
         except (OSError, InfrastructureError, ProtocolError) as error:
             logger.info("No slots from %s:%d: %s", address, port, error)
         return tuple(fetched)
 
-    def check_gift(self, slots: Slots) -> None:
+    def check_gift(self, slots: Slots) -> int:
         """Refuse to give slots that do not move from here, and that no later start of this server asks for.
 
+        Returns:
+            The version of the placement by which they are given.
+
         Raises:
-            ProtocolError: One of them stays.
+            ProtocolError: One of them stays, or is not here.
         """
         placement = self._directory.look(-1)
         me = placement.servers.get(self.index)
         replaced = me is None or me.start != self.start
-        staying = [] if replaced else [s for s in slots.tolist() if s not in placement.moves]
-        if staying:
-            raise ProtocolError(
-                f"Slot {staying[0]} does not move from embedding server {self.index}."
-            )
+        for slot in [] if replaced else slots.tolist():
+            if slot not in placement.moves or placement.owners[slot] != self.index:
+                raise ProtocolError(
+                    f"Slot {slot} does not move from embedding server {self.index}."
+                )
+        return placement.version

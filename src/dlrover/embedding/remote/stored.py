@@ -11,10 +11,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeAlias
 
 import msgspec
@@ -40,6 +41,10 @@ CLOCK = "clock/"
 """Before the name of a table, the name of the array with its updates so far."""
 _FOLDER = "embedding-"
 _BEGUN = "begun"
+
+
+class _DamagedManifestError(InfrastructureError):
+    """Raised for a manifest that cannot be decoded."""
 
 
 def begin(store: Store) -> str:
@@ -107,6 +112,13 @@ def publish(store: Store, manifest: TableManifest) -> None:
         store.write(file, msgspec.json.encode(manifest))
 
 
+def give_up(store: Store, id_: str) -> None:
+    """Delete the parts of a checkpoint unless it is complete; if that fails, `prune` does it later."""
+    with contextlib.suppress(OSError):
+        if not store.exists(join(_FOLDER + id_, MANIFEST)):
+            store.remove(_FOLDER + id_)
+
+
 def read_manifest(store: Store, id_: str) -> TableManifest:
     """Return a checkpoint's manifest.
 
@@ -124,7 +136,7 @@ def read_manifest(store: Store, id_: str) -> TableManifest:
             )
         manifest = decoding.json(data, TableManifest)
     except (msgspec.DecodeError, KeyError, TypeError) as error:
-        raise InfrastructureError(f"{store.where(file)} is damaged: {error}.") from error
+        raise _DamagedManifestError(f"{store.where(file)} is damaged: {error}.") from error
     if manifest.id != id_:
         raise InfrastructureError(f"{store.where(file)} is the one of {_FOLDER}{manifest.id}.")
     return manifest
@@ -144,17 +156,25 @@ def manifests(store: Store) -> list[TableManifest]:
         StorageAwayError: They cannot be read now.
         FormatError: Another version of DLRover wrote one.
     """
-    found = (_undamaged(store, id_) for id_ in complete(store))
-    return sorted((each for each in found if each is not None), key=order, reverse=True)
+    return _looked(store)[0]
 
 
-def _undamaged(store: Store, id_: str) -> TableManifest | None:
+def _looked(store: Store) -> tuple[list[TableManifest], list[str]]:
+    """Return all complete checkpoints, the last one first, and the ids of those with a damaged manifest."""
+    damaged: list[str] = []
+    found = (_undamaged(store, id_, damaged) for id_ in complete(store))
+    return sorted((each for each in found if each is not None), key=order, reverse=True), damaged
+
+
+def _undamaged(store: Store, id_: str, damaged: list[str]) -> TableManifest | None:
     try:
         return read_manifest(store, id_)
     except (StorageAwayError, FormatError):
         raise
     except InfrastructureError as error:
         logger.warning("An embedding checkpoint is left out: %s", error)
+        if isinstance(error, _DamagedManifestError):
+            damaged.append(id_)
         return None
 
 
@@ -226,7 +246,7 @@ def prune(store: Store, keep: int) -> bool:
         StorageAwayError: They cannot be read now.
         InfrastructureError: One cannot be deleted.
     """
-    found = manifests(store)
+    found, damaged = _looked(store)
     whole: list[str] = []
     needed: set[str] = set()
     for manifest in found:
@@ -247,13 +267,13 @@ def prune(store: Store, keep: int) -> bool:
             with explained(f"The embedding checkpoint {manifest.id} cannot be deleted"):
                 store.delete(join(_FOLDER + manifest.id, MANIFEST))
                 store.remove(_FOLDER + manifest.id)
-    _remove_unfinished(store)
+    _remove_unfinished(store, damaged if len(whole) == keep else [])
     return [each.id for each in found[:1]] == whole[:1]
 
 
-def _remove_unfinished(store: Store) -> None:
-    """Delete folders of saves that failed or were killed, `ABANDONED` seconds after the last change."""
-    finished = {_FOLDER + id_ for id_ in complete(store)}
+def _remove_unfinished(store: Store, damaged: Collection[str]) -> None:
+    """Delete folders of saves that failed, were killed, or are damaged, `ABANDONED` seconds after the last change."""
+    finished = {_FOLDER + id_ for id_ in complete(store) if id_ not in damaged}
     with explained(f"{store.location} cannot be read"):
         names = [
             name for name in store.names() if name.startswith(_FOLDER) and name not in finished

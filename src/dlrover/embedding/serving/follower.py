@@ -74,6 +74,8 @@ class CheckpointFollower:
     """
 
     served: Served
+    names: list[str]
+    """Tables that are or were served: the place of one is its number, which clients keep."""
 
     def __init__(self, place: str, poll: float = 1.0) -> None:
         file = values.file_of(place)
@@ -81,6 +83,7 @@ class CheckpointFollower:
             _TableFile(file) if file is not None else _Checkpoints(place)
         )
         self._poll = poll
+        self.names = []
         self._ended = threading.Event()
         self._looked = time.monotonic()
         self._error = ""
@@ -93,6 +96,7 @@ class CheckpointFollower:
         """Take over what is new; return why that is not all."""
         try:
             for each in self._source.look(served):
+                self.names += [name for name in each.tables if name not in self.names]
                 self.served = each
         except (DLRoverError, MemoryError) as error:
             return error
@@ -140,6 +144,7 @@ class _Checkpoints:
     def __init__(self, place: str) -> None:
         self._store = open_store(place)
         self._known: dict[str, TableManifest] = {}
+        self._begun = ""  # the increment that was applied in part: readers see some of its rows
         self.newest_step, self.behind = -1, 0
 
     def look(self, served: Served | None) -> Iterator[Served]:
@@ -174,17 +179,18 @@ class _Checkpoints:
         ids = [each.id for each in links]
         tables: Tables = {}
         if served is not None and served.id in ids:
-            links, tables = links[ids.index(served.id) + 1 :], served.tables
-        elif served is not None:  # clients know tables by their numbers
-            known = [name for name in served.tables if name in links[0].tables]
-            tables = values.empty({name: links[0].tables[name] for name in known})
+            later = links[ids.index(served.id) + 1 :]
+            if later[0].id == self._begun or not self._begun:
+                links, tables = later, served.tables
         if not damaged.isdisjoint(each.id for each in links):
             return
         for manifest in links:
             new = {name: text for name, text in manifest.tables.items() if name not in tables}
             tables = {**tables, **values.empty(new)} if new else tables
+            seen = _are_seen(tables, served)
             try:
-                for part in self._parts(manifest, seen=_are_seen(tables, served)):
+                for part in self._parts(manifest, seen=seen):
+                    self._begun = manifest.id if seen else self._begun
                     values.add(tables, part)
             except InfrastructureError:
                 damaged.add(manifest.id)
@@ -192,6 +198,7 @@ class _Checkpoints:
             if _is_newer(manifest, served):
                 order = stored.order(manifest)
                 served = Served(manifest.step, manifest.id, manifest.time, tables, order)
+                self._begun = ""
                 yield served
 
     def _parts(self, manifest: TableManifest, *, seen: bool) -> Iterable[Arrays]:

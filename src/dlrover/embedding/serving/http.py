@@ -101,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _length(self) -> int:
         length = self.headers.get("Content-Length", "0")
-        known = length.isdecimal() and "Transfer-Encoding" not in self.headers
+        known = length.isdecimal() and len(length) < 20 and "Transfer-Encoding" not in self.headers
         return int(length) if known else MAX_BODY + 1
 
     def _body(self) -> bytes:

@@ -28,6 +28,8 @@ T = TypeVar("T")
 class TableInfo(msgspec.Struct, frozen=True):
     """A table that is served."""
 
+    number: int
+    """What the raw protocol knows it by, for as long as the server runs."""
     dim: int
     rows: int
 
@@ -37,7 +39,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     lag: Lag
     tables: dict[str, TableInfo]
-    """By name. The raw protocol numbers them in this order, from 0."""
+    """By name."""
 
 
 def report(follower: CheckpointFollower) -> Report:
@@ -45,7 +47,10 @@ def report(follower: CheckpointFollower) -> Report:
     tables = follower.served.tables
     return Report(
         lag=follower.lag(),
-        tables={name: TableInfo(each.dim, len(each)) for name, each in tables.items()},
+        tables={
+            name: TableInfo(follower.names.index(name), each.dim, len(each))
+            for name, each in tables.items()
+        },
     )
 
 
@@ -74,13 +79,15 @@ class ReaderConnection:
                 self._refuse(request, "This embedding server is read-only.")
 
     def _rows(self, request: RowFrame) -> None:
-        body, tables = np.asarray(request.body), list(self._follower.served.tables.values())
+        body, names = np.asarray(request.body), self._follower.names
+        name = names[request.table] if request.table < len(names) else ""
+        table = self._follower.served.tables.get(name)
         if body.nbytes != 8 * request.keys:
             self._refuse(request, f"A lookup of {request.keys} keys has {body.nbytes} bytes.")
-        elif request.table >= len(tables):
-            self._refuse(request, f"The embedding server knows no table {request.table}.")
+        elif table is None:
+            self._refuse(request, f"The embedding server has no table {name or request.table}.")
         else:
-            rows = tables[request.table].peek(body.view(np.int64))
+            rows = table.peek(body.view(np.int64))
             wire.send(self._sock, RowFrame(request.op, keys=request.keys), rows.reshape(-1))
 
     def _refuse(self, request: RowFrame, reason: str) -> None:
@@ -153,8 +160,11 @@ class ServedTables:
         for first in range(0, len(keys), most):
             some = keys[first : first + most]
             reply = self._ask(RowFrame(Op.PEEK, table=number, keys=len(some)), some)
-            rows = np.asarray(reply.body).view(np.float32).reshape(len(some), dim)
-            out[first : first + len(some)] = rows
+            rows = np.asarray(reply.body)
+            if rows.nbytes != 4 * dim * len(some):
+                self._tables = {}
+                raise _AskAnewError(f"{self._address} has rows of another dimension now.")
+            out[first : first + len(some)] = rows.view(np.float32).reshape(len(some), dim)
         return out
 
     def close(self) -> None:
@@ -167,17 +177,15 @@ class ServedTables:
         self._connect()
         reply = self._ask(RowFrame(Op.STATS))
         found = decoding.json(bytes(reply.body), Report)
-        self._tables = {
-            name: (number, info.dim) for number, (name, info) in enumerate(found.tables.items())
-        }
+        self._tables = {name: (info.number, info.dim) for name, info in found.tables.items()}
         return found
 
     def _twice(self, ask: Callable[[], T]) -> T:
-        """Ask, and once more if the connection was closed: the server has started anew."""
+        """Ask, and once more if the connection was closed, or the server has another table now."""
         with self._lock:
             try:
                 return ask()
-            except _ClosedError:
+            except _AskAnewError:
                 return ask()
 
     def _ask(self, frame: RowFrame, *parts: NDArray[Any]) -> RowFrame:
@@ -189,7 +197,7 @@ class ServedTables:
             wire.send(self._sock, frame, *parts)
             reply = receiver.receive()
         except OSError as error:
-            kind = _ClosedError if isinstance(error, ConnectionError) else InfrastructureError
+            kind = _AskAnewError if isinstance(error, ConnectionError) else InfrastructureError
             raise kind(f"{self._address} does not answer: {error}.") from error
         self._receiver = receiver
         if reply.status is not ReplyStatus.OK:
@@ -197,5 +205,5 @@ class ServedTables:
         return reply
 
 
-class _ClosedError(InfrastructureError):
-    """Raised when the server has closed the connection."""
+class _AskAnewError(InfrastructureError):
+    """Raised when the server has closed the connection, or has rows of another dimension."""
