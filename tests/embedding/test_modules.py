@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -206,3 +207,15 @@ def test_keys_are_integers() -> None:
         ConfigurationError, match=r"keys have type torch.float32; int64 is accepted"
     ):
         HashEmbedding(plain())(torch.ones(2))
+
+
+def test_what_torch_modules_take_and_these_do_not_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="table is 4; a HashTable, or what open_table"):
+        HashEmbedding(4)
+    with pytest.raises(ConfigurationError, match="features is 'user'; a list of names"):
+        HashEmbeddingBag(plain(), "user")
+    bag = HashEmbeddingBag(plain(), ["a", "b"])
+    with pytest.raises(ConfigurationError, match="bags has 1 of a, 2 of b; the same number"):
+        bag({"a": torch.tensor([[1]]), "b": torch.tensor([[1], [2]])})
+    with pytest.raises(TypeError, match=r"cannot be pickled or copied; save it, .* HashTable.load"):
+        copy.deepcopy(bag)

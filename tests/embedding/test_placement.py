@@ -12,6 +12,7 @@ from dlrover.embedding.machine.placement import Placement
 from dlrover.errors import ProtocolError
 from dlrover.spec.requests.placement import (
     SLOTS,
+    Abandon,
     Announce,
     Leave,
     LookPlacement,
@@ -134,10 +135,38 @@ def test_slots_of_a_move_that_is_over_stay() -> None:
     assert counts(placement) == {0: 512, 1: 512}
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_slots_of_a_lost_server_go_to_those_that_stay(leaves: bool) -> None:
+    placement = started(3)
+    if leaves:
+        placement.handle(Leave(1, 1))
+    version = placement.version
+    assert placement.handle(Abandon(1, 2)).version == version, "another start is there"
+    placement.handle(Abandon(1, 1))
+    placement.validate()
+    assert placement.servers[1].lost
+    assert placement.handle(Abandon(1, 1)).version == placement.version
+    assert counts(placement)[1] == 341, "they wait for their rows"
+    fetch_all(placement)
+    assert placement.servers.keys() == {0, 2}
+    assert counts(placement) == {0: 512, 2: 512}
+    version = placement.version
+    assert placement.handle(Abandon(1, 1)).version == version
+
+
+def test_the_last_server_is_not_abandoned() -> None:
+    placement = started(2)
+    placement.handle(Leave(1, 1))
+    placement.handle(Abandon(0, 1))
+    placement.validate()
+    assert not placement.servers[0].lost
+
+
 requests = st.one_of(
     st.builds(announce, st.integers(0, 4), st.integers(1, 4), st.integers(1, 3)),
     st.builds(SlotsRecovered, st.integers(0, 4), st.integers(1, 4)),
     st.builds(Leave, st.integers(0, 4), st.integers(1, 4)),
+    st.builds(Abandon, st.integers(0, 4), st.integers(1, 4)),
     st.builds(
         SlotsFetched, st.integers(0, 4), st.integers(1, 4),
         st.lists(st.integers(0, SLOTS - 1), max_size=400).map(tuple),

@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from dlrover.embedding.remote import saving, server, stored
 from dlrover.embedding.remote.client import ServerGroup
 from dlrover.embedding.remote.saving import TableCheckpoints
 from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError
-from dlrover.spec.requests.placement import SLOTS, MoveSlots, PlacementReply
+from dlrover.spec.requests.placement import SLOTS, Abandon, MoveSlots, PlacementReply
 from tests.embedding.servers import DIM, OPTIONS, Model, cluster, expire, train
 from tests.waiting import until
 
@@ -96,6 +97,58 @@ def test_a_lost_server_has_the_rows_of_the_last_save_and_the_others_newer_ones(
         check(group, expected, model)
         train(group, expected, 2, seed=2)
         assert made.recovered == [SLOTS // 2]
+
+
+def test_a_server_takes_over_the_saved_rows_of_one_that_no_other_replaces(tmp_path: Path) -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        train(group, model, 3)
+        checkpoints.save(3)
+        checkpoints.wait()
+        saved = copy(model)
+        train(group, model, 2, seed=1)
+        made.kill(1)
+        made.directory.ask(Abandon(1, 1))
+        made.settle(lambda placement: placement.servers.keys() == {0})
+        lost = {key for key in model if slots_of(np.array([key]))[0] >= SLOTS // 2}
+        expected = {key: row for key, row in model.items() if key not in lost}
+        expected |= {key: saved[key] for key in lost if key in saved}
+        check(group, expected, model)
+        train(group, expected, 2, seed=2)
+        checkpoints.save(4)
+        checkpoints.wait()
+        assert [e.number for e in stored.manifests(open_store(str(tmp_path)))] == [0, 0]
+        after = copy(expected)
+        train(group, expected, 1, seed=3)
+        assert checkpoints.load() == 4
+        check(group, after, expected)
+
+
+def test_slots_of_a_lost_server_wait_for_a_checkpoint_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "RETRY", 0.01)
+    with cluster(2) as (made, group):
+        model: Model = {}
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        train(group, model, 3)
+        checkpoints.save(3)
+        checkpoints.wait()
+        restore, failed = stored.restore, list[int]()
+
+        def restored(*given: Any) -> int:
+            if len(failed) < 2:
+                failed.append(1)
+                raise InfrastructureError("The storage is away.")
+            return restore(*given)
+
+        monkeypatch.setattr(stored, "restore", restored)
+        made.kill(1)
+        made.directory.ask(Abandon(1, 1))
+        made.settle(lambda placement: placement.servers.keys() == {0})
+        assert len(failed) == 2
+        check(group, model)
 
 
 def test_slots_that_move_during_a_save_or_a_load_are_in_it_once(

@@ -47,6 +47,26 @@ def test_servers_are_killed_added_and_hot_and_no_saved_row_is_lost(run) -> None:
     assert first.body.slots < 60, "few slots are enough"
 
 
+def test_a_server_that_is_killed_while_it_leaves_takes_no_saved_row_with_it(run) -> None:
+    out = run.directory / "out"
+    out.mkdir()
+    run.env["DLROVER_HOT_SERVER_WINDOW"] = "4"
+    launch = run("--embedding-servers=4", run.scripts / "embedding.py", out)
+    launch.until((out / "saved").exists, 60, "a saved step")
+    *stay, leaves = [pid for index in range(4) for pid in servers(launch, index)]
+    for pid in stay:
+        os.kill(pid, signal.SIGSTOP)  # so that it takes no slots before the other is dead
+    run.dlrover("scale", "--job-dir", launch.job_dir, "--role", "ps", "--nodes", 3)
+    os.kill(leaves, signal.SIGKILL)
+    launch.until(lambda: launch.events_of(events.NodeReleased), 30, "the end of its node")
+    for pid in stay:
+        os.kill(pid, signal.SIGCONT)
+    (out / "go").touch()
+    launch.succeed()
+    rows, expected = map(int, (out / "rows").read_text().split())
+    assert rows == expected > 4000
+
+
 def test_embedding_servers_exclude_servers(run) -> None:
     launch = run(
         "--embedding-servers=2", "--servers=1", run.scripts / "embedding.py", run.directory

@@ -57,6 +57,10 @@ class _Rows(nn.Module):  # type: ignore[misc]
 
     def __init__(self, table: EmbeddingTable) -> None:
         super().__init__()
+        if not hasattr(table, "lookup"):
+            raise ConfigurationError(
+                f"table is {table!r}; a HashTable, or what open_table returns, is accepted."
+            )
         self.table = table
         self.gradient_scale: float | None = None
         """Factor of the gradients; None: 1 / the number of ranks, as DistributedDataParallel has it."""
@@ -156,6 +160,8 @@ class HashEmbeddingBag(_Rows):
         super().__init__(table)
         if mode not in ("sum", "mean", "max"):
             raise ConfigurationError(f"mode is {mode!r}; 'sum', 'mean' or 'max' is accepted.")
+        if isinstance(features, str):
+            raise ConfigurationError(f"features is {features!r}; a list of names is accepted.")
         if len(set(features)) != len(features):
             raise ConfigurationError(f"features has a name twice: {', '.join(features)}.")
         self.features, self.mode = tuple(features), mode
@@ -219,7 +225,14 @@ class HashEmbeddingBag(_Rows):
             raise ConfigurationError(
                 f"bags has {', '.join(given)}; the features {', '.join(self.features)} are expected."
             )
-        return {name: _flat(bags[name]) for name in self.features}
+        parts = {name: _flat(bags[name]) for name in self.features}
+        counts = {name: len(offsets) for name, (_, offsets) in parts.items()}
+        if len(set(counts.values())) > 1:
+            raise ConfigurationError(
+                f"bags has {', '.join(f'{count} of {name}' for name, count in counts.items())};"
+                " the same number for each feature is accepted."
+            )
+        return parts
 
     def _keys(self, parts: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
         return torch.cat([keys ^ self._salts.get(name, 0) for name, (keys, _) in parts.items()])

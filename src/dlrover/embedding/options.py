@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -164,6 +164,8 @@ def decoded(given: TableOptions | str) -> TableOptions:
     Raises:
         ConfigurationError: A value is not accepted; it is named.
     """
+    if not isinstance(given, str):
+        _check_choices(given)
     try:
         text = given if isinstance(given, str) else msgspec.json.encode(given)
         made = decoding.json(text, TableOptions)
@@ -180,3 +182,14 @@ def decoded(given: TableOptions | str) -> TableOptions:
     if made.spill is not None and not made.memory_bytes:
         raise ConfigurationError("memory_bytes is 0; with a spill, a limit is needed.")
     return made
+
+
+def _check_choices(given: TableOptions) -> None:
+    kind: object = getattr(given.initializer, "kind", given.initializer)
+    choices: tuple[tuple[str, object, tuple[str, ...]], ...] = (
+        ("dtype", given.dtype, get_args(Dtype)),
+        ("initializer", kind, get_args(InitializerKind)),
+    )
+    for name, value, accepted in choices:
+        if not isinstance(value, str) or value not in accepted:
+            raise ConfigurationError(f"{name} is {value!r}; accepted are {', '.join(accepted)}.")

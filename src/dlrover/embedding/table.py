@@ -125,6 +125,11 @@ class HashTable:
     def __len__(self) -> int:
         return int(self._table.rows().sum())
 
+    def __getstate__(self) -> object:
+        raise TypeError(
+            "A HashTable cannot be pickled or copied; save it, and read the file with HashTable.load."
+        )
+
     # ---- rows
 
     def lookup(self, keys: Any) -> Any:

@@ -28,7 +28,7 @@ from dlrover.master.storeside import StoreService
 from dlrover.rpc import messages, wire
 from dlrover.rpc.batches import FRAME_BYTES
 from dlrover.spec.events import HotServer
-from dlrover.spec.node import CHIEF
+from dlrover.spec.node import CHIEF, FIRST_SERVER
 from dlrover.spec.requests import Unanswered, WorkerReply, WorkerRequest
 from dlrover.spec.requests.cluster import ClusterRequest, LookCluster
 from dlrover.spec.requests.membership import (
@@ -38,6 +38,7 @@ from dlrover.spec.requests.membership import (
     MembersNow,
 )
 from dlrover.spec.requests.placement import (
+    Abandon,
     LookPlacement,
     MoveSlots,
     PlacementRequest,
@@ -205,11 +206,12 @@ class Requests:
         """Begin what `use` waits for."""
         services = self._services
         if self._machine.outcome is not None:
-            return Unanswered(refused="The job has ended.")
+            return Unanswered(refused="The job has ended.", ended=True)
         if isinstance(request, MembershipRequest):
             return self._members(request)
         if isinstance(request, SlotsUsed):
-            request = self._relief(request) or LookPlacement(request.known)
+            changes = self._loss() or self._relief(request)
+            request = changes or LookPlacement(request.known)
         if isinstance(request, LookShards | LookPlacement | LookCluster):
             return services.answer(request, self._clock())
         if isinstance(request, ChooseStrategy):
@@ -218,6 +220,16 @@ class Requests:
             left = self._heartbeats.activities.seconds_left()
             request = msgspec.structs.replace(request, seconds_left=left)
         return self._commits.begin(request, lambda now: services.answer(request, now))
+
+    def _loss(self) -> Abandon | None:
+        """Return an embedding server that has ended, that no other replaces, and that still has slots."""
+        scaling, nodes = self._machine.scaling, self._machine.nodes.values()
+        for index, server in self._services.placement.servers.items():
+            rank = FIRST_SERVER + index
+            there = any(node.node_rank == rank and not node.status.final for node in nodes)
+            if not (server.lost or there or scaling.wants(rank)):
+                return Abandon(index, server.start)
+        return None
 
     def _relief(self, used: SlotsUsed) -> MoveSlots | None:
         """Return the moves that a report leads to: they are in the journal, and what was measured is not."""

@@ -11,6 +11,7 @@ from dlrover.errors import ProtocolError
 from dlrover.spec.requests.placement import (
     MAX_TABLES,
     SLOTS,
+    Abandon,
     Announce,
     Leave,
     LookPlacement,
@@ -39,7 +40,7 @@ class Placement:
     tables: dict[str, str] = field(default_factory=dict)
     stored: TablesStored | None = None
 
-    def handle(self, request: PlacementRequest) -> PlacementReply:
+    def handle(self, request: PlacementRequest) -> PlacementReply:  # noqa: C901 - one case per request
         """Handle a request and return the placement.
 
         Raises:
@@ -57,6 +58,8 @@ class Placement:
                 self._fetched(request)
             case Leave():
                 self._leave(request)
+            case Abandon():
+                self._abandon(request)
             case OpenTable():
                 self._open(request)
             case TablesStored():
@@ -178,6 +181,17 @@ class Placement:
                 self._balance()
             if request.server not in self.owners:
                 del self.servers[request.server]
+
+    def _abandon(self, request: Abandon) -> None:
+        """Let the servers that stay get the slots of a lost one, which only a checkpoint has."""
+        server = self.servers.get(request.server)
+        staying = any(not other.leaving for i, other in self.servers.items() if i != request.server)
+        if server is None or server.start != request.start or server.lost or not staying:
+            return
+        self._change(request.server, server, leaving=True, ready=False, lost=True)
+        if request.server not in self.owners:
+            del self.servers[request.server]
+        self._balance()
 
     def _open(self, request: OpenTable) -> None:
         options = self.tables.get(request.name)

@@ -22,6 +22,10 @@ WARN_AFTER = 10.0
 """Seconds without a master after which a warning is logged."""
 
 
+class JobEndedError(ConfigurationError):
+    """The job has ended: its tables are asked for no more."""
+
+
 class Directory(Protocol):
     """Source of the placement. Calls may come from several threads."""
 
@@ -62,6 +66,8 @@ class JobDirectory:
                     raise InfrastructureError(
                         "The master's answer is not one about embedding tables."
                     )
+                if reply.ended:
+                    raise JobEndedError(reply.refused)
                 if reply.refused:
                     raise ConfigurationError(reply.refused)
                 if time.monotonic() - began > self._timeout:

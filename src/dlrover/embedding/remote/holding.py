@@ -289,7 +289,10 @@ class HeldSlots:
         self._take_in(arrays, slots, clocks, changed=True)
 
     def replay(self, manifest: TableManifest, parts: Iterable[Arrays], slots: Slots) -> None:
-        """Take in the parts of the chain of a checkpoint, as far as they are about ``slots``."""
+        """Take in the parts of the chain of a checkpoint, as far as they are about ``slots``.
+
+        Where this server answers for others, too, its next copy for a checkpoint must be of everything.
+        """
         with self._copying:
             self._copied_for = ""
             self._remove(slots)
@@ -304,7 +307,9 @@ class HeldSlots:
             }
             for part in parts:
                 self._take_in(part, slots, clocks, changed=False, renewed=other)
-            self._copied_for = manifest.id
+            others = self._owned.copy()
+            others[slots] = False
+            self._copied_for = "" if others.any() else manifest.id
 
     def _set_clocks(self, clocks: Clocks) -> None:
         """Let tables without rows go on counting updates where their rows come from."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from dlrover.embedding.remote import arrays, wire
-from dlrover.embedding.remote.directory import Directory
+from dlrover.embedding.remote.directory import Directory, JobEndedError
 from dlrover.embedding.remote.holding import HeldSlots, Slots
 from dlrover.embedding.remote.listener import (
     OutdatedPlacementError,
@@ -35,6 +35,8 @@ POLL = 0.2
 """Seconds between two looks at the placement."""
 REPORT = 2.0
 """Seconds between two reports of what is asked of this server."""
+RETRY = 2.0
+"""Seconds until a checkpoint that could not be read is read again."""
 FETCH_SLOTS = 16
 """Slots that move at once: no key waits longer than its share of the copy takes."""
 FETCH_TIMEOUT = 30.0
@@ -82,7 +84,14 @@ class EmbeddingServer:
     # ---- life
 
     def run(self) -> None:
-        """Serve until `leave` was called and the slots have gone, or another start has taken this one's place."""
+        """Serve until the job ends, `leave` was called and the slots have gone, or another start takes over."""
+        try:
+            self._serve()
+        except JobEndedError as error:
+            logger.info("Embedding server %d ends: %s", self.index, error)
+        self.close()
+
+    def _serve(self) -> None:
         while not self._ended.is_set():
             placement = self._placement
             me = placement.servers.get(self.index)
@@ -98,7 +107,6 @@ class EmbeddingServer:
                 self._come_back(placement)
             elif self._fetch_moves(placement):
                 self._look(placement.version)
-        self.close()
 
     def _follow(self, placement: PlacementReply) -> None:
         self._placement = placement
@@ -174,6 +182,9 @@ class EmbeddingServer:
                 by_owner.setdefault(placement.owners[slot], []).append(slot)
         for owner, slots in by_owner.items():
             server = placement.servers[owner]
+            if server.lost:
+                self._take_over(placement, np.array(slots, np.intp))
+                return False
             if not server.ready:
                 continue
             some = np.array(slots[:FETCH_SLOTS], np.intp)
@@ -192,6 +203,18 @@ class EmbeddingServer:
         except ConfigurationError as error:
             logger.info("%s", error)
             self._placement = self._directory.look(-1)
+
+    def _take_over(self, placement: PlacementReply, slots: Slots) -> None:
+        """Get the rows of a lost server's slots from a checkpoint; this server's own rows stay as they are."""
+        try:
+            self._recover(placement, slots)
+        except InfrastructureError as error:
+            logger.warning("The slots of a lost server still wait for their rows: %s", error)
+            self._ended.wait(RETRY)
+            self._placement = self._directory.look(-1)
+            return
+        fetched = tuple(slots.tolist())
+        self._report(SlotsFetched(self.index, self.start, fetched))
 
     def _fetch(self, address: str, port: int, slots: Slots) -> tuple[int, ...]:
         """Take the rows of slots from another server; return those it gave: none if it does not answer or refuses."""

@@ -18,12 +18,14 @@ WorkerRequest: TypeAlias = (
 
 
 class Unanswered(msgspec.Struct, frozen=True, array_like=True, tag="unanswered", kw_only=True):
-    """Why there is no reply. One of the two is set."""
+    """Why there is no reply. One of ``refused`` and ``away`` is set."""
 
     refused: str = ""
     """Why the request was refused; asking again would not help."""
     away: str = ""
     """Why no master could be reached; ask again."""
+    ended: bool = False
+    """Whether it was refused because the job has ended."""
 
 
 WorkerReply: TypeAlias = (

@@ -61,6 +61,13 @@ class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
     start: _Number
 
 
+class Abandon(msgspec.Struct, frozen=True, array_like=True, tag="abandon"):
+    """A server has ended before it gave all its slots away, and the job wants no other in its place."""
+
+    server: _Index
+    start: _Number
+
+
 class OpenTable(msgspec.Struct, frozen=True, array_like=True, tag="table"):
     """A table that the program uses. Its options are those of the first process that opens it."""
 
@@ -114,6 +121,7 @@ PlacementRequest: TypeAlias = (
     | SlotsRecovered
     | SlotsFetched
     | Leave
+    | Abandon
     | OpenTable
     | TablesStored
     | LookPlacement
@@ -133,6 +141,8 @@ class PlacedServer(msgspec.Struct, frozen=True, array_like=True):
     leaving: bool = False
     previous: tuple[str, int] | None = None
     """Address and port of the start that it replaces, if that one may still answer."""
+    lost: bool = False
+    """True once it has ended and only a checkpoint has the rows of its slots."""
 
 
 class PlacementReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="placed"):
