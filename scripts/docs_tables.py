@@ -100,6 +100,7 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.StepStored("/data/checkpoints", 1200, "dlrover ckpt save"),
     events.NodeSucceeded(0),
     events.HotServer(0, 1.62, 1.09, 5),
+    events.SlotsRestored(1, 512, 400),
     events.FirstSize(
         4, "started from 2 similar past jobs, the nearest is my-job (similarity 1.00)"
     ),

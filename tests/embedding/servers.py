@@ -67,14 +67,15 @@ class Cluster:
     def start(self, index: int, start: int = 1, servers: int = 2) -> EmbeddingServer:
         holding = HeldSlots()
 
-        def recover(placement: PlacementReply, slots) -> None:
+        def recover(placement: PlacementReply, slots) -> int | None:
             self.recovered.append(len(slots))
-            if (last := placement.stored) is not None:
-                stored.restore(
-                    open_store(last.place),
-                    last.id,
-                    lambda found, parts: holding.replay(found, parts, slots),
-                )
+            if (last := placement.stored) is None:
+                return None
+            return stored.restore(
+                open_store(last.place),
+                last.id,
+                lambda found, parts: holding.replay(found, parts, slots),
+            )
 
         server = EmbeddingServer(index, start, servers, self.directory, holding, recover)
         self.servers[index] = server

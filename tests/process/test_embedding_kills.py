@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from dlrover.spec import events
 from tests.process.test_embedding import servers
 
 pytestmark = pytest.mark.torch
@@ -61,6 +62,10 @@ def killed_in_turn(run, seed: int) -> list[float]:
         launch.until(lambda done=done: len(steps(out)) >= done + chance.randrange(20), 60, "steps")
     (out / "end").touch()
     launch.succeed()
+    restored = [event.body for event in launch.events_of(events.SlotsRestored)]
+    assert {event.server for event in restored} <= {0, 1}
+    assert restored
+    assert all(event.slots for event in restored)
     return times
 
 

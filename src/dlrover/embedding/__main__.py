@@ -34,19 +34,20 @@ def main() -> int:
     directory = JobDirectory(launched.given.relay)
     holding = HeldSlots()
 
-    def recover(placement: PlacementReply, slots: Slots) -> None:
+    def recover(placement: PlacementReply, slots: Slots) -> int | None:
         last = placement.stored
         if last is None:
             logger.warning(
                 "The rows of %d slots are lost: there is no checkpoint of them", len(slots)
             )
-            return
+            return None
         step = stored.restore(
             open_store(last.place),
             last.id,
             lambda found, parts: holding.replay(found, parts, slots),
         )
         logger.info("The rows of %d slots are those of step %d", len(slots), step)
+        return step
 
     server = EmbeddingServer(
         index, launched.given.round, servers, directory, holding, recover, env["MASTER_ADDR"]

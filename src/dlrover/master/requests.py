@@ -27,7 +27,7 @@ from dlrover.master.shards import ShardsService
 from dlrover.master.storeside import StoreService
 from dlrover.rpc import messages, wire
 from dlrover.rpc.batches import FRAME_BYTES
-from dlrover.spec.events import HotServer
+from dlrover.spec.events import HotServer, SlotsRestored
 from dlrover.spec.node import CHIEF, FIRST_SERVER
 from dlrover.spec.requests import Unanswered, WorkerReply, WorkerRequest
 from dlrover.spec.requests.cluster import ClusterRequest, LookCluster
@@ -38,10 +38,13 @@ from dlrover.spec.requests.membership import (
     MembersNow,
 )
 from dlrover.spec.requests.placement import (
+    NO_STEP,
     Abandon,
     LookPlacement,
     MoveSlots,
     PlacementRequest,
+    SlotsFetched,
+    SlotsRecovered,
     SlotsUsed,
 )
 from dlrover.spec.requests.shards import LookShards, ShardRequest
@@ -98,6 +101,9 @@ class Services:
             if isinstance(request, MoveSlots):
                 hot = request.server, request.ratio, request.expected, len(request.moves)
                 self._history.add(HotServer(*hot), now)
+            if isinstance(request, SlotsRecovered | SlotsFetched) and request.restored:
+                step = None if request.step == NO_STEP else request.step
+                self._history.add(SlotsRestored(request.server, request.restored, step), now)
         except ProtocolError:
             raise
         except Exception as error:

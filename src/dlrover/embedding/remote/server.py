@@ -21,6 +21,7 @@ from dlrover.embedding.remote.listener import (
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError, ProtocolError
 from dlrover.spec.requests.placement import (
+    NO_STEP,
     Announce,
     Leave,
     PlacementReply,
@@ -52,7 +53,8 @@ class EmbeddingServer:
         servers: Servers that the job wants now.
         directory: Source of the placement.
         holding: What it holds.
-        recover: Restores slots from a checkpoint, which may be None; called when no server has their rows.
+        recover: Restores slots from a checkpoint, and returns its step, or None without one; called when no server has
+            their rows.
         address: Address to listen on, and for others to connect to.
     """
 
@@ -63,7 +65,7 @@ class EmbeddingServer:
         servers: int,
         directory: Directory,
         holding: HeldSlots,
-        recover: Callable[[PlacementReply, Slots], None],
+        recover: Callable[[PlacementReply, Slots], int | None],
         address: str = "127.0.0.1",
     ) -> None:
         self.index, self.start = index, start
@@ -170,9 +172,10 @@ class EmbeddingServer:
         previous = placement.servers[self.index].previous
         fetched = self._fetch(*previous, slots) if previous is not None and len(slots) else ()
         missing = np.setdiff1d(slots, fetched)
+        step = None
         if len(missing) or not len(slots):
-            self._recover(placement, missing)
-        self._report(SlotsRecovered(self.index, self.start))
+            step = self._recover(placement, missing)
+        self._report(SlotsRecovered(self.index, self.start, len(missing), _number(step)))
 
     def _fetch_moves(self, placement: PlacementReply) -> bool:
         """Fetch slots that move to this server, a few at a time; return whether there are no more for now."""
@@ -207,14 +210,14 @@ class EmbeddingServer:
     def _take_over(self, placement: PlacementReply, slots: Slots) -> None:
         """Get the rows of a lost server's slots from a checkpoint; this server's own rows stay as they are."""
         try:
-            self._recover(placement, slots)
+            step = self._recover(placement, slots)
         except InfrastructureError as error:
             logger.warning("The slots of a lost server still wait for their rows: %s", error)
             self._ended.wait(RETRY)
             self._placement = self._directory.look(-1)
             return
         fetched = tuple(slots.tolist())
-        self._report(SlotsFetched(self.index, self.start, fetched))
+        self._report(SlotsFetched(self.index, self.start, fetched, len(slots), _number(step)))
 
     def _fetch(self, address: str, port: int, slots: Slots) -> tuple[int, ...]:
         """Take the rows of slots from another server; return those it gave: none if it does not answer or refuses."""
@@ -262,3 +265,7 @@ class EmbeddingServer:
                     f"Slot {slot} does not move from embedding server {self.index}."
                 )
         return placement.version
+
+
+def _number(step: int | None) -> int:
+    return NO_STEP if step is None else step

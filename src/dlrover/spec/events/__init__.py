@@ -72,6 +72,7 @@ from dlrover.spec.events.scaling import (
     PlanMade,
     PlanMeasured,
     SizeSettled,
+    SlotsRestored,
 )
 
 EventBody: TypeAlias = (
@@ -116,6 +117,7 @@ EventBody: TypeAlias = (
     | StepStored
     | NodeSucceeded
     | HotServer
+    | SlotsRestored
     | FirstSize
     | MemoryGrows
     | MemoryBound

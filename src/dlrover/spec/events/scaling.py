@@ -45,6 +45,25 @@ class HotServer(msgspec.Struct, frozen=True, tag="hot_server"):
         )
 
 
+class SlotsRestored(msgspec.Struct, frozen=True, tag="slots_restored"):
+    """An embedding server was lost with its newest rows: those of its hash slots are older ones now."""
+
+    server: int
+    """The server that has these slots now."""
+    slots: int
+    step: int | None
+    """Step of the checkpoint that the rows come from; null if there is none: they are lost."""
+
+    def sentence(self) -> str:
+        """Return the event as one sentence."""
+        whose = f"{counted(self.slots, 'slot')} of embedding server {self.server}"
+        if self.step is None:
+            return f"The rows of {whose} are lost: no checkpoint has them."
+        return (
+            f"The rows of {whose} are those of step {self.step}: a server was lost with newer ones."
+        )
+
+
 class FirstSize(msgspec.Struct, frozen=True, tag="first_size"):
     """The Brain chose the number of nodes with which the job starts."""
 

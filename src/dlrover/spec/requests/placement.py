@@ -18,11 +18,14 @@ MAX_NAME = 200
 MAX_OPTIONS = 10_000
 """Maximum characters of a table's options."""
 MAX_PATH = 4096
+NO_STEP = -1
+"""Step of rows that are in no checkpoint: they are lost."""
 
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SERVERS)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 _Number = Annotated[int, msgspec.Meta(ge=0)]
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+_Step = Annotated[int, msgspec.Meta(ge=NO_STEP)]
 _Slot = Annotated[int, msgspec.Meta(ge=0, lt=SLOTS)]
 _Slots = Annotated[tuple[_Slot, ...], msgspec.Meta(max_length=SLOTS)]
 
@@ -44,6 +47,10 @@ class SlotsRecovered(msgspec.Struct, frozen=True, array_like=True, tag="recovere
 
     server: _Index
     start: _Number
+    restored: _Number = 0
+    """Slots whose rows no server had any more."""
+    step: _Step = NO_STEP
+    """Step of the checkpoint that has these slots' rows."""
 
 
 class SlotsFetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
@@ -52,6 +59,10 @@ class SlotsFetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
     server: _Index
     start: _Number
     slots: _Slots
+    restored: _Number = 0
+    """Slots whose rows no server had any more."""
+    step: _Step = NO_STEP
+    """Step of the checkpoint that has these slots' rows."""
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
