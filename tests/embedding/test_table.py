@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from dlrover._native.tables import SLOTS
-from dlrover.embedding import BloomAdmission, ChanceAdmission, Expiry, HashTable, RowOptimizer
+from dlrover.embedding import (
+    BloomAdmission,
+    ChanceAdmission,
+    Expiry,
+    HashTable,
+    RowOptimizer,
+    open_table,
+)
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 
@@ -221,3 +228,9 @@ def test_a_full_table_says_so() -> None:
     with pytest.raises(InfrastructureError, match="has no room for more: memory_bytes is 4194304"):
         table.lookup(np.arange(50_000))
     assert len(table) > 1000
+
+
+@pytest.mark.parametrize("name", ["", 3, "a" * 201])
+def test_a_name_that_servers_would_refuse_is_refused_without_them(name: object) -> None:
+    with pytest.raises(ConfigurationError, match="a text of 1 to 200 characters is accepted"):
+        open_table(name, 4)

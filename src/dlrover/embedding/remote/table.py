@@ -13,6 +13,7 @@ from dlrover.embedding.remote.directory import JobDirectory
 from dlrover.embedding.remote.saving import TableCheckpoints
 from dlrover.embedding.table import HashTable, as_gradients, as_words, like
 from dlrover.errors import ConfigurationError
+from dlrover.spec.requests.placement import MAX_NAME
 
 
 class RemoteTable:
@@ -74,8 +75,12 @@ def open_table(name: str, dim: int, **options: Any) -> HashTable | RemoteTable:
         options: As for `HashTable`; equal for all processes.
 
     Raises:
-        ConfigurationError: The table is open with other options.
+        ConfigurationError: The table is open with other options, or the name is not accepted.
     """
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME:
+        raise ConfigurationError(
+            f"name is {name!r:.100}; a text of 1 to {MAX_NAME} characters is accepted."
+        )
     made = HashTable(dim, **options)
     return RemoteTable(_group(), name, made) if launched.given.embedding else made
 
