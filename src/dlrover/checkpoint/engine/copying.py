@@ -254,9 +254,10 @@ class _Known:
         specs = tree.specs(flat)
         self._same = tree.same_tensors(flat.tensors)
         self.entries = layouts.place(specs, self._same)
+        self._places = offsets, sizes = spans(self.entries)
         self._encoded = msgspec.Raw(msgspec.msgpack.encode(self.entries))
         self._sizes = (
-            max((entry.end for entry in self.entries), default=0),
+            int((offsets + sizes).max(initial=0)),
             len(self.entries),
             layouts.layout_hash(self._encoded),
         )
@@ -269,7 +270,6 @@ class _Known:
         self._paths = flat.paths
         self._pointers = _addresses(flat.tensors)
         self._placing = _placing(flat)
-        self._places = spans(self.entries)
         self._first = np.array(self._same, np.intp) == np.arange(len(self.entries))
         self._plain = are_plain(flat.tensors)
         self._plans: list[_CopyPlan] = []

@@ -269,24 +269,29 @@ def specs(flat: Flat) -> list[TensorSpec]:
     Raises:
         ConfigurationError: a tensor is of a kind that cannot be kept.
     """
-    found = []
-    usual = are_usual(flat.tensors)
-    for index, (tensor, path) in enumerate(zip(flat.tensors, flat.paths, strict=True)):
-        problem = "" if usual else _problem(tensor)
-        if problem:
-            raise ConfigurationError(f"The tensor {name(path)} {problem}, which is not supported.")
-        part = None
-        if index in flat.spread:
-            value = flat.spread[index]
-            box = extent(value, path)
-            if box.shape != tuple(tensor.shape) or not box.fits():
+    if not are_usual(flat.tensors):
+        for tensor, path in zip(flat.tensors, flat.paths, strict=True):
+            problem = _problem(tensor)
+            if problem:
                 raise ConfigurationError(
-                    f"The part of the tensor {name(path)} on this rank has shape {list(tensor.shape)};"
-                    f" it should be {list(box.shape)} at {list(box.at)} of {list(box.whole)}."
+                    f"The tensor {name(path)} {problem}, which is not supported."
                 )
-            part = TensorPart(box.whole, box.at, _owner(value))
-        found.append(TensorSpec(path, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), part))
-    return found
+    parts = {index: _part(flat, index) for index in flat.spread}
+    dtypes = map(DTYPE_NAMES.__getitem__, map(operator.attrgetter("dtype"), flat.tensors))
+    shapes = map(tuple, map(operator.attrgetter("shape"), flat.tensors))
+    of_each = map(parts.get, range(len(flat.tensors)))
+    return list(map(TensorSpec, flat.paths, dtypes, shapes, of_each))
+
+
+def _part(flat: Flat, index: int) -> TensorPart:
+    tensor, path, value = flat.tensors[index], flat.paths[index], flat.spread[index]
+    box = extent(value, path)
+    if box.shape != tuple(tensor.shape) or not box.fits():
+        raise ConfigurationError(
+            f"The part of the tensor {name(path)} on this rank has shape {list(tensor.shape)};"
+            f" it should be {list(box.shape)} at {list(box.at)} of {list(box.whole)}."
+        )
+    return TensorPart(box.whole, box.at, _owner(value))
 
 
 def are_usual(tensors: Sequence[torch.Tensor]) -> bool:

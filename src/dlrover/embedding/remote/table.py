@@ -77,7 +77,7 @@ def open_table(name: str, dim: int, **options: Any) -> HashTable | RemoteTable:
     Raises:
         ConfigurationError: The table is open with other options, or the name is not accepted.
     """
-    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME:
+    if type(name) is not str or not 1 <= len(name) <= MAX_NAME:
         raise ConfigurationError(
             f"name is {name!r:.100}; a text of 1 to {MAX_NAME} characters is accepted."
         )
