@@ -14,6 +14,7 @@ from dlrover.spec.requests.placement import (
     SLOTS,
     Abandon,
     Announce,
+    Distribute,
     Leave,
     LookPlacement,
     MoveSlots,
@@ -167,6 +168,7 @@ requests = st.one_of(
     st.builds(SlotsRecovered, st.integers(0, 4), st.integers(1, 4)),
     st.builds(Leave, st.integers(0, 4), st.integers(1, 4)),
     st.builds(Abandon, st.integers(0, 4), st.integers(1, 4)),
+    st.builds(Distribute, st.integers(1, 4)),
     st.builds(
         SlotsFetched, st.integers(0, 4), st.integers(1, 4),
         st.lists(st.integers(0, SLOTS - 1), max_size=400).map(tuple),

@@ -40,6 +40,7 @@ from dlrover.spec.requests.membership import (
 from dlrover.spec.requests.placement import (
     NO_STEP,
     Abandon,
+    Distribute,
     LookPlacement,
     MoveSlots,
     PlacementRequest,
@@ -216,7 +217,7 @@ class Requests:
         if isinstance(request, MembershipRequest):
             return self._members(request)
         if isinstance(request, SlotsUsed):
-            changes = self._loss() or self._relief(request)
+            changes = self._first() or self._loss() or self._relief(request)
             request = changes or LookPlacement(request.known)
         if isinstance(request, LookShards | LookPlacement | LookCluster):
             return services.answer(request, self._clock())
@@ -226,6 +227,12 @@ class Requests:
             left = self._heartbeats.activities.seconds_left()
             request = msgspec.structs.replace(request, seconds_left=left)
         return self._commits.begin(request, lambda now: services.answer(request, now))
+
+    def _first(self) -> Distribute | None:
+        """Return that no more embedding servers are wanted than have started, if none has slots yet."""
+        placement, wanted = self._services.placement, self._machine.scaling.servers
+        enough = not placement.owners and 0 < wanted <= len(placement.servers)
+        return Distribute(wanted) if enough else None
 
     def _loss(self) -> Abandon | None:
         """Return an embedding server that has ended, that no other replaces, and that still has slots."""

@@ -13,6 +13,7 @@ from dlrover.spec.requests.placement import (
     SLOTS,
     Abandon,
     Announce,
+    Distribute,
     Leave,
     LookPlacement,
     MoveSlots,
@@ -40,7 +41,7 @@ class Placement:
     tables: dict[str, str] = field(default_factory=dict)
     stored: TablesStored | None = None
 
-    def handle(self, request: PlacementRequest) -> PlacementReply:  # noqa: C901 - one case per request
+    def handle(self, request: PlacementRequest) -> PlacementReply:  # noqa: C901, PLR0912 - one case per request
         """Handle a request and return the placement.
 
         Raises:
@@ -60,6 +61,8 @@ class Placement:
                 self._leave(request)
             case Abandon():
                 self._abandon(request)
+            case Distribute():
+                self._distribute(request.servers)
             case OpenTable():
                 self._open(request)
             case TablesStored():
@@ -109,13 +112,15 @@ class Placement:
         self.servers[request.server] = server
         self.version += 1
         if not self.owners:
-            if len(self.servers) >= request.servers:
-                self._distribute()
+            self._distribute(request.servers)
         elif known is None or known.leaving:
             self._balance()
 
-    def _distribute(self) -> None:
-        """Give each of the first servers an equal range of slots; the tables are empty."""
+    def _distribute(self, wanted: int) -> None:
+        """Give each of the first servers an equal range of slots once all have started; the tables are empty."""
+        if self.owners or len(self.servers) < wanted:
+            return
+        self.version += 1
         indices = sorted(self.servers)
         self.owners = [indices[slot * len(indices) // SLOTS] for slot in range(SLOTS)]
         for index in indices:

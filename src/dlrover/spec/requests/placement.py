@@ -79,6 +79,12 @@ class Abandon(msgspec.Struct, frozen=True, array_like=True, tag="abandon"):
     start: _Number
 
 
+class Distribute(msgspec.Struct, frozen=True, array_like=True, tag="distribute"):
+    """The job wants fewer servers than it did before any had slots: those that have started may be enough."""
+
+    servers: Annotated[int, msgspec.Meta(ge=1, le=MAX_SERVERS)]
+
+
 class OpenTable(msgspec.Struct, frozen=True, array_like=True, tag="table"):
     """A table that the program uses. Its options are those of the first process that opens it."""
 
@@ -133,6 +139,7 @@ PlacementRequest: TypeAlias = (
     | SlotsFetched
     | Leave
     | Abandon
+    | Distribute
     | OpenTable
     | TablesStored
     | LookPlacement
