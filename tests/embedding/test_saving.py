@@ -151,6 +151,35 @@ def test_slots_of_a_lost_server_wait_for_a_checkpoint_that_cannot_be_read(
         check(group, model)
 
 
+def test_a_lost_server_that_starts_again_keeps_what_it_applies_before_another_has_its_slots(
+    tmp_path: Path,
+) -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        train(group, model, 3)
+        checkpoints.save(3)
+        checkpoints.wait()
+        taker = made.servers[0]
+        recover, taken, go_on = taker._recover, threading.Event(), threading.Event()
+
+        def recover_slowly(*given: Any) -> None:
+            recover(*given)
+            taken.set()
+            assert go_on.wait(10)
+
+        taker._recover = recover_slowly
+        made.kill(1)
+        made.directory.ask(Abandon(1, 1))
+        assert taken.wait(10)
+        made.start(1, start=2)
+        made.settle(lambda placement: placement.servers[1].ready)
+        train(group, model, 3, seed=1)
+        go_on.set()
+        made.settle(lambda placement: not placement.moves)
+        train(group, model, 3, seed=2)
+
+
 def test_slots_that_move_during_a_save_or_a_load_are_in_it_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

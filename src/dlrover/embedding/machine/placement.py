@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -37,6 +38,8 @@ class Placement:
     """The server of each slot; empty until all wanted servers have started."""
     moves: dict[int, int] = field(default_factory=dict)
     """The server that each moving slot goes to."""
+    begun: dict[int, int] = field(default_factory=dict)
+    """The version by which each slot's last move began, or its owner came back: rows got before lack later updates."""
     tables: dict[str, str] = field(default_factory=dict)
     stored: TablesStored | None = None
 
@@ -53,7 +56,7 @@ class Placement:
             case Announce():
                 self._announce(request)
             case SlotsRecovered():
-                self._change(request.server, self._current(request), ready=True, previous=None)
+                self._recovered(request)
             case SlotsFetched():
                 self._fetched(request)
             case Leave():
@@ -91,6 +94,15 @@ class Placement:
             self.servers[index] = changed
             self.version += 1
 
+    def _begin(self, slots: Iterable[int]) -> None:
+        self.begun.update(dict.fromkeys(slots, self.version))
+
+    def _recovered(self, request: SlotsRecovered) -> None:
+        server = self._current(request)
+        self._change(request.server, server, ready=True, previous=None)
+        if self.servers[request.server] != server:
+            self._begin(slot for slot in self.moves if self.owners[slot] == request.server)
+
     def _announce(self, request: Announce) -> None:
         known = self.servers.get(request.server)
         if known is not None and known.start > request.start:
@@ -126,6 +138,7 @@ class Placement:
         staying = [index for index, server in sorted(self.servers.items()) if not server.leaving]
         if not staying:
             return
+        before = dict(self.moves)
         for slot in [slot for slot, target in self.moves.items() if target not in staying]:
             del self.moves[slot]
         holders = [self.moves.get(slot, owner) for slot, owner in enumerate(self.owners)]
@@ -144,19 +157,28 @@ class Placement:
                 if self.owners[slot] == index:
                     del self.moves[slot]
         self.version += 1
+        self._begin(slot for slot, target in self.moves.items() if before.get(slot) != target)
 
     def _move(self, request: MoveSlots) -> None:
         """Move slots by their use, as far as the servers are still those that it was measured for."""
         staying = {index for index, server in self.servers.items() if not server.leaving}
-        before = len(self.moves)
-        for slot, target in request.moves.items() if self.owners else ():
-            if target in staying and self.owners[slot] != target and slot not in self.moves:
-                self.moves[slot] = target
-        self.version += len(self.moves) > before
+        added = {
+            slot: target
+            for slot, target in (request.moves.items() if self.owners else ())
+            if target in staying and self.owners[slot] != target and slot not in self.moves
+        }
+        self.moves |= added
+        self.version += bool(added)
+        self._begin(added)
 
     def _fetched(self, request: SlotsFetched) -> None:
         self._current(request)
-        moved = [slot for slot in {*request.slots} if self.moves.get(slot) == request.server]
+        moved = [
+            slot
+            for slot in {*request.slots}
+            if self.moves.get(slot) == request.server
+            and (request.known is None or self.begun[slot] <= request.known)
+        ]
         for slot in moved:
             self.owners[slot] = request.server
             del self.moves[slot]

@@ -190,7 +190,7 @@ class EmbeddingServer:
             some = np.array(slots[:FETCH_SLOTS], np.intp)
             fetched = self._fetch(server.address, server.port, some)
             if fetched:
-                self._report(SlotsFetched(self.index, self.start, fetched))
+                self._report(SlotsFetched(self.index, self.start, fetched, placement.version))
                 return False
             self._ended.wait(POLL)  # the next placement may say more, else this is repeated
             self._placement = self._directory.look(-1)
@@ -214,7 +214,7 @@ class EmbeddingServer:
             self._placement = self._directory.look(-1)
             return
         fetched = tuple(slots.tolist())
-        self._report(SlotsFetched(self.index, self.start, fetched))
+        self._report(SlotsFetched(self.index, self.start, fetched, placement.version))
 
     def _fetch(self, address: str, port: int, slots: Slots) -> tuple[int, ...]:
         """Take the rows of slots from another server; return those it gave: none if it does not answer or refuses."""

@@ -52,6 +52,8 @@ class SlotsFetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
     server: _Index
     start: _Number
     slots: _Slots
+    known: _Number | None = None
+    """Version of the placement by which it got them; None: an earlier build wrote this to the journal."""
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
