@@ -238,6 +238,21 @@ def test_a_late_report_takes_no_slots_whose_rows_have_changed_since(event: str) 
         assert not made.recovered
 
 
+def test_a_server_that_is_to_end_waits_until_the_next_start_has_its_rows() -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        train(group, model, 3)
+        replaced = made.servers[1]
+        give, asked = replaced._holding.give, threading.Event()
+        replaced._holding.give = lambda *given: (asked.wait(10), give(*given))
+        made.start(1, start=2)
+        replaced.leave(made.directory)
+        asked.set()
+        made.settle(lambda placement: placement.servers[1].ready)
+        train(group, model, 3, seed=1)
+        assert not made.recovered
+
+
 def test_a_table_may_be_opened_while_rows_are_copied() -> None:
     with cluster(1) as (made, group):
         train(group, {}, 1)

@@ -189,7 +189,9 @@ class Placement:
         self.version += bool(moved)
 
     def _leave(self, request: Leave) -> None:
-        server = self._current(request)
+        server = self.servers.get(request.server)
+        if server is None or server.start != request.start:
+            return  # a later start gets its rows, or has them
         staying = [
             i for i, other in self.servers.items() if i != request.server and not other.leaving
         ]
