@@ -154,6 +154,26 @@ def test_the_slots_of_a_lost_server_go_to_those_that_stay(leaves: bool) -> None:
     assert placement.handle(Abandon(1, 1)).version == version
 
 
+def test_a_server_may_be_abandoned_before_all_have_started() -> None:
+    placement = Placement()
+    placement.handle(announce(2, servers=3))
+    placement.handle(announce(0, servers=3))
+    placement.handle(Abandon(2, 1))
+    placement.validate()
+    assert placement.servers.keys() == {0}
+    placement.handle(announce(1, servers=2))
+    assert counts(placement) == {0: 512, 1: 512}
+
+
+def test_a_lost_server_does_not_come_back() -> None:
+    placement = started(2)
+    placement.handle(announce(1, start=2))
+    placement.handle(Abandon(1, 2))
+    with pytest.raises(ProtocolError, match="Start 2 of embedding server 1 is over"):
+        placement.handle(SlotsRecovered(1, 2))
+    assert not placement.servers[1].ready
+
+
 def test_the_last_server_is_not_abandoned() -> None:
     placement = started(2)
     placement.handle(Leave(1, 1))

@@ -80,11 +80,11 @@ class Placement:
             stored=self.stored,
         )
 
-    def _current(self, request: SlotsRecovered | SlotsFetched | Leave) -> PlacedServer:
+    def _current(self, request: SlotsRecovered | SlotsFetched) -> PlacedServer:
         server = self.servers.get(request.server)
-        if server is None or server.start != request.start:
+        if server is None or server.start != request.start or server.lost:
             raise ProtocolError(
-                f"Start {request.start} of embedding server {request.server} is over; another has taken its place."
+                f"Start {request.start} of embedding server {request.server} is over; others have taken its place."
             )
         return server
 
@@ -215,7 +215,8 @@ class Placement:
         self._change(request.server, server, leaving=True, ready=False, lost=True)
         if request.server not in self.owners:
             del self.servers[request.server]
-        self._balance()
+        if self.owners:
+            self._balance()
 
     def _open(self, request: OpenTable) -> None:
         options = self.tables.get(request.name)

@@ -96,7 +96,7 @@ class EmbeddingServer:
             placement = self._placement
             me = placement.servers.get(self.index)
             replaced = me is not None and me.start != self.start
-            if me is None or (replaced and me.ready):
+            if me is None or me.lost or (replaced and me.ready):
                 logger.info("Embedding server %d ends: its slots belong to others", self.index)
                 break
             if replaced:  # the later start is about to fetch the rows
@@ -208,8 +208,10 @@ class EmbeddingServer:
         """Get the rows of a lost server's slots from a checkpoint; this server's own rows stay as they are."""
         try:
             self._recover(placement, slots)
-        except InfrastructureError as error:
-            logger.warning("The slots of a lost server still wait for their rows: %s", error)
+        except (InfrastructureError, MemoryError) as error:
+            self._holding.forget(slots)
+            reason = str(error) or "There is no memory for them."
+            logger.warning("The slots of a lost server still wait for their rows: %s", reason)
             self._ended.wait(RETRY)
             self._placement = self._directory.look(-1)
             return
