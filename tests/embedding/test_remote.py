@@ -253,6 +253,18 @@ def test_a_server_that_is_to_end_waits_until_the_next_start_has_its_rows() -> No
         assert not made.recovered
 
 
+def test_the_last_server_that_is_to_end_gives_its_rows_to_the_next_start() -> None:
+    with cluster(1) as (made, group):
+        model: Model = {}
+        train(group, model, 3)
+        made.servers[0].leave(made.directory)
+        train(group, model, 3, seed=1)
+        made.start(0, start=2)
+        made.settle(lambda placement: placement.servers[0].ready)
+        train(group, model, 3, seed=2)
+        assert not made.recovered
+
+
 def test_a_table_may_be_opened_while_rows_are_copied() -> None:
     with cluster(1) as (made, group):
         train(group, {}, 1)

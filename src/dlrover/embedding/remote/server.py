@@ -84,7 +84,7 @@ class EmbeddingServer:
     # ---- life
 
     def run(self) -> None:
-        """Serve until the job ends, `leave` was called and the slots have gone, or another start takes over."""
+        """Serve until the job ends, `leave` was called and the slots have gone, or a later start has the rows."""
         try:
             self._serve()
         except JobEndedError as error:
@@ -144,16 +144,17 @@ class EmbeddingServer:
                 )
 
     def leave(self, directory: Directory) -> None:
-        """Give all slots to other servers, then end; end at once if there are none.
+        """Give all slots to other servers, then end; the last one goes on until its next start has its rows.
 
         Raises:
             InfrastructureError: ``directory`` has no master.
         """
         try:
             directory.ask(Leave(self.index, self.start))
+        except JobEndedError:
+            self._ended.set()
         except ConfigurationError as error:
             logger.info("%s", error)
-            self._ended.set()
         self._nudged.set()
 
     def close(self) -> None:
