@@ -86,6 +86,19 @@ def test_a_leaving_server_is_there_until_its_slots_have_moved() -> None:
         placement.handle(Leave(0, 1))
 
 
+def test_a_server_whose_next_start_comes_while_it_leaves_keeps_its_slots() -> None:
+    placement = started(3)
+    placement.handle(Leave(1, 1))
+    some = [slot for slot, target in placement.moves.items() if target == 0][:20]
+    placement.handle(SlotsFetched(0, 1, tuple(some)))
+    placement.handle(announce(1, start=2))
+    placement.validate()
+    assert set(placement.moves.values()) == {1}
+    assert len(placement.moves) == 20
+    fetch_all(placement)
+    assert sorted(counts(placement).values()) == [341, 341, 342]
+
+
 def test_a_server_that_comes_back_is_not_ready_before_it_has_its_rows() -> None:
     placement = started(2)
     reply = placement.handle(announce(1, start=2))

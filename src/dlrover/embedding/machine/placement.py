@@ -147,15 +147,18 @@ class Placement:
         order = sorted(staying, key=lambda index: (-counts[index], index))
         quota = {index: least + (place < extra) for place, index in enumerate(order)}
         free = [
-            slot for slot, holder in enumerate(holders)
-            if holder not in quota or _over(counts, quota, holder)
+            slot for slot in sorted(range(SLOTS), key=lambda slot: slot not in self.moves)
+            if holders[slot] not in quota or _over(counts, quota, holders[slot])
         ]  # fmt: skip
         for index in staying:
+            own = [slot for slot in free if self.owners[slot] == index]
+            for slot in own[: quota[index] - counts[index]]:
+                del self.moves[slot]
+                free.remove(slot)
+                counts[index] += 1
+        for index in staying:
             for _ in range(quota[index] - counts[index]):
-                slot = free.pop()
-                self.moves[slot] = index
-                if self.owners[slot] == index:
-                    del self.moves[slot]
+                self.moves[free.pop()] = index
         self.version += 1
         self._begin(slot for slot, target in self.moves.items() if before.get(slot) != target)
 
