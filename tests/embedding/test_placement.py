@@ -87,6 +87,19 @@ def test_a_leaving_server_is_there_until_its_slots_have_moved() -> None:
         placement.handle(Leave(0, 1))
 
 
+def test_a_server_whose_next_start_comes_while_it_leaves_keeps_its_slots() -> None:
+    placement = started(3)
+    placement.handle(Leave(1, 1))
+    some = [slot for slot, target in placement.moves.items() if target == 0][:20]
+    placement.handle(SlotsFetched(0, 1, tuple(some)))
+    placement.handle(announce(1, start=2))
+    placement.validate()
+    assert set(placement.moves.values()) == {1}
+    assert len(placement.moves) == 20
+    fetch_all(placement)
+    assert sorted(counts(placement).values()) == [341, 341, 342]
+
+
 def test_a_server_that_comes_back_is_not_ready_before_it_has_its_rows() -> None:
     placement = started(2)
     reply = placement.handle(announce(1, start=2))
@@ -153,6 +166,26 @@ def test_the_slots_of_a_lost_server_go_to_those_that_stay(leaves: bool) -> None:
     assert counts(placement) == {0: 512, 2: 512}
     version = placement.version
     assert placement.handle(Abandon(1, 1)).version == version
+
+
+def test_a_server_may_be_abandoned_before_all_have_started() -> None:
+    placement = Placement()
+    placement.handle(announce(2, servers=3))
+    placement.handle(announce(0, servers=3))
+    placement.handle(Abandon(2, 1))
+    placement.validate()
+    assert placement.servers.keys() == {0}
+    placement.handle(announce(1, servers=2))
+    assert counts(placement) == {0: 512, 1: 512}
+
+
+def test_a_lost_server_does_not_come_back() -> None:
+    placement = started(2)
+    placement.handle(announce(1, start=2))
+    placement.handle(Abandon(1, 2))
+    with pytest.raises(ProtocolError, match="Start 2 of embedding server 1 is over"):
+        placement.handle(SlotsRecovered(1, 2))
+    assert not placement.servers[1].ready
 
 
 def test_the_last_server_is_not_abandoned() -> None:

@@ -206,6 +206,65 @@ def test_a_server_that_is_replaced_while_slots_come_gives_its_rows_to_the_next()
         assert not made.recovered
 
 
+@pytest.mark.parametrize("event", ["owner replaced", "moved elsewhere"])
+def test_a_late_report_takes_no_slots_whose_rows_have_changed_since(event: str) -> None:
+    moves = MoveSlots(0, 2.0, 1.0, dict.fromkeys(range(10), 1))
+    with cluster(2) as (made, group):
+        model: Model = {}
+        train(group, model, 3)
+        taker = made.servers[1]
+        report, fetched, go_on = taker._report, threading.Event(), threading.Event()
+
+        def report_late(held):
+            fetched.set()
+            assert go_on.wait(10)
+            report(held)
+
+        taker._report = report_late
+        made.directory.ask(moves)
+        assert fetched.wait(10)
+        if event == "owner replaced":
+            made.start(0, start=2)
+            made.settle(lambda placement: placement.servers[0].ready)
+            train(group, model, 3, seed=1)
+        else:
+            made.start(2, servers=3)
+            made.settle(lambda placement: not placement.moves.keys() & set(range(10)))
+            train(group, model, 3, seed=1)
+            made.directory.ask(moves)
+        go_on.set()
+        made.settle(lambda placement: not placement.moves)
+        train(group, model, 3, seed=2)
+        assert not made.recovered
+
+
+def test_a_server_that_is_to_end_waits_until_the_next_start_has_its_rows() -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        train(group, model, 3)
+        replaced = made.servers[1]
+        give, asked = replaced._holding.give, threading.Event()
+        replaced._holding.give = lambda *given: (asked.wait(10), give(*given))
+        made.start(1, start=2)
+        replaced.leave(made.directory)
+        asked.set()
+        made.settle(lambda placement: placement.servers[1].ready)
+        train(group, model, 3, seed=1)
+        assert not made.recovered
+
+
+def test_the_last_server_that_is_to_end_gives_its_rows_to_the_next_start() -> None:
+    with cluster(1) as (made, group):
+        model: Model = {}
+        train(group, model, 3)
+        made.servers[0].leave(made.directory)
+        train(group, model, 3, seed=1)
+        made.start(0, start=2)
+        made.settle(lambda placement: placement.servers[0].ready)
+        train(group, model, 3, seed=2)
+        assert not made.recovered
+
+
 def test_a_table_may_be_opened_while_rows_are_copied() -> None:
     with cluster(1) as (made, group):
         train(group, {}, 1)

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,57 @@ def test_slots_of_a_lost_server_wait_for_a_checkpoint_that_cannot_be_read(
         made.settle(lambda placement: placement.servers.keys() == {0})
         assert len(failed) == 2
         check(group, model)
+
+
+def test_a_lost_server_that_starts_again_keeps_what_it_applies_before_another_has_its_slots(
+    tmp_path: Path,
+) -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        train(group, model, 3)
+        checkpoints.save(3)
+        checkpoints.wait()
+        taker = made.servers[0]
+        recover, taken, go_on = taker._recover, threading.Event(), threading.Event()
+
+        def recover_slowly(*given: Any) -> None:
+            recover(*given)
+            taken.set()
+            assert go_on.wait(10)
+
+        taker._recover = recover_slowly
+        made.kill(1)
+        made.directory.ask(Abandon(1, 1))
+        assert taken.wait(10)
+        made.start(1, start=2)
+        made.settle(lambda placement: placement.servers[1].ready)
+        train(group, model, 3, seed=1)
+        go_on.set()
+        made.settle(lambda placement: not placement.moves)
+        train(group, model, 3, seed=2)
+
+
+def test_a_server_without_room_for_the_slots_of_a_lost_one_keeps_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "RETRY", 60.0)
+    options = msgspec.structs.replace(decoded(OPTIONS), memory_bytes=300_000).json()
+    with cluster(2) as (made, group):
+        table, keys = group.open("users", options), np.arange(100_000)
+        mine = keys[slots_of(keys) < SLOTS // 2]
+        group.rows(table, DIM, mine[:1000], insert=True)
+        others = keys[slots_of(keys) >= SLOTS // 2]
+        for first in range(0, len(others), 100):
+            with suppress(NoRoomError):
+                group.rows(table, DIM, others[first : first + 100], insert=True)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        checkpoints.save(1)
+        checkpoints.wait()
+        made.kill(1)
+        made.directory.ask(Abandon(1, 1))
+        until(lambda: "The slots of a lost server still wait for their rows" in caplog.text)
+        group.rows(table, DIM, mine[1000:2000], insert=True)
 
 
 def test_slots_that_move_during_a_save_or_a_load_are_in_it_once(

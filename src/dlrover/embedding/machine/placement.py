@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -38,6 +39,8 @@ class Placement:
     """The server of each slot; empty until all wanted servers have started."""
     moves: dict[int, int] = field(default_factory=dict)
     """The server that each moving slot goes to."""
+    begun: dict[int, int] = field(default_factory=dict)
+    """The version by which each slot's last move began, or its owner came back: rows got before lack later updates."""
     tables: dict[str, str] = field(default_factory=dict)
     stored: TablesStored | None = None
 
@@ -54,7 +57,7 @@ class Placement:
             case Announce():
                 self._announce(request)
             case SlotsRecovered():
-                self._change(request.server, self._current(request), ready=True, previous=None)
+                self._recovered(request)
             case SlotsFetched():
                 self._fetched(request)
             case Leave():
@@ -80,11 +83,11 @@ class Placement:
             stored=self.stored,
         )
 
-    def _current(self, request: SlotsRecovered | SlotsFetched | Leave) -> PlacedServer:
+    def _current(self, request: SlotsRecovered | SlotsFetched) -> PlacedServer:
         server = self.servers.get(request.server)
-        if server is None or server.start != request.start:
+        if server is None or server.start != request.start or server.lost:
             raise ProtocolError(
-                f"Start {request.start} of embedding server {request.server} is over; another has taken its place."
+                f"Start {request.start} of embedding server {request.server} is over; others have taken its place."
             )
         return server
 
@@ -93,6 +96,15 @@ class Placement:
         if self.servers.get(index) != changed:
             self.servers[index] = changed
             self.version += 1
+
+    def _begin(self, slots: Iterable[int]) -> None:
+        self.begun.update(dict.fromkeys(slots, self.version))
+
+    def _recovered(self, request: SlotsRecovered) -> None:
+        server = self._current(request)
+        self._change(request.server, server, ready=True, previous=None)
+        if self.servers[request.server] != server:
+            self._begin(slot for slot in self.moves if self.owners[slot] == request.server)
 
     def _announce(self, request: Announce) -> None:
         known = self.servers.get(request.server)
@@ -131,6 +143,7 @@ class Placement:
         staying = [index for index, server in sorted(self.servers.items()) if not server.leaving]
         if not staying:
             return
+        before = dict(self.moves)
         for slot in [slot for slot, target in self.moves.items() if target not in staying]:
             del self.moves[slot]
         holders = [self.moves.get(slot, owner) for slot, owner in enumerate(self.owners)]
@@ -139,29 +152,41 @@ class Placement:
         order = sorted(staying, key=lambda index: (-counts[index], index))
         quota = {index: least + (place < extra) for place, index in enumerate(order)}
         free = [
-            slot for slot, holder in enumerate(holders)
-            if holder not in quota or _over(counts, quota, holder)
+            slot for slot in sorted(range(SLOTS), key=lambda slot: slot not in self.moves)
+            if holders[slot] not in quota or _over(counts, quota, holders[slot])
         ]  # fmt: skip
         for index in staying:
+            own = [slot for slot in free if self.owners[slot] == index]
+            for slot in own[: quota[index] - counts[index]]:
+                del self.moves[slot]
+                free.remove(slot)
+                counts[index] += 1
+        for index in staying:
             for _ in range(quota[index] - counts[index]):
-                slot = free.pop()
-                self.moves[slot] = index
-                if self.owners[slot] == index:
-                    del self.moves[slot]
+                self.moves[free.pop()] = index
         self.version += 1
+        self._begin(slot for slot, target in self.moves.items() if before.get(slot) != target)
 
     def _move(self, request: MoveSlots) -> None:
         """Move slots by their use, as far as the servers are still those that it was measured for."""
         staying = {index for index, server in self.servers.items() if not server.leaving}
-        before = len(self.moves)
-        for slot, target in request.moves.items() if self.owners else ():
-            if target in staying and self.owners[slot] != target and slot not in self.moves:
-                self.moves[slot] = target
-        self.version += len(self.moves) > before
+        added = {
+            slot: target
+            for slot, target in (request.moves.items() if self.owners else ())
+            if target in staying and self.owners[slot] != target and slot not in self.moves
+        }
+        self.moves |= added
+        self.version += bool(added)
+        self._begin(added)
 
     def _fetched(self, request: SlotsFetched) -> None:
         self._current(request)
-        moved = [slot for slot in {*request.slots} if self.moves.get(slot) == request.server]
+        moved = [
+            slot
+            for slot in {*request.slots}
+            if self.moves.get(slot) == request.server
+            and (request.known is None or self.begun[slot] <= request.known)
+        ]
         for slot in moved:
             self.owners[slot] = request.server
             del self.moves[slot]
@@ -172,7 +197,9 @@ class Placement:
         self.version += bool(moved)
 
     def _leave(self, request: Leave) -> None:
-        server = self._current(request)
+        server = self.servers.get(request.server)
+        if server is None or server.start != request.start:
+            return  # a later start gets its rows, or has them
         staying = [
             i for i, other in self.servers.items() if i != request.server and not other.leaving
         ]
@@ -196,7 +223,8 @@ class Placement:
         self._change(request.server, server, leaving=True, ready=False, lost=True)
         if request.server not in self.owners:
             del self.servers[request.server]
-        self._balance()
+        if self.owners:
+            self._balance()
 
     def _open(self, request: OpenTable) -> None:
         options = self.tables.get(request.name)

@@ -86,7 +86,7 @@ class EmbeddingServer:
     # ---- life
 
     def run(self) -> None:
-        """Serve until the job ends, `leave` was called and the slots have gone, or another start takes over."""
+        """Serve until the job ends, `leave` was called and the slots have gone, or a later start has the rows."""
         try:
             self._serve()
         except JobEndedError as error:
@@ -98,7 +98,7 @@ class EmbeddingServer:
             placement = self._placement
             me = placement.servers.get(self.index)
             replaced = me is not None and me.start != self.start
-            if me is None or (replaced and me.ready):
+            if me is None or me.lost or (replaced and me.ready):
                 logger.info("Embedding server %d ends: its slots belong to others", self.index)
                 break
             if replaced:  # the later start is about to fetch the rows
@@ -146,16 +146,17 @@ class EmbeddingServer:
                 )
 
     def leave(self, directory: Directory) -> None:
-        """Give all slots to other servers, then end; end at once if there are none.
+        """Give all slots to other servers, then end; the last one goes on until its next start has its rows.
 
         Raises:
             InfrastructureError: ``directory`` has no master.
         """
         try:
             directory.ask(Leave(self.index, self.start))
+        except JobEndedError:
+            self._ended.set()
         except ConfigurationError as error:
             logger.info("%s", error)
-            self._ended.set()
         self._nudged.set()
 
     def close(self) -> None:
@@ -193,7 +194,7 @@ class EmbeddingServer:
             some = np.array(slots[:FETCH_SLOTS], np.intp)
             fetched = self._fetch(server.address, server.port, some)
             if fetched:
-                self._report(SlotsFetched(self.index, self.start, fetched))
+                self._report(SlotsFetched(self.index, self.start, fetched, placement.version))
                 return False
             self._ended.wait(POLL)  # the next placement may say more, else this is repeated
             self._placement = self._directory.look(-1)
@@ -211,13 +212,16 @@ class EmbeddingServer:
         """Get the rows of a lost server's slots from a checkpoint; this server's own rows stay as they are."""
         try:
             step = self._recover(placement, slots)
-        except InfrastructureError as error:
-            logger.warning("The slots of a lost server still wait for their rows: %s", error)
+        except (InfrastructureError, MemoryError) as error:
+            self._holding.forget(slots)
+            reason = str(error) or "There is no memory for them."
+            logger.warning("The slots of a lost server still wait for their rows: %s", reason)
             self._ended.wait(RETRY)
             self._placement = self._directory.look(-1)
             return
         fetched = tuple(slots.tolist())
-        self._report(SlotsFetched(self.index, self.start, fetched, len(slots), _number(step)))
+        got = placement.version, len(slots), _number(step)
+        self._report(SlotsFetched(self.index, self.start, fetched, *got))
 
     def _fetch(self, address: str, port: int, slots: Slots) -> tuple[int, ...]:
         """Take the rows of slots from another server; return those it gave: none if it does not answer or refuses."""

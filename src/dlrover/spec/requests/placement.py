@@ -59,6 +59,8 @@ class SlotsFetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
     server: _Index
     start: _Number
     slots: _Slots
+    known: _Number | None = None
+    """Version of the placement by which it got them; None: an earlier build wrote this to the journal."""
     restored: _Number = 0
     """Slots whose rows no server had any more."""
     step: _Step = NO_STEP
