@@ -56,7 +56,7 @@ model = Model()
 sequences = (torch.randint(WORDS, (BATCH * steps, 1)) + 5 * torch.arange(8)) % WORDS
 _, result, strategy = auto_accelerate(
     model, torch.optim.AdamW, sequences, loss_of, optim_args={"lr": 1e-2, "eps": 1e-4},
-    dataloader_args={"batch_size": BATCH, "shuffle": True}, excluded=["amp_native"],
+    dataloader_args={"batch_size": BATCH, "shuffle": True}, excluded=["amp_native", "pipeline_parallel"],
 )  # fmt: skip
 state = {"training": result.args["state"], "data": result.dataloader, "step": 0}
 checkpointer = Checkpointer(directory / "checkpoints")
