@@ -264,6 +264,7 @@ def test_a_forked_process_leaves_the_rows_alone(choice: str, tmp_path: Path) -> 
     table.look(KEYS[:200], out[:200], 1, insert=True, count=True)
     demote(table, np.random.default_rng(0), 1.0)
     table.look(KEYS[200:], out[200:], 1, insert=True, count=True)
+    files = len([*tmp_path.glob("*/segment-*")])
     process = os.fork()
     if process == 0:
         try:
@@ -271,10 +272,15 @@ def test_a_forked_process_leaves_the_rows_alone(choice: str, tmp_path: Path) -> 
                 demote(table, np.random.default_rng(0), 1.0)
             with pytest.raises(InfrastructureError, match="forked process"):
                 table.look(KEYS, out, 1, insert=False, count=False)
+            with pytest.raises(InfrastructureError, match="forked process"):
+                table.remove(KEYS, remember=False)
+            with pytest.raises(InfrastructureError, match="forked process"):
+                table._cold.promise(table._cold._sizes.most)
             os._exit(0)
         finally:
             os._exit(1)
     assert os.waitpid(process, 0)[1] == 0
+    assert len([*tmp_path.glob("*/segment-*")]) == files
     before = out.copy()
     demote(table, np.random.default_rng(0), 1.0)
     assert not table.look(KEYS, out, 1, insert=False, count=False).any()

@@ -91,8 +91,6 @@ class Segments:
         self.live = np.zeros(SEGMENTS, np.int64)
         """Records of each segment that the index names."""
         self._active = -1
-        self._empty: list[int] = []
-        """Segments without records, for the next ones."""
         self._reserved = 0
         self.refusal: str | None = None
         """Why the disk gave no segment when it was asked last."""
@@ -105,7 +103,7 @@ class Segments:
 
     def free(self) -> int:
         """Return the number of segments that are empty, or can be made."""
-        return len(self._empty) + (0 if self.refusal else SEGMENTS - self._made())
+        return len(self._empty()) + (0 if self.refusal else SEGMENTS - self._made())
 
     def low(self) -> bool:
         """Return whether few segments are free: less than half of those that live rows do not fill."""
@@ -128,12 +126,17 @@ class Segments:
 
     def prepare(self, records: int) -> None:
         """Make segments until there is room for ``records``, as far as the disk gives them."""
-        while self._room(len(self._empty)) < records and self._grows():
+        while self._room(len(self._empty())) < records and self._grows():
             pass
 
     def _room(self, segments: int) -> int:
         active = self._sizes.each - int(self._filled[self._active]) if self._active >= 0 else 0
         return segments * self._sizes.each + active
+
+    def _empty(self) -> list[int]:
+        """Return the segments that are made and not begun."""
+        empty = (self._files >= 0) & (self._filled == 0)
+        return [segment for segment in np.flatnonzero(empty).tolist() if segment != self._active]
 
     def _made(self) -> int:
         return int((self._files >= 0).sum())
@@ -143,7 +146,7 @@ class Segments:
         if self._made() == SEGMENTS:
             return False
         try:
-            self._empty.append(self._make())
+            self._make()
         except OSError as error:
             self.refusal = error.strerror
             return False
@@ -152,8 +155,10 @@ class Segments:
 
     def _trim(self) -> None:
         kept = SPARE - 1 if self._reserved else 0  # or each batch would make them again
-        while len(self._empty) > kept and self._sizes.capacity(self._made() - 1) >= self._reserved:
-            segment = self._empty.pop()
+        for segment in self._empty()[kept:][::-1]:
+            if self._sizes.capacity(self._made() - 1) < self._reserved:
+                return
+            self._check_process()
             os.close(int(self._files[segment]))
             self._files[segment] = -1
             self._file(segment).unlink(missing_ok=True)
@@ -214,6 +219,8 @@ class Segments:
 
     def drop(self, places: Any, busy: set[int]) -> None:
         """Count records as dead, and delete complete segments that have no other; a busy one's user does that."""
+        if len(places):
+            self._check_process()
         self.live -= np.bincount(places // self._sizes.each, minlength=SEGMENTS)
         for segment in np.flatnonzero((self._filled > 0) & (self.live == 0)).tolist():
             if segment != self._active and segment not in busy:
@@ -297,14 +304,15 @@ class Segments:
 
     def _begin(self) -> None:
         """Begin the next segment."""
-        if not self._empty and not self._grows():
+        if not self._empty() and not self._grows():
             raise InfrastructureError(
                 f"The spill directory {self._spill.directory} takes no more rows: {self.refusal}."
             )
-        self._active = self._empty.pop(0)
+        self._active = self._empty()[0]
 
-    def _make(self) -> int:
-        """Make an empty segment, whose bytes are the file's from now on, and return its number."""
+    def _make(self) -> None:
+        """Make an empty segment, whose bytes are the file's from now on."""
+        self._check_process()
         segment = int(np.argmax(self._files < 0))
         if self._directory is None:
             self._directory = _own_directory(self, self._files, self._spill.directory)
@@ -317,12 +325,10 @@ class Segments:
             self._file(segment).unlink()
             raise
         self._files[segment] = file
-        return segment
 
     def delete(self, segment: int) -> None:
         """Delete the records of a segment, which are dead, and its file if it is not reserved."""
         self._filled[segment] = 0
-        self._empty.append(segment)
         self._trim()
 
     def _failure(self, segment: int, done: str, error: OSError) -> InfrastructureError:
