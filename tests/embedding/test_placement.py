@@ -22,6 +22,7 @@ from dlrover.spec.requests.placement import (
     PlacementRequest,
     SlotsFetched,
     SlotsRecovered,
+    SlotsRefused,
     TablesStored,
 )
 
@@ -196,12 +197,32 @@ def test_the_last_server_is_not_abandoned() -> None:
     assert not placement.servers[0].lost
 
 
+def test_slots_without_room_stay_unless_their_server_leaves() -> None:
+    placement = started(3)
+    version = placement.handle(MoveSlots(0, 2.0, 1.0, {0: 1, 1: 1, 2: 2})).version
+    placement.handle(SlotsRefused(1, 1, (0, 2), version - 1))
+    assert placement.moves == {0: 1, 1: 1, 2: 2}, "it asked for an earlier move"
+    placement.handle(SlotsRefused(1, 1, (0, 2), version))
+    placement.validate()
+    assert placement.moves == {1: 1, 2: 2}
+    assert placement.version == version + 1
+    placement.handle(Leave(0, 1))
+    moves = dict(placement.moves)
+    to = placement.moves[0]
+    placement.handle(SlotsRefused(to, 1, (0,), placement.version))
+    assert placement.moves == moves
+
+
 requests = st.one_of(
     st.builds(announce, st.integers(0, 4), st.integers(1, 4), st.integers(1, 3)),
     st.builds(SlotsRecovered, st.integers(0, 4), st.integers(1, 4)),
     st.builds(Leave, st.integers(0, 4), st.integers(1, 4)),
     st.builds(Abandon, st.integers(0, 4), st.integers(1, 4)),
     st.builds(Distribute, st.integers(1, 4)),
+    st.builds(
+        SlotsRefused, st.integers(0, 4), st.integers(1, 4),
+        st.lists(st.integers(0, SLOTS - 1), max_size=400).map(tuple), st.integers(0, 40),
+    ),
     st.builds(
         SlotsFetched, st.integers(0, 4), st.integers(1, 4),
         st.lists(st.integers(0, SLOTS - 1), max_size=400).map(tuple),

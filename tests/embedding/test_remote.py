@@ -292,9 +292,14 @@ def test_a_server_without_room_for_slots_says_so_and_keeps_its_own(caplog) -> No
                 group.rows(table, DIM, keys[first : first + 1000], insert=True)
         of_second = keys[slots_of(keys) >= SLOTS // 2]
         rows = group.rows(table, DIM, of_second, insert=False)
+        first_rows = group.rows(table, DIM, keys[slots_of(keys) < SLOTS // 2], insert=False)
         made.directory.ask(MoveSlots(0, 2.0, 1.0, dict.fromkeys(range(500), 1)))
         until(lambda: "There is no room for slots from" in caplog.text)
         assert (group.rows(table, DIM, of_second, insert=False) == rows).all()
+        made.settle(lambda placement: not placement.moves)
+        assert made.directory.look(-1).owners.count(0) > SLOTS // 2 - 500, "what had no room stays"
+        of_first = keys[slots_of(keys) < SLOTS // 2]
+        assert (group.rows(table, DIM, of_first, insert=False) == first_rows).all()
 
 
 def test_a_copy_has_the_pushes_that_it_says() -> None:

@@ -24,6 +24,7 @@ from dlrover.spec.requests.placement import (
     PlacementRequest,
     SlotsFetched,
     SlotsRecovered,
+    SlotsRefused,
     SlotsUsed,
     TablesStored,
 )
@@ -60,6 +61,8 @@ class Placement:
                 self._recovered(request)
             case SlotsFetched():
                 self._fetched(request)
+            case SlotsRefused():
+                self._refused(request)
             case Leave():
                 self._leave(request)
             case Abandon():
@@ -83,7 +86,7 @@ class Placement:
             stored=self.stored,
         )
 
-    def _current(self, request: SlotsRecovered | SlotsFetched) -> PlacedServer:
+    def _current(self, request: SlotsRecovered | SlotsFetched | SlotsRefused) -> PlacedServer:
         server = self.servers.get(request.server)
         if server is None or server.start != request.start or server.lost:
             raise ProtocolError(
@@ -195,6 +198,20 @@ class Placement:
             if server.leaving and index not in left:
                 del self.servers[index]
         self.version += bool(moved)
+
+    def _refused(self, request: SlotsRefused) -> None:
+        """Leave slots where they are, unless their server leaves."""
+        self._current(request)
+        staying = [
+            slot
+            for slot in {*request.slots}
+            if self.moves.get(slot) == request.server
+            and self.begun[slot] <= request.known
+            and not self.servers[self.owners[slot]].leaving
+        ]
+        for slot in staying:
+            del self.moves[slot]
+        self.version += bool(staying)
 
     def _leave(self, request: Leave) -> None:
         server = self.servers.get(request.server)

@@ -27,6 +27,7 @@ from dlrover.spec.requests.placement import (
     PlacementReply,
     SlotsFetched,
     SlotsRecovered,
+    SlotsRefused,
     SlotsUsed,
 )
 
@@ -171,7 +172,9 @@ class EmbeddingServer:
         """Get the rows of this server's slots: from the start before this one, else from a checkpoint."""
         slots = np.flatnonzero(np.array(placement.owners) == self.index)
         previous = placement.servers[self.index].previous
-        fetched = self._fetch(*previous, slots) if previous is not None and len(slots) else ()
+        fetched: tuple[int, ...] = ()
+        if previous is not None and len(slots):
+            fetched, _ = self._fetch(*previous, slots)
         missing = np.setdiff1d(slots, fetched)
         step = None
         if len(missing) or not len(slots):
@@ -192,16 +195,19 @@ class EmbeddingServer:
             if not server.ready:
                 continue
             some = np.array(slots[:FETCH_SLOTS], np.intp)
-            fetched = self._fetch(server.address, server.port, some)
+            fetched, refused = self._fetch(server.address, server.port, some)
             if fetched:
                 self._report(SlotsFetched(self.index, self.start, fetched, placement.version))
                 return False
-            self._ended.wait(POLL)  # the next placement may say more, else this is repeated
-            self._placement = self._directory.look(-1)
+            if refused:
+                asked = tuple(slots[:FETCH_SLOTS])
+                self._report(SlotsRefused(self.index, self.start, asked, placement.version))
+            self._ended.wait(RETRY if server.leaving and refused else POLL)
+            self._placement = self._directory.look(-1)  # which may say more, else this is repeated
         return True
 
-    def _report(self, held: SlotsRecovered | SlotsFetched) -> None:
-        """Report slots that are held now; if a later start has taken this one's place, they are that one's matter."""
+    def _report(self, held: SlotsRecovered | SlotsFetched | SlotsRefused) -> None:
+        """Report slots that are held now, or not; if a later start has taken this one's place, they are that one's matter."""
         try:
             self._placement = self._directory.ask(held)
         except ConfigurationError as error:
@@ -223,9 +229,14 @@ class EmbeddingServer:
         got = placement.version, len(slots), _number(step)
         self._report(SlotsFetched(self.index, self.start, fetched, *got))
 
-    def _fetch(self, address: str, port: int, slots: Slots) -> tuple[int, ...]:
-        """Take the rows of slots from another server; return those it gave: none if it does not answer or refuses."""
+    def _fetch(self, address: str, port: int, slots: Slots) -> tuple[tuple[int, ...], bool]:
+        """Take the rows of slots from another server.
+
+        Returns:
+            The slots it gave, none if it does not answer or refuses; and whether there is no room here for the others.
+        """
         fetched: list[int] = []
+        refused = False
         try:
             with contextlib.closing(
                 wire.connect(address, port, self._secret, FETCH_TIMEOUT)
@@ -244,12 +255,13 @@ class EmbeddingServer:
                     self._holding.restore(found)
                     fetched += found["slots"].tolist()
         except (NoRoomError, MemoryError) as error:
+            refused = True
             self._holding.forget(np.setdiff1d(slots, fetched))
             reason = str(error) or "There is no memory for it."
             logger.warning("There is no room for slots from %s:%d: %s", address, port, reason)
         except (OSError, InfrastructureError, ProtocolError) as error:
             logger.info("No slots from %s:%d: %s", address, port, error)
-        return tuple(fetched)
+        return tuple(fetched), refused
 
     def check_gift(self, slots: Slots) -> int:
         """Refuse to give slots that do not move from here, and that no later start of this server asks for.

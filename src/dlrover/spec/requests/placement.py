@@ -67,6 +67,16 @@ class SlotsFetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
     """Step of the checkpoint that has these slots' rows."""
 
 
+class SlotsRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    """The server has no room for slots that were to move to it."""
+
+    server: _Index
+    start: _Number
+    slots: _Slots
+    known: _Number
+    """Version of the placement by which it asked for them."""
+
+
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
     """The server is to end; its slots go to the others first."""
 
@@ -139,6 +149,7 @@ PlacementRequest: TypeAlias = (
     Announce
     | SlotsRecovered
     | SlotsFetched
+    | SlotsRefused
     | Leave
     | Abandon
     | Distribute
