@@ -62,16 +62,22 @@ def test_rows_that_went_back_to_a_checkpoint_are_an_event(tmp_path: Path) -> Non
         with master_at(tmp_path) as (master, history):
             for request in (
                 announce(0),
-                SlotsRecovered(0, 1),
-                SlotsRecovered(0, 1, 512, 40),
-                SlotsRecovered(0, 1, 3),
-                SlotsRecovered(0, 2, 1, 1),
+                announce(1),
+                SlotsUsed(1, 1, 2.0, {}),
+                announce(0, start=2),
+                SlotsRecovered(0, 2, 512, 40),
+                SlotsRecovered(0, 2, 512, 40),
+                SlotsRecovered(0, 1, 1, 1),
+                announce(0, start=3),
+                SlotsRecovered(0, 3, 3),
             ):
                 await master.requests.use(request)
             return [event.body for event in history.events]
 
     found = [body for body in asyncio.run(asked()) if isinstance(body, SlotsRestored)]
-    assert found == [SlotsRestored(0, 512, 40), SlotsRestored(0, 3, None)], "one was refused"
+    assert found == [SlotsRestored(0, 512, 40), SlotsRestored(0, 3, None)], (
+        "one came twice, one was late"
+    )
     assert found[0].sentence() == (
         "The rows of 512 slots of embedding server 0 are those of step 40: a server was lost with newer ones."
     )

@@ -127,3 +127,10 @@ def kernels(choice: str) -> Kernels:
         ImportError: see `library.use`.
     """
     return Kernels(library.use(choice))
+
+
+def overlap(pointers: Any, sizes: Any) -> bool:
+    """Return whether two pieces of memory share bytes; addresses and sizes in bytes, uint64."""
+    order = np.argsort(pointers)
+    starts, ends = pointers[order], (pointers + sizes)[order]
+    return bool((ends[:-1] > starts[1:]).any())

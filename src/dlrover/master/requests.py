@@ -98,11 +98,13 @@ class Services:
 
     def _placed(self, request: PlacementRequest, now: float) -> WorkerReply:
         try:
+            before = self.placement.version
             reply = self.placement.handle(request)
+            is_new = self.placement.version > before  # it may have come before
             if isinstance(request, MoveSlots):
                 hot = request.server, request.ratio, request.expected, len(request.moves)
                 self._history.add(HotServer(*hot), now)
-            if isinstance(request, SlotsRecovered | SlotsFetched) and request.restored:
+            if isinstance(request, SlotsRecovered | SlotsFetched) and request.restored and is_new:
                 step = None if request.step == NO_STEP else request.step
                 self._history.add(SlotsRestored(request.server, request.restored, step), now)
         except ProtocolError:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlrover import config
 from dlrover._native import library
+from dlrover._native.kernels import overlap
 from dlrover._native.updates import Tensors, Updates, updates
 from dlrover.errors import ConfigurationError
 from dlrover.optim import codes
@@ -157,7 +158,7 @@ class Moments:
             for column in zip(*(member.four for member in some), strict=True)
         )
         sizes = np.array([member.parameter.numel() for member in some], np.uint64)
-        if _overlap(parameters, sizes * np.uint64(some[0].parameter.itemsize)):
+        if overlap(parameters, sizes * np.uint64(some[0].parameter.itemsize)):
             for index, member in members.items():  # not at once, by several threads
                 self._update_compiled(step, {index: member}, group, part)
             return
@@ -225,13 +226,6 @@ def _check_shapes(
                 f"Parameter {index} has the shape {list(parameter.shape)} and its {key} {list(tensor.shape)}; load"
                 " the state of an optimizer of the same model, or make a new optimizer."
             )
-
-
-def _overlap(addresses: Any, sizes: Any) -> bool:
-    """Return whether some of these pieces of memory have bytes in common."""
-    order = np.argsort(addresses)
-    begins = addresses[order]
-    return bool(np.any(begins[:-1] + sizes[order][:-1] > begins[1:]))
 
 
 @functools.cache

@@ -504,13 +504,6 @@ def written(tensors: Iterable[torch.Tensor]) -> None:
     torch.autograd.graph.increment_version(list(tensors))
 
 
-def overlap(pointers: Words, sizes: Words) -> bool:
-    """Return True if two pieces of memory share bytes."""
-    order = np.argsort(pointers)
-    starts, ends = pointers[order], (pointers + sizes)[order]
-    return bool((ends[:-1] > starts[1:]).any())
-
-
 def overwrite(targets: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]) -> None:
     """Copy each of the contents to its target."""
     lazy = [target.is_conj() or target.is_neg() for target in targets]

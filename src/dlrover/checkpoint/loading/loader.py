@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import torch
 
+from dlrover._native.kernels import overlap
 from dlrover._util import decoding
 from dlrover.checkpoint.engine import copying, shared
 from dlrover.checkpoint.engine.client import SaverClient
@@ -411,7 +412,7 @@ class _OnDemand(Sequence[torch.Tensor]):
         pointers = np.fromiter((target.data_ptr() for target, _ in chosen), np.uint64, len(chosen))
         sizes = np.fromiter((target.nbytes for target, _ in chosen), np.uint64, len(chosen))
         # Targets that share memory are read one after another: else the check of one would see another's bytes.
-        threads = 1 if copying.overlap(pointers, sizes) else copying.threads(1)
+        threads = 1 if overlap(pointers, sizes) else copying.threads(1)
         with ThreadPoolExecutor(threads) as pool:
             for done in pool.map(self._fill, chosen):
                 assert done is None

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dlrover._native.kernels import overlap
 from dlrover._util import decoding
 from dlrover.checkpoint.engine import copying
 from dlrover.checkpoint.engine.client import SaverClient
@@ -329,7 +330,7 @@ class VerifiedTensors(Sequence[torch.Tensor]):
     def fill_memory(self, pointers: Words, indices: npt.NDArray[np.intp]) -> None:
         """Copy the tensors of these numbers to the addresses."""
         sources, sizes = self._sources[indices], self._sizes[indices]
-        if copying.overlap(pointers, sizes):  # tied tensors
+        if overlap(pointers, sizes):  # tied tensors
             for one in map(slice, range(len(sizes)), range(1, len(sizes) + 1)):
                 found = self._kernels.copy_hash(sources[one], pointers[one], sizes[one])
                 self._compare(indices[one], found)
