@@ -78,6 +78,14 @@ def test_an_increment_holds_what_changed(tmp_path: Path) -> None:
         assert sum(part.rows for part in increment.parts) == 7
 
 
+def without_second(model: Model, saved: Model) -> Model:
+    """Return the rows once the second of two servers is lost: those of its slots are as they were saved."""
+    lost = {key for key in model if slots_of(np.array([key]))[0] >= SLOTS // 2}
+    assert 0 < len(lost) < len(model)
+    kept = {key: row for key, row in model.items() if key not in lost}
+    return kept | {key: saved[key] for key in lost if key in saved}
+
+
 def test_a_lost_server_has_the_rows_of_the_last_save_and_the_others_newer_ones(
     tmp_path: Path,
 ) -> None:
@@ -91,10 +99,7 @@ def test_a_lost_server_has_the_rows_of_the_last_save_and_the_others_newer_ones(
         train(group, model, 2, seed=1)
         made.kill(1)
         made.start(1, start=2)
-        lost = {key for key in model if slots_of(np.array([key]))[0] >= SLOTS // 2}
-        assert 0 < len(lost) < len(model)
-        expected = {key: row for key, row in model.items() if key not in lost}
-        expected |= {key: saved[key] for key in lost if key in saved}
+        expected = without_second(model, saved)
         check(group, expected, model)
         train(group, expected, 2, seed=2)
         assert made.recovered == [SLOTS // 2]
@@ -112,9 +117,7 @@ def test_a_server_takes_over_the_saved_rows_of_one_that_no_other_replaces(tmp_pa
         made.kill(1)
         made.directory.ask(Abandon(1, 1))
         made.settle(lambda placement: placement.servers.keys() == {0})
-        lost = {key for key in model if slots_of(np.array([key]))[0] >= SLOTS // 2}
-        expected = {key: row for key, row in model.items() if key not in lost}
-        expected |= {key: saved[key] for key in lost if key in saved}
+        expected = without_second(model, saved)
         check(group, expected, model)
         train(group, expected, 2, seed=2)
         checkpoints.save(4)
