@@ -1,4 +1,4 @@
-"""Locks in forked processes: there, a lock that another thread held at the fork would never be released.
+"""Locks that a forked process can use, although another thread held them at the fork and is not there to release them.
 
 Data loaders fork while other threads look rows up. What is changed under a lock must be whole in the child, so a fork
 waits for it (`wait_for`); where the child begins anew, its lock is a new one (`Lock`).
@@ -25,7 +25,7 @@ class Acquirable(Protocol):
 
 _waited_for: weakref.WeakValueDictionary[int, Acquirable] = weakref.WeakValueDictionary()
 _renewed: weakref.WeakValueDictionary[int, Lock] = weakref.WeakValueDictionary()
-_forking = threading.RLock()
+_forking = threading.RLock()  # two forks at a time would release each other's locks
 _held: list[Acquirable] = []
 
 
