@@ -114,3 +114,18 @@ def test_a_wrong_file_or_accelerator_is_named(config):
     assert "is not valid JSON" in str(run(config, "--accelerator", "h100-80").exception)
     config.write_text(json.dumps(CONFIG))
     assert "accepted are a100-40" in str(run(config, "--accelerator", "h1").exception)
+
+
+def test_fp8_needs_an_accelerator_that_has_it(config):
+    done = run(config, "--accelerator", "a100-80", "--precision", "fp8")
+    assert "--precision is fp8: a100-80 has no products in fp8." in str(done.exception)
+    done = run(config, "--accelerator", "h100-80", "--precision", "int4")
+    assert done.exit_code == 2
+    assert "'int4'" in done.output
+
+
+def test_an_error_within_the_function_is_the_users(tmp_path, monkeypatch):
+    (tmp_path / "broken_model.py").write_text("def shape():\n    return {}.layers\n")
+    monkeypatch.chdir(tmp_path)
+    done = run("broken_model:shape", "--accelerator", "h100-80")
+    assert isinstance(done.exception, AttributeError)

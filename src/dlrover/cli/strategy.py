@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +28,13 @@ TOKENS = 4 << 20
 SEQUENCE = 4096
 
 
+class Precision(str, Enum):
+    """Type of matrix products."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+
 def strategy(  # noqa: PLR0913 - each is an option of the command
     model: Annotated[
         str,
@@ -45,7 +53,7 @@ def strategy(  # noqa: PLR0913 - each is an option of the command
         bool,
         typer.Option(help="The program keeps fp32 weights under autocast if they are not sharded."),
     ] = False,
-    precision: Annotated[str, typer.Option(help="Type of matrix products: bf16 or fp8.")] = "bf16",
+    precision: Annotated[Precision, typer.Option(help="Type of matrix products.")] = Precision.BF16,
     limit: Annotated[int, typer.Option(min=1, help="Strategies to show.")] = 10,
     html: Annotated[
         str, typer.Option(metavar="FILE", help="Write a page with memory and speed of all.")
@@ -53,8 +61,7 @@ def strategy(  # noqa: PLR0913 - each is an option of the command
     output: Output = Form.TEXT,
 ) -> None:
     """Show the fastest parallel strategies of a model that fit a cluster. Exits with 3 if none does."""
-    job = _job(model, accelerator, nodes, per_node, sequence, global_batch)
-    job = replace(job, precision=precision)
+    job = _job(model, accelerator, nodes, per_node, sequence, global_batch, precision)
     if autocast:
         job = replace(job, model=replace(job.model, autocast=True))
     from dlrover.planning.parallel.search import fitting  # noqa: PLC0415
@@ -73,7 +80,13 @@ def strategy(  # noqa: PLR0913 - each is an option of the command
 
 
 def _job(
-    model: str, accelerator: str, nodes: int, per_node: int, sequence: int, global_batch: int
+    model: str,
+    accelerator: str,
+    nodes: int,
+    per_node: int,
+    sequence: int,
+    global_batch: int,
+    precision: Precision,
 ) -> PlannedJob:
     with extras.needed("dlrover strategy", "planning"):
         from dlrover.planning.parallel.accelerators import (  # noqa: PLC0415 - needs the extra
@@ -82,8 +95,12 @@ def _job(
         from dlrover.planning.parallel.records import Cluster  # noqa: PLC0415
         from dlrover.planning.parallel.rules import PlannedJob as Planned  # noqa: PLC0415
     cluster = Cluster(accelerator, nodes, per_node)
-    known(accelerator)
-    return Planned(_model(model), cluster, sequence, global_batch or _batch(sequence, cluster.size))
+    if not known(accelerator).fp8 and precision is Precision.FP8:
+        raise ConfigurationError(
+            f"--precision is fp8: {accelerator} has no products in fp8. Use --precision bf16."
+        )
+    batch = global_batch or _batch(sequence, cluster.size)
+    return Planned(_model(model), cluster, sequence, batch, precision=precision.value)
 
 
 def _batch(sequence: int, size: int) -> int:
@@ -117,15 +134,20 @@ def _model(name: str) -> Transformer:
 
 def _called(name: str) -> Any:
     """What the function ``MODULE:FUNCTION`` returns: a shape, a configuration, or a model that has one."""
-    module, _, function = name.partition(":")
     sys.path.insert(0, "")
     try:
-        made = getattr(importlib.import_module(module), function)()
+        made = _function(name)()
+    finally:
+        sys.path.remove("")
+    return getattr(made, "config", made)
+
+
+def _function(name: str) -> Any:
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(f"MODEL is {name}: {error}.") from error
-    finally:
-        sys.path.pop(0)
-    return getattr(made, "config", made)
 
 
 def _content(job: PlannedJob, found: list[tuple[Strategy, Prediction]]) -> Any:
