@@ -81,6 +81,11 @@ def test_on_four_ranks(forks):
     )  # fmt: skip
 
 
+def test_on_four_ranks_with_data_of_different_sizes(forks):
+    """One rank has a new size where those that it shares parameters with have an old one."""
+    check(forks, 4, case("plain", {"pp": 2, "dp_shard": 2, "micro_batch": 2}, varied=True))
+
+
 def test_on_three_ranks(forks):
     """Sizes that are nobody's divisors."""
     check(

@@ -1,4 +1,8 @@
-"""What only shows when a model runs: attention that cannot be shared, fp16 and a scheduler, states."""
+"""What only shows when a model runs: attention that cannot be shared, parts of a pipeline, fp16 and a scheduler, states."""
+
+import copy
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,7 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from dlrover.accelerate import Strategy, auto_accelerate
+from dlrover.accelerate.anatomy import analyse
 from dlrover.accelerate.modes.context import Context
+from dlrover.accelerate.modes.pipeline import cut
 from dlrover.errors import ConfigurationError
 from tests.accelerate.scripts.models import Plain, next_token_loss
 
@@ -46,6 +52,127 @@ def test_attention_of_one_rank_is_pytorchs(alone, method, mask):
     options = {"attn_mask": mask, "is_causal": mask is None}
     wanted = nn.functional.scaled_dot_product_attention(query, key, value, **options)
     assert torch.allclose(context.attend(query, key, value, **options), wanted, atol=1e-6)
+
+
+class Chain(Plain):
+    """A model whose ``forward`` is as a test wants it, of an embedding and blocks."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.seen = forward
+
+    def forward(self, words):
+        return self.head(self.norm(self.seen(self.embed(words), self.blocks)))
+
+
+def in_order(x, blocks):
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def halved_first(x, blocks):
+    return in_order(x * 0.5, blocks)
+
+
+def halved_last(x, blocks):
+    return in_order(x, blocks) * 0.5
+
+
+def skip_connection(x, blocks):
+    return x + in_order(x, blocks)
+
+
+def residual_outside(x, blocks):
+    for block in blocks:
+        x = x + block(x)
+    return x
+
+
+def scaled_between(x, blocks):
+    for block in blocks:
+        x = block(x) * 0.5
+    return x
+
+
+def mean_of_all(x, blocks):
+    found = [x]
+    for block in blocks:
+        found.append(block(found[-1]))
+    return torch.stack(found).mean(0)
+
+
+def backward(x, blocks):
+    return in_order(x, reversed(blocks))
+
+
+def twice(x, blocks):
+    return in_order(in_order(x, blocks), blocks)
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (in_order, ""),
+        (halved_first, ""),
+        (halved_last, ""),
+        (skip_connection, "uses after its blocks what it had before them"),
+        (residual_outside, "changes what a block returns|uses after its blocks"),
+        (scaled_between, "changes what a block returns before the next one gets it"),
+        (mean_of_all, "uses after its blocks what it had before them"),
+        (backward, "calls its blocks in another order"),
+        (twice, "calls its blocks in another order than it lists them, or more than once"),
+    ],
+)
+def test_a_pipeline_takes_a_chain_of_blocks_and_nothing_else(forward, reason):
+    model, data = Chain(forward), torch.arange(16)[None]
+    anatomy, refusals = analyse(model), []
+    for stage in (0, 1):
+        grid = SimpleNamespace(strategy=Strategy(pp=2), stage=stage)
+        (part,) = cut(copy.deepcopy(model), anatomy, grid, None, next_token_loss)
+        hidden = [torch.randn(1, 16, 32)] if stage else []
+        try:
+            part.check(*hidden, data=data)
+        except ConfigurationError as error:
+            refusals.append(error)
+    assert bool(refusals) == bool(reason)
+    assert all(re.search(reason, str(error)) for error in refusals)
+
+
+def test_the_check_of_a_part_changes_no_buffer():
+    class Counting(Plain):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("passes", torch.zeros(()))
+            self.register_buffer("other", torch.zeros(()))
+
+        def forward(self, words):
+            self.passes += 1
+            self.other = self.other + 1
+            return super().forward(words)
+
+    model = Counting()
+    grid = SimpleNamespace(strategy=Strategy(pp=2), stage=1)
+    (part,) = cut(model, analyse(model), grid, None, next_token_loss)
+    part.check(torch.randn(1, 16, 32), data=torch.arange(16)[None])
+    assert model.passes == model.other == 0
+
+
+@pytest.mark.parametrize("degree", ["tp", "cp"])
+def test_a_block_that_is_used_twice_is_not_divided(degree, monkeypatch):
+    model = Plain()
+    model.blocks[3] = model.blocks[0]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match=r"'blocks\.3' of the model is an earlier one"):
+        auto_accelerate(model, load_strategy=Strategy(**{degree: 2}))
+
+
+def test_a_loss_of_routers_is_that_of_all_blocks(monkeypatch):
+    model = Plain()
+    model.config = SimpleNamespace(output_router_logits=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match="output_router_logits is True"):
+        auto_accelerate(model, load_strategy=Strategy(pp=2))
 
 
 def test_a_scheduler_beside_the_scale_of_fp16():

@@ -25,6 +25,8 @@ class Anatomy:
     """Name of the list of blocks; empty if there is none."""
     blocks: tuple[str, ...]
     """Names of the blocks, in order."""
+    again: str = ""
+    """Name of the first block that is an earlier one once more; empty if there is none."""
     classes: frozenset[str] = frozenset()
     """Names of the classes of its modules."""
     before: tuple[str, ...] = ()
@@ -41,6 +43,8 @@ class Anatomy:
     """Attention heads; 0 if the model does not say."""
     kv_heads: int = 0
     expert_count: int = 0
+    router_loss: bool = False
+    """Whether the model adds a loss of its routers, over all blocks."""
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(
         default_factory=dict, compare=False
     )
@@ -82,6 +86,7 @@ def analyse(model: nn.Module, list_name: str | None = None) -> Anatomy:
     return Anatomy(
         list_name=list_name,
         blocks=blocks,
+        again=_again(modules[list_name], list_name) if list_name else "",
         classes=frozenset(type(module).__name__ for module in modules.values()),
         before=before,
         after=after,
@@ -91,10 +96,20 @@ def analyse(model: nn.Module, list_name: str | None = None) -> Anatomy:
         heads=_size(config, NAMES["heads"]),
         kv_heads=_size(config, KV_HEADS) or _size(config, NAMES["heads"]),
         expert_count=_size(config, EXPERTS) or _expert_count(modules, experts),
+        router_loss=bool(getattr(config, "output_router_logits", False)),
         shapes=_shapes(model),
         trained=tuple(name for name, item in model.named_parameters() if item.requires_grad),
         transformer=_shape(config),
     )
+
+
+def _again(blocks: nn.Module, list_name: str) -> str:
+    seen: set[int] = set()
+    for name, block in blocks._modules.items():  # noqa: SLF001 - named_children leaves out the same one
+        if id(block) in seen:
+            return f"{list_name}.{name}"
+        seen.add(id(block))
+    return ""
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -140,6 +140,12 @@ def _problems(one: Strategy, anatomy: Anatomy, world_size: int) -> Iterator[str]
     yield from _pipeline(one, anatomy)
     yield from _context(one, anatomy)
     yield from _experts(one, anatomy)
+    for name, degree in (("tp", one.tp), ("cp", one.cp)):
+        if degree > 1 and anatomy.again:
+            yield (
+                f"{name} is {degree}; accepted is 1, because the block {anatomy.again!r} of the model"
+                " is an earlier one once more"
+            )
 
 
 def _tensor(one: Strategy, anatomy: Anatomy) -> Iterator[str]:
@@ -161,6 +167,11 @@ def _pipeline(one: Strategy, anatomy: Anatomy) -> Iterator[str]:
         yield (
             f"pp is {one.pp}; accepted is 1, because of {anatomy.loose[0]!r}: outside of the blocks, a pipeline takes"
             " embeddings, Linear layers and norms only"
+        )
+    if one.pp > 1 and anatomy.router_loss:
+        yield (
+            f"pp is {one.pp}; accepted is 1, because output_router_logits is True in the model's configuration,"
+            " and the loss of the routers is that of all blocks"
         )
     if one.pp == 1 and one.virtual > 1:
         yield f"virtual is {one.virtual}; accepted is 1 without pp"

@@ -11,6 +11,8 @@ import time
 import torch
 import torch.distributed as dist
 from models import problem
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from dlrover.accelerate import Strategy, auto_accelerate, clip_grad_norm_
 from dlrover.accelerate.microbatch import call, loss_of_output
@@ -22,14 +24,30 @@ OPTIMIZERS = {
 }
 
 
+def problem_of(case):
+    """The model and its data; with ``varied``, samples of different lengths, whose padding, 0, does not count."""
+    given = problem(case["model"], STEPS * case.get("batch", BATCH), case.get("sequence", 16))
+    if not case.get("varied"):
+        return given, torch.utils.data.default_collate
+    given.data = [sample[: 6 + 5 * number % 11].clamp(min=1) for number, sample in enumerate(given.data)]  # fmt: skip
+    given.loss = loss_of_tokens
+    return given, lambda samples: pad_sequence(samples, batch_first=True)
+
+
+def loss_of_tokens(data, output):
+    each = functional.cross_entropy(output[:, :-1].transpose(1, 2), data[:, 1:], reduction="none")
+    real = data[:, 1:] > 0
+    return ((each * real).sum(1) / real.sum(1)).mean()
+
+
 def alone(case):
     """The losses of a plain loop in one process."""
-    given = problem(case["model"], STEPS * case.get("batch", BATCH), case.get("sequence", 16))
+    given, collate = problem_of(case)
     kind, options = OPTIMIZERS[case.get("optimizer", "sgd")]
     optimizer = kind(given.model.parameters(), **options)
     batch, losses, norms = case.get("batch", BATCH), [], []
     for step in range(STEPS):
-        data = torch.utils.data.default_collate(given.data[step * batch : (step + 1) * batch])
+        data = collate(given.data[step * batch : (step + 1) * batch])
         loss = (given.loss or loss_of_output)(data, call(given.model, data, given.form))
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(given.model.parameters(), 1.0)))
@@ -42,14 +60,14 @@ def alone(case):
 def together(case):
     """The same under a strategy."""
     batch = case.get("batch", BATCH)
-    given = problem(case["model"], STEPS * batch, case.get("sequence", 16))
+    given, collate = problem_of(case)
     kind, options = OPTIMIZERS[case.get("optimizer", "sgd")]
     strategy = case["strategy"]
     if isinstance(strategy, dict):
         strategy = Strategy(**{"precision": "fp32", "micro_batch": batch, **strategy})
     _, result, _ = auto_accelerate(
         given.model, kind, given.data, given.loss, model_input_format=given.form, optim_args=options,
-        dataloader_args={"batch_size": batch}, load_strategy=strategy,
+        dataloader_args={"batch_size": batch, "collate_fn": collate}, load_strategy=strategy,
     )  # fmt: skip
     losses, norms = [], []
     for batch_data in result.dataloader:

@@ -7,9 +7,10 @@ whatever else the model derives from its input are computed on each rank, and na
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,11 +38,23 @@ from dlrover.accelerate.microbatch import (
     split,
 )
 from dlrover.accelerate.world import Grid
+from dlrover.errors import ConfigurationError
 from dlrover.planning.parallel.records import Strategy
 from dlrover.planning.parallel.stages import stages
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Types of activations, by the number that stands for them."""
+
+
+ORDER = "calls its blocks in another order than it lists them, or more than once"
+BETWEEN = "changes what a block returns before the next one gets it"
+AROUND = "uses after its blocks what it had before them, as skip connections do"
+
+
+def _refused(reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"Strategy: pp is more than 1; accepted is 1, because the model {reason}."
+    )
 
 
 class _LeftError(Exception):
@@ -64,8 +77,10 @@ class _Enter(nn.Module):  # type: ignore[misc]
 
     hidden: torch.Tensor | None = None
 
-    def forward(self, *_args: Any, **_kwargs: Any) -> torch.Tensor | None:
+    def forward(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         hidden, self.hidden = self.hidden, None
+        if hidden is None:
+            raise _refused(ORDER)
         return hidden
 
 
@@ -82,20 +97,23 @@ class _Zeros(nn.Module):  # type: ignore[misc]
     def __init__(self, width: int, *, per_index: bool) -> None:
         super().__init__()
         self._width, self._per_index = width, per_index
+        self.value = 0.0
 
     def forward(self, item: torch.Tensor) -> torch.Tensor:
         shape = item.shape if self._per_index else item.shape[:-1]
-        return torch.zeros((), device=item.device).expand(*shape, self._width)
+        return torch.full((), self.value, device=item.device).expand(*shape, self._width)
 
 
 class StagePart(nn.Module):  # type: ignore[misc]
     """One part of a model: from the activations of the part before, and the data, to its own or the loss."""
 
-    def __init__(self, model: nn.Module, enter: _Enter | None, form: str | None, loss: LossFunction | None) -> None:  # fmt: skip
+    def __init__(
+        self, model: nn.Module, end: nn.Module, enter: _Enter | None, form: str | None, loss: LossFunction | None
+    ) -> None:  # fmt: skip
         super().__init__()
         self.model = model
         self._form, self._loss = form, loss
-        self.__dict__["_enter"] = enter  # it is in the model
+        self.__dict__["_enter"], self.__dict__["_end"] = enter, end  # they are in the model
 
     def forward(self, *hidden: torch.Tensor, data: Any) -> torch.Tensor:
         """Return the activations ``[samples, ...]`` for the next part, or the loss ``[1]``."""
@@ -107,6 +125,55 @@ class StagePart(nn.Module):  # type: ignore[misc]
             return left.hidden.contiguous()
         assert self._loss is not None
         return torch.stack([self._loss(data, output).float()])
+
+    def check(self, *hidden: torch.Tensor, data: Any) -> None:
+        """Check that the part gets all that it needs, and gives all that others need of it.
+
+        Without gradients, and without changes of buffers.
+
+        Raises:
+            ConfigurationError: the model's ``forward`` is no chain of its blocks.
+        """
+        returned: list[Any] = []
+        handle = self._end.register_forward_hook(lambda _block, _args, output: returned.append(output))  # fmt: skip
+        stand_ins = [module for module in self.model.modules() if isinstance(module, _Zeros)]
+        with torch.no_grad(), _kept_buffers(self.model):
+            try:
+                usual = self(*hidden, data=data)
+                for module in stand_ins:
+                    module.value = math.nan
+                strange = self(*hidden, data=data)
+            finally:
+                handle.remove()
+                for module in stand_ins:
+                    module.value = 0.0
+        if len(returned) != 2:
+            raise _refused(ORDER)
+        if self._loss is None and not usual.allclose(_first(returned[0]), 0, 0, equal_nan=True):
+            raise _refused(BETWEEN)
+        if usual.isfinite().all() and not strange.isfinite().all():
+            raise _refused(AROUND)
+
+
+def _first(output: Any) -> torch.Tensor:
+    return tree_flatten(output)[0][0]
+
+
+@contextlib.contextmanager
+def _kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Undo what the block changes in the model's buffers."""
+    before = [
+        (module, name, buffer, None if buffer is None else buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()  # noqa: SLF001 - a program may replace a buffer
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, value in before:
+            module._buffers[name] = buffer  # noqa: SLF001
+            if buffer is not None:
+                buffer.copy_(value)
 
 
 def divide(anatomy: Anatomy, strategy: Strategy) -> list[range]:
@@ -130,7 +197,8 @@ def cut(model: nn.Module, anatomy: Anatomy, grid: Grid, form: str | None, loss: 
         first, last = run is runs[0], run is runs[-1]
         shell = model if len(mine) == 1 else _shell(model, anatomy)
         enter = _trim(shell, anatomy, run, first=first, last=last)
-        found.append(StagePart(shell, enter, form, loss if last else None))
+        end = shell.get_submodule(anatomy.blocks[run.stop - 1])
+        found.append(StagePart(shell, end, enter, form, loss if last else None))
     return found
 
 
@@ -232,8 +300,8 @@ class Pipeline(nn.Module):  # type: ignore[misc]
     def _schedule(self, data: Any, count: int) -> Any:
         first = split(data, count)[0][0]
         key = _key(first)
+        shape = self._shape(key, first)
         if (key, count) not in self._schedules:
-            shape = self._shape(key, first)
             pipe, total = self.pipeline_stages, self.pipeline_stages * len(self.parts)
             built = []
             for number, part in enumerate(self.parts):
@@ -268,17 +336,41 @@ class Pipeline(nn.Module):  # type: ignore[misc]
 
     def _shape(self, key: Any, data: Any) -> torch.Tensor:
         """Return the type and the sizes of activations between parts; the first part computes them once. Collective."""
-        if key not in self._shapes:
+        if self._is_new(key):
             found = torch.zeros(16, dtype=torch.int64, device=self._grid.device)
-            if self._grid.stage == 0:
-                devices = [] if self._grid.device.type == "cpu" else [self._grid.device.index]
-                with torch.random.fork_rng(devices), torch.no_grad():
-                    hidden = self.parts[0](data=data)
-                known = [hidden.dim(), DTYPES.index(hidden.dtype), *hidden.shape]
-                found[: len(known)] = torch.tensor(known)
-            dist.broadcast(found, src=self._rank(0), group=self._group)
-            self._shapes[key] = found.cpu()[1 : 2 + int(found[0])]
+            devices = [] if self._grid.device.type == "cpu" else [self._grid.device.index]
+            with torch.random.fork_rng(devices):
+                if self._grid.stage == 0:
+                    with torch.no_grad():
+                        hidden = self.parts[0](data=data)
+                    known = [hidden.dim(), DTYPES.index(hidden.dtype), *hidden.shape]
+                    found[: len(known)] = torch.tensor(known)
+                dist.broadcast(found, src=self._rank(0), group=self._group)
+                shape = found.cpu()[1 : 2 + int(found[0])]
+                if not self._shapes:
+                    self._check(shape, data)
+            self._shapes[key] = shape
         return self._shapes[key]
+
+    def _is_new(self, key: Any) -> bool:
+        """Return whether this rank, or another one that has to compute with it, does not know the shapes of its data."""
+        one, new = self._grid.strategy, key not in self._shapes
+        if one.dp > 1 and (one.dp_shard > 1 or one.ep > 1):
+            flag = torch.tensor(int(new), device=self._grid.device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+            new = bool(flag)
+        return new
+
+    def _check(self, shape: torch.Tensor, data: Any) -> None:
+        """Check this rank's parts with the first data.
+
+        Raises:
+            ConfigurationError: the model is no chain of its blocks.
+        """
+        for number, part in enumerate(self.parts):
+            hidden = torch.linspace(-1, 1, math.prod(shape[1:].tolist()), dtype=DTYPES[shape[0]], device=self._grid.device)  # fmt: skip
+            first = self._grid.stage == number == 0
+            part.check(*(() if first else (hidden.view(*shape[1:].tolist()),)), data=data)
 
     # ---- without gradients
 
