@@ -55,6 +55,22 @@ class LocalDirectory:
         return self.ask(LookPlacement(known))
 
 
+class AwayDirectory:
+    """The machine behind a network that may be cut: requests wait meanwhile."""
+
+    def __init__(self, directory: LocalDirectory) -> None:
+        self._directory = directory
+        self.there = threading.Event()
+        self.there.set()
+
+    def ask(self, request: PlacementRequest) -> PlacementReply:
+        assert self.there.wait(30)
+        return self._directory.ask(request)
+
+    def look(self, known: int) -> PlacementReply:
+        return self.ask(LookPlacement(known))
+
+
 @dataclass
 class Cluster:
     """Servers in threads."""
@@ -63,6 +79,8 @@ class Cluster:
     servers: dict[int, EmbeddingServer] = field(default_factory=dict)
     threads: list[threading.Thread] = field(default_factory=list)
     recovered: list[int] = field(default_factory=list)
+    networks: dict[int, AwayDirectory] = field(default_factory=dict)
+    """How the last start of each server reaches the machine."""
 
     def start(self, index: int, start: int = 1, servers: int = 2) -> EmbeddingServer:
         holding = HeldSlots()
@@ -77,11 +95,15 @@ class Cluster:
                 lambda found, parts: holding.replay(found, parts, slots),
             )
 
-        server = EmbeddingServer(index, start, servers, self.directory, holding, recover)
+        network = self.networks[index] = AwayDirectory(self.directory)
+        server = EmbeddingServer(index, start, servers, network, holding, recover)
         self.servers[index] = server
         self.threads.append(threading.Thread(target=server.run))
         self.threads[-1].start()
         return server
+
+    def client(self) -> ServerGroup:
+        return ServerGroup(self.directory, timeout=30.0)
 
     def kill(self, index: int) -> None:
         """End a server as SIGKILL does: its connections break, and it tells nobody."""
@@ -105,7 +127,7 @@ class Cluster:
 @contextmanager
 def cluster(count: int) -> Iterator[tuple[Cluster, ServerGroup]]:
     made = Cluster()
-    group = ServerGroup(made.directory, timeout=30.0)
+    group = made.client()
     try:
         for index in range(count):
             made.start(index, servers=count)

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from dlrover.embedding.options import decoded
+from dlrover.embedding.remote.table import RemoteTable
 from dlrover.embedding.table import HashTable, text_keys
 from dlrover.errors import ConfigurationError
-from tests.embedding.servers import DIM, OPTIONS
+from tests.embedding.servers import DIM, OPTIONS, cluster
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -125,6 +126,67 @@ def test_held_gradients_are_applied_once_in_step() -> None:
     torch.testing.assert_close(rows(table), module.weight.detach())
     with pytest.raises(ConfigurationError, match="Linear has no HashEmbedding"):
         EmbeddingOptimizer(nn.Linear(1, 1))
+
+
+def one_update_of_two_towers(ours: list, tables: list) -> None:
+    """Two towers with keys in common, and one backward pass: the tables have one update of each key."""
+    whole = HashTable.of(tables[0].options)
+    keys, others = np.array([1, 2, 3]), np.array([2, 3, 4])
+    expected = whole.lookup(np.concatenate([keys, others]))
+    loss = (ours[0](torch.from_numpy(keys)) ** 2).sum() + (
+        ours[1](torch.from_numpy(others)) ** 2
+    ).sum()
+    loss.backward()
+    whole.update(np.concatenate([keys, others]), 2 * expected)
+    np.testing.assert_allclose(tables[0].peek(np.arange(6)), whole.peek(np.arange(6)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+def test_a_key_of_several_lookups_has_one_update_in_a_backward_pass(modules: int) -> None:
+    table = HashTable(DIM, optimizer="adam", learning_rate=0.5)
+    ours = [HashEmbedding(table) for _ in range(modules)]
+    one_update_of_two_towers([ours[0], ours[-1]], [table])
+
+
+def test_a_key_of_several_lookups_has_one_update_on_servers() -> None:
+    with cluster(2) as (_, group):
+        tables = [RemoteTable(group, "users", HashTable(DIM, optimizer="adam")) for _ in range(2)]
+        one_update_of_two_towers([HashEmbedding(table) for table in tables], tables)
+
+
+def test_modules_that_share_a_table_have_one_update_in_a_step() -> None:
+    table = HashTable(DIM, optimizer="adam", learning_rate=0.5)
+    whole = HashTable.of(table.options)
+    model = nn.ModuleList([HashEmbedding(table), HashEmbedding(table)])
+    optimizer = EmbeddingOptimizer(model)
+    out = model[0](torch.tensor([1, 2])).sum() + model[1](torch.tensor([2, 3])).sum()
+    out.backward(retain_graph=True)
+    out.backward()
+    optimizer.step()
+    whole.lookup(np.array([1, 2, 3]))
+    whole.update(np.array([1, 2, 3]), np.array([[2.0], [4], [2]]) * np.ones(DIM))
+    np.testing.assert_allclose(table.peek(np.arange(5)), whole.peek(np.arange(5)), rtol=1e-5)
+
+
+def test_a_backward_pass_that_fails_changes_no_row() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise RuntimeError("the pass fails")
+
+    table, _ = filled()
+    ours, before = HashEmbedding(table), rows(table)
+    fails = Fails.apply(torch.ones(1, requires_grad=True))
+    later = ours(torch.tensor([2]))  # what was made last has its gradient first
+    with pytest.raises(RuntimeError, match="the pass fails"):
+        (fails.sum() + later.sum()).backward()
+    assert (rows(table) == before).all()
+    ours(torch.tensor([3])).sum().backward()
+    assert (rows(table) != before).any(1).nonzero().tolist() == [[3]]
 
 
 def test_rows_of_a_step_are_freed_after_it_without_the_collector() -> None:

@@ -12,11 +12,12 @@ import pytest
 
 from dlrover._native.tables import slots_of
 from dlrover.embedding.options import RowOptimizer, decoded
-from dlrover.embedding.remote import client, holding, wire
+from dlrover.embedding.remote import client, holding, server, wire
 from dlrover.embedding.remote.client import ServerGroup
+from dlrover.embedding.remote.listener import OutdatedPlacementError
 from dlrover.embedding.table import HashTable
 from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError, ProtocolError
-from dlrover.spec.requests.placement import SLOTS, MoveSlots
+from dlrover.spec.requests.placement import SLOTS, Abandon, MoveSlots
 from tests.embedding.servers import DIM, OPTIONS, LocalDirectory, Model, cluster, train
 from tests.waiting import until
 
@@ -344,6 +345,71 @@ def test_a_push_that_was_half_done_when_its_slots_moved_counts_once() -> None:
             assert (row == model[key] - applied).all(), key
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["replaced", "abandoned"])
+def test_no_update_is_confirmed_by_a_server_that_was_given_up_and_lives(
+    monkeypatch, how: str
+) -> None:
+    monkeypatch.setattr(server, "LEASE", 0.5)
+    monkeypatch.setattr(server, "RENEW", 0.05)
+    monkeypatch.setattr(server, "GIVEN_UP", 1.0)
+    monkeypatch.setattr(server, "FETCH_TIMEOUT", 0.2)
+    monkeypatch.setattr(server, "RETRY", 0.05)
+    keys = np.arange(50)
+    with cluster(2) as (made, group):
+        table = group.open("users", OPTIONS)
+        group.rows(table, DIM, keys, insert=True)  # its connections stay
+        network = made.networks[1]
+        network.there.clear()
+        if how == "replaced":
+            made.start(1, start=2)
+        else:
+            made.directory.ask(Abandon(1, 1))
+        group.push(table, keys, np.ones((len(keys), DIM), np.float32))
+        made.settle(lambda placement: len(made.recovered) == 1 and not placement.moves)
+        made.settle(lambda placement: all(each.ready for each in placement.servers.values()))
+        seen = np.zeros(DIM)
+        other = made.client()
+        for _ in range(3):
+            group.rows(table, DIM, keys, insert=True)
+            group.push(table, keys, np.ones((len(keys), DIM), np.float32))
+            rows = other.rows(table, DIM, keys, insert=False)
+            assert (rows == group.rows(table, DIM, keys, insert=False)).all()
+            assert (rows[-1] != seen).all()
+            seen = rows[-1]
+        other.close()
+        network.there.set()
+
+
+def test_a_server_that_was_given_up_and_answers_loses_no_row() -> None:
+    with cluster(3) as (made, group):
+        model: Model = {}
+        train(group, model, 3)
+        made.directory.ask(Abandon(1, 1))
+        made.settle(lambda placement: placement.servers.keys() == {0, 2})
+        train(group, model, 3, seed=1)
+        assert not made.recovered
+
+
+def test_a_server_answers_while_the_master_is_away_until_its_lease_is_over(monkeypatch) -> None:
+    monkeypatch.setattr(server, "RENEW", 0.05)
+    with cluster(1) as (made, group):
+        model: Model = {}
+        train(group, model, 3)
+        made.networks[0].there.clear()
+        train(group, model, 3, seed=1)
+        made.servers[0]._sure_until = 0.0
+        with pytest.raises(OutdatedPlacementError, match="has not heard for 45 s that its slots"):
+            made.servers[0].check_lease()
+        trained = threading.Thread(target=train, args=(group, model, 3, 2))
+        trained.start()
+        trained.join(0.2)
+        assert trained.is_alive()
+        made.networks[0].there.set()
+        trained.join(10)
+        assert not trained.is_alive()
+
+
 def test_only_who_knows_the_secret_is_served() -> None:
     with cluster(1) as (made, group):
         server = made.servers[0]
@@ -421,14 +487,16 @@ def test_a_server_that_dies_while_it_hands_over_loses_the_rest(monkeypatch) -> N
         model: Model = {}
         train(group, model, 5)
         monkeypatch.setattr(holding, "PORTION", 1)
-        old, export = made.servers[0]._holding, made.servers[0]._holding.export
+        old = made.servers[0]
+        export = old._holding.export
 
         def dying(slots, **options):
             if slots[0] >= 100:
+                old.close()
                 raise ConnectionResetError
             return export(slots, **options)
 
-        monkeypatch.setattr(old, "export", dying)
+        monkeypatch.setattr(old._holding, "export", dying)
         made.start(0, start=2)
         made.settle(
             lambda placement: placement.servers[0].start == 2 and placement.servers[0].ready

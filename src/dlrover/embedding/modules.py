@@ -6,7 +6,7 @@ import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dlrover.embedding import gradients
+from dlrover.embedding.gradients import EmbeddingTable, HeldGradients
 from dlrover.errors import ConfigurationError
 
 Mode = Literal["sum", "mean", "max"]
@@ -24,21 +26,6 @@ Keys = TypeVar("Keys", Tensor, "NDArray[np.int64]")
 
 AHEAD = 2
 """Batches whose rows are fetched ahead at most; an older one that was not used is dropped."""
-
-
-class EmbeddingTable(Protocol):
-    """A table in this process or on servers."""
-
-    dim: int
-
-    def lookup(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return rows of keys, ``(n, dim)``; insert what is new."""
-
-    def peek(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return rows of keys, ``(n, dim)``, without inserting."""
-
-    def update(self, keys: NDArray[np.int64], gradients: NDArray[np.float32]) -> None:
-        """Apply gradients ``(n, dim)``."""
 
 
 class _Fetched(NamedTuple):
@@ -64,8 +51,8 @@ class _Rows(nn.Module):  # type: ignore[misc]
         self.table = table
         self.gradient_scale: float | None = None
         """Factor of the gradients; None: 1 / the number of ranks, as DistributedDataParallel has it."""
-        self.held: list[tuple[Tensor, Tensor]] | None = None
-        """Keys and gradients that wait for an `EmbeddingOptimizer`; None: each backward pass applies its own."""
+        self.held: HeldGradients | None = None
+        """Gradients that wait for an `EmbeddingOptimizer`; None: each backward pass applies its own at its end."""
         self._ahead: dict[int, tuple[object, Future[_Fetched]]] = {}
         self._pool: ThreadPoolExecutor | None = None
 
@@ -82,8 +69,8 @@ class _Rows(nn.Module):  # type: ignore[misc]
             found = self._fetch(keys, insert=self.training)
         if self.training and torch.is_grad_enabled():
             found.rows.requires_grad_()
-            apply = functools.partial(self._apply, found.keys)  # without the rows, whose hook it is
-            found.rows.register_hook(apply)
+            hold = functools.partial(self._hold, found.keys)  # without the rows, whose hook it is
+            found.rows.register_hook(hold)
         return found
 
     def _fetch(self, keys: Tensor, *, insert: bool) -> _Fetched:
@@ -95,21 +82,13 @@ class _Rows(nn.Module):  # type: ignore[misc]
         rows = torch.from_numpy(read(distinct.cpu().numpy())).to(keys.device)
         return _Fetched(distinct, inverse, rows)
 
-    def _apply(self, keys: Tensor, gradient: Tensor) -> None:
-        if self.held is not None:
-            self.held.append((keys, gradient.detach()))
-        else:
-            self.update(keys, gradient)
-
-    def update(self, keys: Tensor, gradient: Tensor) -> None:
-        """Apply a gradient ``(n, dim)`` of distinct keys to the table."""
+    def _hold(self, keys: Tensor, gradient: Tensor) -> None:
+        held = self.held if self.held is not None else gradients.of_this_pass()
         scale = self.gradient_scale
         if scale is None:
             distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
             scale = 1 / torch.distributed.get_world_size() if distributed else 1.0
-        scaled = gradient.detach().to("cpu", torch.float32)
-        scaled = scaled * scale if scale != 1.0 else scaled
-        self.table.update(keys.cpu().numpy(), scaled.contiguous().numpy())
+        held.add(self.table, keys, gradient, scale)
 
     def _fetch_ahead(self, given: object, keys: Tensor) -> None:
         if self._pool is None:
@@ -123,8 +102,9 @@ class _Rows(nn.Module):  # type: ignore[misc]
 class HashEmbedding(_Rows):
     """Embedding of any int64 keys; a key's row is made when it is first looked up in training.
 
-    The table's own optimizer updates the rows in the backward pass, so they are no parameters of the model: neither
-    the model's optimizer nor DistributedDataParallel handles them. Several ranks need a table on servers.
+    The table's own optimizer updates the rows at the end of the backward pass, once for each key that the pass has
+    gradients of, so they are no parameters of the model: neither the model's optimizer nor DistributedDataParallel
+    handles them. Several ranks need a table on servers.
 
     Args:
         table: A `HashTable`, or a table on servers.
@@ -249,25 +229,18 @@ class EmbeddingOptimizer:
         self._modules = [each for each in module.modules() if isinstance(each, _Rows)]
         if not self._modules:
             raise ConfigurationError(f"{type(module).__name__} has no HashEmbedding.")
-        for each in self._modules:
-            each.held = []
+        self._held = HeldGradients()
+        self.zero_grad()
 
     def step(self) -> None:
         """Apply the sum of the gradients since the last step to each table, once for each key."""
-        for module in self._modules:
-            held, module.held = module.held, []
-            if held:
-                keys, inverse = torch.unique(
-                    torch.cat([keys for keys, _ in held]), return_inverse=True
-                )
-                gradients = torch.cat([gradient for _, gradient in held])
-                total = gradients.new_zeros(len(keys), gradients.shape[1])
-                module.update(keys, total.index_add_(0, inverse, gradients))
+        self._held.apply()
 
     def zero_grad(self) -> None:
         """Drop the gradients since the last step."""
-        for module in self._modules:
-            module.held = []
+        self._held = HeldGradients()
+        for each in self._modules:
+            each.held = self._held
 
 
 def prefetched(

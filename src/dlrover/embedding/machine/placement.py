@@ -232,12 +232,13 @@ class Placement:
                 del self.servers[request.server]
 
     def _abandon(self, request: Abandon) -> None:
-        """Let the servers that stay get the slots of a lost one, which only a checkpoint has."""
+        """Let the servers that stay get the slots of a lost one, from a checkpoint unless its process still answers."""
         server = self.servers.get(request.server)
         staying = any(not other.leaving for i, other in self.servers.items() if i != request.server)
         if server is None or server.start != request.start or server.lost or not staying:
             return
-        self._change(request.server, server, leaving=True, ready=False, lost=True)
+        former = (server.address, server.port) if server.ready else server.previous
+        self._change(request.server, server, leaving=True, ready=False, lost=True, previous=former)
         if request.server not in self.owners:
             del self.servers[request.server]
         if self.owners:

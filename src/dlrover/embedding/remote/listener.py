@@ -42,6 +42,13 @@ class PlacementFollower(Protocol):
     def check_gift(self, slots: Slots) -> int:
         """Return the version of the placement; raise `ProtocolError` for slots that must not be given away by it."""
 
+    def check_lease(self) -> None:
+        """Refuse to answer: the slots may belong to another server.
+
+        Raises:
+            OutdatedPlacementError: No placement that says otherwise is recent.
+        """
+
     def catch_up(self, version: int) -> None:
         """Return once this server answers for the slots of a placement.
 
@@ -143,6 +150,8 @@ class ServerConnection:
         """Receive one request and answer it."""
         request = self._receiver.receive()
         try:
+            if request.op is not Op.FETCH:  # those who replace this server get its rows
+                self._follower.check_lease()
             if not self._holding.knows(request.table):
                 self._holding.open_tables(self._directory.look(-1))
             self._answers[request.op](request)
@@ -165,6 +174,7 @@ class ServerConnection:
             raise ProtocolError(f"A lookup of {request.keys} keys has {body.nbytes} bytes.")
         insert = request.op is Op.LOOKUP
         rows = self._holding.rows(request.table, body.view(np.int64), insert=insert)
+        self._follower.check_lease()  # again: this process may have been stopped meanwhile
         if rows is None:
             wire.send(self._sock, RowFrame(request.op, ReplyStatus.MOVED))
         else:
@@ -182,6 +192,7 @@ class ServerConnection:
         applied = self._holding.push(
             request.table, request.client, request.sequence, keys, gradients
         )
+        self._follower.check_lease()
         wire.send(
             self._sock, RowFrame(request.op, ReplyStatus.OK if applied else ReplyStatus.MOVED)
         )

@@ -57,6 +57,16 @@ class RemoteTable:
         """Remove what has expired in all tables of the servers; return how many rows that were."""
         return self._group.evict()
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemoteTable) and self._place == other._place
+
+    def __hash__(self) -> int:
+        return hash(self._place)
+
+    @property
+    def _place(self) -> tuple[ServerGroup, int]:
+        return self._group, self._number
+
     def __len__(self) -> int:
         return self._group.count_rows(self.name)
 

@@ -171,9 +171,9 @@ class PlacedServer(msgspec.Struct, frozen=True, array_like=True):
     """False until it holds the rows of its slots."""
     leaving: bool = False
     previous: tuple[str, int] | None = None
-    """Address and port of the start that it replaces, if that one may still answer."""
+    """Address and port of the start that it replaces, if that one may still answer; its own once it is lost."""
     lost: bool = False
-    """True once it has ended and only a checkpoint has the rows of its slots."""
+    """True once its node has ended: others get its slots, from a checkpoint unless its process still answers."""
 
 
 class PlacementReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="placed"):
