@@ -24,6 +24,7 @@ import pytest
 
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.master.journal import history
+from dlrover.master.service import STALLED
 from dlrover.rpc import messages, wire
 from dlrover.rpc.client import MasterClient
 from dlrover.spec import events
@@ -244,6 +245,28 @@ def test_a_stopped_master_keeps_nobody_waiting_and_loses_nobody(tmp_path: Path) 
         min_nodes=1,
         max_nodes=3,
     )
+
+
+def test_a_node_that_came_back_while_the_master_was_stopped_is_not_lost(tmp_path: Path) -> None:
+    grace = 1.0
+
+    async def test(master: MasterProcess) -> None:
+        async with nodes(master, 2) as (_, client), master.client() as own:
+            away = SimulatedAgent(own)
+            life = asyncio.create_task(away.run())
+            world = await away.running(2)
+            life.cancel()
+            await status_when(client, lambda s: not s.nodes[2].connected)
+            master.signal(signal.SIGSTOP)
+            life = asyncio.create_task(away.run())
+            await asyncio.sleep(grace + STALLED + 0.5)
+            master.signal(signal.SIGCONT)
+            status = await status_when(client, all_connected)
+            assert (status.round, len(status.nodes)) == (2, 3)
+            assert away.world == world
+            life.cancel()
+
+    run(tmp_path, test, {"reconnect_grace": grace, "last_call_timeout": 0.2}, max_nodes=3)
 
 
 # ---- fed with nonsense

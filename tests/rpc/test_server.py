@@ -450,6 +450,27 @@ def test_clients_find_a_server_that_is_back_within_seconds() -> None:
     run(test)
 
 
+@pytest.mark.slow
+def test_a_pause_ends_as_soon_as_the_connection_is_back() -> None:
+    async def test() -> None:
+        async with serving() as (_, address), MasterClient(address, TOKEN) as client:
+            await client.stop("r", 1)
+            began = time.monotonic()
+            await client.pause(0.2)  # the connection is there: something else is wrong
+            assert time.monotonic() - began >= 0.2
+        async with MasterClient(address, TOKEN) as client:
+            began = time.monotonic()
+            await client.pause(0.2)
+            assert 0.2 <= time.monotonic() - began < 5.0
+            pausing = asyncio.create_task(client.pause(60.0))
+            await asyncio.sleep(0.1)
+            async with serving(port=int(address.rpartition(":")[2])):
+                await asyncio.wait_for(pausing, 5.0)
+                await client.stop("r", 1)
+
+    run(test)
+
+
 # ---- TLS
 
 

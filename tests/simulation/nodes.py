@@ -282,6 +282,10 @@ class SimulatedClient:
         self._node = node
         self._dial = dial
 
+    async def pause(self, seconds: float) -> None:
+        """Wait before the next attempt; see `MasterClient.pause`."""
+        await asyncio.sleep(seconds)
+
     async def attend(
         self, outgoing: AsyncIterator[messages.AgentMessage]
     ) -> AsyncGenerator[messages.MasterMessage, None]:

@@ -93,7 +93,7 @@ class SimulatedAgent:
                     await self._attend()
                 if self.outcome is None:
                     last = len(RECONNECT_DELAYS) - 1
-                    await asyncio.sleep(RECONNECT_DELAYS[min(self._attempts, last)])
+                    await self._client.pause(RECONNECT_DELAYS[min(self._attempts, last)])
                     self._attempts += 1
         finally:
             beating.cancel()

@@ -167,7 +167,7 @@ class Agent:
                 delays = backoff.delays(*RECONNECT, chance=self._chance)
             self._outgoing = None
             self._check_master_absence()
-            await asyncio.sleep(next(delays))
+            await self._client.pause(next(delays))
 
     async def _attend(self) -> None:
         outgoing: asyncio.Queue[messages.AgentMessage] = asyncio.Queue()

@@ -42,6 +42,8 @@ NOTICE_BYTES = 1024 * 1024
 """Maximum size of the events in one notice, in bytes; a large job's status needs room beside them."""
 WATCH_REFRESH = 1.0
 """Seconds after which a watcher gets a notice even if no event has happened."""
+STALLED = 1.0
+"""Lateness of a deadline in seconds which shows that this process did not run, or waited for its disk."""
 JOURNAL_RETRY = 1.0
 """Seconds between attempts to journal an input that no peer will resend: the disk may be full."""
 
@@ -65,6 +67,10 @@ class Master:
         self.ended = asyncio.Event()
         self._history = history
         self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        """When the timer is due."""
+        self._resumes = 0.0
+        """After this process has stalled, when deadlines count again."""
         self._changed = asyncio.Event()
         self.replayed = 0
         self.last_entry = self._replay(journal)
@@ -240,21 +246,25 @@ class Master:
         self._changed = asyncio.Event()
 
     def _set_timer(self) -> None:
+        now, deadline = self.clock(), self.machine.deadline()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        deadline = self.machine.deadline()
+            if now - self._due > STALLED:
+                # What nodes have sent meanwhile is still unread, and they need time to connect again.
+                self._resumes = now + self.machine.job.limits.reconnect_grace
         if deadline is not None:
+            self._due = max(now, deadline, self._resumes)
             loop = asyncio.get_running_loop()
-            delay = max(0.0, deadline - self.clock())
-            self._timer = loop.call_later(delay, self._on_timer)
+            self._timer = loop.call_later(self._due - now, self._on_timer)
 
     def _on_timer(self) -> None:
-        deadline = self.machine.deadline()
-        if deadline is not None and deadline <= self.clock():
-            self.report(inputs.DeadlinePassed())
+        deadline, now = self.machine.deadline(), self.clock()
+        stalled = now - self._due > STALLED
+        if stalled or deadline is None or max(deadline, self._resumes) > now:
+            self._set_timer()  # also, the loop's clock may be a little early
         else:
-            self._set_timer()  # the loop's clock may be a little early
+            self.report(inputs.DeadlinePassed())
 
     def take(self, node_id: int, message: messages.AgentMessage) -> None:
         """Process a message of an agent."""

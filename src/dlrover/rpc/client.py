@@ -35,6 +35,25 @@ class MasterClient(Connection):
             self.address = address
             await last.close()
 
+    async def pause(self, seconds: float) -> None:
+        """Wait before the next attempt; no longer than until the connection, if it has ended, is there again."""
+        returns = asyncio.create_task(self._connects(self._channel))
+        try:
+            done, _ = await asyncio.wait({returns}, timeout=seconds)
+            for task in done:
+                task.result()
+        finally:
+            returns.cancel()
+
+    async def _connects(self, channel: grpc.aio.Channel) -> None:
+        """Wait until a channel without a connection has one; endlessly if it has one already."""
+        state = channel.get_state(try_to_connect=True)
+        if state is grpc.ChannelConnectivity.READY:
+            await asyncio.Event().wait()
+        while state is not grpc.ChannelConnectivity.READY:
+            await channel.wait_for_state_change(state)
+            state = channel.get_state(try_to_connect=True)
+
     async def status(self) -> messages.Status:
         """Return the status of the job."""
         return await self._call("Status", messages.StatusRequest(), messages.Status)

@@ -36,7 +36,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     heartbeat_timeout: float = 60.0
     """Silence after which a node counts as lost although its connection is open (a stopped process)."""
     reconnect_grace: float = 3.0
-    """Time without a connection after which a node counts as lost."""
+    """Time without a connection after which a node counts as lost. While other nodes' connections break or come
+    back, it begins anew with each of them, for at most ``heartbeat_timeout``."""
     recovery_grace: float = 15.0
     """Time without a connection after which a node counts as lost if the master itself was away."""
     connect_timeout: float = 60.0

@@ -63,6 +63,11 @@ class Adoption:
         self.awaited = set(awaited)
         self.complete = bool(self.awaited)
 
+    def extend(self, until: float) -> None:
+        """Listen at least until a time."""
+        if self.deadline is not None:
+            self.deadline = max(self.deadline, until)
+
     def hear(self, node_id: int, holding: Holding) -> None:
         """Record what a node holds now."""
         self.forget(node_id)

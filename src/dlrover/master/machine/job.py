@@ -197,6 +197,7 @@ class JobMachine:
     def _master_started(self, replayed: int, now: float) -> None:
         state = self.state
         grace = now + self.job.limits.recovery_grace
+        state.reconnections.note(now)
         for node in self.nodes.values():
             node.connected = False
             state.spares.drop(node.id)
@@ -233,6 +234,8 @@ class JobMachine:
 
     def _node_connected(self, event: Hello, now: float) -> None:
         state, node = self.state, self.fleet.node_of(event)
+        if event.epoch:
+            state.reconnections.note(now)  # others come for the first time
         interval = self.job.limits.heartbeat_interval
         alone = state.is_instance(node)
         lost = self._has_lost_round(node, event)
@@ -299,6 +302,7 @@ class JobMachine:
             self.checks.cancel()
             adoption.begin((), now, now + self.job.limits.recovery_grace)
         adoption.hear(node.id, held)
+        adoption.extend(self.state.reconnections.until)
         return True
 
     def _catch_up(self, node: Node, hello: Hello, lost: bool, now: float) -> None:
@@ -327,6 +331,7 @@ class JobMachine:
         node = self.nodes[node_id]
         node.connected = False
         if not (node.status.final or node.gone):
+            self.state.reconnections.note(now)
             self.rendezvous.withdraw(node.id)
             self.spares.drop(node.id)
             grace = now + self.job.limits.reconnect_grace
@@ -375,9 +380,13 @@ class JobMachine:
         self.survival.succeed(node.id)
 
     def _deadline_passed(self, now: float) -> None:
-        rounds = self.rounds
-        for node_id in [i for i, at in self.state.lost_at.items() if at <= now]:
-            self.recovery.lose(node_id, "its connection did not come back", now)
+        rounds, lost_at = self.rounds, self.state.lost_at
+        patience = self.state.reconnections.until
+        for node_id in [i for i, at in lost_at.items() if at <= now]:
+            if patience > now:
+                lost_at[node_id] = patience
+            else:
+                self.recovery.lose(node_id, "its connection did not come back", now)
         for node_id in [i for i, at in self.scaling.leaving.items() if at <= now]:
             self.recovery.lose(node_id, "it did not leave in time", now)
         self.state.send(*self.checks.time_out(now))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+import math
 from dataclasses import dataclass, field
 
 from dlrover.errors import ExitCode
@@ -47,6 +48,38 @@ class Deadlines(dict[int, float]):
         while self._heap and self.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
+
+
+@dataclass
+class Reconnections:
+    """Connections that break and come back, which show that nodes without one may be on their way back.
+
+    Where the network or the master itself was away, thousands of nodes return one after the other. Who has not come
+    yet is given up only once nothing has happened for a while; a connection that never comes to rest cannot
+    prevent this for longer than a silent node is waited for.
+    """
+
+    job: JobSpec
+    #: when the latest break or return was
+    latest: float = -math.inf
+    #: when the present series of breaks and returns began
+    began: float = -math.inf
+
+    def note(self, now: float) -> None:
+        """Note that a connection broke or came back."""
+        if now - self.latest > self.job.limits.reconnect_grace:
+            self.began = now
+        self.latest = now
+
+    @property
+    def until(self) -> float:
+        """Time before which no node is given up."""
+        limits = self.job.limits
+        return min(self.latest + limits.reconnect_grace, self.began + limits.heartbeat_timeout)
+
+    def validate(self) -> None:
+        """Check the invariants; raise AssertionError on the first broken one."""
+        assert self.began <= self.latest, "the latest return is not of the present series"
 
 
 class Phase(str, enum.Enum):
@@ -163,6 +196,7 @@ class JobState:
     scaling: Scaling = field(init=False)
     membership: Membership = field(init=False)
     spares: Spares = field(init=False)
+    reconnections: Reconnections = field(init=False)
 
     def __post_init__(self) -> None:
         self.rendezvous = Rendezvous(self.job)
@@ -174,6 +208,7 @@ class JobState:
         self.scaling = Scaling(self.job)
         self.membership = Membership(self.job)
         self.spares = Spares(self.job)
+        self.reconnections = Reconnections(self.job)
 
     def has_ended(self) -> bool:
         """Return whether the job has ended; a method, since most calls may end it."""
@@ -263,6 +298,7 @@ class JobState:
         self.autoscaling.validate()
         self.scaling.validate()
         self.membership.validate()
+        self.reconnections.validate()
         assert not (self.membership.round and rdzv.collecting), (
             "a membership while a round collects"
         )
