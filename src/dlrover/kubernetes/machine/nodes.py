@@ -10,7 +10,7 @@ import msgspec
 
 from dlrover.errors import ExitCode
 from dlrover.kubernetes.machine import objects, podgroups, pods, tls
-from dlrover.kubernetes.resources import names, quantities as resources
+from dlrover.kubernetes.resources import commands, names, quantities as resources
 from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ReplicaSpec
 from dlrover.spec.node import SERVER, WORKER, LaunchNode, index_in_role, is_server, is_spare
 
@@ -121,12 +121,12 @@ def _factors(launch: LaunchNode) -> dict[str, str]:
 
 
 def _main(spec: Manifest) -> Manifest:
-    """Return the container that runs ``dlrover-run``: ``main`` if there is one, else the first."""
+    """Return the container that runs ``dlrover-run``; give each container a name."""
     containers: list[Manifest] = spec.get("containers") or [{}]
     spec["containers"] = containers
     for container in containers:
         container.setdefault("name", "main")
-    return next((one for one in containers if one["name"] == "main"), containers[0])
+    return commands.main({"spec": spec})
 
 
 def _give_variables(
