@@ -325,6 +325,24 @@ def test_a_chief_in_the_command_needs_one_pod() -> None:
     )
 
 
+def test_resources_that_are_none_get_a_sentence() -> None:
+    main = {"name": "main", "image": "i", "resources": {"requests": {"cpu": "two"}}}
+    with pytest.raises(ConfigurationError) as caught:
+        composed(elastic_job(templated([main])))
+    assert str(caught.value) == (
+        "spec.replicaSpecs.worker.template: 'two' is not a quantity of a container's resources, as 2, 500m or 3Gi."
+    )
+
+
+def test_what_a_template_leaves_empty_is_absent() -> None:
+    main = {"name": "main", "image": "i", "command": COMMAND, "env": [{"name": "A", "value": None}]}
+    main["resources"] = {"requests": {"cpu": None}, "limits": {"cpu": "500000u"}}
+    job = elastic_job(templated([main], initContainers=None))
+    assert jobs.request(job).brain.node.cpu == 0.0
+    pod = nodes.pod(job, LaunchNode(0, 0, cpu_factor=2.0), "")
+    assert pod["spec"]["containers"][0]["resources"]["limits"] == {"cpu": "1000m"}
+
+
 def test_a_quantity_that_is_none_is_an_error() -> None:
     with pytest.raises(ValueError, match="'lots' is not a quantity"):
         resources.quantity("lots")

@@ -144,7 +144,12 @@ def _job_spec(job: ElasticJob) -> JobSpec:
 def _brain_side(job: ElasticJob) -> BrainSide:
     """Return what the ElasticJob says: ``brainService`` is the address, ``optimizeMode`` sets ``cluster``."""
     worker = job.spec.replica_specs.get("worker")
-    asked = requests_of(worker.template) if worker is not None else {}
+    try:
+        asked = requests_of(worker.template) if worker is not None else {}
+    except ValueError as error:
+        raise ConfigurationError(
+            f"spec.replicaSpecs.worker.template: {error} of a container's resources, as 2, 500m or 3Gi."
+        ) from error
     return BrainSide(
         node=NodeGroup(
             count=1,
