@@ -243,6 +243,23 @@ def test_how_a_pod_ended_is_told(pod: dict[str, Any], said: str) -> None:
     assert nodes.ending(pod) == said
 
 
+def test_the_main_container_says_how_its_pod_ended() -> None:
+    ends = {"a-proxy": 2, "main": 1}
+    pod = {
+        "metadata": {},
+        "spec": {"containers": [{"name": name} for name in ends]},
+        "status": {
+            "phase": "Failed",
+            "containerStatuses": [
+                {"name": name, "state": {"terminated": {"exitCode": code}}}
+                for name, code in ends.items()
+            ],
+        },
+    }
+    assert nodes.exit_code(pod) == 1, "2 would be a wrong command"
+    assert nodes.ending(pod) == "its container main ended with exit code 1"
+
+
 # ---- the job's master
 
 
