@@ -32,6 +32,7 @@ def test_servers_alone_may_be_chosen():
 def test_a_node_of_a_job_elsewhere_may_have_the_flag():
     there = {"DLROVER_MASTER_ADDR": "master:1"}
     assert options("--nnodes=1:4", "--auto-scale", **there).job.auto_scale
+    assert options("--auto-scale", **there).job.auto_scale, "the job's master knows the numbers"
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,12 @@ def test_servers_need_somebody_to_start_them() -> None:
     )
 
 
+def test_a_node_of_a_job_elsewhere_need_not_know_the_servers() -> None:
+    there = {"DLROVER_MASTER_ADDR": "master:1"}
+    made = parse(["--server-failover=instance", __file__], there)
+    assert made.job.server_failover == "instance"
+
+
 def test_a_chief_is_one_more_node_and_the_rest_are_instances() -> None:
     made = options("--chief", "--local-nodes=2", "--servers=3", "--evaluators=1")
     job = made.job

@@ -243,6 +243,23 @@ def test_how_a_pod_ended_is_told(pod: dict[str, Any], said: str) -> None:
     assert nodes.ending(pod) == said
 
 
+def test_the_main_container_says_how_its_pod_ended() -> None:
+    ends = {"a-proxy": 2, "main": 1}
+    pod = {
+        "metadata": {},
+        "spec": {"containers": [{"name": name} for name in ends]},
+        "status": {
+            "phase": "Failed",
+            "containerStatuses": [
+                {"name": name, "state": {"terminated": {"exitCode": code}}}
+                for name, code in ends.items()
+            ],
+        },
+    }
+    assert nodes.exit_code(pod) == 1, "2 would be a wrong command"
+    assert nodes.ending(pod) == "its container main ended with exit code 1"
+
+
 # ---- the job's master
 
 
@@ -323,6 +340,24 @@ def test_a_chief_in_the_command_needs_one_pod() -> None:
     assert str(caught.value) == (
         "ElasticJob train: --chief in the workers' command needs spec.replicaSpecs.chief with 1 replica."
     )
+
+
+def test_resources_that_are_none_get_a_sentence() -> None:
+    main = {"name": "main", "image": "i", "resources": {"requests": {"cpu": "two"}}}
+    with pytest.raises(ConfigurationError) as caught:
+        composed(elastic_job(templated([main])))
+    assert str(caught.value) == (
+        "spec.replicaSpecs.worker.template: 'two' is not a quantity of a container's resources, as 2, 500m or 3Gi."
+    )
+
+
+def test_what_a_template_leaves_empty_is_absent() -> None:
+    main = {"name": "main", "image": "i", "command": COMMAND, "env": [{"name": "A", "value": None}]}
+    main["resources"] = {"requests": {"cpu": None}, "limits": {"cpu": "500000u"}}
+    job = elastic_job(templated([main], initContainers=None))
+    assert jobs.request(job).brain.node.cpu == 0.0
+    pod = nodes.pod(job, LaunchNode(0, 0, cpu_factor=2.0), "")
+    assert pod["spec"]["containers"][0]["resources"]["limits"] == {"cpu": "1000m"}
 
 
 def test_a_quantity_that_is_none_is_an_error() -> None:

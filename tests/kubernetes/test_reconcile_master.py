@@ -42,6 +42,53 @@ def test_the_masters_exit_code_ends_the_job(code: int, phase: str, reason: str) 
     assert world.workers == [] or all("deletionTimestamp" in w["metadata"] for w in world.workers)
 
 
+def end_beside(world: World, code: int, reason: str = "") -> None:
+    """The master's container ends, and a container that a service mesh has added runs on."""
+    master = world.master
+    assert master is not None
+    main = master["spec"]["containers"][0]
+    master["spec"]["containers"] = [{"name": "istio-proxy"}, main]
+    world.end(master, code, reason)
+    proxy = {"name": "istio-proxy", "state": {"running": {}}}
+    statuses = [proxy, *master["status"]["containerStatuses"]]
+    master["status"] = {"phase": "Running", "containerStatuses": statuses}
+
+
+@pytest.mark.parametrize(("code", "phase", "reason"), ENDS)
+def test_the_job_ends_with_its_master_though_a_container_beside_it_runs_on(
+    code: int, phase: str, reason: str
+) -> None:
+    world = running()
+    end_beside(world, code)
+    world.settle()
+    assert world.status["phase"] == phase
+    assert any(c["type"] == phase and c["reason"] == reason for c in world.status["conditions"])
+    assert world.master is not None
+    assert "deletionTimestamp" in world.master["metadata"], "what runs on is removed"
+
+
+def test_a_master_that_ran_out_of_memory_beside_another_container_is_replaced() -> None:
+    world = running()
+    end_beside(world, 137, "OOMKilled")
+    world.settle()
+    assert world.master is not None
+    world.gone(world.master)
+    world.settle()
+    assert world.status["master"]["memoryFactor"] == 2.0
+    assert (world.status["master"]["starts"], world.status["phase"]) == (2, "Restarting")
+
+
+def test_the_master_is_the_main_container_of_its_template() -> None:
+    containers = [{"name": "shipper", "image": "s:1", "command": ["ship"]}, {"name": "main"}]
+    made = job()
+    made["spec"]["replicaSpecs"]["dlrover-master"] = {
+        "template": {"spec": {"containers": containers}}
+    }
+    shipper, main = objects.master_pod(validation.parse(made), "dlrover:1")["spec"]["containers"]
+    assert shipper == containers[0]
+    assert (main["image"], main["command"][:2]) == ("dlrover:1", ["dlrover", "master"])
+
+
 LOSSES: list[tuple[int | None, str]] = [
     (137, "OOMKilled"),
     (1, "OOMKilled"),

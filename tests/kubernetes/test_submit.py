@@ -90,6 +90,59 @@ def test_a_wrong_file_gets_a_sentence(tmp_path: Path, content: Any, sentence: st
     assert sentence in str(caught.value)
 
 
+def running(*command: str, **more: Any) -> dict[str, Any]:
+    made = manifest()
+    main = {"name": "main", "image": "i", "command": list(command), **more}
+    made["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"] = [main]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (
+            running("dlrover-run", "--nprocs-per-node=8", "train.py"),
+            "spec.replicaSpecs.worker.template: dlrover-run in container main would not start: unknown option "
+            "--nprocs-per-node (did you mean --nproc-per-node?); see dlrover-run --help",
+        ),
+        (
+            running("dlrover-run", "--nproc-per-node=0", "train.py"),
+            "a node needs at least 1 worker.",
+        ),
+        (running("dlrover-run", "--nnodes=$NODE_NUM", "train.py"), "--nnodes $NODE_NUM: must be a"),
+        (running("dlrover-run", "--nnodes=2"), "the following arguments are required"),
+        (running("sh", "-c", "dlrover-run --nprox=$N t.py"), "unknown option --nprox"),
+        (running("sh", "-c", "cd /x && dlrover-run --max-restarts=two t.py"), "'two'"),
+        (running("dlrover-run", "t.py", env=[{"name": "PET_TEE", "value": "9"}]), "--tee 9: must"),
+        (running("dlrover-run", "--chief", "train.py"), "needs spec.replicaSpecs.chief with 1"),
+    ],
+)
+def test_a_command_that_would_not_start_gets_a_sentence(
+    tmp_path: Path, content: Any, sentence: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        submit.submit(saved(tmp_path, content), dry_run=True)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        running("dlrover-run", "--node-unit=2", "--auto-scale", "train.py", "--nprox"),
+        running("dlrover-run", "--nproc-per-node=auto", "--nnodes=$(NODES)", "train.py"),
+        running("dlrover-run", "--server-failover=instance", "train.py"),
+        running(
+            "sh", "-c", "dlrover-run --version; dlrover-run --max-restarts=$N --nnodes $M t.py"
+        ),
+        running("sh", "-c", "dlrover-run $OPTIONS train.py --nprox"),
+        running("sh", "-c", "echo dlrover-run --nprox; python train.py"),
+        running("dlrover-run", "t.py", env=[{"name": "PET_TEE", "valueFrom": {"fieldRef": {}}}]),
+    ],
+)
+def test_a_command_that_may_start_is_submitted(tmp_path: Path, content: Any) -> None:
+    submit.submit(saved(tmp_path, content), dry_run=True)
+
+
 def test_a_file_that_is_not_there_gets_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"none\.yaml cannot be read: No such file"):
         submit.read(str(tmp_path / "none.yaml"))

@@ -177,6 +177,31 @@ WRONG: dict[str, tuple[str, Any, str]] = {
         {"a": {"name": "A", "value": "1", "valueFrom": {"fieldRef": {}}}},
         "accepted is value or valueFrom, not both.",
     ),
+    "env of a container": (
+        f"{WORKER}.template.spec.containers",
+        [CONTAINER | {"env": [{"name": "A", "value": "1"}, {"value": "1"}]}],
+        f"{WORKER}.template.spec.containers[0].env[1].name is missing: accepted is a string that is not empty.",
+    ),
+    "env of a container without a name": (
+        f"{WORKER}.template.spec.containers",
+        [CONTAINER | {"env": [{"name": ""}]}],
+        f'{WORKER}.template.spec.containers[0].env[0].name is "": accepted is a string that is not empty.',
+    ),
+    "env that is a number": (
+        f"{WORKER}.template.spec.containers",
+        [CONTAINER | {"env": [{"name": "EPOCHS", "value": 3}]}],
+        f"{WORKER}.template.spec.containers[0].env[0].value is 3: accepted is a string.",
+    ),
+    "affinity": (
+        f"{WORKER}.template.spec.affinity",
+        {"podAntiAffinity": []},
+        f"{WORKER}.template.spec.affinity.podAntiAffinity is []: accepted is a map of fields.",
+    ),
+    "containers that come first": (
+        f"{WORKER}.template.spec.initContainers",
+        [None],
+        f"{WORKER}.template.spec.initContainers[0] is empty: accepted is a map of fields.",
+    ),
     "claim": (
         "spec.master",
         {"journalClaim": 1},

@@ -151,7 +151,8 @@ class World:
         }
         if reason:
             terminated["reason"] = reason
-        pod["status"]["containerStatuses"] = [{"state": {"terminated": terminated}}]
+        state = {"terminated": terminated}
+        pod["status"]["containerStatuses"] = [{"name": "main", "state": state}]
 
 
 def running(**spec: Any) -> World:

@@ -17,7 +17,7 @@ from dlrover.dashboard import logs
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.kubernetes.api.client import PODS, ApiError, Client
 from dlrover.kubernetes.machine import nodes, pods
-from dlrover.kubernetes.resources import names
+from dlrover.kubernetes.resources import commands, names
 from dlrover.kubernetes.resources.types import Manifest
 
 FOLDER = "pods/"
@@ -74,8 +74,7 @@ def _order(pod: Manifest) -> tuple[bool, int, str]:
 
 def main_container(pod: Manifest) -> str:
     """Return the container of a pod that runs ``dlrover-run`` or the master: ``main``, else the first."""
-    found = [str(one["name"]) for one in pod["spec"]["containers"]]
-    return "main" if "main" in found else found[0]
+    return str(commands.main(pod)["name"])
 
 
 async def find(client: Client, namespace: str, job: str, name: str) -> Manifest:

@@ -259,8 +259,7 @@ class PodJob:
                 f"{self._master()} does not run, and it is what makes this page; the job's phase is {phase}"
                 + (f": {message}" if message else ".")
             )
-        container: str = pod["spec"]["containers"][0]["name"]
-        return container
+        return podlogs.main_container(pod)
 
     async def _job(self, client: Client) -> Manifest:
         """Return the ElasticJob.

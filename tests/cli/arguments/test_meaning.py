@@ -75,6 +75,13 @@ def test_numbers_of_nodes(argv, bounds):
     assert (made.job.min_nodes, made.job.max_nodes, made.local_nodes) == bounds
 
 
+def test_a_node_of_a_job_elsewhere_need_not_know_the_number_of_nodes():
+    there = {"DLROVER_MASTER_ADDR": "master:1"}
+    assert options("--node-unit", "2", **there).job.node_unit == 2
+    refused = "--node-unit 2: 3 nodes (--nnodes 3) include no multiple of 2."
+    assert refusal("--node-unit", "2", "--nnodes", "3", "train.py", **there) == refused
+
+
 def test_local_nodes_yield_to_a_number_of_nodes_from_the_environment():
     made = options("--local-nodes", "2", PET_NNODES="1:4")
 

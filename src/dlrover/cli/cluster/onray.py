@@ -102,9 +102,7 @@ def _role(
 
 
 def _container(job: ElasticJob, role: str) -> Mapping[str, Any]:
-    spec = job.spec.replica_specs[role].template.get("spec") or {}
-    containers: list[Mapping[str, Any]] = spec.get("containers") or [{}]
-    return containers[0]
+    return commands.main(job.spec.replica_specs[role].template)
 
 
 def _variables(role: str, job: ElasticJob) -> dict[str, str]:

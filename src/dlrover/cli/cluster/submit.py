@@ -51,15 +51,18 @@ def submit(  # noqa: PLR0913 - each is an option of the command
             import httpx2  # noqa: F401, PLC0415 - needs the extra
         import yaml  # noqa: F401, PLC0415
 
+    from dlrover.cli.cluster import launches  # noqa: PLC0415 - needs yaml
     from dlrover.kubernetes.resources import compatibility, validation  # noqa: PLC0415
 
     manifest = read(file)
     try:
-        validation.parse(manifest)
+        job = validation.parse(manifest)
     except ConfigurationError as error:
         if not dry_run:
             raise
         print(f"dlrover: {error}", file=sys.stderr)
+    else:
+        launches.check(job)
     for note in compatibility.notes(manifest["spec"]):
         print(f"dlrover: {note}", file=sys.stderr)
     if namespace:

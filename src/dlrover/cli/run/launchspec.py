@@ -102,7 +102,7 @@ def run_options(
     """
     chosen = [nodes.auto_config(args, environ, probe)] if args.auto_config else []
     others = nodes.other_nodes(args, environ)
-    min_nodes, max_nodes = (bound + others for bound in nodes.bounds(args))
+    min_nodes, max_nodes = (bound + others for bound in nodes.bounds(args, environ))
     standalone = _is_standalone(args, min_nodes, max_nodes)
     spares, auto_spares = nodes.spares(args, environ, max_nodes, standalone=standalone)
     _check_node_rank(args, standalone, max_nodes + spares)
@@ -112,7 +112,8 @@ def run_options(
     server_failover: Literal["job", "instance"] = "instance" if args.chief else args.server_failover
     if args.instances:
         nodes.check_instances(args, environ)
-    if args.server_failover == "instance" and standalone and not args.servers:
+    alone = standalone and "DLROVER_MASTER_ADDR" not in environ
+    if args.server_failover == "instance" and alone and not args.servers:
         raise ConfigurationError(
             "--server-failover instance: the job has no servers; give their number with --servers."
         )

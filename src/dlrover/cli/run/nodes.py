@@ -50,8 +50,11 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     return least, most
 
 
-def bounds(args: argparse.Namespace) -> tuple[int, int]:
-    """Return the least and the most number of nodes after checking them against the other options."""
+def bounds(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return the least and the most number of nodes after checking them against the other options.
+
+    Without ``--nnodes``, a node of a master elsewhere does not know them: the master does.
+    """
     local, unit = args.local_nodes, args.node_unit
     if local < 0:
         raise ConfigurationError(f"--local-nodes {local}: must be a whole number, 1 or more.")
@@ -70,7 +73,7 @@ def bounds(args: argparse.Namespace) -> tuple[int, int]:
     available = local or most
     if available < most:
         bounds += f" with --local-nodes {local}"
-    if available - available % unit < least:
+    if available - available % unit < least and not _is_sized_elsewhere(args, environ):
         raise ConfigurationError(
             f"--node-unit {unit}: {_range(least, available)} nodes ({bounds}) include no multiple "
             f"of {unit}."
@@ -82,7 +85,7 @@ def check_auto_scale(
     args: argparse.Namespace, environ: Mapping[str, str], max_nodes: int, has_choice: bool
 ) -> None:
     """Refuse ``--auto-scale`` without a range of sizes, or where DLRover cannot start nodes."""
-    if not has_choice:
+    if not has_choice and not _is_sized_elsewhere(args, environ):
         servers = f" and {args.servers} servers" if args.servers else ""
         raise ConfigurationError(
             f"--auto-scale: {max_nodes} nodes{servers} leave no choice; give a range, as "
@@ -93,6 +96,10 @@ def check_auto_scale(
             "--auto-scale: DLRover must be able to start nodes; give --local-nodes N, the number to start "
             "with on this machine, or run the job on Kubernetes."
         )
+
+
+def _is_sized_elsewhere(args: argparse.Namespace, environ: Mapping[str, str]) -> bool:
+    return "DLROVER_MASTER_ADDR" in environ and "nnodes" not in args.given
 
 
 def _range(least: int, most: int) -> str:

@@ -10,7 +10,7 @@ import msgspec
 
 from dlrover.errors import ExitCode
 from dlrover.kubernetes.machine import objects, podgroups, pods, tls
-from dlrover.kubernetes.resources import names, quantities as resources
+from dlrover.kubernetes.resources import commands, names, quantities as resources
 from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ReplicaSpec
 from dlrover.spec.node import SERVER, WORKER, LaunchNode, index_in_role, is_server, is_spare
 
@@ -121,12 +121,12 @@ def _factors(launch: LaunchNode) -> dict[str, str]:
 
 
 def _main(spec: Manifest) -> Manifest:
-    """Return the container that runs ``dlrover-run``: ``main`` if there is one, else the first."""
+    """Return the container that runs ``dlrover-run``; give each container a name."""
     containers: list[Manifest] = spec.get("containers") or [{}]
     spec["containers"] = containers
     for container in containers:
         container.setdefault("name", "main")
-    return next((one for one in containers if one["name"] == "main"), containers[0])
+    return commands.main({"spec": spec})
 
 
 def _give_variables(
@@ -200,11 +200,8 @@ def node_rank(obj: Manifest) -> int:
 
 def ending(obj: Manifest) -> str:
     """Return how a pod ended or why it is ending, in words; empty while it lives."""
-    status = obj.get("status") or {}
-    if status.get("phase") in ("Succeeded", "Failed"):
-        return _end(status)
-    if _main_ended(obj):
-        return _end(status)  # sidecars may run forever
+    if pods.finished(obj):
+        return _end(obj)
     if obj["metadata"].get("deletionTimestamp"):
         disruption = pods.condition(obj, "DisruptionTarget")
         known = disruption.get("status") == "True"
@@ -212,15 +209,11 @@ def ending(obj: Manifest) -> str:
     return ""
 
 
-def _main_ended(obj: Manifest) -> bool:
-    given = {"containers": list((obj.get("spec") or {}).get("containers") or ())}
-    main = _main(given)["name"] if given["containers"] else ""
-    return any(name == main for name, _ in pods.states(obj, "terminated"))
-
-
-def _end(status: Mapping[str, Any]) -> str:
+def _end(obj: Manifest) -> str:
+    status, main = obj["status"], commands.main(obj).get("name")
     kinds = ("initContainerStatuses", "containerStatuses")
-    for container in [one for kind in kinds for one in status.get(kind) or ()]:
+    found = [one for kind in kinds for one in status.get(kind) or ()]
+    for container in sorted(found, key=lambda one: one["name"] != main):
         end = (container.get("state") or {}).get("terminated") or {}
         code = end.get("exitCode", 0)
         if end.get("reason") == "OOMKilled":
@@ -237,8 +230,9 @@ def _end(status: Mapping[str, Any]) -> str:
 
 
 def exit_code(obj: Manifest) -> int:
-    """Return the exit code of the first failed container; 0 if none failed or the code is unknown."""
-    for _, end in pods.states(obj, "terminated"):
+    """Return the exit code of the main container, else of the first failed one; 0 if none failed or it is unknown."""
+    main = pods.end_of_main(obj)
+    for end in [main] if main else [one for _, one in pods.states(obj, "terminated")]:
         if end.get("exitCode") and end.get("reason") != "OOMKilled":
             return int(end["exitCode"])
     return 0

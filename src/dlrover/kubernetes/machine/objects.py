@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlrover.kubernetes.machine import podgroups, tls
-from dlrover.kubernetes.resources import names, quantities as resources
+from dlrover.kubernetes.resources import commands, names, quantities as resources
 from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ReplicaSpec
 
 HOME = "/var/lib/dlrover"
@@ -238,7 +238,7 @@ def master_pod(job: ElasticJob, image: str, memory_factor: float = 1.0) -> Manif
     """
     made = pod(job, names.MASTER_ROLE, names.master_name(job.name))
     spec = made["spec"]
-    container = spec["containers"][0]
+    container = commands.main(made)
     _complete(container, job, image)
     resources.grow(container, memory_factor)
     spec.setdefault("serviceAccountName", _own_name(job))

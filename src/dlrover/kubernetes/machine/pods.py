@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dlrover.errors import ExitCode
-from dlrover.kubernetes.resources import names, times
+from dlrover.kubernetes.resources import commands, names, times
 from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ReplicaStatus
 
 _DECISIVE = {
@@ -53,6 +53,17 @@ def ended(pod: Manifest) -> bool:
     return phase(pod) in ("Succeeded", "Failed")
 
 
+def finished(pod: Manifest) -> bool:
+    """Return whether its main container has ended; containers beside it, as those of a service mesh, may run on."""
+    return ended(pod) or bool(end_of_main(pod))
+
+
+def end_of_main(pod: Manifest) -> Manifest:
+    """Return how its main container ended; empty while it runs, or if unknown, as for an evicted pod."""
+    name = commands.main(pod).get("name")
+    return next((end for one, end in states(pod, "terminated") if name in (None, one)), {})
+
+
 def leaving(pod: Manifest) -> bool:
     """Return whether it is being deleted."""
     return bool(pod["metadata"].get("deletionTimestamp"))
@@ -97,7 +108,7 @@ def of_earlier(pod: Manifest, job: ElasticJob) -> bool:
 
 def end_of_master(pod: Manifest) -> End:
     """Return how the master's pod ended: with the job's exit code, or from an external cause."""
-    terminated = _terminated(pod)
+    terminated = end_of_main(pod)
     said = str(terminated.get("message") or "").strip().rpartition("\n")[2]
     code = terminated.get("exitCode")
     if phase(pod) == "Succeeded" or code == 0:
@@ -194,9 +205,3 @@ def _sentence(text: str) -> str:
 
 def _status(pod: Manifest) -> Manifest:
     return pod.get("status") or {}
-
-
-def _terminated(pod: Manifest) -> Manifest:
-    """Return how the pod's first container ended; empty if unknown, as for an evicted pod."""
-    statuses = _status(pod).get("containerStatuses") or [{}]
-    return (statuses[0].get("state") or {}).get("terminated") or {}

@@ -119,7 +119,7 @@ def _decide(view: View, master_image: str, token: str) -> Decision:
     if view.job.spec.suspend or (old.phase == "Suspended" and removing):
         return removal.suspended(view)
     left = view.time_left()
-    if left is not None and left <= 0 and (master is None or not pods.ended(master)):
+    if left is not None and left <= 0 and (master is None or not pods.finished(master)):
         return removal.too_late(view)
     if removal.time_away(view) > 0 or (old.phase == "Yielded" and removing):
         return removal.stays_away(view)
@@ -128,7 +128,7 @@ def _decide(view: View, master_image: str, token: str) -> Decision:
 
 def _goes_on(view: View, master: Manifest) -> Decision:
     """Decide about a job whose master has a pod."""
-    if pods.ended(master):
+    if pods.finished(master):
         return _master_ended(view, master)
     if pods.leaving(master):
         forced = view.forced()

@@ -75,7 +75,7 @@ def _clean(view: View) -> tuple[Deletion, ...]:
         case "All":
             return _deletions([*view.others, *master])
         case "Running":
-            return _deletions([pod for pod in view.others if not pods.ended(pod)])
+            return _deletions([pod for pod in [*view.others, *master] if not pods.ended(pod)])
         case "None":
             return ()
 

@@ -100,6 +100,8 @@ def _amounts(quantities: Mapping[str, Any]) -> dict[str, float]:
     amounts: dict[str, float] = {}
     known = accelerators.resources()
     for name, amount in quantities.items():
+        if amount is None:
+            continue  # as the API server does
         if name in PLAIN:
             _add(amounts, {name: float(quantity(amount))})
         elif "/" in name and (name in known or name.endswith(KINDS)):

@@ -97,8 +97,8 @@ def _job_spec(job: ElasticJob) -> JobSpec:
 
     The master takes these ``dlrover-run`` options from the workers' command: ``--nnodes`` (its minimum, if
     no role has ``minReplicas``; it excludes servers), ``--max-restarts`` (overrides ``restartCount``),
-    ``--node-unit``, ``--auto-scale``, ``--network-check``, ``--exclude-straggler``, ``--server-failover`` and
-    ``--chief``.
+    ``--node-unit``, ``--auto-scale``, ``--network-check`` and what is like it, ``--exclude-straggler``,
+    ``--server-failover`` and ``--chief``.
     """
     specs = job.spec.replica_specs
     roles = [role for role in nodes.ROLES if role in specs]
@@ -135,7 +135,8 @@ def _job_spec(job: ElasticJob) -> JobSpec:
         earlier_restarts=job.status.training.restarts,
         node_unit=commands.number(flags.get("node-unit", ""), 1),
         max_restarts=commands.number(flags.get("max-restarts", ""), worker.restart_count),
-        node_check=not flags.keys().isdisjoint(("network-check", "comm-perf-test")),
+        node_check=not flags.keys().isdisjoint(("network-check", "comm-perf-test"))
+        or flags.get("precheck") in ("1", "2"),
         exclude_stragglers="exclude-straggler" in flags,
     )
 
@@ -143,7 +144,12 @@ def _job_spec(job: ElasticJob) -> JobSpec:
 def _brain_side(job: ElasticJob) -> BrainSide:
     """Return what the ElasticJob says: ``brainService`` is the address, ``optimizeMode`` sets ``cluster``."""
     worker = job.spec.replica_specs.get("worker")
-    asked = requests_of(worker.template) if worker is not None else {}
+    try:
+        asked = requests_of(worker.template) if worker is not None else {}
+    except ValueError as error:
+        raise ConfigurationError(
+            f"spec.replicaSpecs.worker.template: {error} of a container's resources, as 2, 500m or 3Gi."
+        ) from error
     return BrainSide(
         node=NodeGroup(
             count=1,

@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 _UNITS: dict[str, int | Decimal] = {
-    "": 1, "m": Decimal("0.001"),
+    "": 1, "n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("0.001"),
     "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18,
     "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60,
 }  # fmt: skip
@@ -29,10 +29,10 @@ def grow(container: dict[str, Any], memory: float, cpu: float = 1.0) -> None:
     resources = container.get("resources") or {}
     for kind in ("requests", "limits"):
         asked = resources.get(kind) or {}
-        if memory != 1.0 and "memory" in asked:
+        if memory != 1.0 and asked.get("memory") is not None:
             wanted = quantity(asked["memory"]) * Decimal(str(memory))
             asked["memory"] = f"{_up(wanted / 2**20)}Mi"
-        if cpu != 1.0 and "cpu" in asked:
+        if cpu != 1.0 and asked.get("cpu") is not None:
             asked["cpu"] = f"{_up(quantity(asked['cpu']) * Decimal(str(cpu)) * 1000)}m"
 
 

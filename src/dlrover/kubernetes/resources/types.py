@@ -55,22 +55,28 @@ def _list(items: dict[str, Any], most: int | None = None) -> dict[str, Any]:
 
 _STRING = {"type": "string"}
 _STRINGS = {"type": "object", "additionalProperties": _STRING}
+_RESOURCES = _kept(requests=_kept(memory=_QUANTITY), limits=_kept(memory=_QUANTITY))
+_MAY_BE_NULL = {"nullable": True}
+_ENV = _kept(
+    name=_STRING | {"minLength": 1}, value=_STRING | _MAY_BE_NULL, valueFrom=_kept() | _MAY_BE_NULL
+)
 _CONTAINER = _kept(
     name=_STRING | {"maxLength": 63},
     image=_STRING,
     command=_list(_STRING),
     args=_list(_STRING),
-    env=_list(_kept(name=_STRING)),
+    env=_list(_ENV | {"required": ["name"]}),
     ports=_list(_kept()),
     volumeMounts=_list(_kept()),
-    resources=_kept(requests=_kept(memory=_QUANTITY), limits=_kept(memory=_QUANTITY)),
+    resources=_RESOURCES,
 )
 _AFFINITY = _kept(
     nodeAffinity=_kept(
         requiredDuringSchedulingIgnoredDuringExecution=_kept(
             nodeSelectorTerms=_list(_kept(matchExpressions=_list(_kept())))
         )
-    )
+    ),
+    podAntiAffinity=_kept(preferredDuringSchedulingIgnoredDuringExecution=_list(_kept())),
 )
 PodTemplate: TypeAlias = Annotated[
     dict[str, Any],
@@ -79,7 +85,10 @@ PodTemplate: TypeAlias = Annotated[
         extra_json_schema=_kept(
             metadata=_kept(labels=_STRINGS, annotations=_STRINGS),
             spec=_kept(
-                containers=_list(_CONTAINER, most=64), volumes=_list(_kept()), affinity=_AFFINITY
+                containers=_list(_CONTAINER, most=64),
+                initContainers=_list(_kept(resources=_RESOURCES)) | _MAY_BE_NULL,
+                volumes=_list(_kept()),
+                affinity=_AFFINITY,
             ),
         ),
     ),

@@ -112,6 +112,8 @@ def _walk(path: str, value: Any, node: Mapping[str, Any], *, strict: bool) -> It
         if not whole and not (isinstance(value, str) and _QUANTITY.fullmatch(value)):
             yield f"{path} is {_shown(value)}: accepted is a quantity, as 2, 500m or 3Gi."
         return
+    if value is None and node.get("nullable"):
+        return
     kind = node.get("type", "object")
     if not isinstance(value, _TYPES[kind][0]) or (kind == "integer" and isinstance(value, bool)):
         yield f"{path} is {_shown(value)}: accepted is {_accepted(node)}."
