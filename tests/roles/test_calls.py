@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import msgspec
 import numpy as np
 import pytest
 
+from dlrover import launched
 from dlrover.checkpoint.saver import certificates
 from dlrover.errors import (
     ConfigurationError,
@@ -350,16 +352,37 @@ def test_who_has_another_certificate_or_none_hears_nothing(
         answered.join()
 
 
+def refusal(use: Callable[[], object]) -> str:
+    try:
+        return f"{use()}"
+    except ConfigurationError as error:
+        return str(error)
+
+
 def test_a_fork_takes_no_part(rollouts: RoleGroup) -> None:
+    known = rollouts.call_rank0("echo", 0)
+    assert known.result(60) == [0, None]
+    uses: list[Callable[[], object]] = [
+        current_worker,
+        lambda: rollouts.call_rank0("echo", "of the fork"),
+        lambda: rollouts.call_batch("double", 1, [1]),
+        rollouts.members,
+        lambda: rollouts.changed(rollouts.epoch, 60),
+    ]
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
-        try:
-            current_worker()
-        except ConfigurationError as error:
-            os.write(write, str(error).encode())
+        signal.alarm(60)
+        launched.loaded(7)  # this is no return to a step
+        for use in uses:
+            os.write(write, f"{refusal(use)}\n".encode())
         os._exit(0)
-    os.waitpid(pid, 0)
-    assert os.read(read, 100).startswith(b"A fork of a process of a role takes no part")
-    os.close(read), os.close(write)
+    os.close(write)
+    mine = rollouts.call_rank0("echo", "of the process")
+    with os.fdopen(read) as pipe:
+        said = pipe.read().splitlines()
+    assert os.waitpid(pid, 0)[1] == 0
+    assert len(said) == len(uses)
+    assert all(one.startswith("A fork of a process of a role ") for one in said), said
+    assert mine.result(60) == ["of the process", None]
     assert threading.active_count() > 1

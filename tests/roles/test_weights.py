@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -163,6 +164,56 @@ def test_damage_is_found_and_another_machine_reads_over_its_connection(job: Coor
             InfrastructureError, match="The tensor w of version 1 of weights is damaged in memory"
         ):
             found.load_into({"w": np.zeros_like(large)})
+
+
+def published(step: int, since: int = 0) -> Any:
+    """Publish versions and return the last one as it was read: memory of an earlier one is used again by then."""
+    for version in range(since or step, step + 1):
+        weights.publish({"w": np.full(100_000, version)}, version)
+    found = weights.latest()
+    assert found is not None
+    return found["w"]
+
+
+def test_a_fork_reads_weights_as_they_were_and_disturbs_none_of_its_parent(
+    job: Coordinator,
+) -> None:
+    with joined(job, "trainer") as me:
+        read = [published(1)]
+        me.machine = "another one"
+        publishing.holders.drop(me.place)
+        away = weights.latest()
+        me.machine = me.listener.address.machine
+        publishing.holders.drop(me.place)
+        read.append(published(2))
+        (told, say), (heard, tell) = os.pipe(), os.pipe()
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            with suppress(ConfigurationError):
+                away["w"]
+                os._exit(3)
+            os.write(tell, b"x")
+            os.read(told, 1)
+            os._exit(not all((array == step).all() for step, array in enumerate(read, 1)))
+        os.read(heard, 1)
+        read.clear()
+        last = published(12, 3)
+        os.write(say, b"x")
+        assert os.waitpid(child, 0)[1] == 0
+        assert (last == 12).all()
+        for fd in (told, say, heard, tell):
+            os.close(fd)
+
+
+def test_weights_stay_as_they_were_read_though_the_connection_to_who_keeps_them_ended(
+    kept: Coordinator,
+) -> None:
+    with joined(kept, "trainer") as me:
+        first = published(1)
+        publishing.holders.drop(publishing._holder(me)[0])
+        assert (published(12, 2) == 12).all()
+        assert (first == 1).all()
 
 
 @pytest.mark.torch

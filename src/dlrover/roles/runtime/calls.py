@@ -22,7 +22,7 @@ from dlrover.roles.runtime.connections import (
     EncodedCall,
     MemberConnection,
 )
-from dlrover.roles.runtime.link import WARN_AFTER, ServiceLink
+from dlrover.roles.runtime.link import WARN_AFTER, ServiceLink, check_process
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,12 @@ class Calls:
             connection.close()
 
     def submit(self, *calls: RoleCall) -> None:
-        """Send calls, or have them wait for members."""
+        """Send calls, or have them wait for members.
+
+        Raises:
+            ConfigurationError: This is a fork of the process that joined.
+        """
+        check_process(self._link.pid)
         with self._lock:
             for call in calls:
                 self._waiting.setdefault((call.role, call.index), deque()).append(call)

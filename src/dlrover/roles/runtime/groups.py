@@ -11,6 +11,7 @@ from dlrover.roles.messages import JobView, MemberView, RoleView
 from dlrover.roles.runtime import payload
 from dlrover.roles.runtime.calls import RoleCall
 from dlrover.roles.runtime.connections import EncodedCall
+from dlrover.roles.runtime.link import check_process
 from dlrover.roles.runtime.phases import Awaited
 from dlrover.roles.runtime.worker import current_worker
 from dlrover.spec.words import did_you_mean
@@ -186,6 +187,7 @@ class RoleGroup:
         return FutureSequence([call.future for call in calls], lengths)
 
     def _view(self) -> RoleView:
+        check_process(self._worker.pid)
         return _role(self._worker.link.view, self.role)
 
     def _wanted(self) -> int:

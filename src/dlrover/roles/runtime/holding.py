@@ -2,7 +2,8 @@
 
 A part of a version lies in a `memfd`: the tensors, then the index. The publisher writes it through a shared mapping;
 readers on this machine map it, others read it over their connection. It outlives the publisher where another process
-keeps it. Memory is used again for a later version once the job does not list the version any more and no process reads it.
+keeps it. Memory is used again for a later version once the job does not list the version any more and all processes that read
+it have said that they do not any more.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ class ClosePart(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """The caller reads the part no more."""
 
     key: str
+    forked: bool = False
+    """A fork of the caller may go on reading it."""
 
 
 HoldRequest: TypeAlias = (
@@ -130,6 +133,8 @@ class _Part:
     readers: int = 0
     since: float = field(default_factory=time.monotonic)
     wanted: bool = True
+    shared: bool = False
+    """Someone may still read or write its memory, who will not say when that ends."""
 
 
 class HeldParts:
@@ -225,11 +230,12 @@ class HeldParts:
             part.readers += 1
             return part
 
-    def closed(self, key: str) -> None:
-        """A reader needs a part no more."""
+    def closed(self, key: str, *, shared: bool) -> None:
+        """A reader needs a part no more; if it is ``shared``, nothing else is ever written to its memory."""
         with self._lock:
             part = self._parts[key]
             part.readers -= 1
+            part.shared |= shared
             self._tidy(key, part)
 
     def discarded(self, key: str, session: Session) -> Held:
@@ -249,13 +255,16 @@ class HeldParts:
                 if part.publisher is session:
                     part.publisher, part.since = None, time.monotonic()
                     if not part.complete:
-                        part.wanted = False
+                        part.wanted, part.shared = False, True
                         self._tidy(key, part)
 
     def _tidy(self, key: str, part: _Part) -> None:
         if part.wanted or part.readers:
             return
         del self._parts[key]
+        if part.shared:  # the kernel keeps it for whoever maps it
+            os.close(part.buffer.fd)
+            return
         self._free.append(part.buffer)
         while len(self._free) > FREE:
             os.close(self._free.pop(0).fd)
@@ -290,8 +299,8 @@ class Session:
                 return part.held, part.buffer.fd, None
             case ReadPart():
                 return self._read(request)
-            case ClosePart(key):
-                return self._close(key), -1, None
+            case ClosePart(key, forked):
+                return self._close(key, forked=forked), -1, None
 
     def _commit(self, request: CommitPart) -> Held:
         part = self._holding._parts.get(request.key)  # noqa: SLF001 - of this module
@@ -317,20 +326,20 @@ class Session:
         data = os.pread(part.buffer.fd, nbytes, request.offset)
         return part.held, -1, memoryview(data)
 
-    def _close(self, key: str) -> Held:
+    def _close(self, key: str, *, forked: bool) -> Held:
         if key not in self._open:
             raise ProtocolError(f"The part {key} of weights is not open.")
         held = self._holding.part(key).held
         self._open[key] -= 1
         if not self._open[key]:
             del self._open[key]
-        self._holding.closed(key)
+        self._holding.closed(key, shared=forked)
         return held
 
     def end(self) -> None:
-        """Release what the connection had."""
+        """Release what the connection had; its process may live, and read on."""
         for key, count in self._open.items():
             for _ in range(count):
-                self._holding.closed(key)
+                self._holding.closed(key, shared=True)
         self._open.clear()
         self._holding.left(self)

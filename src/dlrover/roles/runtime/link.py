@@ -141,10 +141,7 @@ class ServiceLink:
             ConfigurationError: The service refuses the request.
             InfrastructureError: The coordinator was away for too long.
         """
-        if self.pid != os.getpid():
-            raise ConfigurationError(
-                "A fork of a process of a role uses its queues, groups or weights; only the process that joined may."
-            )
+        check_process(self.pid)
         with self.phases.waiting():
             reply = asyncio.run_coroutine_threadsafe(self._ask(request), self._loop).result()
         if isinstance(reply, Turned):
@@ -273,8 +270,9 @@ class ServiceLink:
 
         Raises:
             InfrastructureError: None was true within ``timeout`` seconds.
-            ConfigurationError: This life of the instance is over.
+            ConfigurationError: This life of the instance is over, or this is a fork of its process.
         """
+        check_process(self.pid)
         until, warned = time.monotonic() + timeout, False
         with self.phases.waiting(), self._changed:
             while not (value := found(self.view)):
@@ -298,6 +296,18 @@ class ServiceLink:
     def later(self, seconds: float, what: Callable[[], None]) -> None:
         """Call ``what`` on the link's thread after a while; it must not block."""
         self._loop.call_soon_threadsafe(self._loop.call_later, seconds, what)
+
+
+def check_process(pid: int) -> None:
+    """Refuse a fork of the process that joined, ``pid``: it has the same connections, and none of the threads.
+
+    Raises:
+        ConfigurationError: This is a fork.
+    """
+    if pid != os.getpid():
+        raise ConfigurationError(
+            "A fork of a process of a role uses its queues, groups or weights; only the process that joined may."
+        )
 
 
 def _in_words(what: str | Callable[[JobView], str], view: JobView) -> str:

@@ -26,6 +26,7 @@ from dlrover.roles.runtime.holding import (
     ReadPart,
     ReservePart,
 )
+from dlrover.roles.runtime.link import check_process
 from dlrover.roles.runtime.payload import Bytes
 from dlrover.roles.runtime.wire import CallOp
 
@@ -50,21 +51,22 @@ class HolderConnection:
         self._sock = wire.connect(address, machine, secret, tls=tls)
         self._sock.settimeout(ANSWER_TIMEOUT)
         self.local = self._sock.family == socket.AF_UNIX
-        self._lock = threading.RLock()
+        self._lock, self._pid = threading.RLock(), os.getpid()
         self._written: dict[int, mmap.mmap] = {}
         self._seen: dict[int, Bytes] = {}
-        self._ended: list[str] = []
-        """Parts that are read no more; to be said before the next request."""
+        self._ended: list[ClosePart] = []
+        """About parts that are read no more; to be said before the next request."""
 
     def ask(self, request: HoldRequest) -> tuple[Held, int, Bytes | None]:
         """Return the reply, the file that came with it or -1, and the body.
 
         Raises:
-            ConfigurationError: The request was refused.
+            ConfigurationError: The request was refused, or this is a fork of the process that joined.
         """
+        check_process(self._pid)
         with self._lock:
             while self._ended:
-                self._ask(ClosePart(self._ended.pop()))
+                self._ask(self._ended.pop())
             return self._ask(request)
 
     def _ask(self, request: HoldRequest) -> tuple[Held, int, Bytes | None]:
@@ -90,7 +92,7 @@ class HolderConnection:
         return decoding.msgpack(frame.head, Held), fd, frame.body
 
     def close(self) -> None:
-        """End the connection: what was read may change from now on."""
+        """End the connection; what was read stays as it is."""
         wire.end(self._sock)
 
     def writable(self, key: str, nbytes: int) -> mmap.mmap:
@@ -130,9 +132,21 @@ class HolderConnection:
                 _limit(self._seen)
             return self._seen[held.buffer]
 
-    def ended(self, key: str) -> None:
-        """Note that a part is read no more; this may be called anywhere."""
-        self._ended.append(key)
+    def ended(self, key: str, fork: int) -> None:
+        """Note that a part is read no more, and how many forks there were before; this may be called anywhere."""
+        self._ended.append(ClosePart(key, forked=fork != _forks))
+
+
+_forks = 0
+"""How often this process was forked."""
+
+
+def _note_fork() -> None:
+    global _forks  # noqa: PLW0603 - of the process
+    _forks += 1
+
+
+os.register_at_fork(before=_note_fork)
 
 
 def _populate(mapped: mmap.mmap) -> None:
@@ -169,7 +183,7 @@ class PartReader:
         self._memory = np.frombuffer(mapped[1], np.uint8) if mapped is not None else None
         # The last array to go says that the memory may be used again.
         owner: Any = self._memory if self._memory is not None else self
-        weakref.finalize(owner, connection.ended, key)
+        weakref.finalize(owner, connection.ended, key, _forks)
 
     def view(self, offset: int, nbytes: int) -> Bytes:
         """Return a piece of the memory to copy or check at once, while this object lives.

@@ -169,7 +169,8 @@ class RoleWorker:
 
     def _has_loaded(self, step: int) -> None:
         self._loaded(step)
-        self.resumed(step)
+        if self.pid == os.getpid():  # what a fork loads is not where this process goes on
+            self.resumed(step)
 
 
 def step_number(what: str, value: Any) -> int:
