@@ -7,7 +7,8 @@
 ``Optimizer.step``                   does nothing while a rank replays
 ``AveragedModel``                    a returning rank takes that of the others
 normalization layers                 it takes their running statistics, also outside of models
-``torch.save`` and ``safetensors``   write no files while a rank replays; see `unwritten`
+``torch.save`` and ``safetensors``   write no files while a rank replays
+``open``, ``os``, ``shutil``         change no files meanwhile; see `unwritten`
 ``torch.load`` and ``safetensors``   the files that a returning rank loads are noted
 ``GradScaler``                       looks for no overflow while a rank replays
 ``ReduceLROnPlateau``                counts no losses while a rank replays
@@ -30,10 +31,10 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dlrover import config, launched
+from dlrover import launched
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 from dlrover.training.replicas import engines, sharded
-from dlrover.training.replicas.unwritten import Unwritten
+from dlrover.training.replicas.unwritten import Unwritten, is_cached
 from dlrover.training.worker.imports import after_import
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ _running: list[Unchanged] = []
 _loaded: dict[str, float] = {}
 """The files that a program that is started again has loaded, and when they were written."""
 _unwritten = Unwritten(lambda: bool(_running) and _running[0].replaying)
-"""The files that a rank does not write on its way."""
+"""The files that a rank leaves as they are on its way."""
 _norms: list[weakref.ref[Any]] = []
 """The program's normalization layers, in the order of their making."""
 _schedules: list[weakref.ref[Any]] = []
@@ -74,6 +75,10 @@ def install() -> None:
     after_import("torch.distributed.algorithms.model_averaging.averagers", _refuse_averagers)
     after_import("torch.nn.modules.batchnorm", _watch_norms)
     after_import("torch.serialization", functools.partial(_mute, names=("save",), package="torch"))
+    after_import(
+        "torch.jit._serialization", functools.partial(_mute, names=("save",), package="torch.jit")
+    )
+    after_import("torch.jit._script", _mute_scripts)
     after_import("safetensors.torch", functools.partial(_mute, names=("save_file",)))
     if launched.given.attempt:
         _unwritten.install()
@@ -131,6 +136,7 @@ def _watch_groups(module: Any) -> None:
         given = launched.given
         if not _running:
             _running.append(unchanged.Unchanged(open_link(), given, _loaded, _norms, _schedules))
+            _running[0].joined = _unwritten.end
             launched.survival = _running[0]
             managed.register(_running[0])
             for name, early in _early:
@@ -440,6 +446,11 @@ def _mute(module: types.ModuleType, names: tuple[str, ...], package: str = "") -
         _replace(module, package, original, _writes_no_file(original))
 
 
+def _mute_scripts(module: Any) -> None:
+    cls = module.RecursiveScriptModule
+    cls.save = _writes_no_file(cls.save)
+
+
 def _writes_no_file(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that writes to memory only while this rank replays."""
 
@@ -447,7 +458,6 @@ def _writes_no_file(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         file = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
         if _running and _running[0].replaying and not isinstance(file, io.BytesIO):
-            _unwritten.add(file)
             return None
         return function(*args, **kwargs)
 
@@ -470,16 +480,8 @@ def _note(module: types.ModuleType, name: str, package: str = "") -> None:
 
 def _note_file(path: Any) -> None:
     with contextlib.suppress(OSError, TypeError, ValueError):  # no file of this machine
-        if not _is_fetched(path):
+        if not is_cached(path):
             _loaded[str(path)] = os.stat(path).st_mtime
-
-
-def _is_fetched(path: Any) -> bool:
-    """Return whether a file is in a cache of downloads, which a new machine fills when the program starts."""
-    environ = config.environ()
-    homes = [environ.get(name, "") for name in ("TORCH_HOME", "HF_HOME", "XDG_CACHE_HOME")]
-    homes = [os.path.realpath(home) for home in (*homes, os.path.expanduser("~/.cache")) if home]
-    return any(os.path.realpath(path).startswith(home + os.sep) for home in homes)
 
 
 def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import mmap
 import time
 import weakref
 import zlib
@@ -47,6 +48,9 @@ MOST_SKIPPED = 100
 class Unchanged:
     """One rank of an unchanged program."""
 
+    joined: Callable[[], None] = staticmethod(lambda: None)
+    """Called when this rank has come to the others."""
+
     def __init__(
         self,
         link: Link,
@@ -60,8 +64,8 @@ class Unchanged:
         ``norms`` return the program's normalization layers, or None for those that it has dropped; ``schedules`` those of
         learning rates.
         """
+        self._way = mmap.mmap(-1, 1)  # processes that the program forks on the way see its end, too
         self.replaying = given.attempt > 0
-        """True while this rank runs the program without its model."""
         self.steps = 0
         """Steps of the program's optimizer that counts in this round, made or skipped."""
         self._optimizer = CountedOptimizer()
@@ -105,6 +109,15 @@ class Unchanged:
         self._asked = self._local = self._midway = False
         self._aim, self._left = 0, math.inf
         self.outputs = Outputs()
+
+    @property
+    def replaying(self) -> bool:
+        """True while this rank runs the program without its model."""
+        return bool(self._way[0])
+
+    @replaying.setter
+    def replaying(self, value: bool) -> None:
+        self._way[0] = value
 
     @property
     def saves(self) -> bool:
@@ -466,6 +479,7 @@ class Unchanged:
                 self.replaying = False
                 self._others = BEGUN + 1
                 self.outputs.clear()
+                self.joined()
                 logger.info("Rank %d trains from step %d", self._given.rank, self.steps)
                 return
         if self._reductions > reductions:
