@@ -58,7 +58,11 @@ class Ranges:
         if start >= stop:
             return
         starts, stops = self._starts, self._stops
-        first, last = bisect_right(stops, start), bisect_left(starts, stop)
+        first = bisect_right(stops, start)
+        if first < len(starts) and starts[first] == start and stops[first] > stop:
+            starts[first] = stop  # the usual case
+            return
+        last = bisect_left(starts, stop)
         if first >= last:
             return
         left, right = starts[first], stops[last - 1]
