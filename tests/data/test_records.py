@@ -180,6 +180,37 @@ def test_the_state_of_another_data_set_is_refused(read, change, message) -> None
         read(**change).load_state_dict(read().state_dict())
 
 
+def test_a_second_data_set_of_a_name_is_refused_in_a_job(read, monkeypatch) -> None:
+    """The master would take both for one: each would get what is left of the other."""
+    master = LocalService()
+    monkeypatch.setattr(services, "connect", lambda: master)
+    monkeypatch.setattr(launched, "given", launched.Given(relay="a master"))
+    monkeypatch.setattr(records, "_OPENED", {})
+    taken = r"already opened a data set with the name data; make it once, with epochs= .* name=\.$"
+    first = read()
+    next(iter(first))
+    for other in (read(), read(range(50))):
+        with pytest.raises(ConfigurationError, match=taken):
+            list(other)
+    state = first.state_dict()
+    first.close()
+    with pytest.raises(ConfigurationError, match=taken):
+        list(read())
+    again = read()
+    again.load_state_dict(state)
+    assert list(again) == list(range(1, 100))
+    assert len(list(read(name="another"))) == 100
+
+
+def test_workers_that_describe_a_data_set_in_several_ways_are_at_fault(read, monkeypatch) -> None:
+    """The next start would fail in the same way."""
+    master = LocalService()
+    monkeypatch.setattr(services, "connect", lambda: master)
+    next(iter(read()))
+    with pytest.raises(ConfigurationError, match="has size 99 here and 100 for the first worker"):
+        list(read(range(99)))
+
+
 def test_one_state_of_several_is_refused(read) -> None:
     state = {**read().state_dict(), "world_size": 4}
     with pytest.raises(ConfigurationError, match="saved by 4 ranks, and the state of 1"):

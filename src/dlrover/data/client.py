@@ -529,10 +529,9 @@ class ShardClient:
             self._away_since = None
             if isinstance(reply, ShardReply):
                 return reply
-            refused = reply.refused if isinstance(reply, Unanswered) else ""
-            self._error = InfrastructureError(
-                refused or "The master's answer is not one about shards."
-            )
+            refused = reply if isinstance(reply, Unanswered) else Unanswered()
+            kind = ConfigurationError if refused.wrong else InfrastructureError
+            self._error = kind(refused.refused or "The master's answer is not one about shards.")
             self._changed.notify_all()
         return None
 

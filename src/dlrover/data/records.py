@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby, islice
@@ -33,6 +34,8 @@ LARGEST = 1000
 """Maximum number of samples in a shard, unless the shard size is set."""
 CALL_BITS = 20
 """Bits of an incarnation's number below that of the call of a restartable function."""
+_OPENED: dict[str, tuple[int, weakref.ref[Any], Incarnation]] = {}
+"""By name, the last data set that this process has opened: the call, itself, and its incarnation."""
 _LOADS = Counter[tuple[int, str]]()
 """Checkpoints that this process has restored, by call and dataset: each begins an incarnation of the job's readers."""
 
@@ -386,7 +389,24 @@ class Records(Generic[Sample_co]):
         # Each call of a restartable function begins anew, also in ranks whose process has restored nothing before.
         return Incarnation(launched.given.round, (launched.call << CALL_BITS) + self._loads)
 
+    def _refuse_another(self) -> None:
+        """Refuse a data set while this process has another one of its name: the master would take them for one."""
+        if not launched.given.relay:
+            return
+        name, mine = self._spec.name, self._incarnation
+        if name in _OPENED:
+            call, reference, incarnation = _OPENED[name]
+            other = reference()
+            in_use = call == launched.call and other is not None and not other._closed  # noqa: SLF001
+            if other is not self and (in_use or incarnation == mine):
+                raise ConfigurationError(
+                    f"This program has already opened a data set with the name {name}; make it once, with"
+                    " epochs= for several passes, or give each data set its own name=."
+                )
+        _OPENED[name] = launched.call, weakref.ref(self), mine
+
     def _open(self) -> ShardClient:
+        self._refuse_another()
         given = launched.given
         if given.survive and given.attempt and not launched.call:
             # What the others have learned from, it would take again on its way to them, or from them.
