@@ -17,8 +17,16 @@ from dlrover.spec.requests.shards import (
     LookShards,
     ShardReply,
     ShardRequest,
+    Span,
     TakeShards,
 )
+
+
+def claimed(client: ShardClient) -> list[Span]:
+    """What the training takes, all of it at once."""
+    spans = client.take()
+    assert all(client.claim(span) for span in spans)
+    return spans
 
 
 def test_what_is_done_is_told_though_the_stream_grows_at_the_same_moment() -> None:
@@ -27,7 +35,7 @@ def test_what_is_done_is_told_though_the_stream_grows_at_the_same_moment() -> No
     client = ShardClient(spec, service, 0, Incarnation())
     try:
         client.extend((10,))
-        spans = client.take()
+        spans = claimed(client)
         with client._changed:  # the client's thread sees both at once
             client.acknowledge(spans)
             client.extend((20,))
@@ -70,7 +78,7 @@ def test_who_has_to_wait_asks_for_more_unless_it_does_not_get_it_anyway(most, gr
         DataSpec(name="data", size=100, shard=1), service, 0, Incarnation(), ahead=0
     )
     try:
-        while spans := client.take():
+        while spans := claimed(client):
             client.acknowledge(spans)
     finally:
         client.close()
@@ -83,7 +91,7 @@ def test_a_loop_that_ends_takes_nothing_into_the_next() -> None:
     spec = DataSpec(name="data", size=4, shard=1, epochs=2)
     client = ShardClient(spec, service, 0, Incarnation(), ahead=0)
     try:
-        while spans := client.take():
+        while spans := claimed(client):
             client.acknowledge(spans)
         end = time.monotonic() + 5
         while service.requests[-1].epoch == 0:
@@ -139,7 +147,7 @@ def test_the_timeout_is_counted_from_the_request(monkeypatch, late, has_them) ->
     spec = DataSpec(name="data", size=9, shard=1, timeout=10.0)
     client = ShardClient(spec, service, 0, Incarnation())
     try:
-        client.acknowledge(client.take())
+        client.acknowledge(claimed(client))
         if has_them:
             assert client.acknowledged()
         else:

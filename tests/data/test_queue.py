@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover.data.machine.datasets import Shards
-from dlrover.data.machine.queue import Answer, ReportSkipped
+from dlrover.data.machine.queue import Answer, Command, ReportSkipped
 from dlrover.data.machine.spans import Spans
 from dlrover.data.machine.state import RankData, merged
-from dlrover.errors import ProtocolError
+from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.requests.shards import (
     DataSpec,
@@ -317,13 +317,17 @@ def opened(spec: DataSpec, *workers: str) -> Shards:
     return shards
 
 
+def answer(commands: list[Command]) -> ShardReply:
+    return next(c.reply for c in commands if isinstance(c, Answer))
+
+
 def take(
     shards: Shards, worker: str, seq: int, want: int = 1, now: float = 0.0, **more
 ) -> ShardReply:
     request = TakeShards("data", worker, Incarnation(1), seq, want=want, **more)
     commands = shards.handle(request, now)
     shards.validate()
-    return next(c.reply for c in commands if isinstance(c, Answer))
+    return answer(commands)
 
 
 def test_shards_that_follow_each_other_are_one_span() -> None:
@@ -472,6 +476,27 @@ def test_what_was_not_taken_cannot_be_reported(reported) -> None:
     assert take(shards, "a", 2, acknowledged=(Span(0, 0, 10),)).acknowledged == 10
 
 
+def test_no_request_takes_longer_after_many_epochs() -> None:
+    spec = DataSpec(name="data", size=4, shard=4, epochs=0)
+    shards, last = opened(spec, "a"), ShardReply()
+    for epoch in range(3000):
+        request = TakeShards(
+            "data", "a", Incarnation(1), epoch, epoch, 1, last.spans, starving=True
+        )
+        last = answer(shards.handle(request, 0.0))
+        assert last.spans == (Span(epoch, 0, 4),)
+    shards.validate()
+    queue = shards.queues["data"]
+    assert len(queue.partitions) <= 2
+    assert len(queue.workers["a"].held.partitions) <= 2
+    look = answer(shards.handle(LookShards("data"), 0.0))
+    assert (look.epoch, look.leased, queue.finished) == (3000, 0, 2999)
+    done = Spans([Span(epoch, 0, 4) for epoch in range(2999)]).packed()
+    again = answer(shards.handle(OpenShards(spec, "b", Incarnation(2), done), 0.0))
+    assert again.epoch == 2999
+    assert not queue.partitions
+
+
 def test_an_epoch_far_ahead_is_refused() -> None:
     """The master would make all earlier ones, for as long as it lives."""
     shards = opened(DataSpec(name="data", size=100, shard=10, epochs=0), "a")
@@ -543,7 +568,7 @@ def test_a_shard_that_workers_die_of_is_left_out(size, begins) -> None:
 
 def test_all_workers_must_mean_the_same() -> None:
     shards = opened(DataSpec(name="data", size=100, shard=10), "a")
-    with pytest.raises(ProtocolError, match="has shard 20 here and 10 for the first"):
+    with pytest.raises(ConfigurationError, match="has shard 20 here and 10 for the first"):
         shards.handle(
             OpenShards(DataSpec(name="data", size=100, shard=20), "b", Incarnation(1)), 0.0
         )

@@ -102,6 +102,63 @@ def test_one_object_can_be_rolled_back(read) -> None:
     assert [*head, *data] == list(range(100))
 
 
+def test_a_loop_goes_on_from_the_checkpoint_that_is_restored_within_it(read) -> None:
+    data = read(epochs=2, shard=10)
+    learned: list[int] = []
+    state, then, restores = data.state_dict(), list(learned), 2
+    for _ in data.until_end():
+        for sample in data:
+            learned.append(sample)
+            if len(learned) == 55:
+                state, then = data.state_dict(), list(learned)
+            elif len(learned) == 120 and restores:
+                restores -= 1
+                data.load_state_dict(state)
+                learned = list(then)
+                if restores:
+                    break
+    assert learned == [*range(100), *range(100)]
+
+
+def test_a_loop_within_a_loop_reads_the_rest_of_one_epoch(read) -> None:
+    data = read(epochs=2, shard=10)
+    seen = []
+    for sample in data:
+        seen += [sample, *data]
+    assert seen == list(range(100))
+    assert data.epoch == 1
+
+
+def test_a_loop_that_is_left_behind_keeps_nothing_from_the_next(read) -> None:
+    data = read(shard=50)
+    loops = [iter(data) for _ in range(3)]
+    seen = [next(loop) for _ in range(4) for loop in loops]
+    assert [*seen, *data] == list(range(100))
+    assert [list(loop) for loop in loops] == [[], [], []]
+    assert data.epoch == 1
+
+
+def test_threads_that_share_a_data_set_miss_no_epoch(read) -> None:
+    data = read(epochs=3, shard=10)
+    seen: list[int] = []
+    threads = [threading.Thread(target=lambda: seen.extend(everything(data))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert Counter(seen) == dict.fromkeys(range(100), 3)
+    assert data.epoch == 3
+
+
+def test_samples_from_before_a_restore_are_not_counted_after_it(read) -> None:
+    data = read()
+    ahead = data.read_ahead()
+    place, _ = next(ahead)
+    data.load_state_dict(data.state_dict())
+    with pytest.raises(ConfigurationError, match=r"loop that has ended; begin a new loop"):
+        data.acknowledge([place])
+
+
 def test_the_state_at_the_end_of_an_epoch_begins_the_next(read) -> None:
     data = read(epochs=2)
     list(data)
@@ -121,6 +178,37 @@ def test_the_state_at_the_end_of_an_epoch_begins_the_next(read) -> None:
 def test_the_state_of_another_data_set_is_refused(read, change, message) -> None:
     with pytest.raises(ConfigurationError, match=message):
         read(**change).load_state_dict(read().state_dict())
+
+
+def test_a_second_data_set_of_a_name_is_refused_in_a_job(read, monkeypatch) -> None:
+    """The master would take both for one: each would get what is left of the other."""
+    master = LocalService()
+    monkeypatch.setattr(services, "connect", lambda: master)
+    monkeypatch.setattr(launched, "given", launched.Given(relay="a master"))
+    monkeypatch.setattr(records, "_OPENED", {})
+    taken = r"already opened a data set with the name data; make it once, with epochs= .* name=\.$"
+    first = read()
+    next(iter(first))
+    for other in (read(), read(range(50))):
+        with pytest.raises(ConfigurationError, match=taken):
+            list(other)
+    state = first.state_dict()
+    first.close()
+    with pytest.raises(ConfigurationError, match=taken):
+        list(read())
+    again = read()
+    again.load_state_dict(state)
+    assert list(again) == list(range(1, 100))
+    assert len(list(read(name="another"))) == 100
+
+
+def test_workers_that_describe_a_data_set_in_several_ways_are_at_fault(read, monkeypatch) -> None:
+    """The next start would fail in the same way."""
+    master = LocalService()
+    monkeypatch.setattr(services, "connect", lambda: master)
+    next(iter(read()))
+    with pytest.raises(ConfigurationError, match="has size 99 here and 100 for the first worker"):
+        list(read(range(99)))
 
 
 def test_one_state_of_several_is_refused(read) -> None:

@@ -61,7 +61,26 @@ def test_what_is_packed_is_unpacked(spans) -> None:
     assert Spans.unpacked(known.packed()) == known
 
 
-@pytest.mark.parametrize("data", [b"\x00", b"\x81\x00\x91\x01", b"\x81\x00\x92\xff\x01", b"\xc1"])
+def test_epochs_that_are_over_take_no_room_in_a_packed_set() -> None:
+    many = Spans([Span(number, 0, 10) for number in range(1, 300_000)])
+    ends = [Span(0, 3, 5), Span(300_000, 0, 4), Span(300_002, 0, 4)]
+    for span in ends:
+        many.add(span)
+    assert len(many.packed()) < 40
+    assert Spans.unpacked(many.packed()) == many
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x00",
+        b"\x81\x00\x91\x01",
+        b"\x81\x00\x92\xff\x01",
+        b"\x81\x00\x93\x00\x00\x01",
+        b"\x81\x00\x93\xce\xff\xff\xff\xff\x00\x01",
+        b"\xc1",
+    ],
+)
 def test_damaged_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         Spans.unpacked(data)

@@ -92,6 +92,38 @@ def test_a_loader_that_was_left_goes_on(read, num_workers: int) -> None:
 
 
 @LOADERS
+def test_loops_within_and_beside_loops_share_an_epoch(read, num_workers: int) -> None:
+    data = read(epochs=2)
+    loader = data.loader(16, num_workers=num_workers)
+    loops = [iter(loader), iter(data.loader(16, num_workers=num_workers)), iter(loader)]
+    seen = numbers(next(loop) for _ in range(2) for loop in loops)
+    seen += numbers(loader)
+    assert sorted(seen) == list(range(200))
+    assert [list(loop) for loop in loops] == [[], [], []]
+    assert data.epoch == 1
+
+
+@LOADERS
+def test_a_loader_goes_on_from_the_checkpoint_that_is_restored_in_its_loop(
+    read, num_workers: int
+) -> None:
+    data = read(epochs=2)
+    learned: list[int] = []
+    state, then, restores = data.state_dict(), list(learned), 2
+    for _ in data.until_end():
+        for batch in data.loader(16, num_workers=num_workers):
+            learned += numbers([batch])
+            if len(learned) == 64:
+                state, then = data.state_dict(), list(learned)
+            elif len(learned) == 128 and restores:
+                restores -= 1
+                data.load_state_dict(state)
+                learned = list(then)
+    assert not restores
+    assert Counter(learned) == dict.fromkeys(range(200), 2)
+
+
+@LOADERS
 def test_what_cannot_be_read_is_tried_again_and_left_out(read, num_workers: int) -> None:
     data = read(bad=BAD, attempts=2)
     found = numbers(data.loader(16, num_workers=num_workers))

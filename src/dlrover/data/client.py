@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dlrover._util import backoff
 from dlrover.data.machine.spans import Spans
 from dlrover.data.services import ShardService
-from dlrover.errors import InfrastructureError, UserCodeError
+from dlrover.errors import ConfigurationError, InfrastructureError, UserCodeError
 from dlrover.spec.requests import Unanswered
 from dlrover.spec.requests.shards import (
     MAX_ERROR,
@@ -87,7 +87,8 @@ class ShardClient:
         self._incarnation = incarnation
         self._changed = threading.Condition()
         # ---- _changed guards all of the following
-        self._acknowledged = Spans()
+        # claimed: neither acknowledged nor put back
+        self._acknowledged, self._claimed = Spans(), Spans()
         self._ready, self._lent = deque[Span](), deque[Span]()
         """Leased samples that are not taken yet, and taken samples that are not claimed yet."""
         self._ahead, self._fewest = 0, FEWEST
@@ -199,6 +200,7 @@ class ShardClient:
             self._lent.popleft()
             if span.stop < first.stop:
                 self._lent.appendleft(Span(span.partition, span.stop, first.stop))
+            self._claimed.add(span)
             self._moved_at = time.monotonic()
             return True
 
@@ -208,6 +210,12 @@ class ShardClient:
             self._ahead += _size(self._lent)
             self._ready.extendleft(reversed(self._lent))
             self._lent.clear()
+
+    def leave_all(self) -> None:
+        """Put all samples that were taken and are not acknowledged back to the front, for another loop."""
+        with self._changed:
+            self.leave_unclaimed()
+            self.put_back(list(self._claimed))
 
     def rest(self) -> None:
         """Pause until the next `take`; unclaimed samples become available to others."""
@@ -251,17 +259,28 @@ class ShardClient:
             self._changed.notify_all()
 
     def put_back(self, spans: Iterable[Span]) -> None:
-        """Put samples that did not reach the training back to the front."""
+        """Put claimed samples that did not reach the training back to the front; ignore others."""
         with self._changed:
             for span in reversed(list(spans)):
-                if span.start < span.stop:
+                if span.start < span.stop and self._claimed.covers(span):
+                    self._claimed.remove(span)
                     self._ready.appendleft(span)
                     self._ahead += span.stop - span.start
 
     def acknowledge(self, spans: Iterable[Span]) -> None:
-        """Mark samples as handed to the training."""
+        """Mark claimed samples as handed to the training.
+
+        Raises:
+            ConfigurationError: they were put back, or claimed before the last restore.
+        """
         with self._changed:
             for span in spans:
+                if not self._claimed.covers(span):
+                    raise ConfigurationError(
+                        f"Samples {span.start} to {span.stop} of partition {span.partition} of the data set"
+                        f" {self._spec.name} belong to a loop that has ended; begin a new loop after a restore."
+                    )
+                self._claimed.remove(span)
                 self._acknowledged.add(span)
                 self._unreported.add(span)
                 self._count += self._weight(span)
@@ -297,6 +316,7 @@ class ShardClient:
         """Note that a sample cannot be read."""
         failed = FailedSpan(Span(partition, position, position + 1), error[:MAX_ERROR])
         with self._changed:
+            self._claimed.remove(failed.span)
             self._failed.append(failed)
             self._unread -= 1
             self._exhausted = self._complete = self._between = False
@@ -509,10 +529,9 @@ class ShardClient:
             self._away_since = None
             if isinstance(reply, ShardReply):
                 return reply
-            refused = reply.refused if isinstance(reply, Unanswered) else ""
-            self._error = InfrastructureError(
-                refused or "The master's answer is not one about shards."
-            )
+            refused = reply if isinstance(reply, Unanswered) else Unanswered()
+            kind = ConfigurationError if refused.wrong else InfrastructureError
+            self._error = kind(refused.refused or "The master's answer is not one about shards.")
             self._changed.notify_all()
         return None
 

@@ -87,6 +87,9 @@ class BatchLoader:
         )
 
     def __iter__(self) -> Iterator[Any]:
+        return self._data.in_turns(self._epoch)
+
+    def _epoch(self) -> Generator[Any, None, None]:
         again = True
         while again:  # retry unreadable samples
             again = yield from self._pass()
@@ -94,7 +97,7 @@ class BatchLoader:
 
     def _pass(self) -> Generator[Any, None, bool]:
         """Read the available samples once; return True if some were unreadable."""
-        drawn = self._batches.drawn
+        drawn = self._batches.begin()
         some_failed = False
         try:
             for read in self._loader:
@@ -107,9 +110,7 @@ class BatchLoader:
                 if read.batch is not None:
                     yield read.batch
         finally:
-            self._batches.close()
-            self._data.put_back([part.span for batch in drawn for part in batch])
-            drawn.clear()
+            self._batches.end(drawn)
         return some_failed
 
     def _count(self, parts: Sequence[Part], failed: Mapping[int, str]) -> None:
@@ -129,15 +130,24 @@ class _Batches(Sampler[Sequence[Any]]):  # type: ignore[misc]  # torch is not ty
         self._data = data
         self._size = batch_size
         self._running: Generator[Sequence[Any], None, None] | None = None
-        self.drawn: deque[list[Part]] = deque()
-        """Batches that the training has not received yet, oldest first."""
+        self._drawn: deque[list[Part]] = deque()
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         self._running = self._draw()
         return self._running
 
-    def close(self) -> None:
-        """Stop drawing; keep the batches already drawn."""
+    def begin(self) -> deque[list[Part]]:
+        """Begin a pass; return the place of the batches that the training has not received yet, oldest first."""
+        self._stop()
+        self._drawn = deque()
+        return self._drawn
+
+    def end(self, drawn: deque[list[Part]]) -> None:
+        """Stop the drawing of a pass, if no other one has begun."""
+        if drawn is self._drawn:
+            self._stop()
+
+    def _stop(self) -> None:
         if self._running is not None:
             self._running.close()
             self._running = None
@@ -145,30 +155,25 @@ class _Batches(Sampler[Sequence[Any]]):  # type: ignore[misc]  # torch is not ty
     def _draw(self) -> Generator[Sequence[Any], None, None]:
         batch: list[Part] = []
         count = 0
-        rest: Part | None = None
         parts = self._data.parts()
         try:
             for part in parts:
-                rest = part
+                rest: Part | None = part
                 while rest is not None:
                     piece, rest = rest.cut(self._size - count)
                     batch.append(piece)
                     count += len(piece.items)
                     if count == self._size:
                         full, batch, count = batch, [], 0
-                        yield self._drawn(full)
+                        yield self._noted(full)
             if batch:
                 full, batch = batch, []
-                yield self._drawn(full)
+                yield self._noted(full)
         finally:
             parts.close()
-            if rest is not None:
-                batch.append(rest)
-            if batch:
-                self.drawn.append(batch)
 
-    def _drawn(self, batch: list[Part]) -> Sequence[Any]:
-        self.drawn.append(batch)
+    def _noted(self, batch: list[Part]) -> Sequence[Any]:
+        self._drawn.append(batch)
         self._data.note_reading(batch[0].span)
         if len(batch) == 1:
             return batch[0].items

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby, islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -24,6 +26,7 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.requests.shards import DataSpec, Incarnation, Span, data_key
 
 Sample_co = TypeVar("Sample_co", covariant=True)
+Item = TypeVar("Item")
 
 SHARDS = 1000
 """Minimum number of shards in a dataset, unless the shard size is set."""
@@ -31,6 +34,8 @@ LARGEST = 1000
 """Maximum number of samples in a shard, unless the shard size is set."""
 CALL_BITS = 20
 """Bits of an incarnation's number below that of the call of a restartable function."""
+_OPENED: dict[str, tuple[int, weakref.ref[Any], Incarnation]] = {}
+"""By name, the last data set that this process has opened: the call, itself, and its incarnation."""
 _LOADS = Counter[tuple[int, str]]()
 """Checkpoints that this process has restored, by call and dataset: each begins an incarnation of the job's readers."""
 
@@ -136,6 +141,9 @@ class Records(Generic[Sample_co]):
         self._closed = False
         self._base = b""
         self._loads = 0
+        self._reading = threading.RLock()
+        self._turn = 0
+        """Number of passes of loops that have begun."""
         self._readers: Readers | None = None
         self._orders: dict[int, order.Order] = {}
         self.epoch = 0
@@ -144,23 +152,65 @@ class Records(Generic[Sample_co]):
     # ---- reading
 
     def __iter__(self) -> Iterator[Sample_co]:
+        return self.in_turns(self._pass)
+
+    def _pass(self) -> Generator[Sample_co, None, None]:
         for place, sample in self.read_ahead():
             self.acknowledge([place])
             yield sample
         self.end_epoch()
 
+    def in_turns(
+        self, begin: Callable[[], Generator[Item, None, None]]
+    ) -> Generator[Item, None, None]:
+        """Yield what a pass over the rest of the epoch yields, beside other such loops and restores.
+
+        One loop reads at a time: it gets what the one before has read ahead. A loop whose turn was another's, as after
+        a loop within it, begins another pass. So does a loop in which the data set is restored, in the epoch that
+        the checkpoint has.
+
+        Args:
+            begin: begins a pass; what the pass does not `acknowledge` is read again. It ends with `end_epoch`.
+        """
+        self._opened()
+        passing: Generator[Item, None, None] | None = None
+        turn, loads, epoch = 0, self._loads, self.epoch
+        try:
+            while True:
+                with self._reading:
+                    if passing is None or (turn, loads) != (self._turn, self._loads):
+                        if loads == self._loads and epoch != self.epoch:
+                            return  # another loop has read the rest
+                        self.leave_all()
+                        if passing is not None:
+                            passing.close()
+                        self._opened()
+                        self._turn += 1
+                        turn, loads, epoch = self._turn, self._loads, self.epoch
+                        passing = begin()
+                    try:
+                        item = next(passing)
+                    except StopIteration:
+                        return
+                yield item
+        finally:
+            with self._reading:
+                if passing is not None:
+                    passing.close()
+                if (turn, loads) == (self._turn, self._loads):
+                    self.leave_all()
+
     def read_ahead(self) -> Iterator[tuple[Span, Sample_co]]:
         """Yield the rest of the epoch as places and samples; a sample counts only after `acknowledge`.
 
-        For readers that read ahead of the training. They `put_back` samples that did not reach the training,
+        For readers that read ahead of the training. They `leave_all` samples that did not reach the training,
         and call `end_epoch` after the last one that did.
         """
-        parts, left = self.parts(), Span(0, 0, 0)
+        parts = self.parts()
         try:
             for part in parts:
                 shard = -1
                 for place, item in part.places():
-                    left = Span(place.partition, place.stop, part.span.stop)
                     if place.start // self._spec.shard != shard:
                         shard = place.start // self._spec.shard
                         self.note_reading(place)
@@ -172,7 +222,6 @@ class Records(Generic[Sample_co]):
                     yield place, sample
         finally:
             parts.close()
-            self.put_back([left])
 
     def acknowledge(self, places: Iterable[Span]) -> None:
         """Acknowledge samples: they have been handed to the training."""
@@ -189,6 +238,13 @@ class Records(Generic[Sample_co]):
         if self._stream is not None:
             self._stream.put_back(len(known))
 
+    def leave_all(self) -> None:
+        """Put back all samples that were read and are not acknowledged."""
+        if self._client is not None:
+            self._client.leave_all()
+        if self._stream is not None:
+            self._stream.leave_all()
+
     def end_epoch(self) -> None:
         """Note that the training has all of this worker's samples of the epoch."""
         if self._stream is None:
@@ -198,10 +254,11 @@ class Records(Generic[Sample_co]):
         """Yield the remaining epochs, for ``for epoch in data.until_end(): for sample in data: ...``."""
         self._opened()
         while not self._spec.epochs or self.epoch < self._spec.epochs:
-            epoch = self.epoch
+            epoch, loads = self.epoch, self._loads
             yield epoch
-            if self.epoch == epoch:
+            if (self.epoch, self._loads) == (epoch, loads):
                 return  # the epoch was not read to its end
+            self._opened()  # after a restore: the epoch to go on with
 
     def record(self, epoch: int, position: int) -> int:
         """Return the number, in the source, of the record at a position of an epoch."""
@@ -304,8 +361,11 @@ class Records(Generic[Sample_co]):
         if self._closed:
             raise ConfigurationError(f"The data set {self._spec.name} was closed; make another.")
         if self._client is None:
-            self._client = self._open()
-            self.epoch = max(self.epoch, self._client.first_epoch)
+            with self._reading:
+                if self._client is None:
+                    client = self._open()
+                    self.epoch = max(self.epoch, client.first_epoch)
+                    self._client = client
         return self._client
 
     @property
@@ -329,7 +389,24 @@ class Records(Generic[Sample_co]):
         # Each call of a restartable function begins anew, also in ranks whose process has restored nothing before.
         return Incarnation(launched.given.round, (launched.call << CALL_BITS) + self._loads)
 
+    def _refuse_another(self) -> None:
+        """Refuse a data set while this process has another one of its name: the master would take them for one."""
+        if not launched.given.relay:
+            return
+        name, mine = self._spec.name, self._incarnation
+        if name in _OPENED:
+            call, reference, incarnation = _OPENED[name]
+            other = reference()
+            in_use = call == launched.call and other is not None and not other._closed  # noqa: SLF001
+            if other is not self and (in_use or incarnation == mine):
+                raise ConfigurationError(
+                    f"This program has already opened a data set with the name {name}; make it once, with"
+                    " epochs= for several passes, or give each data set its own name=."
+                )
+        _OPENED[name] = launched.call, weakref.ref(self), mine
+
     def _open(self) -> ShardClient:
+        self._refuse_another()
         given = launched.given
         if given.survive and given.attempt and not launched.call:
             # What the others have learned from, it would take again on its way to them, or from them.

@@ -41,8 +41,8 @@ class LocalService:
         with self._lock:
             try:
                 commands = self._shards.handle(request, time.monotonic())
-            except ProtocolError as error:
-                return Unanswered(refused=str(error))
+            except (ProtocolError, ConfigurationError) as error:
+                return Unanswered(refused=str(error), wrong=isinstance(error, ConfigurationError))
         return next(command.reply for command in commands if isinstance(command, Answer))
 
     def another(self) -> LocalService:

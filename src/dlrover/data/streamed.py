@@ -90,6 +90,11 @@ class StreamReader:
         if self._quota is not None:
             self._quota.acknowledge(count)
 
+    def leave_all(self) -> None:
+        """Note that no sample that was read and is not acknowledged reached the training."""
+        if self._quota is not None:
+            self._quota.leave_all()
+
     def put_back(self, count: int) -> None:
         """Note that ``count`` samples were read and did not reach the training."""
         if self._quota is not None:
@@ -208,6 +213,10 @@ class Quota:
     def put_back(self, count: int) -> None:
         """Return the tickets of ``count`` samples that did not reach the training."""
         self._client.put_back([self._used() for _ in range(count)])
+
+    def leave_all(self) -> None:
+        """Return the tickets of all samples that did not reach the training."""
+        self.put_back(len(self._drawn))
 
     def _used(self) -> Span:
         at = self._drawn.popleft()

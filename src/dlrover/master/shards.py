@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from dlrover.data.machine.datasets import Shards
 from dlrover.data.machine.queue import Answer, Command, ReportSkipped
-from dlrover.errors import ProtocolError
+from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.master.machine import inputs
 from dlrover.spec.events import Event, EventBody, SamplesSkipped, WorkerFailed
 from dlrover.spec.failure import Failure
@@ -63,8 +63,8 @@ class ShardsService:
         """
         try:
             commands = self.shards.handle(request, now)
-        except ProtocolError as error:
-            return Unanswered(refused=str(error))
+        except (ProtocolError, ConfigurationError) as error:
+            return Unanswered(refused=str(error), wrong=isinstance(error, ConfigurationError))
         except Exception as error:
             logger.exception("The master cannot handle a request of a worker: %.1000r", request)
             return Unanswered(refused=f"The master cannot handle the request: {error!r}.")

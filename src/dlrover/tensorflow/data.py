@@ -87,7 +87,7 @@ class _Reading:
         finally:
             if not self._over:  # the training left the loop early
                 with self._lock:
-                    self._records.put_back(self._ahead)
+                    self._records.leave_all()
                     self._ahead.clear()
 
     def counted(self, places: tf.Tensor, sample: Any) -> Any:

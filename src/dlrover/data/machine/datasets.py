@@ -32,6 +32,7 @@ class Shards:
 
         Raises:
             ProtocolError: the request contradicts the known state; nothing has changed.
+            ConfigurationError: the worker describes the dataset in another way than the first worker.
         """
         if isinstance(event, ForgetWorker):
             commands: list[Command] = [Answer(ShardReply())]

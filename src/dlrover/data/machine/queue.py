@@ -17,7 +17,7 @@ import msgspec
 
 from dlrover.data.machine.partition import Partition, epoch_size, partitions_of
 from dlrover.data.machine.spans import Spans
-from dlrover.errors import ProtocolError
+from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.spec.requests.shards import (
     DataSpec,
     ExtendShards,
@@ -100,6 +100,8 @@ class ShardQueue:
     first_epoch: int = 0
     #: time of the last request
     last: float = 0.0
+    #: all samples of lower epochs are acknowledged, without a partition here, or are acknowledged or skipped
+    finished: int = 0
     _next_partition: int = 0
     _out: list[Command] = field(default_factory=list, compare=False)
 
@@ -115,6 +117,7 @@ class ShardQueue:
 
         Raises:
             ProtocolError: the request contradicts the known state; nothing has changed.
+            ConfigurationError: the worker describes the dataset in another way than the first worker.
         """
         self._out = []
         if isinstance(event, LookShards):  # it changes nothing, so it is not journalled
@@ -141,7 +144,7 @@ class ShardQueue:
         if event.incarnation > self.incarnation:
             self._begin(event)
         if self._settled(event.spec) != self.spec:
-            raise ProtocolError(_different(event.spec, self.spec))
+            raise ConfigurationError(_different(event.spec, self.spec))
         if event.acknowledged != self.base:
             raise ProtocolError(
                 f"Worker {event.worker} has restored another checkpoint of the data set {self.spec.name} "
@@ -174,7 +177,8 @@ class ShardQueue:
                 partitions[place.partition] = Partition(0, epoch_size(spec))
             partitions[place.partition].leave_out(place.start, place.stop)
         self.skipped = list(self.deadly)
-        self._next_partition = 0
+        self._next_partition, self.finished = 0, 0
+        self._finish_epochs()
         self.first_epoch = 0 if self.is_stream else self._first_open_epoch()
 
     def _take(self, event: TakeShards, now: float) -> None:
@@ -202,6 +206,7 @@ class ShardQueue:
             self.partitions[span.partition].give_back(span.start, span.stop)
         if event.gap is not None and self.is_stream:
             self.partitions[event.gap.partition].leave_empty(event.gap.start, event.gap.stop)
+        self._finish_epochs()
         self._expire(now)
         spans = self._lease(worker, event)
         worker.starves = event.starving and not spans
@@ -218,7 +223,7 @@ class ShardQueue:
             raise ProtocolError(
                 f"The data set {event.data} has no partition {event.gap.partition}."
             )
-        last = max(self.partitions, default=-1) + MAX_AHEAD
+        last = max([self.finished - 1, *self.partitions]) + MAX_AHEAD
         if not self.is_stream and self._is_dealt(event.epoch) and event.epoch > last:
             raise ProtocolError(
                 f"Worker {event.worker} reads epoch {event.epoch} of the data set {event.data}; epochs up to {last}"
@@ -302,11 +307,7 @@ class ShardQueue:
     def _look(self) -> None:
         epoch = 0 if self.is_stream else self._first_open_epoch()
         reply = self._reply(epoch, ())
-        known = Spans()
-        known.partitions = {n: partition.acknowledged for n, partition in self.partitions.items()}
-        self._answer(
-            msgspec.structs.replace(reply, skipped=tuple(self.skipped), packed=known.packed())
-        )
+        self._answer(msgspec.structs.replace(reply, skipped=tuple(self.skipped)))
 
     def forgive(self, now: float) -> None:
         """Restart the silence timeouts, because the master was down or stopped until ``now``.
@@ -363,14 +364,22 @@ class ShardQueue:
         earliest = min((worker.epoch for worker in self.workers.values()), default=epoch)
         return [n for n in sorted(self.partitions) if n == epoch or n < min(earliest, epoch)]
 
-    def _make_epoch(self, number: int) -> Partition:
-        for earlier in range(number + 1):
+    def _make_epoch(self, number: int) -> None:
+        for earlier in range(self.finished, number + 1):
             if earlier not in self.partitions:
                 self.partitions[earlier] = Partition(0, epoch_size(self.spec))
-        return self.partitions[number]
+
+    def _finish_epochs(self) -> None:
+        """Keep no partitions of epochs that are over, so that no request takes longer after many epochs."""
+        while not self.is_stream and (partition := self.partitions.get(self.finished)) is not None:
+            if not partition.complete:
+                return
+            if not partition.skipped:
+                del self.partitions[self.finished]
+            self.finished += 1
 
     def _first_open_epoch(self) -> int:
-        number = 0
+        number = self.finished
         while number in self.partitions and self.partitions[number].exhausted:
             number += 1
         return number
@@ -391,7 +400,8 @@ class ShardQueue:
             of = [self.partitions[n] for n in sorted(self.partitions) if n <= epoch]
             readable = [self.partitions[n] for n in self._readable(epoch)]
             last = self.partitions.get(epoch)
-            acknowledged = last.acknowledged.count if last else 0
+            over = epoch_size(self.spec) if epoch < self.finished else 0
+            acknowledged = last.acknowledged.count if last else over
             leased = last.leased.count if last else 0
         exhausted = all(partition.exhausted for partition in readable)
         complete = all(partition.complete for partition in of)
@@ -420,6 +430,9 @@ class ShardQueue:
             partition.validate()
             assert partition.leased == held.of(number), "leased samples without a worker"
         assert not self.dropped & self.workers.keys()
+        assert all(
+            p.complete and p.skipped for n, p in self.partitions.items() if n < self.finished
+        )
         assert all(0 < count < self.spec.attempts for count in self.tries.values())
 
 
@@ -439,7 +452,7 @@ def _different(spec: DataSpec, first: DataSpec) -> str:
         mine, theirs = getattr(spec, field_), getattr(first, field_)
         if mine != theirs:
             return (
-                f"The data set {spec.name} has {field_} {mine!r} here and {theirs!r} for the first worker; "
-                "all must give the same."
+                f"The data set {spec.name} has {field_} {mine!r} here and {theirs!r} for the first worker; all must"
+                " give the same, and another data set another name=."
             )
     return ""

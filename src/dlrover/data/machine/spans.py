@@ -12,6 +12,9 @@ from dlrover._util import decoding
 from dlrover.errors import ProtocolError
 from dlrover.spec.requests.shards import Span
 
+MAX_UNPACKED = 10_000_000
+"""Maximum numbers in a packed set, those of consecutive partitions with the same samples counted for each."""
+
 
 class Ranges:
     """A set of integers. Adding next to the last addition takes constant time."""
@@ -58,7 +61,11 @@ class Ranges:
         if start >= stop:
             return
         starts, stops = self._starts, self._stops
-        first, last = bisect_right(stops, start), bisect_left(starts, stop)
+        first = bisect_right(stops, start)
+        if first < len(starts) and starts[first] == start and stops[first] > stop:
+            starts[first] = stop  # the usual case
+            return
+        last = bisect_left(starts, stop)
         if first >= last:
             return
         left, right = starts[first], stops[last - 1]
@@ -131,26 +138,42 @@ class Spans:
 
     def remove(self, span: Span) -> None:
         """Remove samples."""
-        self.of(span.partition).remove(span.start, span.stop)
+        found = self.partitions.get(span.partition)
+        if found is not None:
+            found.remove(span.start, span.stop)
+            if not found:
+                del self.partitions[span.partition]
 
     def covers(self, span: Span) -> bool:
         """Return whether all of the samples are in the set."""
-        return self.of(span.partition).covers(span.start, span.stop)
+        found = self.partitions.get(span.partition)
+        return span.start >= span.stop if found is None else found.covers(span.start, span.stop)
 
     def meets(self, span: Span) -> bool:
         """Return whether any of the samples is in the set."""
-        return self.of(span.partition).meets(span.start, span.stop)
+        found = self.partitions.get(span.partition)
+        return found is not None and found.meets(span.start, span.stop)
 
     def packed(self) -> bytes:
-        """Return the set as bytes: by partition, alternating lengths of gaps and ranges. A shard takes 2 to 6."""
+        """Return the set as bytes: by partition, alternating lengths of gaps and ranges. A shard takes 2 to 6.
+
+        Consecutive partitions with the same samples are one, with their number before the lengths.
+        """
         partitions: dict[int, list[int]] = {}
+        first, end, before = 0, -1, list[int]()
         for partition in sorted(self.partitions):
             numbers, last = [], 0
             for start, stop in self.partitions[partition]:
                 numbers += [start - last, stop - start]
                 last = stop
-            if numbers:
+            if not numbers:
+                continue
+            if partition == end and numbers == before:
+                partitions[first] = [partition + 1 - first, *numbers]
+            else:
+                first, before = partition, numbers
                 partitions[partition] = numbers
+            end = partition + 1
         return msgspec.msgpack.encode(partitions)
 
     @classmethod
@@ -163,19 +186,25 @@ class Spans:
         found = cls()
         if not data:
             return found
+        total = 0
         try:
             partitions = decoding.msgpack(data, dict[int, list[int]])
         except msgspec.DecodeError as error:
             raise ProtocolError(f"A set of samples cannot be read: {error}.") from error
         for partition, numbers in partitions.items():
-            if partition < 0 or len(numbers) % 2 or min(numbers, default=0) < 0:
+            repeated = len(numbers) % 2
+            count = numbers.pop(0) if repeated else 1
+            total += count * len(numbers)
+            wrong = partition < 0 or count < 1 or min(numbers, default=-repeated) < 0
+            if wrong or total > MAX_UNPACKED:
                 raise ProtocolError(
                     f"A set of samples has impossible spans in partition {partition}."
                 )
-            position, ranges = 0, found.of(partition)
-            for gap, length in zip(numbers[::2], numbers[1::2], strict=True):
-                ranges.add(position + gap, position + gap + length)
-                position += gap + length
+            for number in range(partition, partition + count):
+                position, ranges = 0, found.of(number)
+                for gap, length in zip(numbers[::2], numbers[1::2], strict=True):
+                    ranges.add(position + gap, position + gap + length)
+                    position += gap + length
         return found
 
 

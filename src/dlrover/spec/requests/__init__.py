@@ -26,6 +26,8 @@ class Unanswered(msgspec.Struct, frozen=True, array_like=True, tag="unanswered",
     """Why no master could be reached; ask again."""
     ended: bool = False
     """Whether it was refused because the job has ended."""
+    wrong: bool = False
+    """Whether it was refused because of the program, whose next start would be refused, too."""
 
 
 WorkerReply: TypeAlias = (
