@@ -337,3 +337,33 @@ def test_words_of_libraries_and_tools_are_known(text, cause, origin):
         failure = failed(FailureKind.EXIT, exit_code=1, stderr_tail=text)
     verdict = diagnose(failure)
     assert (verdict.cause, verdict.origin) == (cause, origin)
+
+
+ENDED = "rank 0 ended with exit code 0"
+RESET = "[pair.cc:537] Read error [127.0.0.1]:28071: Connection reset by peer."
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause"),
+    [
+        (failed(exception="RuntimeError", message=RESET, node_facts=(ENDED,)), "peer_ended"),
+        (failed(exception="RuntimeError", message=RESET), "peer_lost"),
+        (
+            failed(
+                FailureKind.SIGNAL,
+                signal=6,
+                stderr_tail="Watchdog caught collective operation timeout",
+                node_facts=(ENDED,),
+            ),
+            "peer_ended",
+        ),
+        (
+            failed(exception="RuntimeError", message=RESET, node_facts=(ENDED, xid(79))),
+            "device_lost",
+        ),
+        (failed(exception="KeyError", message="'x'", node_facts=(ENDED,)), "exception"),
+        (failed(FailureKind.SIGNAL, signal=9, node_facts=(ENDED,)), "killed"),
+    ],
+)
+def test_a_peer_that_ended_well_explains_a_lost_connection(failure: Failure, cause: str) -> None:
+    assert diagnose(failure).cause == cause

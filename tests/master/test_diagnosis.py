@@ -541,6 +541,41 @@ def test_a_program_that_ends_itself_is_not_ended_from_outside(
         assert crash.cause != "ended_itself"
 
 
+INTERRUPT = f"""Traceback (most recent call last):
+  File "{TRAIN}", line 7, in <module>
+    %s
+KeyboardInterrupt
+"""
+AGAIN = "\nDuring handling of the above exception, another exception occurred:\n\n"
+OWN_RAISE = INTERRUPT % 'if bad: raise KeyboardInterrupt("enough")'
+
+
+@pytest.mark.parametrize(
+    ("trace", "facts", "cause", "origin"),
+    [
+        (OWN_RAISE, {}, "exception", USER),
+        (INTERRUPT % "step()", {}, "interrupted", INFRASTRUCTURE),
+        (INTERRUPT % "assert step()", {}, "interrupted", INFRASTRUCTURE),
+        (INTERRUPT % "step()" + AGAIN + OWN_RAISE, {}, "interrupted", INFRASTRUCTURE),
+        (OWN_RAISE, {"handled_signal": 2}, "interrupted", INFRASTRUCTURE),
+        (OWN_RAISE.replace(TRAIN, LIBRARY), {}, "interrupted", INFRASTRUCTURE),
+        (OWN_RAISE, {"signal": 15}, "terminated", INFRASTRUCTURE),
+        ("", {}, "interrupted", INFRASTRUCTURE),
+    ],
+)
+def test_an_interrupt_that_the_program_raises_is_its_own(
+    trace: str, facts: dict[str, object], cause: str, origin: Origin
+) -> None:
+    facts = {"signal": 2, "exception": "KeyboardInterrupt", "traceback": trace} | facts
+    verdict = diagnose(failed(**facts))
+
+    assert (verdict.cause, verdict.origin) == (cause, origin)
+    if origin is USER:
+        assert verdict.title == "rank 1 raised KeyboardInterrupt on node 3"
+        assert verdict.advice.startswith("Correct the program at train.py:7")
+        assert not verdict.echo
+
+
 @pytest.mark.parametrize(
     ("facts", "cause"),
     [

@@ -19,7 +19,7 @@ from dlrover.master.machine.state import Phase
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.rpc.messages import CallToRound, Dismiss, Hello, Succeeded, Welcome
 from dlrover.spec import events
-from dlrover.spec.failure import FailureKind
+from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import Limits
 from dlrover.spec.node import LaunchNode, NodeStatus
 from tests.support.drivers import JobDriver
@@ -266,6 +266,23 @@ def test_echoes_without_a_cause_may_end_the_job():
     commands = job.join(0, 1, 2)
     assert kinds(commands) == [Dismiss] * 3 + [EndJob]
     assert commands[-1].outcome.failure.exception == "DistNetworkError"
+
+
+def test_a_node_that_has_ended_well_is_why_the_others_lose_it():
+    job = JobDriver.running()
+    lost = "[pair.cc:553] Connection closed by peer [10.0.0.1]:18825"
+    closed = ECHO | {"exception": "RuntimeError", "message": lost}
+    failure = Failure(id="1", node_id=1, rank=2, local_rank=0, round=1, **closed)
+    assert job.machine.recovery.admitted(failure).verdict.cause == "peer_lost"
+
+    job.give(Reported(0, Succeeded(1)))
+    report = job.machine.recovery.admitted(failure)
+    assert (report.verdict.cause, report.verdict.echo) == ("peer_ended", True)
+    assert report.verdict.evidence == "all ranks of node 0 ended with exit code 0"
+
+    job.give(report)
+    commands = job.join(0, 1, 2)
+    assert commands[-1].outcome.exit_code == ExitCode.USER_CODE
 
 
 def test_a_lost_node_may_end_the_job():

@@ -148,6 +148,20 @@ def test_the_first_failing_rank_is_explained(run, kind: str) -> None:
         assert re.search(expected.torchrun, root_cause)
 
 
+@pytest.mark.torch
+def test_a_rank_that_leaves_before_the_others_is_why_they_fail(run) -> None:
+    launch = run("--nproc-per-node=2", run.scripts / "leaves_early.py")
+    _, stderr = launch.end_with(ExitCode.USER_CODE)
+    expected = Expected(
+        title="rank 1 lost its peers, which had ended without an error",
+        fault=USER,
+        code=ExitCode.USER_CODE,
+        evidence="^rank 0 ended with exit code 0$",
+        next="Let all ranks call equal collectives",
+    )
+    check_screen(stderr, expected)
+
+
 def test_the_last_screen_is_there_as_json(run) -> None:
     launch = run("--output=json", "--nproc-per-node=2", run.scripts / "fails.py", "odd_name")
     stdout, _ = launch.end_with(ExitCode.USER_CODE)

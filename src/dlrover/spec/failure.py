@@ -22,6 +22,10 @@ FACT_LIMIT = 300
 """Characters of each fact."""
 
 
+ENDED_WELL = "ended with exit code 0"
+"""End of a fact about the node in a failure: other ranks had done so before."""
+
+
 def clip(text: str, limit: int = TEXT_LIMIT) -> str:
     """Cut ``text`` to ``limit`` characters: a quarter from its head, the rest from its tail.
 
@@ -91,7 +95,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     reading: tuple[int, int, int] | None = None
     """Shard that the worker read last: `data_key` of the dataset, partition and position."""
     node_facts: tuple[str, ...] = ()
-    """Lines about the node since the worker started: from the kernel's log, and about full disks.
+    """Lines about the node since the worker started: from the kernel's log, about full disks, and about ranks that
+    ended with exit code 0 before it.
 
     At most `FACTS_LIMIT` lines of at most `FACT_LIMIT` characters each.
     """

@@ -207,6 +207,19 @@ def test_own_abbreviations_work_where_torchrun_has_none():
     assert (args.network_check, args.job_dir, args.node_unit) == (True, "d", 2)
 
 
+@pytest.mark.parametrize("before", [[], ["-m"], ["--no-python"], ["--role", "trainer"]])
+@pytest.mark.parametrize(
+    "after", [["--n", "3"], ["--lo=x"], ["--m"], ["--role=r"], ["-m", "--help"]]
+)
+def test_options_after_the_program_are_the_programs(before, after):
+    args = build_parser({}).parse_args([*before, "train", "--", *after])
+    bare = build_parser({}).parse_args([*before, "train", *after])
+
+    assert (args.training_script, args.training_script_args) == ("train", after)
+    assert vars(bare) == vars(args)
+    assert bare.role == ("trainer" if "--role" in before else "default")
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as caught:
         parse(["--version"], {})

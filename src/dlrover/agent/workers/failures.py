@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,11 +16,15 @@ from dlrover._util import cgroup
 from dlrover.agent.workers.facts import NodeFacts
 from dlrover.agent.workers.logs import AttemptLogs
 from dlrover.agent.workers.zygotes import read_json
-from dlrover.spec.failure import OWN_ENDS, Failure, FailureKind
+from dlrover.spec.failure import ENDED_WELL, OWN_ENDS, Failure, FailureKind
 from dlrover.training.worker.progress import Board
 
 if TYPE_CHECKING:
     from dlrover.agent.workers.workers import Worker
+
+
+RANKS_NAMED = 8
+"""Ranks that a fact names; the others are only counted."""
 
 
 class FailureRecords:
@@ -42,9 +47,18 @@ class FailureRecords:
         self._facts.begin()
 
     def record(
-        self, worker: Worker, status: int, node_id: int, round_: int, logs: AttemptLogs
+        self,
+        worker: Worker,
+        status: int,
+        node_id: int,
+        round_: int,
+        logs: AttemptLogs,
+        ended_well: Sequence[int] = (),
     ) -> Failure:
-        """Return the record of a worker that ended with a wait status other than 0."""
+        """Return the record of a worker that ended with a wait status other than 0.
+
+        ``ended_well``: ranks that had ended with exit code 0 before.
+        """
         error = recorded_error(logs.error_file(worker.local_rank))
         signaled = os.WIFSIGNALED(status)
         kind = FailureKind.SIGNAL if signaled else FailureKind.EXIT
@@ -73,12 +87,23 @@ class FailureRecords:
             reading=self._board.reading(worker.local_rank),
             hostname=self._hostname,
             oom_killed=cgroup.oom_kills() > self._oom_kills,
-            node_facts=self._facts.gather(logs.directory, worker.pid if signaled else 0),
+            node_facts=(
+                *_about(ended_well),
+                *self._facts.gather(logs.directory, worker.pid if signaled else 0),
+            ),
         ).bounded()
 
     def close(self) -> None:
         """Look for facts no more."""
         self._facts.close()
+
+
+def _about(ended_well: Sequence[int]) -> list[str]:
+    ranks = (
+        f"rank{'s' if len(ended_well) > 1 else ''} {', '.join(map(str, ended_well[:RANKS_NAMED]))}"
+    )
+    more = f" and {len(ended_well) - RANKS_NAMED} more" if len(ended_well) > RANKS_NAMED else ""
+    return [f"{ranks}{more} {ENDED_WELL}"] if ended_well else []
 
 
 @dataclass(frozen=True)

@@ -258,8 +258,9 @@ class WorkerGroup:
         if status:
             assert self._world is not None
             assert self._logs is not None
+            ended_well = sorted(w.rank for w in self._workers.values() if w.status == 0)
             failure = self._failures.record(
-                worker, status, self.node_id, self._world.round, self._logs
+                worker, status, self.node_id, self._world.round, self._logs, ended_well
             )
         if failure is not None and start_problem:
             failure = msgspec.structs.replace(

@@ -65,7 +65,12 @@ class LaunchParser(argparse.ArgumentParser):
         unique: dict[str, Any] = {}
         for match in of_torchrun or matches:
             unique.setdefault(match[0].dest, match)
-        return list(unique.values())
+        if len(unique) < 2:
+            return list(unique.values())
+        names = ", ".join(match[1] for match in unique.values())
+        message = f"ambiguous option: {option_string} could match {names}"
+        _, *rest = next(iter(unique.values()))
+        return [(_Ambiguous(message), *rest)]
 
 
 class OptionGroup:
@@ -139,6 +144,21 @@ class _Set(argparse.Action):
     ) -> None:
         setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
         namespace.given |= {self.dest}
+
+
+class _Ambiguous(argparse.Action):
+    """Action of an abbreviation of several options.
+
+    argparse looks at every argument before it takes one, and those of the training program may look like such
+    an abbreviation: it is a mistake only if argparse takes it.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__([], argparse.SUPPRESS, nargs="?")
+        self._message = message
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.error(self._message)
 
 
 class _BadDefault:

@@ -30,6 +30,7 @@ UNKNOWN_CODE = -1
 """Exit code of a log whose program's exit code is unknown."""
 _UNCAUGHT_EXCEPTION = 1
 """The interpreter's exit code after it printed a traceback."""
+_INTERRUPT = "KeyboardInterrupt"
 
 
 def signal_name(number: int) -> str:
@@ -132,6 +133,8 @@ def _read_end(facts: Facts, failure: Failure) -> list[Facts]:
         itself = own and by_exit is (failure.kind is FailureKind.EXIT)
         facts = replace(facts, frames=frames, ended_itself=itself)
     if failure.kind is FailureKind.SIGNAL:
+        if failure.signal == signal.SIGINT and _raised_interrupt(failure):
+            return _read_exception(replace(facts, kind=FailureKind.EXCEPTION), failure)
         return [_with_signal(facts, failure.signal or 0)]
     if facts.code - log.SHELL_BASE in NAMED_SIGNALS:
         return [_with_signal(replace(facts, ended_itself=False), facts.code - log.SHELL_BASE)]
@@ -140,6 +143,16 @@ def _read_end(facts: Facts, failure: Failure) -> list[Facts]:
     # A program that runs others may exit with their code.
     passed_on = read_log(facts) if failure.exception == "SystemExit" else []
     return [facts, *passed_on]
+
+
+def _raised_interrupt(failure: Failure) -> bool:
+    """Return whether the program's own line raised `_INTERRUPT`, for which the interpreter then sends itself SIGINT."""
+    if failure.exception != _INTERRUPT:
+        return False
+    last = next(iter(tracebacks.raised(failure.traceback)[::-1]), None)
+    if last is None or not last.frames or _INTERRUPT in last.handled:  # raised again for a real one
+        return False
+    return last.frames[-1].raises and _INTERRUPT in last.frames[-1].source
 
 
 def read_log(facts: Facts) -> list[Facts]:

@@ -31,7 +31,7 @@ from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.resizer import Resizer
 from dlrover.master.machine.state import JobState, Node, loss_of
 from dlrover.spec import events
-from dlrover.spec.failure import Action, Failure, Origin
+from dlrover.spec.failure import ENDED_WELL, Action, Failure, Origin
 from dlrover.spec.node import NodeStatus
 
 
@@ -61,10 +61,19 @@ class Recovery:
         current = failure.round == rdzv.round and not rdzv.collecting
         prolongs = incident is not None and incident.survived and incident.round == failure.round
         if current and not prolongs and failure.id not in state.membership.seen:
-            return state.table.failed(failure.bounded())  # it opens an incident
+            return state.table.failed(self._with_ended(failure).bounded())  # it opens an incident
         if incident is None or incident.round != failure.round or failure.id in incident.seen:
             return None
-        return incident.admit(failure, state.table)
+        return incident.admit(self._with_ended(failure), state.table)
+
+    def _with_ended(self, failure: Failure) -> Failure:
+        """Return a failure with the fact that a whole other node of the world had ended well before, if one had."""
+        ended = (n for n in self.state.nodes.values() if n.status is NodeStatus.SUCCEEDED)
+        other = next((n.id for n in ended if n.id != failure.node_id), None)
+        if other is None:
+            return failure
+        fact = f"all ranks of node {other} {ENDED_WELL}"
+        return msgspec.structs.replace(failure, node_facts=(fact, *failure.node_facts))
 
     # ---- faults
 
