@@ -16,6 +16,7 @@ from dlrover.spec.requests.placement import (
     Announce,
     Distribute,
     Leave,
+    LoadTables,
     LookPlacement,
     MoveSlots,
     OpenTable,
@@ -213,12 +214,30 @@ def test_slots_without_room_stay_unless_their_server_leaves() -> None:
     assert placement.moves == moves
 
 
+def test_a_load_that_another_one_replaces_ends_nothing() -> None:
+    placement = started(2)
+    placement.handle(LoadTables("a", 1))
+    version = placement.handle(LoadTables("b", 2)).version
+    for phase in ("failed", "over"):
+        assert placement.handle(LoadTables("a", 1, phase)).version == version
+    with pytest.raises(ProtocolError, match=r"The load of step 1 .* is over: another one"):
+        placement.handle(LoadTables("a", 1, "loading"))
+    assert placement.handle(LoadTables("b", 2, "loading")).loading == LoadTables("b", 2, "loading")
+    for _ in range(2):  # a repeated request changes nothing
+        reply = placement.handle(LoadTables("b", 2, "over"))
+        assert (reply.version, reply.loading) == (version + 2, None)
+
+
 requests = st.one_of(
     st.builds(announce, st.integers(0, 4), st.integers(1, 4), st.integers(1, 3)),
     st.builds(SlotsRecovered, st.integers(0, 4), st.integers(1, 4)),
     st.builds(Leave, st.integers(0, 4), st.integers(1, 4)),
     st.builds(Abandon, st.integers(0, 4), st.integers(1, 4)),
     st.builds(Distribute, st.integers(1, 4)),
+    st.builds(
+        LoadTables, st.sampled_from("ab"), st.integers(0, 3),
+        st.sampled_from(["settling", "loading", "failed", "over"]),
+    ),
     st.builds(
         SlotsRefused, st.integers(0, 4), st.integers(1, 4),
         st.lists(st.integers(0, SLOTS - 1), max_size=400).map(tuple), st.integers(0, 40),

@@ -20,11 +20,11 @@ from dlrover.checkpoint.storage import local
 from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
 from dlrover.embedding.machine.chain import TableManifest, TablePart, chain
 from dlrover.embedding.options import Expiry, RowOptimizer, TableOptions, decoded
-from dlrover.embedding.remote import saving, server, stored
+from dlrover.embedding.remote import client, saving, server, stored
 from dlrover.embedding.remote.client import ServerGroup
 from dlrover.embedding.remote.saving import TableCheckpoints
-from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError
-from dlrover.spec.requests.placement import SLOTS, Abandon, MoveSlots, PlacementReply
+from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError, ProtocolError
+from dlrover.spec.requests.placement import SLOTS, Abandon, LoadTables, MoveSlots, PlacementReply
 from tests.embedding.servers import DIM, OPTIONS, Model, cluster, expire, train
 from tests.waiting import until
 
@@ -206,7 +206,7 @@ def test_a_server_without_room_for_the_slots_of_a_lost_one_keeps_its_own(
         group.rows(table, DIM, mine[1000:2000], insert=True)
 
 
-def test_slots_that_move_during_a_save_or_a_load_are_in_it_once(
+def test_slots_that_move_during_a_save_are_in_it_once_and_none_moves_during_a_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with cluster(2) as (made, group):
@@ -217,14 +217,14 @@ def test_slots_that_move_during_a_save_or_a_load_are_in_it_once(
         early = {op: threading.Event() for op in late}
 
         def move_before(link: saving._OrderLink, op: saving.Op, body: bytes) -> bytes:
-            """One server carries out its order when the other has, and slots have moved then."""
+            """One server carries out its order when the other has, and slots have moved then, or are to move."""
             if link.index == late.get(op) and op not in moved:
                 moved.append(op)
                 assert early[op].wait(10)
                 owners = made.directory.placement.owners
                 slots = [slot for slot, owner in enumerate(owners) if owner == 0]
                 made.directory.ask(MoveSlots(0, 2.0, 1.0, dict.fromkeys(slots[:10], 1)))
-                made.settle(lambda placement: not placement.moves)
+                made.settle(lambda placement: op is saving.Op.LOAD or not placement.moves)
             reply = order(link, op, body)
             if op in early:
                 early[op].set()
@@ -240,6 +240,8 @@ def test_slots_that_move_during_a_save_or_a_load_are_in_it_once(
         train(group, model, 3, seed=1)
         assert checkpoints.load() == 3
         assert moved == [saving.Op.EXPORT, saving.Op.LOAD]
+        check(group, saved, model)
+        made.settle(lambda placement: not placement.moves)
         check(group, saved, model)
 
 
@@ -369,7 +371,7 @@ def test_an_interrupt_waits_for_no_server(tmp_path: Path, order: str) -> None:
         checkpoints.save(1)
         checkpoints.wait()
         held, go_on = made.servers[1]._holding, threading.Event()
-        name = {"save": "export_changes", "load": "replay"}[order]
+        name = {"save": "export_changes", "load": "load"}[order]
         carry_out = getattr(held, name)
 
         def slow(*given: object) -> object:
@@ -387,9 +389,95 @@ def test_an_interrupt_waits_for_no_server(tmp_path: Path, order: str) -> None:
             signal.signal(signal.SIGUSR1, before)
         assert not go_on.is_set()
         go_on.set()
+        if order == "load":
+            check_refused(group, checkpoints)
+            assert checkpoints.load() == 1
         checkpoints.save(3)
         checkpoints.wait()
         assert checkpoints.load() == 3
+        check(group, model)
+
+
+def check_refused(group: ServerGroup, checkpoints: TableCheckpoints) -> None:
+    """Check that tables which are half loaded are neither used nor saved."""
+    keys = np.arange(1000)
+    for use in (
+        lambda: group.rows(0, DIM, keys, insert=True),
+        lambda: group.push(0, keys, np.ones((len(keys), DIM), np.float32)),
+        group.evict,
+        lambda: group.count_rows("users"),
+        lambda: checkpoints.save(9),
+    ):
+        with pytest.raises(InfrastructureError, match=r"half loaded, since the load of step \d"):
+            use()
+
+
+def test_tables_that_a_damaged_checkpoint_was_half_loaded_into_are_used_by_nobody(
+    tmp_path: Path,
+) -> None:
+    with cluster(2) as (made, group):
+        model: Model = {}
+        good = TableCheckpoints(made.directory, str(tmp_path / "good"))
+        train(group, model, 2)
+        good.save(1)
+        good.wait()
+        saved = copy(model)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path / "damaged"))
+        for step in (2, 3):
+            train(group, model, 2, seed=step)
+            checkpoints.save(step)
+        checkpoints.wait()
+        (increment, _) = stored.manifests(open_store(str(tmp_path / "damaged")))
+        for path in (tmp_path / "damaged" / f"embedding-{increment.id}").glob("part-*"):
+            path.write_bytes(path.read_bytes()[:-1])
+        shutil.rmtree(tmp_path / "damaged" / f"embedding-{increment.parent}")
+        with pytest.raises(InfrastructureError, match="embedding-"):
+            checkpoints.load()
+        check_refused(group, checkpoints)
+        assert good.load() == 1
+        check(group, saved, model)
+
+
+def test_the_next_load_ends_what_a_killed_one_has_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "WARN_AFTER", 0.05)
+    with cluster(2) as (made, group):
+        model: Model = {}
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        train(group, model, 2)
+        checkpoints.save(1)
+        checkpoints.wait()
+        for phase in ("settling", "loading"):
+            version = made.directory.ask(LoadTables("killed", 1, phase)).version
+        until(lambda: all(each._version >= version for each in made.servers.values()))
+        waiting = threading.Thread(target=check, args=(group, model))
+        waiting.start()
+        made.start(2, servers=3)
+        made.servers[0].leave(made.directory)
+        until(lambda: "Waiting for the load of step 1 of the embedding tables" in caplog.text)
+        assert waiting.is_alive()
+        assert len(made.directory.placement.moves) > 0
+        assert TableCheckpoints(made.directory, str(tmp_path)).load() == 1
+        assert made.directory.placement.servers.keys() == {1, 2}
+        waiting.join(10)
+        assert not waiting.is_alive()
+        check(group, model)
+
+
+def test_a_late_order_of_an_interrupted_load_changes_no_row(tmp_path: Path) -> None:
+    with cluster(1) as (made, group):
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        model: Model = {}
+        for step in (1, 2):
+            train(group, model, 2, seed=step)
+            checkpoints.save(step)
+        checkpoints.wait()
+        _, first = stored.manifests(open_store(str(tmp_path)))
+        assert checkpoints.load() == 2
+        parts = stored.parts(open_store(str(tmp_path)), first)
+        with pytest.raises(ProtocolError, match="The load of step 1 was given up"):
+            made.servers[0]._holding.load("interrupted", first, (rows for _, rows in parts))
         check(group, model)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dlrover.cli import embedding
 from dlrover.embedding.remote import wire
 from dlrover.embedding.remote.client import ServerGroup
 from dlrover.embedding.remote.saving import TableCheckpoints
@@ -211,6 +212,29 @@ def test_a_file_is_served_and_its_successor_after_it(tmp_path: Path) -> None:
     assert "items cannot be read: No such file or directory" in follower.lag().error
     with pytest.raises(ConfigurationError, match="has no embedding checkpoint"):
         CheckpointFollower(str(tmp_path))
+
+
+def test_serving_begins_with_the_first_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, tries, ended = tmp_path / "items", [], threading.Event()
+
+    def make() -> CheckpointFollower:
+        tries.append(1)
+        if len(tries) == 3:
+            HashTable(DIM).save(place)
+        return CheckpointFollower(str(place))
+
+    follower = embedding._when_stored(make, 60.0, 0.01, ended)
+    assert [*follower.served.tables] == ["items"]
+    said = "items has no embedding checkpoint. Waiting for the first one: 0 s of 60 s.\n"
+    assert capsys.readouterr().out == f"{tmp_path}/{said}"
+    place.unlink()
+    tries = [1] * 9
+    with pytest.raises(ConfigurationError, match="has no embedding checkpoint"):
+        embedding._when_stored(make, 0.0, 0.01, ended)
+    ended.set()
+    assert embedding._when_stored(make, 60.0, 0.01, ended) is None
 
 
 @pytest.fixture

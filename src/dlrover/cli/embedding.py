@@ -6,6 +6,8 @@ import importlib
 import secrets
 import signal
 import threading
+import time
+from collections.abc import Callable
 from enum import Enum
 from typing import Annotated, Any
 
@@ -16,6 +18,8 @@ from dlrover.cli import jobs
 from dlrover.cli.output import Form, Output, print_json, print_table, size
 from dlrover.spec.words import counted
 
+REMIND = 60.0
+"""Seconds between two messages about a checkpoint that is waited for."""
 app = typer.Typer(
     name="embedding",
     help="Show, export and serve the checkpoints of embedding tables.",
@@ -89,6 +93,9 @@ def serve(
     poll: Annotated[
         float, typer.Option(min=0.01, help="Seconds between two looks for newer checkpoints.")
     ] = 1.0,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for the first checkpoint at most.")
+    ] = 600.0,
 ) -> None:
     """Answer lookups of the newest checkpoint, and follow newer ones.
 
@@ -99,9 +106,15 @@ def serve(
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    server = _load("serving.app").ReadOnlyServer(
-        checkpoint, token, host=host, port=port, raw_port=raw_port, poll=poll
+    kind = _load("serving.app").ReadOnlyServer
+    server = _when_stored(
+        lambda: kind(checkpoint, token, host=host, port=port, raw_port=raw_port, poll=poll),
+        wait,
+        poll,
+        ended,
     )
+    if server is None:
+        return
     server.start()
     print(
         f"Serves step {server.follower.served.step} of {checkpoint}: HTTP at {host}:{server.port},"
@@ -112,6 +125,31 @@ def serve(
         print(f"The token is {token}", flush=True)
     ended.wait()
     server.close()
+
+
+def _when_stored(make: Callable[[], Any], wait: float, poll: float, ended: threading.Event) -> Any:
+    """Return what is made of the first checkpoint; None if ``ended`` is set before there is one.
+
+    Raises:
+        ConfigurationError: There is none after ``wait`` seconds.
+    """
+    began = time.monotonic()
+    said = -REMIND
+    while not ended.is_set():
+        try:
+            return make()
+        except _load("serving.follower").NoCheckpointError as error:
+            waited = time.monotonic() - began
+            if waited >= wait:
+                raise
+            if waited >= said + REMIND:
+                said = waited
+                print(
+                    f"{error} Waiting for the first one: {waited:.0f} s of {wait:.0f} s.",
+                    flush=True,
+                )
+        ended.wait(min(poll, wait - waited))
+    return None
 
 
 def _load(module: str) -> Any:

@@ -16,6 +16,7 @@ from dlrover.spec.requests.placement import (
     Announce,
     Distribute,
     Leave,
+    LoadTables,
     LookPlacement,
     MoveSlots,
     OpenTable,
@@ -44,6 +45,8 @@ class Placement:
     """The version by which each slot's last move began, or its owner came back: rows got before lack later updates."""
     tables: dict[str, str] = field(default_factory=dict)
     stored: TablesStored | None = None
+    loading: LoadTables | None = None
+    """The attempt to load all tables that is not over: their rows are of no one moment."""
 
     def handle(self, request: PlacementRequest) -> PlacementReply:  # noqa: C901, PLR0912 - one case per request
         """Handle a request and return the placement.
@@ -73,6 +76,8 @@ class Placement:
                 self._open(request)
             case TablesStored():
                 self._store(request)
+            case LoadTables():
+                self._load(request)
             case MoveSlots():
                 self._move(request)
         if known == self.version:
@@ -84,6 +89,7 @@ class Placement:
             moves=dict(self.moves),
             tables=dict(self.tables),
             stored=self.stored,
+            loading=self.loading,
         )
 
     def _current(self, request: SlotsRecovered | SlotsFetched | SlotsRefused) -> PlacedServer:
@@ -261,6 +267,19 @@ class Placement:
     def _store(self, request: TablesStored) -> None:
         if self.stored != request:
             self.stored = request
+            self.version += 1
+
+    def _load(self, request: LoadTables) -> None:
+        now = self.loading
+        if request.phase != "settling" and (now is None or now.attempt != request.attempt):
+            if request.phase == "loading":
+                raise ProtocolError(
+                    f"The load of step {request.step} of the embedding tables is over: another one has begun."
+                )
+            return  # a repeated request, or one that comes late
+        loading = None if request.phase == "over" else request
+        if now != loading:
+            self.loading = loading
             self.version += 1
 
     def validate(self) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dlrover._native.tables import slots_of
 from dlrover._util import backoff, forks
 from dlrover.embedding.remote import wire
-from dlrover.embedding.remote.directory import Directory
+from dlrover.embedding.remote.directory import Directory, half_loaded
 from dlrover.embedding.remote.holding import Keys, Rows, Slots
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError, ProtocolError
@@ -210,6 +210,9 @@ class ServerGroup:
                 self._closed.wait(next(delays))
             else:
                 self._use(reply)
+            loading = self._placement.loading
+            if loading is not None and loading.phase == "failed":
+                raise InfrastructureError(half_loaded(loading))
 
     def _attempt(
         self,
@@ -243,6 +246,9 @@ class ServerGroup:
         return left
 
     def _waiting(self, slots: Slots) -> str:
+        loading = self._placement.loading
+        if loading is not None:
+            return f"Waiting for the load of step {loading.step} of the embedding tables"
         if not len(self._owners):
             return "Waiting for the embedding servers to start"
         index = int(self._owners[slots[0]])

@@ -12,7 +12,12 @@ from dlrover._util import backoff, forks
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.rpc.relayed import RelayedMaster
 from dlrover.spec.requests import Unanswered
-from dlrover.spec.requests.placement import LookPlacement, PlacementReply, PlacementRequest
+from dlrover.spec.requests.placement import (
+    LoadTables,
+    LookPlacement,
+    PlacementReply,
+    PlacementRequest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +29,14 @@ WARN_AFTER = 10.0
 
 class JobEndedError(ConfigurationError):
     """The job has ended: its tables are asked for no more."""
+
+
+def half_loaded(loading: LoadTables) -> str:
+    """Return why tables cannot be used whose load is not over."""
+    return (
+        f"The embedding tables are half loaded, since the load of step {loading.step} was interrupted or has failed;"
+        " load a checkpoint before they are used."
+    )
 
 
 class Directory(Protocol):

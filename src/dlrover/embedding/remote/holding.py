@@ -19,7 +19,7 @@ from dlrover.embedding.remote.arrays import Arrays
 from dlrover.embedding.remote.wire import RowsHeld
 from dlrover.embedding.table import HashTable
 from dlrover.errors import ProtocolError
-from dlrover.spec.requests.placement import SLOTS, PlacementReply
+from dlrover.spec.requests.placement import SLOTS, LoadTables, PlacementReply
 
 Keys: TypeAlias = NDArray[np.int64]
 Rows: TypeAlias = NDArray[np.float32]
@@ -31,6 +31,10 @@ PORTION = 1 << 26
 """Bytes of rows after which slots that are given away go into another frame."""
 MAX_CLIENTS = 4096
 """Clients whose last pushes are kept; the one that has been silent longest is forgotten first."""
+
+
+class OutdatedPlacementError(ProtocolError):
+    """Raised when a server does not answer by the placement that it knows: asking again may help."""
 
 
 class _Client:
@@ -54,6 +58,7 @@ class HeldSlots:
         self._begun = 0
         self._pushing, self._held_back = 0, False
         self._owned = np.zeros(SLOTS, np.bool_)
+        self._loading: LoadTables | None = None
         self._given: dict[int, int] = {}  # slots, and the placement by which they were given
         self._copying = threading.Lock()
         self._copied_for = ""  # the checkpoint since which changes are marked
@@ -78,6 +83,7 @@ class HeldSlots:
                 for slot, version in self._given.items()
                 if placement.version < version or (mine[slot] and slot in placement.moves)
             }
+            self._loading = placement.loading
             owned = mine & ready
             owned[list(self._given)] = False
             self._owned = owned
@@ -114,8 +120,16 @@ class HeldSlots:
 
     @contextmanager
     def _using(self) -> Iterator[NDArray[np.bool_]]:
-        """Hold the slots that are owned now until the end of a request."""
+        """Hold the slots that are owned now until the end of a request.
+
+        Raises:
+            OutdatedPlacementError: Tables are being loaded.
+        """
         with self._lock:
+            if self._loading is not None:
+                raise OutdatedPlacementError(
+                    f"The load of step {self._loading.step} of the embedding tables is not over."
+                )
             self._begun += 1
             number = self._begun
             self._active.add(number)
@@ -288,28 +302,53 @@ class HeldSlots:
         self._set_clocks(clocks)
         self._take_in(arrays, slots, clocks, changed=True)
 
+    def load(self, attempt: str, manifest: TableManifest, parts: Iterable[Arrays]) -> None:
+        """Replace all rows by those of a checkpoint, by an attempt that is the latest one.
+
+        Raises:
+            ProtocolError: It is not, or another one has begun meanwhile.
+        """
+
+        def wanted() -> Iterator[Arrays]:
+            for part in parts:
+                self._check_load(attempt, manifest.step)
+                yield part
+
+        with self._copying:
+            self._check_load(attempt, manifest.step)
+            self._wait_for_requests()  # those that began before: they use the rows until then
+            self._replay(manifest, wanted(), self.owned())
+
+    def _check_load(self, attempt: str, step: int) -> None:
+        now = self._loading
+        if now is None or (now.attempt, now.phase) != (attempt, "loading"):
+            raise ProtocolError(f"The load of step {step} was given up.")
+
     def replay(self, manifest: TableManifest, parts: Iterable[Arrays], slots: Slots) -> None:
         """Take in the parts of the chain of a checkpoint, as far as they are about ``slots``.
 
         Where this server answers for others, too, its next copy for a checkpoint must be of everything.
         """
         with self._copying:
-            self._copied_for = ""
-            self._remove(slots)
-            self._present[slots] = True
-            clocks = chain.clocks(manifest)
-            self._set_clocks(clocks)
-            other = {
-                name
-                for name, text in manifest.tables.items()
-                if name in self._tables
-                and decoded(text).counts_updates != self._tables[name].options.counts_updates
-            }
-            for part in parts:
-                self._take_in(part, slots, clocks, changed=False, renewed=other)
-            others = self._owned.copy()
-            others[slots] = False
-            self._copied_for = "" if others.any() else manifest.id
+            self._replay(manifest, parts, slots)
+
+    def _replay(self, manifest: TableManifest, parts: Iterable[Arrays], slots: Slots) -> None:
+        self._copied_for = ""
+        self._remove(slots)
+        self._present[slots] = True
+        clocks = chain.clocks(manifest)
+        self._set_clocks(clocks)
+        other = {
+            name
+            for name, text in manifest.tables.items()
+            if name in self._tables
+            and decoded(text).counts_updates != self._tables[name].options.counts_updates
+        }
+        for part in parts:
+            self._take_in(part, slots, clocks, changed=False, renewed=other)
+        others = self._owned.copy()
+        others[slots] = False
+        self._copied_for = "" if others.any() else manifest.id
 
     def _set_clocks(self, clocks: Clocks) -> None:
         """Let tables without rows go on counting updates where their rows come from."""

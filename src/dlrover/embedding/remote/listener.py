@@ -16,16 +16,12 @@ from dlrover._util import sockets
 from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
 from dlrover.embedding.remote import arrays, stored, wire
 from dlrover.embedding.remote.directory import Directory
-from dlrover.embedding.remote.holding import HeldSlots, Slots
+from dlrover.embedding.remote.holding import HeldSlots, OutdatedPlacementError, Slots
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import DLRoverError, NoRoomError, ProtocolError
 from dlrover.spec.requests.placement import SLOTS
 
 logger = logging.getLogger(__name__)
-
-
-class OutdatedPlacementError(ProtocolError):
-    """Raised when a server does not know a placement in time: asking again may help."""
 
 
 _STATUS: dict[type[DLRoverError], ReplyStatus] = {
@@ -217,6 +213,8 @@ class ServerConnection:
         self._follower.catch_up(order.version)
         try:
             self._copied, self._rows = self._holding.export_changes(order.id, order.parent)
+        except OutdatedPlacementError:
+            raise
         except ProtocolError as error:
             self._reply(request, msgspec.json.encode(wire.Exported(refused=str(error))))
             return
@@ -238,7 +236,7 @@ class ServerConnection:
         store = open_store(order.place)
         manifest = stored.read_manifest(store, order.id)
         parts = (found for _, found in stored.parts(store, manifest))
-        self._holding.replay(manifest, parts, self._holding.owned())
+        self._holding.load(order.attempt, manifest, parts)
         self._reply(request)
 
     def _stats(self, request: RowFrame) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import socket
 import threading
 import time
@@ -12,17 +13,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from dlrover._util import backoff
 from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
 from dlrover.embedding.machine.chain import TableManifest, TablePart
 from dlrover.embedding.options import decoded, difference
 from dlrover.embedding.remote import stored, wire
-from dlrover.embedding.remote.directory import Directory
+from dlrover.embedding.remote.directory import Directory, half_loaded
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError
 from dlrover.spec.requests.placement import (
     SLOTS,
+    LoadTables,
     OpenTable,
     PlacedServer,
     PlacementReply,
@@ -81,7 +84,7 @@ class TableCheckpoints:
             raise _failure(failed) from failed
         parent = None if full or (self._last and self._last.number + 1 >= CHAIN) else self._last
         self._last = None  # until this save is complete, the next one is full
-        placement = self._settled()
+        placement = self._whole()
         id_ = stored.begin(self._store)
         if parent is None:
             self._note_times(stored.manifests(self._store))
@@ -102,7 +105,7 @@ class TableCheckpoints:
                     raise
                 logger.info("%s The tables are copied again.", error)
                 threading.Event().wait(next(delays))
-                placement, parent = self._settled(), None
+                placement, parent = self._whole(), None
             except BaseException:
                 _close(links)
                 raise
@@ -143,7 +146,8 @@ class TableCheckpoints:
         """Restore all tables from the latest checkpoint, or the latest one of a step; return its step.
 
         A damaged checkpoint is replaced by the one before it, which is logged. Tables that are not open yet are opened
-        with the options that they were saved with.
+        with the options that they were saved with. No table can be used before this returns; after an error or an
+        interrupt, none before a load has succeeded.
 
         Returns:
             None if there is no checkpoint; nothing has changed then.
@@ -164,30 +168,40 @@ class TableCheckpoints:
                     f"{self._store.location} has no embedding checkpoint of step {step}."
                 )
             return None
-        taken = next((each for each in found[:-1] if self._loaded(each)), None)
-        if taken is None:
-            taken = found[-1]
-            self._load(taken)
+        attempt = secrets.token_hex(8)
+        try:
+            taken = next((each for each in found[:-1] if self._loaded(each, attempt)), None)
+            if taken is None:
+                taken = found[-1]
+                self._load(taken, attempt)
+        except (
+            BaseException
+        ):  # also an interrupt: some rows may be those of a checkpoint, and others not
+            failed = LoadTables(attempt, found[0].step, "failed")
+            with contextlib.suppress(ConfigurationError, InfrastructureError):
+                self._directory.ask(failed)
+            raise
         return taken.step
 
     def _note_times(self, manifests: Iterable[TableManifest]) -> None:
         self._time = max([self._time, *(each.time for each in manifests)])
 
-    def _loaded(self, manifest: TableManifest) -> bool:
+    def _loaded(self, manifest: TableManifest, attempt: str) -> bool:
         try:
-            self._load(manifest)
+            self._load(manifest, attempt)
         except _OrderRefusedError as error:
             logger.warning("The checkpoint before it is loaded: %s", error)
             return False
         return True
 
-    def _load(self, manifest: TableManifest) -> None:
+    def _load(self, manifest: TableManifest, attempt: str) -> None:
         self._open(manifest)
+        load = LoadTables(attempt, manifest.step)
         until = time.monotonic() + self._timeout
         delays = backoff.delays(*SETTLE)
         while True:
             try:
-                self._load_once(manifest)
+                self._load_once(manifest, load)
                 break
             except (_SlotsMovedError, _ServerLostError) as error:
                 if time.monotonic() > until:
@@ -212,24 +226,28 @@ class TableCheckpoints:
                     " or give another directory."
                 )
 
-    def _load_once(self, manifest: TableManifest) -> None:
-        placement = self._settled()
+    def _load_once(self, manifest: TableManifest, load: LoadTables) -> None:
+        self._directory.ask(load)
+        self._settled()
+        placement = self._directory.ask(replace(load, phase="loading"))
+        if placement.moves or not all(server.ready for server in placement.servers.values()):
+            raise _SlotsMovedError("Slots moved before the embedding tables were loaded.")
         links: dict[int, _OrderLink] = {}
         try:
             self._connect(placement, links)
-            order = msgspec.json.encode(wire.Load(self._place, manifest.id, placement.version))
-            _on_all(links, Op.LOAD, dict.fromkeys(links, order))
+            order = wire.Load(load.attempt, self._place, manifest.id, placement.version)
+            _on_all(links, Op.LOAD, dict.fromkeys(links, msgspec.json.encode(order)))
         finally:
             _close(links)
         # Servers that start from now on recover from this checkpoint; those that did before have other rows.
         now = self._directory.ask(TablesStored(manifest.step, manifest.id, self._place))
-        if now.owners != placement.owners or now.moves:
-            raise _SlotsMovedError("Slots moved while the embedding tables were loaded.")
         for index, server in placement.servers.items():
-            if index not in now.servers or now.servers[index].start != server.start:
+            found = now.servers.get(index)
+            if found is None or found.start != server.start or not found.ready:
                 raise _ServerLostError(
                     f"Embedding server {index} was lost while the embedding tables were loaded."
                 )
+        self._directory.ask(replace(load, phase="over"))
 
     # ---- the thread
 
@@ -260,6 +278,13 @@ class TableCheckpoints:
             return True
 
     # ---- servers
+
+    def _whole(self) -> PlacementReply:
+        """Return the placement of tables that have settled, and that no load has left half loaded."""
+        placement = self._settled()
+        if placement.loading is not None:
+            raise InfrastructureError(half_loaded(placement.loading))
+        return placement
 
     def _settled(self) -> PlacementReply:
         """Return the placement once all servers are ready and no slot moves."""

@@ -13,12 +13,8 @@ import numpy as np
 
 from dlrover.embedding.remote import arrays, wire
 from dlrover.embedding.remote.directory import Directory, JobEndedError
-from dlrover.embedding.remote.holding import HeldSlots, Slots
-from dlrover.embedding.remote.listener import (
-    OutdatedPlacementError,
-    RowListener,
-    ServerConnection,
-)
+from dlrover.embedding.remote.holding import HeldSlots, OutdatedPlacementError, Slots
+from dlrover.embedding.remote.listener import RowListener, ServerConnection
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError, ProtocolError
 from dlrover.spec.requests.placement import (
@@ -243,6 +239,8 @@ class EmbeddingServer:
 
     def _fetch_moves(self, placement: PlacementReply) -> bool:
         """Fetch slots that move to this server, a few at a time; return whether there are no more for now."""
+        if placement.loading is not None and placement.loading.phase == "loading":
+            return True  # a slot that moves now would have the rows of before, or none
         by_owner: dict[int, list[int]] = {}
         for slot, target in placement.moves.items():
             if target == self.index:

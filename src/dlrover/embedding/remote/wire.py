@@ -185,6 +185,8 @@ class Write(msgspec.Struct, frozen=True):
 class Load(msgspec.Struct, frozen=True):
     """Replace all rows by those of a checkpoint."""
 
+    attempt: str
+    """The attempt that the order belongs to; a server obeys the latest one only."""
     place: str
     id: str
     version: int

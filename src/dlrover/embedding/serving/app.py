@@ -26,7 +26,8 @@ class ReadOnlyServer:
         poll: Seconds between two looks for newer checkpoints.
 
     Raises:
-        ConfigurationError: There is no checkpoint, or an address cannot be listened on.
+        NoCheckpointError: There is no checkpoint.
+        ConfigurationError: An address cannot be listened on.
         InfrastructureError: The checkpoint is damaged.
     """
 

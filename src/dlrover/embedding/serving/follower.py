@@ -23,6 +23,10 @@ from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 logger = logging.getLogger(__name__)
 
 
+class NoCheckpointError(ConfigurationError):
+    """Raised where there is no checkpoint yet."""
+
+
 class Served(NamedTuple):
     """What is served now. An increment changes the tables in place; a full checkpoint brings new ones."""
 
@@ -89,7 +93,7 @@ class CheckpointFollower:
         self._error = ""
         failed = self._take(None)
         if not hasattr(self, "served"):
-            raise failed or ConfigurationError(f"{place} has no embedding checkpoint.")
+            raise failed or NoCheckpointError(f"{place} has no embedding checkpoint.")
         self._note(failed)
 
     def _take(self, served: Served | None) -> Exception | None:

@@ -6,7 +6,7 @@ change their slots.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -114,6 +114,16 @@ class TablesStored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
     """Directory or URL."""
 
 
+class LoadTables(msgspec.Struct, frozen=True, array_like=True, tag="loading"):
+    """What becomes of an attempt to load a checkpoint into all tables. Until one is over, no server answers for any row."""
+
+    attempt: _Name
+    """Name of the attempt; one that begins replaces another one."""
+    step: _Number
+    phase: Literal["settling", "loading", "failed", "over"] = "settling"
+    """No slot moves while the servers load; before, those that move or wait for their rows come to rest."""
+
+
 class LookPlacement(msgspec.Struct, frozen=True, array_like=True, tag="placement"):
     """Request for the placement if its version is not ``known``; -1: in any case."""
 
@@ -155,6 +165,7 @@ PlacementRequest: TypeAlias = (
     | Distribute
     | OpenTable
     | TablesStored
+    | LoadTables
     | LookPlacement
     | SlotsUsed
     | MoveSlots
@@ -191,3 +202,5 @@ class PlacementReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
     stored: TablesStored | None = None
     secret: bytes = b""
     """Secret of the job's servers and their clients."""
+    loading: LoadTables | None = None
+    """The attempt to load the tables that is not over; it may have failed, and its process may have ended."""
