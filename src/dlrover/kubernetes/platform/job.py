@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 RETRY = 0.5
 """Seconds between attempts to reach the API server."""
+SHUTDOWN = 30
+"""Seconds between SIGTERM and SIGKILL for workers if their command names no other time, as for ``dlrover-run``."""
 VARIABLE, UID_VARIABLE = "DLROVER_KUBERNETES_JOB", "DLROVER_KUBERNETES_JOB_UID"
 
 
@@ -97,8 +99,8 @@ def _job_spec(job: ElasticJob) -> JobSpec:
 
     The master takes these ``dlrover-run`` options from the workers' command: ``--nnodes`` (its minimum, if
     no role has ``minReplicas``; it excludes servers), ``--max-restarts`` (overrides ``restartCount``),
-    ``--node-unit``, ``--auto-scale``, ``--network-check`` and what is like it, ``--exclude-straggler``,
-    ``--server-failover`` and ``--chief``.
+    ``--shutdown-timeout``, ``--node-unit``, ``--auto-scale``, ``--network-check`` and what is like it,
+    ``--exclude-straggler``, ``--server-failover``, ``--survive`` and ``--chief``.
     """
     specs = job.spec.replica_specs
     roles = [role for role in nodes.ROLES if role in specs]
@@ -138,6 +140,8 @@ def _job_spec(job: ElasticJob) -> JobSpec:
         node_check=not flags.keys().isdisjoint(("network-check", "comm-perf-test"))
         or flags.get("precheck") in ("1", "2"),
         exclude_stragglers="exclude-straggler" in flags,
+        shutdown_timeout=float(commands.number(flags.get("shutdown-timeout", ""), SHUTDOWN)),
+        survive="survive" in flags and not chief and not servers,
     )
 
 
