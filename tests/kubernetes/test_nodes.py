@@ -314,6 +314,17 @@ def test_flags_that_are_the_masters_are_found_in_the_command(
     assert (spec.node_check, spec.exclude_stragglers, spec.node_unit) == (check, stragglers, unit)
 
 
+def test_a_unit_without_a_number_of_nodes_gets_a_sentence() -> None:
+    main = {"name": "main", "image": "i", "command": ["dlrover-run", "--node-unit=3", "train.py"]}
+    with pytest.raises(ConfigurationError) as caught:
+        composed(elastic_job(templated([main])))
+    assert str(caught.value) == (
+        "ElasticJob train: --node-unit 3 in the workers' command needs a multiple of 3 nodes, and the job has 4, of which "
+        "it needs 4: change replicas or minReplicas."
+    )
+    assert composed(elastic_job(templated([main]) | {"minReplicas": 3})).node_unit == 3
+
+
 def test_the_master_gives_workers_the_time_to_end_that_their_launcher_gives_them() -> None:
     def seconds(*words: str) -> float:
         main = {"name": "main", "image": "i", "command": ["dlrover-run", *words, "train.py"]}

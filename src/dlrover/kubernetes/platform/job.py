@@ -117,9 +117,16 @@ def _job_spec(job: ElasticJob) -> JobSpec:
         raise ConfigurationError(
             f"ElasticJob {job.name}: --chief in the workers' command needs spec.replicaSpecs.chief with 1 replica."
         )
+    least = commands.fewest_nodes(job) - commands.fewest_servers(job)
+    unit = commands.number(flags.get("node-unit", ""), 1)
+    if unit and total - total % unit < least:
+        raise ConfigurationError(
+            f"ElasticJob {job.name}: --node-unit {unit} in the workers' command needs a multiple of {unit} nodes, and the "
+            f"job has {total}, of which it needs {least}: change replicas or minReplicas."
+        )
     return JobSpec(
         name=job.name,
-        min_nodes=commands.fewest_nodes(job) - commands.fewest_servers(job),
+        min_nodes=least,
         max_nodes=total,
         managed_nodes=total,
         auto_scale=_auto_scale(job, flags),
@@ -135,7 +142,7 @@ def _job_spec(job: ElasticJob) -> JobSpec:
         spares=0 if chief else job.spec.spares.replicas,
         auto_spares=job.spec.spares.auto and not chief,
         earlier_restarts=job.status.training.restarts,
-        node_unit=commands.number(flags.get("node-unit", ""), 1),
+        node_unit=max(1, unit),
         max_restarts=commands.number(flags.get("max-restarts", ""), worker.restart_count),
         node_check=not flags.keys().isdisjoint(("network-check", "comm-perf-test"))
         or flags.get("precheck") in ("1", "2"),
