@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from dlrover.brain import tables
+from dlrover.brain import database as databases, tables
 from dlrover.brain.database import open_database
 from dlrover.errors import DLRoverError, InfrastructureError
 from dlrover.rpc import brain as rpc
@@ -94,6 +94,20 @@ def test_several_brains_may_open_a_new_database_at_once(database: str) -> None:
             with engine.connect() as connection:
                 assert connection.scalar(sa.select(sa.func.count()).select_from(tables.jobs)) == 0
             engine.dispose()
+
+
+def test_the_wait_for_another_server_that_migrates_ends(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_database(database)
+    monkeypatch.setattr(databases, "LOCK_TIMEOUT", 1)
+    with (
+        databases._alone(engine),
+        pytest.raises(InfrastructureError, match="Another server has been migrating the database"),
+    ):
+        open_database(database)
+    engine.dispose()
+    open_database(database).dispose()
 
 
 def test_migrations_make_the_tables_of_the_code(database: str) -> None:

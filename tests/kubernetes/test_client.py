@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.kubernetes.api import access, client as api
+from dlrover.kubernetes.api import access, client as api, depth
 from dlrover.kubernetes.api.client import PODS, ApiError, Client
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.manifests import CONFIG_MAPS
@@ -324,3 +325,12 @@ def test_the_service_account_of_a_pod_is_found(
     found = access.find_access()
     assert (found.server, found.namespace) == ("https://[::1]:6443", "mine")
     assert base64.b64encode(found.token.renew().encode()) == b"dA=="
+
+
+def test_what_is_nested_too_deeply_is_cut_and_the_rest_is_kept() -> None:
+    nested = '{"a": [' * 1000 + '"]}"' + "]}" * 1000
+    text = f'{{"before": "[\\"", "deep": {nested}, "after": [{{}}]}}'.encode()
+    found = msgspec.json.decode(depth.cut(text))
+    assert (found["before"], found["after"]) == ('["', [{}])
+    shallow = b'{"a": [[{"b": "\\\\"}], 2]}'
+    assert depth.cut(shallow) == shallow

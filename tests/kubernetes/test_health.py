@@ -6,6 +6,7 @@ import asyncio
 import re
 import ssl
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -80,6 +81,30 @@ def test_the_queue_tells_how_long_a_key_waited_since_it_was_first_added() -> Non
         assert waits.sum >= 0.02
 
     asyncio.run(story())
+
+
+def test_a_connection_that_says_nothing_is_closed_and_leaves_no_thread(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(health._Handler, "timeout", 0.1)
+
+    async def story() -> None:
+        server = HealthServer(serving(), "127.0.0.1", 0)
+        before = threading.active_count()
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(b"GET /healthz HT")
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
+            late = time.monotonic() + 10.0
+            while threading.active_count() > before:
+                assert time.monotonic() < late
+                await asyncio.sleep(0.01)
+        finally:
+            await asyncio.to_thread(server.close)
+
+    asyncio.run(story())
+    assert capfd.readouterr().err == ""
 
 
 def test_an_operator_that_stands_still_fails_its_probe(monkeypatch: pytest.MonkeyPatch) -> None:

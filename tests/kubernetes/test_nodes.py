@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dlrover.cli.run.arguments import parse
 from dlrover.config import Settings
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.machine import nodes, objects
@@ -313,6 +314,33 @@ def test_flags_that_are_the_masters_are_found_in_the_command(
     assert (spec.node_check, spec.exclude_stragglers, spec.node_unit) == (check, stragglers, unit)
 
 
+def test_a_unit_without_a_number_of_nodes_gets_a_sentence() -> None:
+    main = {"name": "main", "image": "i", "command": ["dlrover-run", "--node-unit=3", "train.py"]}
+    with pytest.raises(ConfigurationError) as caught:
+        composed(elastic_job(templated([main])))
+    assert str(caught.value) == (
+        "ElasticJob train: --node-unit 3 in the workers' command needs a multiple of 3 nodes, and the job has 4, of which "
+        "it needs 4: change replicas or minReplicas."
+    )
+    assert composed(elastic_job(templated([main]) | {"minReplicas": 3})).node_unit == 3
+
+
+def test_the_master_gives_workers_the_time_to_end_that_their_launcher_gives_them() -> None:
+    def seconds(*words: str) -> float:
+        main = {"name": "main", "image": "i", "command": ["dlrover-run", *words, "train.py"]}
+        return composed(elastic_job(templated([main]))).shutdown_timeout
+
+    assert seconds("--shutdown_timeout=600") == 600.0
+    assert seconds() == parse([__file__], {}).job.shutdown_timeout == 30.0
+
+
+def test_the_master_of_workers_that_outlive_each_other_knows_it() -> None:
+    main = {"name": "main", "image": "i", "command": ["dlrover-run", "--survive", "train.py"]}
+    assert composed(elastic_job(templated([main]))).survive
+    with_servers = elastic_job(templated([main]), roles={"ps": templated([main])})
+    assert not composed(with_servers).survive
+
+
 def with_chief(chiefs: int = 1) -> ElasticJob:
     main = {"name": "main", "image": "i", "command": ["dlrover-run", "--chief", "train.py"]}
     roles = {
@@ -353,7 +381,7 @@ def test_resources_that_are_none_get_a_sentence() -> None:
 
 def test_what_a_template_leaves_empty_is_absent() -> None:
     main = {"name": "main", "image": "i", "command": COMMAND, "env": [{"name": "A", "value": None}]}
-    main["resources"] = {"requests": {"cpu": None}, "limits": {"cpu": "500000u"}}
+    main["resources"] = {"requests": {"cpu": None}, "limits": {"cpu": "500m"}}
     job = elastic_job(templated([main], initContainers=None))
     assert jobs.request(job).brain.node.cpu == 0.0
     pod = nodes.pod(job, LaunchNode(0, 0, cpu_factor=2.0), "")

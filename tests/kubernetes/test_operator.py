@@ -97,6 +97,24 @@ def test_a_wrong_manifest_that_a_server_lets_through_gets_a_sentence(cluster: Cl
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("levels", [300, 1500, 5000])
+def test_a_job_that_is_nested_deeply_does_not_stop_those_of_others(
+    cluster: Cluster, levels: int
+) -> None:
+    deep = json.dumps(job() | {"metadata": {"name": "deep"}})
+    nested = '{"a":' * levels + "1" + "}" * levels
+    deep = deep.replace('"image":', f'"x": {nested}, "image":')
+
+    async def scenario() -> None:
+        cluster.plane.kubectl("create", "-f", "-", namespace=cluster.namespace, text=deep)
+        async with cluster.operator():
+            cluster.create(job() | {"metadata": {"name": "digits"}})
+            await cluster.phase("Pending")
+            await cluster.until(lambda: "Rejected" in cluster.told)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("how", ["delete", "kill", "oom", "evict"])
 def test_a_master_comes_back(cluster: Cluster, kubelet: Callable[..., Kubelet], how: str) -> None:
     node = kubelet()

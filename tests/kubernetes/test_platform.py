@@ -14,7 +14,7 @@ import pytest
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api import client as clients
 from dlrover.kubernetes.api.client import PODS, ApiError, Client
-from dlrover.kubernetes.machine import nodes
+from dlrover.kubernetes.machine import nodes, pods
 from dlrover.kubernetes.platform import platform as platforms
 from dlrover.kubernetes.platform.platform import KubernetesPlatform
 from dlrover.kubernetes.resources import names, validation
@@ -168,7 +168,7 @@ def test_why_a_node_was_lost_is_told(
 def test_nodes_on_a_machine_that_goes_dark_are_lost(
     make: Callable[..., Nodes], kubelet: StartKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(platforms, "FORCE_AFTER", 2.0)
+    monkeypatch.setattr(pods, "FORCE_AFTER", 2.0)
     machines = kubelet(nodes=2)
     here = make()
 

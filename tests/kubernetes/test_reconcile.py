@@ -149,6 +149,30 @@ def test_suspend_removes_the_master_first_and_resume_brings_it_back() -> None:
     assert world.events.count("Suspended") == world.events.count("Resumed") == 1
 
 
+def test_a_suspended_job_resumes_though_the_machine_of_a_worker_is_lost() -> None:
+    world = running()
+    assert world.job is not None
+    assert world.master is not None
+    world.job["spec"]["suspend"] = True
+    world.settle()
+    world.gone(world.master)
+    world.settle()
+    lost, other = world.workers
+    world.gone(other)
+    world.settle()
+    assert world.decision.again == 90.0
+    world.now += 89.0
+    world.settle()
+    assert world.workers == [lost]
+    world.now += 1.0
+    world.settle()
+    assert (world.workers, world.events.count("PodForced")) == ([], 1)
+    assert world.condition("Suspended") == "True"
+    world.job["spec"]["suspend"] = False
+    world.settle()
+    assert world.master is not None
+
+
 def test_a_job_that_is_suspended_from_the_start_makes_no_pod() -> None:
     world = World(job(suspend=True))
     world.settle()

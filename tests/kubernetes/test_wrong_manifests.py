@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -233,6 +234,15 @@ def test_a_wrong_manifest_is_rejected_with_the_field_the_value_and_what_is_accep
     assert sentence in str(caught.value)
     assert str(caught.value).endswith(".")
     assert len(validation.faults(changed(path, value))) == 1, "one fault, one sentence"
+
+
+@pytest.mark.parametrize(("levels", "told"), [(80, False), (100, True), (900, True)])
+def test_a_manifest_that_is_nested_deeply_gets_a_sentence(levels: int, told: bool) -> None:
+    manifest = job()
+    template = manifest["spec"]["replicaSpecs"]["worker"]["template"]
+    template["spec"]["volumes"] = [json.loads('{"a":' * levels + "1" + "}" * levels)]
+    wanted = ["spec is nested more than 100 levels deep: accepted are pod templates."]
+    assert validation.faults(manifest) == (wanted if told else [])
 
 
 def test_several_faults_are_told_at_once() -> None:

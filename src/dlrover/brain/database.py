@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import sqlalchemy as sa
 from alembic import command
@@ -30,9 +32,13 @@ DRIVERS = {
     "postgres": "postgresql+psycopg",
 }
 """Drivers by the first word of a URL."""
-LOCK_NAME = "dlrover-brain-migrations"
-LOCK_NUMBER = 0x646C72627261
-"""The same lock for PostgreSQL."""
+LOCKS = {
+    "mysql": "SELECT GET_LOCK('dlrover-brain-migrations', 0)",
+    "postgresql": f"SELECT pg_try_advisory_lock({0x646C72627261})",
+}
+"""Statements that take the lock for a migration, or return false, by the kind of database."""
+LOCK_POLL = 0.1
+"""Seconds between two attempts."""
 DAY = 86_400.0
 REQUESTS_DAYS = 2.0
 """Days for which a repeated report is recognized."""
@@ -130,27 +136,43 @@ def _prepare_sqlite(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def _alone(engine: Engine) -> Iterator[None]:
-    """Hold the migration lock: one server migrates at a time, the others wait."""
-    backend = engine.url.get_backend_name()
-    if backend == "sqlite":
+    """Hold the migration lock: one server migrates at a time, the others wait.
+
+    Raises:
+        InfrastructureError: another server has held it for `LOCK_TIMEOUT` seconds.
+    """
+    if engine.url.get_backend_name() == "sqlite":
         path = Path(f"{engine.url.database}.lock")
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _wait(lambda: _flock(file))
             yield
         return
+    asked = sa.text(LOCKS[engine.url.get_backend_name()])
     with engine.connect() as connection:
-        if backend == "mysql":
-            asked = sa.text("SELECT GET_LOCK(:name, :seconds)")
-            got = connection.scalar(asked, {"name": LOCK_NAME, "seconds": LOCK_TIMEOUT - 5})
-            if got != 1:
-                raise InfrastructureError("Another server is still migrating the database.")
-        else:
-            connection.execute(sa.text("SELECT pg_advisory_lock(:number)"), {"number": LOCK_NUMBER})
         try:
+            _wait(lambda: bool(connection.scalar(asked)))
             yield
         finally:
             connection.invalidate()  # the lock goes with the connection
+
+
+def _wait(take: Callable[[], bool]) -> None:
+    late = time.monotonic() + LOCK_TIMEOUT
+    while not take():
+        if time.monotonic() > late:
+            raise InfrastructureError(
+                f"Another server has been migrating the database for {LOCK_TIMEOUT} s: end it if it stands still."
+            )
+        threading.Event().wait(LOCK_POLL)
+
+
+def _flock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _migrate(connection: Connection) -> None:

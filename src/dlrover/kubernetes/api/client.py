@@ -19,6 +19,7 @@ import msgspec
 
 from dlrover._util import decoding
 from dlrover.errors import InfrastructureError
+from dlrover.kubernetes.api import depth
 from dlrover.kubernetes.api.access import Access, find_access
 from dlrover.kubernetes.resources import names
 from dlrover.kubernetes.resources.types import Manifest
@@ -497,8 +498,12 @@ def _query(**values: str) -> dict[str, str]:
 
 
 def _decode(content: bytes | str) -> Manifest:
+    text = content.encode() if isinstance(content, str) else content
     try:
-        return decoding.json(content, Manifest)
+        try:
+            return decoding.json(text, Manifest)
+        except RecursionError:  # one user's object must not hide those of the others
+            return decoding.json(depth.cut(text), Manifest)
     except msgspec.DecodeError as error:
         raise InfrastructureError(
             f"The Kubernetes API server sent invalid JSON: {error}."

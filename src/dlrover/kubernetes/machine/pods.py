@@ -20,6 +20,9 @@ _NO_PROGRAM = ("ContainerCannotRun", "StartError")
 _STUCK = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError",
           "CreateContainerError", "ErrImageNeverPull", "RunContainerError", "CrashLoopBackOff")  # fmt: skip
 
+FORCE_AFTER = 60.0
+"""Seconds beyond its grace period after which a node's pod on an unresponsive machine is deleted by force."""
+
 
 @dataclass(frozen=True)
 class End:

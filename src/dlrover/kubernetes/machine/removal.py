@@ -146,9 +146,9 @@ def _without_pods(
     """
     left = view.others or view.master is not None
     going = [view.master] if view.master is not None else view.others
-    if view.master is not None:
-        again = view.force_after(view.master)
-    forced = view.forced()
+    running = [pod for pod in going if not pods.ended(pod)]
+    again = min(map(view.force_after, running), default=again)
+    forced = view.forced() if view.master is not None else view.forced_nodes()
     return view.decision(
         phase,
         message,

@@ -71,10 +71,11 @@ class View:
             return None
         return began + most - self.now
 
-    def force_after(self, master: Manifest) -> float:
+    def force_after(self, pod: Manifest) -> float:
         """Return the seconds until a leaving pod is deleted by force."""
-        due = times.read(master["metadata"].get("deletionTimestamp") or "")
-        return (self.now if due is None else due) + FORCE_AFTER - self.now
+        due = times.read(pod["metadata"].get("deletionTimestamp") or "")
+        after = FORCE_AFTER if pod is self.master else pods.FORCE_AFTER
+        return (self.now if due is None else due) + after - self.now
 
     def forced(self) -> tuple[Deletion, ...]:
         """Return the forced deletion of the master's pod if it is overdue."""
@@ -86,6 +87,18 @@ class View:
         )
         self.report("MasterForced", message, warning=True)
         return (deletion(master, grace=0),)
+
+    def forced_nodes(self) -> tuple[Deletion, ...]:
+        """Return the forced deletions of the nodes' pods that are overdue."""
+        overdue = [
+            pod
+            for pod in self.others
+            if pods.leaving(pod) and not pods.ended(pod) and self.force_after(pod) <= 0
+        ]
+        for pod in overdue:
+            message = f"Pod {pods.name(pod)} did not end in time and is deleted by force; its machine may be lost."
+            self.report("PodForced", message, warning=True)
+        return tuple(deletion(pod, grace=0) for pod in overdue)
 
     def report_manifest(self) -> None:
         """Report what is new about the manifest."""

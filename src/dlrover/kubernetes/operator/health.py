@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import TimeoutError as NoAnswerError
 from socketserver import ThreadingMixIn
-from typing import Any, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -25,8 +27,12 @@ from dlrover.kubernetes.operator.operator import Operator
 from dlrover.kubernetes.operator.stats import Durations
 from dlrover.kubernetes.resources.types import Phase
 
+logger = logging.getLogger(__name__)
+
 ANSWER_TIMEOUT = 5.0
 """Seconds allowed for the operator's event loop to answer."""
+REQUEST_TIMEOUT = 10.0
+"""Seconds without a byte after which a connection is closed."""
 
 T = TypeVar("T")
 Start = Callable[[str, list[tuple[str, str]]], Any]
@@ -105,7 +111,7 @@ class HealthServer(Collector):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop operator."""
+        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -150,7 +156,15 @@ def _text(start: Start, status: str, said: str) -> Iterable[bytes]:
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log a defect; a connection that broke, or that said nothing, is none."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            logger.error("The answer to %s failed", client_address, exc_info=error)
+
 
 class _Handler(WSGIRequestHandler):
+    timeout: ClassVar[float | None] = REQUEST_TIMEOUT  # each connection has a thread
+
     def log_message(self, *_: object) -> None:
         """Log nothing; scrapes are not worth a log line."""

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 RETRY = 0.5
 """Seconds between attempts to reach the API server."""
+SHUTDOWN = 30
+"""Seconds between SIGTERM and SIGKILL for workers if their command names no other time, as for ``dlrover-run``."""
 VARIABLE, UID_VARIABLE = "DLROVER_KUBERNETES_JOB", "DLROVER_KUBERNETES_JOB_UID"
 
 
@@ -97,8 +99,8 @@ def _job_spec(job: ElasticJob) -> JobSpec:
 
     The master takes these ``dlrover-run`` options from the workers' command: ``--nnodes`` (its minimum, if
     no role has ``minReplicas``; it excludes servers), ``--max-restarts`` (overrides ``restartCount``),
-    ``--node-unit``, ``--auto-scale``, ``--network-check`` and what is like it, ``--exclude-straggler``,
-    ``--server-failover`` and ``--chief``.
+    ``--shutdown-timeout``, ``--node-unit``, ``--auto-scale``, ``--network-check`` and what is like it,
+    ``--exclude-straggler``, ``--server-failover``, ``--survive`` and ``--chief``.
     """
     specs = job.spec.replica_specs
     roles = [role for role in nodes.ROLES if role in specs]
@@ -115,9 +117,16 @@ def _job_spec(job: ElasticJob) -> JobSpec:
         raise ConfigurationError(
             f"ElasticJob {job.name}: --chief in the workers' command needs spec.replicaSpecs.chief with 1 replica."
         )
+    least = commands.fewest_nodes(job) - commands.fewest_servers(job)
+    unit = commands.number(flags.get("node-unit", ""), 1)
+    if unit and total - total % unit < least:
+        raise ConfigurationError(
+            f"ElasticJob {job.name}: --node-unit {unit} in the workers' command needs a multiple of {unit} nodes, and the "
+            f"job has {total}, of which it needs {least}: change replicas or minReplicas."
+        )
     return JobSpec(
         name=job.name,
-        min_nodes=commands.fewest_nodes(job) - commands.fewest_servers(job),
+        min_nodes=least,
         max_nodes=total,
         managed_nodes=total,
         auto_scale=_auto_scale(job, flags),
@@ -133,11 +142,13 @@ def _job_spec(job: ElasticJob) -> JobSpec:
         spares=0 if chief else job.spec.spares.replicas,
         auto_spares=job.spec.spares.auto and not chief,
         earlier_restarts=job.status.training.restarts,
-        node_unit=commands.number(flags.get("node-unit", ""), 1),
+        node_unit=max(1, unit),
         max_restarts=commands.number(flags.get("max-restarts", ""), worker.restart_count),
         node_check=not flags.keys().isdisjoint(("network-check", "comm-perf-test"))
         or flags.get("precheck") in ("1", "2"),
         exclude_stragglers="exclude-straggler" in flags,
+        shutdown_timeout=float(commands.number(flags.get("shutdown-timeout", ""), SHUTDOWN)),
+        survive="survive" in flags and not chief and not servers,
     )
 
 

@@ -46,8 +46,6 @@ LONGEST_WAIT = 15.0
 """Maximum seconds between two such attempts."""
 KILL_GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL when a node is ended."""
-FORCE_AFTER = 60.0
-"""Seconds beyond its grace period after which a pod on an unresponsive machine is deleted by force."""
 SWEEP_INTERVAL = 5.0
 """Seconds between checks for pods that vanished unseen or whose deletion does not end."""
 CLOSE_TIMEOUT = 10.0
@@ -324,7 +322,7 @@ class KubernetesPlatform:
         watched.seen = True
         if pods.leaving(pod):
             grace = pod["metadata"].get("deletionGracePeriodSeconds") or 0
-            until = time.monotonic() + grace + FORCE_AFTER
+            until = time.monotonic() + grace + pods.FORCE_AFTER
             watched.leaving_until = min(until, watched.leaving_until or until)
         reason, impossible = nodes.ending(pod), nodes.impossible(pod)
         if reason:

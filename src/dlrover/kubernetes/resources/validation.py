@@ -24,6 +24,8 @@ _BOUNDED = {
 }
 """Descriptions of the values that a schema node with a limit accepts."""
 _LONGEST_SHOWN = 60
+DEEPEST = 100
+"""Levels of nested maps and lists that a spec may have; a pod's template has about ten."""
 _TYPES: dict[str, tuple[type[Any], str]] = {
     "object": (dict, "a map of fields"),
     "array": (list, "a list"),
@@ -54,9 +56,27 @@ def faults(manifest: Mapping[str, Any], *, strict: bool = False) -> list[str]:
     found = list(_name(name))
     if "spec" not in manifest:
         return [*found, "spec is missing: accepted is the job's spec, with replicaSpecs."]
+    if _is_deeper(manifest["spec"], DEEPEST):
+        return [
+            *found,
+            f"spec is nested more than {DEEPEST} levels deep: accepted are pod templates.",
+        ]
     spec_schema = schema.elastic_job()["properties"]["spec"]
     found += _walk("spec", manifest["spec"], spec_schema, strict=strict)
     return found or list(_rules(manifest["spec"]))
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Return whether maps and lists are nested in more levels than these."""
+    inner = [value]
+    for _ in range(levels):
+        inner = [
+            child
+            for one in inner
+            if isinstance(one, dict | list)
+            for child in (one.values() if isinstance(one, dict) else one)
+        ]
+    return any(isinstance(one, dict | list) for one in inner)
 
 
 def _servers_alone(spec: Mapping[str, Any]) -> Iterator[str]:
