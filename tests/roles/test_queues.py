@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dis
 import functools
+import os
 import signal
 import sys
 import threading
@@ -21,7 +22,7 @@ from dlrover import launched
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.roles import Queue, current_worker
 from dlrover.roles.messages import RoleReply, RoleRequest
-from dlrover.roles.runtime import link
+from dlrover.roles.runtime import link, worker
 from tests.roles.coordinators import Coordinator, coordinator, joined
 from tests.waiting import until
 
@@ -254,3 +255,33 @@ def test_what_an_interrupted_call_has_asked_for_does_not_happen_later(job: Coord
             assert list(queue.get(2, timeout=0.1)) == ["e"]
         finally:
             signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_second_process_in_the_same_place_is_refused_until_the_first_has_left(
+    job: Coordinator,
+) -> None:
+    job.write(
+        "second.py", "from dlrover.roles import Queue\nQueue('items').put('from the second')\n"
+    )
+    with joined(job, "main") as me:
+        queue = Queue("items")
+        queue.put("a")
+        place = me.place
+
+        def second() -> tuple[int, str]:
+            process = job.launch("main", 0, str(job.directory.path / "second.py"))
+            _, said = process.communicate(timeout=60)
+            return process.returncode, said
+
+        code, said = second()
+        assert code == 1
+        assert said.splitlines()[-1].endswith(
+            f"wants the place of main 0, which process {os.getpid()} has: of the processes that an instance starts, only"
+            " one may join the job."
+        )
+        assert list(queue.get()) == ["a"]
+        queue.ack()
+        worker.leave()
+        until(lambda: place not in job.service._watched, 60)
+        assert second()[0] == 0
+        assert job.status.queues["items"].waiting == 1
