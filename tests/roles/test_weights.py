@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +19,8 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
+from dlrover import config
+from dlrover._util import procs
 from dlrover.errors import (
     ConfigurationError,
     InfrastructureError,
@@ -204,6 +208,30 @@ def test_a_fork_reads_weights_as_they_were_and_disturbs_none_of_its_parent(
         assert (last == 12).all()
         for fd in (told, say, heard, tell):
             os.close(fd)
+
+
+def test_a_keeper_ends_with_the_job_while_it_waits_for_a_coordinator_that_has_ended(
+    job: Coordinator,
+) -> None:
+    read, write = os.pipe()
+    variables = job.variables(HOLDER, 0, 1, 1)
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # and answers nothing
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        os.set_inheritable(read, True)
+        pid = holder._start(
+            {**variables, config.ROLE_VARIABLES["address"]: address}, lifeline_fd=read
+        )
+        listening.settimeout(60)
+        with listening.accept()[0]:
+            os.close(write)
+            poll = select.poll()
+            poll.register(pidfd := os.pidfd_open(pid), select.POLLIN)
+            ended = poll.poll(10_000)
+            procs.kill([pid])
+            os.waitpid(pid, 0)
+            assert ended
+    os.close(read)
+    os.close(pidfd)
 
 
 class Interrupts:
