@@ -105,9 +105,16 @@ class HolderConnection:
         wire.end(self._sock)
 
     def writable(self, key: str, nbytes: int) -> mmap.mmap:
-        """Return memory for a part; the same mapping again where the memory is the same."""
+        """Return memory for a part; the same mapping again where the memory is the same.
+
+        Raises:
+            InfrastructureError: Memory is short.
+        """
         with self._lock:
-            held, fd, _ = self.ask(ReservePart(key, nbytes))
+            try:
+                held, fd, _ = self.ask(ReservePart(key, nbytes))
+            except ConfigurationError as error:
+                raise InfrastructureError(str(error)) from error
             try:
                 if held.buffer not in self._written:
                     self._written[held.buffer] = mmap.mmap(fd, held.size)
