@@ -26,7 +26,8 @@ def container(tmp_path, version: int, limit: str):
     group.mkdir(parents=True)
     (group / names[0]).write_text(f"{300 * MIB}\n")
     (group / names[1]).write_text(f"{limit}\n")
-    (group / "memory.stat").write_text(f"anon 5\n{names[2]} {100 * MIB}\n")
+    active = names[2].replace("inactive", "active")
+    (group / "memory.stat").write_text(f"anon 5\n{names[2]} {100 * MIB}\n{active} {50 * MIB}\n")
     return proc, root
 
 
@@ -34,6 +35,7 @@ def container(tmp_path, version: int, limit: str):
 def test_memory_of_a_container_is_what_the_kernel_cannot_drop(tmp_path, version):
     proc, root = container(tmp_path, version, str(400 * MIB))
     assert cgroup.memory(proc, root) == (200 * MIB, 400 * MIB)
+    assert cgroup.available(proc, root) == 250 * MIB
 
 
 @pytest.mark.parametrize(("version", "limit"), [(2, "max"), (1, "9223372036854771712")])
@@ -43,6 +45,7 @@ def test_without_a_limit_it_is_no_container(tmp_path, version, limit):
 
 def test_without_cgroups_there_is_nothing_to_know(tmp_path):
     assert cgroup.memory(tmp_path / "none", tmp_path) is None
+    assert cgroup.available(tmp_path / "none", tmp_path) == cgroup.NO_LIMIT
 
 
 @pytest.mark.slow

@@ -469,3 +469,14 @@ def test_a_reader_needs_no_room_beside_an_ended_jobs_journal(tmp_path: Path) -> 
             assert list(journal.entries()) == [(1.0, inputs.NodeDisconnected(0))]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_only_its_owner_can_read_a_journal(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        with contextlib.closing(FileJournal(tmp_path / "journal.sqlite")):
+            modes = {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()}
+    finally:
+        os.umask(before)
+    assert len(modes) == 3
+    assert set(modes.values()) == {"0o600"}, modes

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,6 +124,23 @@ def test_an_answer_that_cannot_be_read_fails_its_own_call_only(
     with pytest.raises(ProtocolError, match="rollout 0: ask: its answer cannot be read"):
         group.call_rank0("ask").result(60)
     assert group.call_rank0("ask").result(60) == [1]
+
+
+def test_an_interrupt_of_the_thread_that_calls_leaves_no_half_of_a_call(
+    member: Callable[[Answer], list[CallFrame]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, head = wire.send, payload.encode(7)[0]
+
+    def interrupted(sock: socket.socket, op: CallOp, *rest: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        send(sock, op, *rest)
+
+    group = RoleGroup("rollout", wait=30)
+    member(lambda sock, call: send(sock, CallOp.RESULT, call.call, head))
+    assert group.call_rank0("ask").result(60) == 7
+    monkeypatch.setattr(wire, "send", interrupted)
+    assert group.call_rank0("ask").result(60) == 7
 
 
 def test_what_follows_a_failed_call_may_call_again(

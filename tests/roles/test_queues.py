@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dis
+import functools
+import os
+import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +22,7 @@ from dlrover import launched
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.roles import Queue, current_worker
 from dlrover.roles.messages import RoleReply, RoleRequest
-from dlrover.roles.runtime import link
+from dlrover.roles.runtime import link, worker
 from tests.roles.coordinators import Coordinator, coordinator, joined
 from tests.waiting import until
 
@@ -163,3 +171,117 @@ def test_a_long_wait_for_items_is_no_absence_of_the_coordinator(
         queue.put("a")
         assert list(queue.get(1)) == ["a"]
         assert lost
+
+
+@contextmanager
+def interrupted(function: Callable[..., object], after: int) -> Iterator[None]:
+    """Raise a KeyboardInterrupt in a function after a number of the steps at which Python handles signals, if it has them."""
+    left, last = after, ""
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left, last
+        if frame.f_code is not function.__code__:  # type: ignore[attr-defined]
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= last.startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
+            last = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            if left == 0:
+                left = -1
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("name", ["put", "_put", "get", "_get", "_ask", "ack"])
+def test_an_interrupt_at_any_step_neither_loses_nor_doubles_an_item(
+    job: Coordinator, name: str
+) -> None:
+    got: list[Any] = []
+    with joined(job, "main"):
+        queue, number, last = Queue("items", 4), 0, 0
+
+        def again(what: Callable[[], object]) -> None:
+            nonlocal last
+            try:
+                with interrupted(getattr(Queue, name), number):
+                    what()
+            except KeyboardInterrupt:
+                last = number
+                what()
+
+        while last == number:  # until it has fewer steps than this
+            number += 1
+            again(functools.partial(queue.put, 2 * number, 2 * number + 1))
+            again(lambda: got.extend(queue.get(2)))
+            again(queue.ack)
+        assert number > 1
+        status = queue.status()
+        assert got == list(range(2, 2 * number + 2))
+        assert (status.added, status.done) == (2 * number, 2 * number)
+
+
+def test_what_an_interrupted_call_has_asked_for_does_not_happen_later(job: Coordinator) -> None:
+    with joined(job, "main"):
+        queue = Queue("items", 2)
+
+        def interrupt(what: Callable[[], object]) -> None:
+            me = threading.main_thread().ident
+            assert me is not None
+            threading.Timer(0.3, lambda: signal.pthread_kill(me, signal.SIGUSR1)).start()
+            with pytest.raises(KeyboardInterrupt):
+                what()
+
+        def raises(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGUSR1, raises)
+        try:
+            interrupt(queue.get)
+            assert not queue.get(wait=False)
+            queue.put("a", "b")
+            assert list(Queue("items", 2).get(wait=False)) == ["a"]
+            queue.put("c")
+            interrupt(lambda: queue.put("d"))
+            assert list(queue.get(2)) == ["b", "c"]
+            assert not queue.get(wait=False)
+            queue.put("e")
+            assert list(queue.get(2, timeout=0.1)) == ["e"]
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_second_process_in_the_same_place_is_refused_until_the_first_has_left(
+    job: Coordinator,
+) -> None:
+    job.write(
+        "second.py", "from dlrover.roles import Queue\nQueue('items').put('from the second')\n"
+    )
+    with joined(job, "main") as me:
+        queue = Queue("items")
+        queue.put("a")
+        place = me.place
+
+        def second() -> tuple[int, str]:
+            process = job.launch("main", 0, str(job.directory.path / "second.py"))
+            _, said = process.communicate(timeout=60)
+            return process.returncode, said
+
+        code, said = second()
+        assert code == 1
+        assert said.splitlines()[-1].endswith(
+            f"wants the place of main 0, which process {os.getpid()} has: of the processes that an instance starts, only"
+            " one may join the job."
+        )
+        assert list(queue.get()) == ["a"]
+        queue.ack()
+        worker.leave()
+        until(lambda: place not in job.service._watched, 60)
+        assert second()[0] == 0
+        assert job.status.queues["items"].waiting == 1

@@ -268,6 +268,31 @@ def test_acknowledged_items_that_are_kept_no_longer_are_counted_as_lost() -> Non
     assert (status.waiting, status.lost, status.done) == (2, 1, 1), "step 0 is not undone"
 
 
+def test_a_source_that_learns_fast_costs_another_none_of_its_items() -> None:
+    fast, slow = rollout(), rollout(1)
+    shared = job(fast, slow)
+    shared.handle(OpenQueue(fast, "q", 2))
+    for n in range(12):
+        shared.handle(PutItems(fast, "q", 9, n, (bytes([n]),)))
+        learner = slow if n in (1, 2) else fast
+        lease(shared, learner, n)
+        shared.handle(AckItems(learner, "q", (n,), n))
+        shared.validate()
+    with pytest.raises(
+        ProtocolError, match="Item 2 of the queue q is not leased to rollout 0: rollout 1"
+    ):
+        shared.handle(AckItems(fast, "q", (2,), 20))
+    shared = msgspec.msgpack.decode(msgspec.msgpack.encode(shared), type=SharedState)
+    shared.validate()
+    again = rollout(1, 2)
+    shared.handle(JoinRole(again, AT))
+    shared.handle(Resumed(again, 0))
+    status = shared.queues.get("q").status()
+    assert (status.waiting, status.lost) == (2, 0)
+    assert lease(shared, again, 1, 2).keys() == {1, 2}
+    assert lease(shared, again, 2, 2) == {}
+
+
 # ---- weights
 
 

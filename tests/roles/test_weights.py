@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +19,8 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
+from dlrover import config
+from dlrover._util import procs
 from dlrover.errors import (
     ConfigurationError,
     InfrastructureError,
@@ -25,8 +29,8 @@ from dlrover.errors import (
 )
 from dlrover.roles import Queue, RoleGroup, current_worker, weights
 from dlrover.roles.coordinator import health
-from dlrover.roles.messages import HOLDER, MemberPlace, Version
-from dlrover.roles.runtime import holder
+from dlrover.roles.messages import HOLDER, MemberPlace, PublishPart, Version
+from dlrover.roles.runtime import holder, memory
 from dlrover.roles.runtime.weights import following, publishing
 from tests.roles.coordinators import Coordinator, coordinator, joined
 from tests.waiting import until
@@ -204,6 +208,105 @@ def test_a_fork_reads_weights_as_they_were_and_disturbs_none_of_its_parent(
         assert (last == 12).all()
         for fd in (told, say, heard, tell):
             os.close(fd)
+
+
+def test_a_keeper_ends_with_the_job_while_it_waits_for_a_coordinator_that_has_ended(
+    job: Coordinator,
+) -> None:
+    read, write = os.pipe()
+    variables = job.variables(HOLDER, 0, 1, 1)
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # and answers nothing
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        os.set_inheritable(read, True)
+        pid = holder._start(
+            {**variables, config.ROLE_VARIABLES["address"]: address}, lifeline_fd=read
+        )
+        listening.settimeout(60)
+        with listening.accept()[0]:
+            os.close(write)
+            poll = select.poll()
+            poll.register(pidfd := os.pidfd_open(pid), select.POLLIN)
+            ended = poll.poll(10_000)
+            procs.kill([pid])
+            os.waitpid(pid, 0)
+            assert ended
+    os.close(read)
+    os.close(pidfd)
+
+
+class Interrupts:
+    """A KeyboardInterrupt in the next answer of whoever keeps weights: before it is read, or after its head."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+
+    def __call__(self, what: Callable[[], object], function: str, *, after: bool) -> None:
+        original = getattr(memory.wire, function)
+
+        def interrupted(*args: Any) -> NoReturn:
+            if after:
+                original(*args)
+            raise KeyboardInterrupt
+
+        with self._patch.context() as patch:
+            patch.setattr(memory.wire, function, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                what()
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("function", ["send", "receive"])
+def test_after_an_interrupt_no_answer_is_taken_for_another_one(
+    kept: Coordinator, monkeypatch: pytest.MonkeyPatch, function: str, after: bool
+) -> None:
+    interrupt = Interrupts(monkeypatch)
+    with joined(kept, "trainer"):
+        for name in ("a", "b"):
+            weights.publish({"w": np.full(10, ord(name))}, 1, name=name)
+        interrupt(lambda: weights.latest(name="a"), function, after=after)
+        found = weights.latest(name="b", timeout=10)
+        assert found is not None
+        assert (found["w"] == ord("b")).all()
+        interrupt(lambda: weights.publish({"w": np.zeros(20)}, 2, name="a"), function, after=after)
+        weights.publish({"w": np.zeros(30)}, 2, name="a")
+        found = weights.latest(name="a", timeout=10)
+        assert found is not None
+        assert found["w"].shape == (30,)
+
+
+def test_a_publication_that_was_interrupted_leaves_a_version_that_can_be_read_or_none(
+    job: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with joined(job, "trainer") as me:
+        ask = me.link.ask
+
+        def interrupted(request: Any) -> Any:
+            if isinstance(request, PublishPart):
+                if request.step == 2:
+                    ask(request)
+                raise KeyboardInterrupt
+            return ask(request)
+
+        def fails(*_: object) -> NoReturn:
+            raise KeyboardInterrupt
+
+        published(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(me.link, "ask", interrupted)
+            for step in (2, 3):
+                with pytest.raises(KeyboardInterrupt):
+                    published(step)
+        until(lambda: weights.versions()[-1:] == [Version(0, 2)], 60)
+        found = weights.latest(timeout=10)
+        assert found is not None
+        assert (found["w"] == 2).all()
+        with monkeypatch.context() as patch:
+            patch.setattr(publishing, "_copied", fails)
+            for step in range(3, 23):
+                with pytest.raises(KeyboardInterrupt):
+                    published(step)
+        assert (published(23) == 23).all()
+        until(lambda: me.holding.memory < 10 * 100_000 * 8, 60)
 
 
 def test_weights_stay_as_they_were_read_though_the_connection_to_who_keeps_them_ended(

@@ -41,15 +41,17 @@ def _kills(path: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def memory(proc: Path = PROC_CGROUP, root: Path = ROOT) -> tuple[int, int] | None:
+def memory(
+    proc: Path = PROC_CGROUP, root: Path = ROOT, dropped: tuple[str, ...] = ("inactive_file",)
+) -> tuple[int, int] | None:
     """Return the bytes in use by this process's memory cgroup, without droppable pages, and its limit.
 
     Return None if there is no limit, or nothing is known.
     """
     for directory in _memory_directories(proc, root):
-        for used, limit, dropped in (
-            ("memory.current", "memory.max", "inactive_file"),
-            ("memory.usage_in_bytes", "memory.limit_in_bytes", "total_inactive_file"),
+        for used, limit, prefix in (
+            ("memory.current", "memory.max", ""),
+            ("memory.usage_in_bytes", "memory.limit_in_bytes", "total_"),
         ):
             try:
                 most = (directory / limit).read_text().strip()
@@ -59,10 +61,17 @@ def memory(proc: Path = PROC_CGROUP, root: Path = ROOT) -> tuple[int, int] | Non
                 counts = dict(
                     line.split() for line in (directory / "memory.stat").read_text().splitlines()
                 )
+                cached = sum(int(counts.get(f"{prefix}{kind}", 0)) for kind in dropped)
             except (OSError, ValueError):
                 continue
-            return max(0, now - int(counts.get(dropped, 0))), int(most)
+            return max(0, now - cached), int(most)
     return None
+
+
+def available(proc: Path = PROC_CGROUP, root: Path = ROOT) -> int:
+    """Return the bytes that this process's memory cgroup can still take, with all cached files dropped."""
+    found = memory(proc, root, ("inactive_file", "active_file"))
+    return NO_LIMIT if found is None else max(0, found[1] - found[0])
 
 
 def cpu_seconds(proc: Path = PROC_CGROUP, root: Path = ROOT) -> float | None:

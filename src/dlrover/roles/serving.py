@@ -260,6 +260,7 @@ class RolesService:
         """Answer a request; it waits for what it asks for as long as it says."""
         try:
             self._check_connected(request)
+            self._check_alone(request)
             if isinstance(request, LookCursor | LookQueue):
                 return self.shared.handle(request)
             if not await self._comes_true(request):
@@ -279,6 +280,23 @@ class RolesService:
         for place in (request.place, getattr(request, "holder", request.place)):
             if not isinstance(request, JoinRole) and self.shared.members.is_away(place):
                 raise InfrastructureError(f"{place} has lost its connection and joins again.")
+
+    def _check_alone(self, request: RoleRequest) -> None:
+        """Refuse a process that takes the place of another one, which is connected.
+
+        Raises:
+            ProtocolError: It does.
+        """
+        place = request.place
+        known = self.shared.members.get(place.role, place.index)
+        if not isinstance(request, JoinRole) or known is None or known.place != place:
+            return
+        same = (known.pid, known.address.machine) == (request.pid, request.address.machine)
+        if place in self._watched and not same:
+            raise ProtocolError(
+                f"Process {request.pid} wants the place of {place}, which process {known.pid} has: of the processes that"
+                " an instance starts, only one may join the job."
+            )
 
     def _replied(self, reply: RoleReply) -> RoleReply:
         if isinstance(reply, PublishedAs):

@@ -8,6 +8,7 @@ the same transaction.
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
@@ -55,8 +56,10 @@ class FileJournal:
         self.epoch = 0
         """See `Journal`."""
         try:
+            if not read_only:
+                _create(path)
             self._db = self._connect("?mode=ro" if read_only else "")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise self._problem("cannot be opened", error) from error
         try:
             try:
@@ -231,3 +234,9 @@ class FileJournal:
 
     def _problem(self, what: str, error: Exception) -> InfrastructureError:
         return InfrastructureError(f"The journal {self._path} {what}: {error}.")
+
+
+def _create(path: Path) -> None:
+    """Create a file that only its owner can read, as items of queues are in it; those beside it get the same mode."""
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))

@@ -19,7 +19,7 @@ from dlrover.roles.messages import (
 
 MAX_QUEUES = 1000
 KEPT = 2
-"""A queue keeps ``KEPT`` times its size of acknowledged items, which a rollback may want again."""
+"""A queue keeps ``KEPT`` times its size of items that each source has acknowledged: its rollback may want them again."""
 MAX_FORGOTTEN = 1000
 """Maximum number of steps whose items are counted after they were dropped."""
 
@@ -56,6 +56,12 @@ class ItemQueue:
     settled: int = 0
     """Acknowledged items that no rollback can want."""
 
+    def __post_init__(self) -> None:
+        self._kept_by: dict[str, dict[int, None]] = {}
+        """Numbers of the kept items, by source."""
+        for number, (source, _) in self.kept.items():
+            self._kept_by.setdefault(source, {})[number] = None
+
     def validate(self) -> None:
         """Check the invariants."""
         waiting = set(self.waiting)
@@ -66,7 +72,9 @@ class ItemQueue:
         assert all(0 <= number < self.added for number in self.bodies)
         assert len(waiting) + len(self.leases) + self.done + self.lost == self.added
         assert self.done == len(self.kept) + sum(self.forgotten.values()) + self.settled
-        assert len(self.kept) <= KEPT * self.size
+        assert all(0 < len(numbers) <= KEPT * self.size for numbers in self._kept_by.values())
+        assert self.kept.keys() == set().union(*self._kept_by.values())
+        assert len(self.kept) == sum(map(len, self._kept_by.values()))
         assert len(self.takers) <= KEPT * self.size
         assert not self.takers.keys() & (waiting | self.leases.keys())
         assert self.deliveries.keys() <= self.bodies.keys()
@@ -123,15 +131,18 @@ class ItemQueue:
             numbers.append(number)
         return tuple(numbers)
 
-    def check_ack(self, event: AckItems) -> None:
+    def check_ack(self, event: AckItems, source: str) -> None:
         """Refuse an acknowledgement of items that another has or has acknowledged, or that were not leased."""
         for number in event.numbers:
             holder = self.leases.get(number) or self.takers.get(number)
+            learned = self.kept.get(number, (source, 0))[0]
             waits = number in self.bodies and holder is None and number not in self.kept
-            if number >= self.added or waits or (holder is not None and holder != event.place):
+            another = holder != event.place if holder is not None else learned != source
+            if number >= self.added or waits or another:
+                known = holder or (learned if another else "there is none")
                 raise ProtocolError(
                     f"Item {number} of the queue {event.queue} is not leased to {event.place}:"
-                    f" {'it waits' if waits else holder or 'there is none'}."
+                    f" {'it waits' if waits else known}."
                 )
 
     def ack(self, event: AckItems, source: str) -> None:
@@ -146,15 +157,24 @@ class ItemQueue:
                 self.settled += 1
             else:
                 self.kept[number] = (source, event.step)
-        while len(self.kept) > KEPT * self.size:
-            number = next(iter(self.kept))
-            learned = self.kept.pop(number)
+                self._kept_by.setdefault(source, {})[number] = None
+        while len(mine := self._kept_by.get(source, {})) > KEPT * self.size:
+            number = next(iter(mine))
+            learned = self._unkept(number)
             self.forgotten[learned] = self.forgotten.get(learned, 0) + 1
             self._drop(number)
         while len(self.takers) > KEPT * self.size:
             del self.takers[next(iter(self.takers))]
         while len(self.forgotten) > MAX_FORGOTTEN:
             self.settled += self.forgotten.pop(next(iter(self.forgotten)))
+
+    def _unkept(self, number: int) -> tuple[str, int]:
+        """Keep an item no longer; return its source and step."""
+        source, step = self.kept.pop(number)
+        del self._kept_by[source][number]
+        if not self._kept_by[source]:
+            del self._kept_by[source]
+        return source, step
 
     def _drop(self, number: int) -> None:
         del self.bodies[number]
@@ -177,7 +197,7 @@ class ItemQueue:
     def roll_back(self, source: str, step: int) -> None:
         """Lease again what a source has learned from after a step."""
         for number in [n for n, (by, at) in self.kept.items() if by == source and at > step]:
-            del self.kept[number]
+            self._unkept(number)
             self.takers.pop(number, None)
             self.done -= 1
             self._again(number)

@@ -124,8 +124,9 @@ class SharedState:
             case GetItems():
                 return LeasedItems(self.queues.get(event.queue).get(event))
             case AckItems():
-                self.queues.get(event.queue).check_ack(event)
-                self.queues.get(event.queue).ack(event, self.members.source(event.place))
+                source = self.members.source(event.place)
+                self.queues.get(event.queue).check_ack(event, source)
+                self.queues.get(event.queue).ack(event, source)
                 self._set_cursor(event.place, event.cursor)
             case SetCursor():
                 self._set_cursor(event.place, event.cursor)

@@ -94,7 +94,7 @@ class Calls:
             connection.close()
 
     def submit(self, *calls: RoleCall) -> None:
-        """Send calls, or have them wait for members.
+        """Have calls sent, or wait for members.
 
         Raises:
             ConfigurationError: This is a fork of the process that joined.
@@ -103,8 +103,7 @@ class Calls:
         with self._lock:
             for call in calls:
                 self._waiting.setdefault((call.role, call.index), deque()).append(call)
-        self._pump()
-        self._look_by(time.monotonic() + min([WARN_AFTER, *(call.wait for call in calls)]))
+        self._wake.set()  # what follows must not be interrupted, as the caller's thread may be
 
     def _look_by(self, due: float) -> None:
         """Look then at the calls that wait, unless a look is due before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import queue
 import socket
 import threading
 from collections.abc import Callable
@@ -50,7 +51,7 @@ class EncodedCall(NamedTuple):
 
 
 class MemberConnection:
-    """A connection to one life of a member. It connects in a thread of its own; any thread may send.
+    """A connection to one life of a member. Threads of its own connect, send and receive; any thread may call.
 
     Args:
         member: The member.
@@ -62,29 +63,20 @@ class MemberConnection:
         self.closed = False
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._sending = threading.Lock()
         self._sock: socket.socket | None = None
-        self._early: list[tuple[int, EncodedCall]] = []
+        self._unsent: queue.SimpleQueue[tuple[int, EncodedCall] | None] = queue.SimpleQueue()
         self._waiting: dict[int, tuple[str, Callable[[CallOutcome], None]]] = {}
         self._sent: set[int] = set()
-        threading.Thread(target=self._run, name=f"roles-to-{self.place}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"roles-from-{self.place}", daemon=True).start()
 
     def call(self, call: EncodedCall, done: Callable[[CallOutcome], None]) -> None:
         """Send a call; ``done`` gets its outcome, on another thread or at once."""
         with self._lock:
-            number = next(self._numbers)
-            if self.closed:
-                sock, early = None, False
-            else:
+            closed, number = self.closed, next(self._numbers)
+            if not closed:
                 self._waiting[number] = call.method, done
-                sock, early = self._sock, self._sock is None
-                if early:
-                    self._early.append((number, call))
-                else:
-                    self._sent.add(number)
-        if sock is not None:
-            self._send(sock, number, call)
-        elif not early:
+                self._unsent.put((number, call))
+        if closed:
             done(CallLost(began=False, why="the connection has ended"))
 
     def close(self) -> None:
@@ -94,14 +86,6 @@ class MemberConnection:
             sock = self._sock
         if sock is not None:
             wire.end(sock)
-
-    def _send(self, sock: socket.socket, number: int, call: EncodedCall) -> None:
-        try:
-            with self._sending:
-                wire.send(sock, CallOp.CALL, number, call.head, call.buffers)
-        except OSError as error:
-            logger.debug("%s takes no calls: %s", self.place, error)
-            wire.end(sock)  # the thread that receives tells the callers
 
     def _run(self) -> None:
         why = "the connection has ended"
@@ -119,19 +103,29 @@ class MemberConnection:
             self._end(why)
 
     def _open(self, sock: socket.socket) -> bool:
-        """Send what was called before the connection was there; return False if it is closed already."""
-        while True:
+        """Begin to send; return False if it is closed already."""
+        with self._lock:
+            if self.closed:
+                sock.close()
+                return False
+            self._sock = sock
+        name = f"roles-to-{self.place}"
+        threading.Thread(target=self._send, args=(sock,), name=name, daemon=True).start()
+        return True
+
+    def _send(self, sock: socket.socket) -> None:
+        while (unsent := self._unsent.get()) is not None:
+            number, call = unsent
             with self._lock:
                 if self.closed:
-                    sock.close()
-                    return False
-                early, self._early = self._early, []
-                self._sent.update(number for number, _ in early)
-                if not early:
-                    self._sock = sock
-                    return True
-            for number, call in early:
-                self._send(sock, number, call)
+                    return
+                self._sent.add(number)
+            try:
+                wire.send(sock, CallOp.CALL, number, call.head, call.buffers)
+            except OSError as error:
+                logger.debug("%s takes no calls: %s", self.place, error)
+                wire.end(sock)  # the thread that receives tells the callers
+                return
 
     def _take(self, frame: CallFrame) -> None:
         with self._lock:
@@ -146,6 +140,7 @@ class MemberConnection:
             waiting, self._waiting = self._waiting, {}
             sent, self._sent = self._sent, set()
             sock, self._sock = self._sock, None
+        self._unsent.put(None)
         if sock is not None:
             wire.end(sock)
         for number, (_, done) in waiting.items():

@@ -34,20 +34,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=main.__doc__)
     parser.add_argument("--lifeline-fd", type=int, required=True, help="Leave when it closes.")
     args = parser.parse_args(argv)
+
+    def follow_lifeline() -> None:
+        os.read(args.lifeline_fd, 1)
+        os._exit(0)  # whatever it waits for
+
+    threading.Thread(target=follow_lifeline, name="lifeline", daemon=True).start()
     try:
         joined = worker.start(ready=True)
     except ConfigurationError as error:  # another process has taken its place meanwhile
         logger.info("No weights are kept here: %s", error)
         return
     joined.phases.leave()  # it has no program whose progress counts; that it reports does
-    over = joined.link.over
-
-    def follow_lifeline() -> None:
-        os.read(args.lifeline_fd, 1)
-        over.set()
-
-    threading.Thread(target=follow_lifeline, name="lifeline", daemon=True).start()
-    over.wait()
+    joined.link.over.wait()
 
 
 async def keep(service: RolesService, variables: Mapping[str, str], lifeline_fd: int) -> None:

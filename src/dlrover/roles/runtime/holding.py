@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from dlrover._util import decoding
+from dlrover._util import cgroup, decoding
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.roles.messages import JobView, MemberPlace
 
@@ -115,6 +115,13 @@ def decode_hold(data: bytes) -> HoldRequest:
     return request
 
 
+def available() -> int:
+    """Return the bytes of memory that are left for this process: beyond them, the kernel kills instead of refusing."""
+    import psutil  # noqa: PLC0415 - slow to import: only who keeps weights needs it
+
+    return min(int(psutil.virtual_memory().available), cgroup.available())
+
+
 @dataclass
 class _Buffer:
     number: int
@@ -146,7 +153,7 @@ class HeldParts:
 
     def __init__(self, place: MemberPlace) -> None:
         self._place = place
-        self._lock = threading.Lock()
+        self._lock, self._allocating = threading.Lock(), threading.Lock()
         self._parts: dict[str, _Part] = {}
         self._free: list[_Buffer] = []
         self._numbers = itertools.count()
@@ -187,30 +194,51 @@ class HeldParts:
             ConfigurationError: There is such a part.
             InfrastructureError: Memory is short.
         """
+        buffer = self._reused(key, nbytes) or self._new(nbytes)
+        with self._lock:
+            part = _Part(buffer, Held(buffer.number, buffer.size), publisher=session)
+            if self._parts.setdefault(key, part) is not part:
+                os.close(buffer.fd)
+                raise ConfigurationError(f"The part {key} of weights is here already.")
+            return part
+
+    def _reused(self, key: str, nbytes: int) -> _Buffer | None:
         with self._lock:
             if key in self._parts:
                 raise ConfigurationError(f"The part {key} of weights is here already.")
             fitting = [b for b in self._free if nbytes <= b.size <= WASTE * nbytes]
-            if fitting:
-                buffer = min(fitting, key=lambda b: b.size)
-                self._free.remove(buffer)
-            else:
-                buffer = self._new(nbytes)
-            part = _Part(buffer, Held(buffer.number, buffer.size), publisher=session)
-            self._parts[key] = part
-            return part
+            if not fitting:
+                return None
+            buffer = min(fitting, key=lambda b: b.size)
+            self._free.remove(buffer)
+            return buffer
 
     def _new(self, nbytes: int) -> _Buffer:
+        """Allocate memory, which may take seconds; meanwhile others use theirs."""
         size = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
-        fd = os.memfd_create("dlrover-weights", os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(fd, 0, size)
-        except OSError as error:
-            os.close(fd)
-            raise InfrastructureError(
-                f"There is no memory for {nbytes} bytes of weights: {error.strerror}."
-            ) from error
+        with self._allocating:
+            if size > available():
+                self._release()
+            if size > (left := available()):
+                raise InfrastructureError(
+                    f"The weights need {size >> 20} MiB more memory, and {left >> 20} MiB are available: give the machine"
+                    " or the container more, or publish less."
+                )
+            fd = os.memfd_create("dlrover-weights", os.MFD_CLOEXEC)
+            try:
+                os.posix_fallocate(fd, 0, size)
+            except OSError as error:
+                os.close(fd)
+                raise InfrastructureError(
+                    f"There is no memory for {nbytes} bytes of weights: {error.strerror}."
+                ) from error
         return _Buffer(next(self._numbers), fd, size)
+
+    def _release(self) -> None:
+        """Give the memory back that is kept for later versions."""
+        with self._lock:
+            while self._free:
+                os.close(self._free.pop().fd)
 
     def part(self, key: str) -> _Part:
         """Return a complete part.

@@ -143,7 +143,12 @@ class ServiceLink:
         """
         check_process(self.pid)
         with self.phases.waiting():
-            reply = asyncio.run_coroutine_threadsafe(self._ask(request), self._loop).result()
+            asked = asyncio.run_coroutine_threadsafe(self._ask(request), self._loop)
+            try:
+                reply = asked.result()
+            except BaseException:  # an interrupt: it must not take effect later on
+                asked.cancel()
+                raise
         if isinstance(reply, Turned):
             raise ConfigurationError(reply.why)
         return reply

@@ -72,8 +72,12 @@ class HolderConnection:
     def _ask(self, request: HoldRequest) -> tuple[Held, int, Bytes | None]:
         try:
             return self._answer(request)
-        except OSError:
-            self.close()  # a late answer must not be taken for that of the next request
+        except ConfigurationError:
+            raise
+        except (
+            BaseException
+        ):  # an interrupt, too: a late answer must not be taken for that of the next request
+            self.close()
             raise
 
     def _answer(self, request: HoldRequest) -> tuple[Held, int, Bytes | None]:
@@ -91,18 +95,33 @@ class HolderConnection:
             fd = fds[0]
         return decoding.msgpack(frame.head, Held), fd, frame.body
 
+    @property
+    def closed(self) -> bool:
+        """True once it has ended here."""
+        return self._sock.fileno() < 0
+
     def close(self) -> None:
         """End the connection; what was read stays as it is."""
         wire.end(self._sock)
 
     def writable(self, key: str, nbytes: int) -> mmap.mmap:
-        """Return memory for a part; the same mapping again where the memory is the same."""
+        """Return memory for a part; the same mapping again where the memory is the same.
+
+        Raises:
+            InfrastructureError: Memory is short.
+        """
         with self._lock:
-            held, fd, _ = self.ask(ReservePart(key, nbytes))
+            try:
+                held, fd, _ = self.ask(ReservePart(key, nbytes))
+            except ConfigurationError as error:
+                raise InfrastructureError(str(error)) from error
             try:
                 if held.buffer not in self._written:
                     self._written[held.buffer] = mmap.mmap(fd, held.size)
                     _limit(self._written)
+            except BaseException:
+                self.close()
+                raise
             finally:
                 os.close(fd)
             return self._written[held.buffer]
@@ -119,6 +138,9 @@ class HolderConnection:
         try:
             private = mmap.mmap(fd, held.size, flags=mmap.MAP_PRIVATE)
             return PartReader(self, key, held, (self._view(held, fd), private))
+        except BaseException:
+            self.ended(key, _forks)
+            raise
         finally:
             os.close(fd)
 

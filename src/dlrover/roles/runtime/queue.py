@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any, NamedTuple, NoReturn, overload
 
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.roles.messages import (
@@ -74,6 +74,17 @@ class Items(Sequence[Any]):
         return f"Items({list(self)!r})"
 
 
+class _Unsure(NamedTuple):
+    """A put that has ended with an error: how much of it was added is not known."""
+
+    bodies: list[bytes]
+    cursor: bytes | None
+    first: int
+    """Number of its first request; the others follow."""
+    answered: int = 0
+    """Requests that were answered."""
+
+
 class Queue:
     """A queue of the job, by its name. One thread uses an object; others make their own.
 
@@ -98,11 +109,14 @@ class Queue:
         self.name, self.size = name, size
         self._worker = current_worker()
         self._id = secrets.randbits(62)
-        self._puts = self._gets = 0
         self._lock = threading.Lock()
+        self._puts = 0
+        """Number of the next request to put."""
+        self._unsure: _Unsure | None = None
+        """The last put, if it has failed."""
         self._mine: dict[int, None] = {}
-        self._unseen = Items()
-        """What was leased by a `get` that failed; the next one returns it."""
+        self._got = 0, Items()
+        """Number of the next request to get, and what was leased by a `get` that failed: the next one returns it."""
         self._ask(OpenQueue(self._worker.place, name, size, kind))
 
     def _ask(self, request: Any) -> Any:
@@ -110,6 +124,9 @@ class Queue:
 
     def put(self, *items: Any, timeout: float = WAIT, cursor: Any = None) -> None:
         """Add items; wait for room. They are safe when this returns, and each is there once.
+
+        After an interrupt, as by Ctrl-C, or the loss of the coordinator, the same items may be put again at once: those
+        that were added already are not added twice.
 
         Args:
             items: Values as for calls between roles: no pickle.
@@ -128,31 +145,51 @@ class Queue:
                 f" and {MAX_BODY} bytes."
             )
         data = encode_cursor(cursor) if cursor is not None else None
-        with self._lock:
-            until, added = time.monotonic() + timeout, 0
-            for group in groups:
-                self._puts += 1
-                if not self._put(tuple(group), data, until):
-                    raise InfrastructureError(
-                        f"The queue {self.name} had no room for {timeout:.0f} s: {self._described()}; {added} of"
-                        f" {len(items)} items were added."
-                    )
-                added += len(group)
-                self._worker.progress(len(group))
+        until = time.monotonic() + timeout
+        sent, answered, has_room = None, 0, True
+        try:
+            with self._lock:
+                sent = self._begun(bodies, data, len(groups))
+                answered = sent.answered
+                while has_room and answered < len(groups):
+                    group = tuple(groups[answered])
+                    has_room = self._put(group, data, sent.first + answered, until)
+                    if has_room:
+                        answered += 1
+                        self._worker.progress(len(group))
+                self._unsure = None
+            if not has_room:
+                added = sum(map(len, groups[:answered]))
+                self._late(
+                    f"room for {timeout:.0f} s", f"; {added} of {len(items)} items were added"
+                )
+        except BaseException:
+            if sent is not None and has_room:
+                self._unsure = sent._replace(answered=answered)
+            raise
 
-    def _put(self, group: tuple[bytes, ...], cursor: bytes | None, until: float) -> bool:
+    def _begun(self, bodies: list[bytes], cursor: bytes | None, requests: int) -> _Unsure:
+        """Return the last put if it has failed and this is the same one, otherwise a new one."""
+        known = self._unsure
+        if known is not None and (known.bodies, known.cursor) == (bodies, cursor):
+            return known
+        first = self._puts
+        self._puts += requests
+        return _Unsure(bodies, cursor, first)
+
+    def _put(
+        self, group: tuple[bytes, ...], cursor: bytes | None, number: int, until: float
+    ) -> bool:
         while True:
             wait = min(MAX_WAIT, max(0.0, until - time.monotonic()))
-            request = PutItems(
-                self._worker.place, self.name, self._id, self._puts, group, cursor, wait
-            )
+            request = PutItems(self._worker.place, self.name, self._id, number, group, cursor, wait)
             if not isinstance(self._ask(request), Later):
                 return True
             if time.monotonic() >= until:
                 return False
 
     def get(self, count: int = 1, *, wait: bool = True, timeout: float = WAIT) -> Items:
-        """Lease ``count`` items and return them.
+        """Lease ``count`` items and return them. What was leased when this fails, the next ``get`` returns.
 
         Args:
             count: Items to lease.
@@ -166,34 +203,42 @@ class Queue:
             raise ConfigurationError(
                 f"get({count}): a get takes 1 to {min(self.size, MAX_ITEMS)} items of the queue {self.name}."
             )
-        with self._lock:
-            until = time.monotonic() + (timeout if wait else 0.0)
-            while (missing := count - len(self._unseen)) > 0:
-                left = until - time.monotonic()
-                more = self._get(missing, missing if left > 0 else 1, left)
-                self._unseen += more
-                if not more and left <= 0:
-                    break
-            found, self._unseen = self._unseen[:count], self._unseen[count:]
-            self._mine |= dict.fromkeys(found.numbers)
-        if not found and wait:
-            raise InfrastructureError(
-                f"The queue {self.name} had no items for {timeout:.0f} s: {self._described()}."
-            )
-        return found
+        leased = Items()
+        try:
+            with self._lock:
+                until = time.monotonic() + (timeout if wait else 0.0)
+                while (missing := count - len(self._got[1])) > 0:
+                    left = until - time.monotonic()
+                    more = self._get(missing, missing if left > 0 else 1, left)
+                    if not more and left <= 0:
+                        break
+                number, leased = self._got
+                found = leased[:count]
+                self._mine |= dict.fromkeys(found.numbers)
+                self._got = number, leased[count:]
+            if not found and wait:
+                self._late(f"items for {timeout:.0f} s")
+            return found  # noqa: TRY300 - an interrupt here, too, means that the caller has not got them
+        except BaseException:
+            if leased:
+                self._mine = {n: None for n in self._mine if n not in leased.numbers}
+                self._got = self._got[0], leased
+            raise
 
-    def _get(self, count: int, least: int, left: float) -> Items:
+    def _get(self, count: int, least: int, left: float) -> bool:
+        """Lease items; return whether there were any."""
         wait = min(MAX_WAIT, max(0.0, left))
         place = self._worker.place
-        # The next request has another number once this one is answered: an answer that was lost comes again.
-        request = GetItems(place, self.name, self._id, self._gets, count, least, wait)
-        reply = self._ask(request)
-        self._gets += 1
+        # The next request has another number once this one has leased items: an answer that was lost comes again.
+        number, leased = self._got
+        reply = self._ask(GetItems(place, self.name, self._id, number, count, least, wait))
         if isinstance(reply, Later):
-            return Items()
+            return False
         if not isinstance(reply, LeasedItems):
             raise ProtocolError(f"The coordinator answered {type(reply).__name__}.")
-        return Items((item, _decoded(item.body)) for item in reply.items)
+        more = Items((item, _decoded(item.body)) for item in reply.items)
+        self._got = number + 1, leased + more
+        return bool(more)
 
     def ack(self, items: Items | None = None, *, step: int = -1, cursor: Any = None) -> None:
         """Acknowledge leased items: they are done, whatever dies.
@@ -232,6 +277,11 @@ class Queue:
     def __len__(self) -> int:
         """Return the number of items that wait."""
         return self.status().waiting
+
+    def _late(self, missing: str, added: str = "") -> NoReturn:
+        raise InfrastructureError(
+            f"The queue {self.name} had no {missing}: {self._described()}{added}."
+        )
 
     def _described(self) -> str:
         now = self.status()

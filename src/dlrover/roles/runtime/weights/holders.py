@@ -34,12 +34,12 @@ class Holders:
         """
         with self._lock:
             self._follow(worker)
-            if place not in self._open:
+            known = self._open.get(place)
+            if known is None or known.closed:
                 secret = wire.secret_of(worker.link.token)
-                self._open[place] = HolderConnection(
-                    address, worker.machine, secret, tls=worker.link.secured
-                )
-            return self._open[place]
+                known = HolderConnection(address, worker.machine, secret, tls=worker.link.secured)
+                self._open[place] = known
+            return known
 
     def declared(self, worker: RoleWorker) -> set[str]:
         """Return the names of the weights that this process has said that it works with."""

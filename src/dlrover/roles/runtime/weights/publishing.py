@@ -15,7 +15,7 @@ import numpy as np
 
 from dlrover.checkpoint.machine.extent import entire
 from dlrover.checkpoint.saver.memory import kernels
-from dlrover.errors import DLRoverError, InfrastructureError, ProtocolError
+from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.roles.messages import (
     HOLDER,
     WEIGHTS,
@@ -127,11 +127,14 @@ def _published(
         reply = worker.link.ask(
             PublishPart(worker.place, name, version, worker.index, parts, holder, key, offset)
         )
-        if not isinstance(reply, PublishedAs):
-            raise ProtocolError(f"The coordinator answered {type(reply).__name__}.")
-    except DLRoverError:
+    except (ConfigurationError, ProtocolError):
         connection.ask(DiscardPart(key))
         raise
+    except BaseException:  # it may be published or not: whoever keeps it learns that from the job
+        connection.close()
+        raise
+    if not isinstance(reply, PublishedAs):
+        raise ProtocolError(f"The coordinator answered {type(reply).__name__}.")
     with contextlib.suppress(
         OSError
     ):  # what was published is lost with who kept it, as at any later time
