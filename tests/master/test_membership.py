@@ -375,6 +375,36 @@ def kill(job: JobDriver, node: int, attempt: int, **facts: object) -> list[input
     return commands
 
 
+def lose(job: JobDriver, attempt: int, steps: int, rank: int = 2) -> None:
+    """Lose a rank of node 1 again; ``steps`` are those that it has made, and the others make more."""
+    job.give(inputs.Progressed(job.machine.rendezvous.round, 10 * (attempt + 2)))
+    job.fail(1, KILLED, id=f"{rank} {attempt}", attempt=attempt, steps=steps, rank=rank, local_rank=rank - 2)  # fmt: skip
+
+
+def test_a_rank_that_is_lost_again_and_again_on_its_way_ends_the_job_although_the_others_train():
+    """Before, it was started again a hundred times."""
+    job = JobDriver.running(2, 1, 2, survive=True, limits=Limits(node_fault_limit=0))
+    lose(job, 0, steps=11)
+    for attempt in range(1, 9):
+        lose(job, attempt, steps=0)
+    assert job.machine.outcome is None
+    lose(job, 9, steps=0)
+    assert job.machine.outcome is not None
+    assert job.machine.outcome.exit_code == ExitCode.NO_PROGRESS
+    assert "the last 9 restarts ended in the same way at step 11" in job.machine.outcome.reason
+
+
+def test_ranks_that_come_to_the_others_and_are_lost_later_do_not_end_the_job():
+    job = JobDriver.running(2, 1, 2, survive=True, limits=Limits(node_fault_limit=0))
+    for number in range(30):  # on its way, then beyond it
+        lose(job, number, steps=0 if number % 2 else 10 * number + 1)
+    assert job.machine.outcome is None
+    for attempt in range(20):
+        lose(job, 30 + attempt, steps=0)
+        lose(job, attempt + 1, steps=0, rank=3)
+    assert job.machine.outcome is None
+
+
 def test_a_worker_that_may_have_broken_its_process_starts_from_a_fresh_one():
     job = JobDriver.launched(2, 2, survive=True)
     says = [c.message for c in kill(job, 1, 1, signal=11) if isinstance(c, inputs.Say)]

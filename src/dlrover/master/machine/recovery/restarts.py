@@ -42,6 +42,10 @@ class RestartCause(msgspec.Struct, frozen=True, kw_only=True):
     """Node where it happened; -1 if that says nothing about the cause."""
     host: str = ""
     """Host of the node; an earlier node may have run on the same host."""
+    rank: int = -1
+    """Rank that is lost while the others go on; -1: all start again."""
+    on_way: bool = False
+    """True if it was started again before and has not come to the others since: it repeats the failure before."""
 
     @property
     def step(self) -> int:
@@ -142,6 +146,7 @@ class RestartPolicy:
     short_of_it: int = 0
     last_signature: str = ""
     last_step: int = -1
+    last_rank: int = -1
     last_seconds: float = 0.0
     #: latest undetermined failures with their times
     undetermined: list[tuple[float, RestartCause]] = field(default_factory=list)
@@ -151,6 +156,8 @@ class RestartPolicy:
 
     def decide(self, cause: RestartCause, now: float) -> Restart | Stop:
         """Grant a restart after ``cause``, or return why not."""
+        if cause.on_way and self.last_step > 0 and cause.rank == self.last_rank:
+            cause = msgspec.structs.replace(cause, steps=self.last_step)
         stuck = self._count_progress(cause)
         decision = self._decide(cause, stuck, now)
         if isinstance(decision, Restart):
@@ -258,7 +265,8 @@ class RestartPolicy:
 
     def _count_progress(self, cause: RestartCause) -> bool:
         """Return whether the interrupted round made no progress, and update the counters."""
-        alike = cause.signature == self.last_signature and cause.step == self.last_step
+        here = cause.signature, cause.rank
+        alike = here == (self.last_signature, self.last_rank) and cause.step == self.last_step
         # The same failure of the program at the same step is deterministic; two kills at one step are chance.
         # Peers lost without a known cause may have been abandoned by the program.
         telling = cause.origin is not Origin.INFRASTRUCTURE or cause.echo
@@ -275,7 +283,7 @@ class RestartPolicy:
         elif cause.reached >= 0 and telling:
             self.short_of_it += 1
         self.last_signature, self.last_step = cause.signature, cause.step
-        self.last_seconds = cause.seconds
+        self.last_rank, self.last_seconds = cause.rank, cause.seconds
         return stuck
 
     def validate(self) -> None:

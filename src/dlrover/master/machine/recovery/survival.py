@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from dlrover.master.machine import inputs
 from dlrover.master.machine.recovery.incident import Incident
 from dlrover.master.machine.recovery.ladder import Ladder
@@ -124,9 +126,13 @@ class Survival:
     def _decide(self, report: events.WorkerFailed, now: float) -> Restart | None:
         """Ask the restart policy; end the job and return None if it grants nothing."""
         state = self.state
-        cause = cause_of(
-            report.failure, report.verdict, state.progress.steps, now - self.rounds.since
-        )
+        failure = report.failure
+        # The others' steps are no progress of a rank that fails again and again.
+        steps = failure.steps or state.progress.steps
+        cause = cause_of(failure, report.verdict, steps, now - self.rounds.since)
+        if failure.attempt >= 0:
+            on_way = failure.attempt > 0 and not failure.steps
+            cause = msgspec.structs.replace(cause, rank=failure.rank, on_way=on_way)
         decision = state.restarts.decide(cause, now)
         if isinstance(decision, Stop):
             state.end(decision.exit_code, decision.reason, now, report)
