@@ -491,6 +491,7 @@ def test_no_request_takes_longer_after_many_epochs() -> None:
     assert len(queue.workers["a"].held.partitions) <= 2
     look = answer(shards.handle(LookShards("data"), 0.0))
     assert (look.epoch, look.leased, queue.finished) == (3000, 0, 2999)
+    assert Spans.unpacked(look.packed).count == 2999 * 4
     done = Spans([Span(epoch, 0, 4) for epoch in range(2999)]).packed()
     again = answer(shards.handle(OpenShards(spec, "b", Incarnation(2), done), 0.0))
     assert again.epoch == 2999
@@ -575,6 +576,12 @@ def test_all_workers_must_mean_the_same() -> None:
     spec, done = DataSpec(name="data", size=100, shard=10), Spans([Span(0, 0, 1)]).packed()
     with pytest.raises(ProtocolError, match="another checkpoint"):
         shards.handle(OpenShards(spec, "b", Incarnation(1), done), 0.0)
+
+
+def test_a_stream_with_limits_of_some_partitions_is_refused() -> None:
+    spec = DataSpec(name="data", begins=(0, 0, 0), limits=(5, 5))
+    with pytest.raises(ConfigurationError, match="limits of 2 partitions and begins of 3"):
+        opened(spec, "a")
 
 
 def test_a_checkpoint_of_a_larger_data_set_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import os
 import pickle
 import struct
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dlrover.data import Csv, JsonLines, Lines, TfRecords
-from dlrover.data.sources import text
+from dlrover.data.sources import files, text
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=8)
@@ -30,6 +31,22 @@ def test_lines(tmp_path, end: str) -> None:
     assert list(lines) == ["one", "", "three is längér", "four"]
     with pytest.raises(IndexError):
         lines[4]
+
+
+def test_a_reader_of_many_files_keeps_few_open(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(files, "MAX_OPEN", 3)
+    for number in range(10):
+        (tmp_path / str(number)).write_text(f"x\n{number}\n")
+    before = len(os.listdir("/proc/self/fd"))
+    rows = Csv([tmp_path / str(number) for number in range(10)])
+    for _ in range(2):
+        assert [row["x"] for row in rows] == list("0123456789")
+        assert len(os.listdir("/proc/self/fd")) == before + 3
+    file = rows._file(0)
+    rows.close()
+    assert file.read(0, 2) == b"x\n", "another thread may be reading"
+    del file
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_an_empty_file_has_no_lines(tmp_path) -> None:

@@ -170,3 +170,21 @@ def test_a_position_in_a_flash_checkpoint(tmp_path) -> None:
         assert checkpointer.load({"sampler": other}).step == 5
     assert other.state_dict() == sampler.state_dict()
     assert (other.epoch, other.consumed) == (3, 40)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "no state of a sampler here: .*missing required field `epoch`"),
+        ({"epoch": -1}, r">= 0 - at `\$.epoch`"),
+        ({"consumed": "7"}, r"got `str` - at `\$.consumed`"),
+        ({"consumed": 11}, "consumed 11; it must be at most the 10 samples"),
+        ({"seed": 8}, "has seed 0, but the checkpoint has 8"),
+    ],
+)
+def test_a_position_that_is_none_is_refused(change, message) -> None:
+    sampler = ElasticDistributedSampler(range(10), 1, 0)
+    state = {} if change is None else {**sampler.state_dict(), **change}
+    with pytest.raises(ConfigurationError, match=message):
+        sampler.load_state_dict(state)
+    assert (sampler.epoch, sampler.consumed) == (0, 0)

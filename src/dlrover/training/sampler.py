@@ -8,15 +8,27 @@ therefore an epoch and one count.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler
 
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError
 from dlrover.training import batch
+
+
+class _Position(msgspec.Struct, frozen=True):
+    """A saved position."""
+
+    epoch: Annotated[int, msgspec.Meta(ge=0)]
+    consumed: Annotated[int, msgspec.Meta(ge=0)]
+    samples: int
+    shuffle: bool
+    seed: int
 
 
 class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
@@ -145,15 +157,26 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
         """Go to a saved position, whatever the old and the new number of ranks.
 
         Raises:
-            ConfigurationError: the position refers to other data or another order.
+            ConfigurationError: the position refers to other data or another order, or is none.
         """
+        try:
+            saved = decoding.convert(dict(state_dict), _Position)
+        except msgspec.ValidationError as error:
+            raise ConfigurationError(
+                f"The checkpoint holds no state of a sampler here: {error}."
+            ) from error
         for key, mine in self._identity().items():
-            if state_dict[key] != mine:
+            theirs = getattr(saved, key)
+            if theirs != mine:
                 raise ConfigurationError(
-                    f"The sampler has {key} {mine}, but the checkpoint has {state_dict[key]}: its position"
-                    " would mean other samples."
+                    f"The sampler has {key} {mine}, but the checkpoint has {theirs}: its position would mean other"
+                    " samples."
                 )
-        self._go_to(state_dict["epoch"], state_dict["consumed"])
+        if saved.consumed > self.samples:
+            raise ConfigurationError(
+                f"The checkpoint has consumed {saved.consumed}; it must be at most the {self.samples} samples of an epoch."
+            )
+        self._go_to(saved.epoch, saved.consumed)
 
     def _identity(self) -> dict[str, Any]:
         return {"samples": self.samples, "shuffle": self.shuffle, "seed": self.seed}

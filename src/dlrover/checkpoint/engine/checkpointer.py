@@ -140,6 +140,9 @@ class Checkpointer:
         self._background = Background() if overlap else None
         self._pool = GenerationPool(self._client)
         self._problems: list[str] = []
+        self._pid = os.getpid()
+        self._in_memory, self._only_memory = -1, True
+        """The newest step, and True if none was sent to storage, and no warning was given."""
         self._findings = direct.LoadFindings()
         self._notifier = StoredStepNotifier(self._store, self._client.stored)
         self._membership = -1
@@ -244,6 +247,7 @@ class Checkpointer:
             raise ConfigurationError(
                 "This Checkpointer only reads, as read_only=True says; make one without it to save."
             )
+        self._check_process()
         if not self._takes_part():
             return
         # First: a save that fails on one rank must count there, too.
@@ -285,6 +289,8 @@ class Checkpointer:
                 self._world.check()
                 if do != "nothing":
                     self._findings.apply(self._direct, save.session)
+                    self._in_memory = step
+                    self._only_memory &= do != "storage"
                     self._copy(_Order(save, do == "storage", measured), state)
                     self._pace.saved(began)
             except BaseException:
@@ -415,17 +421,38 @@ class Checkpointer:
         """
         if self._apart:
             return
+        self._check_process()
         with launched.blocked():
             if self._background is not None:
                 self._background.wait()
             self._wait_for_saver()
             self._notifier.settle()
+        self._warn_of_memory()
         problems, self._problems = self._problems, []
         self._pace.asked.clear()
         if problems and losses.since(self._world, self._membership):
             logger.warning("%s", " ".join(problems))  # the others go on
         elif problems:
             raise InfrastructureError(" ".join(problems))
+
+    def _warn_of_memory(self) -> None:
+        """Warn once if all steps so far are in memory alone, which may end with the job."""
+        if not self._only_memory or self._in_memory < 0 or self._world.rank:
+            return
+        self._only_memory = False
+        if not self._wishes.save_at_breakpoint:
+            logger.warning(
+                "Step %d is in memory only, which ends with the job, and no step was sent to %s;"
+                " save(..., to='storage') stores a step, and interval= every so many",
+                self._in_memory, self._store.location,
+            )  # fmt: skip
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ConfigurationError(
+                f"This Checkpointer belongs to process {self._pid}, and this one, {os.getpid()}, is a fork of it: save and"
+                " load there, or load here with a Checkpointer of its own, with read_only=True."
+            )
 
     def _wait_for_saver(self) -> None:
         try:
@@ -435,7 +462,9 @@ class Checkpointer:
             self._reconnect()
 
     def close(self) -> None:
-        """Disconnect from the saver, which goes on storing the requested steps."""
+        """Disconnect from the saver, which goes on storing the requested steps; in a forked process, do nothing."""
+        if os.getpid() != self._pid:
+            return
         if self._background is not None:
             self._background.close()
         self._notifier.close()
@@ -579,6 +608,7 @@ class Checkpointer:
     ) -> LoadRecord | None:
         self._world.check()
         if not self._read_only:
+            self._check_process()
             self._takes_part()  # with ranks that have returned
         self._world.agree(self._prepare_to_load)
         began = time.monotonic()

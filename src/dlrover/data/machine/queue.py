@@ -141,6 +141,12 @@ class ShardQueue:
     def _open(self, event: OpenShards, now: float) -> None:
         if event.incarnation < self.incarnation or event.worker in self.dropped:
             raise ProtocolError(_stale(event.worker, event.spec.name))
+        ends, begins = len(event.spec.limits), len(event.spec.begins)
+        if ends and ends != begins:
+            raise ConfigurationError(
+                f"The data set {event.spec.name} has limits of {ends} partitions and begins of {begins}; both must be of"
+                " all partitions."
+            )
         if event.incarnation > self.incarnation:
             self._begin(event)
         if self._settled(event.spec) != self.spec:
@@ -307,7 +313,12 @@ class ShardQueue:
     def _look(self) -> None:
         epoch = 0 if self.is_stream else self._first_open_epoch()
         reply = self._reply(epoch, ())
-        self._answer(msgspec.structs.replace(reply, skipped=tuple(self.skipped)))
+        size = epoch_size(self.spec)
+        known = Spans(Span(number, 0, size) for number in range(self.finished))
+        known.partitions |= {n: partition.acknowledged for n, partition in self.partitions.items()}
+        self._answer(
+            msgspec.structs.replace(reply, skipped=tuple(self.skipped), packed=known.packed())
+        )
 
     def forgive(self, now: float) -> None:
         """Restart the silence timeouts, because the master was down or stopped until ``now``.

@@ -11,11 +11,14 @@ import struct
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from dlrover.errors import ConfigurationError, InfrastructureError
 
+MAX_OPEN = 100
+"""Maximum number of files that one reader keeps open; a process may have 1,024 in all."""
 Record = TypeVar("Record")
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -27,15 +30,13 @@ class FileRecords(ABC, Generic[Record]):
         ConfigurationError: a file cannot be read.
     """
 
-    _pid = -1
-
     def __init__(self, paths: Paths) -> None:
         alone = [paths] if isinstance(paths, str | os.PathLike) else paths
         self.paths = [os.fspath(path) for path in alone]
         self._bounds: list[array[int]] = []
         self._ends: list[int] = []
-        self._files: dict[int, int] = {}
-        self._pid = os.getpid()
+        self._files = OrderedDict[int, _OpenFile]()
+        """Open files by number, the ones used last at the end."""
         for path in self.paths:
             try:
                 bounds = array("q", self._index(path))
@@ -53,7 +54,7 @@ class FileRecords(ABC, Generic[Record]):
         number = bisect_right(self._ends, index)
         at = index - (self._ends[number - 1] if number else 0)
         start, stop = self._bounds[number][at : at + 2]
-        data = os.pread(self._file(number), stop - start, start)
+        data = self._file(number).read(start, stop)
         if len(data) != stop - start:
             raise InfrastructureError(
                 f"{self.paths[number]} has become shorter; it must not change."
@@ -68,26 +69,34 @@ class FileRecords(ABC, Generic[Record]):
     def _record(self, data: bytes, number: int) -> Record:
         """Return the record in the bytes of file ``number``."""
 
-    def _file(self, number: int) -> int:
-        """Return this process's own descriptor of a file."""
-        if self._pid != os.getpid():
-            self._files, self._pid = {}, os.getpid()
-        if number not in self._files:
-            self._files[number] = os.open(self.paths[number], os.O_RDONLY | os.O_CLOEXEC)
-        return self._files[number]
+    def _file(self, number: int) -> _OpenFile:
+        file = self._files.pop(number, None) or _OpenFile(self.paths[number])
+        self._files[number] = file
+        while len(self._files) > MAX_OPEN:
+            self._files.popitem(last=False)
+        return file
 
     def close(self) -> None:
         """Close the files; reading opens them again."""
-        if self._pid == os.getpid():
-            for fd in self._files.values():
-                os.close(fd)
-        self._files = {}
-
-    def __del__(self) -> None:
-        self.close()
+        self._files.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": {}}
+        return {**self.__dict__, "_files": OrderedDict()}
+
+
+class _OpenFile:
+    """A file that is open as long as this object is in use, perhaps by another thread."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return the bytes from ``start`` up to ``stop``; fewer at the end of the file."""
+        return os.pread(self._fd, stop - start, start)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            os.close(self._fd)
 
 
 # ---- TFRecord: serialized records, each with its length and checksums

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -60,7 +59,7 @@ class Csv(_Text["dict[str, str]"]):
         for number, bounds in enumerate(self._bounds):
             if len(bounds) < 2:
                 raise ConfigurationError(f"{self.paths[number]} has no row with column names.")
-            head = os.pread(self._file(number), bounds[1] - bounds[0], bounds[0])
+            head = self._file(number).read(bounds[0], bounds[1])
             self._columns.append(self._split(head.decode("utf-8-sig").rstrip("\r\n")))
             del bounds[0]
         total = 0

@@ -178,3 +178,5 @@ class ShardReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     """True if nothing of the stream is left to lease and another worker waits for it."""
     spec: DataSpec | None = None
     """After opening a stream: what the first worker found, which holds for all."""
+    packed: bytes = b""
+    """For `LookShards`: all acknowledged samples, as `dlrover.data.machine.spans.Spans` packs them."""
