@@ -98,7 +98,7 @@ class Cluster:
         network = self.networks[index] = AwayDirectory(self.directory)
         server = EmbeddingServer(index, start, servers, network, holding, recover)
         self.servers[index] = server
-        self.threads.append(threading.Thread(target=server.run))
+        self.threads.append(threading.Thread(target=server.run, daemon=True))
         self.threads[-1].start()
         return server
 

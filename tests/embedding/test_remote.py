@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dlrover._native.tables import slots_of
-from dlrover.embedding.options import RowOptimizer, decoded
+from dlrover.embedding.options import Expiry, RowOptimizer, decoded
 from dlrover.embedding.remote import client, holding, server, wire
 from dlrover.embedding.remote.client import ServerGroup
 from dlrover.embedding.remote.listener import OutdatedPlacementError
@@ -337,7 +337,7 @@ def test_a_push_that_was_half_done_when_its_slots_moved_counts_once() -> None:
         group.push(0, some, np.ones((len(some), DIM), np.float32))
         made.start(2, servers=3)
         made.settle(lambda placement: placement.owners.count(2) == SLOTS // 3)
-        group._sequence -= 1  # the same push again, now with all keys
+        group._update -= 1  # the same push again, now with all keys
         group.push(0, keys, np.ones((len(keys), DIM), np.float32))
         done = set(slots_of(some).tolist())
         for key, row in zip(keys.tolist(), group.rows(0, DIM, keys, insert=False), strict=True):
@@ -469,17 +469,21 @@ def test_large_batches_and_slots_fit_the_limit_of_a_frame(monkeypatch) -> None:
 
 def test_an_update_in_several_requests_is_one_update(monkeypatch) -> None:
     monkeypatch.setattr(client, "CHUNK_KEYS", 100)
-    options = msgspec.structs.replace(decoded(OPTIONS), optimizer=RowOptimizer(name="adam"))
+    options = msgspec.structs.replace(
+        decoded(OPTIONS), optimizer=RowOptimizer(name="adam"), expiry=Expiry(steps=2)
+    )
     whole = HashTable.of(options)
-    keys = np.random.default_rng(0).integers(0, 50, 1000)
+    keys = np.random.default_rng(0).integers(0, 500, 1000)
     gradients = np.random.default_rng(1).normal(size=(len(keys), DIM)).astype(np.float32)
-    with cluster(2) as (_, group):
+    with cluster(2) as (made, group):
         table = group.open("users", options.json())
         for _ in range(2):
             assert (group.rows(table, DIM, keys, insert=True) == whole.lookup(keys)).all()
             group.push(table, keys, gradients)
             whole.update(keys, gradients)
         assert (group.rows(table, DIM, keys, insert=False) == whole.peek(keys)).all()
+        assert {each._holding.table(table).step for each in made.servers.values()} == {whole.step}
+        assert group.evict() == whole.evict() == 0
 
 
 def test_a_server_that_dies_while_it_hands_over_loses_the_rest(monkeypatch) -> None:

@@ -6,6 +6,8 @@ import errno
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -479,6 +481,27 @@ def test_a_late_order_of_an_interrupted_load_changes_no_row(tmp_path: Path) -> N
         with pytest.raises(ProtocolError, match="The load of step 1 was given up"):
             made.servers[0]._holding.load("interrupted", first, (rows for _, rows in parts))
         check(group, model)
+
+
+LAST_SAVE = """
+import sys, threading
+from dlrover.embedding.remote import stored
+from dlrover.embedding.remote.saving import TableCheckpoints
+from tests.embedding.servers import Cluster, train
+
+write = stored.write_part
+stored.write_part = lambda *given: (threading.main_thread().join(), write(*given))[1]
+made = Cluster()
+made.start(0, servers=1)
+train(made.client(), {}, 2)
+TableCheckpoints(made.directory, sys.argv[1]).save(1)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_waits_for_its_last_checkpoint(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", LAST_SAVE, tmp_path], check=True, timeout=50)
+    assert [each.step for each in stored.manifests(open_store(str(tmp_path)))] == [1]
 
 
 def test_after_a_failed_save_the_next_one_is_full(

@@ -156,14 +156,14 @@ class HashTable:
             ) from error
         return like(out, keys)
 
-    def update(self, keys: Any, gradients: Any) -> None:
+    def update(self, keys: Any, gradients: Any, *, counts: bool = True) -> None:
         """Apply gradients ``(n, dim)`` to the rows of keys; equal keys count once, with the sum of theirs.
 
-        Keys without a row are left out.
+        Keys without a row are left out. With ``counts`` False, this is a part of the update before, for `Expiry`.
         """
         words = as_words(keys)
         given = as_gradients(gradients, (len(words), self.dim))
-        self.step += 1
+        self.step += counts
         self._table.update(words, given)
 
     def remove(self, keys: Any) -> int:

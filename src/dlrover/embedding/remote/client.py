@@ -53,7 +53,7 @@ class ServerGroup:
     def __init__(self, directory: Directory, timeout: float = TIMEOUT) -> None:
         self._directory, self._timeout = directory, timeout
         self._client, self._pid = secrets.randbits(63), os.getpid()
-        self._sequence = 0
+        self._update = 0
         self._lock = forks.Lock()
         self._closed = threading.Event()
         self._placement = PlacementReply()
@@ -96,9 +96,10 @@ class ServerGroup:
             keys, gradients = _summed(keys, gradients)
             chunks = _chunks(len(keys), gradients.shape[1])
         with self._lock:
-            for chunk in chunks:
-                self._sequence += 1
-                frame = RowFrame(Op.PUSH, table=table, client=self._client, sequence=self._sequence)
+            self._update += 1
+            for number, chunk in enumerate(chunks):
+                sequence = (self._update << wire.PART_BITS) + number
+                frame = RowFrame(Op.PUSH, table=table, client=self._client, sequence=sequence)
 
                 def message(places: Slots, frame: RowFrame = frame) -> Message:
                     return frame._replace(keys=len(places)), (

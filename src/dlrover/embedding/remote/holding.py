@@ -16,7 +16,7 @@ from dlrover.embedding.machine import chain
 from dlrover.embedding.machine.chain import TableManifest
 from dlrover.embedding.options import decoded
 from dlrover.embedding.remote.arrays import Arrays
-from dlrover.embedding.remote.wire import RowsHeld
+from dlrover.embedding.remote.wire import PART_BITS, RowsHeld
 from dlrover.embedding.table import HashTable
 from dlrover.errors import ProtocolError
 from dlrover.spec.requests.placement import SLOTS, LoadTables, PlacementReply
@@ -216,10 +216,11 @@ class HeldSlots:
             table, last = self.table(number), self._client(client)
             with last.lock:
                 fresh = last.applied[slots] < sequence
+                counts = sequence >> PART_BITS > int(last.applied.max()) >> PART_BITS
                 if fresh.all():
-                    table.update(keys, gradients)
+                    table.update(keys, gradients, counts=counts)
                 elif fresh.any():
-                    table.update(keys[fresh], gradients[fresh])
+                    table.update(keys[fresh], gradients[fresh], counts=counts)
                 last.applied[slots[fresh]] = sequence
             return True
 

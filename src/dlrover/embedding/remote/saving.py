@@ -9,13 +9,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
-from dlrover._util import backoff
+from dlrover._util import backoff, parallel
 from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
 from dlrover.embedding.machine.chain import TableManifest, TablePart
 from dlrover.embedding.options import decoded, difference
@@ -47,7 +46,7 @@ class TableCheckpoints:
     """Checkpoints of all tables of a job in one directory. One thread of one process uses it.
 
     A save returns when the servers have copied what changed in memory. They write it meanwhile; the checkpoint is
-    there once all parts are. The first save of each object is full, as is the one after a failure.
+    there once all parts are. A program that ends waits for them. The first save of each object is full, as is the one after a failure.
 
     Args:
         directory: Source of the placement.
@@ -119,8 +118,10 @@ class TableCheckpoints:
             parts=(),
         )
         self._time = manifest.time
-        self._writing = threading.Thread(
-            target=self._write, args=(manifest, links), name="embedding-save", daemon=True
+        self._writing = (
+            threading.Thread(  # no daemon: a program that ends waits for its last checkpoint
+                target=self._write, args=(manifest, links), name="embedding-save"
+            )
         )
         self._writing.start()
 
@@ -265,6 +266,9 @@ class TableCheckpoints:
             self._last = manifest if self._pruned() else None  # then the next one is full
         except Exception as error:  # noqa: BLE001 - the next call raises it
             self._error = error
+            logger.warning(
+                "The save of step %d of embedding tables fails: %s", manifest.step, error
+            )
             stored.give_up(self._store, manifest.id)
         finally:
             _close(links)
@@ -391,13 +395,10 @@ def _on_all(
     links: Mapping[int, _OrderLink], op: Op, bodies: Mapping[int, bytes]
 ) -> dict[int, bytes]:
     """Send an order to all servers at once; return their replies."""
-    with ThreadPoolExecutor(max(1, len(links))) as pool:
-        try:
-            begun = {i: pool.submit(link.order, op, bodies[i]) for i, link in links.items()}
-            return {index: future.result() for index, future in begun.items()}
-        except (KeyboardInterrupt, SystemExit):
-            _close(links)  # else the threads wait for the replies
-            raise
+    replies = parallel.for_each(
+        links, lambda index: links[index].order(op, bodies[index]), lambda: _close(links)
+    )
+    return dict(zip(links, replies, strict=True))
 
 
 def _close(links: Mapping[int, _OrderLink]) -> None:

@@ -106,4 +106,4 @@ def checkpoints(place: str, *, keep: int = 3) -> TableCheckpoints:
             "The job has no embedding servers, whose tables could be saved; start it with dlrover-run"
             " --embedding-servers N, or use HashTable.save."
         )
-    return TableCheckpoints(JobDirectory(launched.given.relay), place, keep=keep)
+    return TableCheckpoints(JobDirectory(launched.given.relay, TIMEOUT), place, keep=keep)

@@ -27,6 +27,8 @@ MAX_BODY = 1 << 30
 """Maximum bytes of a frame's body."""
 MAX_KEYS = 1 << 22
 """Maximum keys of a frame."""
+PART_BITS = 16
+"""Lowest bits of the number of a push, which count the parts of one update; the others are those of the update."""
 
 
 class Op(enum.IntEnum):
