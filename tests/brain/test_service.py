@@ -225,6 +225,43 @@ async def test_the_cluster_is_divided_within_quotas(database: str, serve: Serve)
     assert all("has what it was given" in one.reason for one in again)
 
 
+async def test_a_job_that_ended_unheard_gets_no_part_of_the_cluster(
+    database: str, serve: Serve
+) -> None:
+    clock = [0.0]
+    async with serve(database, lambda: clock[0]) as client:
+        await client.report(jobs.machines(2))
+        for name in ("gone", "here"):
+            await client.report(jobs.register(name, mode="cluster", total=1e7))
+            await client.report(jobs.samples(name, jobs.shape(1), jobs.shape(2), jobs.shape(4)))
+        beside = await client.plan("here", jobs.shape(4))
+        clock[0] += 2 * 3600.0
+        await client.report(jobs.samples("here", jobs.shape(4)))
+        alone = await client.plan("here", jobs.shape(4))
+        assert set((await client.divide()).advice) == {"here"}
+        await client.plan("gone", jobs.shape(4))
+        clock[0] -= 3600.0
+        assert set((await client.divide()).advice) == {"gone", "here"}, "a clock was set back"
+    sizes = [one.plan.groups["worker"].count if one.plan else 4 for one in (beside, alone)]
+    assert sizes[0] < sizes[1]
+
+
+async def test_a_division_is_made_anew_when_the_clock_was_set_back(
+    database: str, serve: Serve
+) -> None:
+    clock = [1e6]
+    async with serve(database, lambda: clock[0]) as client:
+        await client.report(jobs.machines(1, accelerators=2))
+        await client.report(jobs.register("one", mode="cluster", total=1e7))
+        await client.report(jobs.samples("one", jobs.shape(1), jobs.shape(2)))
+        assert (await client.plan("one", jobs.shape(2))).plan is None
+        await client.report(jobs.machines(4))
+        clock[0] -= 7200.0
+        advice = await client.plan("one", jobs.shape(2))
+    assert advice.plan is not None
+    assert advice.plan.groups["worker"].count == 4
+
+
 async def test_a_manual_job_stays_as_it_is(database: str, serve: Serve) -> None:
     async with serve(database) as client:
         await client.report(jobs.register("one", mode="manual"))

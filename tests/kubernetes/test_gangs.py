@@ -206,6 +206,21 @@ def test_a_job_gives_its_pods_back_and_asks_again_after_a_while() -> None:
     assert world.events.count("Yielded") == 1
 
 
+def test_a_clock_that_was_set_back_keeps_no_job_waiting() -> None:
+    world = half_placed()
+    world.step()
+    world.now -= 7200.0
+    world.step()
+    assert world.status["phase"] == "Yielded"
+    world.now -= 7200.0
+    for pod in list(world.pods):
+        world.step()
+        if pod in world.pods and "deletionTimestamp" in pod["metadata"]:
+            world.gone(pod)
+    world.settle()
+    assert world.master is not None, "it is back at once"
+
+
 def test_a_job_that_was_placed_once_never_gives_way() -> None:
     world = half_placed()
     world.workers[1]["spec"] = {"nodeName": "two"}

@@ -210,6 +210,15 @@ def test_a_master_that_ends_quickly_again_and_again_is_started_later_each_time()
     assert world.status["master"]["quickEnds"] == 0
 
 
+def test_a_master_comes_back_at_once_though_the_clock_was_set_back() -> None:
+    world = running()
+    assert world.master is not None
+    world.now -= 7200.0
+    world.end(world.master, 137)
+    world.settle()
+    assert (world.status["master"]["starts"], world.status["phase"]) == (2, "Restarting")
+
+
 def test_a_master_that_cannot_work_yet_is_tried_some_times_before_the_job_fails() -> None:
     world = World()
     tries = 0

@@ -53,18 +53,22 @@ def _jobs(connection: Connection, where: Any) -> list[JobFacts]:
     chosen = sa.select(jobs.c.id).where(where)
     samples = _samples(connection, chosen)
     outcomes = _outcomes(connection, chosen)
-    return [
-        JobFacts(
-            id=row.id,
-            description=decoding.json(row.description, brain.Description),
-            current=_shape(row.shape),
-            samples=tuple(sample for _, sample in samples.get(row.id, ())),
-            outcomes=tuple(outcomes.get(row.id, ())),
-            done=row.done,
-            version=max((number for number, _ in samples.get(row.id, ())), default=0),
-        )
-        for row in rows
-    ]
+    return [_facts(row, samples.get(row.id, []), outcomes.get(row.id, [])) for row in rows]
+
+
+def _facts(
+    row: Any, samples: list[tuple[int, brain.Sample]], outcomes: list[PlanOutcome]
+) -> JobFacts:
+    return JobFacts(
+        id=row.id,
+        description=decoding.json(row.description, brain.Description),
+        current=_shape(row.shape),
+        samples=tuple(sample for _, sample in samples),
+        outcomes=tuple(outcomes),
+        done=row.done,
+        version=max((number for number, _ in samples), default=0),
+        heard=max([row.registered, *(sample.at for _, sample in samples)]),
+    )
 
 
 def _samples(connection: Connection, chosen: Any) -> dict[str, list[tuple[int, brain.Sample]]]:

@@ -38,6 +38,11 @@ READERS = 4
 """Number of threads that read the database."""
 DIVISION_LIFE = 30.0
 """Seconds for which a division of the cluster answers all jobs that ask."""
+SILENCE = 3600.0
+"""Seconds without a sample after which a job that has not ended gets no part of a division, until it asks for one.
+
+Its master may have been deleted. What its nodes take still counts as taken.
+"""
 PRUNE_INTERVAL = 3600.0
 """Seconds between two searches for old records."""
 PRUNE_PAUSE = 0.2
@@ -195,7 +200,7 @@ class Brain:
         """Return a job's part of the latest division; divide again if that is old or lacks the job."""
         async with self._dividing:
             division = self._divisions.get(name)
-            if division is None or self._clock() - division.made > DIVISION_LIFE:
+            if division is None or not 0 <= self._clock() - division.made <= DIVISION_LIFE:
                 division = await self._division(name, optimizer, job)
             found = division.part(job)
             if found is None:
@@ -206,6 +211,8 @@ class Brain:
         self, name: str, optimizer: Optimizer, asking: JobFacts | None = None
     ) -> _Division:
         jobs = await self._read(lambda c: known.jobs_of_mode(c, "cluster"))
+        since = self._clock() - SILENCE
+        jobs = [job for job in jobs if job.heard >= since]
         jobs = [job for job in jobs if self._optimizers.of(job.description)[0] == name]
         if asking is not None:
             jobs = [asking, *(job for job in jobs if job.id != asking.id)]

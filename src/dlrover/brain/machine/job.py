@@ -36,6 +36,8 @@ class JobFacts:
     """Samples that it has processed so far; 0 if unknown."""
     version: int
     """A number that grows with each sample."""
+    heard: float = 0.0
+    """When it registered or reported its latest sample, in seconds since the epoch."""
 
     @property
     def batches(self) -> Batches | None:

@@ -237,9 +237,9 @@ def _started(number: int) -> JobNotice:
 
 
 def _lived(view: View) -> float:
-    """Return the seconds since the last master was started."""
+    """Return the seconds since the last master was started; `QUICK` if that is unknown or a clock was set back."""
     started = times.read(view.old.master.last_start_time)
-    return QUICK if started is None else view.now - started
+    return QUICK if started is None or started > view.now else view.now - started
 
 
 def _runs(view: View, master: Manifest) -> Decision:

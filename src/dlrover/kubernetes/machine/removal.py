@@ -107,6 +107,8 @@ def time_away(view: View) -> float:
     last = times.read(view.old.last_yield_time)
     if view.old.phase != "Yielded" or view.yields_after is None or last is None:
         return 0.0
+    if last > view.now:
+        return 0.0  # a clock was set back
     return last + view.yields_after - view.now
 
 

@@ -88,6 +88,7 @@ def time_left(own: Claim, others: Iterable[Claim], after: float, now: float) -> 
     last = own.holds and all(one.order < own.order for one in waiting if one.holds)
     if not own.waits or not last or not any(one.order < own.order for one in waiting):
         return None
-    changed = max([own.since, own.yielded, *(one.yielded for one in others)])
-    changed = max([changed, *(one.since for one in waiting)])
+    changes = [own.since, own.yielded]
+    changes += [one.yielded for one in others] + [one.since for one in waiting]
+    changed = max((at for at in changes if at <= now), default=0.0)  # others: a clock was set back
     return max(0.0, changed + after - now)
