@@ -82,6 +82,21 @@ def test_a_call_of_a_member_that_cannot_be_reached_waits_no_longer_than_it_says(
         RoleGroup("rollout", wait=1.0).call_rank0("ask").result(60)
 
 
+def test_a_call_of_all_members_does_not_wait_for_one_that_the_role_has_no_longer(
+    job: Coordinator,
+) -> None:
+    for place, instances in ((ROLLOUT, 2), (MemberPlace("rollout", 0, 2), 1)):
+        if instances == 1:
+            called = RoleGroup("rollout", wait=100).call("ask")
+            until(lambda: len(current_worker().calls._waiting) == 2, 10)
+        event = JoinRole(place, CallAddress("127.0.0.1", 1), {"ask": True}, instances=instances)
+        job.run(lambda event=event: job.service._submit(event))
+    left = "^rollout 1 has left: the role has 1 member now, and ask waits no more.$"
+    with pytest.raises(MemberLostError, match=left):
+        called.futures[1].result(10)
+    assert not called.futures[0].done()
+
+
 def test_a_call_says_once_what_it_waits_for(
     job: Coordinator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

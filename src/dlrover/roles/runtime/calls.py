@@ -23,6 +23,7 @@ from dlrover.roles.runtime.connections import (
     MemberConnection,
 )
 from dlrover.roles.runtime.link import WARN_AFTER, ServiceLink, check_process
+from dlrover.spec.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class RoleCall:
     call: EncodedCall
     wait: float
     """Seconds to wait for a member."""
+    of_all: bool = False
+    """Whether it is one of the calls of all members: it needs none that the role has no longer."""
     future: Future[Any] = field(default_factory=Future)
     since: float = field(default_factory=time.monotonic)
     """When it began to wait for a member."""
@@ -146,8 +149,9 @@ class Calls:
                     for call in calls:
                         call.since = now  # it waits for its turn only
             waiting = [call for calls in self._waiting.values() for call in calls]
-            late = [call for call in waiting if now - call.since >= call.wait]
-            for call in late:
+            gone = [call for call in waiting if _is_gone(call, view)]
+            late = [c for c in waiting if now - c.since >= c.wait and c not in gone]
+            for call in (*gone, *late):
                 self._waiting[call.role, call.index].remove(call)
             first = [calls[0] for calls in self._waiting.values() if calls]
             unsaid = [call for call in first if not call.warned]
@@ -156,6 +160,10 @@ class Calls:
                 call.warned = True
             due = [call.since + call.wait for calls in self._waiting.values() for call in calls]
             due += [call.since + WARN_AFTER for call in unsaid if not call.warned]
+        for call in gone:
+            now_has = counted(view.roles[call.role].instances, "member")
+            words = f"{call.role} {call.index} has left: the role has {now_has} now, and {call.call.method} waits no more."
+            _fail(call, MemberLostError(words))
         for call in late:
             waited = f"waited {call.wait:.0f} s"
             _fail(call, MemberLostError(self._explain(call, waited)))
@@ -309,6 +317,12 @@ class Calls:
 def _member(view: JobView, role: str, index: int) -> MemberView | None:
     members = view.roles.get(role, RoleView(0, ())).members
     return next((one for one in members if one.place.index == index), None)
+
+
+def _is_gone(call: RoleCall, view: JobView) -> bool:
+    """Return whether a call of all members waits for one that the role, which has shrunk, has no longer."""
+    instances = view.roles.get(call.role, RoleView(0, ())).instances
+    return call.of_all and 0 < instances <= call.index
 
 
 def _state(one: MemberView) -> str:
