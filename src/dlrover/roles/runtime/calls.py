@@ -230,7 +230,7 @@ class Calls:
                 if call.future.cancelled():
                     continue
                 if call.call.method not in found.methods:
-                    known = ", ".join(sorted(found.methods)) or "none"
+                    known = ", ".join(sorted(found.methods))
                     error = f"{call.role} has no method {call.call.method}; it has {known}."
                     return call, ConfigurationError(error), False
                 call.idempotent = found.methods[call.call.method]
@@ -245,7 +245,7 @@ class Calls:
         now = time.monotonic()
         if index >= 0:
             found = _member(view, role, index)
-            usable = found is not None and found.state == "live"
+            usable = found is not None and found.state == "live" and bool(found.methods)
             if found is None or not usable or self._unreachable.get(found.place, 0.0) > now:
                 return None
             return found
@@ -260,7 +260,7 @@ class Calls:
         return [
             one
             for one in view.roles.get(role, RoleView(0, ())).members
-            if one.serving and self._unreachable.get(one.place, 0.0) <= now
+            if one.serving and one.methods and self._unreachable.get(one.place, 0.0) <= now
         ]
 
     def _connection(self, found: MemberView) -> MemberConnection:
@@ -326,6 +326,10 @@ def _is_gone(call: RoleCall, view: JobView) -> bool:
 
 
 def _state(one: MemberView) -> str:
+    if (
+        one.state == "live" and not one.methods
+    ):  # it may have been started again, and export them soon
+        return "exports no methods yet"
     if one.state == "live":
         return "serves" if one.serving else "has not the current weights"
     why = f": {one.reason}" if one.reason else ""
