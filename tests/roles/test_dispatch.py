@@ -57,7 +57,7 @@ def member(job: Coordinator) -> Iterator[Callable[[Answer], list[CallFrame]]]:
 
         threads.append(threading.Thread(target=serve))
         threads[0].start()
-        join(job, listening.getsockname()[1])
+        join(job, listening.getsockname()[1], "ask")
         return got
 
     yield made
@@ -67,8 +67,8 @@ def member(job: Coordinator) -> Iterator[Callable[[Answer], list[CallFrame]]]:
         thread.join(60)
 
 
-def join(job: Coordinator, port: int) -> None:
-    event = JoinRole(ROLLOUT, CallAddress("127.0.0.1", port), {"ask": True})
+def join(job: Coordinator, port: int, *methods: str) -> None:
+    event = JoinRole(ROLLOUT, CallAddress("127.0.0.1", port), dict.fromkeys(methods, True))
     job.run(lambda: job.service._submit(event))
 
 
@@ -77,16 +77,45 @@ def test_a_call_of_a_member_that_cannot_be_reached_waits_no_longer_than_it_says(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    join(job, port)
+    join(job, port, "ask")
     with pytest.raises(MemberLostError, match="ask waited 1 s for rollout 0: rollout 0 serves"):
         RoleGroup("rollout", wait=1.0).call_rank0("ask").result(60)
+
+
+def test_a_call_of_all_members_does_not_wait_for_one_that_the_role_has_no_longer(
+    job: Coordinator,
+) -> None:
+    for place, instances in ((ROLLOUT, 2), (MemberPlace("rollout", 0, 2), 1)):
+        if instances == 1:
+            called = RoleGroup("rollout", wait=100).call("ask")
+            until(lambda: len(current_worker().calls._waiting) == 2, 10)
+        event = JoinRole(place, CallAddress("127.0.0.1", 1), {"ask": True}, instances=instances)
+        job.run(lambda event=event: job.service._submit(event))
+    left = "^rollout 1 has left: the role has 1 member now, and ask waits no more.$"
+    with pytest.raises(MemberLostError, match=left):
+        called.futures[1].result(10)
+    assert not called.futures[0].done()
+
+
+def test_a_call_of_a_script_that_was_started_again_waits_until_it_exports_its_methods(
+    job: Coordinator, member: Callable[[Answer], list[CallFrame]]
+) -> None:
+    join(job, 1)
+    group, head = RoleGroup("rollout", wait=30), payload.encode([7])[0]
+    called = [group.call_rank0("ask"), group.call_batch("ask", 1, [1]).futures[0]]
+    with pytest.raises(
+        MemberLostError, match=r"ask waited 0 s.*: rollout 0 exports no methods yet"
+    ):
+        RoleGroup("rollout", wait=0.1).call_rank0("ask").result(60)
+    member(lambda sock, call: wire.send(sock, CallOp.RESULT, call.call, head))
+    assert [one.result(60) for one in called] == [[7], [7]]
 
 
 def test_a_call_says_once_what_it_waits_for(
     job: Coordinator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(calls, "WARN_AFTER", 0.2)
-    join(job, 1)
+    join(job, 1, "ask")
     job.run(lambda: job.service._submit(UseVersion(ROLLOUT, "weights", None)))
     weights.publish({"a": np.zeros(3)}, 1)
     group = RoleGroup("rollout", wait=3.0)

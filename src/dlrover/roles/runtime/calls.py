@@ -23,6 +23,7 @@ from dlrover.roles.runtime.connections import (
     MemberConnection,
 )
 from dlrover.roles.runtime.link import WARN_AFTER, ServiceLink, check_process
+from dlrover.spec.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class RoleCall:
     call: EncodedCall
     wait: float
     """Seconds to wait for a member."""
+    of_all: bool = False
+    """Whether it is one of the calls of all members: it needs none that the role has no longer."""
     future: Future[Any] = field(default_factory=Future)
     since: float = field(default_factory=time.monotonic)
     """When it began to wait for a member."""
@@ -146,8 +149,9 @@ class Calls:
                     for call in calls:
                         call.since = now  # it waits for its turn only
             waiting = [call for calls in self._waiting.values() for call in calls]
-            late = [call for call in waiting if now - call.since >= call.wait]
-            for call in late:
+            gone = [call for call in waiting if _is_gone(call, view)]
+            late = [c for c in waiting if now - c.since >= c.wait and c not in gone]
+            for call in (*gone, *late):
                 self._waiting[call.role, call.index].remove(call)
             first = [calls[0] for calls in self._waiting.values() if calls]
             unsaid = [call for call in first if not call.warned]
@@ -156,6 +160,10 @@ class Calls:
                 call.warned = True
             due = [call.since + call.wait for calls in self._waiting.values() for call in calls]
             due += [call.since + WARN_AFTER for call in unsaid if not call.warned]
+        for call in gone:
+            now_has = counted(view.roles[call.role].instances, "member")
+            words = f"{call.role} {call.index} has left: the role has {now_has} now, and {call.call.method} waits no more."
+            _fail(call, MemberLostError(words))
         for call in late:
             waited = f"waited {call.wait:.0f} s"
             _fail(call, MemberLostError(self._explain(call, waited)))
@@ -222,7 +230,7 @@ class Calls:
                 if call.future.cancelled():
                     continue
                 if call.call.method not in found.methods:
-                    known = ", ".join(sorted(found.methods)) or "none"
+                    known = ", ".join(sorted(found.methods))
                     error = f"{call.role} has no method {call.call.method}; it has {known}."
                     return call, ConfigurationError(error), False
                 call.idempotent = found.methods[call.call.method]
@@ -237,7 +245,7 @@ class Calls:
         now = time.monotonic()
         if index >= 0:
             found = _member(view, role, index)
-            usable = found is not None and found.state == "live"
+            usable = found is not None and found.state == "live" and bool(found.methods)
             if found is None or not usable or self._unreachable.get(found.place, 0.0) > now:
                 return None
             return found
@@ -252,7 +260,7 @@ class Calls:
         return [
             one
             for one in view.roles.get(role, RoleView(0, ())).members
-            if one.serving and self._unreachable.get(one.place, 0.0) <= now
+            if one.serving and one.methods and self._unreachable.get(one.place, 0.0) <= now
         ]
 
     def _connection(self, found: MemberView) -> MemberConnection:
@@ -311,7 +319,17 @@ def _member(view: JobView, role: str, index: int) -> MemberView | None:
     return next((one for one in members if one.place.index == index), None)
 
 
+def _is_gone(call: RoleCall, view: JobView) -> bool:
+    """Return whether a call of all members waits for one that the role, which has shrunk, has no longer."""
+    instances = view.roles.get(call.role, RoleView(0, ())).instances
+    return call.of_all and 0 < instances <= call.index
+
+
 def _state(one: MemberView) -> str:
+    if (
+        one.state == "live" and not one.methods
+    ):  # it may have been started again, and export them soon
+        return "exports no methods yet"
     if one.state == "live":
         return "serves" if one.serving else "has not the current weights"
     why = f": {one.reason}" if one.reason else ""

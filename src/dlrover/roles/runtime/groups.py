@@ -93,7 +93,7 @@ class RoleGroup:
     ) -> FutureSequence:
         """Call a method of all members; return their results by index, as they come.
 
-        A member that is being replaced is waited for. With ``_scatter``, each argument is a sequence with one element
+        A member that is being replaced is waited for; one that an elastic role has lost for now is not: its call fails. With ``_scatter``, each argument is a sequence with one element
         for each member.
 
         Raises:
@@ -102,7 +102,7 @@ class RoleGroup:
         count = self._wanted()
         if not _scatter:
             encoded = _encoded(method, args, kwargs)
-            calls = [self._made(encoded, index) for index in range(count)]
+            calls = [self._made(encoded, index, of_all=True) for index in range(count)]
         else:
             _check_lengths(count, [*args, *kwargs.values()], "member")
             calls = [
@@ -113,6 +113,7 @@ class RoleGroup:
                         {key: arg[i] for key, arg in kwargs.items()},
                     ),
                     i,
+                    of_all=True,
                 )
                 for i in range(count)
             ]
@@ -200,9 +201,9 @@ class RoleGroup:
         )
         return self._view().instances
 
-    def _made(self, encoded: EncodedCall, index: int) -> RoleCall:
+    def _made(self, encoded: EncodedCall, index: int, *, of_all: bool = False) -> RoleCall:
         future = Awaited[Any](self._worker.phases)
-        return RoleCall(self.role, index, encoded, self.wait_seconds, future)
+        return RoleCall(self.role, index, encoded, self.wait_seconds, of_all, future)
 
     def _submit(self, calls: list[RoleCall]) -> None:
         if calls:
