@@ -4,6 +4,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 
 import pytest
 
@@ -13,7 +14,7 @@ from dlrover.data.records import Records
 from dlrover.data.services import LocalService
 from dlrover.errors import ConfigurationError, InfrastructureError, UserCodeError
 from dlrover.spec.requests import Unanswered
-from dlrover.spec.requests.shards import ShardReply
+from dlrover.spec.requests.shards import ShardReply, Span
 
 
 class Rotten(list):
@@ -118,6 +119,42 @@ def test_a_loop_goes_on_from_the_checkpoint_that_is_restored_within_it(read) -> 
                 if restores:
                     break
     assert learned == [*range(100), *range(100)]
+
+
+def packed(data: Records, most: int) -> Iterator[list[int]]:
+    """Lists of samples whose sum is at most ``most``, as the documentation packs texts into sequences."""
+    places: list[Span] = []
+    sequence: list[int] = []
+    for place, sample in data.read_ahead():
+        if sum(sequence) + sample > most:
+            data.acknowledge(places)
+            yield sequence
+            places, sequence = [], []
+        places.append(place)
+        sequence.append(sample)
+    data.acknowledge(places)
+    yield sequence
+    data.end_epoch()
+
+
+def test_samples_of_a_sequence_that_is_not_full_are_packed_again_after_a_restore(read) -> None:
+    seen: list[int] = []
+    data = read(epochs=2, shard=7)
+    for stop in (3, 1, 8, 0, 1000):
+        sequences = (sequence for _ in data.until_end() for sequence in packed(data, 99))
+        for sequence in islice(sequences, stop):
+            seen += sequence
+        state, data = data.state_dict(), read(epochs=2, shard=7)
+        data.load_state_dict(state)
+    assert Counter(seen) == dict.fromkeys(range(100), 2)
+
+
+def test_a_loop_that_reads_ahead_begins_with_what_the_last_one_has_not_acknowledged(read) -> None:
+    data = read(shard=10)
+    ahead = data.read_ahead()
+    places = [next(ahead)[0] for _ in range(5)]
+    data.acknowledge(places[:3])
+    assert [sample for _, sample in data.read_ahead()] == list(range(3, 100))
 
 
 def test_a_loop_within_a_loop_reads_the_rest_of_one_epoch(read) -> None:

@@ -203,9 +203,10 @@ class Records(Generic[Sample_co]):
     def read_ahead(self) -> Iterator[tuple[Span, Sample_co]]:
         """Yield the rest of the epoch as places and samples; a sample counts only after `acknowledge`.
 
-        For readers that read ahead of the training. They `leave_all` samples that did not reach the training,
-        and call `end_epoch` after the last one that did.
+        For readers that read ahead of the training, or pack samples into sequences. They `acknowledge` what the training
+        gets, and call `end_epoch` after the last sample. What the loop before has read and not acknowledged comes again.
         """
+        self.leave_all()
         parts = self.parts()
         try:
             for part in parts:
