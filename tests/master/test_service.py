@@ -211,6 +211,25 @@ def test_a_node_that_stays_away_is_lost(tmp_path: Path) -> None:
     run(tmp_path, test, min_nodes=1, max_nodes=2, limits={"reconnect_grace": 0.05})
 
 
+def test_inputs_that_come_together_cost_one_look_at_the_deadlines(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        looks = 0
+        deadline = job.master.machine.deadline
+
+        def looking() -> float | None:
+            nonlocal looks
+            looks += 1
+            return deadline()
+
+        job.master.machine.deadline = looking  # type: ignore[method-assign]
+        for _ in range(100):
+            job.master.submit(inputs.DeadlinePassed())
+        await asyncio.sleep(0)
+        assert looks == 1
+
+    run(tmp_path, test, min_nodes=2, max_nodes=2)
+
+
 async def says(*first: messages.AgentMessage) -> AsyncIterator[messages.AgentMessage]:
     """A stream's messages; then it stays open."""
     for message in first:

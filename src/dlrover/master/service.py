@@ -72,6 +72,7 @@ class Master:
         self._resumes = 0.0
         """After this process has stalled, when deadlines count again."""
         self._changed = asyncio.Event()
+        self._noting = False
         self.replayed = 0
         self.last_entry = self._replay(journal)
         self.clock = clock(self.last_entry)
@@ -237,6 +238,13 @@ class Master:
         self.services.shards.note(event, now)
         for command in commands:
             self._carry_out(command, now)
+        if not self._noting:  # thousands of inputs may come at once
+            self._noting = True
+            asyncio.get_running_loop().call_soon(self._note_changes)
+
+    def _note_changes(self) -> None:
+        """Do what is due once for all inputs that were handled together."""
+        self._noting = False
         self._set_timer()
         self._wake_watchers()
 
