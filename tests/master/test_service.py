@@ -211,6 +211,47 @@ def test_a_node_that_stays_away_is_lost(tmp_path: Path) -> None:
     run(tmp_path, test, min_nodes=1, max_nodes=2, limits={"reconnect_grace": 0.05})
 
 
+def test_inputs_that_come_together_cost_one_look_at_the_deadlines(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        looks = 0
+        deadline = job.master.machine.deadline
+
+        def looking() -> float | None:
+            nonlocal looks
+            looks += 1
+            return deadline()
+
+        job.master.machine.deadline = looking
+        for _ in range(100):
+            job.master.submit(inputs.DeadlinePassed())
+        await asyncio.sleep(0)
+        assert looks == 1
+
+    run(tmp_path, test, min_nodes=2, max_nodes=2)
+
+
+def test_a_master_that_is_always_late_still_acts_on_a_deadline(tmp_path: Path) -> None:
+    now = 0.0
+
+    async def test() -> None:
+        nonlocal now
+        journal = FileJournal(tmp_path / "journal.sqlite")
+        history = History(tmp_path / "events.jsonl")
+        master = Master(journal, history, lambda _: lambda: now)
+        limits = Limits(join_timeout=10.0)
+        master.submit(inputs.Submitted(JobSpec(name="job", min_nodes=1, limits=limits), ""))
+        await asyncio.sleep(0)
+        for late in (12.0, 17.0):
+            assert master.machine.outcome is None
+            now = late
+            master._on_timer()
+        assert master.machine.outcome is not None
+        journal.close()
+        history.close()
+
+    asyncio.run(test())
+
+
 async def says(*first: messages.AgentMessage) -> AsyncIterator[messages.AgentMessage]:
     """A stream's messages; then it stays open."""
     for message in first:

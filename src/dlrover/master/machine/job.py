@@ -406,8 +406,7 @@ class JobMachine:
     def _advance(self, now: float) -> None:
         """Do what the state now allows, such as completing a round or ending the job."""
         state, rdzv = self.state, self.rendezvous
-        largest = rdzv.usable(rdzv.most).nodes
-        if not state.has_ended() and self.adoption.pending and self.adoption.due(now, largest):
+        if not state.has_ended() and self.adoption.pending:
             self._settle(now)
         if state.has_ended() or self.adoption.pending:
             return
@@ -431,8 +430,10 @@ class JobMachine:
             state.end(ExitCode.SUCCESS, "All instances succeeded.", now)
 
     def _settle(self, now: float) -> None:
-        """Adopt the round that the nodes report, or open a new one."""
+        """Adopt the round that the nodes report, or open a new one, once it is time."""
         adoption, rdzv, rounds = self.adoption, self.rendezvous, self.rounds
+        if not adoption.due(now, rdzv.usable(rdzv.most).nodes):
+            return
         adoption.over = True
         held_back, adoption.reports = adoption.reports, {}
         members = adoption.members()
