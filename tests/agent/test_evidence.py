@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +49,54 @@ def test_a_process_that_the_tracer_left_stopped_goes_on(
     (found,) = asyncio.run(evidence.collect([worker.pid]))
     assert found.source == ("py-spy" if wait == "0" else "")
     until(lambda: state_of(worker) == "S", 10, "state S")
+
+
+LOADER = """
+import os, sys
+from dlrover.training.worker import stacks
+
+def works_on_a_batch():
+    sys.stdin.read()
+
+def awaits_the_batch():
+    print("started", flush=True)
+    os.wait()
+
+stacks.prepare()
+if not all([os.fork(), os.fork()]):
+    works_on_a_batch()
+else:
+    awaits_the_batch()
+"""
+
+
+@pytest.mark.parametrize("path", ["", "/nowhere"], ids=["py-spy, if installed", "no py-spy"])
+def test_the_stacks_of_a_workers_children_are_evidence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    program = tmp_path / "loader.py"
+    program.write_text(LOADER)
+    monkeypatch.setenv("PATH", path or os.environ["PATH"])
+    with subprocess.Popen(
+        [sys.executable, program],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        seen: list[str] = []
+
+        def complete() -> bool:  # a child may be between its fork and its first line
+            (found,) = asyncio.run(evidence.collect([process.pid]))
+            seen[:] = [found.frames[0].function, found.text]
+            return "works_on_a_batch" in found.text
+
+        until(complete, 20, "the stack of a child")
+        assert seen[0] == "awaits_the_batch"
+        own, _, children = seen[1].partition("\nchild process")
+        assert "awaits_the_batch" in own
+        assert "works_on_a_batch" not in own
+        assert f" of process {process.pid}:\n" in children
+        process.kill()
 
 
 def test_a_process_that_a_user_has_stopped_stays_stopped(

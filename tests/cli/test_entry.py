@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import typer
 
 from dlrover import cli
+from dlrover.cli.main import app, main
+from dlrover.errors import ExitCode
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -35,3 +40,47 @@ def test_the_programs_load_nothing_before_they_can_be_interrupted() -> None:
     assert scripts == {"dlrover-run": "dlrover.cli:launcher", "dlrover": "dlrover.cli:command"}
     assert callable(cli.launcher)
     assert callable(cli.command)
+
+
+def commands(group: Any, *path: str) -> Iterator[tuple[str, ...]]:
+    for name, command in group.commands.items():
+        yield (*path, name)
+        yield from commands(command, *path, name) if hasattr(command, "commands") else ()
+
+
+COMMANDS = list(commands(typer.main.get_command(app)))
+
+
+def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["dlrover", *argv])
+    assert main() == ExitCode.USAGE
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return printed.err
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_an_unknown_option_of_any_command_is_one_sentence(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = refused(capsys, monkeypatch, *command, "--xyzzy")
+    assert said == f"dlrover: No such option: --xyzzy; see dlrover {' '.join(command)} --help\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("stauts", "No such command 'stauts' (did you mean 'status', 'stacks'?); see dlrover --"),
+        ("ckpt xyzzy", "No such command 'xyzzy'; see dlrover ckpt --help"),
+        ("drain", "Missing argument 'node'; see dlrover drain --help"),
+        ("goodput --html", "Option '--html' requires an argument; see dlrover --help"),
+        ("doctor 1", "Got unexpected extra argument(s) (1); see dlrover doctor --help"),
+        ("master --port 99999", "Invalid value for '--port': Input should be less than or equal"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence(
+    line: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = refused(capsys, monkeypatch, *line.split())
+    assert text.startswith(f"dlrover: {said}")
+    assert text.count("\n") == 1

@@ -156,3 +156,13 @@ def test_a_command_has_the_signal_dispositions_that_torchrun_leaves_it(run) -> N
     """Python ignores some signals; a program that it starts must not."""
     command = ["--no-python", "grep", "-E", "^Sig(Blk|Ign|Cgt)", "/proc/self/status"]
     assert run(*command).succeed() == run.torchrun(*command).succeed()
+
+
+@pytest.mark.parametrize("how", [[], ["-m"]], ids=["script", "module"])
+def test_what_a_program_holds_is_freed_at_its_end(run, tmp_path: Path, how: list[str]) -> None:
+    lines = (
+        "file = open('out.txt', 'w')\ndef write():\n    file.write('not yet on disk')\nwrite()\n"
+    )
+    (tmp_path / "program.py").write_text(lines)
+    run(*how, "program" if how else "program.py", cwd=tmp_path).succeed()
+    assert (tmp_path / "out.txt").read_text() == "not yet on disk"

@@ -11,6 +11,8 @@ import time
 import pytest
 
 from dlrover._util import procs
+from dlrover.agent.workers import evidence
+from dlrover.agent.workers.membership import is_stopped
 
 # A script that becomes a subreaper, leaves an orphan in a session of its own, and ends it.
 ORPHAN = textwrap.dedent(
@@ -47,6 +49,29 @@ def test_orphans_are_killed_and_reaped():
 def test_start_time_tells_processes_apart():
     assert procs.start_time(os.getpid()) > 0
     assert procs.start_time(2**22 + 1) == 0
+
+
+NAMED = """
+import ctypes, sys
+ctypes.CDLL(None).prctl(15, b"caf\\xe9) R 1 (", 0, 0, 0)
+print("named", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_may_have_any_bytes_as_its_name():
+    with subprocess.Popen(
+        [sys.executable, "-c", NAMED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "named\n"
+        assert procs.parent(process.pid) == os.getpid()
+        assert process.pid in procs.children()
+        assert procs.runs(process.pid, procs.start_time(process.pid))
+        assert not is_stopped(process.pid)
+        (found,) = asyncio.run(evidence.collect([process.pid]))
+        assert found.state == "S"
+        process.stdin.close()
 
 
 def test_kill_skips_what_is_gone():

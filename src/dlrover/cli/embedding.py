@@ -86,7 +86,9 @@ def export(
 def serve(
     checkpoint: Checkpoint,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port for HTTP; 0 for any free one.")] = 8500,
+    port: Annotated[
+        int, typer.Option(min=0, max=65_535, help="Port for HTTP; 0 for any free one.")
+    ] = 8500,
     raw_port: Annotated[
         int, typer.Option(help="Port for the raw protocol; 0 for any free one.")
     ] = 8501,

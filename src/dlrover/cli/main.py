@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -30,8 +31,12 @@ from dlrover.spec.jobdir import JobDir
 from dlrover.spec.node import WORKER
 from dlrover.spec.words import printable_lines
 
+PROG = "dlrover"
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+"""A wrong command line. Click's class, or that of the copy of click that newer versions of typer contain."""
+
 app = typer.Typer(
-    name="dlrover",
+    name=PROG,
     help="Inspect, scale and stop DLRover jobs, check this machine, or run a job's master.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -280,7 +285,9 @@ def check(
 @app.command()
 def master(  # noqa: PLR0913 - each is an option of the command
     nnodes: Annotated[str, typer.Option(help="Nodes of the job: N or MIN:MAX.")] = "1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.")] = 29400,
+    port: Annotated[
+        int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 for any free one.")
+    ] = 29400,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",  # noqa: S104
     name: Annotated[str, typer.Option(help="Name of the job.")] = "job",
     node_unit: Annotated[int, typer.Option(help="Train with a multiple of N nodes only.")] = 1,
@@ -385,7 +392,9 @@ def main() -> int:
     """Run ``dlrover``; return its exit code."""
     procs.open_standard_streams()
     try:
-        app()
+        code = app(prog_name=PROG, standalone_mode=False)
+    except USAGE_ERROR as error:
+        return _refused(error)
     except DLRoverError as error:
         print(f"dlrover: {printable_lines(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -398,7 +407,19 @@ def main() -> int:
             sys.stdout.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere
         return ExitCode.INFRASTRUCTURE
-    return ExitCode.SUCCESS
+    return code if isinstance(code, int) else ExitCode.SUCCESS
+
+
+def _refused(error: Any) -> int:
+    """Print what is wrong with a command line; return the exit code."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return ExitCode.USAGE
+    message = " ".join(error.format_message().split()).rstrip(".")
+    message = re.sub(r"\.? Did you mean (.*)\?$", r" (did you mean \1?)", message)
+    command = error.ctx.command_path if error.ctx is not None else PROG
+    print(f"{PROG}: {printable_lines(message)}; see {command} --help", file=sys.stderr)
+    return ExitCode.USAGE
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dlrover._util import procs
 from dlrover.spec.failure import clip
-from dlrover.spec.stacks import WorkerEvidence, main_thread
+from dlrover.spec.stacks import Frame, WorkerEvidence, main_thread
 from dlrover.training.worker.stacks import FILE_NAME, SIGNAL
 
 PY_SPY_TIME = 10.0
@@ -24,6 +25,8 @@ PY_SPY_TIME = 10.0
 SIGNAL_TIME = 2.0
 """Timeout for a worker that writes its stacks itself, in seconds."""
 SIGNAL_POLL = 0.02
+CHILDREN_TIME = 5.0
+"""Seconds after which no further child process of a worker is asked for its stacks."""
 QUIET_TIME = 0.1
 """Seconds without new bytes after which the stacks count as complete."""
 _STOPPED = ("T", "t")
@@ -36,6 +39,7 @@ async def collect(pids: Sequence[int]) -> list[WorkerEvidence]:
     """Collect evidence of the given workers, each a session leader, at the same time."""
     cpu = _cpu_seconds(pids)
     stacks = await asyncio.gather(*(_stacks(pid) for pid in pids))
+    of_children = await asyncio.gather(*(_children_stacks(pid) for pid in pids))
     return [
         WorkerEvidence(
             pid=pid,
@@ -44,10 +48,10 @@ async def collect(pids: Sequence[int]) -> list[WorkerEvidence]:
             cpu=cpu[pid],
             moved=_bytes_moved(pid),
             frames=main_thread(text),
-            text=clip(text),
+            text=clip(f"{text}{children}"),
             source=source,
         )
-        for pid, (source, text) in zip(pids, stacks, strict=True)
+        for pid, (source, text), children in zip(pids, stacks, of_children, strict=True)
     ]
 
 
@@ -75,24 +79,16 @@ def flight_record(env: Mapping[str, str], rank: int) -> str:
 def _cpu_seconds(pids: Sequence[int]) -> dict[int, float]:
     """Return the CPU seconds of each worker's session: the worker and the processes that it started."""
     ticks = dict.fromkeys(pids, 0)
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            fields = _stat(int(entry.name))
-            session = int(fields[3]) if fields else 0
-            if session in ticks:
-                ticks[session] += sum(map(int, fields[11:15]))
+    for pid in procs.pids():
+        fields = procs.stat(pid)
+        session = int(fields[3]) if fields else 0
+        if session in ticks:
+            ticks[session] += sum(map(int, fields[11:15]))
     return {pid: count / TICKS for pid, count in ticks.items()}
 
 
-def _stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/pid/stat`` from the state on; none if the process is gone."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return []
-
-
 def _state(pid: int) -> str:
-    return next(iter(_stat(pid)), "")
+    return next(iter(procs.stat(pid)), "")
 
 
 def _bytes_moved(pid: int) -> int:
@@ -113,6 +109,25 @@ async def _stacks(pid: int) -> tuple[str, str]:
         return "py-spy", text
     text = await _by_signal(pid)
     return ("faulthandler", text) if text else ("", "")
+
+
+async def _children_stacks(pid: int) -> str:
+    """Return the stacks of the processes in a worker's session, such as a DataLoader's; one of those at each place."""
+    until = time.monotonic() + CHILDREN_TIME
+    places: dict[tuple[Frame, ...], tuple[list[int], str]] = {}
+    for child in [p for p in procs.pids() if p != pid and procs.stat(p)[3:4] == [str(pid)]]:
+        if time.monotonic() > until:
+            break
+        _, text = await _stacks(child)
+        if text:
+            places.setdefault(main_thread(text), ([], text))[0].append(child)
+    return "".join(
+        f"\n{_named(at)} of process {pid}:\n{text.strip()}\n" for at, text in places.values()
+    )
+
+
+def _named(pids: Sequence[int]) -> str:
+    return f"child process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))}"
 
 
 async def _by_py_spy(pid: int) -> str:
@@ -185,7 +200,7 @@ def _stacks_file(pid: int) -> Path | None:
 
 def _handles_signal(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
     return False

@@ -176,7 +176,8 @@ def show_command_line(words: list[str]) -> None:
     The kernel reads a process's command line from its arguments in memory. The new one is cut to the size
     of the zygote's own arguments, which include the padding of `COMMAND_LINE_ROOM`.
     """
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    # Not by dlrover._util.procs, which loads asyncio: the program decides what its process loads.
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
     text = b"\0".join(os.fsencode(word) for word in words)[: end - start - 1]
     ctypes.memset(start, 0, end - start)

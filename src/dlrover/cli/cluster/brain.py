@@ -54,7 +54,9 @@ def serve(  # noqa: PLR0913 - each is an option of the command
         str, typer.Option(help="Database URL; by default SQLite in the user's state directory.")
     ] = "",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.")] = PORT,
+    port: Annotated[
+        int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 for any free one.")
+    ] = PORT,
     token_file: TokenFile = "",
     tenants: Annotated[
         str, typer.Option(help="Directory with a token for each tenant, in a file of its name.")

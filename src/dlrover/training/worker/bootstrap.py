@@ -145,11 +145,11 @@ def execute(program: Program) -> None:
         _add_to_path(os.getcwd())
         runpy.run_path(program.target, run_name="__main__")
     elif program.entry == "module":
-        _clear_main()
+        _new_main()
         _add_to_path(os.getcwd())
         _run_module(program.target, alter_argv=True)
     elif pkgutil.get_importer(program.target) is not None:  # a directory or a zip file
-        _clear_main()
+        _new_main()
         sys.path.insert(0, _absolute(program.target))
         _run_module("__main__", alter_argv=False)
     else:
@@ -165,7 +165,7 @@ def _run_module(name: str, *, alter_argv: bool) -> None:
 def _run_script(target: str) -> None:
     _add_to_path(str(Path(target).resolve().parent))
     path = _absolute(target)
-    namespace = _clear_main()
+    namespace = _new_main()
     namespace["__file__"] = path
     namespace["__cached__"] = None
     with io.open_code(path) as file:
@@ -192,12 +192,16 @@ def _add_to_path(directory: str) -> None:
         sys.path.insert(0, directory)
 
 
-def _clear_main() -> dict[str, Any]:
-    """Clear and return the namespace of ``__main__``, as in a new process."""
-    namespace = vars(sys.modules["__main__"])
-    for name in [name for name in namespace if not name.startswith("__")]:
-        del namespace[name]
-    return namespace
+def _new_main() -> dict[str, Any]:
+    """Put a new module in place of ``__main__``, and return its namespace, which is as in a new process.
+
+    The collector does not look at the zygote's own (`gc.freeze`): at the interpreter's end it would not free what
+    the program holds there, such as a file whose last lines are still to be written.
+    """
+    before = vars(sys.modules["__main__"])
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    vars(main).update((name, it) for name, it in before.items() if name.startswith("__"))
+    return vars(main)
 
 
 def _hide_own_frames(error: BaseException) -> None:
