@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -101,6 +102,22 @@ def test_children_that_run_a_module_are_found_and_ended():
     asyncio.run(procs.end([child.pid], 5.0))
     assert procs.start_time(child.pid) == 0
     child.wait()
+
+
+def test_a_process_may_have_any_bytes_as_its_name():
+    """Before, one of another user ended each agent of the machine."""
+    script = "open('/proc/self/comm', 'wb').write(b'caf\\xe9) Z 1'); input()"
+    child = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)
+    try:
+        named = time.monotonic() + 10
+        while b"\xe9" not in Path(f"/proc/{child.pid}/comm").read_bytes():
+            assert time.monotonic() < named
+        assert child.pid in procs.children()
+        assert procs.parent(child.pid) == os.getpid()
+        assert procs.runs(child.pid, procs.start_time(child.pid))
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def test_a_process_that_was_not_reaped_does_not_run():

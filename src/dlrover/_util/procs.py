@@ -42,25 +42,28 @@ def survives_hangup(number: signal.Signals) -> bool:
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
+def stat(pid: int | str) -> list[str]:
+    """Return the fields of ``/proc/pid/stat`` from the state on; none if the process is gone. Its name may be any bytes."""
+    try:
+        data = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return data.rpartition(b")")[2].decode("ascii").split()
+
+
 def start_time(pid: int) -> int:
     """Return the start time of process ``pid``, in clock ticks since boot; 0 if it does not exist.
 
     Pid and start time together identify a process for ever; the pid alone is reused.
     """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return int(stat.rpartition(")")[2].split()[19])
+    fields = stat(pid)
+    return int(fields[19]) if fields else 0
 
 
 def runs(pid: int, started: int) -> bool:
     """Return whether the process ``pid`` with this start time still runs; an unreaped one does not."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return fields[0] != "Z" and int(fields[19]) == started
+    fields = stat(pid)
+    return bool(fields) and fields[0] != "Z" and int(fields[19]) == started
 
 
 def pids() -> list[int]:
@@ -118,11 +121,8 @@ def end_in_order(pids: Iterable[int], timeout: float) -> None:
 
 def parent(pid: int) -> int:
     """Return the pid of a process's parent; 0 if it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return int(stat.rpartition(")")[2].split()[1])
+    fields = stat(pid)
+    return int(fields[1]) if fields else 0
 
 
 def kill(pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:

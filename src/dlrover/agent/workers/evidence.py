@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dlrover._util import procs
 from dlrover.spec.failure import clip
 from dlrover.spec.stacks import WorkerEvidence, main_thread
 from dlrover.training.worker.stacks import FILE_NAME, SIGNAL
@@ -77,22 +78,15 @@ def _cpu_seconds(pids: Sequence[int]) -> dict[int, float]:
     ticks = dict.fromkeys(pids, 0)
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            fields = _stat(int(entry.name))
+            fields = procs.stat(int(entry.name))
             session = int(fields[3]) if fields else 0
             if session in ticks:
                 ticks[session] += sum(map(int, fields[11:15]))
     return {pid: count / TICKS for pid, count in ticks.items()}
 
 
-def _stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/pid/stat`` from the state on; none if the process is gone."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return []
-
-
 def _state(pid: int) -> str:
-    return next(iter(_stat(pid)), "")
+    return next(iter(procs.stat(pid)), "")
 
 
 def _bytes_moved(pid: int) -> int:
@@ -185,7 +179,7 @@ def _stacks_file(pid: int) -> Path | None:
 
 def _handles_signal(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
     return False

@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
-from dlrover._util import framing
+from dlrover._util import framing, procs
 from dlrover.agent.localserver import LocalServer
 from dlrover.spec.requests.membership import Members
 
@@ -85,8 +84,4 @@ class StoppedWatch:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a signal has stopped a process; one that a debugger holds does not count."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] == "T"
+    return procs.stat(pid)[:1] == ["T"]
