@@ -99,6 +99,10 @@ steps_made: Callable[[], int] = int
 """Returns the optimizer steps that this worker's process and those before it have made in this round."""
 rejoined: Callable[[int], None] = _ignore
 """Called with that number when this worker goes on where another one is."""
+trains: Callable[[], bool] = bool
+"""Returns whether others train together with this rank, and go on without it if it ends."""
+leaves: Callable[[], int] = int
+"""Returns the number of a signal that asked this process to end and whose handler runs, or has raised an error for it; else 0."""
 finished: Callable[[], None] = _nothing
 """Called once the program has ended by itself and without an error."""
 failed: Callable[[Exception], None] = _pass_by

@@ -12,7 +12,7 @@ import pytest
 
 from dlrover.training.worker import ownends
 from dlrover.training.worker.ownends import ASKED_WITHIN, Received
-from tests.training.programs import check_same
+from tests.training.programs import Zygote, check_same, write
 
 BEGIN = """
 import os, signal, subprocess, sys
@@ -97,6 +97,37 @@ def test_a_program_that_is_asked_to_stop_says_by_which_signal(tmp_path: Path, ca
     extra = worker.error["message"]["extraInfo"]
     assert extra.get("handled_signal", 0) == (signal.SIGTERM if case in ASKED else 0)
     assert "ownends.py" not in extra["py_callstack"]
+
+
+FINISHES = """
+from dlrover import launched
+launched.trains = lambda: {trains}
+launched.finished = lambda: print("finished", flush=True)
+signal.signal(signal.SIGTERM, lambda *_: {handler})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trains", "handler", "end", "code"),
+    [
+        (True, "sys.exit(0)", "ask()", 143),
+        (True, "os._exit(0)", "ask()", 143),
+        (False, "sys.exit(0)", "ask()", 0),
+        (False, "os._exit(0)", "ask()", 0),
+        (True, "None", "ask(); sys.exit(0)", 0),
+        (True, "None", "ask(); os._exit(0)", 0),
+    ],
+)
+def test_a_rank_that_leaves_the_others_for_a_signal_has_not_finished(
+    tmp_path: Path, trains: bool, handler: str, end: str, code: int
+) -> None:
+    """Before, its exit code of 0 ended the training of the others."""
+    write(tmp_path, program=BEGIN + FINISHES.format(trains=trains, handler=handler) + end)
+    (worker,) = Zygote(tmp_path).run(("program.py",))
+    assert (worker.ended.code, worker.ended.stdout) == (code, "" if code else "finished\n")
+    asked = worker.error["message"]["extraInfo"]["handled_signal"] if worker.error else 0
+    assert asked == (signal.SIGTERM if code else 0)
 
 
 @pytest.fixture

@@ -125,4 +125,6 @@ def open_link() -> Link:
         raise ConfigurationError(
             "Replicas need a launcher that keeps them: start the program with dlrover-run --survive."
         )
-    return Link(given)
+    link = Link(given)
+    launched.trains = lambda: not link.over
+    return link

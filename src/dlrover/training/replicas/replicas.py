@@ -135,7 +135,10 @@ class Replicas:
                 self.number += 1
         finally:  # also after a break
             self._finished = True
-            survivors.finish()
+            if launched.leaves():  # with an exit code of 0, too
+                survivors.close()
+            else:
+                survivors.finish()
 
     # ---- for steps
 

@@ -81,18 +81,21 @@ def run(program: Program, board: Board | None) -> None:
     signals = ownends.Received(os.getpid())
     if program.error_file:
         ownends.watch_signals(signals)
-        ownends.watch(lambda end: _record(program, end), signals)
+        ownends.watch(lambda end: _record(program, end), signals, lambda: _leave(program, signals))
+    launched.leaves = lambda: signals.leaves
     try:
         try:
             execute(program)
         except Exception as error:
             launched.failed(error)
             raise
+        except SystemExit as end:
+            if end.code in (None, 0):
+                _finish(signals)
+            raise
         launched.finished()
     except SystemExit as end:
-        if end.code in (None, 0):
-            launched.finished()
-        else:
+        if end.code not in (None, 0):
             end.__traceback__ = _without_ours(end.__traceback__)
             _record(program, describe(end, "SystemExit", signals.lately()))
         raise
@@ -101,6 +104,32 @@ def run(program: Program, board: Board | None) -> None:
         _hide_own_frames(error)
         _record(program, describe(error, handled_signal=handled_signal))
         raise
+
+
+def _finish(signals: ownends.Received) -> None:
+    """Finish the training, unless this process ends for a signal while others train: that is the loss of a rank.
+
+    Raises:
+        SystemExit: It does; the code says for which signal.
+    """
+    if signals.leaves and launched.trains():
+        raise SystemExit(128 + signals.leaves)
+    launched.finished()
+
+
+def _leave(program: Program, signals: ownends.Received) -> int:
+    """Finish the training for a program that ends its process at once; return the exit code."""
+    try:
+        _finish(signals)
+    except SystemExit as end:
+        if end.code:
+            _record(program, describe(end, "SystemExit", signals.lately()))
+        return int(end.code or 0)
+    except Exception as error:  # noqa: BLE001 - the process ends, whatever it is
+        traceback.print_exc()
+        _record(program, describe(error))
+        return 1
+    return 0
 
 
 def _record(program: Program, error: dict[str, Any]) -> None:

@@ -32,6 +32,8 @@ class Received:
     """The last such signal that the process with pid ``own`` received."""
 
     def __init__(self, own: int) -> None:
+        self.leaves = 0
+        """Number of such a signal whose handler runs, or has raised an error to end the program; else 0."""
         self._own = own
         self._sent: set[int] = set()
         self._number = 0
@@ -49,6 +51,7 @@ class Received:
             self._sent.discard(number)
             return
         self._number, self._time = number, time.monotonic()
+        self.leaves = number
 
     def lately(self) -> int:
         """Return the number of the last signal if it came within `ASKED_WITHIN`; else 0."""
@@ -72,7 +75,9 @@ class _NotedHandler:
 
     def __call__(self, number: int, frame: types.FrameType | None) -> Any:
         self._received.note(number)
-        return self.handler(number, frame)
+        result = self.handler(number, frame)
+        self._received.leaves = 0
+        return result
 
 
 def watch_signals(received: Received) -> None:
@@ -110,10 +115,13 @@ _DEADLY = frozenset(signal.Signals) - {
 """Signals that end a process without a handler."""
 
 
-def watch(note: Callable[[dict[str, Any]], None], received: Received) -> None:
+def watch(
+    note: Callable[[dict[str, Any]], None], received: Received, finish: Callable[[], int] = int
+) -> None:
     """Call ``note`` with a record in torch's format before this process ends itself.
 
-    ``received`` ignores the signals that the process sends to itself and handles.
+    ``received`` ignores the signals that the process sends to itself and handles. ``finish`` is called before the process ends
+    at once with 0; it returns the exit code to end with.
     """
     own = os.getpid()
 
@@ -137,6 +145,13 @@ def watch(note: Callable[[dict[str, Any]], None], received: Received) -> None:
         setattr(module, name, noting)
 
     watched(os, "_exit", lambda status=0: status != 0)
+    leave = os._exit
+
+    @functools.wraps(leave)
+    def leaving(status: int = 0) -> None:
+        leave(status or (finish() if os.getpid() == own else 0))
+
+    os._exit = leaving  # type: ignore[assignment]
     watched(os, "abort", lambda: True)
 
     def kills(number: int) -> bool:
