@@ -246,6 +246,8 @@ def open_shared(place: str | os.PathLike[str]) -> Store:
         ConfigurationError: other processes do not see it, or checkpoints cannot be kept there.
         InfrastructureError: the service at the URL does not answer.
     """
+    if not isinstance(place, str | os.PathLike) or not os.fspath(place):
+        raise ConfigurationError(f"path is {place!r}; it must name a directory or a URL.")
     store = open_store(place)
     if store.is_private:
         raise ConfigurationError(
