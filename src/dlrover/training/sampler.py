@@ -7,7 +7,7 @@ therefore an epoch and one count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -159,9 +159,8 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
         Raises:
             ConfigurationError: the position refers to other data or another order, or is none.
         """
-        plain = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         try:
-            saved = decoding.convert(plain, _Position)
+            saved = decoding.convert(state_dict, _Position)
         except msgspec.ValidationError as error:
             raise ConfigurationError(
                 f"The checkpoint holds no state of a sampler here: {error}."

@@ -239,7 +239,7 @@ def open_store(place: str | os.PathLike[str]) -> Store:
     return cast("Store", local.local_store(Path(text)))
 
 
-def open_shared(place: str | os.PathLike[str]) -> Store:
+def open_shared(place: object) -> Store:
     """Open a checkpoint directory that other processes see too.
 
     Raises:

@@ -102,9 +102,8 @@ def count(states: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _decoded(state: Mapping[str, Any]) -> RankData:
-    plain = dict(state) if isinstance(state, Mapping) else state
     try:
-        return decoding.convert(plain, RankData)
+        return decoding.convert(state, RankData)
     except msgspec.ValidationError as error:
         raise ConfigurationError(
             f"The checkpoint holds no state of a data set here: {error}."
