@@ -361,13 +361,18 @@ def test_bad_arguments_are_refused(directory):
     for keywords, words in [({"keep": 0}, "keep is 0"), ({"linger": -1.0}, "linger is -1")]:
         with pytest.raises(ConfigurationError, match=words):
             Checkpointer(directory, **keywords)
+    for path in ("", None):
+        with pytest.raises(
+            ConfigurationError, match=r"path is .*; it must name a directory or a URL"
+        ):
+            Checkpointer(path)
     checkpointer = Checkpointer(directory, linger=0.0)
     with pytest.raises(ConfigurationError, match="to is 'disk'"):
         checkpointer.save(1, fresh(), to="disk")
     with pytest.raises(ConfigurationError, match="step is -1"):
         checkpointer.save(-1, fresh())
     checkpointer.save(4, fresh(), to="memory")
-    for step in (5.0, "6", None, torch.tensor([7, 8])):
+    for step in (5.0, "6", None, torch.tensor([7, 8]), 2**63, 2**64):
         with pytest.raises(ConfigurationError, match="must be a whole number"):
             checkpointer.save(step, fresh())
     assert checkpointer.load(fresh()).step == 4, "a refused save costs no step in memory"

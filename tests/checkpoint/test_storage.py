@@ -171,6 +171,20 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-7"]
 
 
+@pytest.mark.parametrize("is_file", [False, True])
+def test_what_another_program_keeps_under_the_name_of_a_step_is_not_deleted(tmp_path, is_file):
+    theirs, moved = (tmp_path / f"step-7{suffix}" for suffix in ("", ".bad"))
+    if not is_file:
+        theirs.mkdir()
+        theirs, moved = theirs / "model.pt", moved / "model.pt"
+    theirs.write_text("mine")
+    for _ in range(2):  # the second one replaces a step of ours
+        persist.persist(job(tmp_path, {0: source(state())}, 1))
+    assert moved.read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-7", "step-7.bad"]
+    assert read_manifest(open_store(tmp_path), "step-7")
+
+
 def test_a_manifest_holds_what_was_measured(tmp_path):
     mine = dataclasses.replace(job(tmp_path, {0: source(state())}, 1), metrics={"loss": 0.5})
     persist.persist(mine)

@@ -254,6 +254,9 @@ def test_one_state_of_several_is_refused(read) -> None:
         read().load_state_dict(state)
     with pytest.raises(ConfigurationError, match="no state of a data set"):
         read().load_state_dict({"epoch": 3})
+    for none in (None, "text", {**read().state_dict(), "version": 2}):
+        with pytest.raises(ConfigurationError, match="no state of a data set"):
+            read().load_state_dict(none)
 
 
 def test_states_that_overlap_are_refused(read) -> None:
@@ -282,6 +285,13 @@ def test_too_many_that_cannot_be_read_are_an_error(read) -> None:
         UserCodeError, match=r"2 samples .* more than max_skipped \(1\).*ValueError: rotten"
     ):
         list(read(Rotten(range(100)), max_skipped=1))
+
+
+def test_endless_epochs_without_samples_are_refused(read) -> None:
+    for source, options in ([], {}), (range(5), {"shard": 10, "drop_last": True}):
+        with pytest.raises(ConfigurationError, match=r"has no samples: .* would never end"):
+            read(source, epochs=0, **options)
+        assert everything(read(source, epochs=2, **options)) == []
 
 
 def test_wrong_arguments_are_told(read) -> None:

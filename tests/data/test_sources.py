@@ -49,6 +49,11 @@ def test_a_reader_of_many_files_keeps_few_open(tmp_path, monkeypatch) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_pattern_without_files_is_told() -> None:
+    with pytest.raises(ConfigurationError, match="paths is empty"):
+        Lines([])
+
+
 def test_an_empty_file_has_no_lines(tmp_path) -> None:
     (tmp_path / "a").touch()
     assert len(Lines(tmp_path / "a")) == 0

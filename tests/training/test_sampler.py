@@ -187,4 +187,6 @@ def test_a_position_that_is_none_is_refused(change, message) -> None:
     state = {} if change is None else {**sampler.state_dict(), **change}
     with pytest.raises(ConfigurationError, match=message):
         sampler.load_state_dict(state)
+    with pytest.raises(ConfigurationError, match="no state of a sampler"):
+        sampler.load_state_dict(None)
     assert (sampler.epoch, sampler.consumed) == (0, 0)

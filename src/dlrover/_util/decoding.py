@@ -7,6 +7,7 @@ it, crashes the process. Decoders are therefore made here alone, one after the o
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -71,4 +72,5 @@ def convert(values: Any, kind: type[T], *, strict: bool = True) -> T:
         msgspec.ValidationError: they are of another type.
     """
     json_decoder(kind)  # makes all that is to know of the type
-    return msgspec.convert(values, kind, strict=strict)
+    plain = dict(values) if isinstance(values, Mapping) else values
+    return msgspec.convert(plain, kind, strict=strict)

@@ -17,6 +17,7 @@ from dlrover._util import decoding
 from dlrover.data import services
 from dlrover.data.client import Reader, ShardClient
 from dlrover.data.machine import order
+from dlrover.data.machine.partition import epoch_size
 from dlrover.data.machine.spans import Part, Spans
 from dlrover.data.machine.state import NO_READER, RankData, began, count, merged
 from dlrover.data.sources.blocks import InBlocks, shard_of
@@ -134,6 +135,11 @@ class Records(Generic[Sample_co]):
                 "timeout": timeout,
             }
         )
+        if not epochs and self._stream is None and not epoch_size(self._spec):
+            raise ConfigurationError(
+                f"The data set {name} has no samples: its size is {size}, with a shard of {self._spec.shard} and"
+                f" drop_last={drop_last}; epochs=0 would never end."
+            )
         self._shuffle, self._seed = shuffle, seed
         self._patient = wait_for_others
         self._pid = os.getpid()

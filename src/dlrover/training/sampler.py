@@ -160,7 +160,7 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
             ConfigurationError: the position refers to other data or another order, or is none.
         """
         try:
-            saved = decoding.convert(dict(state_dict), _Position)
+            saved = decoding.convert(state_dict, _Position)
         except msgspec.ValidationError as error:
             raise ConfigurationError(
                 f"The checkpoint holds no state of a sampler here: {error}."

@@ -17,6 +17,8 @@ from dlrover.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
+MAX_STEP = 2**63 - 1
+"""Largest step that memory and files have room for."""
 Interval = int | Literal["auto"] | None
 
 
@@ -35,11 +37,12 @@ def check(interval: object, hours_between_failures: float | None) -> None:
 
 
 def number_of(step: object) -> int:
-    """Return a step as a plain number, also one of NumPy or of a tensor; -1 if it is none."""
+    """Return a step as a plain number, also one of NumPy or of a tensor; -1 if it is none from 0 to `MAX_STEP`."""
     try:
-        return operator.index(step)  # type: ignore[arg-type]
+        number = operator.index(step)  # type: ignore[arg-type]
     except TypeError:
         return -1
+    return number if 0 <= number <= MAX_STEP else -1
 
 
 def check_arguments(step: object, to: str | None) -> None:
@@ -51,7 +54,9 @@ def check_arguments(step: object, to: str | None) -> None:
     if to not in ("memory", "storage", None):
         raise ConfigurationError(f"to is {to!r}; it must be 'memory' or 'storage'.")
     if number_of(step) < 0:
-        raise ConfigurationError(f"step is {step!r}; it must be a whole number, 0 or more.")
+        raise ConfigurationError(
+            f"step is {step!r}; it must be a whole number, 0 or more, and below 2**63."
+        )
 
 
 class Pace:

@@ -170,6 +170,10 @@ class _LocalStore:
             shutil.rmtree(target)
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(min(missing)))
         sync_directory(target)
+        if _mode(final) and not _mode(final / MANIFEST):
+            logger.warning(
+                "%s is no step of DLRover, and is now %s", final, self.quarantine(draft.save.step)
+            )
         if not _mode(final):
             target.rename(final)
             sync_directory(self._root)

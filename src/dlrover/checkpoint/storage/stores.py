@@ -239,13 +239,15 @@ def open_store(place: str | os.PathLike[str]) -> Store:
     return cast("Store", local.local_store(Path(text)))
 
 
-def open_shared(place: str | os.PathLike[str]) -> Store:
+def open_shared(place: object) -> Store:
     """Open a checkpoint directory that other processes see too.
 
     Raises:
         ConfigurationError: other processes do not see it, or checkpoints cannot be kept there.
         InfrastructureError: the service at the URL does not answer.
     """
+    if not isinstance(place, str | os.PathLike) or not os.fspath(place):
+        raise ConfigurationError(f"path is {place!r}; it must name a directory or a URL.")
     store = open_store(place)
     if store.is_private:
         raise ConfigurationError(

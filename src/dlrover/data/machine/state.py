@@ -7,7 +7,7 @@ union is the set of samples whose effect the model has, so any number of ranks c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,7 +23,7 @@ NO_READER = -1
 class RankData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One rank's part."""
 
-    version: int = 1
+    version: Literal[1] = 1
     name: str
     size: int
     order: str
@@ -103,7 +103,7 @@ def count(states: Sequence[Mapping[str, Any]]) -> int:
 
 def _decoded(state: Mapping[str, Any]) -> RankData:
     try:
-        return decoding.convert(dict(state), RankData)
+        return decoding.convert(state, RankData)
     except msgspec.ValidationError as error:
         raise ConfigurationError(
             f"The checkpoint holds no state of a data set here: {error}."

@@ -27,12 +27,14 @@ class FileRecords(ABC, Generic[Record]):
     """Records of one or several files, which must not change.
 
     Raises:
-        ConfigurationError: a file cannot be read.
+        ConfigurationError: a file cannot be read, or there is none.
     """
 
     def __init__(self, paths: Paths) -> None:
         alone = [paths] if isinstance(paths, str | os.PathLike) else paths
         self.paths = [os.fspath(path) for path in alone]
+        if not self.paths:
+            raise ConfigurationError("paths is empty; it must name one file or several.")
         self._bounds: list[array[int]] = []
         self._ends: list[int] = []
         self._files = OrderedDict[int, _OpenFile]()
