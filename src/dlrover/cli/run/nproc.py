@@ -11,6 +11,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 from dlrover.errors import ConfigurationError
+from dlrover.training.worker.progress import MAX_SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -57,7 +58,7 @@ def resolve_nproc(text: str, probe: Callable[[str], int]) -> int:
     ``probe`` counts the devices that a word stands for, as `probe_devices` does.
 
     Raises:
-        ConfigurationError: ``text`` is neither a whole number nor a word, or asks for no worker.
+        ConfigurationError: ``text`` is neither a whole number nor a word, or asks for no worker or too many.
     """
     try:
         count = int(text)
@@ -69,6 +70,8 @@ def resolve_nproc(text: str, probe: Callable[[str], int]) -> int:
         count = probe(text)
     if count < 1:
         raise ConfigurationError(f"{_FLAG} {text}: a node needs at least 1 worker.")
+    if count > MAX_SLOTS:
+        raise ConfigurationError(f"{_FLAG} {text}: a node runs at most {MAX_SLOTS} workers.")
     return count
 
 
