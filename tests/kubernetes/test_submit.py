@@ -22,8 +22,8 @@ from tests.kubernetes.manifests import ORIGINAL, SEED, job
 
 
 def saved(folder: Path, content: Any) -> str:
-    text = content if isinstance(content, str) else yaml.safe_dump(content)
-    (folder / "job.yaml").write_text(text)
+    text = content if isinstance(content, str | bytes) else yaml.safe_dump(content)
+    (folder / "job.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     return str(folder / "job.yaml")
 
 
@@ -76,6 +76,12 @@ def test_the_output_as_json_is_the_same(tmp_path: Path, capsys: pytest.CaptureFi
     ("content", "sentence"),
     [
         ("a: [", "is not valid YAML"),
+        (b"\xff\xfe", "is not valid YAML: 'utf-8' codec can't decode"),
+        ("a: " + "[" * 3000, "is not valid YAML: maximum recursion depth exceeded"),
+        (
+            f"{yaml.safe_dump(manifest())}  roles: {{a: {{b: &b [*b, *b]}}}}\n",
+            "spec is nested more than 100 levels deep",
+        ),
         ("", "has 0 manifests: accepted is one, of an ElasticJob."),
         (f"{SEED}---{SEED}", "has 2 manifests"),
         ("- a", f"apiVersion is None: accepted is {names.API_VERSION}."),

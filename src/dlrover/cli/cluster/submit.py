@@ -121,7 +121,7 @@ def read(file: str) -> Manifest:
         found = [document for document in yaml.safe_load_all(text) if document is not None]
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror}.") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigurationError(f"{file} is not valid YAML: {error}.") from error
     if len(found) != 1:
         raise ConfigurationError(

@@ -68,15 +68,16 @@ def faults(manifest: Mapping[str, Any], *, strict: bool = False) -> list[str]:
 
 def _is_deeper(value: Any, levels: int) -> bool:
     """Return whether maps and lists are nested in more levels than these."""
-    inner = [value]
+    inner = {id(value): value}  # each once: YAML may name one value in many places
     for _ in range(levels):
-        inner = [
+        children = (
             child
-            for one in inner
+            for one in inner.values()
             if isinstance(one, dict | list)
             for child in (one.values() if isinstance(one, dict) else one)
-        ]
-    return any(isinstance(one, dict | list) for one in inner)
+        )
+        inner = {id(child): child for child in children}
+    return any(isinstance(one, dict | list) for one in inner.values())
 
 
 def _servers_alone(spec: Mapping[str, Any]) -> Iterator[str]:
