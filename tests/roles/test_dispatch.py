@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +45,17 @@ def member(job: Coordinator) -> Iterator[Callable[[Answer], list[CallFrame]]]:
     def made(answer: Answer) -> list[CallFrame]:
         got: list[CallFrame] = []
 
-        def serve() -> None:
-            sock, _ = listening.accept()
-            with sock:
+        def answer_all(sock: socket.socket) -> None:
+            with sock, suppress(ConnectionError):
                 handshake.accept(sock, wire.secret_of(TOKEN))
-                try:
-                    while True:
-                        got.append(wire.receive(sock))
-                        answer(sock, got[-1])
-                except ConnectionError:
-                    return
+                while True:
+                    got.append(wire.receive(sock))
+                    answer(sock, got[-1])
+
+        def serve() -> None:
+            with suppress(OSError):  # the test is over
+                while True:
+                    answer_all(listening.accept()[0])
 
         threads.append(threading.Thread(target=serve))
         threads[0].start()
@@ -61,6 +63,7 @@ def member(job: Coordinator) -> Iterator[Callable[[Answer], list[CallFrame]]]:
         return got
 
     yield made
+    listening.shutdown(socket.SHUT_RDWR)
     listening.close()
     job.run(lambda: job.service.tell(MemberEnded(ROLLOUT, "the test is over")))
     for thread in threads:
@@ -170,6 +173,24 @@ def test_an_interrupt_of_the_thread_that_calls_leaves_no_half_of_a_call(
     assert group.call_rank0("ask").result(60) == 7
     monkeypatch.setattr(wire, "send", interrupted)
     assert group.call_rank0("ask").result(60) == 7
+
+
+@pytest.mark.parametrize("thread", ["roles-from", "roles-to"])
+def test_a_call_waits_until_there_is_a_thread_for_it(
+    member: Callable[[Answer], list[CallFrame]], monkeypatch: pytest.MonkeyPatch, thread: str
+) -> None:
+    start, head, short = threading.Thread.start, payload.encode(7)[0], [thread]
+
+    def refused(self: threading.Thread) -> None:
+        if short and self.name.startswith(short[0]):
+            short.clear()
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    member(lambda sock, call: wire.send(sock, CallOp.RESULT, call.call, head))
+    assert RoleGroup("rollout", wait=30).call_rank0("ask").result(60) == 7
+    assert not short
 
 
 def test_what_follows_a_failed_call_may_call_again(

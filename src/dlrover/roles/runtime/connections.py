@@ -67,7 +67,10 @@ class MemberConnection:
         self._unsent: queue.SimpleQueue[tuple[int, EncodedCall] | None] = queue.SimpleQueue()
         self._waiting: dict[int, tuple[str, Callable[[CallOutcome], None]]] = {}
         self._sent: set[int] = set()
-        threading.Thread(target=self._run, name=f"roles-from-{self.place}", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name=f"roles-from-{self.place}", daemon=True).start()
+        except RuntimeError as error:  # threads are short: the calls wait, and come again
+            self._end(str(error))
 
     def call(self, call: EncodedCall, done: Callable[[CallOutcome], None]) -> None:
         """Send a call; ``done`` gets its outcome, on another thread or at once."""
@@ -95,7 +98,7 @@ class MemberConnection:
             if self._open(sock):
                 while True:
                     self._take(wire.receive(sock, memory))
-        except (OSError, InfrastructureError, ProtocolError) as error:
+        except (OSError, RuntimeError, InfrastructureError, ProtocolError) as error:
             why = str(error)
             if isinstance(error, ProtocolError):  # no calls will ever get through
                 logger.warning("%s: %s", self.place, why)

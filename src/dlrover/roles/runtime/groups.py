@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, overload
@@ -248,11 +250,14 @@ class FutureSequence(Sequence[Any]):
         Raises:
             TimeoutError: A call is still under way after ``timeout`` seconds.
         """
-        if self._lengths is None:
-            return [future.result(timeout) for future in self.futures]
+        until = math.inf if timeout is None else time.monotonic() + timeout
         found: list[Any] = []
-        for future, length in zip(self.futures, self._lengths, strict=True):
-            found += list(_checked(future.result(timeout), length))
+        for place, future in enumerate(self.futures):
+            left = None if timeout is None else max(0.0, until - time.monotonic())
+            value = future.result(left)
+            found += (
+                [value] if self._lengths is None else list(_checked(value, self._lengths[place]))
+            )
         return found
 
     wait = result
