@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dlrover._native.tables import slots_of
+from dlrover.embedding.machine.placement import Placement
 from dlrover.embedding.options import Expiry, RowOptimizer, decoded
 from dlrover.embedding.remote import client, holding, server, wire
 from dlrover.embedding.remote.client import ServerGroup
@@ -408,6 +409,21 @@ def test_a_server_answers_while_the_master_is_away_until_its_lease_is_over(monke
         made.networks[0].there.set()
         trained.join(10)
         assert not trained.is_alive()
+
+
+def test_a_lost_journal_ends_servers_and_requests_with_an_error() -> None:
+    with cluster(1) as (made, group):
+        train(group, {}, 2)
+        made.kill(0)
+
+        def lose(*_: object) -> None:
+            made.directory.placement = Placement()
+
+        last = server.EmbeddingServer(0, 2, 1, made.directory, holding.HeldSlots(), lose)
+        with pytest.raises(InfrastructureError, match="The master has lost its journal"):
+            last.run()
+        with pytest.raises(InfrastructureError, match="The master has lost its journal"):
+            group.rows(0, DIM, np.arange(5), insert=True)
 
 
 def test_only_who_knows_the_secret_is_served() -> None:

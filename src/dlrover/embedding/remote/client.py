@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dlrover._native.tables import slots_of
 from dlrover._util import backoff, forks
 from dlrover.embedding.remote import wire
-from dlrover.embedding.remote.directory import Directory, half_loaded
+from dlrover.embedding.remote.directory import JOURNAL_LOST, Directory, half_loaded
 from dlrover.embedding.remote.holding import Keys, Rows, Slots
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError, ProtocolError
@@ -260,6 +260,9 @@ class ServerGroup:
     # ---- servers
 
     def _use(self, placement: PlacementReply) -> None:
+        known = [*self._placement.tables]
+        if [*placement.tables][: len(known)] != known:
+            raise InfrastructureError(JOURNAL_LOST)
         self._placement = placement
         self._owners = np.array(placement.owners, np.intp)
         for index, link in list(self._links.items()):

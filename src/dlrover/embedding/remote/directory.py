@@ -26,6 +26,11 @@ RETRY = 0.05, 1.0
 WARN_AFTER = 10.0
 """Seconds without a master after which a warning is logged."""
 
+JOURNAL_LOST = (
+    "The master has lost its journal, and with it where the rows of the embedding tables are: they are lost. The program"
+    " starts again, and loads a checkpoint."
+)
+
 
 class JobEndedError(ConfigurationError):
     """The job has ended: its tables are asked for no more."""

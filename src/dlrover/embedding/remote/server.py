@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dlrover.embedding.remote import arrays, wire
-from dlrover.embedding.remote.directory import Directory, JobEndedError
+from dlrover.embedding.remote.directory import JOURNAL_LOST, Directory, JobEndedError
 from dlrover.embedding.remote.holding import HeldSlots, OutdatedPlacementError, Slots
 from dlrover.embedding.remote.listener import RowListener, ServerConnection
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
@@ -105,18 +105,27 @@ class EmbeddingServer:
     # ---- life
 
     def run(self) -> None:
-        """Serve until the job ends, `leave` was called and the slots have gone, or a later start has the rows."""
+        """Serve until the job ends, `leave` was called and the slots have gone, or a later start has the rows.
+
+        Raises:
+            InfrastructureError: The master has lost its journal.
+        """
         threading.Thread(target=self._keep_lease, name="lease", daemon=True).start()
         try:
             self._serve()
         except JobEndedError as error:
             logger.info("Embedding server %d ends: %s", self.index, error)
-        self.close()
+        finally:
+            self.close()
 
     def _serve(self) -> None:
+        placed = False
         while not self._ended.is_set():
             placement = self._placement
             me = placement.servers.get(self.index)
+            if placed and not placement.owners:
+                raise InfrastructureError(JOURNAL_LOST)
+            placed = bool(placement.owners)
             replaced = me is not None and me.start != self.start
             if me is None or (replaced and me.ready):
                 logger.info("Embedding server %d ends: its slots belong to others", self.index)
