@@ -268,10 +268,9 @@ class Master:
 
     def _on_timer(self) -> None:
         deadline, now = self.machine.deadline(), self.clock()
-        waits = (
-            deadline is None or max(deadline, self._resumes) > now
-        )  # the loop's clock may be early
-        if waits or self._has_stalled(now, deadline):
+        # The loop's clock may be a little early.
+        early = deadline is None or max(deadline, self._resumes) > now
+        if early or self._has_stalled(now, deadline):
             self._set_timer()
         else:
             self.report(inputs.DeadlinePassed())

@@ -203,8 +203,8 @@ class Rendezvous:
 
     def ready(self, now: float) -> bool:
         """Return whether the collecting round can complete now."""
-        if not self.collecting:
-            return False
+        if not self.collecting or len(self.offers) < self.least.nodes:
+            return False  # this is asked after each of thousands of joins
         joined = self.joined
         if not self.usable(joined).nodes:
             return False
@@ -215,8 +215,7 @@ class Rendezvous:
 
     def expired(self, now: float) -> bool:
         """Return whether the collecting round has failed."""
-        short = self.collecting and not self.can_form(self.offers)
-        return short and now >= self.expires_at()
+        return self.collecting and now >= self.expires_at() and not self.can_form(self.offers)
 
     def in_order(self, node_ranks: dict[int, int]) -> list[int]:
         """Return the joined nodes in the order of their future ranks, servers last."""
