@@ -74,10 +74,8 @@ class HolderConnection:
             return self._answer(request)
         except ConfigurationError:
             raise
-        except (
-            BaseException
-        ):  # an interrupt, too: a late answer must not be taken for that of the next request
-            self.close()
+        except BaseException:
+            self.close()  # a late answer must not be taken for that of the next request
             raise
 
     def _answer(self, request: HoldRequest) -> tuple[Held, int, Bytes | None]:
