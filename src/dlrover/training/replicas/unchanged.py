@@ -169,8 +169,8 @@ class Unchanged:
     # ---- life
 
     def begin(self) -> None:
-        """Begin to train, unless this rank replays first."""
-        if not self.replaying:
+        """Begin to train, unless this rank replays first, or trains: the program makes its process group anew."""
+        if not self.replaying and self._survivors.number < 0:
             self._survivors.join(self._began)
             self._last = self._survivors.number, self._survivors.ranks
 
