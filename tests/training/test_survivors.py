@@ -203,8 +203,8 @@ def test_a_rank_that_returns_gets_what_the_others_have_sent_each_other_before_th
     objects = [[torch.tensor([1, 2], dtype=torch.uint8)], [torch.ones(200_000, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)]]  # fmt: skip
     others = Sent(link, given)
     for one in objects:
-        others.add(one)
-    others.send()
+        others.add(one, sends=True)
+    assert torch.equal(Sent(link, given).take()[0], objects[0][0])
     link.membership.number += 1
     link.start_master(2)  # it has none of the keys
     others.send()
@@ -225,8 +225,7 @@ def test_a_rank_that_cannot_get_them_lets_all_start_again(monkeypatch):
         Sent(link, given).take()
     monkeypatch.setattr(sent, "MOST_PARTS", 1)
     others = Sent(link, given)
-    others.add([torch.ones(100_000, dtype=torch.uint8)])
-    others.send()
+    others.add([torch.ones(100_000, dtype=torch.uint8)], sends=True)
     with pytest.raises(
         InfrastructureError, match=r"of more than 65536 bytes.*all ranks start again"
     ):

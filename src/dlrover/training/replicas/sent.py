@@ -28,29 +28,40 @@ class Sent:
     """The results of collectives for objects, in their order; each rank has all of them."""
 
     def __init__(self, link: Link, given: launched.Given) -> None:
-        self._store = MeetingStore(link, given.round, 0, {}, begun=True)
+        self._link, self._round = link, given.round
         self._values: dict[str, bytes] = {}
         self._count = 0
         self._end = 0.0
-        self._store.look = self._look
+        self._read = self._store()
+        self._read.look = self._look
 
-    def add(self, results: list[torch.Tensor]) -> None:
-        """Keep the results of the next collective."""
-        self._keep(msgspec.msgpack.encode([one.numpy().tobytes() for one in results]))
+    def _store(self) -> MeetingStore:
+        return MeetingStore(self._link, self._round, 0, {}, begun=True)
 
-    def _keep(self, data: bytes) -> None:
+    def add(self, results: list[torch.Tensor], *, sends: bool) -> None:
+        """Keep the results of the next collective; one rank ``sends`` them to the master."""
+        values = self._keep(msgspec.msgpack.encode([one.numpy().tobytes() for one in results]))
+        if sends:
+            self._send(values)
+
+    def _keep(self, data: bytes) -> dict[str, bytes]:
         size = -(-len(data) // MAX_VALUE)
         parts = range(size if size <= MOST_PARTS else 0)
-        self._values[str(self._count)] = str(len(parts)).encode()
-        for i in parts:
-            self._values[f"{self._count}.{i}"] = data[i * MAX_VALUE :][:MAX_VALUE]
+        values = {str(self._count): str(len(parts)).encode()}
+        values |= {f"{self._count}.{i}": data[i * MAX_VALUE :][:MAX_VALUE] for i in parts}
+        self._values |= values
         self._count += 1
+        return values
 
     def send(self) -> None:
-        """Give the master all of them; one that has taken over has none."""
-        with contextlib.suppress(Changed):  # it has no room: a rank that returns says so
-            for key, value in self._values.items():
-                self._store.set(key, value)
+        """Give the master all of them: one that has taken over has none."""
+        self._send(self._values)
+
+    def _send(self, values: dict[str, bytes]) -> None:
+        store = self._store()
+        with contextlib.suppress(Changed):  # there is no room: a rank that returns says so
+            for key, value in values.items():
+                store.set(key, value)
 
     def take(self) -> list[torch.Tensor]:
         """Return the results of the next collective, as the others have them.
@@ -61,8 +72,8 @@ class Sent:
         self._end = time.monotonic() + EXCLUDED_LIMIT
         number = self._count
         try:
-            parts = range(int(self._store.get(str(number))))
-            data = b"".join(self._store.get(f"{number}.{i}") for i in parts)
+            parts = range(int(self._read.get(str(number))))
+            data = b"".join(self._read.get(f"{number}.{i}") for i in parts)
         except Changed as change:
             raise InfrastructureError(
                 f"--survive: this rank cannot take what the others have sent each other before their first step ({change});"

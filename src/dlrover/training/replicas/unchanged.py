@@ -277,14 +277,13 @@ class Unchanged:
             return self._sent.take()
         results = self.collective(operation, [], whole=whole)
         if kept:
-            self._sent.add(results)
-            self._send()
+            self._sent.add(results, sends=self._sends)
         return results
 
-    def _send(self) -> None:
-        """Let the lowest rank that trains send what a rank that returns needs."""
-        if self._survivors.ranks[0] == self._given.rank:
-            self._sent.send()
+    @property
+    def _sends(self) -> bool:
+        """True on the lowest rank that trains, which sends what one that returns needs."""
+        return self._survivors.ranks[0] == self._given.rank
 
     def reduce(self, gradients: list[torch.Tensor], *, whole: bool = True) -> None:
         """Replace gradients by their means over the ranks that train, or those with the same place in their rows."""
@@ -317,8 +316,8 @@ class Unchanged:
         while True:
             group = self._survivors.number, self._survivors.ranks
             regrouped = self._survivors.run(keep, self._began)
-            if regrouped is not None:
-                self._send()
+            if regrouped is not None and self._sends:
+                self._sent.send()
             if regrouped is None or regrouped.complete:
                 self._last = group
                 return results
@@ -427,8 +426,8 @@ class Unchanged:
             # Another place than that of the step before, if this one had no reduction.
             self._others = max(self._others + 1, BEGUN)
             self._survivors.position = self._position
-            if self._survivors.edge(self._began) is not None:
-                self._send()
+            if self._survivors.edge(self._began) is not None and self._sends:
+                self._sent.send()
             self._others += 1  # what follows is within the step, where no rank joins
             return
         if self.row is None:
