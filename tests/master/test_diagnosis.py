@@ -46,6 +46,12 @@ def test_title_names_rank_and_node() -> None:
     assert diagnose(failed(signal=9)).title == "rank 1 was killed by SIGKILL (signal 9) on node 3"
 
 
+def test_a_title_ends_without_a_full_stop_as_a_part_of_sentences():
+    facts = {"kind": FailureKind.EXCEPTION, "exception": "ValueError"}
+    titles = [diagnose(failed(**facts, message=m)).title for m in ("No data.", "No data...")]
+    assert [title.rpartition(": ")[2] for title in titles] == ["No data", "No data..."]
+
+
 def test_what_a_program_wrote_controls_no_terminal() -> None:
     evil = "bad\x1b]0;title\x07\x1b[2J\x9b2J\x08 end"
     for failure in (

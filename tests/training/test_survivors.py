@@ -43,11 +43,13 @@ from dlrover.training.replicas import (  # noqa: E402
     hooks,
     restarts,
     rows,
+    sent,
     survivors,
 )
 from dlrover.training.replicas.groups import Changed, MeetingStore  # noqa: E402
 from dlrover.training.replicas.link import Link  # noqa: E402
 from dlrover.training.replicas.replicas import Replicas  # noqa: E402
+from dlrover.training.replicas.sent import Sent  # noqa: E402
 from tests.waiting import until  # noqa: E402
 
 pytestmark = [pytest.mark.torch]
@@ -193,6 +195,44 @@ def test_a_rank_that_is_connected_to_some_of_its_groups_keeps_nobody_waiting(mon
         with peer, ends[0]:
             peer.settimeout(5)
             assert peer.recv(1) == b""  # it is not kept waiting
+
+
+def test_a_rank_that_returns_gets_what_the_others_have_sent_each_other_before_their_first_step():
+    """Before, it had its own objects, for example another seed than theirs."""
+    link, given = DirectLink(), Given(round=3)
+    objects = [[torch.tensor([1, 2], dtype=torch.uint8)], [torch.ones(200_000, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)]]  # fmt: skip
+    others = Sent(link, given)
+    for one in objects:
+        others.add(one, sends=True)
+    assert torch.equal(Sent(link, given).take()[0], objects[0][0])
+    link.membership.number += 1
+    link.start_master(2)  # it has none of the keys
+    others.send()
+    returns = Sent(link, given)
+    for one in objects:
+        assert all(map(torch.equal, returns.take(), one))
+    returns.send()  # it may be the lowest one from now on
+    third = Sent(link, given)
+    assert torch.equal(third.take()[0], objects[0][0])
+
+
+def test_a_rank_that_cannot_get_them_lets_all_start_again(monkeypatch):
+    monkeypatch.setattr(sent, "EXCLUDED_LIMIT", 0.01)
+    link, given = DirectLink(), Given(round=3)
+    with pytest.raises(
+        InfrastructureError, match=r"does not know it within 0.01 s.*all ranks start again"
+    ):
+        Sent(link, given).take()
+    monkeypatch.setattr(sent, "MOST_PARTS", 1)
+    others = Sent(link, given)
+    others.add([torch.ones(100_000, dtype=torch.uint8)], sends=True)
+    with pytest.raises(
+        InfrastructureError, match=r"of more than 65536 bytes.*all ranks start again"
+    ):
+        Sent(link, given).take()
+    link.membership.round += 1
+    with pytest.raises(InfrastructureError, match=r"is over.*all ranks start again"):
+        Sent(link, given).take()
 
 
 class Endless:

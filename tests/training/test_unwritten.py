@@ -152,6 +152,19 @@ def test_a_file_that_is_open_at_the_end_goes_on_where_it_is(way):
     assert Path("new").read_text() == "header\nlater steps\n"
 
 
+def test_an_array_in_a_file_keeps_what_is_in_it_and_is_written_later(way):
+    numpy = pytest.importorskip("numpy")
+    for name in ("old", "new"):
+        array = numpy.memmap(name, mode="w+", shape=(4,), dtype="uint8")
+        if name == "old":
+            assert bytes(array[:3]) == b"old"
+        way.end()
+        array[1] = ord("x")
+        array.flush()
+        assert Path(name).read_bytes()[1:2] == b"x"
+        way.on_its_way[0] = True
+
+
 def test_a_file_whose_folder_is_gone_at_the_end_stays_without_a_name(way, caplog):
     with open("missing/log", "w") as log:
         log.write("header\n")

@@ -22,11 +22,11 @@ class Meeting:
 
     def __init__(self) -> None:
         self._rooms: dict[int, _Room] = {}
-        """By row; -1 for all ranks."""
+        """By row; -1 for all ranks, -2 for the whole round."""
 
     def handle(self, request: Meet, epoch: int, membership: Membership) -> Met:
         """Set and read keys; refuse those of a membership or a row that is over."""
-        room = self._room(request.row, membership)
+        room = self._round(membership) if request.begun else self._room(request.row, membership)
         if room is None or (request.round, request.number, request.ranks) != room.of:
             what = "Membership" if request.row < 0 else f"Row {request.row}, attempt"
             return Met(epoch, refused=f"{what} {request.number} of round {request.round} is over.")
@@ -36,6 +36,13 @@ class Meeting:
         if not room.set(request.put, most):
             return Met(epoch, refused=f"All keys of a membership have at most {most} bytes.")
         return Met(epoch, room.page(request.after))
+
+    def _round(self, membership: Membership) -> _Room:
+        """Return the keys of the whole round."""
+        of = membership.round, 0, 0
+        if -2 not in self._rooms or self._rooms[-2].of != of:
+            self._rooms[-2] = _Room(of)
+        return self._rooms[-2]
 
     def _room(self, row: int, membership: Membership) -> _Room | None:
         """Return the keys of the newest membership, or of a row's latest attempt; None if there is no such row."""

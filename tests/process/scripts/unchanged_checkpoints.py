@@ -32,8 +32,11 @@ checkpointer = Checkpointer(out / "checkpoints")
 state = {"model": model, "optimizer": optimizer, "samples": 0}
 loaded = checkpointer.load(state)
 step = loaded.step if loaded else 0
-with (out / f"rank{rank}.txt").open("a", buffering=1) as log:
-    log.write(f"begin {step} {os.getpid()}\n")
+own = out / f"rank{rank}.txt"
+number = os.open(own, os.O_WRONLY | os.O_APPEND | os.O_CREAT)  # `open` writes nothing on the way
+os.write(number, f"begin {step} {os.getpid()}\n".encode())
+os.close(number)
+with own.open("a", buffering=1) as log:
     while not (last.exists() and step >= int(last.read_text())):
         data = torch.randn(4, 16, generator=torch.Generator().manual_seed(step * 2 + rank))
         optimizer.zero_grad()

@@ -105,6 +105,8 @@ class Meet(msgspec.Struct, frozen=True, array_like=True, tag="meet"):
     """Number of keys that the rank has read: it gets the next ones, in the order in which they were set."""
     row: KnownCount = -1
     """Row whose ranks connect to each other, by its place in the world; ``number`` is their attempt. -1: all ranks do."""
+    begun: bool = False
+    """True for keys of the whole round, which ranks set once it has begun; ``number`` and ``ranks`` are 0."""
 
 
 class LookMembers(msgspec.Struct, frozen=True, array_like=True, tag="look_members"):

@@ -59,12 +59,20 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
     """torch's store for one membership, in the memory of the job's master: no rank holds it. Each key is set once."""
 
     def __init__(
-        self, link: Link, round_: int, number: int, attempts: dict[int, int], row: int = -1
+        self,
+        link: Link,
+        round_: int,
+        number: int,
+        attempts: dict[int, int],
+        row: int = -1,
+        *,
+        begun: bool = False,
     ) -> None:
-        """Let the ranks of a membership meet, or those of a ``row`` in their attempt ``number``."""
+        """Let the ranks of a membership meet, those of a ``row`` in their attempt ``number``, or all of a round that has ``begun``."""
         super().__init__()
         self._link, self._row = link, row
-        self._of = round_, number, checksum(attempts) if row < 0 else 0
+        self._begun = begun
+        self._of = round_, number, checksum(attempts) if row < 0 and not begun else 0
         self.look: Callable[[], None] = lambda: None
         """Called while keys are awaited; an error ends the wait."""
         self.refused = False
@@ -127,7 +135,7 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
             return self._asked(put)
 
     def _asked(self, put: dict[str, bytes]) -> bool:
-        reply = self._link.ask(Meet(*self._of, put, self._read, self._row))
+        reply = self._link.ask(Meet(*self._of, put, self._read, self._row, self._begun))
         assert isinstance(reply, Met)
         if reply.refused:
             self.refused = True

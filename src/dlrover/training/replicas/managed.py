@@ -128,7 +128,7 @@ class ManagedGroup(Group):
         )
 
     def exchange(self, objects: Any, root: int) -> Any:
-        """Return the objects of a rank, or those of the lowest rank that trains; None while this rank replays.
+        """Return the objects of a rank, or those of the lowest rank that trains; None while this rank replays, beyond the first step.
 
         Raises:
             NotWholeError: The rank is lost, while all save.
@@ -149,7 +149,7 @@ class ManagedGroup(Group):
             group.send_all([data], source)
             return [data]
 
-        results = self._unchanged.collective(operation, [], whole=self.whole)
+        results = self._unchanged.objects(operation, whole=self.whole)
         if source != root and self._unchanged.saving:
             raise NotWholeError(f"rank {root} is lost")
         return _unpacked(results[0]) if results else None
@@ -173,7 +173,7 @@ class ManagedGroup(Group):
             other = _packed(error) if saving else by_rank[group.ranks[0]]
             return [by_rank.get(rank, other) for rank in self.ranks]
 
-        results = self._unchanged.collective(operation, [], whole=self.whole)
+        results = self._unchanged.objects(operation, whole=self.whole)
         return [_unpacked(result) for result in results] if results else [own] * self._size
 
     def barrier(self, opts: Any = None) -> Any:

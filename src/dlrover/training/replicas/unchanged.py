@@ -30,6 +30,7 @@ from dlrover.training.replicas.healing import Healer
 from dlrover.training.replicas.link import Link
 from dlrover.training.replicas.outputs import Outputs
 from dlrover.training.replicas.rows import Row
+from dlrover.training.replicas.sent import Sent
 from dlrover.training.replicas.survivors import Survivors
 from dlrover.training.worker.counted import CountedOptimizer
 
@@ -94,7 +95,7 @@ class Unchanged:
         self._parts["gradients"] = Gradients(self._trained)
         self._parts["beside"] = Beside(self._trained, norms, self._held)
         self._held_by_rows: Callable[[], set[int]] = set
-        self._healer = Healer(self._parts)
+        self._healer, self._sent = Healer(self._parts), Sent(link, given)
         self._survivors = Survivors(link, given.round, given.rank, given.attempt, self._healer)
         self.row: Row | None = None
         """The ranks that have a replica together with this one; None: it has one alone."""
@@ -169,8 +170,8 @@ class Unchanged:
     # ---- life
 
     def begin(self) -> None:
-        """Begin to train, unless this rank replays first."""
-        if not self.replaying:
+        """Begin to train, unless this rank replays first, or trains: the program makes its process group anew."""
+        if not self.replaying and self._survivors.number < 0:
             self._survivors.join(self._began)
             self._last = self._survivors.number, self._survivors.ranks
 
@@ -266,6 +267,24 @@ class Unchanged:
         self._others += 1
         return results
 
+    def objects(
+        self, operation: Callable[[Peers], list[torch.Tensor]], *, whole: bool = True
+    ) -> list[torch.Tensor]:
+        """Return the results of a collective for objects; none while this rank replays, beyond those before the first step."""
+        kept = self._first and whole
+        if kept and self.replaying and not self._local:
+            self._others += 1
+            return self._sent.take()
+        results = self.collective(operation, [], whole=whole)
+        if kept:
+            self._sent.add(results, sends=self._sends)
+        return results
+
+    @property
+    def _sends(self) -> bool:
+        """True on the lowest rank that trains, which sends what one that returns needs."""
+        return self._survivors.ranks[0] == self._given.rank
+
     def reduce(self, gradients: list[torch.Tensor], *, whole: bool = True) -> None:
         """Replace gradients by their means over the ranks that train, or those with the same place in their rows."""
 
@@ -297,6 +316,8 @@ class Unchanged:
         while True:
             group = self._survivors.number, self._survivors.ranks
             regrouped = self._survivors.run(keep, self._began)
+            if regrouped is not None and self._sends:
+                self._sent.send()
             if regrouped is None or regrouped.complete:
                 self._last = group
                 return results
@@ -405,7 +426,8 @@ class Unchanged:
             # Another place than that of the step before, if this one had no reduction.
             self._others = max(self._others + 1, BEGUN)
             self._survivors.position = self._position
-            self._survivors.edge(self._began)
+            if self._survivors.edge(self._began) is not None and self._sends:
+                self._sent.send()
             self._others += 1  # what follows is within the step, where no rank joins
             return
         if self.row is None:

@@ -255,6 +255,9 @@ def _title(failure: Failure, facts: Facts, title: str) -> str:
     host = f" ({failure.hostname})" if failure.hostname else ""
     reported = facts.kind in (FailureKind.EXCEPTION, FailureKind.SPAWN, FailureKind.NODE)
     said = one_line(facts.message, _TITLE_LIMIT) if reported else ""
+    said = (
+        said if said.endswith("..") else said.removesuffix(".")
+    )  # the title is a part of sentences
     what = what.replace(" ()", "")
     where = f"rank {failure.rank} {what} on node {failure.node_id}{host}"
     if facts.kind is FailureKind.NODE:
