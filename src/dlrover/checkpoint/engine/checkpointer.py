@@ -443,7 +443,7 @@ class Checkpointer:
         if not self._wishes.save_at_breakpoint:
             logger.warning(
                 "Step %d is in memory only, which ends with the job, and no step was sent to %s;"
-                " save(..., to='storage') stores a step, and interval= every so many",
+                " save(..., to='storage') stores a step, and interval= stores them regularly",
                 self._in_memory, self._store.location,
             )  # fmt: skip
 

@@ -175,9 +175,7 @@ class TableCheckpoints:
             if taken is None:
                 taken = found[-1]
                 self._load(taken, attempt)
-        except (
-            BaseException
-        ):  # also an interrupt: some rows may be those of a checkpoint, and others not
+        except BaseException:  # some rows may be those of a checkpoint, and others not
             failed = LoadTables(attempt, found[0].step, "failed")
             with contextlib.suppress(ConfigurationError, InfrastructureError):
                 self._directory.ask(failed)

@@ -122,7 +122,7 @@ def _job_spec(job: ElasticJob) -> JobSpec:
     if unit and total - total % unit < least:
         raise ConfigurationError(
             f"ElasticJob {job.name}: --node-unit {unit} in the workers' command needs a multiple of {unit} nodes, and the "
-            f"job has {total}, of which it needs {least}: change replicas or minReplicas."
+            f"job has {least} to {total}: change replicas or minReplicas."
         )
     return JobSpec(
         name=job.name,

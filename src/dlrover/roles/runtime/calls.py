@@ -326,10 +326,8 @@ def _is_gone(call: RoleCall, view: JobView) -> bool:
 
 
 def _state(one: MemberView) -> str:
-    if (
-        one.state == "live" and not one.methods
-    ):  # it may have been started again, and export them soon
-        return "exports no methods yet"
+    if one.state == "live" and not one.methods:
+        return "exports no methods yet"  # it may have been started again
     if one.state == "live":
         return "serves" if one.serving else "has not the current weights"
     why = f": {one.reason}" if one.reason else ""

@@ -120,7 +120,7 @@ class Unwritten:
                 return function(file, mode, *args, **kwargs)
             if _writer().endswith(
                 ".memmap."
-            ):  # an array of NumPy outlives the way; others may have it, too
+            ):  # the array outlives the way; others may have it, too
                 present = mode.replace("w", "r") if os.path.exists(whole) else mode
                 return function(file, present, *args, **kwargs)
             found = function(file, mode, *args, **{**kwargs, "opener": _nameless})

@@ -255,9 +255,8 @@ def _title(failure: Failure, facts: Facts, title: str) -> str:
     host = f" ({failure.hostname})" if failure.hostname else ""
     reported = facts.kind in (FailureKind.EXCEPTION, FailureKind.SPAWN, FailureKind.NODE)
     said = one_line(facts.message, _TITLE_LIMIT) if reported else ""
-    said = (
-        said if said.endswith("..") else said.removesuffix(".")
-    )  # the title is a part of sentences
+    if not said.endswith(".."):  # the title is a part of sentences
+        said = said.removesuffix(".")
     what = what.replace(" ()", "")
     where = f"rank {failure.rank} {what} on node {failure.node_id}{host}"
     if facts.kind is FailureKind.NODE:
