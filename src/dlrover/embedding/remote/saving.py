@@ -118,10 +118,9 @@ class TableCheckpoints:
             parts=(),
         )
         self._time = manifest.time
-        self._writing = (
-            threading.Thread(  # no daemon: a program that ends waits for its last checkpoint
-                target=self._write, args=(manifest, links), name="embedding-save"
-            )
+        # No daemon: a program that ends waits for its last checkpoint.
+        self._writing = threading.Thread(
+            target=self._write, args=(manifest, links), name="embedding-save"
         )
         self._writing.start()
 
