@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from dlrover import launched
+from dlrover._util import decoding
 from dlrover.errors import InfrastructureError
 from dlrover.spec.requests.membership import MAX_VALUE
 from dlrover.training.machine.places import EXCLUDED_LIMIT
@@ -21,7 +22,7 @@ from dlrover.training.replicas.link import Link
 
 MOST_PARTS = 128
 """Maximum size of the objects of one collective, in values of the greatest size."""
-_decoder = msgspec.msgpack.Decoder(list[bytes])
+_decoder = decoding.msgpack_decoder(list[bytes])
 
 
 class Sent:
