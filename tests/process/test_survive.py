@@ -251,8 +251,11 @@ def test_a_lost_rank_goes_on_from_the_newest_checkpoint_in_memory(run) -> None:
     def begins(rank: int) -> list[int]:
         return [int(row[1]) for row in rows(rank) if row[0] == "begin"]
 
+    def reached() -> int:
+        return max(_count(rows(rank)[-1]) for rank in (0, 1))
+
     def end(launch: Launch) -> None:
-        end_at(run.directory, int(rows(1)[-1][0]) + 30)
+        end_at(run.directory, reached() + 30)
         launch.succeed(90)
         assert rows(0)[-10:] == [[*row[:2], rows(0)[-1][2]] for row in rows(1)[-10:]]
         assert len(launch.events_of(events.RoundOpened)) == 1
@@ -260,7 +263,7 @@ def test_a_lost_rank_goes_on_from_the_newest_checkpoint_in_memory(run) -> None:
 
     first = run("--survive", "--nproc-per-node=2", script, run.directory)
     for joined, victim in enumerate((0, 1), 1):
-        here = int(rows(0)[-1][0]) if joined > 1 else 0
+        here = reached() if joined > 1 else 0
         first.until(
             lambda h=here: all(rows(r) and _count(rows(r)[-1]) > h + 20 for r in (0, 1)),
             60,
