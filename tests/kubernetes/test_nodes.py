@@ -319,8 +319,8 @@ def test_a_unit_without_a_number_of_nodes_gets_a_sentence() -> None:
     with pytest.raises(ConfigurationError) as caught:
         composed(elastic_job(templated([main])))
     assert str(caught.value) == (
-        "ElasticJob train: --node-unit 3 in the workers' command needs a multiple of 3 nodes, and the job has 4, of which "
-        "it needs 4: change replicas or minReplicas."
+        "ElasticJob train: --node-unit 3 in the workers' command needs a multiple of 3 nodes, and the job has at "
+        "least 4 and at most 4: change replicas or minReplicas."
     )
     assert composed(elastic_job(templated([main]) | {"minReplicas": 3})).node_unit == 3
 

@@ -121,8 +121,8 @@ def _job_spec(job: ElasticJob) -> JobSpec:
     unit = commands.number(flags.get("node-unit", ""), 1)
     if unit and total - total % unit < least:
         raise ConfigurationError(
-            f"ElasticJob {job.name}: --node-unit {unit} in the workers' command needs a multiple of {unit} nodes, and the "
-            f"job has {least} to {total}: change replicas or minReplicas."
+            f"ElasticJob {job.name}: --node-unit {unit} in the workers' command needs a multiple of {unit} nodes, and the job "
+            f"has at least {least} and at most {total}: change replicas or minReplicas."
         )
     return JobSpec(
         name=job.name,
