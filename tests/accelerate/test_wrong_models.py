@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dlrover.accelerate import Strategy, auto_accelerate
+from dlrover.accelerate import Cluster, Strategy, auto_accelerate
 from dlrover.accelerate.anatomy import analyse
+from dlrover.accelerate.choosing import StrategyTask, candidates
 from dlrover.accelerate.modes.context import Context
 from dlrover.accelerate.modes.pipeline import cut
 from dlrover.errors import ConfigurationError
@@ -165,6 +166,17 @@ def test_a_block_that_is_used_twice_is_not_divided(degree, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigurationError, match=r"'blocks\.3' of the model is an earlier one"):
         auto_accelerate(model, load_strategy=Strategy(**{degree: 2}))
+
+
+def test_a_parameter_without_a_dimension_is_trained_and_not_sharded(monkeypatch):
+    model = Plain()
+    model.temperature = nn.Parameter(torch.tensor(1.0))
+    assert auto_accelerate(model, "sgd", load_strategy=[])[0]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match="'temperature' of the model has no dimension"):
+        auto_accelerate(model, load_strategy=Strategy(dp_shard=2))
+    task = StrategyTask(analyse(model), 16, 8)
+    assert [one for one, _ in candidates(task, Cluster("h200", 1, 2))] == [Strategy(dp_replicate=2)]
 
 
 def test_a_loss_of_routers_is_that_of_all_blocks(monkeypatch):

@@ -27,6 +27,8 @@ class Anatomy:
     """Names of the blocks, in order."""
     again: str = ""
     """Name of the first block that is an earlier one once more; empty if there is none."""
+    scalar: str = ""
+    """Name of the first parameter without a dimension; empty if there is none."""
     classes: frozenset[str] = frozenset()
     """Names of the classes of its modules."""
     before: tuple[str, ...] = ()
@@ -86,6 +88,7 @@ def analyse(model: nn.Module, list_name: str | None = None) -> Anatomy:
     return Anatomy(
         list_name=list_name,
         blocks=blocks,
+        scalar=next((name for name, item in model.named_parameters() if not item.dim()), ""),
         again=_again(modules[list_name], list_name) if list_name else "",
         classes=frozenset(type(module).__name__ for module in modules.values()),
         before=before,
@@ -115,7 +118,7 @@ def _again(blocks: nn.Module, list_name: str) -> str:
 def is_experts(module: nn.Module) -> bool:
     """Return whether a module is a set of experts, called as ``(hidden, expert of each token, weight)``."""
     own = list(module.parameters(recurse=False))
-    rows = {parameter.shape[0] for parameter in own}
+    rows = {parameter.shape[:1] for parameter in own}
     return (
         len(own) > 1
         and len(rows) == 1

@@ -96,9 +96,9 @@ def candidates(task: StrategyTask, cluster: Cluster) -> Iterator[tuple[Strategy,
     """
     unwanted = task.unwanted()
     model = task.anatomy.transformer
+    found: Iterator[tuple[Strategy, float]]
     if model is None:
-        _log.info("The model's config describes no transformer: its states are sharded over all ranks.")  # fmt: skip
-        found: Iterator[tuple[Strategy, float]] = iter([(Strategy(dp_shard=cluster.size), 0.0)])
+        found = iter([(_without_a_plan(task.anatomy, cluster.size), 0.0)])
     else:
         model = replace(model, autocast=True)
         even = _planned(model, cluster, task.sequence, task.global_batch)
@@ -112,6 +112,15 @@ def candidates(task: StrategyTask, cluster: Cluster) -> Iterator[tuple[Strategy,
         if _applies(one, task.anatomy, cluster.size):
             seen.add(_degrees(one))
             yield one, seconds
+
+
+def _without_a_plan(anatomy: Anatomy, size: int) -> Strategy:
+    known = "The model's config describes no transformer"
+    if anatomy.scalar:
+        _log.info("%s: each rank has its states, for %s has no dimension.", known, anatomy.scalar)
+        return Strategy(dp_replicate=size)
+    _log.info("%s: its states are sharded over all ranks.", known)
+    return Strategy(dp_shard=size)
 
 
 def _planned(

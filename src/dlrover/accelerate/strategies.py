@@ -140,6 +140,12 @@ def _problems(one: Strategy, anatomy: Anatomy, world_size: int) -> Iterator[str]
     yield from _pipeline(one, anatomy)
     yield from _context(one, anatomy)
     yield from _experts(one, anatomy)
+    alone = one.tp == one.pp == one.ep == 1
+    if anatomy.scalar and (one.offload or one.dp_shard * one.cp > 1 or (one.dp > 1 and not alone)):
+        yield (
+            f"the parameter {anatomy.scalar!r} of the model has no dimension, and PyTorch shards none such; give it one"
+            " element in one dimension, or train with dp_replicate alone"
+        )
     for name, degree in (("tp", one.tp), ("cp", one.cp)):
         if degree > 1 and anatomy.again:
             yield (
