@@ -339,7 +339,7 @@ def test_words_of_libraries_and_tools_are_known(text, cause, origin):
     assert (verdict.cause, verdict.origin) == (cause, origin)
 
 
-ENDED = "rank 0 ended with exit code 0"
+ENDED = "rank 0 ended without an error"
 RESET = "[pair.cc:537] Read error [127.0.0.1]:28071: Connection reset by peer."
 
 

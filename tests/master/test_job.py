@@ -278,7 +278,7 @@ def test_a_node_that_has_ended_well_is_why_the_others_lose_it():
     job.give(Reported(0, Succeeded(1)))
     report = job.machine.recovery.admitted(failure)
     assert (report.verdict.cause, report.verdict.echo) == ("peer_ended", True)
-    assert report.verdict.evidence == "all ranks of node 0 ended with exit code 0"
+    assert report.verdict.evidence == "all ranks of node 0 ended without an error"
 
     job.give(report)
     commands = job.join(0, 1, 2)

@@ -46,6 +46,14 @@ def test_a_worker_reads_one_shard_at_a_time(board):
     assert board.reading(2) is board.reading(4) is None
 
 
+def test_a_worker_records_that_its_program_has_ended(board):
+    assert not board.finished(3)
+    board.mark_finished(3)
+    assert [slot for slot in range(MAX_SLOTS) if board.finished(slot)] == [3]
+    board.clear(3)
+    assert not board.finished(3)
+
+
 def test_a_worker_tells_which_batches_it_allows_and_how_noisy_its_gradients_are(board):
     board.begin(3, 1)
     assert board.activity(3, 2).batches is None

@@ -22,7 +22,7 @@ FACT_LIMIT = 300
 """Characters of each fact."""
 
 
-ENDED_WELL = "ended with exit code 0"
+ENDED_WELL = "ended without an error"
 """End of a fact about the node in a failure: other ranks had done so before."""
 
 
@@ -96,7 +96,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Shard that the worker read last: `data_key` of the dataset, partition and position."""
     node_facts: tuple[str, ...] = ()
     """Lines about the node since the worker started: from the kernel's log, about full disks, and about ranks that
-    ended with exit code 0 before it.
+    ended without an error before it.
 
     At most `FACTS_LIMIT` lines of at most `FACT_LIMIT` characters each.
     """

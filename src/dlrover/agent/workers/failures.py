@@ -57,7 +57,7 @@ class FailureRecords:
     ) -> Failure:
         """Return the record of a worker that ended with a wait status other than 0.
 
-        ``ended_well``: ranks that had ended with exit code 0 before.
+        ``ended_well``: ranks that had ended without an error before.
         """
         error = recorded_error(logs.error_file(worker.local_rank))
         signaled = os.WIFSIGNALED(status)

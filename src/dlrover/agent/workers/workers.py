@@ -258,7 +258,7 @@ class WorkerGroup:
         if status:
             assert self._world is not None
             assert self._logs is not None
-            ended_well = sorted(w.rank for w in self._workers.values() if w.status == 0)
+            ended_well = sorted(w.rank for w in self._workers.values() if self._ended_well(w))
             failure = self._failures.record(
                 worker, status, self.node_id, self._world.round, self._logs, ended_well
             )
@@ -268,6 +268,11 @@ class WorkerGroup:
             )
         if self._stopped_at is None or (failure is not None and self._preceded_stop(failure)):
             self.on_exit(worker.local_rank, failure)
+
+    def _ended_well(self, worker: Worker) -> bool:
+        """Return whether a worker has ended without an error; its peers may notice before its process is gone."""
+        finished = worker.status is None and self._board.finished(worker.local_rank)
+        return worker.status == 0 or finished
 
     def _preceded_stop(self, failure: Failure) -> bool:
         """Return whether a worker that ended during a stop had recorded an exception before the stop."""

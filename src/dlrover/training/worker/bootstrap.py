@@ -12,6 +12,7 @@ process loads.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib
 import importlib.machinery
 import io
@@ -79,9 +80,12 @@ def run(program: Program, board: Board | None) -> None:
         # By name: agents import this module, and never anything that may import torch.
         importlib.import_module("dlrover.training.replicas.hooks").install()
     signals = ownends.Received(os.getpid())
+    finished = functools.partial(_mark_finished, board, program.slot, os.getpid())
     if program.error_file:
         ownends.watch_signals(signals)
-        ownends.watch(lambda end: _record(program, end), signals, lambda: _leave(program, signals))
+        ownends.watch(
+            lambda end: _record(program, end), signals, lambda: _leave(program, signals, finished)
+        )
     launched.leaves = lambda: signals.leaves
     try:
         try:
@@ -91,9 +95,9 @@ def run(program: Program, board: Board | None) -> None:
             raise
         except SystemExit as end:
             if end.code in (None, 0):
-                _finish(signals)
+                _finish(signals, finished)
             raise
-        launched.finished()
+        finished()
     except SystemExit as end:
         if end.code not in (None, 0):
             end.__traceback__ = _without_ours(end.__traceback__)
@@ -106,7 +110,14 @@ def run(program: Program, board: Board | None) -> None:
         raise
 
 
-def _finish(signals: ownends.Received) -> None:
+def _mark_finished(board: Board | None, slot: int, pid: int) -> None:
+    """Record the end of the program of process ``pid``, once all that depends on it is done."""
+    launched.finished()
+    if board is not None and os.getpid() == pid:
+        board.mark_finished(slot)
+
+
+def _finish(signals: ownends.Received, finished: Callable[[], None]) -> None:
     """Finish the training, unless this process ends for a signal while others train: that is the loss of a rank.
 
     Raises:
@@ -114,13 +125,13 @@ def _finish(signals: ownends.Received) -> None:
     """
     if signals.leaves and launched.trains():
         raise SystemExit(128 + signals.leaves)
-    launched.finished()
+    finished()
 
 
-def _leave(program: Program, signals: ownends.Received) -> int:
+def _leave(program: Program, signals: ownends.Received, finished: Callable[[], None]) -> int:
     """Finish the training for a program that ends its process at once; return the exit code."""
     try:
-        _finish(signals)
+        _finish(signals, finished)
     except SystemExit as end:
         if end.code:
             _record(program, describe(end, "SystemExit", signals.lately()))

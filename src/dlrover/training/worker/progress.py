@@ -18,7 +18,8 @@ integers, each stored by a single aligned write:
 19-21 the shard that it reads: key of the dataset (0: none), partition, position
 22-24 minimum and maximum samples of the global batch, and maximum samples of one pass; 0: batch is fixed
 25-26 squared norm of the mean gradient, variance of a sample's gradient, as bits of doubles; 0: unmeasured
-27-31 unused
+27    1 once the program has ended by itself and without an error, before its process ends
+28-31 unused
 ===== ==========================================================================================
 
 The time in the current activity is the worker's age minus the time in all other activities. So the times by
@@ -57,6 +58,7 @@ _END = _PROFILE + 3
 _READING = _END + 1
 _BATCHES = _READING + 3
 _NOISE = _BATCHES + 3
+_FINISHED = _NOISE + 2
 _DOUBLE, _DOUBLE_BITS = struct.Struct("=d"), struct.Struct("=Q")
 _KINDS = 8
 """Number of activities that word 5 can encode."""
@@ -136,6 +138,10 @@ class Board:
         base = slot * SLOT_WORDS + _READING
         key, partition, position = self._words[base : base + 3]
         return (key, partition, position) if key else None
+
+    def finished(self, slot: int) -> bool:
+        """Return whether the program of the worker of ``slot`` has ended by itself and without an error."""
+        return bool(self._words[slot * SLOT_WORDS + _FINISHED])
 
     def _read_unchanged(self, slot: int) -> Sequence[int]:
         """Return a consistent snapshot of a slot; retry at most `READS` times while the worker changes it."""
@@ -229,6 +235,10 @@ class Board:
     def set_end(self, slot: int, steps: int) -> None:
         """Record the number of completed steps at which the training ends."""
         self._words[slot * SLOT_WORDS + _END] = steps + 1
+
+    def mark_finished(self, slot: int) -> None:
+        """Record that the program has ended by itself and without an error."""
+        self._words[slot * SLOT_WORDS + _FINISHED] = 1
 
     def mark_modules_listed(self, slot: int) -> None:
         """Signal to the agent that this worker has written its list of modules."""
