@@ -16,6 +16,7 @@ from dlrover.agent.workers.zygotes import ZygoteProcess
 from dlrover.training.worker.bootstrap import Program
 
 WAIT = 0.05
+MANY = 400
 
 
 def order(spawn: int) -> StartOrder:
@@ -127,3 +128,35 @@ def test_a_zygote_whose_agent_has_left_says_nothing() -> None:
     theirs.close()
     os.close(board)
     assert (process.returncode, output) == (0, b"")
+
+
+@pytest.mark.slow
+def test_more_workers_than_fit_into_a_socket_start_and_end() -> None:
+    """Orders and reports fill the sockets of both sides; neither waits for the other to read first."""
+    ended: dict[int, int] = {}
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        all_ended = loop.create_future()
+
+        def exited(worker: int, status: int, _problem: str) -> None:
+            ended[worker] = status
+            if len(ended) == MANY:
+                all_ended.set_result(None)
+
+        board = zygotes.make_board()
+        started = zygotes.ZygoteProcess(
+            sys.executable, dict(os.environ), board, "", lambda *_: None, exited, lambda _: None
+        )
+        os.close(board)
+        for number in range(MANY):
+            program = Program("command", "true", [], "", 0)
+            started.spawn(StartOrder(number, program, dict(os.environ), os.devnull, os.devnull))
+        try:
+            await asyncio.wait_for(all_ended, 60)
+        finally:
+            started.close()
+            await started.wait()
+
+    asyncio.run(main())
+    assert set(ended.values()) == {0}

@@ -156,7 +156,7 @@ def test_a_number_of_workers_asks_nobody():
     [
         ("0", "--nproc-per-node 0: a node needs at least 1 worker."),
         ("-2", "--nproc-per-node -2: a node needs at least 1 worker."),
-        ("129", "--nproc-per-node 129: a node runs at most 128 workers."),
+        ("1025", "--nproc-per-node 1025: a node runs at most 1024 workers."),
         ("1.5", "--nproc-per-node 1.5: neither a whole number nor one of auto, gpu, cpu and xpu."),
         ("", "--nproc-per-node : neither a whole number nor one of auto, gpu, cpu and xpu."),
     ],

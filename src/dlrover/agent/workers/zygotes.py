@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import json
 import logging
@@ -71,7 +70,7 @@ class ZygoteProcess:
         self.problem = ""
         self.workers: set[int] = set()
         self._on_started, self._on_exited, self._on_lost = on_started, on_exited, on_lost
-        self._buffer = bytearray()
+        self._buffer, self._unsent = bytearray(), bytearray()
         ours, theirs = socket.socketpair()
         code = _START.format(
             root=PACKAGE_ROOT, sock=theirs.fileno(), board=board_fd, preload=preload_file
@@ -94,7 +93,8 @@ class ZygoteProcess:
         """Start a worker, now or once the zygote is ready."""
         if self.ready or self._on_unfit is None:
             self.workers.add(order.spawn)
-            self._send(zygote.pack(asdict(order)))
+            self._unsent += zygote.pack(asdict(order))
+            self._send()
             return
         if self.problem:
             self._on_unfit([order])
@@ -147,8 +147,8 @@ class ZygoteProcess:
     def close(self) -> None:
         """Close the socket, on which the zygote kills its remaining workers and ends."""
         self._stop_timer()
-        with contextlib.suppress(ValueError, OSError):
-            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        if self._socket.fileno() >= 0:
+            self._leave_loop()
         self._socket.close()
         self.process.send_signal(signal.SIGCONT)  # a stopped process would not notice
         if not self.ready:
@@ -160,16 +160,24 @@ class ZygoteProcess:
             await procs.ended(self.process.pid)
             self.process.wait()
 
-    def _send(self, data: bytes) -> None:
-        # Orders are rare and small; a zygote that does not read them is given up anyway.
-        self._socket.setblocking(True)
-        self._socket.settimeout(5.0)
+    def _send(self) -> None:
+        """Send what the zygote takes now, and the rest as it reads: it may itself wait for this end to read."""
+        loop = asyncio.get_running_loop()
         try:
-            self._socket.sendall(data)
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            loop.add_writer(self._socket.fileno(), self._send)
+            return
         except OSError as error:
             logger.warning("The zygote %d does not take orders: %s", self.process.pid, error)
-        finally:
-            self._socket.setblocking(False)
+            self._unsent.clear()
+        loop.remove_writer(self._socket.fileno())
+
+    def _leave_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._socket.fileno())
+        loop.remove_writer(self._socket.fileno())
 
     def _receive(self) -> None:
         try:
@@ -179,7 +187,7 @@ class ZygoteProcess:
         except ConnectionResetError:
             data = b""
         if not data:
-            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._leave_loop()
             self._on_lost(self)
             self.release()
             return

@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # imports packages that a training program may lack
 
 SLOT_WORDS = 32
 WORD_BYTES = 8
-MAX_SLOTS = 128
+MAX_SLOTS = 1024
 """Maximum number of workers on the board."""
 BOARD_BYTES = -(-MAX_SLOTS * SLOT_WORDS * WORD_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 """Size of the board, in whole pages."""
@@ -84,10 +84,8 @@ class Board:
 
     def clear(self, slot: int | None = None) -> None:
         """Erase the progress of the last round, or that of the last worker of one slot."""
-        words = range(len(self._words))
-        if slot is not None:
-            words = range(slot * SLOT_WORDS, (slot + 1) * SLOT_WORDS)
-        for word in words:
+        first, slots = (0, MAX_SLOTS) if slot is None else (slot, 1)
+        for word in range(first * SLOT_WORDS, (first + slots) * SLOT_WORDS):
             self._words[word] = 0
 
     def read(self, slot: int) -> Slot:
