@@ -339,9 +339,7 @@ class SimulatedRank:
                 self._group = None
             if members.over:
                 if self.place.usable and not complete:
-                    raise InfrastructureError(
-                        "The training is over; this rank lacks its last step."
-                    )
+                    raise AssertionError("the training is over without this rank's last step")
                 if self.place.usable:
                     self._made()
                 return self.place.usable

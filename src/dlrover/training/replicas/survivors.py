@@ -255,9 +255,7 @@ class Survivors:
             return None
         # Others may be within the step by now: this rank lacks no result for it.
         regrouped = self._regroup(payload, complete=True)
-        if not regrouped.payloads:
-            raise InfrastructureError("The training is over, but this rank lacks its last step.")
-        return regrouped
+        return regrouped if regrouped.payloads else None
 
     def _most(self, *values: int) -> list[int]:
         return self._row.most(*values) if self._row is not None else list(values)
@@ -293,9 +291,16 @@ class Survivors:
                 return self._regrouped(found, payloads)
 
     def _alone(self, complete: bool) -> Regrouping:
-        """End the training: a rank has finished it, so the last operation was complete on all."""
+        """End the training: a rank has finished it, so the last operation was complete on all.
+
+        Raises:
+            ConfigurationError: This rank has begun another one.
+        """
         if self.usable and not complete:
-            raise InfrastructureError("The training is over, but this rank lacks its last step.")
+            raise ConfigurationError(
+                "--survive: another rank has ended the training, and this one still calls collectives; let all ranks call"
+                " equal collectives until the last step."
+            )
         return Regrouping([self.rank], {}, complete=complete)
 
     def _next_members(self) -> Members:
