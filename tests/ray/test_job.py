@@ -85,7 +85,7 @@ def test_a_state_directory_that_another_user_made_is_not_used(
     assert made.path == tmp_path / "foreign" / "jobs" / "j"
     assert made.token.read_bytes() == b"secret"
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
-    with pytest.raises(RuntimeError, match="DLROVER_STATE_DIR"):
+    with pytest.raises(ConfigurationError, match="DLROVER_STATE_DIR"):
         places.make("j", {})
 
 
