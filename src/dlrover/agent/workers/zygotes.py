@@ -147,7 +147,7 @@ class ZygoteProcess:
     def close(self) -> None:
         """Close the socket, on which the zygote kills its remaining workers and ends."""
         self._stop_timer()
-        with contextlib.suppress(ValueError, OSError):
+        with contextlib.suppress(ValueError):  # it is closed already
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
         self.process.send_signal(signal.SIGCONT)  # a stopped process would not notice
