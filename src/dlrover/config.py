@@ -7,13 +7,15 @@ unknown key in any of them is an error.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
 import re
 import shlex
 import tempfile
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +26,8 @@ from dlrover.errors import ConfigurationError
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import MetricsAddress, TlsFiles
 from dlrover.spec.words import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "DLROVER_"
 TORCH_RDZV_KEYS = frozenset(
@@ -351,6 +355,38 @@ def state_dirs(env: Mapping[str, str]) -> list[Path]:
         return [Path(env["XDG_STATE_HOME"]) / "dlrover", temporary]
     home = [Path(env["HOME"]) / ".local" / "state" / "dlrover"] if env.get("HOME") else []
     return [*home, temporary]
+
+
+def in_state_dir(
+    env: Mapping[str, str], make: Callable[[Path], Path], instead: str = ""
+) -> tuple[Path, Path]:
+    """Call ``make`` on the first of `state_dirs` where it succeeds; return that directory and what was made.
+
+    Args:
+        env: The process environment.
+        make: Makes a file or folder in a directory that may not exist yet, and returns its path.
+        instead: An option or variable that the user can set, too, if none is writable.
+
+    Raises:
+        ConfigurationError: No directory can be written.
+    """
+    wanted, *others = state_dirs(env)
+    try:
+        return wanted, make(wanted)
+    except OSError as error:
+        problem = error
+    for other in others:
+        with contextlib.suppress(OSError):
+            other.mkdir(mode=0o700, exist_ok=True)
+            if other.stat().st_uid != os.getuid():
+                continue  # another user made it, perhaps to read or to replace what is written there
+            made = make(other)
+            logger.warning("%s cannot be written (%s): %s is used.", wanted, problem.strerror, made)
+            return other, made
+    options = " or ".join(filter(None, (instead, "DLROVER_STATE_DIR")))
+    raise ConfigurationError(
+        f"{wanted} cannot be written ({problem.strerror}): set {options}."
+    ) from problem
 
 
 def cache_dir(env: Mapping[str, str]) -> Path | None:

@@ -294,7 +294,7 @@ def test_a_message_that_is_too_long_is_not_read():
     one, other = socket.socketpair()
     with one, other:
         one.sendall((wire.MAX_MESSAGE + 1).to_bytes(4, "big"))
-        with pytest.raises(ProtocolError, match="is longer than"):
+        with pytest.raises(ProtocolError, match="exceeds the limit of"):
             wire.receive(other)
 
 

@@ -38,8 +38,6 @@ Conflict = Callable[[str, str], None]
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = {
-        client: ["CONFLICT_WAIT"],
-        platform: ["FIRST_WAIT"],
         reporting: ["PERIOD", "SHORTEST_PERIOD"],
         scaleplans: ["RETRY"],
         scaling: ["POLL"],
@@ -47,6 +45,8 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, settings in waits.items():
         for setting in settings:
             monkeypatch.setattr(module, setting, 0.001)
+    monkeypatch.setattr(client, "CONFLICT_RETRY", (0.001, 0.001))
+    monkeypatch.setattr(platform, "RETRY", (0.001, 15.0))
 
 
 def submit(server: MemoryServer) -> ElasticJob:

@@ -86,7 +86,7 @@ def test_the_queue_tells_how_long_a_key_waited_since_it_was_first_added() -> Non
 def test_a_connection_that_says_nothing_is_closed_and_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(health._Handler, "timeout", 0.1)
+    monkeypatch.setattr(health._HealthHandler, "timeout", 0.1)
 
     async def story() -> None:
         server = HealthServer(serving(), "127.0.0.1", 0)

@@ -14,7 +14,7 @@ import pytest
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api import client as api
 from dlrover.kubernetes.api.client import ApiError, Client
-from dlrover.kubernetes.api.informer import FIRST_WAIT, Informer
+from dlrover.kubernetes.api.informer import RETRY, Informer
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.manifests import CONFIG_MAPS
 from tests.kubernetes.proxy import Proxy
@@ -202,6 +202,6 @@ def test_a_server_that_is_back_and_forgot_the_version_is_listed_at_once(
     informer = Informer(server, CONFIG_MAPS, "default", "", print)  # type: ignore[arg-type]
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(informer.run())
-    assert pauses[7] > 10 * FIRST_WAIT
-    assert pauses[8] < 2 * FIRST_WAIT
+    assert pauses[7] > 10 * RETRY[0]
+    assert pauses[8] < 2 * RETRY[0]
     assert server.lists == 2

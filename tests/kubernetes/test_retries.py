@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from dlrover.errors import InfrastructureError
@@ -10,8 +12,9 @@ from tests.kubernetes.memory import MemoryServer
 
 
 def test_each_failure_of_a_job_doubles_its_delay_up_to_a_minute(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(random, "random", lambda: 0.0)
     operator = Operator(MemoryServer(), None, "dlrover:1")
     error = InfrastructureError("the API server does not answer")
     delays = [operator._retry("train/digits", error) for _ in range(12)]

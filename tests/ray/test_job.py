@@ -85,7 +85,7 @@ def test_a_state_directory_that_another_user_made_is_not_used(
     assert made.path == tmp_path / "foreign" / "jobs" / "j"
     assert made.token.read_bytes() == b"secret"
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
-    with pytest.raises(RuntimeError, match="DLROVER_STATE_DIR"):
+    with pytest.raises(ConfigurationError, match="DLROVER_STATE_DIR"):
         places.make("j", {})
 
 
@@ -123,11 +123,11 @@ def test_hosts_to_avoid_are_ray_nodes() -> None:
 @pytest.mark.parametrize("text", ["CPU", "=1", "CPU=x", "CPU=-1", "CPU=inf", "GPU=1.5", "CPU=1,,"])
 def test_malformed_resources_are_named(text: str) -> None:
     with pytest.raises(ConfigurationError, match="--ray-resources"):
-        jobs.parse_resources("--ray-resources", text)
+        jobs.parse_resources(text)
 
 
 def test_resources_have_rays_names() -> None:
-    amounts = jobs.parse_resources("-", "cpu=4, GPU=0.5,memory=2147483648,tpu=1")
+    amounts = jobs.parse_resources("cpu=4, GPU=0.5,memory=2147483648,tpu=1")
     assert amounts == {"CPU": 4, "GPU": 0.5, "memory": 1 << 31, "tpu": 1}
     assert jobs.in_words(amounts) == "CPU 4, GPU 0.5, memory 2Gi, tpu 1"
 

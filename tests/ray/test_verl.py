@@ -239,7 +239,7 @@ def test_a_set_up_that_the_old_actors_have_had_is_given_to_new_ones(monkeypatch)
     """Another thread makes the group anew between the results of a call and its record."""
     from dlrover.integrations.verl import Repair, group
 
-    shared = group.Shared(Repair(), None)
+    shared = group.SharedActors(Repair(), None)
     shared.history.changed = ""
 
     def get(reference: str) -> str:
@@ -255,7 +255,7 @@ def test_a_set_up_that_the_old_actors_have_had_is_given_to_new_ones(monkeypatch)
 def test_a_set_up_that_was_interrupted_is_not_trusted(monkeypatch) -> None:
     from dlrover.integrations.verl import Repair, group
 
-    shared = group.Shared(Repair(), None)
+    shared = group.SharedActors(Repair(), None)
     shared.history.changed = ""
 
     def interrupted(reference: str) -> None:

@@ -10,11 +10,13 @@ import ctypes
 import errno
 import functools
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from dlrover._native import library
+from dlrover._native.library import at
 from dlrover._native.tables import SLOTS, slots_of
 
 NOWHERE = (1 << 32) - 1
@@ -95,7 +97,7 @@ class NativeIndex:
             MemoryError: There is no memory.
         """
         self._library = loaded
-        self._index = _functions(loaded)("cold_new")()
+        self._index = _functions(loaded)["cold_new"]()
         if self._index is None:
             raise MemoryError("There is no memory for an index.")
 
@@ -104,41 +106,41 @@ class NativeIndex:
             self._call("free")
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        return _functions(self._library)(f"cold_{name}")(self._index, *arguments)
+        return _functions(self._library)[f"cold_{name}"](self._index, *arguments)
 
     def put(self, headers: Headers) -> None:
         """Add keys, or replace what is known of them."""
-        if self._call("put", len(headers.keys), *map(_at, headers)):
+        if self._call("put", len(headers.keys), *map(at, headers)):
             raise MemoryError("There is no memory for an index.")
 
     def find(self, keys: Any) -> Any:
         """Return the place of each key."""
         found = np.empty(len(keys), np.uint32)
-        self._call("find", len(keys), _at(keys), _at(found), 0, None, None)
+        self._call("find", len(keys), at(keys), at(found), 0, None, None)
         return found
 
     def headers(self, keys: Any) -> Headers:
         """Return what is known of keys."""
         found = _empty(len(keys))._replace(keys=keys)
         self._call(
-            "find", len(keys), _at(keys), _at(found.places), 1, _at(found.last), _at(found.flags)
+            "find", len(keys), at(keys), at(found.places), 1, at(found.last), at(found.flags)
         )
         return found
 
     def remove(self, keys: Any) -> None:
         """Remove keys."""
-        self._call("remove", len(keys), _at(keys))
+        self._call("remove", len(keys), at(keys))
 
     def move(self, keys: Any, places: Any) -> None:
         """Say where the records of keys lie now."""
-        self._call("move", len(keys), _at(keys), _at(places))
+        self._call("move", len(keys), at(keys), at(places))
 
     def list(self, slot: int, flagged: int = 0) -> Headers:
         """Return the keys of a slot."""
         room = 0
         while True:
             made = _empty(room)
-            number = self._call("list", slot, flagged, room, *map(_at, made))
+            number = self._call("list", slot, flagged, room, *map(at, made))
             if number <= room:
                 return Headers._make(part[:number] for part in made)
             room = number
@@ -150,7 +152,7 @@ class NativeIndex:
     def used(self) -> Any:
         """Return the number of keys of each slot."""
         used = np.empty(SLOTS, np.uint64)
-        self._call("used", _at(used))
+        self._call("used", at(used))
         return used
 
     def nbytes(self) -> int:
@@ -163,23 +165,23 @@ class NativeReader:
 
     def __init__(self, loaded: ctypes.CDLL, *, ring: bool = True) -> None:
         self._library = loaded
-        self._reader = _functions(loaded)("reader_new")(ring)
+        self._reader = _functions(loaded)["reader_new"](ring)
         if self._reader is None:
             raise MemoryError("There is no memory for a reader.")
 
     def __del__(self) -> None:
         if getattr(self, "_reader", None) is not None:
-            _functions(self._library)("reader_free")(self._reader)
+            _functions(self._library)["reader_free"](self._reader)
 
     @property
     def ring(self) -> bool:
         """Whether it uses io_uring."""
-        return bool(_functions(self._library)("reader_has_ring")(self._reader))
+        return bool(_functions(self._library)["reader_has_ring"](self._reader))
 
     def read(self, files: Any, offsets: Any, out: Any) -> None:
         """Fill each row of ``out``."""
-        read = _functions(self._library)("reader_read")
-        status = read(self._reader, len(out), _at(files), _at(offsets), out.shape[1], _at(out))
+        read = _functions(self._library)["reader_read"]
+        status = read(self._reader, len(out), at(files), at(offsets), out.shape[1], at(out))
         if status:
             raise OSError(status, os.strerror(status))
 
@@ -279,10 +281,6 @@ def _made(keys: Any, rest: list[list[int]]) -> Headers:
     return made
 
 
-def _at(array: Any) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
-
-
 _SIZE, _WORD, _PLACE, _NUMBER = ctypes.c_size_t, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int
 _FORMS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "cold_new": (_PLACE, ()),
@@ -304,13 +302,8 @@ _FORMS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 @functools.cache
-def _functions(loaded: ctypes.CDLL) -> Any:
-    made = {}
-    for name, (result, arguments) in _FORMS.items():
-        function = loaded[f"dlrover_{name}"]
-        function.restype, function.argtypes = result, arguments
-        made[name] = function
-    return made.__getitem__
+def _functions(loaded: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
+    return library.functions(loaded, "dlrover_", _FORMS)
 
 
 def cold_index(choice: str) -> ColdIndex:

@@ -35,13 +35,12 @@ _TWIN = _Functions(twin.copy, twin.hash_pieces, twin.copy_hash, twin.equal)
 
 
 def _compiled(loaded: ctypes.CDLL) -> _Functions:
-    functions = {}
-    for name, arrays in {"copy": 3, "hash": 3, "copy_hash": 4, "equal": 4}.items():
-        function = loaded[f"dlrover_{name}"]
-        function.argtypes = (ctypes.c_size_t, *(ctypes.c_void_p,) * arrays, ctypes.c_size_t)
-        function.restype = None
-        functions[name] = taking_arrays(function)
-    return _Functions(**functions)
+    forms = {
+        name: (None, (ctypes.c_size_t, *(ctypes.c_void_p,) * arrays, ctypes.c_size_t))
+        for name, arrays in {"copy": 3, "hash": 3, "copy_hash": 4, "equal": 4}.items()
+    }
+    made = library.functions(loaded, "dlrover_", forms)
+    return _Functions(**{name: taking_arrays(function) for name, function in made.items()})
 
 
 def taking_arrays(function: Callable[..., None]) -> Callable[..., None]:

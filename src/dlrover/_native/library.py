@@ -1,4 +1,7 @@
-"""The compiled library: where it lies, and whether it can be used. Needs no package besides the standard library."""
+"""The compiled library: where it lies, whether it can be used, and its functions.
+
+Needs no package besides the standard library.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import ctypes
 import functools
 import hashlib
 import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ABI = 7
 """Number of the library's interface, ``dlrover_abi()`` in ``native/pieces.cpp``."""
@@ -15,6 +20,10 @@ _HEADER = struct.Struct("<32xQQ6xHHHH2x")
 """Of an ELF file: offsets of segments and sections; then the size and number of each one's headers."""
 _SEGMENT = struct.Struct("<8xQ16xQ16x")
 """Of a segment's header: offset and size in the file."""
+_memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_view.restype = ctypes.py_object
+_memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 FILE = Path(__file__).with_name("libdlrover_native.so")
 """The library; ``hatch_build.py`` puts it there, and beside it a file with its SHA-256, as ``sha256sum`` writes it."""
 
@@ -48,6 +57,29 @@ def load(choice: str, file: Path = FILE) -> Loaded:
         return Loaded(None, f"the compiled library has interface {abi} instead of {ABI}")
     variant.restype = ctypes.c_char_p
     return Loaded(library, f"the compiled library uses {variant().decode()} instructions")
+
+
+def functions(
+    loaded: ctypes.CDLL, prefix: str, forms: Mapping[str, tuple[Any, tuple[Any, ...]]]
+) -> dict[str, Callable[..., Any]]:
+    """Return functions of the library by their names without ``prefix``; ``forms`` has result and arguments of each."""
+    made = {}
+    for name, (result, arguments) in forms.items():
+        function = loaded[prefix + name]
+        function.restype, function.argtypes = result, arguments
+        made[name] = function
+    return made
+
+
+def memory(address: int, size: int, *, writable: bool = False) -> memoryview:
+    """Return the bytes at an address, which stay the caller's."""
+    view: memoryview = _memory_view(address, size, _WRITE if writable else _READ)
+    return view
+
+
+def at(array: Any) -> ctypes.c_void_p:
+    """Return the address of a numpy array."""
+    return ctypes.c_void_p(array.ctypes.data)
 
 
 def _damage(file: Path) -> str:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
 from dlrover._native import library
+from dlrover._native.library import at
 from dlrover._util import forks
 
 SLOTS = 1024
@@ -216,7 +217,7 @@ class NativeTable:
             ADMISSIONS.index(options.admission), options.threshold, options.counters, options.scale,
             options.chance, _Hyper(*options.hyper),
         )  # fmt: skip
-        self._table = _functions(loaded)("new")(ctypes.byref(filled))
+        self._table = _functions(loaded)["new"](ctypes.byref(filled))
         if self._table is None:
             raise MemoryError("There is no memory for a table.")
         forks.wait_for(self)
@@ -226,7 +227,7 @@ class NativeTable:
             self._call("free")
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        return _functions(self._library)(name)(self._table, *arguments)
+        return _functions(self._library)[name](self._table, *arguments)
 
     def acquire(self) -> None:
         """Keep all other threads from changing rows."""
@@ -239,9 +240,7 @@ class NativeTable:
     def look(self, keys: Any, out: Any, now: int, *, insert: bool, count: bool) -> Any:
         """Write rows of keys to ``out``."""
         missing = np.zeros(len(keys), np.bool_)
-        status = self._call(
-            "look", len(keys), _at(keys), _at(out), now, insert, count, _at(missing)
-        )
+        status = self._call("look", len(keys), at(keys), at(out), now, insert, count, at(missing))
         if status:
             raise MemoryError("Some rows found no room.")
         return missing
@@ -250,28 +249,26 @@ class NativeTable:
         """Apply gradients."""
         distinct, sums = np.empty_like(keys), np.empty_like(gradients)
         shape = (len(keys), self._options.dim)
-        sum_ = _functions(self._library)("sum")
-        number = sum_(*shape, _at(keys), _at(gradients), _at(distinct), _at(sums))
+        sum_ = _functions(self._library)["sum"]
+        number = sum_(*shape, at(keys), at(gradients), at(distinct), at(sums))
         if number == ctypes.c_size_t(-1).value:
             raise MemoryError("There is no memory for an update.")
         if number < len(keys):
             keys, gradients = distinct[:number], sums[:number]
         missing = np.zeros(len(keys), np.bool_)
-        self._call("update", len(keys), _at(keys), _at(gradients), _at(missing))
+        self._call("update", len(keys), at(keys), at(gradients), at(missing))
         return keys[missing], gradients[missing]
 
     def prepare(self, slots: Any, numbers: Any) -> Any:
         """Make room for more rows of slots."""
         failed = np.zeros(len(slots), np.bool_)
-        self._call("prepare", len(slots), _at(slots), _at(numbers), _at(failed))
+        self._call("prepare", len(slots), at(slots), at(numbers), at(failed))
         return failed
 
     def take(self, slots: Any, numbers: Any) -> Copied:
         """Copy the coldest rows of slots, and remove them."""
         copied = empty(int(numbers.sum()), 0, self._options.width)
-        number = self._call(
-            "take", len(slots), _at(slots), _at(numbers), HALF, *map(_at, copied[:5])
-        )
+        number = self._call("take", len(slots), at(slots), at(numbers), HALF, *map(at, copied[:5]))
         if number == ctypes.c_size_t(-1).value:
             raise MemoryError("There is no memory to choose rows.")
         return Copied._make([*(part[:number] for part in copied[:5]), copied.removed])
@@ -283,7 +280,7 @@ class NativeTable:
     def restore(self, copied: Copied) -> None:
         """Insert rows or overwrite them."""
         parts = [np.ascontiguousarray(part) for part in copied[:5]]
-        done = self._call("restore", len(parts[0]), *map(_at, parts))
+        done = self._call("restore", len(parts[0]), *map(at, parts))
         if done < len(parts[0]):
             raise MemoryError(f"{len(parts[0]) - done} rows found no room.")
         self.remove(without_row(copied), remember=False)
@@ -291,12 +288,12 @@ class NativeTable:
     def remove(self, keys: Any, *, remember: bool) -> int:
         """Remove keys."""
         keys = np.ascontiguousarray(keys, np.uint64)
-        return int(self._call("remove", len(keys), _at(keys), remember))
+        return int(self._call("remove", len(keys), at(keys), remember))
 
     def note_removed(self, keys: Any) -> None:
         """Let the next copy of changes name keys that were removed elsewhere."""
         keys = np.ascontiguousarray(keys, np.uint64)
-        self._call("note_removed", len(keys), _at(keys))
+        self._call("note_removed", len(keys), at(keys))
 
     def clear(self, slot: int) -> None:
         """Remove everything about a slot."""
@@ -317,7 +314,7 @@ class NativeTable:
             copied = empty(rows, max(int(sizes[3]), SLOTS), width)
             sizes[:2] = rows, len(copied.removed)
             done = self._call(
-                "export", len(slots), _at(slots), changed, keep, _at(sizes), *map(_at, copied)
+                "export", len(slots), at(slots), changed, keep, at(sizes), *map(at, copied)
             )
             made, removed = int(sizes[0]), int(sizes[1])
             parts.append(
@@ -329,7 +326,7 @@ class NativeTable:
     def rows(self) -> Any:
         """Return the number of rows of each slot, uint64."""
         rows = np.empty(SLOTS, np.uint64)
-        self._call("used", _at(rows))
+        self._call("used", at(rows))
         return rows
 
     def memory(self) -> int:
@@ -386,10 +383,6 @@ def slots_of(keys: Any) -> Any:
     return (hashed >> np.uint64(54)).astype(np.int64)
 
 
-def _at(array: Any) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
-
-
 _SIZE, _WORD, _PLACE, _NUMBER = ctypes.c_size_t, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int
 _FORMS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "new": (_PLACE, (_PLACE,)),
@@ -415,13 +408,8 @@ _FORMS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 @functools.cache
-def _functions(loaded: ctypes.CDLL) -> Any:
-    made = {}
-    for name, (result, arguments) in _FORMS.items():
-        function = loaded[f"dlrover_table_{name}"]
-        function.restype, function.argtypes = result, arguments
-        made[name] = function
-    return made.__getitem__
+def _functions(loaded: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
+    return library.functions(loaded, "dlrover_table_", _FORMS)
 
 
 def table(choice: str, options: RowOptions) -> MemoryTable:

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-_view = ctypes.pythonapi.PyMemoryView_FromMemory
-_view.restype = ctypes.py_object
-_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_READ = 0x100  # PyBUF_READ
+from dlrover._native.library import memory
+
 CHUNK = 4 << 20
 """Bytes copied and hashed at a time: they must fit in a cache that the cores share."""
 
@@ -21,7 +19,7 @@ CHUNK = 4 << 20
 def _views(addresses: Any, sizes: Any) -> Iterator[memoryview | bytes]:
     """Yield the memory of each piece; that of an empty one may have no address."""
     for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True):
-        yield _view(address, size, _READ) if size else b""
+        yield memory(address, size) if size else b""
 
 
 def copy(_count: int, source: Any, destination: Any, sizes: Any, _threads: int) -> None:
@@ -64,12 +62,12 @@ def copy_hash(
 def _copy_hash(source: int, destination: int, size: int) -> int:
     if abs(source - destination) < size:  # parts would overwrite what is not copied yet
         ctypes.memmove(destination, source, size)
-        return xxhash.xxh3_64_intdigest(_view(destination, size, _READ))
+        return xxhash.xxh3_64_intdigest(memory(destination, size))
     digest = xxhash.xxh3_64()
     for start in range(0, size, CHUNK):
         part = min(CHUNK, size - start)
         ctypes.memmove(destination + start, source + start, part)
-        digest.update(_view(destination + start, part, _READ))
+        digest.update(memory(destination + start, part))
     return digest.intdigest()
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-_view = ctypes.pythonapi.PyMemoryView_FromMemory
-_view.restype = ctypes.py_object
-_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_WRITE = 0x200  # PyBUF_WRITE
+from dlrover._native.library import memory
 
 
 def adamw(_count: int, *given: Any) -> None:
@@ -104,4 +100,5 @@ def _array(address: int, size: int, dtype: Any) -> Any:
     """Return the memory at an address as an array that can be written."""
     if not size:
         return np.empty(0, dtype)
-    return np.frombuffer(_view(address, size * np.dtype(dtype).itemsize, _WRITE), dtype)
+    bytes_ = memory(address, size * np.dtype(dtype).itemsize, writable=True)
+    return np.frombuffer(bytes_, dtype)

@@ -148,13 +148,12 @@ _TWIN: dict[str, Callable[..., None]] = {
 
 def _compiled(loaded: ctypes.CDLL) -> dict[str, Callable[..., None]]:
     last = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t)
-    functions: dict[str, Callable[..., None]] = {}
-    for name, (lists, _) in _FORMS.items():
-        function = loaded[f"dlrover_{name}"]
-        function.argtypes = (ctypes.c_size_t, *(ctypes.c_void_p,) * lists, *last)
-        function.restype = None
-        functions[name] = taking_arrays(function)
-    return functions
+    forms = {
+        name: (None, (ctypes.c_size_t, *(ctypes.c_void_p,) * lists, *last))
+        for name, (lists, _) in _FORMS.items()
+    }
+    made = library.functions(loaded, "dlrover_", forms)
+    return {name: taking_arrays(function) for name, function in made.items()}
 
 
 @functools.cache

@@ -26,19 +26,36 @@ def pack(message: bytes) -> bytes:
     return _LENGTH.pack(len(message)) + message
 
 
-def receive(fill: Callable[[memoryview], int], most: int = MAX_FRAME) -> bytearray:
-    """Read the next message of at most ``most`` bytes.
+def fill(view: memoryview, read: Callable[[memoryview], int]) -> None:
+    """Read until ``view`` is full.
 
     Args:
-        fill: Reads into a buffer and returns the number of bytes: ``recv_into`` of a socket, ``readinto`` of
+        view: The buffer.
+        read: Reads into a buffer and returns the number of bytes: ``recv_into`` of a socket, ``readinto`` of
             a file.
-        most: The limit.
+
+    Raises:
+        ConnectionError: The peer has closed the connection.
+    """
+    while view:
+        more = read(view)
+        if not more:
+            raise _closed()
+        view = view[more:]
+
+
+def receive(read: Callable[[memoryview], int], most: int = MAX_FRAME) -> bytearray:
+    """Read the next message of at most ``most`` bytes, with ``read`` as `fill` does.
 
     Raises:
         ConnectionError: The peer has closed the connection.
         FrameTooLongError: The message exceeds ``most``.
     """
-    return _filled(fill, _length(_filled(fill, _LENGTH.size), most))
+    length = bytearray(_LENGTH.size)
+    fill(memoryview(length), read)
+    message = bytearray(_length(length, most))
+    fill(memoryview(message), read)
+    return message
 
 
 async def read(reader: asyncio.StreamReader, most: int = MAX_FRAME) -> bytes:
@@ -73,16 +90,5 @@ def _length(data: bytes | bytearray, most: int) -> int:
     return int(length)
 
 
-def _filled(fill: Callable[[memoryview], int], count: int) -> bytearray:
-    data = bytearray(count)
-    view = memoryview(data)
-    while view:
-        more = fill(view)
-        if not more:
-            raise _closed()
-        view = view[more:]
-    return data
-
-
 def _closed() -> ConnectionError:
-    return ConnectionError("the peer closed the connection")
+    return ConnectionResetError("the peer has closed the connection")

@@ -7,6 +7,8 @@ import secrets
 import socket
 import time
 
+from dlrover._util import framing
+
 NONCE = 32
 """Bytes of a challenge, and of a proof."""
 TIMEOUT = 10.0
@@ -66,14 +68,13 @@ def _proof(secret: bytes, side: bytes, nonce: bytes, challenge: bytes) -> bytes:
 
 
 def _exactly(sock: socket.socket, count: int, until: float) -> bytes:
-    data = b""
-    while len(data) < count:
+    def read(view: memoryview) -> int:
         left = until - time.monotonic()
         if left <= 0:
             raise TimeoutError("the peer has not proved in time that it knows the secret")
         sock.settimeout(left)
-        more = sock.recv(count - len(data))
-        if not more:
-            raise ConnectionResetError("the peer has closed the connection")
-        data += more
-    return data
+        return sock.recv_into(view)
+
+    data = bytearray(count)
+    framing.fill(memoryview(data), read)
+    return bytes(data)

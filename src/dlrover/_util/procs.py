@@ -10,7 +10,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -81,6 +81,11 @@ def command(pid: int) -> list[str]:
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return []
     return words[:-1]
+
+
+def option(command: Sequence[str], name: str) -> str:
+    """Return the value of an option in the words of a command; empty if it has none."""
+    return command[command.index(name) + 1] if name in command[:-1] else ""
 
 
 def children() -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import socket
@@ -54,6 +55,18 @@ def send_all(sock: socket.socket, parts: Sequence[memoryview]) -> None:
             sent -= waiting.pop(0).nbytes
         if sent:
             waiting[0] = waiting[0][sent:]
+
+
+def shut_down(sock: socket.socket) -> None:
+    """End a connection or a listener on which another thread, which closes it, may wait."""
+    with contextlib.suppress(OSError):  # it has ended already
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def end(sock: socket.socket) -> None:
+    """Close a socket on which another thread may wait."""
+    shut_down(sock)
+    sock.close()
 
 
 def serve_each(listener: socket.socket, serve: Callable[[socket.socket], None], name: str) -> None:

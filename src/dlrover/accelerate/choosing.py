@@ -80,7 +80,7 @@ def within(task: StrategyTask, cluster: Cluster, given: Strategy) -> Strategy:
         ConfigurationError: a method is unknown, or nothing fits.
     """
     for one, _ in candidates(task, cluster):
-        if _degrees(one) == _degrees(given):
+        if one.degrees == given.degrees:
             return replace(one, **_own(given))
     raise nothing_fits(task, cluster)
 
@@ -107,10 +107,10 @@ def candidates(task: StrategyTask, cluster: Cluster) -> Iterator[tuple[Strategy,
     for one, seconds in found:
         if "amp_native" in unwanted:
             one = replace(one, precision="fp32")  # noqa: PLW2901
-        if _degrees(one) in seen or any(USES[name](one) for name in unwanted):
+        if one.degrees in seen or any(USES[name](one) for name in unwanted):
             continue
         if _applies(one, task.anatomy, cluster.size):
-            seen.add(_degrees(one))
+            seen.add(one.degrees)
             yield one, seconds
 
 
@@ -155,10 +155,6 @@ def _applies(one: Strategy, anatomy: Anatomy, world_size: int) -> bool:
         _log.debug("A strategy was passed over: %s", error)
         return False
     return True
-
-
-def _degrees(one: Strategy) -> tuple[int, ...]:
-    return one.tp, one.pp, one.cp, one.ep
 
 
 def _own(one: Strategy) -> dict[str, Any]:

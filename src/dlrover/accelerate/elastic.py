@@ -94,15 +94,9 @@ def _sizes(ranks: int, per_node: int) -> list[int]:
 def _rungs(plan: Planner, ranks: int) -> list[SizedStrategy]:
     """Return the fastest strategies for a number of ranks; none if nothing fits."""
     return [
-        SizedStrategy(
-            ranks, _degrees(one), msgspec.json.encode(one).decode(), in_words(one), seconds
-        )
+        SizedStrategy(ranks, one.degrees, msgspec.json.encode(one).decode(), in_words(one), seconds)
         for one, seconds in itertools.islice(plan(ranks), LAYOUTS)
     ]
-
-
-def _degrees(one: Strategy) -> tuple[int, ...]:
-    return one.tp, one.pp, one.cp, one.ep
 
 
 def in_words(one: Strategy) -> str:

@@ -41,10 +41,10 @@ def one_job(connection: Connection, job: str) -> JobFacts:
     return found[0]
 
 
-def jobs_of_mode(connection: Connection, mode: brain.Mode) -> list[JobFacts]:
-    """Return the running jobs of a mode."""
+def cluster_jobs(connection: Connection) -> list[JobFacts]:
+    """Return the running jobs of the mode ``cluster``."""
     jobs = tables.jobs
-    return _jobs(connection, (jobs.c.state == "running") & (jobs.c.mode == mode))
+    return _jobs(connection, (jobs.c.state == "running") & (jobs.c.mode == "cluster"))
 
 
 def _jobs(connection: Connection, where: Any) -> list[JobFacts]:

@@ -210,7 +210,7 @@ class Brain:
     async def _division(
         self, name: str, optimizer: Optimizer, asking: JobFacts | None = None
     ) -> _Division:
-        jobs = await self._read(lambda c: known.jobs_of_mode(c, "cluster"))
+        jobs = await self._read(known.cluster_jobs)
         since = self._clock() - SILENCE
         jobs = [job for job in jobs if job.heard >= since]
         jobs = [job for job in jobs if self._optimizers.of(job.description)[0] == name]

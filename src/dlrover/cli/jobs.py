@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import glob
-import logging
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,8 +25,6 @@ from dlrover.spec.jobdir import (
     check_format,
 )
 from dlrover.spec.words import did_you_mean
-
-logger = logging.getLogger(__name__)
 
 OUTCOME_ROOM = 256 * 1024
 """Bytes reserved for an outcome: more than the longest texts of a failure take."""
@@ -67,36 +64,11 @@ def _create_fresh(env: Mapping[str, str], name: str) -> JobDir:
     """Make a new job directory below the first writable state directory."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     fresh = f"{_safe(name)}-{stamp}-{secrets.token_hex(2)}"
-    state, path = _in_state_dir(
+    state, path = config.in_state_dir(
         env, lambda state: _make(JobDir(state.absolute() / "jobs" / fresh)), "--job-dir"
     )
     _remember(state, JobDir(path))
     return JobDir(path)
-
-
-def _in_state_dir(
-    env: Mapping[str, str], make: Callable[[Path], Path], instead: str
-) -> tuple[Path, Path]:
-    """Call ``make`` on the first state directory where it succeeds; return that directory and the result.
-
-    ``instead`` names an option or variable that the user can set if none is writable.
-    """
-    wanted, *others = config.state_dirs(env)
-    try:
-        return wanted, make(wanted)
-    except OSError as error:
-        problem = error
-    for other in others:
-        with contextlib.suppress(OSError):
-            other.mkdir(mode=0o700, exist_ok=True)
-            if other.stat().st_uid != os.getuid():
-                continue  # another user made it, perhaps to read what is written there
-            path = make(other)
-            logger.warning("%s cannot be written (%s): %s is used.", wanted, problem.strerror, path)
-            return other, path
-    raise ConfigurationError(
-        f"{wanted} cannot be written ({problem.strerror}): set {instead} or DLROVER_STATE_DIR."
-    ) from problem
 
 
 def _make(job_dir: JobDir) -> Path:
@@ -233,7 +205,7 @@ def shared_token(env: Mapping[str, str], run_id: str, host: str, port: int) -> s
             "value on each machine; openssl rand -hex 16 makes one."
         )
     name = Path("tokens") / f"{_safe(run_id)[:100]}-{port}"
-    path = _in_state_dir(env, lambda state: _with_token(state / name), "DLROVER_TOKEN")[1]
+    path = config.in_state_dir(env, lambda state: _with_token(state / name), "DLROVER_TOKEN")[1]
     return path.read_text()
 
 

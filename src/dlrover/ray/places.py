@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,17 +18,15 @@ def make(place: str, content: Mapping[str, bytes]) -> JobDir:
         content: Files that only this user can read, by name.
 
     Raises:
-        RuntimeError: there is none.
+        ConfigurationError: there is none.
     """
-    wanted, *others = config.state_dirs(config.environ())
-    for state in (wanted, *others):
+
+    def in_state(state: Path) -> Path:
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
         made = JobDir(state / "jobs" / place)
-        with contextlib.suppress(OSError):
-            state.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if state is not wanted and state.stat().st_uid != os.getuid():
-                continue  # another user made it, perhaps to read or to replace what is written there
-            made.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for name, data in content.items():
-                files.write_atomically(made.path / Path(name).name, data, mode=0o600)
-            return made
-    raise RuntimeError("no state directory of this machine can be written: set DLROVER_STATE_DIR")
+        made.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name, data in content.items():
+            files.write_atomically(made.path / Path(name).name, data, mode=0o600)
+        return made.path
+
+    return JobDir(config.in_state_dir(config.environ(), in_state)[1])

@@ -11,7 +11,7 @@ TIMEOUT = 5.0
 _OPTIONS = (("grpc.enable_http_proxy", 0),)
 
 
-class Answer(NamedTuple):
+class ForeignReply(NamedTuple):
     """What a server has answered; nothing of it is set if it has not, or with another error."""
 
     body: bytes = b""
@@ -19,7 +19,7 @@ class Answer(NamedTuple):
     """The request was not authenticated."""
 
 
-def ask(address: str, method: str, token: str = "") -> Answer:
+def ask(address: str, method: str, token: str = "") -> ForeignReply:
     """Return the answer of the server at ``HOST:PORT`` to an empty request.
 
     Args:
@@ -30,6 +30,8 @@ def ask(address: str, method: str, token: str = "") -> Answer:
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     with grpc.insecure_channel(address, options=_OPTIONS) as channel:
         try:
-            return Answer(channel.unary_unary(method)(b"", timeout=TIMEOUT, metadata=metadata))
+            return ForeignReply(
+                channel.unary_unary(method)(b"", timeout=TIMEOUT, metadata=metadata)
+            )
         except grpc.RpcError as error:
-            return Answer(turned_away=error.code() is grpc.StatusCode.UNAUTHENTICATED)
+            return ForeignReply(turned_away=error.code() is grpc.StatusCode.UNAUTHENTICATED)

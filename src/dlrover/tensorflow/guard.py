@@ -10,13 +10,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import tensorflow as tf
 
 from dlrover import config, launched
 from dlrover._util import backoff
+from dlrover._util.causes import chain
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.node import CHIEF
 from dlrover.spec.requests.cluster import ClusterTask, UseCluster
@@ -234,18 +235,12 @@ class TrainingGuard:
         self._lost.update(gone)
         if gone:
             return f"no connection to {named(gone)}."
-        for cause in _chain(error):
+        for cause in chain(error, "original_exception"):
             text = str(cause)
             known = isinstance(cause, FAULTS) or any(part in text for part in FORGOTTEN)
             if isinstance(cause, tf.errors.OpError) and known and "/job:" in text:
                 return text.partition("\n")[0]
         return ""
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = getattr(error, "original_exception", None) or error.__cause__ or error.__context__
 
 
 def _export(value: str) -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from dlrover import config
 from dlrover._util import decoding
+from dlrover._util.sockets import address_towards
 from dlrover.checkpoint.engine.client import SaverClient
 from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.machine.saves import Newest, Numbering
@@ -195,10 +196,7 @@ def _own_address(other: str) -> str:
     """Return this machine's address as ``other`` sees it; loopback only if ``other`` is local."""
     for target in (other, socket.gethostname(), _ELSEWHERE):
         with contextlib.suppress(OSError):
-            found = socket.getaddrinfo(target, _DISCARD, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(found[0], found[1]) as sock:
-                sock.connect(found[4])
-                address = str(sock.getsockname()[0])
+            address = address_towards(target, _DISCARD)
             if other in _LOOPBACK or not ipaddress.ip_address(address).is_loopback:
                 return address
     return _LOOPBACK[0]

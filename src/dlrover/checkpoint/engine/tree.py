@@ -335,6 +335,11 @@ def same_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     return same
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters in the order of their numbers in the optimizer's state."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def expected_bytes(state: State) -> int:
     """Return the bytes that optimizers without state will add: for Adam, two tensors per parameter."""
     total = 0

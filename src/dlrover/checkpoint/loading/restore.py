@@ -16,7 +16,15 @@ import torch
 
 from dlrover.checkpoint.engine import tree as trees
 from dlrover.checkpoint.engine.copying import Words, check_memory, overwrite, written
-from dlrover.checkpoint.engine.tree import DTYPES, DTensor, Shard, ShardedTensor, Spread, State
+from dlrover.checkpoint.engine.tree import (
+    DTYPES,
+    DTensor,
+    Shard,
+    ShardedTensor,
+    Spread,
+    State,
+    parameters_of,
+)
 from dlrover.checkpoint.machine.extent import Extent
 from dlrover.checkpoint.machine.layout import Path, TensorRef, TensorSpec, name, replace_refs
 from dlrover.errors import ConfigurationError
@@ -160,7 +168,7 @@ class Restoration:
         if is_module and not spread:
             spread = any(isinstance(item, DTensor) for item in value.parameters())
         elif is_optimizer and not spread:
-            spread = any(isinstance(item, DTensor) for item in _parameters(value))
+            spread = any(isinstance(item, DTensor) for item in parameters_of(value))
         if spread or is_optimizer:
             live = self._live[id(value)] = value.state_dict()
             if spread:
@@ -183,7 +191,7 @@ class Restoration:
         self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]
     ) -> None:
         """Plan to spread state that the optimizer does not have yet like its parameters."""
-        for number, parameter in enumerate(_parameters(optimizer)):
+        for number, parameter in enumerate(parameters_of(optimizer)):
             for item in _items(saved.get("state", {}).get(number, {})):
                 ref = item[1]
                 if isinstance(ref, TensorRef) and ref.index not in self._models:
@@ -377,11 +385,6 @@ class _Like:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters in the order of their numbers in the optimizer's state."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _at(tree: Any, path: Path) -> Any:

@@ -106,9 +106,7 @@ class ReplicaExchange:
         """Stop accepting connections."""
         with self._lock:
             for listener in self._listeners.values():
-                with contextlib.suppress(OSError):
-                    listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts connections
-                listener.close()
+                sockets.end(listener)
             self._listeners.clear()
 
     def join(self, joined: JoinSaver) -> None:

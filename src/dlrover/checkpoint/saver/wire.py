@@ -1,19 +1,18 @@
 """Protocol between the savers of different nodes, over TCP.
 
-Each message is its length (4 bytes, most significant first) and MessagePack, and is bounded in size. The
-sender says `SaverHello`, then offers one generation after the other; the receiver answers each one before and
-after its data is sent.
+Each message is MessagePack in a frame (`dlrover._util.framing`), and is bounded in size. The sender says
+`SaverHello`, then offers one generation after the other; the receiver answers each one before and after its
+data is sent.
 """
 
 from __future__ import annotations
 
 import socket
-import struct
 from typing import TypeVar
 
 import msgspec
 
-from dlrover._util import decoding
+from dlrover._util import decoding, framing
 from dlrover.checkpoint.saver.memory import Header
 from dlrover.errors import ProtocolError
 
@@ -23,7 +22,6 @@ MAX_MESSAGE = CHUNK + (1 << 12)
 """Maximum bytes of a message."""
 MAX_HELLO = 1 << 10
 """Maximum bytes of the first message, from an unknown peer."""
-_LENGTH = struct.Struct(">I")
 
 
 class TransferMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -79,8 +77,7 @@ _decoder = decoding.msgpack_decoder(AnyMessage)
 
 def send(sock: socket.socket, message: TransferMessage) -> None:
     """Send one message."""
-    data = msgspec.msgpack.encode(message)
-    sock.sendall(_LENGTH.pack(len(data)) + data)
+    sock.sendall(framing.pack(msgspec.msgpack.encode(message)))
 
 
 def receive(sock: socket.socket, most: int = MAX_MESSAGE) -> AnyMessage:
@@ -90,12 +87,9 @@ def receive(sock: socket.socket, most: int = MAX_MESSAGE) -> AnyMessage:
         ConnectionError: the peer is gone.
         ProtocolError: the data is not a message, or is too long.
     """
-    (length,) = _LENGTH.unpack(_read(sock, _LENGTH.size))
-    if length > most:
-        raise ProtocolError(f"A message of {length} bytes is longer than {most}.")
     try:
-        message: AnyMessage = _decoder.decode(_read(sock, length))
-    except msgspec.DecodeError as error:
+        message: AnyMessage = _decoder.decode(framing.receive(sock.recv_into, most))
+    except (framing.FrameTooLongError, msgspec.DecodeError) as error:
         raise ProtocolError(f"A saver sent what is not a message: {error}.") from error
     return message
 
@@ -111,14 +105,3 @@ def expect(sock: socket.socket, kind: type[_Message], most: int = MAX_MESSAGE) -
     if not isinstance(message, kind):
         raise ProtocolError(f"A saver sent {type(message).__name__}, not {kind.__name__}.")
     return message
-
-
-def _read(sock: socket.socket, nbytes: int) -> bytearray:
-    data = bytearray(nbytes)
-    view = memoryview(data)
-    while view:
-        count = sock.recv_into(view)
-        if not count:
-            raise ConnectionError("The other saver is gone.")
-        view = view[count:]
-    return data

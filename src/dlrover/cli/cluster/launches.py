@@ -11,7 +11,7 @@ from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.machine import nodes
 from dlrover.kubernetes.platform import job as elastic_job
 from dlrover.kubernetes.resources import commands
-from dlrover.kubernetes.resources.commands import Launch
+from dlrover.kubernetes.resources.commands import LaunchCommand
 from dlrover.kubernetes.resources.names import MASTER_ROLE
 from dlrover.kubernetes.resources.types import ElasticJob, Manifest
 
@@ -55,7 +55,7 @@ def _environ(job: ElasticJob, container: Manifest, *, is_main: bool) -> Mapping[
     return {**known, **(_OF_NODE | {"NODE_NUM": str(nodes.count(job))} if is_main else {})}
 
 
-def _parse(launch: Launch, environ: Mapping[str, str]) -> None:
+def _parse(launch: LaunchCommand, environ: Mapping[str, str]) -> None:
     """Parse a command as far as it is known before variables are replaced.
 
     Raises:
@@ -73,11 +73,11 @@ def _parse(launch: Launch, environ: Mapping[str, str]) -> None:
             arguments.build_parser(environ).parse_args([*words, *(program or [_ANY_PROGRAM])])
 
 
-def _is_known(option: list[str], launch: Launch) -> bool:
+def _is_known(option: list[str], launch: LaunchCommand) -> bool:
     """Return whether an option can be checked; a misspelt one can, whatever its value."""
     return not commands.takes(option[0]) or not any(_varies(word, launch) for word in option)
 
 
-def _varies(word: str, launch: Launch) -> bool:
+def _varies(word: str, launch: LaunchCommand) -> bool:
     """Return whether a variable stands in a word."""
     return "$(" in word or (launch.in_shell and ("$" in word or "`" in word))

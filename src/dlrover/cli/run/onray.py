@@ -61,7 +61,7 @@ def adjusted(args: argparse.Namespace) -> argparse.Namespace:
 
 def devices(args: argparse.Namespace, word: str) -> int:
     """Return the number of devices of a node that a word as ``--nproc-per-node`` stands for."""
-    amounts = jobs.parse_resources("--ray-resources", args.ray_resources)
+    amounts = jobs.parse_resources(args.ray_resources)
     count = 0 if word == "cpu" else int(amounts.get("GPU", 0))
     return count or (0 if word == ACCELERATORS else int(amounts.get("CPU", 1)))
 
@@ -81,8 +81,7 @@ def ray_options(
         raise ConfigurationError(f"--ray-working-dir {directory}: there is no such directory.")
     return RayOptions(
         address=args.ray_address or environ.get("RAY_ADDRESS", ""),
-        resources=jobs.parse_resources("--ray-resources", args.ray_resources)
-        or {"CPU": float(nproc)},
+        resources=jobs.parse_resources(args.ray_resources) or {"CPU": float(nproc)},
         env=_env(args.ray_env, environ),
         working_dir=directory,
     )

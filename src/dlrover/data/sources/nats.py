@@ -49,7 +49,7 @@ class Nats(Broker):
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: Any = None
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[int, _Consumer] = {}
 
     @property
     def identity(self) -> str:
@@ -78,7 +78,7 @@ class Nats(Broker):
         if reader is None or reader.at != start:
             if reader is not None:
                 await reader.end()
-            reader = await _Reader.begin(jetstream, stream, self._subject, start)
+            reader = await _Consumer.begin(jetstream, stream, self._subject, start)
             self._readers[partition] = reader
         got, reached = await reader.read(stop, most)
         messages = [
@@ -105,7 +105,7 @@ class Nats(Broker):
         begin = {"deliver_policy": api.DeliverPolicy.BY_START_TIME, "opt_start_time": at}
         found = []
         for stream, (_, end) in zip(self._streams, bounds, strict=True):
-            reader = await _Reader.begin(
+            reader = await _Consumer.begin(
                 await self._jetstream(), stream, self._subject, end, **begin
             )
             found.append(await reader.first(end))
@@ -204,7 +204,7 @@ class Nats(Broker):
         await self._connection.close()
 
 
-class _Reader:
+class _Consumer:
     """A consumer on the server: messages from ``at`` on, in order."""
 
     def __init__(self, subscription: Any, at: int) -> None:
@@ -213,7 +213,7 @@ class _Reader:
     @classmethod
     async def begin(
         cls, jetstream: Any, stream: str, subject: str, start: int, **where: Any
-    ) -> _Reader:
+    ) -> _Consumer:
         """Begin at an offset, or with ``where`` at a place in the server's own terms."""
         from nats.js import api  # noqa: PLC0415 - only if there is such a source
 

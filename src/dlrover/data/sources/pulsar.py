@@ -73,7 +73,7 @@ class Pulsar(Broker):
         self._names: list[str] = []
         """Topic of each partition."""
         self._subscribed: set[str] = set()
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[int, _PartitionReader] = {}
         self._tails: dict[int, Any] = {}
         """By partition: a reader that has read the last message."""
         self._ends: dict[int, int] = {}
@@ -178,7 +178,7 @@ class Pulsar(Broker):
         reader.at = min(at, stop)
         return Fetched(messages, at, first)
 
-    def _kept(self, partition: int, at: int, stop: int, reader: _Reader) -> int:
+    def _kept(self, partition: int, at: int, stop: int, reader: _PartitionReader) -> int:
         """Return the offset up to which messages from ``at`` on may have been removed; ``at`` if none.
 
         The end of a ledger is only a gap. So is everything before the first ledger of a topic that was empty.
@@ -194,14 +194,14 @@ class Pulsar(Broker):
         reader.is_whole = True
         return at
 
-    def _reader(self, partition: int, start: int, most: int) -> _Reader:
+    def _reader(self, partition: int, start: int, most: int) -> _PartitionReader:
         reader = self._readers.get(partition)
         if reader is None or not reader.goes_on_at(start):
             if reader is not None:
                 del self._readers[partition]
                 reader.close()
             place = self._id(partition, start)
-            reader = _Reader(self._open(partition, place, most), start)
+            reader = _PartitionReader(self._open(partition, place, most), start)
             self._readers[partition] = reader
         return reader
 
@@ -298,7 +298,7 @@ class _Found(NamedTuple):
     message: Any
 
 
-class _Reader:
+class _PartitionReader:
     """Messages of a partition from ``at`` on, in order."""
 
     def __init__(self, reader: Any, at: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading
@@ -93,10 +92,9 @@ class RowListener:
     def close(self) -> None:
         """Close all connections."""
         self._ended.set()
-        for sock in (self._sock, *self._open):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        sockets.end(self._sock)
+        for sock in tuple(self._open):
+            sockets.shut_down(sock)
 
     def _serve(self, sock: socket.socket) -> None:
         self._open.add(sock)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -14,7 +13,7 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from dlrover._util import backoff, parallel
+from dlrover._util import backoff, parallel, sockets
 from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
 from dlrover.embedding.machine.chain import TableManifest, TablePart
 from dlrover.embedding.options import decoded, difference
@@ -342,9 +341,7 @@ class _OrderLink:
 
     def close(self) -> None:
         """Close the connection, also if a thread waits for a reply."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        sockets.end(self._sock)
 
 
 def _failure(error: Exception) -> InfrastructureError:

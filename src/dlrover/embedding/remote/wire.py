@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrover._util import decoding, handshake, sockets
+from dlrover._util import decoding, framing, handshake, sockets
 from dlrover.errors import InfrastructureError, ProtocolError
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -100,7 +100,7 @@ class FrameReceiver:
             ConnectionError: The peer has closed the connection.
             ProtocolError: The bytes are no frame.
         """
-        self._fill(memoryview(self._header))
+        framing.fill(memoryview(self._header), self._sock.recv_into)
         magic, op, status, _, table, count, client, sequence, size, _, _ = _HEADER.unpack(
             self._header
         )
@@ -119,15 +119,8 @@ class FrameReceiver:
         if size > self._body.nbytes:
             self._body = np.empty(size, np.uint8)
         body = self._body[:size]
-        self._fill(memoryview(body))
+        framing.fill(memoryview(body), self._sock.recv_into)
         return RowFrame(*named, table, count, client, sequence, body)
-
-    def _fill(self, view: memoryview) -> None:
-        while view:
-            got = self._sock.recv_into(view)
-            if not got:
-                raise ConnectionResetError("the peer has closed the connection")
-            view = view[got:]
 
 
 def accept(sock: socket.socket, secret: bytes) -> None:

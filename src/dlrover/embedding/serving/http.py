@@ -67,10 +67,10 @@ class HttpServer(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], follower: CheckpointFollower, token: str) -> None:
         self.follower, self.token = follower, token
-        super().__init__(address, _Handler)
+        super().__init__(address, _LookupHandler)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _LookupHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def setup(self) -> None:

@@ -104,7 +104,7 @@ class Call:
         return replace(self, args=tuple(keep(value) for value in self.args), kwargs=kwargs)
 
 
-class Shared:
+class SharedActors:
     """What all groups of the same actors have in common.
 
     Args:
@@ -119,12 +119,12 @@ class Shared:
         self._life = 0
         self._lost = ""
 
-    def __deepcopy__(self, memo: object) -> Shared:
+    def __deepcopy__(self, memo: object) -> SharedActors:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.history.begins("pickle", "was given to another process by")
-        return Shared, (self.history.repair, None)
+        return SharedActors, (self.history.repair, None)
 
     def answer(self, call: Call) -> Any:
         """Return the results of a call, by new actors if need be.
@@ -255,7 +255,7 @@ class WorkerGroup(RayWorkerGroup):
         self._workers: list[Any] = []
         self._worker_names: list[str] = []
         repair = repair or read_repair(config.environ().get(VARIABLE, ""))
-        self.shared = Shared(repair, self if own else None)
+        self.shared = SharedActors(repair, self if own else None)
         self.pool, self._bin_pack = resource_pool, bin_pack
         self._own_address = kwargs.get("master_addr") is not None
         # A pool's placement groups are made by its first group, which waits for them without a word.

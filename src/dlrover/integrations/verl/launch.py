@@ -10,10 +10,11 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dlrover import config, extras
+from dlrover._util.causes import chain
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
 from dlrover.integrations.verl.history import VARIABLE, repair
 from dlrover.ray import cluster
@@ -118,16 +119,10 @@ def _is_remote(error: BaseException) -> bool:
     return hasattr(error, "cause")
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = getattr(error, "cause", None) or error.__cause__ or error.__context__
-
-
 def _explained(error: BaseException) -> tuple[str, int]:
     """Return the root cause of an error in words, empty if it is the program's own, and the exit code."""
     ray = importlib.import_module("ray") if importlib.util.find_spec("ray") else None
-    for one in _chain(error):
+    for one in chain(error, "cause"):
         if isinstance(one, DLRoverError) and not _is_remote(one):
             return str(one), one.exit_code
         if ray is not None and isinstance(one, getattr(ray.exceptions, "AuthenticationError", ())):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import httpcore2
 import httpx2
 import msgspec
 
-from dlrover._util import decoding
+from dlrover._util import backoff, decoding
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api import depth
 from dlrover.kubernetes.api.access import Access, find_access
@@ -34,12 +33,10 @@ ATTEMPTS = 6
 """Attempts at a call before its failure is raised."""
 CONFLICTS = 5
 """Attempts at an update that conflicts with other clients' changes."""
-FIRST_WAIT = 0.2
-"""Seconds before the second attempt; each wait is about twice the previous one."""
-CONFLICT_WAIT = 0.05
-"""Seconds before an object is read again after a conflict."""
-LONGEST_WAIT = 10.0
-"""Maximum seconds between two attempts, even if the server asks for more."""
+RETRY = 0.2, 10.0
+"""Seconds before the second attempt, and maximum between two attempts, even if the server asks for more."""
+CONFLICT_RETRY = 0.05, 0.05
+"""First and maximum seconds before an object is read again after a conflict."""
 WATCH_TIMEOUT = 60.0
 """Seconds after which the server ends a watch; bookmarks mark the position."""
 STALL_GRACE = 10.0
@@ -370,6 +367,7 @@ class Client:
         Raises:
             ApiError: 404 if the object is gone; 409 if others changed it at each of `CONFLICTS` attempts.
         """
+        delays = backoff.delays(*CONFLICT_RETRY)
         for attempt in range(1, CONFLICTS + 1):
             found = await self.get(resource, namespace, name)
             metadata = found["metadata"]
@@ -383,7 +381,7 @@ class Client:
             except ApiError as error:
                 if error.status != 409 or attempt == CONFLICTS:
                     raise
-            await asyncio.sleep(jitter(CONFLICT_WAIT))
+            await asyncio.sleep(next(delays))
         raise AssertionError("the last attempt returns or raises")
 
     async def delete(
@@ -425,7 +423,7 @@ class Client:
         repeat: bool = True,
     ) -> Manifest:
         """Make a call, with retries. ``repeat``: retry even if the last attempt may have taken effect."""
-        wait, renewed = FIRST_WAIT, False
+        delays, renewed = backoff.delays(*RETRY), False
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return await self._once(method, path, query, body)
@@ -443,8 +441,7 @@ class Client:
                 if not (repeat or unsent) or attempt == ATTEMPTS:
                     raise
                 pause = None
-            await asyncio.sleep(min(LONGEST_WAIT, jitter(wait) if pause is None else pause))
-            wait *= 2
+            await asyncio.sleep(next(delays) if pause is None else min(RETRY[1], pause))
         raise AssertionError("the last attempt returns or raises")
 
     async def _once(
@@ -486,11 +483,6 @@ class Client:
                 f"{type(error).__name__} {error}".rstrip()
                 + "."
             ) from error
-
-
-def jitter(seconds: float) -> float:
-    """Return a time around ``seconds``, so that clients that failed together do not retry together."""
-    return seconds * random.uniform(0.75, 1.25)  # noqa: S311
 
 
 def _query(**values: str) -> dict[str, str]:

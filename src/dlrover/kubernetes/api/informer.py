@@ -7,18 +7,17 @@ import logging
 import time
 from collections.abc import Callable
 
+from dlrover._util import backoff
 from dlrover.errors import InfrastructureError
-from dlrover.kubernetes.api.client import WATCH_TIMEOUT, ApiError, Client, Resource, jitter
+from dlrover.kubernetes.api.client import WATCH_TIMEOUT, ApiError, Client, Resource
 from dlrover.kubernetes.resources.types import Manifest
 
 logger = logging.getLogger(__name__)
 
 RESYNC = 600.0
 """Seconds after which all objects are listed and reported again, changed or not."""
-FIRST_WAIT = 0.2
-"""Seconds before the first retry after a failure; each wait is about twice the previous one."""
-LONGEST_WAIT = 30.0
-"""Maximum seconds between two attempts."""
+RETRY = 0.2, 30.0
+"""First and maximum seconds before a retry after a failure."""
 
 
 class Informer:
@@ -60,7 +59,7 @@ class Informer:
 
     async def run(self) -> None:
         """Follow the objects until cancelled."""
-        wait = FIRST_WAIT
+        delays = backoff.delays(*RETRY)
         while True:
             self._healthy = False
             try:
@@ -72,13 +71,13 @@ class Informer:
                 if isinstance(error, ApiError) and not error.passing:
                     self._version = ""  # 410: the version is too old; others: a list may show why
                     self._healthy |= error.status == 410  # as after a restart of the server
-                wait = FIRST_WAIT if self._healthy else wait
-                pause = min(LONGEST_WAIT, jitter(wait) if asked is None else asked)
-                wait = min(LONGEST_WAIT, wait * 2)
+                if self._healthy:
+                    delays = backoff.delays(*RETRY)
+                pause = next(delays) if asked is None else min(RETRY[1], asked)
                 logger.info("Watching %s resumes in %.1f s: %s", self.what, pause, error)
                 await asyncio.sleep(pause)
             else:
-                wait = FIRST_WAIT
+                delays = backoff.delays(*RETRY)
 
     @property
     def what(self) -> str:

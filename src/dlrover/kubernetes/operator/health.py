@@ -100,7 +100,7 @@ class HealthServer(Collector):
         registry.register(self)
         self._metrics: App = make_wsgi_app(registry)
         try:
-            self._server = make_server(host, port, self._answer, _Server, _Handler)
+            self._server = make_server(host, port, self._answer, _Server, _HealthHandler)
         except OSError as error:
             raise ConfigurationError(
                 f"--http-port {port} cannot be used on {host}: {error.strerror}; choose a free "
@@ -163,7 +163,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             logger.error("The answer to %s failed", client_address, exc_info=error)
 
 
-class _Handler(WSGIRequestHandler):
+class _HealthHandler(WSGIRequestHandler):
     timeout: ClassVar[float | None] = REQUEST_TIMEOUT  # each connection has a thread
 
     def log_message(self, *_: object) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dlrover._util import tasks
+from dlrover._util import backoff, tasks
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api.client import ELASTIC_JOBS, PODS, SERVICES, Client, Resource
 from dlrover.kubernetes.api.informer import Informer
@@ -30,10 +30,8 @@ logger = logging.getLogger(__name__)
 
 WORKERS = 16
 """Jobs processed concurrently."""
-FIRST_RETRY = 1.0
-"""Seconds before the first retry of a failed job; each further delay is twice the previous one."""
-LONGEST_RETRY = 60.0
-"""Maximum seconds between two such attempts."""
+RETRY = 1.0, 60.0
+"""First and maximum seconds before a failed job is tried again."""
 FOUND_AGAIN = 1.0
 """Seconds to wait when the API server's state is newer than the cache."""
 
@@ -100,7 +98,8 @@ class Operator:
         self._pods = ByJob(client, PODS, namespace, self._queue.add)
         self._services = ByJob(client, SERVICES, namespace, self._queue.add)
         self._scale_plans = ScalePlans(client, namespace, self._manifest)
-        self._failures: dict[str, int] = {}
+        self._delays: dict[str, Iterator[float]] = {}
+        """Of jobs whose last attempt failed."""
         self._written: dict[str, int] = {}
         self._claims: dict[str, Claim] = {}
         self._informers = [self._jobs, self._pods.informer, self._services.informer]
@@ -185,7 +184,7 @@ class Operator:
                 self.stats.reconciles.add(time.monotonic() - began)
             error = task.exception()
             if error is None:
-                self._failures.pop(key, None)
+                self._delays.pop(key, None)
                 again = task.result()
             else:
                 again = self._retry(key, error)
@@ -195,8 +194,7 @@ class Operator:
     def _retry(self, key: str, error: BaseException) -> float:
         """Record a failure and return the seconds until the job is retried."""
         self.stats.failures += 1
-        failures = self._failures[key] = self._failures.get(key, 0) + 1
-        again = min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** min(failures - 1, 10))
+        again = next(self._delays.setdefault(key, backoff.delays(*RETRY)))
         defect = None if isinstance(error, InfrastructureError) else error
         logger.warning("Job %s is retried in %.0f s: %s", key, again, error, exc_info=defect)
         return again

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from dlrover._util import tasks
+from dlrover._util import backoff, tasks
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api.client import (
     FORBIDDEN_GRACE,
@@ -22,7 +22,6 @@ from dlrover.kubernetes.api.client import (
     ApiError,
     Client,
     Patience,
-    jitter,
 )
 from dlrover.kubernetes.api.informer import Informer
 from dlrover.kubernetes.machine import nodes, pods
@@ -40,10 +39,8 @@ START_TIMEOUT = 60.0
 """Seconds allowed for the API server to list the job's pods."""
 PARALLEL = 16
 """Maximum concurrent pod creations and deletions."""
-FIRST_WAIT = 0.5
-"""Seconds before retrying a failed pod creation; each wait is twice the previous one."""
-LONGEST_WAIT = 15.0
-"""Maximum seconds between two such attempts."""
+RETRY = 0.5, 15.0
+"""First and maximum seconds before a failed creation or deletion of a pod is tried again."""
 KILL_GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL when a node is ended."""
 SWEEP_INTERVAL = 5.0
@@ -213,7 +210,7 @@ class KubernetesPlatform:
 
     async def _create(self, name: str, launch: LaunchNode, watched: _Watched) -> None:
         manifest = nodes.pod(self._job, launch, self._master)
-        wait, began = FIRST_WAIT, time.monotonic()
+        delays, began = backoff.delays(*RETRY), time.monotonic()
         while not watched.unwanted:
             try:
                 async with self._slots:
@@ -236,8 +233,7 @@ class KubernetesPlatform:
                 )
             except InfrastructureError as error:
                 self._report_wait(watched, f"its pod cannot be created: {str(error).rstrip('.')}")
-            await self._pause(jitter(wait))
-            wait = min(LONGEST_WAIT, wait * 2)
+            await self._pause(next(delays))
         watched.created = time.monotonic()
         self._wake_reporter()
         self._changed(self._key(name))  # the informer may have seen it first
@@ -270,7 +266,7 @@ class KubernetesPlatform:
 
     async def _delete(self, name: str, grace: float = KILL_GRACE, only: str = "") -> None:
         """Delete a running pod, ``only`` the one with that uid; a pending deletion keeps its grace period."""
-        wait, patience = FIRST_WAIT, Patience()
+        delays, patience = backoff.delays(*RETRY), Patience()
         while True:
             try:
                 pod = await self._pod(name)
@@ -288,8 +284,7 @@ class KubernetesPlatform:
                 logger.info("Pod %s is to be deleted: %s", name, error)
             else:
                 return
-            await asyncio.sleep(jitter(wait))
-            wait = min(LONGEST_WAIT, wait * 2)
+            await asyncio.sleep(next(delays))
 
     async def _pod(self, name: str) -> dict[str, Any] | None:
         """Return the job's pod of that name, or None; the informer may still show an earlier one."""

@@ -40,7 +40,7 @@ _MARKS = "();<>|&\n"
 """Characters between the commands of a shell script."""
 
 
-class Launch(NamedTuple):
+class LaunchCommand(NamedTuple):
     """A ``dlrover-run`` of a container."""
 
     words: list[str]
@@ -75,14 +75,14 @@ def options(template: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def launches(container: Mapping[str, Any]) -> list[Launch]:
+def launches(container: Mapping[str, Any]) -> list[LaunchCommand]:
     """Return each ``dlrover-run`` that a container's command is, or that its shell script runs."""
     words = [str(one) for key in ("command", "args") for one in container.get(key) or ()]
     for index, word in enumerate(words):
         if _launches(words[:index], word):
-            return [Launch(words[index + 1 :], in_shell=False)]
+            return [LaunchCommand(words[index + 1 :], in_shell=False)]
     return [
-        Launch(command[index + 1 :], in_shell=True)
+        LaunchCommand(command[index + 1 :], in_shell=True)
         for word in words
         for command in _commands(word)
         for index, one in enumerate(command)

@@ -273,6 +273,11 @@ class Strategy:
         """Ranks in all."""
         return self.dp * self.tp * self.pp * self.cp
 
+    @property
+    def degrees(self) -> tuple[int, int, int, int]:
+        """Degrees of tensor, pipeline, context and expert parallelism, which decide the form of the model's parts."""
+        return self.tp, self.pp, self.cp, self.ep
+
 
 @dataclass(frozen=True)
 class Prediction:

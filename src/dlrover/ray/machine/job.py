@@ -199,8 +199,8 @@ def meant(job: str, known: Iterable[str]) -> str:
 # ---- resources
 
 
-def parse_resources(flag: str, text: str) -> dict[str, float]:
-    """Parse ``CPU=4,GPU=1`` into amounts by Ray's names.
+def parse_resources(text: str) -> dict[str, float]:
+    """Parse ``--ray-resources``, as ``CPU=4,GPU=1``, into amounts by Ray's names.
 
     Raises:
         ConfigurationError: the text is malformed.
@@ -214,12 +214,12 @@ def parse_resources(flag: str, text: str) -> dict[str, float]:
             number = -1.0
         if not name or not 0 <= number < float("inf"):
             raise ConfigurationError(
-                f"{flag} {text}: {pair.strip()!r} is not of the form NAME=AMOUNT, as CPU=4 or GPU=1 are."
+                f"--ray-resources {text}: {pair.strip()!r} is not of the form NAME=AMOUNT, as CPU=4 or GPU=1 are."
             )
         amounts[_NAMES.get(name.lower(), name)] = number
     if amounts.get("GPU", 0.0) > _WHOLE and not amounts["GPU"].is_integer():
         raise ConfigurationError(
-            f"{flag} {text}: GPU={amounts['GPU']:g} must be a whole number, or 1 or less."
+            f"--ray-resources {text}: GPU={amounts['GPU']:g} must be a whole number, or 1 or less."
         )
     return amounts
 

@@ -43,11 +43,6 @@ OnExit = Callable[[str, int, Outcome | None, int], None]
 launcher (0 if unknown)."""
 
 
-def option(command: list[str], name: str) -> str:
-    """Return the value of an option in a command; empty if it has none."""
-    return command[command.index(name) + 1] if name in command[:-1] else ""
-
-
 def directory_of(job_dir: Path, role: str) -> JobDir:
     """Return the job directory of a role."""
     return JobDir(job_dir / "roles" / role)
@@ -214,7 +209,8 @@ class RoleJobs:
         agents = {
             pid
             for pid, command in commands.items()
-            if words <= set(command) and (node < 0 or option(command, "--node-id") == str(node))
+            if words <= set(command)
+            and (node < 0 or procs.option(command, "--node-id") == str(node))
         }
         zygotes = {
             pid

@@ -22,7 +22,7 @@ from dlrover.roles.runtime.connections import (
     EncodedCall,
     MemberConnection,
 )
-from dlrover.roles.runtime.link import WARN_AFTER, ServiceLink, check_process
+from dlrover.roles.runtime.link import WARN_AFTER, ServiceLink, check_process, member
 from dlrover.spec.words import counted
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Calls:
         over = []
         with self._lock:
             for key, connection in list(self._connections.items()):
-                found = _member(view, *key)
+                found = member(view, *key)
                 if found is None or found.place != connection.place or found.state == "ended":
                     over.append(self._connections.pop(key))
         for connection in over:
@@ -194,7 +194,7 @@ class Calls:
         with self._lock:
             for call in list(self._mourned):
                 assert call.lost is not None
-                found = _member(view, call.lost.role, call.lost.index)
+                found = member(view, call.lost.role, call.lost.index)
                 over = found is not None and (found.place != call.lost or found.state == "ended")
                 if over and found is not None and found.reason:
                     call.why = found.reason
@@ -244,7 +244,7 @@ class Calls:
     def _choose(self, role: str, index: int, view: JobView) -> MemberView | None:
         now = time.monotonic()
         if index >= 0:
-            found = _member(view, role, index)
+            found = member(view, role, index)
             usable = found is not None and found.state == "live" and bool(found.methods)
             if found is None or not usable or self._unreachable.get(found.place, 0.0) > now:
                 return None
@@ -312,11 +312,6 @@ class Calls:
         self._wake_later(UNREACHABLE)
         self._wake_later(delay)
         self._wake.set()
-
-
-def _member(view: JobView, role: str, index: int) -> MemberView | None:
-    members = view.roles.get(role, RoleView(0, ())).members
-    return next((one for one in members if one.place.index == index), None)
 
 
 def _is_gone(call: RoleCall, view: JobView) -> bool:

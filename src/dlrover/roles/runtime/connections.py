@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-from dlrover._util import decoding
+from dlrover._util import decoding, sockets
 from dlrover.errors import InfrastructureError, ProtocolError, RemoteError
 from dlrover.roles.messages import MemberView
 from dlrover.roles.runtime import payload, wire
@@ -88,7 +88,7 @@ class MemberConnection:
             self.closed = True
             sock = self._sock
         if sock is not None:
-            wire.end(sock)
+            sockets.end(sock)
 
     def _run(self) -> None:
         why = "the connection has ended"
@@ -127,7 +127,7 @@ class MemberConnection:
                 wire.send(sock, CallOp.CALL, number, call.head, call.buffers)
             except OSError as error:
                 logger.debug("%s takes no calls: %s", self.place, error)
-                wire.end(sock)  # the thread that receives tells the callers
+                sockets.end(sock)  # the thread that receives tells the callers
                 return
 
     def _take(self, frame: CallFrame) -> None:
@@ -145,7 +145,7 @@ class MemberConnection:
             sock, self._sock = self._sock, None
         self._unsent.put(None)
         if sock is not None:
-            wire.end(sock)
+            sockets.end(sock)
         for number, (_, done) in waiting.items():
             done(CallLost(number in sent, why))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import secrets
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from dlrover._util import handshake
+from dlrover._util import handshake, sockets
 from dlrover.checkpoint.saver import certificates
 from dlrover.errors import DLRoverError, ProtocolError
 from dlrover.roles.messages import WORK, CallAddress
@@ -28,8 +27,6 @@ from dlrover.roles.runtime.wire import CallFrame, CallOp
 
 logger = logging.getLogger(__name__)
 
-ACCEPT_PAUSE = 0.1
-"""Seconds until the next attempt to take a connection, where files or threads are short."""
 CONCURRENT = 32
 """Maximum number of concurrent methods that run at once."""
 
@@ -99,7 +96,10 @@ class CallListener:
         self.address = CallAddress(host, self._tcp.getsockname()[1], machine, local, shown)
         for sock in (self._tcp, self._unix):
             threading.Thread(
-                target=self._accept, args=(sock,), name="roles-accept", daemon=True
+                target=sockets.serve_each,
+                args=(sock, self._serve, "roles-connection"),
+                name="roles-accept",
+                daemon=True,
             ).start()
         threading.Thread(target=self._run, name="roles-calls", daemon=True).start()
 
@@ -109,7 +109,7 @@ class CallListener:
         self._calls.put(None)
         self._pool.shutdown(wait=False, cancel_futures=True)
         for sock in (self._tcp, self._unix, *self._open):
-            wire.end(sock)
+            sockets.end(sock)
 
     def state(self) -> CallState:
         """Return what runs now."""
@@ -118,26 +118,6 @@ class CallListener:
             running = tuple((method, now - began) for method, began in self._running.values())
         return CallState(running, self._calls.qsize(), self._done)
 
-    def _accept(self, listening: socket.socket) -> None:
-        while not self._closed.is_set():
-            sock = None
-            try:
-                sock, _ = listening.accept()
-                self._open.add(sock)
-                self._greet(sock)
-                threading.Thread(
-                    target=self._serve, args=(sock,), name="roles-connection", daemon=True
-                ).start()
-            except (OSError, RuntimeError) as error:
-                if self._closed.is_set():
-                    return
-                logger.warning("A connection cannot be taken now: %s", error)
-                if sock is not None:
-                    self._open.discard(sock)
-                    self._strangers.pop(sock, None)
-                    sock.close()
-                self._closed.wait(ACCEPT_PAUSE)
-
     def _greet(self, sock: socket.socket) -> None:
         """Take a new connection; end the oldest of too many that prove nothing: each has a thread."""
         with self._lock:
@@ -145,8 +125,7 @@ class CallListener:
             self._strangers[sock] = None
             if oldest is not None:
                 del self._strangers[oldest]
-                with contextlib.suppress(OSError):  # its thread closes it
-                    oldest.shutdown(socket.SHUT_RDWR)
+                sockets.shut_down(oldest)
 
     def _secured(self, sock: socket.socket) -> socket.socket:
         """Return the connection, with TLS if the job uses it and the caller may be on another machine.
@@ -170,7 +149,9 @@ class CallListener:
 
     def _serve(self, sock: socket.socket) -> None:
         connection, used = None, sock
+        self._open.add(sock)
         try:
+            self._greet(sock)
             used = self._secured(sock)
             known = handshake.accept(used, self._secret)
             wire.bound_sends(used)
@@ -179,7 +160,7 @@ class CallListener:
             if connection is None:
                 logger.warning("A caller does not know the job's secret")
             memory = wire.BodyMemory()
-            while connection is not None:
+            while connection is not None and not self._closed.is_set():
                 self._take(connection, wire.receive(used, memory))
         except ProtocolError as error:
             logger.warning("Closed a connection: %s", error)
@@ -267,8 +248,7 @@ class _Connection:
                 wire.send(self._sock, op, call, head, buffers or ())
             except OSError as error:
                 logger.debug("A caller takes no reply: %s", error)
-                with contextlib.suppress(OSError):  # half a reply may be out
-                    self._sock.shutdown(socket.SHUT_RDWR)
+                sockets.shut_down(self._sock)  # half a reply may be out
 
 
 def _method(frame: CallFrame) -> str:

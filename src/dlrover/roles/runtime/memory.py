@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dlrover._util import decoding
+from dlrover._util import decoding, sockets
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.roles.messages import CallAddress
 from dlrover.roles.runtime import wire
@@ -100,7 +100,7 @@ class HolderConnection:
 
     def close(self) -> None:
         """End the connection; what was read stays as it is."""
-        wire.end(self._sock)
+        sockets.end(self._sock)
 
     def writable(self, key: str, nbytes: int) -> mmap.mmap:
         """Return memory for a part; the same mapping again where the memory is the same.

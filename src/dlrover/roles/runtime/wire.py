@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlrover._util import handshake, sockets
+from dlrover._util import framing, handshake, sockets
 from dlrover.checkpoint.saver import certificates
 from dlrover.errors import InfrastructureError, ProtocolError
 from dlrover.roles.messages import CallAddress
@@ -125,7 +125,7 @@ def receive(sock: socket.socket, memory: BodyMemory | None = None) -> CallFrame:
         ProtocolError: The bytes are no frame.
     """
     header = bytearray(_HEADER.size)
-    fill(sock, memoryview(header))
+    framing.fill(memoryview(header), sock.recv_into)
     magic, op, head_size, call, body_size = _HEADER.unpack(header)
     if magic != _MAGIC or op not in CallOp.__members__.values():
         raise ProtocolError(f"A call begins with {magic!r} and operation {op}, not {_MAGIC!r}.")
@@ -135,11 +135,11 @@ def receive(sock: socket.socket, memory: BodyMemory | None = None) -> CallFrame:
             " accepted."
         )
     head = bytearray(head_size)
-    fill(sock, memoryview(head))
+    framing.fill(memoryview(head), sock.recv_into)
     body = None
     if body_size:
         body = (memory or BodyMemory()).take(body_size)
-        fill(sock, memoryview(body))
+        framing.fill(memoryview(body), sock.recv_into)
     return CallFrame(CallOp(op), call, bytes(head), body)
 
 
@@ -156,19 +156,6 @@ def unpacked(data: bytes) -> tuple[bytes, Bytes]:
     size = int.from_bytes(data[:8], "little")
     start = 8 + size + -size % 8
     return data[8 : 8 + size], np.frombuffer(bytearray(data[start:]), np.uint8)
-
-
-def fill(sock: socket.socket, view: memoryview) -> None:
-    """Receive as many bytes as ``view`` has.
-
-    Raises:
-        ConnectionError: The peer has closed the connection.
-    """
-    while view:
-        got = sock.recv_into(view)
-        if not got:
-            raise ConnectionResetError("the peer has closed the connection")
-        view = view[got:]
 
 
 def connect(
@@ -283,16 +270,9 @@ class SecuredSocket(ssl.SSLSocket):
             super().close()
 
 
-def bound_sends(sock: socket.socket, seconds: int = SEND_TIMEOUT) -> None:
+def bound_sends(sock: socket.socket) -> None:
     """Let sends to a peer that is stopped fail with an OSError after a while; receiving may take for ever."""
     if isinstance(sock, SecuredSocket):
-        sock.share(seconds)
+        sock.share(SEND_TIMEOUT)
         return
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, 0))
-
-
-def end(sock: socket.socket) -> None:
-    """Close a socket on which another thread may wait."""
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", SEND_TIMEOUT, 0))

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import psutil
 
+from dlrover._util import procs
 from dlrover.errors import InfrastructureError
 
 MASTER, AGENT, SAVER = "dlrover.master", "dlrover.agent", "dlrover.checkpoint.saver.saver"
@@ -85,7 +86,7 @@ class Targets:
     def _running(self, module: str) -> Iterator[psutil.Process]:
         for process in psutil.process_iter():
             words = _words(process)
-            if module in words and _value(words, "--job-dir") == self._job_dir:
+            if module in words and procs.option(words, "--job-dir") == self._job_dir:
                 yield process
 
 
@@ -95,7 +96,7 @@ def savers_of(directory: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         words = _words(process)
-        if SAVER in words and _value(words, "--directory") == name:
+        if SAVER in words and procs.option(words, "--directory") == name:
             found.append(process)
     return found
 
@@ -129,12 +130,8 @@ def _words(process: psutil.Process) -> list[str]:
         return []
 
 
-def _value(words: list[str], flag: str) -> str:
-    return words[words.index(flag) + 1] if flag in words[:-1] else ""
-
-
 def _number(process: psutil.Process, flag: str) -> int:
-    value = _value(_words(process), flag)
+    value = procs.option(_words(process), flag)
     return int(value) if value else -1
 
 

@@ -20,7 +20,7 @@ from dlrover.training.probes.wire import (
     ProbeReply,
     Reply,
     Request,
-    Shared,
+    SharedValues,
     ShareValue,
 )
 
@@ -84,7 +84,7 @@ class CheckProcess:
         except (asyncio.TimeoutError, OSError) as error:
             self.kill()
             raise InfrastructureError(f"The ranks do not find each other: {error}.") from error
-        if isinstance(reply, Shared) and len(reply.values) > 0 and any(reply.values):
+        if isinstance(reply, SharedValues) and len(reply.values) > 0 and any(reply.values):
             return reply.values
         problem = reply.message if isinstance(reply, ProbeProblem) else "rank 0 does not answer"
         raise InfrastructureError(f"The ranks do not find each other: {problem}.")

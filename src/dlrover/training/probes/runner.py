@@ -26,7 +26,7 @@ from dlrover.training.probes.wire import (
     Probe,
     ProbeReply,
     Reply,
-    Shared,
+    SharedValues,
     ShareValue,
 )
 
@@ -92,7 +92,7 @@ class Runner:
         for other in [i for i, value in enumerate(values) if value]:
             # Rank 0's process may host the store, so it stays until the others have read.
             _get(store, f"{request.topic}/{other}/seen", until)
-        self._say(Shared(tuple(joined.split("\n"))))
+        self._say(SharedValues(tuple(joined.split("\n"))))
 
     def probe(self, request: Probe) -> None:
         """Carry out an order."""

@@ -43,7 +43,7 @@ class ProbeReply(msgspec.Struct, frozen=True, tag="found"):
     result: ProbeResult
 
 
-class Shared(msgspec.Struct, frozen=True, tag="shared"):
+class SharedValues(msgspec.Struct, frozen=True, tag="shared"):
     """Reply: the values of all ranks, by rank."""
 
     values: tuple[str, ...]
@@ -59,4 +59,4 @@ class ProbeProblem(msgspec.Struct, frozen=True, tag="problem"):
     message: str
 
 
-Reply: TypeAlias = Began | ProbeReply | Shared | Finished | ProbeProblem
+Reply: TypeAlias = Began | ProbeReply | SharedValues | Finished | ProbeProblem

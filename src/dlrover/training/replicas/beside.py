@@ -155,8 +155,3 @@ class Schedules:
 def _is_number(value: Any) -> bool:
     values = value if isinstance(value, list) else [value]
     return all(isinstance(one, int | float) for one in values)
-
-
-def parameters_of(optimizer: Any) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+from dlrover._util import sockets
 from dlrover.errors import InfrastructureError
 from dlrover.spec.requests.membership import MAX_VALUE, Meet, Members, Met, checksum
 from dlrover.training.replicas.link import Link
@@ -149,7 +150,7 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
         return bool(reply.values)
 
 
-class Done(dist._Work):  # type: ignore[misc] # noqa: SLF001 - the only base in Python
+class CompletedWork(dist._Work):  # type: ignore[misc] # noqa: SLF001 - the only base in Python
     """An operation that is complete."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -183,13 +184,23 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Gather tensors of each rank."""
+        for output, own in zip(outputs, inputs, strict=True):
+            self._allgather_base(output, own)
+        return done(outputs)
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced  # its name since torch 2.13
+
 
 class _Barrier(Group):
     """A group that C++ asks for operations."""
 
-    def barrier(self, opts: Any = None) -> Done:
+    def barrier(self, opts: Any = None) -> CompletedWork:
         """Return an operation that is complete."""
-        return Done([])
+        return CompletedWork([])
 
 
 @functools.cache
@@ -204,7 +215,7 @@ def _lasts() -> bool:
 
 def done(tensors: list[torch.Tensor]) -> Any:
     """Return an operation that is complete, for Python and for C++."""
-    own = Done(tensors)
+    own = CompletedWork(tensors)
     if _lasts():
         return own
     return _distributed_c10d._create_work_from_future(own.get_future())  # noqa: SLF001 - its own kind
@@ -356,8 +367,7 @@ class MembershipGroup(Peers):
         """End all collectives with an error, also one that another thread waits in."""
         self._over = True
         for sock in self._sockets:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            sockets.shut_down(sock)
 
     def close(self) -> None:
         """Abandon the groups and free their connections."""
@@ -381,8 +391,7 @@ def connections() -> set[Descriptor]:
 def shut_down(descriptors: set[Descriptor]) -> None:
     """End the connections of descriptors, so that collectives that wait for them fail."""
     for sock in _connected(descriptors):
-        with contextlib.suppress(OSError), sock:
-            sock.shutdown(socket.SHUT_RDWR)
+        sockets.end(sock)
 
 
 def _descriptors() -> set[Descriptor]:

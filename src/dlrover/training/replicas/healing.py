@@ -21,7 +21,6 @@ from dlrover._util import decoding
 from dlrover.checkpoint.engine import tree
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.training.replicas.beside import parameters_of
 from dlrover.training.replicas.groups import Peers
 
 _PART = "dlrover.part of"
@@ -91,7 +90,7 @@ class Healer:
 
 def _keep_types(optimizer: torch.optim.Optimizer, taken: dict[str, Any]) -> None:
     """Give an optimizer's tensors the types that they had: ``load_state_dict`` gives them those of their parameters."""
-    for number, parameter in enumerate(parameters_of(optimizer)):
+    for number, parameter in enumerate(tree.parameters_of(optimizer)):
         own, sent = optimizer.state.get(parameter), taken.get("state", {}).get(number)
         if not (isinstance(own, dict) and isinstance(sent, dict)):
             continue

@@ -91,17 +91,8 @@ class ManagedGroup(Group):
         """Gather a tensor of each rank into one."""
         return self._gather(list(output.view(self._size, *own.shape)), own)
 
-    def allgather_into_tensor_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> Any:
-        """Gather tensors of each rank."""
-        for output, own in zip(outputs, inputs, strict=True):
-            self._allgather_base(output, own)
-        return done(outputs)
-
     # As torch calls them since version 2.13.
     all_gather_single = _allgather_base
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def _gather(self, outputs: list[torch.Tensor], own: torch.Tensor) -> Any:
         def operation(group: Peers) -> list[torch.Tensor]:

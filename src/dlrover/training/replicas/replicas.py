@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from dlrover import launched
+from dlrover.checkpoint.engine.tree import parameters_of
 from dlrover.errors import ConfigurationError, UserCodeError
-from dlrover.training.replicas.beside import Unsaved, parameters_of
+from dlrover.training.replicas.beside import Unsaved
 from dlrover.training.replicas.healing import Healer
 from dlrover.training.replicas.link import open_link
 from dlrover.training.replicas.survivors import Regrouping, Survivors

@@ -142,14 +142,6 @@ class RowGroup(Group):
             [own.reshape(-1).repeat(self._row.size)],
         )  # fmt: skip
 
-    def allgather_into_tensor_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> Any:
-        """Gather tensors of each rank."""
-        for output, own in zip(outputs, inputs, strict=True):
-            self._allgather_base(output, own)
-        return done(outputs)
-
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         """Gather a tensor of each rank in one of them."""
         every = outputs[0] if outputs else []
@@ -213,7 +205,6 @@ class RowGroup(Group):
 
     # As torch calls them since version 2.13.
     all_gather_single = _allgather_base
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base

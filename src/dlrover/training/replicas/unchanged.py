@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 from dlrover import config, launched
+from dlrover.checkpoint.engine.tree import parameters_of
 from dlrover.checkpoint.storage.lease import job_of
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.requests.membership import DivideMembers, LookMembers, MembersNow
 from dlrover.training.machine.places import EXCLUDED_LIMIT
-from dlrover.training.replicas.beside import Beside, Gradients, Schedules, Unsaved, parameters_of
+from dlrover.training.replicas.beside import Beside, Gradients, Schedules, Unsaved
 from dlrover.training.replicas.groups import Changed, MembershipGroup, Peers
 from dlrover.training.replicas.healing import Healer
 from dlrover.training.replicas.link import Link
