@@ -4,6 +4,7 @@ Examples are the same in every run: what fails, fails again. How long one takes 
 """
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,9 @@ settings.load_profile("project")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Heavy tests run only where ``-m`` names them, whatever else it says."""
+    """Heavy tests run only where ``-m`` names them, whatever else it says. Programs of tests end by Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     chosen = config.option.markexpr
     if "heavy" not in chosen:
         config.option.markexpr = f"({chosen}) and not heavy" if chosen else "not heavy"

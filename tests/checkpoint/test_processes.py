@@ -9,6 +9,7 @@ import torch
 
 from dlrover.checkpoint import Checkpointer
 from dlrover.errors import ConfigurationError
+from tests.support.children import Child
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(60)]
 
@@ -29,23 +30,20 @@ def refusal(use: Callable[[], object]) -> str:
 def test_a_forked_process_does_not_use_the_connection_of_its_parent(directory) -> None:
     saves = Checkpointer(directory, linger=0.0)
     saves.save(1, state(1.0))
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            uses = (lambda: saves.save(2, state(2.0)), saves.wait, lambda: saves.load(state(0.0)))
-            said = [refusal(use) for use in uses]
-            saves.close()
-            os.write(writer, "\n".join(said).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with open(reader) as said:
-        refused = said.read().splitlines()
-    os.waitpid(child, 0)
+
+    def use() -> list[str]:
+        uses = (lambda: saves.save(2, state(2.0)), saves.wait, lambda: saves.load(state(0.0)))
+        said = [refusal(use) for use in uses]
+        saves.close()
+        return said
+
+    child = Child(use)
+    refused = child.result()
     try:
-        assert len(refused) == 3
-        assert f"belongs to process {os.getpid()}, and this one, {child}, is a fork" in refused[0]
+        assert all(refused)
+        assert (
+            f"belongs to process {os.getpid()}, and this one, {child.pid}, is a fork" in refused[0]
+        )
         found = state(0.0)
         record = saves.load(found)
         assert (record.step, record.source, float(found["w"][0])) == (1, "memory", 1.0)

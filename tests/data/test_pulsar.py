@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 from tests.brokers import Topic, admin, fresh, pulsar_running, pulsar_topic
 from tests.pulsar.broker import ask
 from tests.services import free_port
+from tests.support.children import Child
 
 pulsar = pytest.importorskip("pulsar")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
@@ -572,20 +572,12 @@ def test_a_process_that_is_forked_ends_nothing_of_its_parent(pulsar_port: int) -
         (bounds,) = broker.bounds()
         broker.fetch(0, *bounds, 5)
         gc.collect()  # What other tests left is not the child's to end.
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                broker.close()
-                del broker
-                gc.collect()
-                status = 0
-            finally:
-                os._exit(status)
-        until = time.monotonic() + 5
-        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
-            if time.monotonic() > until:
-                os.kill(child, 9)
-            time.sleep(0.02)
-        assert ended[1] == 0
+
+        def end() -> None:
+            nonlocal broker
+            broker.close()
+            del broker
+            gc.collect()
+
+        Child(end, within=5).result()
         assert len(broker.fetch(0, bounds.first, bounds.end, 50).messages) == 50

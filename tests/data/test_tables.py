@@ -1,7 +1,6 @@
 """Tables by row, on SQLite and on servers of MariaDB and PostgreSQL."""
 
 import logging
-import os
 import pickle
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dlrover.data.records import Records
 from dlrover.data.sources import tables
 from dlrover.errors import ConfigurationError, InfrastructureError
 from tests.databases import PASSWORD, Server, mariadb, postgresql
+from tests.support.children import Child
 
 sa = pytest.importorskip("sqlalchemy")
 
@@ -224,18 +224,6 @@ def test_a_process_that_was_forked_has_a_connection_of_its_own(url, open_table) 
     fill(url, range(20))
     table = open_table(page=5)
     assert table[0]["id"] == 0
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:  # a reading process of a loader
-        status = 1
-        try:
-            os.write(writing, bytes(ids(table)))
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(writing)
-    with open(reading, "rb") as answer:
-        assert list(answer.read()) == list(range(20))
-    assert os.waitpid(pid, 0)[1] == 0
+    assert Child(lambda: ids(table)).result() == list(range(20))
     table._read_last.clear()
     assert ids(table) == list(range(20))

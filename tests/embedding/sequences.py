@@ -11,7 +11,6 @@ import os
 import pickle
 import re
 import signal
-import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -42,6 +41,7 @@ from dlrover.errors import ConfigurationError
 from tests.embedding.crashes import FILE, SERVERS, Crash
 from tests.embedding.dict_model import DictModel, SavedModel, SavedRow, added, exported
 from tests.embedding.servers import Cluster
+from tests.support.children import Child
 from tests.waiting import until
 
 ALL = np.arange(SLOTS)
@@ -425,33 +425,16 @@ def sequence(seed: int, directory: Path, steps: int = 30) -> str:
 
 
 def _live(made: Case, number: int, directory: Path, steps: int, *, crash: bool) -> bool:
-    """Run a life; return whether it ended at its point.
+    """Run a life; return whether it ended at its point. Fails if it differed from the dict, failed or hung."""
 
-    Raises:
-        AssertionError: It differed from the dict, failed or hung.
-    """
-    process = os.fork()
-    if process == 0:
-        code = 1
-        try:
-            signal.alarm(LIFE)
-            server_module.POLL = 0.01  # servers look for a newer placement more often than in a job
-            watch = Crash(made.point if crash else "", made.nth)
-            watch.begin()
-            life = _Life(made, number, directory, watch)
-            life.run(steps)
-            life.end()
-            code = 0
-        except BaseException:  # noqa: BLE001 - the parent shows it
-            (directory / "error").write_text(traceback.format_exc())
-        finally:
-            os._exit(code)
-    status = os.waitpid(process, 0)[1]
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-        return True
-    assert not os.WIFSIGNALED(status), (
-        f"{made}: life {number} ended by signal {os.WTERMSIG(status)}"
-    )
-    error = directory / "error"
-    assert status == 0, f"{made}: life {number}: {error.read_text()}"
-    return False
+    def live() -> None:
+        server_module.POLL = 0.01  # servers look for a newer placement more often than in a job
+        watch = Crash(made.point if crash else "", made.nth)
+        watch.begin()
+        life = _Life(made, number, directory, watch)
+        life.run(steps)
+        life.end()
+
+    code = Child(live, LIFE).end()
+    assert code in {0, -signal.SIGKILL}, f"{made}: life {number} ended by signal {-code}"
+    return code != 0

@@ -29,6 +29,7 @@ from dlrover.embedding.tiers import segments
 from dlrover.embedding.tiers.cold import ColdRows
 from dlrover.embedding.tiers.table import TieredTable
 from dlrover.errors import ConfigurationError, InfrastructureError
+from tests.support.children import Child
 from tests.waiting import until
 
 HYPER = Hyper(0.05, 0.9, 0.99, 1e-6, 0.01, 0.001, 0.01, 0.002)
@@ -265,21 +266,18 @@ def test_a_forked_process_leaves_the_rows_alone(choice: str, tmp_path: Path) -> 
     demote(table, np.random.default_rng(0), 1.0)
     table.look(KEYS[200:], out[200:], 1, insert=True, count=True)
     files = len([*tmp_path.glob("*/segment-*")])
-    process = os.fork()
-    if process == 0:
-        try:
-            with pytest.raises(InfrastructureError, match="forked process"):
-                demote(table, np.random.default_rng(0), 1.0)
-            with pytest.raises(InfrastructureError, match="forked process"):
-                table.look(KEYS, out, 1, insert=False, count=False)
-            with pytest.raises(InfrastructureError, match="forked process"):
-                table.remove(KEYS, remember=False)
-            with pytest.raises(InfrastructureError, match="forked process"):
-                table._cold.promise(table._cold._sizes.most)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(process, 0)[1] == 0
+
+    def use() -> None:
+        with pytest.raises(InfrastructureError, match="forked process"):
+            demote(table, np.random.default_rng(0), 1.0)
+        with pytest.raises(InfrastructureError, match="forked process"):
+            table.look(KEYS, out, 1, insert=False, count=False)
+        with pytest.raises(InfrastructureError, match="forked process"):
+            table.remove(KEYS, remember=False)
+        with pytest.raises(InfrastructureError, match="forked process"):
+            table._cold.promise(table._cold._sizes.most)
+
+    Child(use).result()
     assert len([*tmp_path.glob("*/segment-*")]) == files
     before = out.copy()
     demote(table, np.random.default_rng(0), 1.0)
@@ -366,18 +364,16 @@ POINTS = [
 
 def killed_at(point: tuple[str, str, bool], nth: int, directory: Path) -> bool:
     """Use a table in another process that is killed at its n-th time at a point; return whether it got there."""
-    process = os.fork()
-    if process == 0:
-        try:
-            _arm(point, nth)
-            table = _table(directory / "spill")
-            for step in range(60):
-                _operate(table, step)
-                if step % 10 == 9:
-                    table.save(directory / f"saved-{step}")
-        finally:
-            os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(process, 0)[1])
+
+    def use() -> None:
+        _arm(point, nth)
+        table = _table(directory / "spill")
+        for step in range(60):
+            _operate(table, step)
+            if step % 10 == 9:
+                table.save(directory / f"saved-{step}")
+
+    return Child(use).end() == -signal.SIGKILL
 
 
 def _table(directory: Path) -> HashTable:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +25,7 @@ from dlrover.roles.runtime import wire
 from dlrover.roles.runtime.listener import CallState
 from dlrover.roles.runtime.wire import CallOp
 from tests.roles.coordinators import Coordinator, coordinator, joined
+from tests.support.children import Child
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -369,20 +368,14 @@ def test_a_fork_takes_no_part(rollouts: RoleGroup) -> None:
         rollouts.members,
         lambda: rollouts.changed(rollouts.epoch, 60),
     ]
-    read, write = os.pipe()
-    pid = os.fork()
-    if not pid:
-        signal.alarm(60)
+
+    def refused() -> list[str]:
         launched.loaded(7)  # this is no return to a step
-        for use in uses:
-            os.write(write, f"{refusal(use)}\n".encode())
-        os._exit(0)
-    os.close(write)
+        return [refusal(use) for use in uses]
+
+    child = Child(refused, within=60)
     mine = rollouts.call_rank0("echo", "of the process")
-    with os.fdopen(read) as pipe:
-        said = pipe.read().splitlines()
-    assert os.waitpid(pid, 0)[1] == 0
-    assert len(said) == len(uses)
+    said = child.result()
     assert all(one.startswith("A fork of a process of a role ") for one in said), said
     assert mine.result(60) == ["of the process", None]
     assert threading.active_count() > 1

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -33,6 +32,7 @@ from dlrover.roles.messages import HOLDER, MemberPlace, PublishPart, Version
 from dlrover.roles.runtime import holder, memory
 from dlrover.roles.runtime.weights import following, publishing
 from tests.roles.coordinators import Coordinator, coordinator, joined
+from tests.support.children import Child
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -191,22 +191,23 @@ def test_a_fork_reads_weights_as_they_were_and_disturbs_none_of_its_parent(
         publishing.holders.drop(me.place)
         read.append(published(2))
         (told, say), (heard, tell) = os.pipe(), os.pipe()
-        child = os.fork()
-        if not child:
-            signal.alarm(60)
-            with suppress(ConfigurationError):
+
+        def look() -> None:
+            with pytest.raises(ConfigurationError):
                 away["w"]
-                os._exit(3)
             os.write(tell, b"x")
             os.read(told, 1)
-            os._exit(not all((array == step).all() for step, array in enumerate(read, 1)))
+            assert all((array == step).all() for step, array in enumerate(read, 1))
+
+        child = Child(look, within=60)
+        os.close(tell)
         os.read(heard, 1)
         read.clear()
         last = published(12, 3)
         os.write(say, b"x")
-        assert os.waitpid(child, 0)[1] == 0
+        child.result()
         assert (last == 12).all()
-        for fd in (told, say, heard, tell):
+        for fd in (told, say, heard):
             os.close(fd)
 
 

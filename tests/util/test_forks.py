@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 from dlrover._native import library
 from dlrover._util import forks
 from dlrover.embedding import HashTable, Spill
+from tests.support.children import Child
 
 needs_library = pytest.mark.skipif(
     library.load("auto").library is None, reason="the compiled library is not there"
@@ -41,24 +40,9 @@ def repeated(work: Callable[[], object]) -> Iterator[None]:
         thread.join()
 
 
-def forked(work: Callable[[], None]) -> bool:
-    """Return whether a fork of this process does its work within 10 s."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    until = time.monotonic() + 10
-    while time.monotonic() < until:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return status == 0
-        time.sleep(0.001)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return False
+def forked(work: Callable[[], None]) -> None:
+    """Do some work in a fork of this process within 10 s."""
+    Child(work, within=10).result()
 
 
 @pytest.mark.parametrize("choice", ["off", pytest.param("require", marks=needs_library)])
@@ -80,7 +64,8 @@ def test_a_table_is_used_in_a_fork_while_it_is_changed(
         np.testing.assert_allclose(table.peek(few), before - 1, atol=1e-3)
 
     with repeated(lambda: table.update(few, gradients)):
-        assert all(forked(child) for _ in range(FORKS))
+        for _ in range(FORKS):
+            forked(child)
 
 
 def test_a_fork_does_not_wait_for_a_lock_that_it_makes_anew() -> None:
@@ -98,10 +83,11 @@ def test_a_fork_does_not_wait_for_a_lock_that_it_makes_anew() -> None:
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait()
-    found = forked(child)
-    ended.set()
-    thread.join()
-    assert found
+    try:
+        forked(child)
+    finally:
+        ended.set()
+        thread.join()
     child()
 
 
@@ -116,5 +102,6 @@ def test_forks_of_several_threads_at_a_time() -> None:
                 pass
 
     with repeated(work), repeated(lambda: forked(work)):
-        assert all(forked(work) for _ in range(FORKS))
+        for _ in range(FORKS):
+            forked(work)
     assert all(lock.acquire(blocking=False) for lock in locks), "forks leave them free"
