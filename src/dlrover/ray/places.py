@@ -31,6 +31,12 @@ def make(place: str, content: Mapping[str, bytes]) -> JobDir:
                 continue  # another user made it, perhaps to read or to replace what is written there
             made.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             for name, data in content.items():
-                files.write_atomically(made.path / Path(name).name, data, mode=0o600)
+                _put(made.path / Path(name).name, data)
             return made
     raise RuntimeError("no state directory of this machine can be written: set DLROVER_STATE_DIR")
+
+
+def _put(path: Path, data: bytes) -> None:
+    """Write a file, unless it has this content: an actor that comes back to its directory must not need room on the disk."""
+    if not (path.exists() and path.read_bytes() == data):
+        files.write_atomically(path, data, mode=0o600)
