@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from dlrover.errors import ConfigurationError
 from dlrover.original import runtime
 from dlrover.original.runtime import VARIABLE
 from dlrover.original.unified import ENTRY, DLJobBuilder, RLJobBuilder
+from tests.process.conftest import Launch, Runner
 
 PACKAGES = str(Path(__file__).parents[2] / "packages" / "original" / "src")
 
@@ -227,6 +230,59 @@ def test_a_job_of_the_original_runs(tmp_path: Path) -> None:
         "queue": [4, [0, 1, 2], [3], []],
         "job": ["pair", {"n": 7}, "CPU"],
     }
+
+
+LONG = """
+import signal, sys, time
+
+def leave(*_):
+    open("left-in-order", "w").close()
+    sys.exit(0)
+
+def main():
+    signal.signal(signal.SIGTERM, leave)
+    open("began", "w").close()
+    time.sleep(1000)
+"""
+LONG_JOB = """
+from dlrover.python.unified.api.builder import DLJobBuilder
+code = DLJobBuilder().role("long").run("long.main").end().build().submit("long")
+open("returned", "w").write(str(code))
+raise SystemExit(code)
+"""
+
+
+@pytest.fixture
+def submitted(tmp_path: Path) -> Iterator[Launch]:
+    """A program whose job runs; no process of it may stay behind."""
+    runner = Runner(tmp_path)
+    for name, text in {"long": LONG, "job": LONG_JOB}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    launch = runner("job.py", launcher=(sys.executable,), cwd=tmp_path)
+    launch.is_ours = True
+    try:
+        launch.until((tmp_path / "began").exists, 60, "the job")
+        yield launch
+    finally:
+        runner.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_submitted_job_in_order(
+    submitted: Launch, tmp_path: Path, number: int
+) -> None:
+    submitted.process.send_signal(number)
+    submitted.end_with(128 + number, 60)
+    assert (tmp_path / "left-in-order").exists()
+    assert (tmp_path / "returned").read_text() == str(128 + number)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_submitted_job_dies_with_its_program(submitted: Launch) -> None:
+    submitted.process.kill()  # the fixture sees that nothing stays
 
 
 ACTOR = """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -87,6 +89,23 @@ def test_a_state_directory_that_another_user_made_is_not_used(
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
     with pytest.raises(ConfigurationError, match="DLROVER_STATE_DIR"):
         places.make("j", {})
+
+
+def test_an_actor_comes_back_to_its_directory_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [tmp_path / "full", tmp_path / "other"]
+    monkeypatch.setattr(places.config, "state_dirs", lambda _env: found)
+    content = {"token": b"secret", "job.json": b"{}"}
+    there = places.make("j", content).path
+
+    def full(path: Path, *_: object, **__: object) -> None:
+        if path.is_relative_to(found[0]):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(places.files, "write_atomically", full)
+    assert places.make("j", content).path == there, "its journal is there"
+    assert places.make("j", content | {"job.json": b"{1}"}).path != there
 
 
 def test_a_job_comes_back_from_its_bytes() -> None:
@@ -227,6 +246,23 @@ def test_a_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigurationError, match=r"dlrover\[ray\]"):
         cluster.connect("")
+
+
+@pytest.mark.parametrize("version", ["2.9.3", "1.13.0", "2.49.2"])
+def test_a_ray_that_is_too_old_is_refused_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    from dlrover.ray import cluster
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__=version))
+    said = rf"^--platform ray needs Ray 2\.50 or later, and this environment has Ray {version}: pip install"
+    with pytest.raises(ConfigurationError, match=said):
+        cluster.connect("")
+
+
+@pytest.mark.parametrize("version", ["2.50.0", "2.60.1", "3.0.0.dev0", "unknown"])
+def test_a_ray_of_this_time_is_used(version: str) -> None:
+    jobs.check_version(version)
 
 
 def test_an_address_where_nothing_listens_is_named() -> None:

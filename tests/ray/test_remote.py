@@ -56,3 +56,27 @@ def test_a_name_that_another_command_takes_meanwhile_is_refused_in_one_sentence(
     monkeypatch.setattr(remote.jobs, "encode", lambda job: b"")
     with pytest.raises(ConfigurationError, match="already runs a job named job; --rdzv-id"):
         remote.start(SimpleNamespace(name="job"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # Ray's own
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed; scripts/test-engines installs it")  # fmt: skip
+@pytest.mark.parametrize(
+    ("resources", "why"),
+    [
+        ({"CPU": 1e-5}, "precision .* num_cpus cannot go"),
+        ({"CPU": 1.0, "TPU": 3.0}, "requested 'TPU' was set to 3.0"),
+    ],
+)
+def test_amounts_that_ray_gives_to_no_actor_are_refused_at_once(monkeypatch, resources, why):
+    """Otherwise no node could be made, and the job would wait for ever."""
+    monkeypatch.setattr(cluster, "machines", lambda: {"node": {"CPU": 8.0, "TPU": 8.0}})
+    monkeypatch.setattr(cluster, "most", lambda: None)
+    spec = SimpleNamespace(min_nodes=1)
+    role = SimpleNamespace(resources=resources)
+    job = SimpleNamespace(roles={"": role}, role=lambda _: role, master=SimpleNamespace(job=spec))
+    with pytest.raises(ConfigurationError, match=rf"^--ray-resources: .*{why}.*[^.]\.$"):
+        cluster.check_room(job)
+    with pytest.raises(ConfigurationError, match=rf"^role a: resources: .*{why}"):
+        cluster.check_roles([("a", 1, resources)])
+    cluster.check_roles([("a", 1, {"CPU": 0.5, "TPU": 4.0})])

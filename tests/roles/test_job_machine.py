@@ -324,7 +324,10 @@ def test_an_instance_without_progress_ends_as_after_any_failure_and_for_its_own_
     assert order.reason == why
     assert driver.give(stuck) == [], "once"
     assert order in driver.give(inputs.CoordinatorStarted(9)), "another coordinator repeats it"
-    driver.up("rollout", 1)  # again, as another coordinator reads it
+    seen = driver.role("rollout").seen
+    driver.give(
+        inputs.InstanceUp("rollout", 1, 1, 0, seen)
+    )  # again, as another coordinator reads it
     (told,) = [c for c in driver.down("rollout", 1) if isinstance(c, MemberEnded)]
     assert told.reason == why
     assert driver.role("rollout").instance_restarts == 1
@@ -379,3 +382,19 @@ def test_a_role_ends_once(code: int) -> None:
     driver.exit("a", code)
     driver.exit("a", code)
     assert len(driver.events(events.RoleEnded)) == 1
+
+
+@pytest.mark.parametrize("kind", [RoleKind.SIMPLE, RoleKind.ELASTIC])
+def test_a_number_that_comes_again_is_another_process_and_the_role_starts_again(
+    kind: RoleKind,
+) -> None:
+    """The role's master was lost together with instances: it counts their starts from 1 again."""
+    driver = Driver(RoleSpec(name="work", entry=SCRIPT, kind=kind, most=2))
+    driver.up("work", round_=1)
+    last = inputs.InstanceUp("work", 1, 1, 1, driver.seq)
+    assert stopped(driver.give(last)) == [], "another coordinator hears of the last event again"
+    assert stopped(driver.up("work", 1, round_=2)) == []
+    assert stopped(driver.up("work", 1, round_=2)) == ["work"]
+    assert started(driver.exit("work", 5)) == ["work"]
+    assert driver.role("work").attempt == 2
+    assert stopped(driver.up("work", round_=1)) == []

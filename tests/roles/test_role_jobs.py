@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from dlrover._util import procs
 from dlrover.cli.run.arguments import parse
 from dlrover.cli.run.launchspec import RunOptions
 from dlrover.errors import InfrastructureError
-from dlrover.roles.coordinator.jobs import RoleJobs, arguments, on_ray, program
+from dlrover.roles.coordinator.jobs import RoleJobs, arguments, directory_of, on_ray, program
 from dlrover.roles.spec import (
     EntryForm,
     EntryPoint,
@@ -145,3 +146,29 @@ def test_what_no_process_can_be_given_ends_the_role_with_a_sentence(
     jobs = RoleJobs(tmp_path, config, {}, -1, lambda *_: None)
     with pytest.raises(InfrastructureError, match=f"^Role a cannot be started: {why}"):
         jobs.start("a", 1, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["local", "ray"])
+def test_the_master_of_the_last_attempt_is_no_longer_asked_for_events(
+    tmp_path: Path, platform: str
+) -> None:
+    """Its launcher was killed, and it may end more slowly than the next attempt starts."""
+    role = RoleSpec(name="a", entry=EntryPoint(EntryForm.SCRIPT, "/nowhere.py"))
+    config = RolesConfig(job=RolesJob(name="job", roles=(role,)), platform=platform)
+    (tmp_path / "token").write_text("t")
+    directory = directory_of(tmp_path, "a")
+    directory.path.mkdir(parents=True)
+    followed = directory.master if platform == "local" else directory.events
+    followed.write_text("of the last attempt")
+
+    async def start() -> None:
+        jobs = RoleJobs(tmp_path, config, {"PATH": os.environ["PATH"]}, -1, lambda *_: None)
+        jobs.start("a", 2, {})
+        assert not followed.exists()
+        jobs.close()
+        for launcher in jobs._children.values():
+            launcher.kill()
+            launcher.wait()
+
+    asyncio.run(start())

@@ -210,6 +210,11 @@ class Lifeline:
         self.read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_inheritable(self.read_fd, True)
 
+    def close(self) -> None:
+        """Let go of whoever holds the other end."""
+        os.close(self._write_fd)
+        os.close(self.read_fd)
+
     @staticmethod
     def watch(fd: int, gone: Callable[[], None]) -> None:
         """Call ``gone`` on the running event loop when the holder dies."""

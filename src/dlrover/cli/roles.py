@@ -62,6 +62,7 @@ def roles(  # noqa: PLR0913 - each is an option of the command
     kubeconfig: Kubeconfig = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the ElasticJob without creating it.")] = False,
     job_dir: Annotated[str, typer.Option("--job-dir", help="Directory for the job's journal, logs and roles.")] = "",
+    lifeline_fd: Annotated[int, typer.Option(hidden=True)] = -1,
     output: Output = Form.TEXT,
 ) -> None:  # fmt: skip
     """Run a job of several roles, such as driver, trainer and rollout; each fails and restarts alone."""
@@ -86,7 +87,7 @@ def roles(  # noqa: PLR0913 - each is an option of the command
         rolesonray.refuse(ray_address, ray_working_dir)
         capacity.check_here(job)
         content = RolesConfig(job=job)
-    outcome = run(content, job_dir)
+    outcome = run(content, job_dir, lifeline_fd)
     show(outcome, output.value)
     raise typer.Exit(outcome.exit_code)
 
@@ -129,8 +130,8 @@ def _submit(job: RolesJob, where: Where, output: Form) -> None:
     submit.create(made, where.kubeconfig, output, dry_run=where.dry_run)
 
 
-def run(content: RolesConfig, directory: str) -> Outcome:
-    """Run a job to its end.
+def run(content: RolesConfig, directory: str, lifeline_fd: int = -1) -> Outcome:
+    """Run a job to its end, or to that of the process whose lifeline is given.
 
     Raises:
         ConfigurationError: the directory cannot be used.
@@ -151,7 +152,7 @@ def run(content: RolesConfig, directory: str) -> Outcome:
         jobs.write(job_dir, job_dir.roles, msgspec.json.encode(content))
         jobs.write_token(job_dir, secrets.token_hex(16))
         print(f"dlrover: job {job.name} in {job_dir.path}", file=sys.stderr, flush=True)
-        supervisor = Supervisor(job_dir, env, connect=client.connect)
+        supervisor = Supervisor(job_dir, env, lifeline_fd, connect=client.connect)
         supervisor.add_coordinator()
         ends = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
         patience = max(role.shutdown_timeout for role in job.roles)

@@ -6,21 +6,27 @@ import argparse
 import enum
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from dlrover._util import decoding
+from dlrover._util import decoding, procs
 from dlrover.errors import ConfigurationError
 from dlrover.original.runtime import VARIABLE, Hosted
 from dlrover.roles.entries import entry_point
 
 ENTRY = "dlrover.original.runtime.main"
 """Entry point of the roles whose own one is a function or a class of a module."""
+
+
+PASSED_ON = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+"""Signals by which a job's program ends its job in an orderly way."""
 
 
 class RLRoleType(str, enum.Enum):
@@ -64,8 +70,29 @@ class DLJob:
         with tempfile.TemporaryDirectory(prefix="dlrover-job-") as directory:
             file = Path(directory, "job.yaml")
             file.write_text(json.dumps(content))
-            command = [sys.executable, "-m", "dlrover.cli.main", "roles", str(file)]
-            return subprocess.run(command, check=False).returncode
+            return _run([sys.executable, "-m", "dlrover.cli.main", "roles", str(file)])
+
+
+def _run(command: list[str]) -> int:
+    """Run a job's command to its end, and return its exit code; it gets the signals of this process, and dies with it."""
+    lifeline = procs.Lifeline()
+    fd = lifeline.read_fd
+    process = subprocess.Popen(
+        [*command, "--lifeline-fd", str(fd)], pass_fds=(fd,), start_new_session=True
+    )
+
+    def pass_on(number: int, _: object) -> None:
+        process.send_signal(number)
+
+    is_main = threading.current_thread() is threading.main_thread()  # others get no signals
+    taken = [one for one in PASSED_ON if is_main and not procs.survives_hangup(one)]
+    before = {number: signal.signal(number, pass_on) for number in taken}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        lifeline.close()
 
 
 class _Role:

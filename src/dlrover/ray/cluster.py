@@ -40,12 +40,13 @@ def connect(address: str, working_dir: str = "") -> None:
     """Connect this process to the cluster at ``address``, or to the one that Ray finds by itself.
 
     Raises:
-        ConfigurationError: Ray is not installed, there is no cluster, it runs another version of Ray or turns this
-            process away, or a variable of Ray is malformed.
+        ConfigurationError: Ray is not installed or too old, there is no cluster, it runs another version of Ray or turns
+            this process away, or a variable of Ray is malformed.
     """
     with extras.needed("--platform ray", "ray"):
         import ray  # noqa: PLC0415 - needs the extra
 
+    jobs.check_version(ray.__version__)
     if ray.is_initialized():
         return
     check_port(address)
@@ -209,6 +210,8 @@ def check_room(job: jobs.RayJob) -> None:
     Raises:
         ConfigurationError: it cannot; the message says what is missing.
     """
+    for role in job.roles.values():
+        _check_amounts("--ray-resources", role.resources)
     spec = job.master.job
     counts = {"": max(1, spec.min_nodes)}
     reason = jobs.impossible(job.role(0).resources, counts[""], machines().values(), most())
@@ -222,9 +225,24 @@ def check_roles(roles: Sequence[tuple[str, int, Resources]]) -> None:
     Raises:
         ConfigurationError: it cannot; the message says what is missing.
     """
+    for name, _, wanted in roles:
+        _check_amounts(f"role {name}: resources", wanted)
     reason = jobs.too_much(roles, machines().values(), most())
     if reason:
         raise ConfigurationError(f"resources: {reason}.")
+
+
+def _check_amounts(what: str, wanted: Resources) -> None:
+    """Refuse amounts that Ray gives to no actor, such as a part of an accelerator that it does not divide."""
+    import ray  # noqa: PLC0415
+
+    def nothing() -> None:
+        pass
+
+    try:
+        ray.remote(**jobs.actor_options({kind: n for kind, n in wanted.items() if n}))(nothing)
+    except ValueError as error:
+        raise ConfigurationError(f"{what}: {str(error).rstrip('.')}.") from error
 
 
 def own_address() -> str:

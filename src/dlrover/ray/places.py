@@ -26,7 +26,13 @@ def make(place: str, content: Mapping[str, bytes]) -> JobDir:
         made = JobDir(state / "jobs" / place)
         made.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name, data in content.items():
-            files.write_atomically(made.path / Path(name).name, data, mode=0o600)
+            _put(made.path / Path(name).name, data)
         return made.path
 
     return JobDir(config.in_state_dir(config.environ(), in_state)[1])
+
+
+def _put(path: Path, data: bytes) -> None:
+    """Write a file, unless it has this content: an actor that comes back to its directory must not need room on the disk."""
+    if not (path.exists() and path.read_bytes() == data):
+        files.write_atomically(path, data, mode=0o600)

@@ -163,17 +163,13 @@ def _request(
         lifetime="detached",
         bundle_label_selector=[selector] if selector else None,
     )
-    own = {key: amount for key, amount in bundle.items() if key not in ("CPU", "GPU", "memory")}
     NodeActor.options(  # type: ignore[attr-defined]
         name=name,
         namespace=jobs.NAMESPACE,
         lifetime="detached",
         max_restarts=0,
         max_concurrency=8,
-        num_cpus=bundle.get("CPU", 0),
-        num_gpus=bundle.get("GPU", 0),
-        memory=bundle.get("memory"),
-        resources=own,
+        **jobs.actor_options(bundle),
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
     ).remote(data, node.node_id, node.node_rank)
 

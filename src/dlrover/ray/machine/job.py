@@ -11,6 +11,7 @@ from urllib.parse import quote
 import msgspec
 
 from dlrover._util import decoding
+from dlrover._util.doors import install
 from dlrover.errors import ConfigurationError
 from dlrover.spec.jobdir import AgentConfig, MasterConfig
 from dlrover.spec.node import FoundNode, LaunchNode
@@ -25,6 +26,8 @@ LABEL = "ray.io/node-id"
 """Label of a Ray node that holds its id."""
 SHORT = 12
 """Digits of a Ray node's id in the name of a host."""
+OLDEST = 2, 50
+"""Oldest version of Ray that has what nodes need, such as labels for placement groups."""
 _WHOLE = 1.0
 """Up to this amount, Ray takes parts of a GPU; above it, whole ones only."""
 _NAMES = {"cpu": "CPU", "gpu": "GPU", "memory": "memory"}
@@ -238,6 +241,17 @@ def bundle_of(job: RayJob, name: str) -> dict[str, float]:
     return scaled
 
 
+def actor_options(bundle: Resources) -> dict[str, Any]:
+    """Return the options of an actor that takes a bundle."""
+    own = {kind: amount for kind, amount in bundle.items() if kind not in _NAMES.values()}
+    return {
+        "num_cpus": bundle.get("CPU", 0),
+        "num_gpus": bundle.get("GPU", 0),
+        "memory": bundle.get("memory"),
+        "resources": own,
+    }
+
+
 def in_words(amounts: Resources) -> str:
     """Return ``CPU 4, GPU 1, memory 2Gi``."""
     texts = {
@@ -389,6 +403,20 @@ def why_unauthenticated(address: str, mode: str, *, has_token: bool) -> str:
 
 def _place(address: str) -> str:
     return f"--ray-address {address}" if address else "The Ray cluster"
+
+
+def check_version(version: str) -> None:
+    """Refuse a version of Ray that lacks what nodes need.
+
+    Raises:
+        ConfigurationError: it is one.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is not None and (int(numbers[1]), int(numbers[2])) < OLDEST:
+        raise ConfigurationError(
+            f"--platform ray needs Ray {OLDEST[0]}.{OLDEST[1]} or later, and this environment has Ray {version}:"
+            f" {install('ray')}, also on the machines of the cluster."
+        )
 
 
 def version_in(body: bytes) -> str:

@@ -28,6 +28,8 @@ LAUNCHERS = {
     "kubernetes": "dlrover.cli.cluster.elasticrole",
 }
 """Modules that run the job of a role, by platform."""
+CLUSTERS = ("ray", "kubernetes")
+"""Platforms whose machines do not have the job's directory."""
 CONNECT_PAUSE = 0.2
 """Seconds between attempts to reach the master of a role's job, which may be starting."""
 SERVE = "dlrover.roles.runtime.serve"
@@ -141,12 +143,15 @@ class RoleJobs:
         directory.path.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # it must not be taken for this attempt's
             directory.outcome.rename(directory.path / f"outcome-{attempt - 1}.json")
+        if self._config.platform in CLUSTERS:
+            _set_aside(directory, attempt)
+        else:  # what is left of the last attempt's master, which may be ending, tells of other instances
+            directory.master.unlink(missing_ok=True)
         fd = ["--lifeline-fd", str(self._lifeline_fd)] if self._lifeline_fd >= 0 else []
         env = {**self._variables(), **role.env, **own}
         command = [*self._command(directory), *fd]
         match self._config.platform:
             case "kubernetes":
-                _set_aside(directory, attempt)
                 command += ["--attempt", str(attempt), "--env", ",".join(env)]
             case "ray":
                 where = on_ray(role, self._config, self._name(name, attempt), env)
@@ -242,7 +247,7 @@ class RoleJobs:
         """Yield all events of the role's running job; endlessly, through deaths of its master."""
         directory, seen = directory_of(self._job_dir, name), 0
         # Its launcher copies them, also of a master that has lost its journal.
-        if self._config.platform == "kubernetes":
+        if self._config.platform in CLUSTERS:
             async for event in _lines(directory.events):
                 yield event
         while True:

@@ -19,7 +19,7 @@ from dlrover.master.app import read_outcome
 from dlrover.master.journal.history import History
 from dlrover.roles.coordinator.following import EventReader
 from dlrover.roles.coordinator.health import HealthWatch
-from dlrover.roles.coordinator.jobs import RoleJobs, directory_of, runs
+from dlrover.roles.coordinator.jobs import CLUSTERS, RoleJobs, directory_of, runs
 from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.coordinator.status import RolesStatus, status_of
 from dlrover.roles.coordinator.streaming import EventStream
@@ -58,8 +58,6 @@ OF_ROLES = (
 )
 """Events of a role's own job that are shown without asking."""
 
-CLUSTERS = ("ray", "kubernetes")
-"""Platforms whose machines do not have the job's directory."""
 LAUNCHER_WAIT = 90.0
 """Seconds beyond a role's shutdown time-out after which its launcher is killed; one that is well gives up earlier."""
 

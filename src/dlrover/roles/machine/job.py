@@ -53,6 +53,7 @@ class RoleStatus(str, enum.Enum):
 
 _OVER = (RoleStatus.SUCCEEDED, RoleStatus.FAILED, RoleStatus.STOPPED)
 _ALIVE = (RoleStatus.RUNNING, RoleStatus.RESTARTING, RoleStatus.STOPPING)
+FORGOTTEN = "its master was lost together with instances, and no longer knows them"
 
 
 @dataclass
@@ -70,6 +71,8 @@ class Instance:
     failed: bool = False
     spent: tuple[float, float] = (0.0, 0.0)
     """Seconds in which it has worked and was idle; known at its end."""
+    seq: int = 0
+    """Number of the event by which it came up."""
 
 
 @dataclass
@@ -193,13 +196,19 @@ class RolesMachine:
     def _up(self, role: Role, event: InstanceUp, now: float) -> None:
         place = MemberPlace(event.role, event.index, event.attempt, event.round)
         known = role.instances.get(event.index)
+        if known is not None and place.life <= known.place.life and event.seq > known.seq:
+            # Under its number, the service would take the new process for the old one.
+            self._restart(role, FORGOTTEN)
+            return
         if known is not None and place.life < known.place.life:
             return
         stuck = known.stuck if known is not None and known.place == place else ""
         if known is not None:
             spent = now - known.since
             role.use = role.use.plus(of_life(spent, *known.spent) if known.up else Use(away=spent))
-        role.instances[event.index] = Instance(place, node=event.node, stuck=stuck, since=now)
+        role.instances[event.index] = Instance(
+            place, node=event.node, stuck=stuck, since=now, seq=event.seq
+        )
         self._send(MemberStarted(place))
 
     def _said(self, known: Instance, event: Stuck | Spent) -> None:
