@@ -24,7 +24,9 @@ from tests.brokers import (
     nats_topic,
     rabbitmq_topic,
     redis_topic,
+    running,
 )
+from tests.services import free_port, program
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
@@ -206,3 +208,16 @@ def test_an_entry_of_redis_with_bytes_that_are_no_text_is_read(redis_port: int) 
     url = f"redis://127.0.0.1:{redis_port}/0?stream={name}"
     with contextlib.closing(Records(Stream(url, until="now"))) as data:
         assert list(data) == [{"\udcff": b"\xfe", "n": b""}]
+
+
+@pytest.mark.parametrize("who", ["", "secret@", "me:secret@"])
+def test_credentials_that_nats_refuses_are_told_at_once(tmp_path, read, who: str) -> None:
+    pytest.importorskip("nats")
+    port = free_port()
+    command = [program("nats-server"), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", "data"]
+    with running([*command, "--user", "me", "--pass", "another"], port, tmp_path):
+        began = time.monotonic()
+        with pytest.raises(InfrastructureError, match="AuthorizationError") as told:
+            list(read(f"nats://{who}127.0.0.1:{port}/S"))
+        assert time.monotonic() - began < 30, "it is not waited for"
+    assert "secret" not in str(told.value)

@@ -198,9 +198,13 @@ class Nats(Broker):
                     error_cb=_quiet,
                     **credentials,
                 )
-            except BaseException:  # the client leaves a connection open that was not answered
+            except (
+                BaseException
+            ) as error:  # the client leaves a connection open that was not answered
                 with contextlib.suppress(Exception):
                     await client.close()
+                if "authorization violation" in str(error).lower():  # of no class of its own
+                    raise nats.errors.AuthorizationError from None
                 raise
             self._connection = client
         return self._connection.jetstream(timeout=TIMEOUT)
