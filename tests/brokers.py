@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -156,9 +158,16 @@ def pulsar_port() -> Iterator[int]:
 def kafka_port() -> Iterator[int]:
     """librdkafka's own mock of a Kafka, in a process of its own: no real broker."""
     pytest.importorskip("confluent_kafka")
+    with kafka_running() as port:
+        yield port
+
+
+@contextlib.contextmanager
+def kafka_running(rtt: int = 0) -> Iterator[int]:
+    """The port of a mock of a Kafka, which takes ``rtt`` milliseconds for an answer."""
     with _folder() as folder:
         told = folder / "port"
-        command = [sys.executable, "-c", MOCK_KAFKA, str(told)]
+        command = [sys.executable, "-c", MOCK_KAFKA, str(told), str(rtt)]
         process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *command], start_new_session=True
         )
@@ -177,11 +186,71 @@ def kafka_port() -> Iterator[int]:
 MOCK_KAFKA = """
 import sys, threading
 from confluent_kafka import Producer
-producer = Producer({"test.mock.num.brokers": 1, "log_level": 3})
+made = {"test.mock.num.brokers": 1, "log_level": 3, "test.mock.broker.rtt": int(sys.argv[2])}
+producer = Producer(made)
 (broker,) = producer.list_topics(timeout=30).brokers.values()
 open(sys.argv[1], "w").write(str(broker.port))
 threading.Event().wait()
 """
+
+
+class Line:
+    """A line to the broker at a port of this machine, by a port of its own; it may be slow or fall silent."""
+
+    def __init__(self, to: int, piece: int = 1 << 16, every: float = 0.0) -> None:
+        self._to, self._piece, self._every = to, piece, every
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._server.getsockname()[1])
+        #: nothing more comes back
+        self.silent = False
+        self._over = threading.Event()
+        self._ends: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
+
+    def _start(self, work: Callable[..., None], *args: object) -> None:
+        self._threads.append(threading.Thread(target=work, args=args))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        while not self._over.is_set():
+            if select.select([self._server], [], [], 0.05)[0]:
+                near, far = (
+                    self._server.accept()[0],
+                    socket.create_connection(("127.0.0.1", self._to)),
+                )
+                self._ends += (near, far)
+                self._start(self._copy, near, far, False)
+                self._start(self._copy, far, near, True)
+
+    def _copy(self, source: socket.socket, into: socket.socket, back: bool) -> None:
+        with contextlib.suppress(OSError):
+            while not self._over.is_set():
+                if back and self.silent:
+                    self._over.wait(0.05)
+                elif select.select([source], [], [], 0.05)[0]:
+                    data = source.recv(self._piece if back else 1 << 16)
+                    if not data:
+                        break
+                    self._over.wait(self._every if back else 0)
+                    into.sendall(data)
+        _hang_up(source, into)
+
+    def close(self) -> None:
+        """End it."""
+        self._over.set()
+        self._threads[0].join()
+        _hang_up(*self._ends)
+        for thread in self._threads:
+            thread.join()
+        for end in (self._server, *self._ends):
+            end.close()
+
+
+def _hang_up(*ends: socket.socket) -> None:
+    for end in ends:
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
 
 
 def fresh() -> str:

@@ -23,6 +23,7 @@ from dlrover.spec.requests.shards import (
     Incarnation,
     LookShards,
     OpenShards,
+    SettleShards,
     ShardReply,
     ShardRequest,
     Span,
@@ -43,6 +44,7 @@ class Rank:
     epoch: int = 0
     held: list[Span] = field(default_factory=list)
     mine: Spans = field(default_factory=Spans)
+    settled: bytes = b""
     done: Spans = field(default_factory=Spans)
     failed: list[FailedSpan] = field(default_factory=list)
     returned: list[Span] = field(default_factory=list)
@@ -60,6 +62,8 @@ class Job:
         self.model: Counter[tuple[int, int]] = Counter()
         self.skipped: Counter[tuple[int, int]] = Counter()
         self.checkpoints: list[tuple[Counter[tuple[int, int]], list[dict]]] = []
+        self.earlier = 0
+        """How many checkpoints are of earlier rounds."""
         self.ends = list(spec.begins)
         self.round = 0
         self.ranks: list[Rank] = []
@@ -89,6 +93,7 @@ class Job:
             model, states = self.checkpoints[checkpoint]
             base, self.model = merged(states, self.spec)[0].packed(), Counter(model)
         self.skipped.clear()
+        self.earlier = len(self.checkpoints)
         self.base, self.torn, self.round = base, False, self.round + 1
         old, self.ranks = self.ranks, []
         for number in range(count):
@@ -127,6 +132,10 @@ class Job:
             )
         rank.held += reply.spans
         rank.exhausted = reply.exhausted
+        if reply.settled:
+            rank.settled = reply.settled
+            for span in Spans.unpacked(reply.settled):
+                rank.mine.remove(span)
 
     def gap(self, seed: int) -> Span | None:
         """Some place that is said to be empty; that it is dealt at once changes nothing else."""
@@ -171,10 +180,19 @@ class Job:
                 epoch=0,
                 base=self.base,
                 acknowledged=rank.mine.packed(),
+                settled=rank.settled,
             ).as_dict()
             for number, rank in enumerate(self.ranks)
         ]
         self.checkpoints.append((Counter(self.model), states))
+
+    def settle(self, back: int) -> None:
+        """One of the round's checkpoints is stored, and its content is no longer saved rank by rank."""
+        known = self.checkpoints[self.earlier :]
+        if known:
+            _, states = known[-1 - back % len(known)]
+            packed = merged(states, self.spec)[0].packed()
+            self.ask(SettleShards(self.spec.name, Incarnation(self.round), packed))
 
     def silence(self, rank: Rank) -> None:
         """A worker is cut off; when it is back it learns that its shards are others' now."""
@@ -274,9 +292,9 @@ streams = st.builds(
     attempts=st.integers(1, 3),
     timeout=st.just(TIMEOUT),
 )
-TAKE, LEARN, SAVE, BEGIN, MASTER, SILENCE, EXTEND, NEXT, RETURN = range(9)
+TAKE, LEARN, SAVE, BEGIN, MASTER, SILENCE, EXTEND, NEXT, RETURN, SETTLE = range(10)
 kinds = st.sampled_from(
-    [TAKE] * 4 + [LEARN] * 4 + [SAVE] * 2 + [BEGIN, MASTER, SILENCE, EXTEND, NEXT, RETURN]
+    [TAKE] * 4 + [LEARN] * 4 + [SAVE] * 2 + [BEGIN, MASTER, SILENCE, EXTEND, NEXT, RETURN, SETTLE]
 )
 programs = st.lists(
     st.tuples(kinds, st.integers(0, 5), st.integers(1, 12)), min_size=30, max_size=60
@@ -291,7 +309,10 @@ rotten = st.frozensets(st.tuples(st.integers(0, 2), st.integers(0, 60)), max_siz
 def test_every_sample_counts_once(spec, program, bad) -> None:
     job = Job(spec, bad)
     for kind, a, b in program:
-        job.do(kind, a, b)
+        if kind == SETTLE:
+            job.settle(b)
+        else:
+            job.do(kind, a, b)
     job.acknowledge()
     assert job.model == job.expected()
     gone = {place for place in bad if place in all_samples(job)}

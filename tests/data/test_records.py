@@ -14,7 +14,7 @@ from dlrover.data.records import Records
 from dlrover.data.services import LocalService
 from dlrover.errors import ConfigurationError, InfrastructureError, UserCodeError
 from dlrover.spec.requests import Unanswered
-from dlrover.spec.requests.shards import ShardReply, Span
+from dlrover.spec.requests.shards import SettleShards, ShardReply, Span
 
 
 class Rotten(list):
@@ -425,3 +425,71 @@ def test_an_epoch_may_wait_for_what_others_have_taken(read, monkeypatch, patient
     assert first not in got
     assert len(got) == len(set(got))
     assert (len(got) == 99) == patient
+
+
+@pytest.mark.slow
+def test_a_stored_checkpoint_is_left_out_of_later_ones_so_that_they_stay_small(
+    read, monkeypatch
+) -> None:
+    shared = LocalService()
+    monkeypatch.setattr(services, "connect", lambda: shared)
+    monkeypatch.setattr(records, "SETTLED", 20)
+    monkeypatch.setattr(client, "REPORT_INTERVAL", 0.02)
+    readers = [read(shard=1, epochs=40) for _ in range(2)]
+    seen: Counter[int] = Counter()
+
+    def samples(data: Records) -> Iterator[int]:
+        for _ in data.until_end():
+            yield from data
+
+    def states() -> list[dict]:
+        return [
+            {**data.state_dict(), "rank": rank, "world_size": 2}
+            for rank, data in enumerate(readers)
+        ]
+
+    def learn(count: int) -> None:
+        for _ in range(count):
+            seen.update(next(loop) for loop in loops)
+
+    loops = [samples(data) for data in readers]
+    learn(3)
+    assert not readers[0].commits
+    early = states()
+    learn(600)
+    assert readers[0].commits, "what a rank saves of its own has become large"
+    large, stored = states(), Counter(seen)
+    readers[0].commit_rank_states(large)
+    readers[0].commit_rank_states(early)  # late
+    learn(100)
+    small, then = states(), Counter(seen)
+    for before, after in zip(large, small, strict=True):
+        assert len(after["acknowledged"]) < len(before["acknowledged"]) / 2
+    for data in readers:
+        data.close()
+    for saved, learned in ((small, then), (large, stored)):
+        shared = LocalService()
+        again = read(shard=7, epochs=40)
+        again.load_rank_states(saved)
+        learned.update(everything(again))
+        assert learned == dict.fromkeys(range(100), 40)
+
+
+def test_a_checkpoint_from_before_a_restore_is_not_left_out(read, monkeypatch) -> None:
+    """The restore may have undone what it contains."""
+    monkeypatch.setattr(records, "SETTLED", 0)
+    asked: list[object] = []
+    ask = LocalService.ask
+    monkeypatch.setattr(LocalService, "ask", lambda self, it: (asked.append(it), ask(self, it))[1])
+    data = read(shard=10)
+    samples = iter(data)
+    start = data.state_dict()
+    for _ in range(30):
+        next(samples)
+    undone = data.state_dict()
+    data.load_state_dict(start)
+    next(iter(data))
+    data.commit_rank_states([undone])
+    assert not any(isinstance(request, SettleShards) for request in asked)
+    data.commit_rank_states([data.state_dict()])
+    assert any(isinstance(request, SettleShards) for request in asked)

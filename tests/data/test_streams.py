@@ -321,6 +321,10 @@ def test_a_job_that_begins_again_without_a_checkpoint_does_not_skip(read, monkey
         ("kafka://host:9092,other:99999/topic", "wrong port"),
         ("redis://host:6379,other:6379/0?stream=a", "names 2 hosts; one is accepted"),
         ("redis://user:secret#1@host/0?stream=a", "wrong port"),
+        ("redis://user:6/secret@host/0?stream=a", "an @ behind its host: special characters"),
+        ("redis://user:6?secret@host/0?stream=a", "an @ behind its host: special characters"),
+        ("redis://user:6#secret@host/0?stream=a", "an @ behind its host: special characters"),
+        ("redis://user:p@6/secret@host/0?stream=a", "an @ behind its host: special characters"),
         ("redis://[::1/0?stream=a", "wrong host in brackets"),
         ("redis://host/0?stream=a#b", "has a # in it; write %23"),
         (

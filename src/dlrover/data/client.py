@@ -18,6 +18,7 @@ from dlrover.errors import ConfigurationError, InfrastructureError, UserCodeErro
 from dlrover.spec.requests import Unanswered
 from dlrover.spec.requests.shards import (
     MAX_ERROR,
+    MAX_SETTLED,
     MAX_SPANS,
     MAX_WANT,
     DataSpec,
@@ -26,6 +27,7 @@ from dlrover.spec.requests.shards import (
     ForgetWorker,
     Incarnation,
     OpenShards,
+    SettleShards,
     ShardReply,
     ShardRequest,
     Span,
@@ -84,11 +86,11 @@ class ShardClient:
         self._seconds_ahead = ahead
         self._service = service
         self._name, self._report_interval = reader or Reader(f"{rank}-{uuid.uuid4().hex[:12]}")
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._changed = threading.Condition()
         # ---- _changed guards all of the following
-        # claimed: neither acknowledged nor put back
-        self._acknowledged, self._claimed = Spans(), Spans()
+        # claimed: neither acknowledged nor put back; settled: not among this worker's acknowledged ones any more
+        self._acknowledged, self._claimed, self._settled = Spans(), Spans(), b""
         self._ready, self._lent = deque[Span](), deque[Span]()
         """Leased samples that are not taken yet, and taken samples that are not claimed yet."""
         self._ahead, self._fewest = 0, FEWEST
@@ -322,8 +324,26 @@ class ShardClient:
             self._exhausted = self._complete = self._between = False
             self._changed.notify_all()
 
-    def acknowledged(self) -> bytes:
-        """Return what this worker has handed to the training, packed.
+    @property
+    def spans(self) -> int:
+        """Number of spans of samples that this worker has handed to the training and has to save."""
+        with self._changed:
+            return self._acknowledged.spans
+
+    def settle(self, acknowledged: bytes) -> None:
+        """Report what a stored checkpoint of this incarnation contains: packed `Spans`. For another thread."""
+        if len(acknowledged) > MAX_SETTLED:
+            return
+        asking = self._service.another()
+        try:
+            reply = asking.ask(SettleShards(self._spec.name, self.incarnation, acknowledged))
+        finally:
+            asking.close()
+        if isinstance(reply, Unanswered):  # the next stored checkpoint will do
+            logger.debug("A checkpoint is not settled: %s", reply.refused or reply.away)
+
+    def acknowledged(self) -> tuple[bytes, bytes]:
+        """Return what this worker has handed to the training, and what is settled for all workers, packed.
 
         Raises:
             InfrastructureError: its shards were leased to others, or may have been after a long silence.
@@ -338,7 +358,7 @@ class ShardClient:
                     f"The master was not reached for {_now() - self._renewed:.0f} s; the shards of"
                     f" {self._spec.name} that this worker has may belong to others by now."
                 )
-            return self._acknowledged.packed()
+            return self._acknowledged.packed(), self._settled
 
     def _silent(self) -> float:
         """Return the time since the last answered report was first sent, as a fraction of the timeout."""
@@ -403,7 +423,7 @@ class ShardClient:
         if not self._grown or self._closing:
             return None
         ends, self._grown = self._grown, ()
-        return ExtendShards(self._spec.name, self._incarnation, ends)
+        return ExtendShards(self._spec.name, self.incarnation, ends)
 
     def _note_extended(self, request: ExtendShards, reply: ShardReply | None) -> None:
         limits = self._spec.limits
@@ -444,7 +464,7 @@ class ShardClient:
         return TakeShards(
             self._spec.name,
             self._name,
-            self._incarnation,
+            self.incarnation,
             self._seq,
             self._epoch + self._between,
             min(want, MAX_WANT),
@@ -499,6 +519,10 @@ class ShardClient:
             if request.epoch == self._epoch and not self._failed:
                 self._exhausted, self._complete = reply.exhausted, reply.complete
             self._others_starve = reply.others_starve
+            if reply.settled:
+                self._settled = reply.settled
+                for span in Spans.unpacked(reply.settled):
+                    self._acknowledged.remove(span)
             for skipped in reply.skipped:
                 self._note_skipped(skipped.span, skipped.error)
             self._changed.notify_all()

@@ -19,7 +19,14 @@ from dlrover.data.client import Reader, ShardClient
 from dlrover.data.machine import order
 from dlrover.data.machine.partition import epoch_size
 from dlrover.data.machine.spans import Part, Spans
-from dlrover.data.machine.state import NO_READER, RankData, began, count, merged
+from dlrover.data.machine.state import (
+    NO_READER,
+    RankData,
+    began,
+    began_as,
+    count,
+    merged,
+)
 from dlrover.data.sources.blocks import InBlocks, shard_of
 from dlrover.data.sources.stream import Stream
 from dlrover.data.streamed import StreamReader
@@ -33,6 +40,8 @@ SHARDS = 1000
 """Minimum number of shards in a dataset, unless the shard size is set."""
 LARGEST = 1000
 """Maximum number of samples in a shard, unless the shard size is set."""
+SETTLED = 10_000
+"""Spans that a rank saves of its own until it asks to leave out what a stored checkpoint contains."""
 CALL_BITS = 20
 """Bits of an incarnation's number below that of the call of a restartable function."""
 _OPENED: dict[str, tuple[int, weakref.ref[Any], Incarnation]] = {}
@@ -450,8 +459,8 @@ class Records(Generic[Sample_co]):
         rank, world_size = services.world()
         if services.serves():
             rank = NO_READER
-        acknowledged = self._client.acknowledged() if self._client is not None else b""
-        stream = self._stream
+        client, stream = self._client, self._stream
+        acknowledged, settled = client.acknowledged() if client is not None else (b"", b"")
         return RankData(
             name=self._spec.name,
             size=self._spec.size,
@@ -461,6 +470,8 @@ class Records(Generic[Sample_co]):
             epoch=self.epoch,
             base=self._base,
             acknowledged=acknowledged,
+            settled=settled,
+            incarnation=None if client is None else client.incarnation,
             begins=self._spec.begins,
             limits=self._spec.limits,
             samples_before=0 if stream is None else stream.samples_before,
@@ -495,16 +506,27 @@ class Records(Generic[Sample_co]):
 
     @property
     def commits(self) -> bool:
-        """True if the stream's address has a group, to which stored checkpoints are committed."""
+        """True if `commit_rank_states` is of use: for a group in the stream's address, or for a smaller state."""
+        return self._has_group or (self._client is not None and self._client.spans > SETTLED)
+
+    @property
+    def _has_group(self) -> bool:
         return self._stream is not None and self._stream.has_group
 
     def commit_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Commit a stored checkpoint's offsets to the stream's group; ``states`` are those of all ranks.
 
-        A `Checkpointer` calls this in rank 0, in a thread of its own. Errors are logged.
+        If they have become large, later states leave out what this checkpoint contains. A `Checkpointer` calls this in
+        rank 0, in a thread of its own. Errors are logged.
         """
-        if self._stream is not None and self.commits:
+        if self._stream is not None and self._has_group:
             self._stream.commit(states, self._spec)
+        client = self._client
+        if client is None or client.spans <= SETTLED:
+            return
+        # A checkpoint of an earlier incarnation may contain what a restore has undone.
+        if began_as(states) == {client.incarnation}:
+            client.settle(merged(states, self._spec)[0].packed())
 
 
 def acknowledged(states: Sequence[Mapping[str, Any]]) -> Spans:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 TRAINING = 0
 """The type of tasks that train."""
+_PACKED = ("acknowledged", "base", "settled")
+"""Fields of a state that are bytes."""
 KINDS = ("", "text", "table")
 """Accepted kinds of storage. ``text`` shuffles records; the others shuffle shards."""
 
@@ -158,16 +160,14 @@ class ShardingClient:
     def get_shard_checkpoint(self) -> str:
         """Return what this worker has reported, as JSON; each rank saves its own."""
         state = self._records.state_dict()
-        return json.dumps(
-            {**state, "acknowledged": state["acknowledged"].hex(), "base": state["base"].hex()}
-        )
+        return json.dumps({**state, **{key: state[key].hex() for key in _PACKED}})
 
     def restore_shard_from_checkpoint(self, shard_checkpoint: str | Sequence[str]) -> bool:
         """Continue from a checkpoint of one worker, or from those of all ranks that saved; return True."""
         texts = [shard_checkpoint] if isinstance(shard_checkpoint, str) else shard_checkpoint
         states = [json.loads(text) for text in texts]
         for state in states:
-            for key in ("acknowledged", "base"):
+            for key in state.keys() & set(_PACKED):  # an earlier version has not all of them
                 state[key] = bytes.fromhex(state[key])
         with self._lock:
             self._records.load_rank_states(states)

@@ -19,12 +19,14 @@ from dlrover.data.machine.partition import Partition, epoch_size, partitions_of
 from dlrover.data.machine.spans import Spans
 from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.spec.requests.shards import (
+    MAX_SETTLED,
     DataSpec,
     ExtendShards,
     FailedSpan,
     Incarnation,
     LookShards,
     OpenShards,
+    SettleShards,
     ShardReply,
     ShardRequest,
     Skipped,
@@ -74,6 +76,8 @@ class ShardWorker:
     seq: int = -1
     #: True if it waits and its last request got nothing
     starves: bool = False
+    #: what it knows to be settled
+    settled: bytes = b""
     reply: ShardReply = field(default_factory=ShardReply)
 
 
@@ -85,6 +89,8 @@ class ShardQueue:
     incarnation: Incarnation = field(default_factory=Incarnation)
     #: samples that were acknowledged when this incarnation began
     base: bytes = b""
+    #: samples that a stored checkpoint of this incarnation contains, so that no worker has to save them as its own
+    settled: bytes = b""
     partitions: dict[int, Partition] = field(default_factory=dict)
     workers: dict[str, ShardWorker] = field(default_factory=dict)
     #: dead or silent workers, whose shards went to others
@@ -134,6 +140,8 @@ class ShardQueue:
             if event.incarnation != self.incarnation:
                 raise ProtocolError(_begun_anew(event.data))
             self._extend(event)
+        elif isinstance(event, SettleShards):
+            self._settle(event)
         else:
             self._forget(event.worker)
         return self._out
@@ -175,6 +183,7 @@ class ShardQueue:
         spec = self._settled(event.spec) if again else event.spec
         partitions = partitions_of(spec, acknowledged)
         self.spec, self.incarnation, self.base = spec, event.incarnation, event.acknowledged
+        self.settled = b""
         self.partitions = partitions
         self.workers, self.dropped, self.tries, self.skipped = {}, set(), {}, []
         for deadly in self.deadly:
@@ -221,7 +230,9 @@ class ShardQueue:
             self._reply(event.epoch, spans),
             skipped=skipped,
             others_starve=self._others_starve(worker),
+            settled=b"" if worker.settled == self.settled else self.settled,
         )
+        worker.settled = self.settled
         self._answer(worker.reply)
 
     def _check(self, event: TakeShards, worker: ShardWorker) -> None:
@@ -309,6 +320,19 @@ class ShardQueue:
             limit = self.spec.limits[number] if self.spec.limits else end
             partition.end = max(partition.end, min(end, limit))
         self._answer(self._reply(0, ()))
+
+    def _settle(self, event: SettleShards) -> None:
+        if event.incarnation != self.incarnation:
+            raise ProtocolError(_begun_anew(event.data))
+        settled = Spans.unpacked(
+            self.settled
+        )  # workers have left it out, also if this checkpoint is an older one
+        for span in Spans.unpacked(event.acknowledged):
+            settled.add(span)
+        packed = settled.packed()
+        if len(packed) <= MAX_SETTLED:
+            self.settled = packed
+        self._answer(ShardReply())
 
     def _look(self) -> None:
         epoch = 0 if self.is_stream else self._first_open_epoch()

@@ -30,8 +30,9 @@ class Ranges:
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(zip(self._starts, self._stops, strict=True))
 
-    def __bool__(self) -> bool:
-        return bool(self._starts)
+    def __len__(self) -> int:
+        """Number of ranges."""
+        return len(self._starts)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ranges) and list(self) == list(other)
@@ -119,6 +120,11 @@ class Spans:
         for partition in sorted(self.partitions):
             for start, stop in self.partitions[partition]:
                 yield Span(partition, start, stop)
+
+    @property
+    def spans(self) -> int:
+        """Number of spans."""
+        return sum(map(len, self.partitions.values()))
 
     @property
     def count(self) -> int:

@@ -14,7 +14,7 @@ import msgspec
 from dlrover._util import decoding
 from dlrover.data.machine.spans import Spans
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.spec.requests.shards import DataSpec
+from dlrover.spec.requests.shards import DataSpec, Incarnation
 
 NO_READER = -1
 """Rank of a parameter server, whose part is empty: it reads no data."""
@@ -34,7 +34,11 @@ class RankData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     base: bytes
     """Samples that all ranks began with (packed `Spans`)."""
     acknowledged: bytes
-    """Samples that this rank has handed to the training since (packed `Spans`)."""
+    """Samples that this rank has handed to the training since, without those that are settled (packed `Spans`)."""
+    settled: bytes = b""
+    """Samples of all ranks in a stored checkpoint of the same incarnation (packed `Spans`)."""
+    incarnation: Incarnation | None = None
+    """Incarnation of the readers that handed them out; None if this rank had not begun to read."""
     begins: tuple[int, ...] = ()
     """For a stream: where each partition began for this job."""
     limits: tuple[int, ...] = ()
@@ -77,6 +81,11 @@ def merged(states: Sequence[Mapping[str, Any]], spec: DataSpec) -> tuple[Spans, 
         raise InfrastructureError(
             f"The ranks of this checkpoint began with different samples of the data set {first.name}."
         )
+    return _united(parts), min(part.epoch for part in parts)
+
+
+def _united(parts: Sequence[RankData]) -> Spans:
+    first = parts[0]
     acknowledged = Spans.unpacked(first.base)
     for part in parts:
         for span in Spans.unpacked(part.acknowledged):
@@ -86,13 +95,21 @@ def merged(states: Sequence[Mapping[str, Any]], spec: DataSpec) -> tuple[Spans, 
                     f" partition {span.partition} of the data set {first.name}."
                 )
             acknowledged.add(span)
-    return acknowledged, min(part.epoch for part in parts)
+    for settled in {part.settled for part in parts}:
+        for span in Spans.unpacked(settled):
+            acknowledged.add(span)
+    return acknowledged
 
 
 def began(states: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return where a stream's partitions began and end for the job, from one checkpoint's states."""
     first = max(map(_decoded, states), key=lambda part: len(part.begins))
     return first.begins, first.limits
+
+
+def began_as(states: Sequence[Mapping[str, Any]]) -> set[Incarnation]:
+    """Return the incarnations of the readers of one checkpoint's states."""
+    return {part.incarnation for part in map(_decoded, states) if part.incarnation is not None}
 
 
 def count(states: Sequence[Mapping[str, Any]]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from datetime import datetime
 from typing import Any
 
@@ -10,7 +11,7 @@ from dlrover.data.sources.stream import TIMEOUT, Address, Bounds, Broker, Fetche
 from dlrover.errors import ConfigurationError
 
 _WAIT = 1.0
-"""Seconds of one wait for messages."""
+"""Seconds of one wait for a full request."""
 logger = logging.getLogger(__name__)
 
 
@@ -110,10 +111,12 @@ class Kafka(Broker):
         if self._at != (partition, start):
             consumer.assign([self._kafka.TopicPartition(self._topic, partition, start)])
         found: list[Message] = []
-        at = start
+        at, until = start, time.monotonic() + TIMEOUT
         while at < stop and len(found) < most:
             got = consumer.consume(min(most - len(found), stop - at), _WAIT)
-            if not got:
+            if got:
+                until = time.monotonic() + TIMEOUT
+            elif time.monotonic() > until:
                 self._at = (-1, -1)
                 raise TimeoutError("the messages that it has do not come")
             for message in got:

@@ -7,16 +7,19 @@ import contextlib
 import re
 import threading
 from collections.abc import Coroutine
+from concurrent import futures
 from datetime import datetime, timezone
 from typing import Any, TypeVar
 
 from dlrover.data.sources.stream import TIMEOUT, Address, Bounds, Broker, Fetched, Message
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, InfrastructureError
 
-_WAIT = 1.0
+_WAIT = TIMEOUT
 """Seconds that messages may take which the server reports as available."""
 _INACTIVE = 300.0
-"""Seconds after which the server forgets a reader that died."""
+"""Seconds after which the server forgets a reader that died, or asked for nothing."""
+_NOWHERE = -1
+"""Place of a reader that cannot go on."""
 _OURS = "DLRover: where the last stored checkpoint ends"
 """Description of the consumers that show a job's progress."""
 Result = TypeVar("Result")
@@ -41,7 +44,13 @@ class Nats(Broker):
             )
         self._streams = address.names(address.path, "a stream as its path")
         self._subject = address.option("subject")
-        self.transient = (OSError, TimeoutError, nats.errors.Error, errors.ServiceUnavailableError)
+        self.transient = (
+            OSError,
+            asyncio.TimeoutError,  # another class than the next one before Python 3.11
+            futures.TimeoutError,
+            nats.errors.Error,
+            errors.ServiceUnavailableError,
+        )
         self.hopeless = (
             nats.errors.AuthorizationError,
             errors.NotFoundError,
@@ -50,6 +59,8 @@ class Nats(Broker):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: Any = None
         self._readers: dict[int, _Consumer] = {}
+        self._created: dict[str, Any] = {}
+        """By stream: when it was created."""
 
     @property
     def identity(self) -> str:
@@ -67,20 +78,26 @@ class Nats(Broker):
     async def _bounds(self) -> list[Bounds]:
         found = []
         for stream in self._streams:
-            state = (await (await self._jetstream()).stream_info(stream)).state
-            found.append(Bounds(max(1, state.first_seq), state.last_seq + 1))
+            info = await (await self._jetstream()).stream_info(stream)
+            if self._created.setdefault(stream, info.created) != info.created:
+                raise InfrastructureError(
+                    f"The stream {stream} of {self.address} was deleted and created again while it was read."
+                )
+            found.append(Bounds(max(1, info.state.first_seq), info.state.last_seq + 1))
         return found
 
     async def _fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
-        jetstream = await self._jetstream()
-        stream = self._streams[partition]
-        reader = self._readers.get(partition)
-        if reader is None or reader.at != start:
-            if reader is not None:
-                await reader.end()
-            reader = await _Consumer.begin(jetstream, stream, self._subject, start)
-            self._readers[partition] = reader
-        got, reached = await reader.read(stop, most)
+        from nats.js import errors  # noqa: PLC0415 - only if there is such a source
+
+        reader = await self._reader(partition, start)
+        try:
+            got, reached = await reader.read(stop, most)
+        except (
+            errors.NotFoundError
+        ):  # forgotten after a pause; if the stream is gone, the next one is refused
+            reader.at = _NOWHERE
+            reader = await self._reader(partition, start)
+            got, reached = await reader.read(stop, most)
         messages = [
             Message(
                 partition,
@@ -91,8 +108,19 @@ class Nats(Broker):
             )
             for m in got
         ]
-        state = (await jetstream.stream_info(stream)).state
-        return Fetched(messages, reached, max(start, state.first_seq))
+        info = await (await self._jetstream()).stream_info(self._streams[partition])
+        return Fetched(messages, reached, max(start, info.state.first_seq))
+
+    async def _reader(self, partition: int, start: int) -> _Consumer:
+        """Return the reader that goes on at an offset, or a new one from there on."""
+        reader = self._readers.get(partition)
+        if reader is None or reader.at != start:
+            if reader is not None:
+                await reader.end()
+            jetstream, stream = await self._jetstream(), self._streams[partition]
+            reader = await _Consumer.begin(jetstream, stream, self._subject, start)
+            self._readers[partition] = reader
+        return reader
 
     def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
         """Return the offsets by the time at which the server received the messages."""
@@ -161,13 +189,24 @@ class Nats(Broker):
             elif self.address.user:
                 credentials = {"token": self.address.user}
             scheme = self.address.scheme
-            self._connection = await nats.connect(
-                [f"{scheme}://{server}" for server in self.address.servers.split(",")],
-                connect_timeout=int(TIMEOUT),
-                allow_reconnect=False,
-                error_cb=_quiet,
-                **credentials,
-            )
+            client = nats.NATS()
+            try:
+                await client.connect(
+                    [f"{scheme}://{server}" for server in self.address.servers.split(",")],
+                    connect_timeout=int(TIMEOUT),
+                    allow_reconnect=False,
+                    error_cb=_quiet,
+                    **credentials,
+                )
+            except (
+                BaseException
+            ) as error:  # the client leaves a connection open that was not answered
+                with contextlib.suppress(Exception):
+                    await client.close()
+                if "authorization violation" in str(error).lower():  # of no class of its own
+                    raise nats.errors.AuthorizationError from None
+                raise
+            self._connection = client
         return self._connection.jetstream(timeout=TIMEOUT)
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -207,7 +246,10 @@ class Nats(Broker):
 class _Consumer:
     """A consumer on the server: messages from ``at`` on, in order."""
 
-    def __init__(self, subscription: Any, at: int) -> None:
+    def __init__(
+        self, jetstream: Any, consumer: tuple[str, str], subscription: Any, at: int
+    ) -> None:
+        self._jetstream, self._consumer = jetstream, consumer
         self._subscription, self.at = subscription, at
 
     @classmethod
@@ -228,24 +270,26 @@ class _Consumer:
             filter_subject=subject or None,
         )
         info = await jetstream.add_consumer(stream, config=config)
-        return cls(await jetstream.pull_subscribe_bind(info.name, stream), start)
+        subscription = await jetstream.pull_subscribe_bind(info.name, stream)
+        return cls(jetstream, (stream, info.name), subscription, start)
 
     async def read(self, stop: int, most: int) -> tuple[list[Any], int]:
         """Return messages up to offset ``stop``, and the offset up to which there are no others."""
         import nats  # noqa: PLC0415 - only if there is such a source
 
         got: list[Any] = []
-        pending = (await self._subscription.consumer_info()).num_pending
-        if pending:
+        asked = min(most, stop - self.at, (await self._subscription.consumer_info()).num_pending)
+        if asked:
             try:
-                got = await self._subscription.fetch(min(most, stop - self.at, pending), _WAIT)
+                got = await self._subscription.fetch(asked, _WAIT)
             except nats.errors.TimeoutError:
                 raise TimeoutError("the messages that it has do not come") from None
         last = got[-1].metadata if got else None
         self.at = last.sequence.stream + 1 if last is not None else stop
         all_there = last is None or last.num_pending == 0 or self.at >= stop
         reached = stop if all_there else self.at
-        self.at = max(self.at, reached)
+        # The rest may be on its way: it would come here later, and the server counts it as read.
+        self.at = max(self.at, reached) if len(got) >= asked else _NOWHERE
         return [m for m in got if m.metadata.sequence.stream < stop], reached
 
     async def first(self, default: int) -> int:
@@ -258,9 +302,8 @@ class _Consumer:
     async def end(self) -> None:
         """Remove the consumer from the server."""
         with contextlib.suppress(Exception):
-            info = await self._subscription.consumer_info()
             await self._subscription.unsubscribe()
-            await self._subscription._js.delete_consumer(info.stream_name, info.name)  # noqa: SLF001
+            await self._jetstream.delete_consumer(*self._consumer)
 
 
 def _turn(loop: asyncio.AbstractEventLoop) -> None:

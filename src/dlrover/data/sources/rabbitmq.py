@@ -19,7 +19,7 @@ _FILLED = 5.0
 _EMPTY = 1.0
 """Seconds after which a queue that has shown no message yet counts as empty."""
 _QUIET = 0.05
-"""Seconds without a message after which a chunk counts as complete."""
+"""Seconds without a message after which a chunk counts as complete, once it has what was there before."""
 _CHUNK = 5000
 """Maximum number of messages in a chunk."""
 _REFUSED = {403, 404, 405, 406}
@@ -32,11 +32,16 @@ class RabbitMq(Broker):
     def __init__(self, address: Address) -> None:
         import pika  # noqa: PLC0415 - only if there is such a source
         from pika import exceptions  # noqa: PLC0415
+        from pika.adapters.utils import connection_workflow  # noqa: PLC0415
 
         super().__init__(address)
         address.accept("vhost")
         self._queues = address.names(address.path, "a queue as its path")
-        self.transient = (OSError, exceptions.AMQPError)
+        self.transient = (
+            OSError,
+            exceptions.AMQPError,
+            connection_workflow.AMQPConnectorException,
+        )
         self.hopeless = (
             exceptions.ProbableAuthenticationError,
             exceptions.AuthenticationError,
@@ -56,7 +61,7 @@ class RabbitMq(Broker):
         )
         self._connection: Any = None
         self._ends: dict[int, int] = {}
-        """Minimum end of each queue that has shown a message."""
+        """End of each queue that has shown a message."""
 
     @property
     def identity(self) -> str:
@@ -70,13 +75,12 @@ class RabbitMq(Broker):
         """
         found = []
         for number in range(len(self._queues)):
-            patience = _FILLED if number in self._ends else _EMPTY
-            last = self._read(number, "last", _CHUNK, at_once=True, patience=patience)
+            last = self._read(number, "last", _CHUNK, at_once=True)
             if not last:
                 found.append(Bounds(0, 0))
                 continue
-            self._ends[number] = max(last[-1].offset + 1, self._ends.get(number, 0))
-            (first,) = self._read(number, "first", 1)
+            self._ends[number] = last[-1].offset + 1
+            first = self._read(number, "first", 1)[0]
             found.append(Bounds(first.offset, self._ends[number]))
         return found
 
@@ -84,7 +88,7 @@ class RabbitMq(Broker):
         """Return the offsets by the broker's write time, which has whole chunks and whole seconds."""
         found = []
         for number, (_, end) in enumerate(bounds):
-            message = self._read(number, when, 1, at_once=True, patience=_EMPTY)
+            message = self._read(number, when, 1, at_once=True)
             found.append(message[0].offset if message else end)
         return found
 
@@ -106,16 +110,15 @@ class RabbitMq(Broker):
         stop: int = 1 << 63,
         *,
         at_once: bool = False,
-        patience: float = _FILLED,
     ) -> list[Message]:
         """Return ``count`` messages, or those up to ``stop``; fewer only if ``at_once`` is True.
 
-        ``patience``: seconds for the first message; with `_EMPTY` there may be none.
-
-        No message is acknowledged, so that the broker sends at most ``count`` of them, and none is left to be
-        rejected at the end, which a stream cannot do.
+        There are more if the broker sends a whole chunk at once. No message is acknowledged, which moves nothing in a
+        stream.
         """
         queue, found = self._queues[partition], list[Message]()
+        end = self._ends.get(partition, 0) if start == "last" else 0
+        patience = _EMPTY if at_once and not end else _FILLED
 
         def take(_: Any, __: Any, properties: Any, body: bytes) -> None:
             offset = (properties.headers or {}).get("x-stream-offset")
@@ -126,19 +129,21 @@ class RabbitMq(Broker):
             found.append(Message(partition, int(offset), body, None, properties.headers))
 
         with self._channel() as channel:
-            channel.basic_qos(prefetch_count=count)
-            channel.basic_consume(queue, take, arguments={"x-stream-offset": start})
+            with self._answered():
+                channel.basic_qos(prefetch_count=count)
+                channel.basic_consume(queue, take, arguments={"x-stream-offset": start})
             until = time.monotonic() + patience
             while len(found) < count and not (found and found[-1].offset >= stop - 1):
                 known = len(found)
                 self._connection.process_data_events(_QUIET)
                 if len(found) > known:
-                    until = time.monotonic() + (_QUIET if at_once else _FILLED)
+                    wait = _QUIET if end and found[-1].offset >= end - 1 else patience
+                    until = time.monotonic() + wait
                 elif time.monotonic() > until:
                     break
             else:
                 return found
-        if at_once and (found or patience == _EMPTY):
+        if at_once and (found or not end):
             return found
         raise TimeoutError("the messages that it has do not come")
 
@@ -148,7 +153,8 @@ class RabbitMq(Broker):
 
         if self._connection is None or self._connection.is_closed:
             self._connection = pika.BlockingConnection(self._parameters)
-        channel = self._connection.channel()
+        with self._answered():
+            channel = self._connection.channel()
         try:
             yield channel
         except pika.exceptions.ChannelClosedByBroker as error:
@@ -158,13 +164,29 @@ class RabbitMq(Broker):
             raise
         finally:
             if channel.is_open:
-                with contextlib.suppress(self.transient[1]):
+                with contextlib.suppress(self.transient[1]), self._answered():
                     channel.close()
+
+    @contextlib.contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Break the connection off if the broker does not answer; without heartbeats, the client would wait for ever."""
+        from pika import exceptions  # noqa: PLC0415 - only if there is such a source
+
+        connection = self._connection._impl  # noqa: SLF001 - as the client's own checker of heartbeats does it
+        why = exceptions.AMQPHeartbeatTimeout(f"no answer within {TIMEOUT:.0f} s")
+        over = connection.ioloop.call_later(
+            TIMEOUT,
+            lambda: connection._terminate_stream(why),  # noqa: SLF001
+        )
+        try:
+            yield
+        finally:
+            connection.ioloop.remove_timeout(over)
 
     def close(self) -> None:
         """Close the connection."""
         if self._connection is not None and self._connection.is_open:
-            with contextlib.suppress(self.transient[1]):
+            with contextlib.suppress(self.transient[1]), self._answered():
                 self._connection.close()
         self._connection = None
 

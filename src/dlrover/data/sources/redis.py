@@ -14,7 +14,7 @@ from dlrover.data.sources.stream import (
     Fetched,
     Message,
 )
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, InfrastructureError
 
 _BITS = 20
 """Bits of an offset for the second part of an id; the first part, mostly milliseconds, is above."""
@@ -69,6 +69,8 @@ class Redis(Broker):
             socket_connect_timeout=TIMEOUT,
         )
         self._length = 0
+        self._added: dict[str, int] = {}
+        """By key: number of entries that it ever had."""
         self._removed: dict[str, tuple[int, int]] = {}
         """By key: number of removed entries, and the offset from which on none was removed then."""
 
@@ -126,7 +128,7 @@ class Redis(Broker):
             entries, info = pipe.execute()
         messages = [
             Message(
-                partition, _offset(entry), {name.decode(): value for name, value in fields.items()}
+                partition, _offset(entry), {_text(name): value for name, value in fields.items()}
             )
             for entry, fields in entries
         ]
@@ -143,7 +145,14 @@ class Redis(Broker):
             raise ConfigurationError(
                 "Redis before 7.0 does not tell what was removed; it is not supported."
             )
-        removed, first = info["entries-added"] - info["length"], _first(info)
+        added = info["entries-added"]
+        if added < self._added.get(key, 0):
+            raise InfrastructureError(
+                f"The stream {key} of {self.address} had {self._added[key]} entries so far and has {added}: it was"
+                " recreated or has lost messages."
+            )
+        self._added[key] = added
+        removed, first = added - info["length"], _first(info)
         known, before = self._removed.get(key, (removed, first))
         left = min(before, first) if known == removed else first
         left = left if removed else 0  # no entry was ever removed
@@ -161,7 +170,7 @@ class Redis(Broker):
                 continue  # the first entry creates the key
             info = self._redis.xinfo_stream(key)
             offset = min(offset, _end(info))  # noqa: PLW2901 - a limit may be behind the last entry
-            groups = {group["name"].decode(): group for group in self._redis.xinfo_groups(key)}
+            groups = {_text(group["name"]): group for group in self._redis.xinfo_groups(key)}
             group = groups.get(self.group)
             if group is not None and group["consumers"]:
                 raise ConfigurationError(
@@ -198,6 +207,11 @@ class Redis(Broker):
     def close(self) -> None:
         """Close the connections."""
         self._redis.close()
+
+
+def _text(name: bytes) -> str:
+    """Return a name, in which other bytes than those of UTF-8 are surrogates, as `os.fsdecode` returns them."""
+    return name.decode(errors="surrogateescape")
 
 
 def _are_chosen(bounds: list[Bounds]) -> bool:

@@ -95,6 +95,13 @@ class Address:
         self.options: dict[str, list[str]] = {}
         for name, value in parse_qsl(self._parts.query, keep_blank_values=True):
             self.options.setdefault(name, []).append(value)
+        behind = (self._parts.path, self._parts.fragment, *self.options)
+        if self._parts.netloc and any("@" in part for part in behind):
+            # A / or ? in a password makes its rest a path or the name of an option, which messages show.
+            raise ConfigurationError(
+                "The address of a stream has an @ behind its host: special characters of a password, and an @ in a name,"
+                " are %-escaped (%40)."
+            )
         if not self.host and self.scheme not in FOLDERS:
             raise ConfigurationError(f"The address {self} names no host.")
         if self._parts.fragment:

@@ -21,6 +21,8 @@ MAX_ERROR = 2000
 """Characters of an error that are kept."""
 MAX_ACKNOWLEDGED = 2 * 1024 * 1024
 """Maximum bytes of the packed spans in a checkpoint."""
+MAX_SETTLED = 256 * 1024
+"""Maximum bytes of the packed spans that a reply repeats to each worker."""
 MAX_PARTITIONS = 10_000
 """Maximum number of partitions in a stream."""
 
@@ -141,13 +143,24 @@ class ForgetWorker(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
     worker: _Name
 
 
+class SettleShards(msgspec.Struct, frozen=True, array_like=True, tag="settle"):
+    """What a stored checkpoint of this incarnation contains. No worker needs to save its own part of it any more."""
+
+    data: _Name
+    incarnation: Incarnation
+    acknowledged: Annotated[bytes, msgspec.Meta(max_length=MAX_SETTLED)]
+    """Samples that the model has learned from: `dlrover.data.machine.spans.Spans`, packed."""
+
+
 class LookShards(msgspec.Struct, frozen=True, array_like=True, tag="look"):
     """Request for the reading progress of a dataset."""
 
     data: _Name
 
 
-ShardRequest: TypeAlias = OpenShards | TakeShards | ExtendShards | ForgetWorker | LookShards
+ShardRequest: TypeAlias = (
+    OpenShards | TakeShards | ExtendShards | SettleShards | ForgetWorker | LookShards
+)
 
 
 class Skipped(msgspec.Struct, frozen=True, array_like=True):
@@ -180,3 +193,5 @@ class ShardReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     """After opening a stream: what the first worker found, which holds for all."""
     packed: bytes = b""
     """For `LookShards`: all acknowledged samples, as `dlrover.data.machine.spans.Spans` packs them."""
+    settled: bytes = b""
+    """What `SettleShards` has reported, if the worker has not got it yet."""

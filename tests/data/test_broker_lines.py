@@ -1,0 +1,223 @@
+"""Brokers behind slow and silent lines, and streams that are made again while they are read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dlrover.data import Message, Stream, feed
+from dlrover.data.feed import Feed
+from dlrover.data.records import Records
+from dlrover.errors import InfrastructureError
+from tests.brokers import (
+    TOPICS,
+    Line,
+    Topic,
+    fresh,
+    kafka_running,
+    nats_topic,
+    rabbitmq_topic,
+    redis_topic,
+    running,
+)
+from tests.services import free_port, program
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+
+
+def number(message: Message) -> int:
+    """The number at the beginning of a message."""
+    value = message.value["n"] if isinstance(message.value, dict) else message.value
+    return int(value.split()[0])
+
+
+@pytest.fixture
+def read() -> Iterator:
+    """Makes data sets of an address and closes them."""
+    made = []
+
+    def make(url: str, **options) -> Records[int]:
+        made.append(Records(Stream(url, decode=number, **options)))
+        return made[-1]
+
+    yield make
+    for data in made:
+        data.close()
+
+
+def by(url: str, port: int, other: int) -> str:
+    """The address with another port."""
+    return url.replace(f":{port}/", f":{other}/")
+
+
+def with_jetstream(port: int, work) -> object:
+    """Do something with a NATS server."""
+    import nats
+
+    async def do() -> object:
+        client = await nats.connect(f"nats://127.0.0.1:{port}")
+        try:
+            return await work(client.jetstream())
+        finally:
+            await client.close()
+
+    return asyncio.run(do())
+
+
+@pytest.mark.parametrize("kind", ["redis", "nats", "rabbitmq"])
+def test_a_broker_that_accepts_and_does_not_answer_is_told(
+    request, read, monkeypatch, kind: str
+) -> None:
+    port = request.getfixturevalue(f"{kind}_port")
+    monkeypatch.setattr(feed, "PATIENCE", 1.0)
+    module = sys.modules[Stream(TOPICS[kind](port).url).broker().__module__]
+    monkeypatch.setattr(module, "TIMEOUT", 1.0)
+    topic = TOPICS[kind](port)
+    topic.send(range(1200))
+    with contextlib.closing(Line(port)) as there:
+        data = iter(read(by(topic.url, port, there.port)))
+        got = [next(data) for _ in range(100)]
+        there.silent = True
+        began = time.monotonic()
+        with pytest.raises(InfrastructureError, match="did not answer for 1 s"):
+            got.extend(data)
+        assert time.monotonic() - began < 30, "no call of a client waits for ever"
+        gc.collect()  # a connection that is left open is a warning
+    assert got == list(range(len(got)))
+
+
+def test_what_nats_sends_slowly_is_read(nats_port: int, read, monkeypatch) -> None:
+    """Messages that come after the client's wait count as delivered on the server, which has no more to send."""
+    from dlrover.data.sources import nats
+
+    monkeypatch.setattr(nats, "_WAIT", 1.0)
+    topic = nats_topic(nats_port)
+    name = topic.url.rpartition("/")[2]
+
+    async def send(jetstream) -> None:
+        for at in range(50):
+            await jetstream.publish(f"{name}.x", b"%d " % at + bytes(10_000))
+
+    with_jetstream(nats_port, send)
+    with contextlib.closing(Line(nats_port, 8192, 0.04)) as there:
+        assert list(read(by(topic.url, nats_port, there.port), until="now")) == list(range(50))
+
+
+def test_a_reader_that_nats_has_forgotten_in_a_pause_begins_again(nats_port: int, read) -> None:
+    topic = nats_topic(nats_port)
+    name = topic.url.rpartition("/")[2]
+    topic.send(range(20))
+    data = iter(read(topic.url))
+    assert [next(data) for _ in range(20)] == list(range(20))
+
+    async def forget(jetstream) -> int:
+        known = await jetstream.consumers_info(name)
+        for consumer in known:
+            await jetstream.delete_consumer(name, consumer.name)
+        return len(known)
+
+    assert with_jetstream(nats_port, forget) == 1
+    topic.send(range(20, 30))
+    assert [next(data) for _ in range(10)] == list(range(20, 30))
+    data.close()
+
+
+def made_again(topic: Topic, before: int, after: int, remove) -> None:
+    """Look at a stream, remove and make it, and look again."""
+    topic.send(range(before))
+    with contextlib.closing(Feed(Stream(topic.url))) as reader:
+        reader.ends((0,))
+        remove()
+        topic.send(range(after))
+        with pytest.raises(InfrastructureError, match=r"again while it was read|was recreated or"):
+            reader.ends((0,))
+
+
+def test_a_stream_of_nats_that_is_made_again_is_told_though_it_is_longer(nats_port: int) -> None:
+    topic = nats_topic(nats_port)
+    name = topic.url.rpartition("/")[2]
+
+    async def again(jetstream) -> None:
+        await jetstream.delete_stream(name)
+        await jetstream.add_stream(name=name, subjects=[f"{name}.*"])
+
+    made_again(topic, 20, 30, lambda: with_jetstream(nats_port, again))
+
+
+def test_a_stream_of_redis_that_is_made_again_is_told_though_its_ids_are_later(
+    redis_port: int,
+) -> None:
+    topic = redis_topic(redis_port)
+    made_again(topic, 20, 10, topic.delete)
+
+
+def test_a_queue_of_rabbitmq_that_is_made_again_is_told(rabbitmq_port: int) -> None:
+    import pika
+
+    topic = rabbitmq_topic(rabbitmq_port)
+
+    def remove() -> None:
+        parameters = pika.ConnectionParameters("127.0.0.1", rabbitmq_port)
+        with contextlib.closing(pika.BlockingConnection(parameters)) as connection:
+            connection.channel().queue_delete(topic.url.rpartition("/")[2])
+
+    made_again(topic, 30, 20, remove)
+
+
+def test_the_end_of_a_queue_that_comes_slowly_is_not_taken_for_an_earlier_one(
+    rabbitmq_port: int, read
+) -> None:
+    import pika
+
+    topic = rabbitmq_topic(rabbitmq_port)
+    name = topic.url.rpartition("/")[2]
+    parameters = pika.ConnectionParameters("127.0.0.1", rabbitmq_port)
+    with contextlib.closing(pika.BlockingConnection(parameters)) as connection:
+        channel = connection.channel()
+        for at in range(400):
+            channel.basic_publish("", name, b"%d " % at + bytes(1000))
+        channel.confirm_delivery()
+        channel.basic_publish("", name, b"400")
+    with contextlib.closing(Line(rabbitmq_port, 8192, 0.1)) as there:
+        got = list(read(by(topic.url, rabbitmq_port, there.port), until="now"))
+    assert got == list(range(401))
+
+
+def test_kafka_may_take_longer_than_a_second(read) -> None:
+    kafka = pytest.importorskip("confluent_kafka")
+    with kafka_running(rtt=1200) as port:
+        producer = kafka.Producer({"bootstrap.servers": f"127.0.0.1:{port}"})
+        for at in range(30):
+            producer.produce("slow", str(at).encode(), partition=0)
+        assert producer.flush(60) == 0
+        assert list(read(f"kafka://127.0.0.1:{port}/slow", until="now")) == list(range(30))
+
+
+def test_an_entry_of_redis_with_bytes_that_are_no_text_is_read(redis_port: int) -> None:
+    import redis
+
+    name = fresh()
+    client = redis.Redis(port=redis_port)
+    client.xadd(name, {b"\xff": b"\xfe", "n": ""})
+    url = f"redis://127.0.0.1:{redis_port}/0?stream={name}"
+    with contextlib.closing(Records(Stream(url, until="now"))) as data:
+        assert list(data) == [{"\udcff": b"\xfe", "n": b""}]
+
+
+@pytest.mark.parametrize("who", ["", "secret@", "me:secret@"])
+def test_credentials_that_nats_refuses_are_told_at_once(tmp_path, read, who: str) -> None:
+    pytest.importorskip("nats")
+    port = free_port()
+    command = [program("nats-server"), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", "data"]
+    with running([*command, "--user", "me", "--pass", "another"], port, tmp_path):
+        began = time.monotonic()
+        with pytest.raises(InfrastructureError, match="AuthorizationError") as told:
+            list(read(f"nats://{who}127.0.0.1:{port}/S"))
+        assert time.monotonic() - began < 30, "it is not waited for"
+    assert "secret" not in str(told.value)
