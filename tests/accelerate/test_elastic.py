@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from dlrover.accelerate import choosing, elastic, strategies, world
+from dlrover.accelerate import auto_accelerate, choosing, elastic, strategies, world
 from dlrover.accelerate.anatomy import analyse
 from dlrover.accelerate.loading import dataloader
 from dlrover.errors import InfrastructureError
@@ -87,3 +87,21 @@ def test_a_loader_continues_where_the_training_was_on_any_number_of_ranks(shuffl
     continued = dataloader(data, arguments, rank=0, ranks=2)
     continued.load_state_dict({"epoch": 1, "batches": 0})
     assert samples(continued) == second[0]
+
+
+def test_the_order_of_excluded_methods_makes_no_other_ladder(monkeypatch) -> None:
+    """That of a set differs from process to process; each rank would ask the master for a ladder of its own."""
+    keys = []
+
+    def agreed(key, plan, *_):
+        keys.append(key)
+        return next(plan(1))[0]
+
+    monkeypatch.setattr(elastic, "agreed", agreed)
+    for excluded in (["fsdp", "native_dynamo"], ["native_dynamo", "fsdp"]):
+        for included in (None, ["zero1", "amp_native"], ["amp_native", "zero1"]):
+            auto_accelerate(
+                Plain(), sample_batch=torch.zeros(1, SEQUENCE), batch_size=8, excluded=excluded,
+                included=included,
+            )  # fmt: skip
+    assert len(set(keys)) == 2

@@ -41,6 +41,11 @@ def test_lists_of_methods(methods, ranks, fields):
     assert strategies.load(methods, ranks) == Strategy(**{"precision": "fp32", **fields})
 
 
+def test_a_set_of_classes_has_the_same_order_on_all_ranks():
+    names = "ABCDEFGHIJKLMNOP"
+    assert strategies.load([("checkpoint", set(names))], 1).blocks == tuple(names)
+
+
 def test_a_rank_takes_its_part_of_a_batch_at_once():
     assert strategies.load(["fsdp"], 4, batch=10).micro_batch == 3
     piped = strategies.load([("parallel_mode", ([("pipe", 2)], None))], 4, batch=64)
@@ -92,6 +97,13 @@ def test_data_parallel_degrees_follow_the_world(given, ranks, found):
         ([("parallel_mode", ([("data", 2)], [1, 0]))], "accepted is None"),
         ([("parallel_mode", ([("tensor", 3)], None))], "must divide the 4 ranks"),
         ([("parallel_mode", ([("zero", 3)], None))], "zero is 3; it must divide the 4 ranks"),
+        ([("parallel_mode", ([("tensor", 0)], None))], "tp is 0, not a positive integer"),
+        ([("parallel_mode", ([("tensor", "2")], None))], "tp is '2', not a positive integer"),
+        ([("parallel_mode", ([("tensor", 2, 1)], None))], "has ('tensor', 2, 1); accepted is (name, size)"),
+        ([("pipeline_parallel", {"size": 0})], "pp is 0, not a positive integer"),
+        ([("tensor_parallel", {"plan": ["*"]})], "plan is ['*']; accepted is a dict"),
+        ([("checkpoint", 5)], "has 5 as the class of a module; accepted are classes and their names"),
+        (b"[" * 100_000, "is not the JSON of a Strategy"),
         (Strategy(tp=3), "it must divide the 4 ranks of this world"),
     ],
 )  # fmt: skip

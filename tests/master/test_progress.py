@@ -84,6 +84,9 @@ def test_the_time_left_is_that_of_the_slowest_at_its_pace_since_its_first_step()
     assert latest.seconds_left() == 300.0
     latest.note(0, messages.Heartbeat(2, 0, (msgspec.structs.replace(told, steps=0),)), 0.0)
     assert latest.seconds_left() is None, "no pace without a step"
+    assert latest.latest_seconds_left() == 300.0, "a strategy is chosen before a round's first step"
+    latest.note(0, messages.Heartbeat(3, 0), 0.0)
+    assert latest.latest_seconds_left() == 300.0
 
 
 def test_two_reports_at_the_same_moment_tell_no_pace() -> None:

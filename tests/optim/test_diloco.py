@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from dlrover.errors import ConfigurationError  # noqa: E402
-from dlrover.optim import AEDiT, DiLoCo  # noqa: E402
+from dlrover.optim import AEDiT, DiLoCo, GroupAdagrad, GroupAdam  # noqa: E402
+from dlrover.optim.adamw import AdamW  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -169,3 +170,119 @@ def test_an_option_that_does_not_go_with_time_is_refused(options, message) -> No
     with pytest.raises(ConfigurationError) as caught:
         AEDiT(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), **options)
     assert str(caught.value) == message
+
+
+def test_small_outer_steps_of_bfloat16_parameters_add_up() -> None:
+    """Else the digits that bfloat16 cuts off would be a change of the replica, which undoes the outer step."""
+    moved = []
+    for dtype in (torch.float32, torch.bfloat16):
+        value = nn.Parameter(torch.ones(4096, dtype=dtype))
+        optimizer = DiLoCo(AdamW([value], lr=4e-5, weight_decay=0.0), interval=5)
+        for _ in range(60):
+            value.grad = torch.ones_like(value)
+            optimizer.step()
+        moved.append(1 - optimizer.state_dict()["state"][0]["local_sgd.shared"].mean().item())
+    assert moved[1] == pytest.approx(moved[0], rel=0.1)
+
+
+@pytest.mark.parametrize("late", ["thawed", "added"])
+def test_a_parameter_that_would_not_be_synchronized_is_refused(late) -> None:
+    first, second = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    second.requires_grad_(False)
+    groups = [first, second] if late == "thawed" else [first]
+    optimizer = DiLoCo(torch.optim.SGD(groups, lr=0.1), interval=2)
+    trained(optimizer, [first], range(3))
+    second.requires_grad_(True)
+    if late == "added":
+        optimizer.add_param_group({"params": [second]})
+    with pytest.raises(
+        ConfigurationError,
+        match=r"^DiLoCo got a parameter of shape \(3,\) that was frozen, or not in",
+    ):
+        trained(optimizer, [first, second], range(1))
+
+
+def test_a_complex_parameter_is_refused() -> None:
+    value = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(ConfigurationError, match="DiLoCo got a complex parameter"):
+        DiLoCo(torch.optim.SGD([value], lr=0.1))
+
+
+@pytest.mark.parametrize("kind", [GroupAdam, GroupAdagrad])
+def test_an_optimizer_that_would_undo_a_sync_is_refused(kind) -> None:
+    with pytest.raises(
+        ConfigurationError, match=f"^DiLoCo got {kind.__name__}, whose next step undoes a sync"
+    ):
+        DiLoCo(kind([nn.Parameter(torch.ones(3))]))
+
+
+def test_a_step_whose_gradients_overflow_counts_and_changes_nothing() -> None:
+    """With a GradScaler, overflows differ from replica to replica, which must make equally many steps."""
+    value = nn.Parameter(torch.zeros(3))
+    optimizer = DiLoCo(torch.optim.SGD([value], lr=0.5), interval=4, outer=outer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(8):
+        optimizer.zero_grad()
+        scaler.scale((value * (float("inf") if step in (1, 6) else 1.0)).sum()).backward()
+        if step == 3:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.syncs == 2
+    assert optimizer.total_steps == 8
+    assert scaler.get_scale() == 2.0
+    assert value.tolist() == [-6.0] * 3  # twice three steps of 0.5, doubled by the outer optimizer
+
+
+def test_states_that_an_outer_optimizer_makes_with_itself_stay() -> None:
+    def adagrad(values):
+        return torch.optim.Adagrad(values, lr=0.5, initial_accumulator_value=0.1)
+
+    value, other = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    optimizer, alone = (
+        DiLoCo(torch.optim.SGD([value], lr=0.1), interval=1, outer=adagrad),
+        adagrad([other]),
+    )
+    for _ in range(3):
+        value.grad, other.grad = torch.ones(3), torch.full((3,), 0.1)
+        optimizer.step()
+        alone.step()
+    torch.testing.assert_close(value, other)
+
+
+@pytest.mark.parametrize("steps", [0, 2, 7])
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_a_training_with_a_warm_up_continues_from_its_state(steps, by_keys) -> None:
+    def make():
+        layers = [nn.Parameter(torch.ones(3, 2))]
+        return layers, DiLoCo(torch.optim.AdamW(layers, lr=0.1), interval=3, warmup=4)
+
+    layers, optimizer = make()
+    trained(optimizer, layers, range(steps))
+    saved = copy.deepcopy((layers, optimizer.state_dict()))
+    others, resumed = make()
+    if (
+        by_keys
+    ):  # DCP makes the inner states of a new optimizer, and loads what its state dict names
+        trained(resumed, others, range(1))
+        names = resumed.state_dict()["state"][0]
+        saved[1]["state"] = {0: {key: saved[1]["state"][0].get(key, names[key]) for key in names}}
+    with torch.no_grad():
+        others[0].copy_(saved[0][0])
+    resumed.load_state_dict(saved[1])
+    trained(optimizer, layers, range(steps, 15))
+    trained(resumed, others, range(steps, 15))
+    assert optimizer.syncs == resumed.syncs == 3
+    if steps or not by_keys:
+        assert torch.equal(layers[0], others[0])
+
+
+def test_a_schedule_acts_after_a_state_was_loaded_into_the_inner_optimizer() -> None:
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0)
+    optimizer = DiLoCo(inner)
+    inner.load_state_dict(copy.deepcopy(inner.state_dict()))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    trained(optimizer, inner.param_groups[0]["params"], [1])
+    schedule.step()
+    assert inner.param_groups[0]["lr"] == 0.5
+    assert optimizer.state is inner.state

@@ -20,6 +20,7 @@ from dlrover.optim import (  # noqa: E402
     AGD,
     AdamW8bit,
     AGD8bit,
+    GroupAdam,
     codes,
     dense,
 )
@@ -450,3 +451,21 @@ def test_a_backward_pass_that_needs_the_values_before_a_step_fails(
     make([value]).step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         outputs.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "option"),
+    [
+        (torch.optim.AdamW, AGD, "delta"),
+        (torch.optim.SGD, AdamW8bit, "betas"),
+        (torch.optim.Adam, GroupAdam, "l1"),
+        (AGD8bit, AdamW8bit, "eps"),
+    ],
+)
+def test_the_state_of_another_kind_of_optimizer_is_refused(saved, loaded, option) -> None:
+    value = nn.Parameter(torch.ones(3))
+    with pytest.raises(ConfigurationError) as caught:
+        loaded([value]).load_state_dict(saved([value]).state_dict())
+    assert str(caught.value) == (
+        f"The state has no {option}, an option of {loaded.__name__}; it must be of the same kind of optimizer."
+    )

@@ -49,6 +49,18 @@ def test_a_warm_up_is_synchronous_training(found) -> None:
         assert syncs == 0
 
 
+def test_in_a_warm_up_replicas_may_use_other_parameters_and_overflow(found) -> None:
+    first, *others = case(found, "a_warm_up_with_unused_parameters_and_overflows")
+    for other in others:  # the fourth step is one of each replica's own
+        assert other["places"][:3] == first["places"][:3]
+        assert other["places"][4] == first["places"][4]
+    # the mean of the gradients 1 to 4 but that of the replica that does not use the parameter; no step by the second
+    assert first["places"][0] == [-2.25, -2.0, -1.75, 0.0]
+    assert first["places"][1] == first["places"][0]
+    assert first["places"][2] == [-4.5, -4.0, -3.5, 0.0]
+    assert (first["syncs"], first["unused"]) == (1, True)
+
+
 def test_four_replicas_are_what_one_process_simulates(found) -> None:
     for replica, simulated in case(found, "several_replicas_are_simulated"):
         assert replica == pytest.approx(simulated, rel=1e-12, abs=1e-14)
@@ -65,6 +77,12 @@ def test_eight_bits_come_to_the_same_and_to_all_replicas(found) -> None:
     }
     assert error["8"] < 0.1
     assert error["8 without feedback"] == 1.0  # all of it is below half a unit in each step
+
+
+def test_what_eight_bits_cut_off_is_not_added_to_other_parts(found) -> None:
+    """That of a part of the size 1000 would be 1e4 times the change of one of the size 1e-4."""
+    _, *errors = case(found, "eight_bits_of_other_parts")
+    assert max(errors[:2]) < 0.05
 
 
 @pytest.mark.parametrize("factor", ["nan", "inf", "1000"])
@@ -108,6 +126,12 @@ def test_replicas_come_and_go(found) -> None:
     assert [len(weights[sync]) for sync in range(1, 10)] == [2, 2, 4, 4, 4, 3, 3, 3, 3]
     assert weights[3][2:] == [0, 0]  # they join
     assert min(weights[4]) > 0.2
+
+
+def test_replicas_with_fragments_end_with_equal_parameters(found) -> None:
+    befores, ends = zip(*case(found, "fragments_end_together"), strict=True)
+    assert befores[0] != befores[1]
+    assert all(end == ends[0] for end in ends)
 
 
 def test_a_replica_five_times_as_slow_makes_fewer_steps_and_stops_nobody(found) -> None:

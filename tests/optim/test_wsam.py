@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from dlrover.errors import ConfigurationError  # noqa: E402
-from dlrover.optim import AGD, WSAM  # noqa: E402
+from dlrover.optim import AGD, WSAM, GroupAdam  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -213,3 +213,33 @@ def test_a_parameter_that_the_second_pass_does_not_use_has_the_gradient_zero_the
     # a = 1: decoupled w - lr g - lr (0 - g), coupled w - lr 0
     torch.testing.assert_close(skipped.detach(), torch.ones(3))
     torch.testing.assert_close(used.detach(), torch.full((3,), 0.5))
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("size", [1.0, 1e-6, 0.0])
+def test_small_gradients_of_float16_are_no_division_by_zero(size, adaptive) -> None:
+    """In float16, the norm of a gradient below 6e-8 is 0, and rho divided by one of 1e-6 is infinite."""
+    start = torch.tensor([1.0, -2.0, 0.5])
+    hessian = size * torch.tensor([1.0, 3.0, 2.0])
+    place = nn.ParameterList([nn.Parameter(start.half())])
+    optimizer = WSAM(place, torch.optim.SGD(place, lr=0.05), RHO, 0.8, adaptive=adaptive)
+
+    def closure():
+        place[0].grad = (hessian * place[0].detach().float()).half()
+
+    optimizer.step(closure)
+    gradient = (hessian * start).half().float()
+    away = gradient * start**2 if adaptive else gradient
+    norm = (gradient * start).norm() if adaptive else gradient.norm()
+    there = hessian * (start + RHO * away / (norm + 1e-12))
+    expected = start - 0.05 * gradient - 0.05 * 4 * (there - gradient)
+    torch.testing.assert_close(place[0].detach().float(), expected, rtol=2e-3, atol=0)
+
+
+def test_group_lasso_is_refused_where_its_next_step_would_undo_this_one() -> None:
+    model = network()
+    with pytest.raises(
+        ConfigurationError, match=r"^decouple is True with GroupAdam, whose next step undoes"
+    ):
+        WSAM(model, GroupAdam(model.parameters()))
+    WSAM(model, GroupAdam(model.parameters()), decouple=False)

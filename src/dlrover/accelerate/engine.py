@@ -208,7 +208,7 @@ def _strategy(  # noqa: PLR0913 - what a choice depends on
 
     task = choosing.StrategyTask(
         anatomy, sequence, batch or ranks,
-        tuple(excluded or ()), None if included is None else tuple(included),
+        tuple(sorted(excluded or ())), None if included is None else tuple(sorted(included)),
     )  # fmt: skip
 
     def cluster(size: int) -> Cluster:

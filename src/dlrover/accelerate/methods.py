@@ -74,6 +74,7 @@ def _parts(item: object) -> tuple[str, Any]:
 def _divided(found: Fields, world_size: int, batch: int) -> Strategy:
     """Divide the ranks that no other method needs among copies and shards."""
     data, sharded = found.pop("data", None), found.pop("sharded", False)
+    Strategy(**found)  # refuses sizes that are no positive integers
     fixed = 1
     for name in ("tp", "pp", "cp"):
         fixed *= found.get(name, 1)
@@ -123,7 +124,14 @@ def _accepted(name: object, accepted: Iterable[str]) -> str:
 
 def _class_names(config: Any) -> tuple[str, ...]:
     classes = config if isinstance(config, tuple | list | set) else (config,)
-    return tuple(item if isinstance(item, str) else item.__name__ for item in classes)
+    for item in classes:
+        if not isinstance(item, str | type):
+            raise ConfigurationError(
+                f"load_strategy has {item!r} as the class of a module; accepted are classes and their names."
+            )
+    names = [item if isinstance(item, str) else item.__name__ for item in classes]
+    # The order of a set is another one on each rank.
+    return tuple(sorted(names) if isinstance(config, set) else names)
 
 
 def _zero(stage: int) -> Callable[[Fields, Any], None]:
@@ -157,7 +165,10 @@ def _parallel_mode(found: Fields, config: Any) -> None:
             f"parallel_mode has the ranks {config[1]!r}; accepted is None: ranks of tensor are nearest, then those"
             " of sequence, data and pipeline."
         )
-    for name, size in config[0]:
+    for item in config[0]:
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise ConfigurationError(f"parallel_mode has {item!r}; accepted is (name, size).")
+        name, size = item
         if name not in SIZES:
             raise ConfigurationError(
                 f"parallel_mode has the name {name!r}; accepted are {', '.join(SIZES)}."
@@ -201,7 +212,12 @@ def _compile(found: Fields, config: Any) -> None:
 
 def _tensor_parallel(found: Fields, config: Any) -> None:
     options = _mapping("tensor_parallel", config, ["plan", "size", "sequence_parallel"])
-    found["tensor_rules"] = tuple(options.get("plan", {}).items())
+    plan = options.get("plan", {})
+    if not isinstance(plan, Mapping):
+        raise ConfigurationError(
+            f"tensor_parallel: plan is {plan!r}; accepted is a dict of patterns of module names and their styles."
+        )
+    found["tensor_rules"] = tuple(plan.items())
     found["sequence_parallel"] = options.get("sequence_parallel", True)
     if "size" in options:
         found["tp"] = options["size"]

@@ -100,7 +100,7 @@ def _of_json(data: bytes, source: str) -> Strategy:
             raise msgspec.ValidationError(f"it is a {type(values).__name__}, not an object")
         _refuse_unknown(values, source)
         return decoding.convert(values, Strategy)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ConfigurationError(f"{source} is not the JSON of a Strategy: {error}.") from error
 
 

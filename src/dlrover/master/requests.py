@@ -226,7 +226,7 @@ class Requests:
         if isinstance(request, ChooseStrategy):
             if services.strategies.has_chosen(request):
                 return services.answer(request, self._clock())
-            left = self._heartbeats.activities.seconds_left()
+            left = self._heartbeats.activities.latest_seconds_left()
             request = msgspec.structs.replace(request, seconds_left=left)
         return self._commits.begin(request, lambda now: services.answer(request, now))
 

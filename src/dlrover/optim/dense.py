@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,9 @@ class Algorithm(Protocol):
 
 class DenseOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     """Base of optimizers whose state is at least float32 and has a ``step`` for each parameter."""
+
+    computes_parameters = False
+    """Whether a step computes the parameters from the state, and so undoes what others have changed since the last one."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], algorithm: Algorithm) -> None:
         self._algorithm = algorithm
@@ -88,9 +92,16 @@ class DenseOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Load a state, with its own types, or float32: PyTorch would convert it to those of the parameters.
 
         Raises:
-            ConfigurationError: it is of a PyTorch optimizer with an option that this one does not have.
+            ConfigurationError: it is of another optimizer, without an option of this one or with one that this one does
+                not have.
         """
         for group in state_dict["param_groups"]:
+            for option in self.defaults:
+                if option not in group:
+                    raise ConfigurationError(
+                        f"The state has no {option}, an option of {type(self).__name__}; it must be of the same kind of"
+                        " optimizer."
+                    )
             for option in ("amsgrad", "maximize"):
                 if group.get(option) and option not in self.defaults:
                     raise ConfigurationError(
@@ -148,18 +159,39 @@ class WrappedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     """Base of optimizers around a base optimizer.
 
     Learning rate schedules, gradient clipping and checkpoints take it for the base optimizer: ``param_groups`` and
-    ``state`` are the same objects.
+    ``state`` are that one's, also after a state was loaded into it directly.
     """
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
-        self.base: Any = None
+        self.computes_parameters: bool = getattr(base, "computes_parameters", False)
+        self.base: Any = SimpleNamespace()  # gets what PyTorch's constructor sets
         super().__init__(base.param_groups, dict(base.defaults))
         self.base = base
-        self._share()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The base optimizer's groups of parameters."""
+        groups: list[dict[str, Any]] = self.base.param_groups
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.base.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The base optimizer's states, by parameter."""
+        return self.base.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.base.state = state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the base optimizer."""
-        if self.base is None:  # PyTorch's constructor adds those that the base optimizer has
+        if isinstance(
+            self.base, SimpleNamespace
+        ):  # PyTorch's constructor adds those that the base optimizer has
             super().add_param_group(param_group)
         else:
             self.base.add_param_group(param_group)
@@ -167,7 +199,3 @@ class WrappedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the base optimizer's state."""
         self.base.load_state_dict(state_dict)
-        self._share()
-
-    def _share(self) -> None:
-        self.param_groups, self.state = self.base.param_groups, self.base.state

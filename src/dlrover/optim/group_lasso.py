@@ -97,7 +97,7 @@ _ADAM = LassoRule(_adam_own, _adam_advance, _adam_divisor)
 
 
 class GroupAdam(DenseOptimizer):
-    """Adam with group lasso. With ``l1 = l2 = l21 = 0`` it is Adam.
+    """Adam with group lasso. Nothing else may change the parameters between steps, as `DiLoCo` would. With ``l1 = l2 = l21 = 0`` it is Adam.
 
     Args:
         params: parameters, or groups of them with options of their own.
@@ -111,6 +111,8 @@ class GroupAdam(DenseOptimizer):
     Raises:
         ConfigurationError: an argument is out of its range.
     """
+
+    computes_parameters = True
 
     def __init__(
         self,
@@ -148,7 +150,7 @@ _ADAGRAD = LassoRule(_adagrad_own, _adagrad_advance, _adagrad_divisor)
 
 
 class GroupAdagrad(DenseOptimizer):
-    """Adagrad with group lasso. With ``l1 = l2 = l21 = 0`` it is Adagrad; ``eps=0`` makes it Group FTRL.
+    """Adagrad with group lasso, in all else as `GroupAdam`. With ``l1 = l2 = l21 = 0`` it is Adagrad; ``eps=0`` makes it Group FTRL.
 
     Args:
         params: parameters, or groups of them with options of their own.
@@ -162,6 +164,8 @@ class GroupAdagrad(DenseOptimizer):
     Raises:
         ConfigurationError: an argument is out of its range.
     """
+
+    computes_parameters = True
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,6 +71,11 @@ class WSAM(WrappedOptimizer):
             raise ConfigurationError(f"gamma is {gamma}; it must be from 0 to below 1.")
         if max_norm is not None and not max_norm > 0:
             raise ConfigurationError(f"max_norm is {max_norm}; it must be more than 0, or None.")
+        if decouple and gamma and getattr(base, "computes_parameters", False):
+            raise ConfigurationError(
+                f"decouple is True with {type(base).__name__}, whose next step undoes what WSAM adds to its steps, because it"
+                " computes the parameters from its states; it must be False."
+            )
         super().__init__(base)
         self._model = model
         self._rho, self._weight = rho, gamma / (1 - gamma)
@@ -106,8 +112,10 @@ class WSAM(WrappedOptimizer):
         factor = self._factor(moved)
         try:
             for each in moved:
-                away = each.grad * each.square() if self._adaptive else each.grad
-                each.add_(away * factor.to(each.dtype))
+                away = each.grad.to(_wide(each))
+                if self._adaptive:
+                    away = away * each.square()
+                each.add_(away * factor.to(away.dtype))
             self._clip()
             gradients = self._keep(self._gradients, [each.grad for each in moved])
             with _frozen_statistics(self._model):
@@ -128,7 +136,9 @@ class WSAM(WrappedOptimizer):
     def _factor(self, moved: list[Tensor]) -> Tensor:
         """Return the factor of the gradient, or with ``adaptive`` of w² g, in e."""
         if self._adaptive:
-            return self._rho / (_norm([each.grad * each for each in moved]) + self._eps)
+            return self._rho / (
+                _norm([each.grad.to(_wide(each)) * each for each in moved]) + self._eps
+            )
         return self._rho / (_norm([each.grad for each in moved]) + self._eps)
 
     def _finish(self, moved: list[Tensor], gradients: list[Tensor]) -> None:
@@ -151,7 +161,7 @@ class WSAM(WrappedOptimizer):
         rates = {each: group["lr"] for group in self.param_groups for each in group["params"]}
         for each, gradient, other in zip(moved, gradients, there, strict=True):
             rate = float(rates[each]) * weight
-            each.sub_(other, alpha=rate).add_(gradient, alpha=rate)
+            each.sub_(other.to(_wide(each)) - gradient, alpha=rate)
             each.grad = other
 
     def _clip(self) -> None:
@@ -167,11 +177,19 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_([local(each) for each in targets], [local(each) for each in sources])
 
 
+def _wide(tensor: Tensor) -> torch.dtype:
+    """Return the type to compute in: norms and factors of 16-bit gradients overflow, or become 0, in their own."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 def _norm(tensors: list[Tensor]) -> Tensor:
-    """Return the norm of all elements together, of all ranks that share spread tensors."""
-    norms = [torch.linalg.vector_norm(each) for each in tensors]
+    """Return the norm of all elements together, of all ranks that share spread tensors, as float32 or wider."""
+    norms = [torch.linalg.vector_norm(each, dtype=_wide(each)) for each in tensors]
     whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in norms]
-    return torch.linalg.vector_norm(torch.stack([each.to(whole[0]) for each in whole]))
+    dtype = functools.reduce(torch.promote_types, [each.dtype for each in whole])
+    return torch.linalg.vector_norm(
+        torch.stack([each.to(whole[0].device, dtype) for each in whole])
+    )
 
 
 @contextlib.contextmanager

@@ -95,6 +95,23 @@ def a_warm_up_is_synchronous_training(rank: int) -> Any:
     return [numbers(model), numbers(other), optimizer.syncs]
 
 
+def a_warm_up_with_unused_parameters_and_overflows(rank: int) -> Any:
+    """Each replica uses other parameters, and none uses the last; the gradients of one overflow in the second step."""
+    values = [nn.Parameter(torch.zeros(2)) for _ in range(4)]
+    optimizer = DiLoCo(torch.optim.SGD(values, lr=1.0), interval=2, warmup=3, outer=sgd_one)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    places = []
+    for step in range(5):
+        optimizer.zero_grad()
+        factor = math.inf if rank == 1 and step == 1 else float(rank + 1)
+        used = [value for number, value in enumerate(values[:3]) if number != rank]
+        scaler.scale(factor * sum(value.sum() for value in used)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        places.append([value[0].item() for value in values])
+    return {"places": places, "syncs": optimizer.syncs, "unused": values[3].grad is None}
+
+
 def several_replicas_are_simulated(rank: int) -> Any:
     """The same by hand: AdamW on each replica, Nesterov momentum on the mean difference."""
     model = network()
@@ -145,6 +162,33 @@ def eight_bits(rank: int) -> Any:
                 optimizer._fragments[0].residuals.__init__()
         found[name] = value.detach().tolist()
     return found
+
+
+def eight_bits_of_other_parts(rank: int) -> Any:
+    """One replica leaves and another one comes: each of the others codes another part of the sum than before."""
+    before, after = dist.new_group([0, 1, 2]), dist.new_group([1, 2, 3])
+    value, size = (
+        nn.Parameter(torch.zeros(3 * 256)),
+        torch.tensor([1e-4, 1e3, 1e-4]).repeat_interleave(256),
+    )
+    group = before
+    optimizer = DiLoCo(
+        torch.optim.SGD([value], lr=1.0), lambda: group, interval=1, outer=sgd_one, bits=8
+    )
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3 if rank < 3 else 0):
+        value.grad = size * torch.rand(3 * 256, generator=generator)
+        optimizer.step()
+    group = after
+    if rank == 3:
+        optimizer.sync()
+        return None
+    if rank == 0:
+        return None
+    start = value.detach().clone()
+    value.grad = size * torch.rand(3 * 256, generator=generator)
+    optimizer.step()
+    return ((start - value.detach() - value.grad).abs() / size).max().item()
 
 
 # ---- replicas that go wrong
@@ -223,6 +267,20 @@ def replicas_come_and_go(rank: int) -> Any:
             found.append([optimizer.syncs, numbers(model), optimizer.latest.weights])
     dist.barrier()
     return found
+
+
+def fragments_end_together(rank: int) -> Any:
+    """After a multiple of ``interval`` steps, and a sync of each of the other fragments."""
+    model = network()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = EDiT(inner, interval=6, fragments=3, delay=1)
+    for step in range(12):
+        backward(model, optimizer, batch(step, rank))
+        optimizer.step()
+    before = numbers(model)
+    for _ in range(2):
+        optimizer.sync()
+    return [before, numbers(model)]
 
 
 def a_slow_replica_and_its_own_clock(rank: int) -> Any:
@@ -418,8 +476,9 @@ def main(out: Path) -> None:
     rank = dist.get_rank()
     cases: list[Callable[[int], Any]] = [
         every_step_is_synchronous_training, a_warm_up_is_synchronous_training,
-        several_replicas_are_simulated, eight_bits, one_replica_goes_wrong,
-        all_replicas_go_wrong, replicas_come_and_go, a_slow_replica_and_its_own_clock,
+        a_warm_up_with_unused_parameters_and_overflows, several_replicas_are_simulated,
+        eight_bits, eight_bits_of_other_parts, one_replica_goes_wrong,
+        all_replicas_go_wrong, replicas_come_and_go, fragments_end_together, a_slow_replica_and_its_own_clock,
         clocks_of_one_replica_differ, two_sharded_replicas, sharded_parameters,
     ]  # fmt: skip
     found = {case.__name__: case(rank) for case in cases}

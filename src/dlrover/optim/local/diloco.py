@@ -150,7 +150,17 @@ class DiLoCo(WrappedOptimizer):
                 f"--survive: {type(self).__name__} does not outlive the loss of a rank; start the program without --survive."
             )
         super().__init__(base)
+        if self.computes_parameters:
+            raise ConfigurationError(
+                f"{type(self).__name__} got {type(base).__name__}, whose next step undoes a sync, because it computes the"
+                " parameters from its states; it accepts optimizers that change the parameters by a step."
+            )
         trained = [each for each in parameters(self.param_groups) if each.requires_grad]
+        if any(each.is_complex() for each in trained):
+            raise ConfigurationError(
+                f"{type(self).__name__} got a complex parameter; it accepts real ones."
+            )
+        self._trained = frozenset(trained)
         self._parts = divided(trained, fragments)
         _check_schedule(interval, fragments, delay)
         if not 0 <= alpha <= 1:
@@ -180,6 +190,9 @@ class DiLoCo(WrappedOptimizer):
         self.latest: PenaltyDecision | None = None
         """What the replicas counted at the last sync."""
 
+    _step_supports_amp_scaling = True
+    """A ``GradScaler`` calls `step` also if gradients have overflown: replicas must make equally many steps."""
+
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step with the inner optimizer, and synchronize if it is time; the replica's ranks call it together.
@@ -191,12 +204,21 @@ class DiLoCo(WrappedOptimizer):
             What ``closure`` returned.
 
         Raises:
+            ConfigurationError: a parameter is trained that was not when the wrapper was made.
             InfrastructureError: the sync failed.
         """
+        for each in parameters(self.param_groups):
+            if each.requires_grad and each not in self._trained:
+                name = type(self).__name__
+                raise ConfigurationError(
+                    f"{name} got a parameter of shape {tuple(each.shape)} that was frozen, or not in a group, when"
+                    f" {name} was made, and replicas would not synchronize it; make {name} again."
+                )
+        finite = self._unscaled()
         if self._steps < self._warmup:
-            return self._warm_step(closure)
+            return self._warm_step(closure, finite=finite)
         self._begin()
-        loss = self.base.step(closure)
+        loss = self.base.step(closure) if finite else None
         self._steps += 1
         self._since += 1
         if self._pending is None and self._schedule.starts(self._since):
@@ -222,7 +244,8 @@ class DiLoCo(WrappedOptimizer):
         found = self.base.state_dict()
         numbers = {each: number for number, each in enumerate(parameters(self.param_groups))}
         state = {number: dict(entries) for number, entries in found["state"].items()}
-        for fragment in self._fragments:
+        # Before the first step of its own, too: a checkpoint is loaded by the keys that the new optimizer's state has.
+        for fragment in self._fragments or self._new_fragments():
             progress = torch.tensor(
                 [self._steps, self._since, self.syncs, self.total_steps, *astuple(fragment.statistics)],
                 dtype=torch.float64,
@@ -256,6 +279,8 @@ class DiLoCo(WrappedOptimizer):
             self._begin()
             for fragment in self._fragments:
                 self._restore(fragment, own)
+            if not (self._since or self.syncs):
+                self._fragments = []
 
     def _restore(self, fragment: Fragment, own: dict[torch.Tensor, dict[str, Any]]) -> None:
         for parameter, shared in zip(fragment.parameters, fragment.shared, strict=True):
@@ -278,11 +303,11 @@ class DiLoCo(WrappedOptimizer):
 
     def _begin(self) -> None:
         """Note the parameters that the replicas have in common, unless they are known."""
-        if not self._fragments:
-            self._fragments = [
-                Fragment(part, self._outer, self._outer_device) for part in self._parts
-            ]
+        self._fragments = self._fragments or self._new_fragments()
         self._schedule.begin()
+
+    def _new_fragments(self) -> list[Fragment]:
+        return [Fragment(part, self._outer, self._outer_device) for part in self._parts]
 
     def _start(self) -> None:
         """Decide what each replica counts, and begin to add up their changes."""
@@ -374,7 +399,16 @@ class DiLoCo(WrappedOptimizer):
         sums = self._over_replica(*counts)
         return [each for each, count in zip(fragment.parameters, sums, strict=True) if count]
 
-    def _warm_step(self, closure: Callable[[], Any] | None) -> Any:
+    def _unscaled(self) -> bool:
+        """Undo the scale of a ``GradScaler``, if one calls `step`; return whether no gradient has overflown."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            for each in parameters(self.param_groups):
+                if each.grad is not None:
+                    local(each.grad).div_(scale.to(local(each.grad).device))
+        return not getattr(self, "found_inf", False)
+
+    def _warm_step(self, closure: Callable[[], Any] | None, *, finite: bool) -> Any:
         """Step with the mean gradient of all replicas."""
         loss = None
         if closure is not None:
@@ -382,10 +416,17 @@ class DiLoCo(WrappedOptimizer):
                 loss = closure()
         with self._explained():
             peers = self._peers()
-            for parameter in parameters(self.param_groups):
-                if parameter.grad is not None:
-                    peers.sum(local(parameter.grad)).result().div_(peers.size)
-        self.base.step()
+            trained = [each for part in self._parts for each in part]
+            own = [float(each.grad is not None) for each in trained] + [float(not finite)]
+            *used, overflown = peers.sum(torch.tensor(own, device=self._device)).result().tolist()
+            # A replica whose batch does not use a parameter counts with a gradient of zero, as with DDP.
+            for parameter, replicas in zip(trained, used, strict=True):
+                if replicas:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    peers.sum(local(parameter.grad).div_(peers.size)).result()
+        if not overflown:
+            self.base.step()
         self._steps += 1
         return loss
 

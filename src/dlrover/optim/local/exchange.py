@@ -75,7 +75,9 @@ class Residuals:
         self.own: torch.Tensor | None = None
         """Of the vector that this replica sends."""
         self.summed: torch.Tensor | None = None
-        """Of the part of the sum that this replica codes. It is dropped when the parts change."""
+        """Of the part of the sum that this replica codes."""
+        self.place: tuple[int, int] | None = None
+        """Of ``summed``: this replica's number and the number of replicas. Replicas that come and go move the parts."""
 
 
 class CodedSum:
@@ -105,14 +107,16 @@ class CodedSum:
         if self._own is None:
             return self._vector
         self._work.wait()
-        part, summed = self._part, self._residuals.summed
+        part, residuals = self._part, self._residuals
+        place = self._peers.rank, self._peers.size
         total = _decoded(self._received, part).sum(0, keepdim=True)
-        if summed is not None and summed.shape == total.shape:
-            total += summed
+        if residuals.summed is not None and residuals.place == place:
+            total += residuals.summed
         coded = _coded(total)
         found = torch.empty_like(coded).repeat(self._peers.size, 1)
         dist.all_gather(list(found.split(1)), coded, group=self._peers.group)
-        self._residuals.own, self._residuals.summed = self._own, total - _decoded(coded, part)
+        residuals.own, residuals.summed = self._own, total - _decoded(coded, part)
+        residuals.place = place
         decoded = _decoded(found, part).view(-1)[: len(self._vector)]
         return self._vector.copy_(decoded)
 

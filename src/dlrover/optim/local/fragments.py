@@ -21,7 +21,8 @@ class Fragment:
     """Parameters of this rank that are synchronized together.
 
     ``shared`` holds the parameters of the last sync, in float32 or wider, which are the same in all replicas. The
-    difference to the parameters since, shared minus local, is this replica's pseudo-gradient.
+    difference to the parameters since, shared minus local, is this replica's pseudo-gradient. Shared ones count as the
+    parameters' type can hold them: else what it cuts off would be a pseudo-gradient, and undo small outer steps.
     """
 
     def __init__(self, parameters: Sequence[Tensor], outer: Outer, device: Any) -> None:
@@ -40,7 +41,7 @@ class Fragment:
     def difference(self) -> Tensor:
         """Return this rank's part of the pseudo-gradient, as one vector on the parameters' device."""
         parts = [
-            (shared.to(place.device) - place).flatten().to(self.dtype)
+            (shared.to(place.device, place.dtype).to(self.dtype) - place).flatten()
             for shared, place in self._pairs()
         ]
         return torch.cat(parts)
@@ -104,6 +105,9 @@ class Fragment:
 
     def _make_outer_state(self) -> None:
         """Step once without effect: then replicas and checkpoints know the state's tensors before the first sync."""
+        made = [
+            {key: value.clone() for key, value in self.outer_state(each)} for each in self.shared
+        ]
         rates = [group["lr"] for group in self.outer.param_groups]
         for group in self.outer.param_groups:
             group["lr"] = 0.0
@@ -113,9 +117,10 @@ class Fragment:
         self.outer.zero_grad()
         for group, rate in zip(self.outer.param_groups, rates, strict=True):
             group["lr"] = rate
-        for shared in self.shared:
-            for _, value in self.outer_state(shared):
-                value.zero_()
+        for shared, before in zip(self.shared, made, strict=True):
+            for key, value in self.outer_state(shared):
+                # Some optimizers make states with themselves, not all of them zeros, as Adagrad.
+                value.copy_(before.get(key, torch.zeros_like(value)))
 
 
 def divided(parameters: list[Tensor], fragments: int) -> list[list[Tensor]]:

@@ -23,6 +23,8 @@ class Activities:
         """Maximum number of steps of any node."""
         self._workers: dict[int, tuple[float, tuple[WorkerActivity, ...]]] = {}
         self._reported: set[int] = set()
+        self._left_before: float | None = None
+        """Seconds that the training had left at the end of an earlier round; None while unknown."""
         self._paces: deque[tuple[float, int]] = deque()
         """Times and numbers of steps of the last `RATE_WINDOW`."""
 
@@ -32,6 +34,7 @@ class Activities:
         if round_ < self.round:
             return
         if round_ > self.round:
+            self._left_before = self.latest_seconds_left()
             self.round, self.steps = round_, 0
             self._workers.clear()
             self._reported.clear()
@@ -75,6 +78,11 @@ class Activities:
             if worker.left >= 0 and worker.steps > 0
         )
         return max(left, default=None)
+
+    def latest_seconds_left(self) -> float | None:
+        """Return `seconds_left`; before the first steps of a round that of an earlier one."""
+        left = self.seconds_left()
+        return self._left_before if left is None else left
 
     def progress(self, members: Iterable[int], now: float) -> inputs.Progressed:
         """Return the progress of the round: the mean over the workers of ``members``, the training nodes.
