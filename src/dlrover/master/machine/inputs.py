@@ -112,6 +112,10 @@ class Progressed(msgspec.Struct, frozen=True, tag="progressed"):
     """Mean duration of each `Activity` over the workers so far; empty while unknown."""
     first_step: int = -1
     """Number of the step that the round began with; -1 while unknown."""
+    idle: float = 0.0
+    """Seconds since the latest step, if all workers have been in the next one since; ``seconds`` leave them out."""
+    ended: float = 0.0
+    """Mean age of the workers in seconds at their end; 0 while any of them lives."""
 
 
 class Hung(msgspec.Struct, frozen=True, tag="hung"):
