@@ -63,6 +63,8 @@ class MasterStarted(msgspec.Struct, frozen=True, tag="master_started"):
     """Number of the journal's entries."""
     last: float = 0.0
     """Time of the journal's last entry, which may be none of the job machine's; 0: there is none."""
+    earlier_events: int = 0
+    """Number of events that earlier masters recorded; the journal may have lost the inputs of the last ones."""
 
 
 class NodePlaced(msgspec.Struct, frozen=True, tag="node_placed"):
