@@ -370,10 +370,22 @@ def test_a_journal_that_is_not_there_is_not_made_by_a_reader(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_entry_is_named(journal, path):
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        pytest.param("'input', x'c1'", id="body"),
+        pytest.param(
+            "'store', x'83a474797065a3736574a36b6579a26b87a576616c7565c40176'",
+            id="text that is none",
+        ),
+        pytest.param("'inpus', x'80'", id="kind"),
+        pytest.param("CAST(x'ff' AS TEXT), x'80'", id="kind that is no text"),
+    ],
+)
+def test_a_damaged_entry_is_named(journal, path, damaged):
     journal.append(inputs.DeadlinePassed(), 1.0)
     with contextlib.closing(sqlite3.connect(path)) as db:
-        db.execute("INSERT INTO entries (time, kind, body) VALUES (2.0, 'input', x'c1')")
+        db.execute(f"INSERT INTO entries (time, kind, body) VALUES (2.0, {damaged})")
         db.commit()
     with pytest.raises(InfrastructureError, match="cannot be read"):
         list(journal.entries())
