@@ -338,6 +338,45 @@ async def test_old_records_are_forgotten(database: str, serve: Serve) -> None:
     assert count(database, tables.plans) == count(database, tables.outcomes) == 0
 
 
+async def test_a_job_that_ended_unheard_is_forgotten(database: str, serve: Serve) -> None:
+    time = [1.0]
+    async with serve(database, lambda: time[0]) as client:
+        for name in ("gone", "silent", "samples", "usage"):
+            await client.report(jobs.register(name))
+        await client.report(jobs.samples("gone", jobs.shape(1)))
+        await client.plan("gone", jobs.shape(1))
+        time[0] = 30 * DAY
+        await client.report(jobs.register("new"))
+        await client.report(jobs.samples("samples", jobs.shape(1)))
+        used = brain.ReportUsage(
+            request=request_id(), job="usage", nodes=(brain.Usage(node="worker-0"),)
+        )
+        await client.report(used)
+        time[0] = 100 * DAY
+        engine = open_database(database)
+        prune_all(engine, time[0])
+        engine.dispose()
+        assert {row.job for row in await client.jobs()} == {"samples", "usage", "new"}
+        with pytest.raises(ConfigurationError, match="knows no job gone"):
+            await client.report(jobs.samples("gone", jobs.shape(1)))
+        await client.report(jobs.register("gone"))
+        await client.report(jobs.samples("gone", jobs.shape(1)))
+
+
+async def test_measurements_from_the_future_are_those_of_now(database: str, serve: Serve) -> None:
+    async with serve(database, lambda: 5 * DAY) as client:
+        await client.report(jobs.register("one"))
+        for at in (0.0, 4 * DAY, 6 * DAY, 1e18):
+            sample = brain.Sample(shape=jobs.shape(1), throughput=1.0, at=at)
+            report = brain.ReportSamples(request=request_id(), job="one", samples=(sample,))
+            await client.report(report)
+        node = brain.Usage(node="worker-0", at=1e18)
+        await client.report(brain.ReportUsage(request=request_id(), job="one", nodes=(node,)))
+        told = await client.explain("one")
+    assert [sample.at / DAY for sample in told.samples] == [5, 4, 5, 5]
+    assert told.nodes[0].heard == 5 * DAY
+
+
 def prune_all(engine: sa.Engine, now: float) -> int:
     from dlrover.brain.database import prune
 

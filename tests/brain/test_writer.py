@@ -1,12 +1,16 @@
 """The thread that writes goes on whatever becomes of those who asked it."""
 
+import sqlite3
 import threading
+import time
 
 import pytest
 
 pytest.importorskip("sqlalchemy")
+from dlrover.brain import database, writer as writing
 from dlrover.brain.database import open_database
 from dlrover.brain.writer import Writer
+from dlrover.errors import InfrastructureError
 
 
 def test_a_write_whose_caller_has_left_is_dropped(tmp_path) -> None:
@@ -30,3 +34,42 @@ def test_a_write_whose_caller_has_left_is_dropped(tmp_path) -> None:
     writer.close()
     engine.dispose()
     assert done == ["stays"]
+
+
+def test_a_write_that_raises_something_else_fails_alone(tmp_path) -> None:
+    engine = open_database(f"sqlite:///{tmp_path}/brain.db")
+    writer = Writer(engine)
+
+    def wrong(_batch: object) -> None:
+        raise OverflowError("int too large to convert")
+
+    failed, stays = writer.submit(wrong), writer.submit(lambda _: "done")
+    with pytest.raises(
+        InfrastructureError, match=r"^The database failed: int too large to convert\.$"
+    ):
+        failed.result(20)
+    assert stays.result(20) == "done"
+    assert writer.submit(lambda _: "later").result(20) == "later"
+    writer.close()
+    engine.dispose()
+
+
+@pytest.mark.slow
+def test_a_locked_database_holds_up_all_writes_of_a_commit_once(tmp_path, monkeypatch) -> None:
+    """Each may have come to its own wait, so that a Brain with many of them could not even end."""
+    monkeypatch.setattr(database, "LOCK_TIMEOUT", 1)
+    monkeypatch.setattr(writing, "LOCK_TIMEOUT", 1)
+    engine = open_database(f"sqlite:///{tmp_path}/brain.db")
+    writer = Writer(engine)
+    other = sqlite3.connect(tmp_path / "brain.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    began = time.monotonic()
+    writes = [writer.submit(lambda _: None) for _ in range(20)]
+    for write in writes:
+        with pytest.raises(InfrastructureError, match="database is locked"):
+            write.result(60)
+    assert time.monotonic() - began < 10, "two commits: the first write, and all others together"
+    other.execute("ROLLBACK")
+    writer.submit(lambda _: None).result(20)
+    writer.close()
+    engine.dispose()

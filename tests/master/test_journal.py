@@ -1,5 +1,6 @@
 """The journal gives the machines their state back, and the history keeps each event once."""
 
+import asyncio
 import contextlib
 import os
 import resource
@@ -27,6 +28,7 @@ from dlrover.master.journal.journal import JOURNALS, Journal, open_journal
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.store import KeyValueStore
+from dlrover.master.service import Master
 from dlrover.rpc.messages import AddToKey, DeleteKeys, EnterBarrier, Hello, SetKey, StoreRequest
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Origin, Rule
@@ -368,10 +370,22 @@ def test_a_journal_that_is_not_there_is_not_made_by_a_reader(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_entry_is_named(journal, path):
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        pytest.param("'input', x'c1'", id="body"),
+        pytest.param(
+            "'store', x'83a474797065a3736574a36b6579a26b87a576616c7565c40176'",
+            id="text that is none",
+        ),
+        pytest.param("'inpus', x'80'", id="kind"),
+        pytest.param("CAST(x'ff' AS TEXT), x'80'", id="kind that is no text"),
+    ],
+)
+def test_a_damaged_entry_is_named(journal, path, damaged):
     journal.append(inputs.DeadlinePassed(), 1.0)
     with contextlib.closing(sqlite3.connect(path)) as db:
-        db.execute("INSERT INTO entries (time, kind, body) VALUES (2.0, 'input', x'c1')")
+        db.execute(f"INSERT INTO entries (time, kind, body) VALUES (2.0, {damaged})")
         db.commit()
     with pytest.raises(InfrastructureError, match="cannot be read"):
         list(journal.entries())
@@ -456,6 +470,44 @@ def test_a_last_line_that_a_crash_cut_short_is_written_again(file):
         assert history.read(file) == recorded[:lines]
         write(file, bodies())
         assert file.read_bytes() == whole
+
+
+def stored(step: int) -> events.StepStored:
+    return events.StepStored("/checkpoints", step, "asked for", "")
+
+
+def life(directory: Path, *steps: int) -> list[events.Event]:
+    """The events of a job after a master that took in some stored steps and died."""
+
+    async def live() -> list[events.Event]:
+        with (
+            contextlib.closing(FileJournal(directory / "journal.sqlite")) as journal,
+            contextlib.closing(History(directory / "events.jsonl")) as recorder,
+        ):
+            master = Master(journal, recorder)
+            job = JobSpec(name="job", min_nodes=2, max_nodes=2)
+            master.begin(job, str(directory), None)
+            for step in steps:
+                master.submit(stored(step))
+            master.close()
+            return list(recorder.events)
+
+    return asyncio.run(live())
+
+
+def test_no_event_is_left_out_after_a_journal_has_lost_its_last_entries(tmp_path: Path) -> None:
+    """A full disk or a crash of the machine may have kept entries from the journal, and not their events."""
+    first = life(tmp_path, 1, 2, 3)
+    with contextlib.closing(sqlite3.connect(tmp_path / "journal.sqlite")) as db, db:
+        db.execute("DELETE FROM entries WHERE seq > (SELECT MAX(seq) - 2 FROM entries)")
+    second = life(tmp_path, 4)
+    third = life(tmp_path, 5)
+    assert second[: len(first)] == first
+    assert third[: len(second)] == second
+    steps = [e.body.step for e in third if isinstance(e.body, events.StepStored)]
+    assert steps == [1, 2, 3, 4, 5]
+    assert [event.seq for event in third] == [*range(1, len(third) + 1)]
+    assert history.read(tmp_path / "events.jsonl") == third
 
 
 def test_a_reader_needs_no_room_beside_an_ended_jobs_journal(tmp_path: Path) -> None:

@@ -18,10 +18,13 @@ from dlrover.spec.requests.membership import JoinMembers
 from tests.support.drivers import JobDriver
 
 
-def progress(job: JobDriver, at: float, steps: int, *seconds: float, first_step: int = -1) -> None:
+def progress(
+    job: JobDriver, at: float, steps: int, *seconds: float, first_step: int = -1, **more: float
+) -> None:
     """Steps and seconds by activity (start, step, data, compile, eval, checkpoint) of a round."""
     told = (*seconds, *(0.0,) * (6 - len(seconds))) if seconds else ()
-    job.give(inputs.Progressed(job.machine.rendezvous.round, steps, told, first_step), at=at)
+    round_ = job.machine.rendezvous.round
+    job.give(inputs.Progressed(round_, steps, told, first_step, **more), at=at)
 
 
 def killed(job: JobDriver, node: int, at: float, **facts: object) -> None:
@@ -377,6 +380,58 @@ def test_a_fault_while_the_master_is_away_is_charged_once(job: JobDriver) -> Non
     assert (master.kind, master.lost, master.title) == (IncidentKind.MASTER, 0.0, "the master died")
 
 
+@pytest.fixture
+def away(job: JobDriver) -> JobDriver:
+    """The job, whose master was away from 20 to 620; its workers made steps until 30."""
+    progress(job, 20.0, 10, 2.0, 8.0)
+    job.give(inputs.MasterStarted(7), at=620.0)
+    for node in (0, 1):
+        job.connect(node, claims=node, runs=1)
+    return job
+
+
+@pytest.mark.parametrize("by_node", [False, True])
+def test_workers_that_ended_while_the_master_was_away_did_not_train_until_its_return(
+    away: JobDriver, by_node: bool
+) -> None:
+    if by_node:  # the mean of the seconds is known once both have reported
+        progress(away, 620.5, 20, ended=20.0)
+    progress(away, 621.0, 20, 2.0, 18.0, ended=20.0)
+    away.give(inputs.Reported(0, Succeeded(1)), inputs.Reported(1, Succeeded(1)), at=621.0)
+    assert away.spent() == {
+        "rendezvous": 20.0,
+        "start_up": 4.0,
+        "productive": 36.0,
+        "shutdown": 1182.0,
+    }
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param({"ended": 20.0}, id="failed, too"),
+        pytest.param({"idle": 590.5}, id="wait for the one that failed"),
+    ],
+)
+def test_workers_that_failed_while_the_master_was_away_did_not_train_until_its_return(
+    away: JobDriver, others: dict[str, float]
+) -> None:
+    progress(away, 620.5, 20, 2.0, 18.0, **others)
+    killed(away, 0, 621.0, time=30.0, steps=20)
+    fault = {"rendezvous": 20.0, "start_up": 4.0, "productive": 36.0, "fault_detection": 1182.0}
+    assert away.spent() == fault
+    incident = away.ledger.goodput(621.0).incidents[-1]
+    assert (incident.since, incident.lost) == (30.0, 1182.0)
+
+
+def test_workers_that_fail_before_their_first_report_did_not_train_until_the_masters_return(
+    job: JobDriver,
+) -> None:
+    job.give(inputs.MasterStarted(7), at=620.0)
+    killed(job, 0, 621.0, time=30.0, steps=20)
+    assert job.spent() == {"rendezvous": 20.0, "start_up": 40.0, "fault_detection": 1182.0}
+
+
 def test_steps_made_again_are_not_productive(job: JobDriver) -> None:
     progress(job, 20.0, 10, 0.0, 10.0, first_step=100)
     killed(job, 0, 20.0, time=20.0)
@@ -529,6 +584,7 @@ class TestRoundTime:
                 st.one_of(st.just(()), st.tuples(*[st.floats()] * 6), st.tuples(st.floats())),
                 st.integers(0, 100),
                 st.integers(-1, 50),
+                st.floats(0.0, 1e150),
             ),
             max_size=20,
         ),
@@ -538,9 +594,10 @@ class TestRoundTime:
         round_ = RoundTime(3, 5_000_000, furthest=30)
         now = round_.since
         certain = list(round_.spent)
-        for wait, seconds, steps, first_step in reports:
+        for wait, seconds, steps, first_step, age in reports:
             now += wait
-            round_.report(now, seconds, steps, first_step)
+            at = round_.within(round_.lived(age), now)
+            round_.report(at, seconds, steps, first_step)
             assert sum(round_.so_far(now)) == now - round_.since
             assert all(new >= old for new, old in zip(round_.spent, certain, strict=True))
             certain = list(round_.spent)

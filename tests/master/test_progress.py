@@ -25,7 +25,7 @@ from tests.simulation.clock import VirtualLoop
 
 def worker(*seconds: float, steps: int = 0, first_step: int = -1) -> WorkerActivity:
     told = (*seconds, *(0.0,) * (len(Activity) - len(seconds)))
-    return WorkerActivity(steps, Activity.STEP, 1.0, told, first_step=first_step)
+    return WorkerActivity(steps, Activity.STEP, 0.0, told, first_step=first_step)
 
 
 class Job:
@@ -119,6 +119,36 @@ def test_a_mean_over_some_of_the_workers_is_left_out() -> None:
     assert latest.progress([0, 1], 0.0).seconds[:2] == (60.0, 40.0), "node 0 reports no activities"
 
 
+def in_step(since: float, step: float, **facts: object) -> WorkerActivity:
+    """A worker in a step that has lasted a while."""
+    return msgspec.structs.replace(worker(4.0, step), since=since, **facts)
+
+
+def test_the_time_in_a_step_that_nobody_completes_is_left_out() -> None:
+    latest = Activities()
+    ended = in_step(1.0, 8.0, ended=True)
+    latest.note(0, messages.Heartbeat(3, 7, (in_step(590.0, 600.0), ended)), 610.0)
+    latest.note(1, messages.Heartbeat(3, 7, (in_step(580.0, 590.0),)), 610.0)
+    told = latest.progress([0, 1], 612.0)
+    assert (told.idle, told.ended) == (582.0, 0.0)
+    assert told.seconds[:2] == (4.0, (20.0 + 8.0 + 10.0) / 3)
+    waits = msgspec.structs.replace(worker(4.0, 10.0, 580.0), doing=Activity.DATA, since=580.0)
+    latest.note(1, messages.Heartbeat(3, 7, (waits,)), 610.0)
+    assert latest.progress([0, 1], 612.0).idle == 0.0, "one of them waits for data"
+
+
+def test_the_age_of_workers_at_their_end_is_known_once_all_have_ended() -> None:
+    latest = Activities()
+    ended = in_step(1.0, 8.0, ended=True)
+    latest.note(0, messages.Heartbeat(3, 7, (ended,)), 610.0)
+    told = latest.progress([0, 1], 612.0)
+    assert (told.idle, told.ended, told.seconds) == (0.0, 12.0, ())
+    latest.note(1, messages.Heartbeat(3, 7, (in_step(1.0, 10.0, ended=True),)), 610.0)
+    assert latest.progress([0, 1], 612.0).ended == 13.0
+    latest.note(1, messages.Heartbeat(3, 7, (in_step(1.0, 10.0),)), 610.0)
+    assert latest.progress([0, 1], 612.0).ended == 0.0
+
+
 def test_a_new_round_forgets_the_last_one_and_old_news_is_left_out() -> None:
     latest = Activities()
     latest.note(0, messages.Heartbeat(3, 7, (worker(1.0, 6.0),)), 0.0)
@@ -134,7 +164,7 @@ def test_workers_go_on_with_what_they_did_at_their_nodes_last_report() -> None:
     ended = msgspec.structs.replace(worker(4.0, 2.0), ended=True)
     latest.note(0, messages.Heartbeat(3, 7, (worker(4.0, 2.0), ended)), 10.0)
     latest.note(1, messages.Heartbeat(3, 7, (worker(4.0, 10.0), worker(4.0, 10.0))), 18.0)
-    assert latest.progress([0, 1], 20.0).seconds == (4.0, 9.5, 0.0, 0.0, 0.0, 0.0)
+    assert latest.progress([0, 1], 20.0).seconds == (4.0, 8.0, 0.0, 0.0, 0.0, 0.0), "until 18"
     fields = latest.progress([0, 1], 9.0).seconds
     assert fields == (4.0, 6.0, 0.0, 0.0, 0.0, 0.0), "a clock that ran backwards takes nothing away"
 
@@ -179,7 +209,8 @@ def test_what_workers_do_is_journalled_without_a_new_step(
         job.beat(0, 0, worker(2.0, 0.0))
         assert job.progressed == []
         await asyncio.sleep(PROGRESS_JOURNAL_INTERVAL)
-        assert job.progressed == [inputs.Progressed(1, 0, (2.0, 5.0, 0.0, 0.0, 0.0, 0.0), -1)]
+        told = inputs.Progressed(1, 0, (2.0, 0.0, 0.0, 0.0, 0.0, 0.0), -1, idle=5.0)
+        assert job.progressed == [told]
         job.beat(0, 0)
         await asyncio.sleep(PROGRESS_JOURNAL_INTERVAL)
         assert len(job.progressed) == 1, "nothing new was told"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 
 from dlrover.errors import InfrastructureError
+from dlrover.master.app import read_outcome
 from dlrover.master.journal.file import FileJournal
 from dlrover.master.machine import inputs
 from dlrover.rpc import messages
@@ -131,3 +133,36 @@ def test_a_master_goes_beyond_the_epoch_of_the_agents_of_a_lost_one(tmp_path: Pa
             life.cancel()
 
     run(tmp_path, test)
+
+
+@pytest.mark.parametrize("name", ["job", "another"])
+def test_a_job_that_is_given_another_jobs_journal_ends_and_that_job_goes_on(
+    tmp_path: Path, name: str
+) -> None:
+    """The journal of a setting for all jobs of a user; they may even have the same name."""
+    journal = f"file:{tmp_path}/journal.sqlite"
+
+    def master(directory: str, job: str) -> MasterProcess:
+        (tmp_path / directory).mkdir()
+        return MasterProcess(tmp_path / directory, JobSpec(name=job), journal=journal)
+
+    async def main() -> None:
+        first, second = master("first", "job"), master("second", name)
+        async with first:
+            with pytest.raises(InfrastructureError, match="exit code 2"):
+                await second.start()
+            async with first.client() as client:
+                await client.scale(1, "")  # it looks at the journal
+                assert (await client.status()).phase == "waiting for nodes"
+            first.kill()
+            await first.start()
+        await second.__aexit__()
+
+    asyncio.run(asyncio.wait_for(main(), 50.0))
+    outcome = read_outcome(tmp_path / "second" / "outcome.json")
+    assert outcome is not None
+    assert outcome.reason == (
+        f"journal {journal}: the file has the state of the job job in {tmp_path}/first; each job takes a file of its own."
+    )
+    epochs = sqlite3.connect(tmp_path / "journal.sqlite").execute("SELECT epoch FROM master")
+    assert epochs.fetchone() == (2,)

@@ -40,13 +40,14 @@ class MasterProcess:
         *,
         token: str = "simulated",
         tls: TlsFiles | None = None,
+        journal: str = "file:",
     ) -> None:
         self.job_dir = JobDir(path)
         self.token = token
         self.tls = tls or TlsFiles()
         self.process: subprocess.Popen[bytes] | None = None
         self._lifeline = os.pipe()  # the master exits when its writing end closes
-        config = MasterConfig(job=job, tls=self.tls)
+        config = MasterConfig(job=job, tls=self.tls, journal=journal)
         files.write_atomically(self.job_dir.token, token.encode(), mode=0o600)
         files.write_atomically(self.job_dir.job, msgspec.json.encode(config))
 

@@ -188,15 +188,29 @@ def _migrate(connection: Connection) -> None:
 def prune(connection: Connection, now: float, days: float) -> int:
     """Delete some records older than ``days``; return how many rows. Call it until it returns 0.
 
-    An ended job is deleted with all its records; a running job loses only old samples and usages.
+    A job that has ended, or has reported nothing since, is deleted with all its records: its master may have been
+    deleted. Another one loses only old samples and usages.
     """
     limit = now - days * DAY
     deleted = _delete(connection, tables.requests, now - min(days, REQUESTS_DAYS) * DAY)
     for table in (tables.samples, tables.usages):
         deleted += _delete(connection, table, limit)
     jobs = tables.jobs
-    ended = sa.select(jobs.c.id).where(jobs.c.ended < limit).limit(PRUNED)
-    return deleted + _delete_jobs(connection, list(connection.scalars(ended)))
+    old = (jobs.c.ended < limit) | (jobs.c.ended.is_(None) & _unheard_since(limit))
+    return deleted + _delete_jobs(
+        connection, list(connection.scalars(sa.select(jobs.c.id).where(old).limit(PRUNED)))
+    )
+
+
+def _unheard_since(limit: float) -> Any:
+    """Return the condition for jobs that have neither registered, reported nor been planned since a time."""
+    job = tables.jobs.c.id
+    times = ((table, table.c.at) for table in (tables.samples, tables.usages, tables.plans))
+    heard = [
+        sa.exists().where(table.c.job == job, at >= limit)
+        for table, at in (*times, (tables.nodes, tables.nodes.c.heard))
+    ]
+    return (tables.jobs.c.registered < limit) & ~sa.or_(*heard)
 
 
 def _delete(connection: Connection, table: sa.Table, before: float) -> int:

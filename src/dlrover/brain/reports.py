@@ -141,7 +141,7 @@ def _samples(batch: Batch, report: brain.ReportSamples, now: float) -> None:
                 f"{sample.batches.most}."
             )
     samples = [
-        msgspec.structs.replace(sample, at=sample.at or now, shape=checked(sample.shape))
+        msgspec.structs.replace(sample, at=_time(sample.at, now), shape=checked(sample.shape))
         for sample in report.samples
     ]
     rows = ({"job": report.job, "at": s.at, "sample": as_json(s)} for s in samples)
@@ -158,12 +158,18 @@ def _samples(batch: Batch, report: brain.ReportSamples, now: float) -> None:
 def _usage(batch: Batch, report: brain.ReportUsage, now: float) -> None:
     fields = ("node", "cpu", "memory", "accelerator", "progress")
     rows = [
-        {"job": report.job, "at": one.at or now} | {name: getattr(one, name) for name in fields}
+        {"job": report.job, "at": _time(one.at, now)}
+        | {name: getattr(one, name) for name in fields}
         for one in report.nodes
     ]
     batch.insert(tables.usages, *rows)
     for one in report.nodes:
-        _note_node(batch.connection, report.job, one, one.at or now)
+        _note_node(batch.connection, report.job, one, _time(one.at, now))
+
+
+def _time(at: float, now: float) -> float:
+    """Return when something was measured: a record from the future would never grow old."""
+    return min(at, now) if at else now
 
 
 def _note_node(connection: Connection, job: str, one: brain.Usage, at: float) -> None:

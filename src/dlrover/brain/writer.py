@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
 from dlrover.brain import tables
-from dlrover.brain.database import reason
+from dlrover.brain.database import LOCK_TIMEOUT, reason
 from dlrover.errors import DLRoverError, InfrastructureError
 
 logger = logging.getLogger(__name__)
@@ -158,26 +159,34 @@ class Writer:
 
     def _write(self, batch: list[_Item]) -> None:
         batch = [item for item in batch if item.done.set_running_or_notify_cancel()]
+        until = time.monotonic() + LOCK_TIMEOUT
+        failure = self._try(batch)
+        if failure is None:
+            return
+        # Writing each alone finds the one that failed. What was committed nevertheless is known by its request.
+        logger.warning("A commit of %d writes failed: %s", len(batch), reason(failure))
+        for item in batch:
+            failure = self._write_alone(item, failure, until)
+
+    def _write_alone(self, item: _Item, failure: Exception, until: float) -> Exception:
+        """Write an item, unless a locked database has already taken its time; return the latest failure."""
+        for _ in range(ATTEMPTS):
+            if time.monotonic() >= until:
+                break
+            latest = self._try([item])
+            if latest is None:
+                return failure
+            failure = latest
+        item.done.set_exception(InfrastructureError(f"The database failed: {reason(failure)}."))
+        return failure
+
+    def _try(self, batch: list[_Item]) -> Exception | None:
         try:
             self._commit(batch)
         except DBAPIError as error:
-            # Writing each alone finds the one that failed. What was committed nevertheless is known
-            # by its request.
-            logger.warning("A commit of %d writes failed: %s", len(batch), reason(error))
-            for item in batch:
-                self._write_alone(item)
-
-    def _write_alone(self, item: _Item) -> None:
-        attempts = 1
-        while (failure := self._try(item)) is not None and attempts < ATTEMPTS:
-            attempts += 1
-        if failure is not None:
-            item.done.set_exception(InfrastructureError(f"The database failed: {reason(failure)}."))
-
-    def _try(self, item: _Item) -> DBAPIError | None:
-        try:
-            self._commit([item])
-        except DBAPIError as error:
+            return error
+        except Exception as error:
+            logger.exception("A write failed")
             return error
         return None
 

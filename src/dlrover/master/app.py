@@ -23,7 +23,8 @@ from dlrover.errors import (
     InfrastructureError,
 )
 from dlrover.master.journal.history import History
-from dlrover.master.journal.journal import open_journal
+from dlrover.master.journal.journal import DEFAULT, open_journal
+from dlrover.master.machine import inputs
 from dlrover.master.scaling import brainside
 from dlrover.master.scaling.brainside import JobBrain
 from dlrover.master.service import Master
@@ -75,6 +76,7 @@ async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> in
     settings = load_config(job_dir)
     if settings.job.auto_scale:
         extras.require("Auto-scaling", "planning", extras.PLANNING)
+    _check_journal(settings, job_dir)
     journal = open_journal(settings.journal, job_dir.journal)
     history = History(job_dir.events)
     with contextlib.closing(journal), contextlib.closing(history):
@@ -84,6 +86,34 @@ async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> in
             return await _serve(master, history, settings, job_dir, env, lifeline_fd)
         finally:
             await asyncio.to_thread(observers.close)
+
+
+def _check_journal(settings: MasterConfig, job_dir: JobDir) -> None:
+    """Refuse a journal elsewhere that is another job's: who opens it to write ends that job's master.
+
+    Raises:
+        ConfigurationError: it is.
+    """
+    if settings.journal == DEFAULT:
+        return
+    try:
+        journal = open_journal(settings.journal, job_dir.journal, read_only=True)
+    except InfrastructureError:
+        return  # there is none yet, or it cannot be opened to write either
+    with contextlib.closing(journal):
+        _, first = next(iter(journal.entries()), (0.0, None))
+    if not isinstance(first, inputs.Submitted):
+        return
+    theirs, place = first.job.name, first.job_dir
+    if theirs != settings.job.name or not _is_same(place, job_dir.path):
+        raise ConfigurationError(
+            f"journal {settings.journal}: the file has the state of the job {theirs} in {place}; each job takes a "
+            "file of its own."
+        )
+
+
+def _is_same(one: str, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 async def _serve(

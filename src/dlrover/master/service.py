@@ -100,7 +100,7 @@ class Master:
         last = 0.0
         for last, entry in journal.entries():
             self.replayed += 1
-            if isinstance(entry, inputs.Submitted):
+            if isinstance(entry, inputs.Submitted | inputs.MasterStarted):
                 self._history.follow(entry.earlier_events)
             if isinstance(entry, inputs.Input):
                 for command in self.machine.handle(entry, last):
@@ -128,14 +128,14 @@ class Master:
                 f"The journal is of the job {theirs}, not of {job.name}; each job takes a journal of its own."
             )
         self.platform.use(platform)
+        earlier = self._history.recorded
+        self._history.follow(earlier)
         if self.replayed:
-            self.submit(inputs.MasterStarted(self.replayed, self.last_entry))
+            self.submit(inputs.MasterStarted(self.replayed, self.last_entry, earlier))
             if self.machine.outcome is not None:
                 self.ended.set()
             return
         found = [] if platform is None else platform.find()
-        earlier = self._history.recorded
-        self._history.follow(earlier)
         self.submit(inputs.Submitted(job, job_dir, tuple(found), earlier, built_in()))
         for node in found:
             if platform is not None:

@@ -103,7 +103,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     done: Amount = 0.0
     """Samples that the job has processed so far; 0 if unknown."""
     at: Amount = 0.0
-    """Seconds since the epoch; 0: when the Brain receives it."""
+    """Seconds since the epoch; 0 or a time to come: when the Brain receives it."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +121,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     progress: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Progress of the job."""
     at: Amount = 0.0
-    """Seconds since the epoch; 0: when the Brain receives it."""
+    """Seconds since the epoch; 0 or a time to come: when the Brain receives it."""
 
 
 class ClusterNode(msgspec.Struct, frozen=True, kw_only=True):

@@ -62,7 +62,10 @@ def serve(  # noqa: PLR0913 - each is an option of the command
         str, typer.Option(help="Directory with a token for each tenant, in a file of its name.")
     ] = "",
     retention_days: Annotated[
-        float, typer.Option(min=0.01, help="Days for which ended jobs and old samples are kept.")
+        float,
+        typer.Option(
+            min=0.01, help="Days for which ended jobs, silent jobs and old samples are kept."
+        ),
     ] = 90.0,
     monitor: Annotated[
         str, typer.Option(help="Cluster to monitor: kubernetes; by default none.")

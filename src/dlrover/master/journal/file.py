@@ -166,7 +166,7 @@ class FileJournal:
             rows: Any = self._db.execute("SELECT time, kind, body FROM entries ORDER BY seq")
             for at, kind, body in rows:
                 yield at, self._codec.decode(kind, body)
-        except (sqlite3.Error, msgspec.DecodeError) as error:
+        except (sqlite3.Error, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise self._problem("cannot be read", error) from error
 
     def check(self) -> None:

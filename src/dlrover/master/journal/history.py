@@ -57,9 +57,9 @@ class History:
         return self._written
 
     def follow(self, earlier: int) -> None:
-        """Number events after the ``earlier`` ones in the file, which a master with another journal wrote."""
-        if earlier:
-            for event in itertools.islice(read(self._path), earlier):
+        """Number events after the ``earlier`` ones in the file; those that no journal brings again are kept, too."""
+        if earlier > len(self.events):
+            for event in itertools.islice(read(self._path), len(self.events), earlier):
                 self._keep(event)
 
     def _keep(self, event: Event) -> None:

@@ -149,6 +149,8 @@ def decoded(kind: str, body: bytes) -> Entry:
     Raises:
         msgspec.DecodeError: it is damaged, or of another version.
     """
+    if kind not in _DECODERS:
+        raise msgspec.DecodeError(f"an entry has the unknown kind {kind}")
     entry: Entry = _DECODERS[kind].decode(body)
     return entry
 

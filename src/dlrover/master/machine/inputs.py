@@ -63,6 +63,8 @@ class MasterStarted(msgspec.Struct, frozen=True, tag="master_started"):
     """Number of the journal's entries."""
     last: float = 0.0
     """Time of the journal's last entry, which may be none of the job machine's; 0: there is none."""
+    earlier_events: int = 0
+    """Number of events that earlier masters recorded; the journal may have lost the inputs of the last ones."""
 
 
 class NodePlaced(msgspec.Struct, frozen=True, tag="node_placed"):
@@ -112,6 +114,10 @@ class Progressed(msgspec.Struct, frozen=True, tag="progressed"):
     """Mean duration of each `Activity` over the workers so far; empty while unknown."""
     first_step: int = -1
     """Number of the step that the round began with; -1 while unknown."""
+    idle: float = 0.0
+    """Seconds since the latest step, if all workers have been in the next one since; ``seconds`` leave them out."""
+    ended: float = 0.0
+    """Mean age of the workers in seconds at their end; 0 while any of them lives."""
 
 
 class Hung(msgspec.Struct, frozen=True, tag="hung"):

@@ -187,16 +187,18 @@ class Ledger:
             return
         match event:
             case inputs.Progressed(number, steps, seconds, first_step) if number == round_.number:
+                at = round_.lived(event.ended) if event.ended else now - microseconds(event.idle)
                 report = (seconds, steps, first_step)
             case events.WorkerFailed(failure) if failure.round == round_.number:
                 if machine.instances.owns(failure.node_id):
                     return
                 serves = failure.node_id in machine.rendezvous.servers
+                at = self._first_sign(event, now, machine)
                 report = ((), 0 if serves else failure.steps, -1)
             case _:
                 return
         since, before, began = round_.proved, list(round_.spent), round_.first_step
-        round_.report(now, *report)
+        round_.report(round_.within(at, now), *report)
         parts = [new - old for new, old in zip(round_.spent, before, strict=True)]
         if round_.proved > since and self._listener is not None:
             self._listener.round_spent(round_.number, since, round_.proved, parts)

@@ -93,6 +93,8 @@ class RoundTime:
         self._reports_steps = reports_steps
         self._trained = trained
         self._reported: tuple[int, ...] = (0,) * len(Activity)
+        # age of the workers at ``settled``
+        self._age = 0
         # ranks that do not train, of how many; since when; their share of the time from ``settled`` until then
         self._missing = 0, 1
         self._missing_since = now
@@ -108,8 +110,16 @@ class RoundTime:
         """True if this round or an earlier one has made a step."""
         return self._trained or self.steps > 0
 
+    def lived(self, seconds: float) -> int:
+        """Return when the workers ended, by their age in seconds at that time."""
+        return self.settled + microseconds(min(seconds, _MOST_SECONDS)) - self._age
+
+    def within(self, at: int, now: int) -> int:
+        """Return ``at``, or the nearest time until ``now`` that a report can be about."""
+        return min(max(at, self.settled, self._missing_since), now)
+
     def report(self, now: int, seconds: Sequence[float], steps: int, first_step: int) -> None:
-        """Record what the workers have done so far: seconds by `Activity`, steps, their first step."""
+        """Record what the workers have done until ``now``: seconds by `Activity`, steps, their first step."""
         if first_step >= 0 and self.first_step < 0:
             self.first_step = first_step
             self.redo = max(0, self._furthest - first_step)
@@ -136,6 +146,7 @@ class RoundTime:
         sums[DEGRADED] += lost
 
     def _settle_at(self, now: int) -> None:
+        self._age += now - self.settled
         self.settled = self._missing_since = now
         self._missed = 0
 
@@ -160,7 +171,7 @@ class RoundTime:
                     self.pending[_CAUSE_OF[activity]] += share - before
                 before = share
             self._settle_at(now)
-            self._reported = reported
+            self._reported, self._age = reported, sum(reported)
 
     def _first_parts(self, reported: Sequence[int], now: int) -> list[int]:
         """Return what the first report of activities adds to the time that was split without one.

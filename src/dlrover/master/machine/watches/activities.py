@@ -90,10 +90,13 @@ class Activities:
         The mean is left out until every member has reported. Otherwise the next mean would be over other
         workers, and their difference would mean nothing. A new master hears from the nodes one after another.
         """
-        seconds = self._mean(now) if self._reported.issuperset(members) else ()
-        return inputs.Progressed(self.round, self.steps, seconds, self.first_step)
+        idle = self._idle(now)
+        seconds = self._mean(now, idle) if self._reported.issuperset(members) else ()
+        return inputs.Progressed(
+            self.round, self.steps, seconds, self.first_step, idle, self._age_at_end()
+        )
 
-    def _mean(self, now: float) -> tuple[float, ...]:
+    def _mean(self, now: float, idle: float) -> tuple[float, ...]:
         """Return the mean seconds by `Activity`; a worker's current activity goes on since its report.
 
         Otherwise the time since the oldest reports would be missing and count as something else.
@@ -104,8 +107,29 @@ class Activities:
         ]
         for at, worker in latest:
             if not worker.ended:
-                sums[worker.doing] += max(0.0, now - at)
+                sums[worker.doing] += max(0.0, now - at) - idle
         return tuple(seconds / len(latest) for seconds in sums)
+
+    def _idle(self, now: float) -> float:
+        """Return for how long all living workers have been in the same step; 0.0 if any does something else.
+
+        After a fault that the master has not heard of yet, such as during its absence, this is no training.
+        """
+        living = [(at, worker) for at, worker in self._latest() if not worker.ended]
+        if any(worker.doing != Activity.STEP for _, worker in living):
+            return 0.0
+        waits = (
+            min(max(0.0, worker.since), worker.seconds[Activity.STEP]) + max(0.0, now - at)
+            for at, worker in living
+        )
+        return min(waits, default=0.0)
+
+    def _age_at_end(self) -> float:
+        """Return the mean age of the workers at their end; 0.0 while any lives."""
+        workers = [worker for _, worker in self._latest()]
+        if not workers or not all(worker.ended for worker in workers):
+            return 0.0
+        return sum(sum(worker.seconds) for worker in workers) / len(workers)
 
     def _latest(self) -> Iterator[tuple[float, WorkerActivity]]:
         """Yield the latest report of each worker with its time."""
