@@ -55,7 +55,7 @@ GIVEN_UP, BREAKPOINT_GIVEN_UP = "given-up", "given-up.breakpoint"
 """Mark files of a given-up save: for the training's attempt, and for the last one, at the breakpoint.
 
 Each request of a user is an attempt of its own, whose mark is `requested`."""
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-(\d{1,19})")  # no more than a step's number can have
 
 
 class _Saved(msgspec.Struct):
