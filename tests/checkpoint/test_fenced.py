@@ -16,7 +16,7 @@ from dlrover.checkpoint.engine.copying import Copier
 from dlrover.checkpoint.machine.policies import KeepLast
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import persist, storage
-from dlrover.checkpoint.storage.stores import IDENTITY, Store, open_store
+from dlrover.checkpoint.storage.stores import IDENTITY, TRACKER, Store, open_store
 from dlrover.checkpoint.tools.verification import verify
 from dlrover.errors import ConfigurationError, InfrastructureError
 from tests.checkpoint.test_crashes import start_faulty_saver
@@ -164,6 +164,24 @@ def test_a_step_that_cannot_get_its_name_at_first_keeps_the_parts_of_other_ranks
     assert told == ["", ""]
     assert not failures
     assert verify(tmp_path, 7).whole
+
+
+def test_a_record_that_cannot_be_read_at_first_costs_no_step(tmp_path, monkeypatch):
+    """As on NFS when another machine has just replaced the file."""
+    save = SaveId(0, 1, 7, 1)
+    storage.identity(open_store(tmp_path))
+    failures = [OSError(errno.ESTALE, os.strerror(errno.ESTALE))]
+    read = Path.read_bytes
+
+    def fail_once(path: Path) -> bytes:
+        if failures and path.name == TRACKER:
+            raise failures.pop()
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fail_once)
+    monkeypatch.setattr(persist, "RETRY_DELAYS", (0.01,))
+    assert write(str(tmp_path), save, {"w": torch.ones(2)}) == ""
+    assert storage.tracked(open_store(tmp_path)) == save
 
 
 def test_a_full_disk_has_room_for_a_mark_once_the_files_of_the_save_are_gone(tmp_path, monkeypatch):
