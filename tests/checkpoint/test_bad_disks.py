@@ -170,6 +170,22 @@ def test_a_step_that_never_fits_leaves_room_for_those_that_do(disk):
     assert_lives(disk, lambda: None, lambda: None, "No space left on device", nbytes=8 * MIB)
 
 
+def test_a_disk_full_of_a_step_that_a_saver_had_yet_to_delete(disk):
+    """There is room for one step more than are kept, and the saver has died between storing it and deleting another."""
+    checkpointer = Checkpointer(disk, keep=4, linger=0.0)
+    for step in (1, 2, 3, 4):
+        checkpointer.save(step, filled(step, 900_000), to="storage")
+        checkpointer.wait()
+    checkpointer.close()
+    disk.until_no_saver()
+    start_saver(disk)
+    checkpointer = Checkpointer(disk, linger=0.0)
+    checkpointer.save(5, filled(5, 900_000), to="storage")
+    checkpointer.wait()
+    checkpointer.close()
+    assert storage.steps(open_store(disk)) == [5, 4, 3]
+
+
 def test_a_read_only_disk(disk):
     start_saver(disk)
     assert_lives(

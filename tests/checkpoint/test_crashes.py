@@ -21,6 +21,7 @@ from dlrover.checkpoint.storage import faults, storage
 from dlrover.checkpoint.storage.formats import FORMAT
 from dlrover.checkpoint.storage.stores import open_store
 from dlrover.errors import ConfigurationError, InfrastructureError
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(90)]
 
@@ -179,6 +180,17 @@ def test_a_saver_that_dies_between_saves_is_started_again(directory):
     checkpointer.close()
     end_saver(directory)
     assert_step(load(directory)[1], 2)
+
+
+def test_a_saver_that_ends_takes_no_step_along_that_it_has_stored_and_pruned(directory):
+    checkpointer = Checkpointer(directory, keep=1)
+    for step in (1, 2, 3):
+        checkpointer.save(step, filled(step), to="storage")
+        until(lambda step=step: storage.steps(open_store(directory)) == [step])
+    end_saver(directory)
+    checkpointer.save(4, filled(4))
+    checkpointer.wait()
+    checkpointer.close()
 
 
 def test_a_saver_that_was_stopped_goes_on_for_the_next_worker(directory):
@@ -366,6 +378,8 @@ def test_bad_arguments_are_refused(directory):
             ConfigurationError, match=r"path is .*; it must name a directory or a URL"
         ):
             Checkpointer(path)
+    with pytest.raises(ConfigurationError, match=r"path is .*; its bytes must be UTF-8"):
+        Checkpointer(os.fsdecode(b"caf\xe9"))
     checkpointer = Checkpointer(directory, linger=0.0)
     with pytest.raises(ConfigurationError, match="to is 'disk'"):
         checkpointer.save(1, fresh(), to="disk")

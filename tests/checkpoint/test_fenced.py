@@ -1,6 +1,8 @@
 """A save that may not, or cannot, be published: it changes no stored step, and nobody waits for it."""
 
 import dataclasses
+import errno
+import os
 import threading
 import time
 from pathlib import Path
@@ -13,10 +15,11 @@ from dlrover.checkpoint.engine.checkpointer import Checkpointer
 from dlrover.checkpoint.engine.copying import Copier
 from dlrover.checkpoint.machine.policies import KeepLast
 from dlrover.checkpoint.machine.saves import SaveId
-from dlrover.checkpoint.storage import storage
-from dlrover.checkpoint.storage.stores import IDENTITY, Store, open_store
+from dlrover.checkpoint.storage import persist, storage
+from dlrover.checkpoint.storage.stores import IDENTITY, TRACKER, Store, open_store
 from dlrover.checkpoint.tools.verification import verify
 from dlrover.errors import ConfigurationError, InfrastructureError
+from tests.checkpoint.test_crashes import start_faulty_saver
 from tests.checkpoint.together import each, worlds
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(60)]
@@ -133,6 +136,71 @@ def test_nothing_is_given_up_in_a_directory_that_is_another_one(place, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [IDENTITY]
 
 
+def test_a_step_that_cannot_get_its_name_at_first_keeps_the_parts_of_other_ranks(
+    tmp_path, monkeypatch
+):
+    """Rank 0 tries again; rank 1 has written its part, and waits."""
+    storage.identity(open_store(tmp_path))
+    failures = [OSError(errno.EIO, os.strerror(errno.EIO)) for _ in range(2)]
+    rename = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if failures and path.name.endswith(".taken"):
+            raise failures.pop()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    monkeypatch.setattr(persist, "RETRY_DELAYS", (0.01, 0.01))
+    monkeypatch.setattr(direct, "PEER_PATIENCE", 5.0)
+    save = SaveId(0, 1, 7, 1)
+    told = each(
+        *(
+            lambda rank=rank: write(
+                str(tmp_path), save, {"w": torch.full((2,), float(rank))}, rank=rank, size=2
+            )
+            for rank in range(2)
+        )
+    )
+    assert told == ["", ""]
+    assert not failures
+    assert verify(tmp_path, 7).whole
+
+
+def test_a_record_that_cannot_be_read_at_first_costs_no_step(tmp_path, monkeypatch):
+    """As on NFS when another machine has just replaced the file."""
+    save = SaveId(0, 1, 7, 1)
+    storage.identity(open_store(tmp_path))
+    failures = [OSError(errno.ESTALE, os.strerror(errno.ESTALE))]
+    read = Path.read_bytes
+
+    def fail_once(path: Path) -> bytes:
+        if failures and path.name == TRACKER:
+            raise failures.pop()
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fail_once)
+    monkeypatch.setattr(persist, "RETRY_DELAYS", (0.01,))
+    assert write(str(tmp_path), save, {"w": torch.ones(2)}) == ""
+    assert storage.tracked(open_store(tmp_path)) == save
+
+
+def test_a_full_disk_has_room_for_a_mark_once_the_files_of_the_save_are_gone(tmp_path, monkeypatch):
+    store, save = quick(str(tmp_path)), SaveId(0, 1, 7, 1)
+    draft = store.draft(save)
+    make = Path.mkdir
+
+    def mkdir(path: Path, *args: object, **kwargs: object) -> None:
+        if (tmp_path / draft.top).exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        make(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    storage.give_up(store, "", save)
+    assert storage.is_given_up(store, draft)
+    store.draft(save)
+    assert storage.is_given_up(store, draft), "a rank that comes later sees it, too"
+
+
 @pytest.mark.slow
 def test_what_a_load_has_found_is_marked_only_by_who_holds_the_lease(directory):
     """Neither is a damaged step renamed, nor a new line begun."""
@@ -184,4 +252,30 @@ def test_a_save_that_one_rank_cannot_make_holds_up_no_other_node(two_nodes, monk
     told = each(*(lambda node=node: run(node) for node in two_nodes))
     assert "another node gave it up" in told[0]
     assert told[1]
+    assert time.monotonic() - began < 30.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_part_that_is_lost_with_its_saver_holds_up_no_other_node(two_nodes, monkeypatch, lost):
+    start_faulty_saver(two_nodes[lost], "persist.begun")
+    ranks, mine = dict(zip(two_nodes, worlds(2), strict=True)), threading.local()
+    monkeypatch.setattr(checkpointers, "TorchWorld", lambda: mine.world)
+
+    def train(node: Path) -> str:
+        mine.world = ranks[node]
+        saves = Checkpointer(node, linger=0.0)
+        saves.save(1, {"w": torch.full((2,), float(mine.world.rank))}, to="storage")
+        try:
+            saves.wait()
+        except InfrastructureError as error:
+            return str(error)
+        finally:
+            saves.close()
+        return ""
+
+    began = time.monotonic()
+    told = each(*(lambda node=node: train(node) for node in two_nodes))
+    assert "the saver ended before" in told[lost]
+    assert "another node gave it up" in told[1 - lost]
     assert time.monotonic() - began < 30.0

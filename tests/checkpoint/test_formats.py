@@ -21,9 +21,10 @@ from dlrover.checkpoint.saver import protocol, wire
 from dlrover.checkpoint.saver.memory import Generation
 from dlrover.checkpoint.saver.protocol import JoinSaver, ValidGenerations
 from dlrover.checkpoint.saver.replicas import Receiver
-from dlrover.checkpoint.storage import first_save, storage
+from dlrover.checkpoint.storage import first_save, formats, storage
 from dlrover.checkpoint.storage.formats import FORMAT, OtherFormatError
 from dlrover.checkpoint.storage.lease import Lease
+from dlrover.checkpoint.storage.stored_step import FileRecord, Manifest, read_manifest
 from dlrover.checkpoint.storage.stores import MANIFEST, open_store
 from dlrover.checkpoint.tools import tools
 from dlrover.errors import ConfigurationError
@@ -59,8 +60,8 @@ def save(place, step: int, keep: int = 100) -> str:
 def make_old(place, file: str) -> bytes:
     """Put a file into an earlier format, which had other fields."""
     data = json.loads(place.read(file))
-    data.pop("save", None)
-    data.pop("place", None)
+    for field in ("save", "place", "xxh3_64"):
+        data.pop(field, None)
     place.write(file, json.dumps({**data, "format": 1, "was": "different"}).encode())
     return place.read(file)
 
@@ -183,3 +184,65 @@ def test_ranks_of_different_versions_are_refused_on_all_ranks():
     with pytest.raises(ConfigurationError, match="Rank 1 runs another version of DLRover"):
         joining._refuse_other_formats(told)
     joining._refuse_other_formats(told[:1])
+
+
+def test_each_flipped_bit_of_a_record_is_damage_or_changes_nothing():
+    manifest = Manifest(
+        step=2,
+        save=SaveId(0, 2, 2, 1),
+        world_size=1,
+        replicated=True,
+        files={},
+        metrics={"loss": 0.5},
+    )
+    for record in (manifest, manifest.save):
+        data = formats.encode(record)
+        for bit in range(8 * len(data)):
+            flipped = bytearray(data)
+            flipped[bit // 8] ^= 1 << bit % 8
+            try:
+                assert formats.decode(bytes(flipped), type(record), "It") == record
+            except msgspec.DecodeError:
+                continue
+
+
+def test_the_first_records_of_this_format_have_no_checksum():
+    save = SaveId(0, 2, 2, 1)
+    data = json.loads(formats.encode(save))
+    del data["xxh3_64"]
+    assert formats.decode(json.dumps(data).encode(), SaveId, "It") == save
+
+
+def test_a_load_takes_no_step_whose_place_among_the_others_is_damaged(tmp_path):
+    place = open_store(tmp_path)
+    for step in (1, 2):
+        assert not save(place, step)
+    before = place.read(f"step-1/{MANIFEST}")
+    place.write(f"step-1/{MANIFEST}", before.replace(b'"number":1', b'"number":3'))
+    assert loader(place).load().step == 2
+
+
+def test_a_folder_with_a_number_that_no_step_can_have_is_none(place):
+    assert not save(place, 1)
+    place.write(f"step-{10**20}/{MANIFEST}", b"{")
+    assert loader(place).load().step == 1
+    assert [item.step for item in tools.listing(place.url)] == [1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"world_size": -1},
+        {"place": "a\0"},
+        {"files": {"../latest": FileRecord(1, "")}},
+        {"files": {"/dev/zero": FileRecord(1, "")}},
+    ],
+    ids=repr,
+)
+def test_a_manifest_with_ranks_or_files_of_no_step_is_damaged(place, change):
+    for step in (1, 2):
+        assert not save(place, step)
+    found = read_manifest(place, "step-2")
+    place.write(f"step-2/{MANIFEST}", formats.encode(msgspec.structs.replace(found, **change)))
+    assert not tools.verify(place.url, 2).whole
+    assert loader(place).load().step == 1

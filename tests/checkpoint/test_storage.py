@@ -1,8 +1,10 @@
 """Files: what torch and DCP read, and what several savers write together."""
 
 import dataclasses
+import errno
 import io
 import os
+import stat
 import threading
 import zipfile
 from pathlib import Path
@@ -261,6 +263,26 @@ def test_a_directory_is_named_once(tmp_path):
     assert len(found) == 1
     assert storage.identity(open_store(tmp_path / "b")) not in found
     assert os.listdir(tmp_path / "a") == [IDENTITY]
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_links_and_syncs_of_directories_is_one(tmp_path, monkeypatch, number):
+    sync = os.fsync
+
+    def link(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def fsync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        sync(fd)
+
+    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr(os, "fsync", fsync)
+    name = storage.identity(open_store(tmp_path))
+    assert storage.identity(open_store(tmp_path)) == name
+    persist.persist(job(tmp_path, {0: source(state())}, 1))
+    assert sorted(os.listdir(tmp_path)) == [IDENTITY, "latest", "step-7"]
 
 
 def test_views_of_a_layout_are_the_tensors():

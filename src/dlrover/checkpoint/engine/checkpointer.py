@@ -487,9 +487,11 @@ class Checkpointer:
             self._attach()
 
     def _attach(self) -> None:
-        self._problems += filter(
-            None, (direct.lost(self._store, save) for save in sorted(self._pace.asked))
-        )
+        for save in sorted(self._pace.asked):
+            if problem := direct.lost(self._store, save):
+                self._problems.append(problem)
+                if self._world.size > 1:
+                    self._direct.give_up_lost(save)
         self._pace.asked.clear()
         self._pool.forget()
         self._attached = self._client.attach(self._world.rank)

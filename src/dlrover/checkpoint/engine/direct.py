@@ -22,6 +22,7 @@ from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import persist, storage
 from dlrover.checkpoint.storage.lease import Lease
 from dlrover.checkpoint.storage.persist import PEER_PATIENCE, PersistJob, RankPart
+from dlrover.checkpoint.storage.stored_step import index_file
 from dlrover.checkpoint.storage.stores import Store, reason
 from dlrover.errors import InfrastructureError
 
@@ -68,7 +69,11 @@ class DirectWriter:
         problem = "it was interrupted"
         try:
             problem = persist.retry(
-                save.step, self.store.location, lambda: self._persist(job), _wait
+                save.step,
+                self.store.location,
+                lambda: self._persist(job),
+                _wait,
+                lambda: self._prune(job),
             )
         finally:
             if problem:
@@ -81,6 +86,16 @@ class DirectWriter:
             storage.give_up(self.store, self.identity, save)
         except OSError as error:
             logger.warning("Other ranks may wait for step %d in vain: %s", save.step, error)
+
+    def give_up_lost(self, save: SaveId) -> None:
+        """Give up a save whose saver has ended, unless this rank's part is written and rank 0's saver may publish it."""
+        try:
+            part = self.store.draft(save).path(index_file(self.rank))
+            written = self.rank > 0 and self.store.exists(part)
+        except OSError:
+            written = False
+        if not written:
+            self.give_up(save)
 
     def guard(self, session: int) -> None:
         """Raise if this world may not change the directory, or if that is not known yet.
@@ -99,6 +114,9 @@ class DirectWriter:
 
     def _persist(self, job: PersistJob) -> None:
         persist.persist(job)
+        self._prune(job)
+
+    def _prune(self, job: PersistJob) -> None:
         if self.rank == 0:
             try:
                 storage.prune(self.store, self.keep, job.guard)
@@ -149,9 +167,12 @@ class LoadFindings:
 
 
 def lost(store: Store, save: SaveId) -> str:
-    """Return the error message for a save whose saver ended; empty if the save is stored."""
+    """Return the error message for a save whose saver ended; empty if the save, or a later one, is stored."""
     step = save.step
     try:
+        last = storage.tracked(store)
+        if last is not None and last.session == save.session and last > save:
+            return ""  # this one may have been stored and pruned
         if storage.is_published(store, save):
             return ""
     except (OSError, InfrastructureError) as error:

@@ -138,6 +138,7 @@ class Saver:
             if problem:
                 logger.error("%s", problem)
                 self._give_up(task)
+                self._free_space(task)  # another node may have met the full disk
             self._state.tasks.finish(task, problem)
 
     def _store_task(self, task: Task) -> str:
@@ -193,11 +194,16 @@ class Saver:
         self._state.tasks.pause(task, seconds, yielding=False)
 
     def _free_space(self, task: Task) -> None:
-        """Delete unfinished files of other worlds that have not changed for `PEER_PATIENCE`."""
+        """Delete what savers that died have left: steps that are not kept, and unfinished ones.
+
+        Only unfinished steps of other worlds are deleted that have not changed for `PEER_PATIENCE`.
+        """
         if 0 in task.ranks:
+            guard = functools.partial(self._guard, task)
             try:
-                self._guard(task)
+                guard()
                 storage.remove_unfinished(self._store, task.session, idle=PEER_PATIENCE)
+                storage.prune(self._store, self._keep, guard)
             except (OSError, InfrastructureError) as error:
                 logger.warning("What others left in %s stays: %s", self._store.location, error)
 

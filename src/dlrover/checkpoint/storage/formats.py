@@ -7,9 +7,10 @@ with a separate error and left unchanged.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
+import xxhash
 
 from dlrover._util import decoding
 from dlrover.checkpoint.storage.stores import StorageAwayError
@@ -17,6 +18,7 @@ from dlrover.checkpoint.storage.stores import StorageAwayError
 FORMAT = 4
 _WITHOUT = 1
 """Format of files that do not name one."""
+_NO_SUM = "0" * 16
 _Content = TypeVar("_Content")
 
 
@@ -26,6 +28,8 @@ class OtherFormatError(StorageAwayError):
 
 class _Head(msgspec.Struct, frozen=True):
     format: int = _WITHOUT
+    xxh3_64: str = ""
+    """Checksum of the file with `_NO_SUM` in this place; the first ones of this format have none."""
 
 
 def check(found: int, what: str) -> None:
@@ -42,9 +46,10 @@ def check(found: int, what: str) -> None:
 
 
 def encode(content: msgspec.Struct) -> bytes:
-    """Encode a file in this format (JSON)."""
-    known: dict[str, Any] = {"format": FORMAT, **msgspec.structs.asdict(content)}
-    return msgspec.json.encode(known)
+    """Encode a file in this format (JSON), with a checksum."""
+    head = _Head(FORMAT, _NO_SUM)
+    data = msgspec.json.encode(msgspec.structs.asdict(head) | msgspec.structs.asdict(content))
+    return data.replace(_NO_SUM.encode(), xxhash.xxh3_64_hexdigest(data).encode(), 1)
 
 
 def decode(data: bytes, kind: type[_Content], what: str) -> _Content:
@@ -54,5 +59,10 @@ def decode(data: bytes, kind: type[_Content], what: str) -> _Content:
         OtherFormatError: another version has written the file.
         msgspec.DecodeError: the file is damaged.
     """
-    check(decoding.json(data, _Head).format, what)
+    head = decoding.json(data, _Head)
+    if head.xxh3_64:
+        plain = data.replace(head.xxh3_64.encode(), _NO_SUM.encode(), 1)
+        if xxhash.xxh3_64_hexdigest(plain) != head.xxh3_64:
+            raise msgspec.DecodeError("its content differs from its checksum")
+    check(head.format, what)
     return decoding.json(data, kind)

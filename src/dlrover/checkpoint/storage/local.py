@@ -135,7 +135,9 @@ class _LocalStore:
         try:
             temporary.write_bytes(data)
             with contextlib.suppress(FileExistsError):
-                os.link(temporary, path)
+                if not _link(temporary, path):
+                    with path.open("xb") as opened:
+                        opened.write(data)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -147,9 +149,12 @@ class _LocalStore:
 
     # ---- steps
 
-    def draft(self, save: SaveId) -> Draft:
+    def draft(self, save: SaveId, *, publisher: bool = False) -> Draft:
         draft = Draft(save, _unfinished(save), "", f"{_unfinished(save)}.marks")
-        (self._root / draft.top).mkdir(exist_ok=True)
+        top, taken = self._root / draft.top, self._root / f"{draft.top}{_TAKEN}"
+        if publisher and _mode(taken) and not _mode(top):
+            taken.rename(top)
+        top.mkdir(exist_ok=True)
         return draft
 
     def publish(self, draft: Draft, files: Collection[str]) -> None:
@@ -203,16 +208,19 @@ class _LocalStore:
     def give_up(self, save: SaveId, mark: str) -> None:
         """Rename the save and delete it, so that no process can publish it."""
         name = _unfinished(save)
-        marks = self._root / f"{name}.marks"
-        marks.mkdir(exist_ok=True)
-        files.write_atomically(marks / mark, b"")
         doomed = self._root / f"{name}.given-up.{secrets.token_hex(4)}"
-        with contextlib.suppress(FileNotFoundError):
-            (self._root / name).rename(doomed)
-            shutil.rmtree(doomed)
+        marks = self._root / f"{name}.marks"
+        try:  # a full disk may have room for the mark only afterwards
+            with contextlib.suppress(FileNotFoundError):
+                (self._root / name).rename(doomed)
+                shutil.rmtree(doomed)
+        finally:
+            marks.mkdir(exist_ok=True)
+            files.write_atomically(marks / mark, b"")
 
     def is_given_up(self, draft: Draft) -> bool:
-        return not _mode(self._root / draft.top) and not _mode(self._root / f"{draft.top}{_TAKEN}")
+        places = draft.top, f"{draft.top}{_TAKEN}", draft.top  # the publisher may rename it back
+        return not any(_mode(self._root / place) for place in places)
 
     def quarantine(self, step: int) -> str:
         bad = self._root / f"step-{step}.bad"
@@ -237,6 +245,17 @@ class _LocalStore:
             return max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
         except OSError:
             return math.inf  # another process is changing it
+
+
+def _link(path: Path, other: Path) -> bool:
+    """Give a file another name; return False on a file system without links, such as SMB."""
+    try:
+        os.link(path, other)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        return False
+    return True
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -357,9 +376,12 @@ def _raise(error: OSError) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Make the names in a directory durable, if its file system can."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     finally:
         os.close(fd)

@@ -113,7 +113,7 @@ def _persist(job: PersistJob) -> None:
     if 0 in job.sources:
         storage.remove_given_up(job.store, job.save.session, before=job.save.number)
     if not _is_stored(job):  # else an earlier attempt published it and failed afterwards
-        draft = job.store.draft(job.save)
+        draft = job.store.draft(job.save, publisher=0 in job.sources)
         _refuse_given_up(job, draft)
         _write_ranks(job, draft)
         job.store.sync(draft.top)

@@ -253,7 +253,7 @@ class _RemoteStore:
 
     # ---- steps
 
-    def draft(self, save: SaveId) -> Draft:
+    def draft(self, save: SaveId, *, publisher: bool = False) -> Draft:
         top = step_folder(save.step)
         return Draft(save, top, save.folder, join(top, save.folder))
 

@@ -55,7 +55,7 @@ GIVEN_UP, BREAKPOINT_GIVEN_UP = "given-up", "given-up.breakpoint"
 """Mark files of a given-up save: for the training's attempt, and for the last one, at the breakpoint.
 
 Each request of a user is an attempt of its own, whose mark is `requested`."""
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-(\d{1,19})")  # no more than a step's number can have
 
 
 class _Saved(msgspec.Struct):
@@ -216,18 +216,28 @@ def tracked(store: Store) -> SaveId | None:
         InfrastructureError: the tracker cannot be read, or another version of DLRover has written it.
     """
     try:
+        return _tracked(store)
+    except (OSError, MemoryError) as error:
+        raise failure(error, f"{store.where(TRACKER)} cannot be read") from error
+
+
+def _tracked(store: Store) -> SaveId | None:
+    try:
         return formats.decode(store.read(TRACKER), SaveId, store.where(TRACKER))
     except FileNotFoundError:
         return None
     except msgspec.DecodeError:
         return _DAMAGED
-    except (OSError, MemoryError) as error:
-        raise failure(error, f"{store.where(TRACKER)} cannot be read") from error
 
 
 def track(store: Store, save: SaveId) -> None:
-    """Record a save as the newest stored one, unless a newer one is recorded."""
-    last = tracked(store)
+    """Record a save as the newest stored one, unless a newer one is recorded.
+
+    Raises:
+        OSError: the record cannot be read or written; the call can be retried.
+        OtherFormatError: another version of DLRover has written it.
+    """
+    last = _tracked(store)
     if last is None or last <= save:
         store.write(TRACKER, formats.encode(save))
         store.sync("")

@@ -161,15 +161,16 @@ class StoredStep:
     def _range(self, tensor: StoredTensor) -> ByteRange:
         """Return the range of a tensor, in a file whose size is correct."""
         record = self.manifest.files.get(tensor.file)
+        if record is None:
+            raise InfrastructureError(f"{name(tensor.path)} is in a file that is not of the step.")
         if tensor.file not in self._whole:
             size = self._reader.size(tensor.file)
-            if record is None or size != record.nbytes:
-                expected = record.nbytes if record is not None else "no"
+            if size != record.nbytes:
                 raise InfrastructureError(
-                    f"{self._where(tensor.file)} has {size} bytes, not {expected}."
+                    f"{self._where(tensor.file)} has {size} bytes, not {record.nbytes}."
                 )
             self._whole.add(tensor.file)
-        if record is None or tensor.offset < 0 or tensor.offset + tensor.nbytes > record.nbytes:
+        if tensor.offset < 0 or tensor.offset + tensor.nbytes > record.nbytes:
             raise InfrastructureError(f"{name(tensor.path)} lies outside of {tensor.file}.")
         return ByteRange(tensor.file, tensor.offset, tensor.nbytes)
 
@@ -194,9 +195,17 @@ def read_manifest(store: Store, folder: str) -> Manifest:
     """
     where = store.where(join(folder, MANIFEST))
     try:
-        return formats.decode(store.read(join(folder, MANIFEST)), Manifest, store.where(folder))
+        found = formats.decode(store.read(join(folder, MANIFEST)), Manifest, store.where(folder))
     except (OSError, MemoryError, msgspec.DecodeError) as error:
         raise failure(error, f"{where} cannot be read") from error
+    if found.world_size < 1 or not all(map(_is_inside, (found.place, *found.files))):
+        raise InfrastructureError(f"{where} names ranks or files that no step can have.")
+    return found
+
+
+def _is_inside(name: str) -> bool:
+    """Return True if a name, or an empty text, leads to nowhere but a place in the step's folder."""
+    return not (name.startswith("/") or "\0" in name or ".." in name.split("/"))
 
 
 def read_index(store: Store, folder: str, rank: int, manifest: Manifest) -> RankIndex:

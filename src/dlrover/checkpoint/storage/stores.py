@@ -158,8 +158,12 @@ class Store(Protocol):
     def remove(self, folder: str) -> None:
         """Delete a folder."""
 
-    def draft(self, save: SaveId) -> Draft:
-        """Return the draft for a save; all savers of a world get the same one."""
+    def draft(self, save: SaveId, *, publisher: bool = False) -> Draft:
+        """Return the draft for a save; all savers of a world get the same one.
+
+        The ``publisher`` takes up an attempt of its own that failed while it gave the step its name: other savers do not
+        write their parts again.
+        """
 
     def publish(self, draft: Draft, files: Collection[str]) -> None:
         """Publish a step, whose files and manifest are all written.
@@ -172,7 +176,7 @@ class Store(Protocol):
         """Restore steps whose replacement was cut short."""
 
     def give_up(self, save: SaveId, mark: str) -> None:
-        """Leave a mark, then remove the save's files, in stores that can do so atomically."""
+        """Remove the save's files, in stores that can do so atomically, and leave a mark."""
 
     def is_given_up(self, draft: Draft) -> bool:
         """Return True if the save was given up, or the step was published."""
@@ -248,6 +252,8 @@ def open_shared(place: object) -> Store:
     """
     if not isinstance(place, str | os.PathLike) or not os.fspath(place):
         raise ConfigurationError(f"path is {place!r}; it must name a directory or a URL.")
+    if not _is_text(os.fspath(place)):
+        raise ConfigurationError(f"path is {place!r}; its bytes must be UTF-8.")
     store = open_store(place)
     if store.is_private:
         raise ConfigurationError(
@@ -255,6 +261,14 @@ def open_shared(place: object) -> Store:
             " both see."
         )
     return store
+
+
+def _is_text(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_damage(error: Exception) -> bool:

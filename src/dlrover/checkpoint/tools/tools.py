@@ -30,7 +30,7 @@ from dlrover.checkpoint.storage.stores import (
 from dlrover.checkpoint.tools.verification import leaves, verify
 from dlrover.errors import ConfigurationError, InfrastructureError
 
-_ENTRY = re.compile(r"(\.?)step-(\d+)(.*)")
+_ENTRY = re.compile(r"(\.?)step-(\d{1,19})(?!\d)(.*)")
 Place = str | os.PathLike[str]
 """A path, or a URL that fsspec knows."""
 
