@@ -11,7 +11,6 @@ from urllib.parse import quote
 import msgspec
 
 from dlrover._util import decoding
-from dlrover._util.doors import install
 from dlrover.errors import ConfigurationError
 from dlrover.spec.jobdir import AgentConfig, MasterConfig
 from dlrover.spec.node import FoundNode, LaunchNode
@@ -405,8 +404,8 @@ def _place(address: str) -> str:
     return f"--ray-address {address}" if address else "The Ray cluster"
 
 
-def check_version(version: str) -> None:
-    """Refuse a version of Ray that lacks what nodes need.
+def check_version(version: str, install: str) -> None:
+    """Refuse a version of Ray that lacks what nodes need; ``install`` is the command that brings another one.
 
     Raises:
         ConfigurationError: it is one.
@@ -415,7 +414,7 @@ def check_version(version: str) -> None:
     if numbers is not None and (int(numbers[1]), int(numbers[2])) < OLDEST:
         raise ConfigurationError(
             f"--platform ray needs Ray {OLDEST[0]}.{OLDEST[1]} or later, and this environment has Ray {version}:"
-            f" {install('ray')}, also on the machines of the cluster."
+            f" {install}, also on the machines of the cluster."
         )
 
 
