@@ -262,7 +262,7 @@ def test_a_ray_that_is_too_old_is_refused_in_one_sentence(
 
 @pytest.mark.parametrize("version", ["2.50.0", "2.60.1", "3.0.0.dev0", "unknown"])
 def test_a_ray_of_this_time_is_used(version: str) -> None:
-    jobs.check_version(version)
+    jobs.check_version(version, "pip install")
 
 
 def test_an_address_where_nothing_listens_is_named() -> None:

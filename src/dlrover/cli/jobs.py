@@ -20,14 +20,13 @@ from dlrover._util import decoding, files
 from dlrover.errors import ConfigurationError
 from dlrover.rpc import wire
 from dlrover.spec.jobdir import (
+    OUTCOME_ROOM,
     ConfigHeader,
     JobDir,
     check_format,
 )
 from dlrover.spec.words import did_you_mean
 
-OUTCOME_ROOM = 256 * 1024
-"""Bytes reserved for an outcome: more than the longest texts of a failure take."""
 LAST = "last"
 """Name of the link to the job directory that was last made or used."""
 _START = r"-\d{8}-\d{6}-[0-9a-f]{4}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import sys
 import threading
@@ -19,11 +20,14 @@ from typing import Any, BinaryIO
 import msgspec
 
 from dlrover._util import decoding, files, logs
-from dlrover.errors import DLRoverError, ExitCode
+from dlrover.errors import DLRoverError, ExitCode, InfrastructureError
 from dlrover.ray import cluster, remote
+from dlrover.ray.copying import CopiedEvents
 from dlrover.ray.machine import job as jobs
 from dlrover.spec.jobdir import JobDir, MasterAddress
 from dlrover.spec.outcome import Outcome
+
+logger = logging.getLogger(__name__)
 
 RETRY_DELAY = 0.2
 """Seconds between two attempts to reach a master actor that is being restarted."""
@@ -41,18 +45,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     log = job_dir.path / "ray.log"
     logs.log_to(log)
     shown = _keep_streams(log)
+    # Then an earlier process of the command has started the job, which must not run twice.
+    began = job_dir.master.exists()
     try:
         job = jobs.decode((job_dir.path / jobs.FILE).read_bytes())
         cluster.connect(job.address, job.working_dir)
-        remote.start(job)
+        if not began:
+            remote.start(job)
     except DLRoverError as error:
         outcome = Outcome(exit_code=error.exit_code, reason=str(error))
+        if began:
+            reason = f"The job's Ray cluster is gone: {error}"
+            outcome = Outcome(exit_code=ExitCode.INFRASTRUCTURE, reason=reason)
         files.write_atomically(job_dir.outcome, msgspec.json.encode(outcome))
-        return error.exit_code
-    name = jobs.master_name(job.name)
+        return outcome.exit_code
     if args.lifeline_fd >= 0:
-        threading.Thread(target=_guard, args=(args.lifeline_fd, name), daemon=True).start()
-    return _follow(job_dir, name, shown)
+        threading.Thread(target=_guard, args=(args.lifeline_fd, job), daemon=True).start()
+    return _follow(job_dir, job, shown)
 
 
 def _keep_streams(log: Path) -> dict[int, BinaryIO]:
@@ -64,54 +73,79 @@ def _keep_streams(log: Path) -> dict[int, BinaryIO]:
     return shown
 
 
-def _guard(fd: int, name: str) -> None:
+def _guard(fd: int, job: jobs.RayJob) -> None:
     """End the job when the command that started this process dies."""
     os.read(fd, 1)  # nothing is ever written
-    actor = cluster.actor(name)
-    if actor is not None:
-        with contextlib.suppress(DLRoverError):
+    try:
+        actor = remote.master_of(job, ABANDON_TIMEOUT)
+        if actor is not None:
             cluster.answer(actor.abandon.remote, ABANDON_TIMEOUT)
-    os._exit(ExitCode.INFRASTRUCTURE)
+    finally:
+        os._exit(ExitCode.INFRASTRUCTURE)
 
 
-def _follow(job_dir: JobDir, name: str, shown: Mapping[int, BinaryIO]) -> int:
+def _follow(job_dir: JobDir, job: jobs.RayJob, shown: Mapping[int, BinaryIO]) -> int:
     """Show the job until it ends; return its exit code."""
-    import ray  # noqa: PLC0415 - after the check that it is installed
-
     from dlrover.ray.tunnel import Tunnel  # noqa: PLC0415
 
-    known = MasterAddress(Tunnel(name).address, os.getpid())
+    known = MasterAddress(Tunnel(jobs.master_name(job.name)).address, os.getpid())
     files.write_atomically(job_dir.master, msgspec.json.encode(known))
-    while (actor := cluster.actor(name)) is not None:
-        try:
-            if _is_over(job_dir, actor, shown):
-                remote.write(job_dir, ray.get(actor.files.remote()))
-                ray.get(actor.dismiss.remote())
-                break
-        except ray.exceptions.RayError:
-            time.sleep(RETRY_DELAY)  # noqa: TID251 - nothing else to do
+    with contextlib.closing(CopiedEvents(job_dir.events)) as events:
+        _until_over(job_dir, job, events, shown)
     with contextlib.suppress(FileNotFoundError):
         return decoding.json(job_dir.outcome.read_bytes(), Outcome).exit_code
     outcome = Outcome(
         exit_code=ExitCode.INFRASTRUCTURE,
-        reason="The job's master actor was killed for good; Ray starts it no more.",
+        reason="The job's master actor is gone for good: it was killed, or has heard nothing from this command for long.",
     )
     files.write_atomically(job_dir.outcome, msgspec.json.encode(outcome))
     return outcome.exit_code
 
 
-def _is_over(job_dir: JobDir, actor: Any, shown: Mapping[int, BinaryIO]) -> bool:
+def _until_over(
+    job_dir: JobDir, job: jobs.RayJob, events: CopiedEvents, shown: Mapping[int, BinaryIO]
+) -> None:
+    """Show the job until it ends, and keep what its master leaves."""
+    import ray  # noqa: PLC0415
+
+    while True:
+        try:
+            actor = remote.master_of(job)
+            if actor is None:  # it left while this process was stopped, or was killed
+                ended = cluster.record(job.name) or {}
+                _keep(job_dir, ended if ended.get(job_dir.token.name) == job.token.encode() else {})
+                return
+            if _is_over(events, actor, shown):
+                _keep(job_dir, ray.get(actor.files.remote()))
+                ray.get(actor.dismiss.remote())
+                return
+        except (ray.exceptions.RayError, InfrastructureError):
+            time.sleep(RETRY_DELAY)  # noqa: TID251 - nothing else to do
+
+
+def _keep(job_dir: JobDir, content: Mapping[str, bytes]) -> None:
+    """Write the files of an ended job; on a full disk its outcome alone, for which room is reserved."""
+    outcome = job_dir.outcome.name
+    rest = {
+        name: data for name, data in content.items() if name not in (outcome, job_dir.events.name)
+    }
+    first = {outcome: content[outcome]} if outcome in content else {}
+    for some in (first, rest):
+        try:
+            remote.write(job_dir, some)
+        except OSError as error:
+            logger.warning("Not all files of the job could be written: %s", error)
+
+
+def _is_over(events: CopiedEvents, actor: Any, shown: Mapping[int, BinaryIO]) -> bool:
     """Show what is new; return whether the job has ended and all of its output is shown."""
     import ray  # noqa: PLC0415
 
-    position = job_dir.events.stat().st_size if job_dir.events.exists() else 0
-    chunks, happened, over = ray.get(actor.news.remote(position))
+    chunks, first, happened, over = ray.get(actor.news.remote(events.of, events.position))
     for stream, data in chunks:
         shown[stream].write(data)
         shown[stream].flush()
-    if happened:
-        with job_dir.events.open("ab") as file:
-            file.write(happened)
+    events.add(first, happened)
     return over and not chunks and not happened
 
 

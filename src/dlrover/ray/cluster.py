@@ -15,6 +15,7 @@ import msgspec
 
 from dlrover import config, extras
 from dlrover._util import decoding
+from dlrover._util.doors import install
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.ray.machine import job as jobs
 from dlrover.ray.machine.job import NAMESPACE, Resources
@@ -46,7 +47,7 @@ def connect(address: str, working_dir: str = "") -> None:
     with extras.needed("--platform ray", "ray"):
         import ray  # noqa: PLC0415 - needs the extra
 
-    jobs.check_version(ray.__version__)
+    jobs.check_version(ray.__version__, install("ray"))
     if ray.is_initialized():
         return
     check_port(address)

@@ -11,17 +11,18 @@ import sqlite3
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import ray
 
-from dlrover._util import decoding
+from dlrover._util import decoding, files
 from dlrover.errors import ExitCode
 from dlrover.master import app
 from dlrover.ray import cluster, places, platform
 from dlrover.ray.machine import job as jobs
-from dlrover.spec.jobdir import JobDir, MasterAddress
+from dlrover.spec.jobdir import OUTCOME_ROOM, JobDir, MasterAddress
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +50,12 @@ class MasterActor:
         self._dir = self._prepare()
         self._output: collections.deque[tuple[int, bytes]] = collections.deque()
         self._size = 0
-        self._heard = time.monotonic()
+        self._heard, self._abandoned = True, False
         self._over = False
         self._taken = False
         self._streams: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
         self._last_stream = 0
-        threading.Thread(target=self._run, daemon=True).start()
+        threading.Thread(target=self._or_again, args=(self._run,), daemon=True).start()
 
     # ---- called by nodes
 
@@ -77,17 +78,24 @@ class MasterActor:
         """Return the job's token, by which a command knows its job."""
         return self._job.token
 
-    async def news(self, position: int) -> tuple[list[tuple[int, bytes]], bytes, bool]:
-        """Return new output, the events from a position in their file, and whether the job has ended."""
+    async def news(
+        self, of: bytes, position: int
+    ) -> tuple[list[tuple[int, bytes]], bytes, bytes, bool]:
+        """Return new output, events, and whether the job has ended.
+
+        The events are their first line and those from a position in their file, or from its beginning unless its first
+        line is ``of``.
+        """
         until = time.monotonic() + PATIENCE
         while True:
-            self._heard = time.monotonic()
-            over, happened = self._over, _read_from(self._dir.events, position)
+            self._heard = True
+            over, first = self._over, _first_line(self._dir.events)
+            happened = _read_from(self._dir.events, position if of == first else 0)
             if self._output or happened or over or time.monotonic() > until:
                 chunks = list(self._output)
                 self._output.clear()
                 self._size = 0
-                return chunks, happened, over
+                return chunks, first, happened, over
             await asyncio.sleep(POLL)
 
     async def files(self) -> dict[str, bytes]:
@@ -100,7 +108,7 @@ class MasterActor:
 
     async def abandon(self) -> None:
         """End the job at once: the command that it belongs to is gone."""
-        self._heard = float("-inf")
+        self._abandoned = True
 
     async def open(self) -> int:
         """Open a connection to the master's port and return its number."""
@@ -136,7 +144,13 @@ class MasterActor:
             jobs.FILE: self._data,
         }
         ended = cluster.record(self._job.name) or {}  # what remains of the job if it has ended
-        return places.make(self._job.place, ended | content)
+        made = places.make(self._job.place, ended | content)
+        if not made.outcome.exists():
+            with contextlib.suppress(
+                OSError
+            ):  # a full disk, on which an earlier life may have reserved it
+                files.reserve(made.outcome, OUTCOME_ROOM)
+        return made
 
     def _address(self) -> str:
         """Return the address of this actor's master; empty until it listens."""
@@ -145,10 +159,18 @@ class MasterActor:
             return known.address if known.pid == os.getpid() else ""
         return ""
 
+    def _or_again(self, work: Callable[[], None]) -> None:
+        """Do what a thread does; whatever it raises, Ray starts this actor again, which goes on from the journal."""
+        try:
+            work()
+        except BaseException:
+            logger.exception("The master's actor fails and is started again")
+            os._exit(1)
+
     def _run(self) -> None:
         """Run the master to the job's end, then end everything that the job started, and this actor."""
         if self._job.foreground:
-            threading.Thread(target=self._guard, daemon=True).start()
+            threading.Thread(target=self._or_again, args=(self._guard,), daemon=True).start()
         code = (
             ExitCode.SUCCESS
             if self._dir.outcome.exists()
@@ -165,8 +187,12 @@ class MasterActor:
 
     def _guard(self) -> None:
         """End the job once the command in the foreground is silent for too long."""
-        while time.monotonic() - self._heard < SILENCE:
+        looks = 0
+        while looks < SILENCE / POLL and not self._abandoned:
+            self._heard = False
             time.sleep(POLL)  # noqa: TID251 - a thread of its own
+            # Not by a clock: a process that is stopped hears nothing.
+            looks = 0 if self._heard else looks + 1
         logger.warning("The command that started the job is gone; so is the job")
         platform.request_no_more()  # the master runs on, and would replace what is ended
         self._reap()
@@ -196,11 +222,20 @@ class MasterActor:
         cluster.end_actor(jobs.master_name(self._job.name))
 
 
+def _first_line(path: Path) -> bytes:
+    """Return the first line of a file, by which the histories of a job's masters are told apart."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        return file.readline()
+    return b""
+
+
 def _read_from(path: Path, position: int) -> bytes:
     """Return whole lines of a file from a position."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(position)
         data = file.read(READ)
+        if b"\n" not in data:
+            data += file.readline()
         return data[: data.rfind(b"\n") + 1]
     return b""
 
@@ -208,14 +243,17 @@ def _read_from(path: Path, position: int) -> bytes:
 def _collect(job_dir: JobDir) -> dict[str, bytes]:
     """Return the files of a job directory that say what happened, by name; the journal is among them."""
     config_ = app.load_config(job_dir)
-    paths = [job_dir.events, job_dir.outcome, job_dir.master_log]
+    paths = [job_dir.token, job_dir.events, job_dir.outcome, job_dir.master_log]
     found = {path.name: path.read_bytes() for path in paths if path.exists()}
     own = msgspec.structs.replace(config_, journal="file:")
     found[job_dir.job.name] = msgspec.json.encode(own)
     scheme, _, place = config_.journal.partition(":")
     journal = Path(place) if place else job_dir.journal
     if scheme == "file" and journal.exists():
-        found[job_dir.journal.name] = _copy_of(journal)
+        try:
+            found[job_dir.journal.name] = _copy_of(journal)
+        except (sqlite3.Error, OSError) as error:  # the outcome must not wait for room on a disk
+            logger.warning("The journal is left out of the job's files: %s", error)
     return found
 
 

@@ -180,8 +180,11 @@ class NodeActor:
     def _follow(self, node_id: int, node_rank: int) -> None:
         """Start the agent and tell it where the master is; end it once there is no master any more."""
         address = ""
-        while (master := cluster.actor(jobs.master_name(self._job.name))) is not None:
+        while True:
             try:
+                master = cluster.actor(jobs.master_name(self._job.name))
+                if master is None:
+                    break
                 moved = ray.get(master.moved.remote(address))
                 known = msgspec.json.encode(MasterAddress(moved, 0))
                 files.write_atomically(self._dir.master, known)
@@ -199,8 +202,10 @@ class NodeActor:
                 time.sleep(DISK_DELAY)  # noqa: TID251 - a thread of its own
         logger.warning("The job's master is gone; so is this node")
         self._end()
-        cluster.remove_groups(ray.get_runtime_context().get_actor_name())
-        os._exit(0)
+        try:
+            cluster.remove_groups(ray.get_runtime_context().get_actor_name())
+        finally:  # whatever Ray says: a node does not outlive its job
+            os._exit(0)
 
     def _send(self) -> None:
         name = jobs.master_name(self._job.name)

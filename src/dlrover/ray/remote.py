@@ -34,11 +34,11 @@ def start(job: jobs.RayJob) -> Any:
         f"The Ray cluster already runs a job named {job.name}; --rdzv-id (metadata.name of a manifest) "
         "names another one."
     )
-    running = cluster.actor(name)
-    if running is not None:
-        if cluster.answer(running.token.remote, ANSWER_TIMEOUT) == job.token:
-            return running
-        raise taken
+    if cluster.actor(name) is not None:
+        running = master_of(job)
+        if running is None:
+            raise taken
+        return running
     cluster.check_room(job)
     cluster.forget_record(job.name)
     options = MasterActor.options(  # type: ignore[attr-defined]
@@ -55,6 +55,18 @@ def start(job: jobs.RayJob) -> Any:
         raise taken from error
     cluster.answer(made.token.remote, START_TIMEOUT)
     return made
+
+
+def master_of(job: jobs.RayJob, timeout: float = ANSWER_TIMEOUT) -> Any:
+    """Return the handle of a job's master actor; None if it is gone, also where another job of its name runs by now.
+
+    Raises:
+        InfrastructureError: it does not answer within ``timeout`` seconds.
+    """
+    found = cluster.actor(jobs.master_name(job.name))
+    if found is None or cluster.answer(found.token.remote, timeout) != job.token:
+        return None
+    return found
 
 
 def copy(env: Mapping[str, str], job: str, address: str) -> JobDir:

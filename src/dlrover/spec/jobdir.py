@@ -19,6 +19,9 @@ FORMAT = 3
 """Format number of the journal, the configurations and the events. It changes with the meaning or the shape
 of any record in them, so that a master never continues from half of what an earlier version wrote."""
 
+OUTCOME_ROOM = 256 * 1024
+"""Bytes reserved for an outcome: more than the longest texts of a failure take."""
+
 
 class JobDir:
     """Paths in the job directory at ``path``. Creates and reads nothing."""

@@ -31,11 +31,11 @@ from dlrover.kubernetes.machine.decisions import status_of
 from dlrover.kubernetes.platform import job as elastic_job
 from dlrover.kubernetes.resources import names
 from dlrover.kubernetes.resources.types import ElasticJob, Manifest
-from dlrover.master.journal.history import History
+from dlrover.master.journal.history import History, known_before
 from dlrover.roles.client import load_config
 from dlrover.rpc.client import MasterClient
 from dlrover.rpc.wire import Tls
-from dlrover.spec.events import Event, InstanceStarted, JobSubmitted, RoundCompleted
+from dlrover.spec.events import Event, InstanceStarted, RoundCompleted
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig
 from dlrover.spec.outcome import Outcome
@@ -308,7 +308,7 @@ class ElasticRole:
         before = -1
         async for notice in master.watch(0, follow=True):
             if notice.events and before < 0:
-                before = _known_before(history.events, notice.events[0])
+                before = known_before(history.events, notice.events[0])
             for event in notice.events:
                 if before + event.seq > len(history.events):
                     self._count(event)
@@ -333,14 +333,6 @@ class ElasticRole:
                 "its master was lost together with instances, and no longer knows them: it starts again."
             )
         self._lives[index] = life
-
-
-def _known_before(known: Sequence[Event], first: Event) -> int:
-    """Return how many events are known from before the ``first`` one of a master's history."""
-    for event in known:
-        if isinstance(event.body, JobSubmitted) and event.time == first.time:
-            return event.seq - 1
-    return len(known)
 
 
 def _outcome(job: Manifest) -> Outcome:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from dlrover._util import decoding
-from dlrover.spec.events import Event, EventBody, WorkerFailed
+from dlrover.spec.events import Event, EventBody, JobSubmitted, WorkerFailed
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,17 @@ def read(path: Path) -> list[Event]:
     data = path.read_bytes()
     lines = data[: data.rfind(b"\n") + 1].splitlines()
     return [decoding.json(line, Event) for line in lines]
+
+
+def known_before(known: Sequence[Event], first: Event) -> int:
+    """Return how many events are known from before the ``first`` one of a master's history.
+
+    A master that has lost its journal numbers its events from 1 again.
+    """
+    for event in known:
+        if isinstance(event.body, JobSubmitted) and event.time == first.time:
+            return event.seq - 1
+    return len(known)
 
 
 def _complete_lines(path: Path) -> int:

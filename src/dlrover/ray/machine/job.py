@@ -404,8 +404,8 @@ def _place(address: str) -> str:
     return f"--ray-address {address}" if address else "The Ray cluster"
 
 
-def check_version(version: str) -> None:
-    """Refuse a version of Ray that lacks what nodes need.
+def check_version(version: str, install: str) -> None:
+    """Refuse a version of Ray that lacks what nodes need; ``install`` is the command that brings another one.
 
     Raises:
         ConfigurationError: it is one.
@@ -414,7 +414,7 @@ def check_version(version: str) -> None:
     if numbers is not None and (int(numbers[1]), int(numbers[2])) < OLDEST:
         raise ConfigurationError(
             f"--platform ray needs Ray {OLDEST[0]}.{OLDEST[1]} or later, and this environment has Ray {version}:"
-            f" pip install 'ray>={OLDEST[0]}.{OLDEST[1]}', also on the machines of the cluster."
+            f" {install}, also on the machines of the cluster."
         )
 
 
