@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -419,6 +420,19 @@ def test_sources_that_are_none(tmp_path: Path, name: str):
     with pytest.raises((ConfigurationError, InfrastructureError), match=r"cannot|can read"):
         convert(path, tmp_path / "y", "flash", trusted=True)
     assert not (tmp_path / "y").exists()
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_destination_without_room_gets_a_sentence(tmp_path: Path, to: str):
+    path = file_of(tmp_path, {"w": torch.ones(100_000)})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(InfrastructureError, match=r"x cannot be written: .*File too large"):
+            convert(path, tmp_path / "x", to)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path) == ["state.pt"]
 
 
 def test_a_tree_that_does_not_fit_its_file(tmp_path: Path):

@@ -268,6 +268,16 @@ def test_files_that_do_not_belong_to_the_step_are_told_and_do_no_harm(stored: Pa
     assert found.unknown == ["notes.txt"]
 
 
+def test_names_that_are_not_utf_8_are_shown_to_people_and_to_programs(stored: Path, monkeypatch):
+    (stored / "step-30" / os.fsdecode(b"caf\xe9")).write_text("theirs")
+    (stored / os.fsdecode(b"step-30\xe9")).mkdir()
+    for form in ("text", "json"):
+        assert cli(monkeypatch, "list", stored, "-o", form) == 0
+        assert cli(monkeypatch, "verify", stored, "-o", form) == 0
+    assert tools.verify(stored, 30).unknown == ["caf\\xe9"]
+    assert "step-30\\xe9" in {item.name for item in tools.listing(stored)}
+
+
 def test_a_part_that_nobody_saved_is_missed(tmp_path: Path):
     store(tmp_path / "c", 30, state(0, 30))
     assert problems(tmp_path / "c") == {

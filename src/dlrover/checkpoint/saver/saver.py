@@ -138,7 +138,8 @@ class Saver:
             if problem:
                 logger.error("%s", problem)
                 self._give_up(task)
-                self._free_space(task)  # another node may have met the full disk
+                if task.world_size > len(task.ranks):  # another node may have met a full disk
+                    self._free_space(task)
             self._state.tasks.finish(task, problem)
 
     def _store_task(self, task: Task) -> str:

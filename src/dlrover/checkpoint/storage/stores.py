@@ -263,6 +263,11 @@ def open_shared(place: object) -> Store:
     return store
 
 
+def shown(name: str) -> str:
+    """Return the name of a file as text; bytes of it that are not UTF-8 become escape sequences."""
+    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+
+
 def _is_text(path: str) -> bool:
     try:
         path.encode()

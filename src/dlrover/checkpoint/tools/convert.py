@@ -180,7 +180,12 @@ def _write_torch(content: Content, temporary: Path) -> None:
 
     state = layouts.replace_refs(content.tree, lambda ref, _: tensors[ref.index])
     with temporary.open("wb") as file:
-        torch.save(state, file)
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # torch's own, while it handles the file's
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
         file.flush()
         os.fsync(file.fileno())
 

@@ -25,6 +25,7 @@ from dlrover.checkpoint.storage.stores import (
     Store,
     explained,
     open_store,
+    shown,
     step_folder,
 )
 from dlrover.checkpoint.tools.verification import leaves, verify
@@ -220,7 +221,7 @@ def _summary(store: Store, folder: str, step: int, latest: int | None) -> StepSu
     timed = files.get(MANIFEST)
     return StepSummary(
         step=step,
-        name=folder,
+        name=shown(folder),
         state=state,
         latest=final and step == latest,
         time=timed.modified if timed is not None else store.modified(folder),

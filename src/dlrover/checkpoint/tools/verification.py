@@ -27,6 +27,7 @@ from dlrover.checkpoint.storage.stores import (
     is_damage,
     join,
     open_store,
+    shown,
     step_folder,
 )
 from dlrover.errors import InfrastructureError
@@ -99,6 +100,7 @@ class _Check:
             self._check_files(indices)
             if len(indices) == stored.manifest.world_size:
                 self._check_cover(indices)
+        others = there.keys() - self._files.keys() - {MANIFEST}
         return Verification(
             step=self._step,
             name=self._folder,
@@ -106,7 +108,7 @@ class _Check:
             files=len(self._files) + 1 if self._files else 0,
             nbytes=self._nbytes,
             problems=list(self._problems),
-            unknown=sorted(there.keys() - self._files.keys() - {MANIFEST}) if self._files else [],
+            unknown=sorted(map(shown, others)) if self._files else [],
         )
 
     def _add(self, file: str, tensor: str, problem: str) -> None:
