@@ -132,6 +132,15 @@ async def test_wrong_reports_are_refused(
         assert [row.job for row in await client.jobs()] == ["one"]
 
 
+async def test_a_text_with_a_nul_is_kept_without_it(database: str, serve: Serve) -> None:
+    """PostgreSQL takes none: the report would come again and again, and all later ones wait behind it."""
+    async with serve(database) as client:
+        await client.report(jobs.register("one"))
+        await client.report(jobs.end("one", reason="embedded \0 character"))
+        (row,) = await client.jobs()
+    assert (row.state, row.reason) == ("succeeded", "embedded \ufffd character")
+
+
 async def test_a_new_job_starts_like_similar_ones(database: str, serve: Serve) -> None:
     features: dict[str, str | float] = {"model": "bert", "user": "eva", "batch": 256}
     async with serve(database) as client:

@@ -219,15 +219,20 @@ def _outcome(batch: Batch, report: brain.ReportOutcome, now: float) -> None:
         "at": now,
         "state": report.state,
         "throughput": report.throughput,
-        "reason": report.reason,
+        "reason": _text(report.reason),
     }
     where = outcomes.c.plan == report.plan_id
     if not batch.connection.execute(outcomes.update().where(where).values(values)).rowcount:
         batch.connection.execute(outcomes.insert().values(values | {"plan": report.plan_id}))
 
 
+def _text(text: str) -> str:
+    """Return a text as every database takes it: PostgreSQL refuses NUL."""
+    return text.replace("\0", "\ufffd")
+
+
 def _end(batch: Batch, report: brain.ReportEnd, now: float) -> None:
-    values: dict[str, Any] = {"state": report.state, "ended": now, "reason": report.reason}
+    values: dict[str, Any] = {"state": report.state, "ended": now, "reason": _text(report.reason)}
     if report.shape is not None:
         values["shape"] = as_json(checked(report.shape))
     outcome = None if report.outcome is None else as_json(report.outcome)
