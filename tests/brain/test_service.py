@@ -97,6 +97,12 @@ def cores(number: float) -> brain.Shape:
     return brain.Shape(groups={"worker": NodeGroup(count=1, cpu=number)})
 
 
+def planned(throughput: float) -> brain.ReportPlan:
+    effect = Effect(throughput=throughput, low=0.0, high=1.0)
+    plan = ResourcePlan(groups={"worker": NodeGroup(count=2)}, reason="more", effect=effect)
+    return brain.ReportPlan(request=request_id(), job="one", plan_id="plan", plan=plan)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -107,6 +113,8 @@ def cores(number: float) -> brain.Shape:
         jobs.samples("one", cores(-1.0), throughput=1.0),
         jobs.register("one", features={"batch": float("inf")}),
         jobs.outcome("one", "no-such-plan", 1.0),
+        planned(0.0),
+        planned(5e-324),
         jobs.register("one", space=brain.Space(workers=brain.Range(3, 3, 2))),
         msgspec.structs.replace(jobs.samples("one", jobs.shape(1)), job="a b"),
     ],
@@ -118,6 +126,8 @@ def cores(number: float) -> brain.Shape:
         "fewer cores than none",
         "endless feature",
         "no plan",
+        "no speed to compare with",
+        "a speed that compares to infinity",
         "empty range",
         "name",
     ],

@@ -16,6 +16,8 @@ from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.spec import brain
 from dlrover.spec.plan import NodeGroup, ResourcePlan
 
+LEAST_THROUGHPUT = 1e-9
+"""Least samples per second that a plan may predict: an outcome is compared with them."""
 MASTER = "master"
 """Optimizer name for plans that a job's master has made itself."""
 
@@ -199,6 +201,11 @@ def _plan(batch: Batch, report: brain.ReportPlan, now: float) -> None:
     same = sa.select(plans.c.id).where(plans.c.id == report.plan_id)
     if batch.connection.scalar(same) is not None:
         raise ProtocolError(f"There is a plan {report.plan_id} already.")
+    effect = report.plan.effect
+    if effect is not None and effect.throughput < LEAST_THROUGHPUT:
+        raise ProtocolError(
+            f"plan.effect.throughput is {effect.throughput:g}: it must be at least {LEAST_THROUGHPUT:g}."
+        )
     insert_plan(
         batch,
         report.job,
