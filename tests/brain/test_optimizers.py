@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -183,6 +184,17 @@ def test_the_cluster_goes_where_it_brings_most() -> None:
     advice = ClusterOptimizer().advise([fast, slow], NO_PAST, cluster(9))
     assert workers(advice["fast"]) == 8
     assert workers(advice["slow"]) == 1
+
+
+def test_a_job_whose_samples_fit_no_model_keeps_no_other_from_its_part() -> None:
+    good, bad = job("good", (1, 2, 4), 4, total=1e6), job("bad", (1, 2), 2)
+    samples = tuple(msgspec.structs.replace(sample, throughput=5e-324) for sample in bad.samples)
+    bad = dataclasses.replace(bad, samples=samples)
+    advice = ClusterOptimizer().advise([bad, good], NO_PAST, cluster(9))
+    assert workers(advice["good"]) == 8
+    assert advice["bad"] == brain.Advice(
+        reason="its samples fit no model: step_seconds is inf: it must be a positive number"
+    )
 
 
 def batching(

@@ -97,6 +97,12 @@ def cores(number: float) -> brain.Shape:
     return brain.Shape(groups={"worker": NodeGroup(count=1, cpu=number)})
 
 
+def planned(throughput: float) -> brain.ReportPlan:
+    effect = Effect(throughput=throughput, low=0.0, high=1.0)
+    plan = ResourcePlan(groups={"worker": NodeGroup(count=2)}, reason="more", effect=effect)
+    return brain.ReportPlan(request=request_id(), job="one", plan_id="plan", plan=plan)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -107,6 +113,8 @@ def cores(number: float) -> brain.Shape:
         jobs.samples("one", cores(-1.0), throughput=1.0),
         jobs.register("one", features={"batch": float("inf")}),
         jobs.outcome("one", "no-such-plan", 1.0),
+        planned(0.0),
+        planned(5e-324),
         jobs.register("one", space=brain.Space(workers=brain.Range(3, 3, 2))),
         msgspec.structs.replace(jobs.samples("one", jobs.shape(1)), job="a b"),
     ],
@@ -118,6 +126,8 @@ def cores(number: float) -> brain.Shape:
         "fewer cores than none",
         "endless feature",
         "no plan",
+        "no speed to compare with",
+        "a speed that compares to infinity",
         "empty range",
         "name",
     ],
@@ -130,6 +140,15 @@ async def test_wrong_reports_are_refused(
         with pytest.raises(ProtocolError):
             await client.report(wrong)
         assert [row.job for row in await client.jobs()] == ["one"]
+
+
+async def test_a_text_with_a_nul_is_kept_without_it(database: str, serve: Serve) -> None:
+    """PostgreSQL takes none: the report would come again and again, and all later ones wait behind it."""
+    async with serve(database) as client:
+        await client.report(jobs.register("one"))
+        await client.report(jobs.end("one", reason="embedded \0 character"))
+        (row,) = await client.jobs()
+    assert (row.state, row.reason) == ("succeeded", "embedded \ufffd character")
 
 
 async def test_a_new_job_starts_like_similar_ones(database: str, serve: Serve) -> None:

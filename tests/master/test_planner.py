@@ -1,14 +1,19 @@
 """What the planner says to what was measured."""
 
+import asyncio
+import math
+
 import pytest
 
 pytest.importorskip("scipy")
 
 from dlrover.master.machine.scaling.autoscale import Question
 from dlrover.master.machine.scaling.planner import decide
+from dlrover.master.scaling.autoscale import AutoScaler
 from dlrover.planning.throughput import TrustRegion
 from dlrover.spec.measurements import SpeedSample
 from dlrover.spec.plan import ScaleKind
+from tests.support.drivers import JobDriver
 
 
 def sample(nodes: int, step: float, *, per_node: int = 1, total: int = 0) -> SpeedSample:
@@ -85,3 +90,12 @@ def test_nodes_with_several_workers():
     found = ask(sample(1, 0.1, per_node=4), sample(2, 0.11, per_node=4))
     assert found.nodes == 4
     assert found.plan.effect.cost == 16
+
+
+def test_a_planner_that_fails_does_not_end_the_auto_scaler(caplog):
+    """It measures and asks again later, and says so once in the log."""
+    endless = sample(1, math.inf)
+    question = Question(endless, (endless,), [1, 2], TrustRegion(), 0.5, True)
+    scaler = AutoScaler(JobDriver.running(1).machine, lambda _event: None)
+    assert asyncio.run(scaler._decide(question)) is None
+    assert "The planner failed: the job keeps its size" in caplog.text

@@ -1,5 +1,6 @@
 """What a job takes over from a similar one."""
 
+import msgspec
 import pytest
 
 pytest.importorskip("scipy")
@@ -59,3 +60,14 @@ def test_sizes_with_another_batch_are_not_those_of_the_job():
 def test_nobody_is_no_precedent():
     assert precedent_of(None, [sample(1, 0.1)], [1]) is None
     assert precedent_of(brain.Similar(), [sample(1, 0.1)], [1]) is None
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"throughput": 5e-324}, {"throughput": 1e18}, {"compute_seconds": 1e18}]
+)
+def test_what_cannot_have_been_measured_is_none(wrong):
+    similar = past(sample(1, 0.10), sample(2, 0.11))
+    samples = [msgspec.structs.replace(one, **wrong) for one in similar.samples]
+    for told in ([*samples], [similar.samples[0], samples[1]]):
+        other = msgspec.structs.replace(similar, samples=tuple(told))
+        assert precedent_of(other, [sample(1, 0.10)], range(1, 5)) is None

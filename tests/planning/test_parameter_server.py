@@ -154,3 +154,10 @@ def test_what_cannot_be_fitted():
         fit_servers([ServerSample(ServerShape(1, 1), 0.0)])
     with pytest.raises(ConfigurationError, match="form is 'other'"):
         fit_servers([ServerSample(ServerShape(1, 1), 1.0)], "other")
+
+
+def test_a_time_that_no_model_describes_is_refused():
+    """A fit without a column ended the process."""
+    endless = ServerSample(ServerShape(2, 1, 4.0, 4.0, BATCH), 5e-324)
+    with pytest.raises(ConfigurationError, match="a step takes inf to inf s"):
+        fit_servers([endless, endless])

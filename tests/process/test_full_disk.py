@@ -1,5 +1,6 @@
 """A job whose directory is on a disk that gets full goes on, and ends as it would have otherwise."""
 
+import asyncio
 import contextlib
 import signal
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from dlrover.errors import ExitCode
+from dlrover.spec.job import JobSpec
+from tests.support.masters import MasterProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -83,3 +86,32 @@ def test_a_disk_that_is_full_from_the_start_is_named(run, small_disk: Path) -> N
     assert stderr.startswith("dlrover-run: --job-dir ")
     assert "No space left on device" in stderr
     assert "Traceback" not in stderr
+
+
+def test_a_master_that_takes_over_waits_for_room_for_its_journal(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    """One that ended would soon have ended too often, and the job with it."""
+    (tmp_path / "job").mkdir()
+    journal = f"file:{small_disk}/journal.sqlite"
+    master = MasterProcess(tmp_path / "job", JobSpec(name="job"), journal=journal)
+    log = tmp_path / "job" / "master.log"
+
+    async def main() -> None:
+        async with master:
+            with (
+                (small_disk / "filler").open("wb", buffering=0) as filler,
+                contextlib.suppress(OSError),
+            ):
+                while True:
+                    filler.write(bytes(4096))
+            master.kill()
+            starting = asyncio.create_task(master.start())
+            while not (starting.done() or "is tried again each" in log.read_text()):
+                await asyncio.sleep(0.01)
+            (small_disk / "filler").unlink()
+            await starting
+            async with master.client() as client:
+                assert (await client.status()).phase == "waiting for nodes"
+
+    asyncio.run(asyncio.wait_for(main(), 100.0))

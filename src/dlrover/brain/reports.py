@@ -16,6 +16,8 @@ from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.spec import brain
 from dlrover.spec.plan import NodeGroup, ResourcePlan
 
+LEAST_THROUGHPUT = 1e-9
+"""Least samples per second that a plan may predict: an outcome is compared with them."""
 MASTER = "master"
 """Optimizer name for plans that a job's master has made itself."""
 
@@ -199,6 +201,11 @@ def _plan(batch: Batch, report: brain.ReportPlan, now: float) -> None:
     same = sa.select(plans.c.id).where(plans.c.id == report.plan_id)
     if batch.connection.scalar(same) is not None:
         raise ProtocolError(f"There is a plan {report.plan_id} already.")
+    effect = report.plan.effect
+    if effect is not None and effect.throughput < LEAST_THROUGHPUT:
+        raise ProtocolError(
+            f"plan.effect.throughput is {effect.throughput:g}: it must be at least {LEAST_THROUGHPUT:g}."
+        )
     insert_plan(
         batch,
         report.job,
@@ -219,15 +226,20 @@ def _outcome(batch: Batch, report: brain.ReportOutcome, now: float) -> None:
         "at": now,
         "state": report.state,
         "throughput": report.throughput,
-        "reason": report.reason,
+        "reason": _text(report.reason),
     }
     where = outcomes.c.plan == report.plan_id
     if not batch.connection.execute(outcomes.update().where(where).values(values)).rowcount:
         batch.connection.execute(outcomes.insert().values(values | {"plan": report.plan_id}))
 
 
+def _text(text: str) -> str:
+    """Return a text as every database takes it: PostgreSQL refuses NUL."""
+    return text.replace("\0", "\ufffd")
+
+
 def _end(batch: Batch, report: brain.ReportEnd, now: float) -> None:
-    values: dict[str, Any] = {"state": report.state, "ended": now, "reason": report.reason}
+    values: dict[str, Any] = {"state": report.state, "ended": now, "reason": _text(report.reason)}
     if report.shape is not None:
         values["shape"] = as_json(checked(report.shape))
     outcome = None if report.outcome is None else as_json(report.outcome)

@@ -8,13 +8,15 @@ import contextlib
 import gc
 import logging
 import os
+import sqlite3
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from dlrover import config, extras
-from dlrover._util import decoding, files, logs, procs
+from dlrover._util import decoding, files, logs, procs, tasks
 from dlrover.errors import (
     ConfigurationError,
     DLRoverError,
@@ -23,11 +25,11 @@ from dlrover.errors import (
     InfrastructureError,
 )
 from dlrover.master.journal.history import History
-from dlrover.master.journal.journal import DEFAULT, open_journal
+from dlrover.master.journal.journal import DEFAULT, Journal, open_journal
 from dlrover.master.machine import inputs
 from dlrover.master.scaling import brainside
 from dlrover.master.scaling.brainside import JobBrain
-from dlrover.master.service import Master
+from dlrover.master.service import JOURNAL_RETRY, Master
 from dlrover.master.views.observers import Observers
 from dlrover.platform.base import Platform, Setup, platform_class
 from dlrover.rpc import wire
@@ -76,16 +78,36 @@ async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> in
     settings = load_config(job_dir)
     if settings.job.auto_scale:
         extras.require("Auto-scaling", "planning", extras.PLANNING)
+    orphaned = asyncio.Event()
+    if lifeline_fd >= 0:
+        procs.Lifeline.watch(lifeline_fd, orphaned.set)
     _check_journal(settings, job_dir)
-    journal = open_journal(settings.journal, job_dir.journal)
+    journal = await _opened(settings, job_dir, orphaned)
     history = History(job_dir.events)
     with contextlib.closing(journal), contextlib.closing(history):
         master = Master(journal, history)
         observers = Observers(master, history, settings.metrics, env)
         try:
-            return await _serve(master, history, settings, job_dir, env, lifeline_fd)
+            return await _serve(master, history, settings, job_dir, env, lifeline_fd, orphaned)
         finally:
             await asyncio.to_thread(observers.close)
+
+
+async def _opened(settings: MasterConfig, job_dir: JobDir, orphaned: asyncio.Event) -> Journal:
+    """Open the journal; a master that takes over waits for room on its disk as long as the agents wait for a master."""
+    until, waits = time.monotonic() + settings.job.limits.master_timeout, False
+    while True:
+        try:
+            return open_journal(settings.journal, job_dir.journal)
+        except InfrastructureError as error:
+            passing = isinstance(error.__cause__, sqlite3.OperationalError)
+            late = time.monotonic() >= until or orphaned.is_set()
+            if late or not (passing and job_dir.master.exists()):
+                raise
+            if not waits:
+                logger.warning("%s It is tried again each %g s.", error, JOURNAL_RETRY)
+            waits = True
+        await tasks.signalled(orphaned, JOURNAL_RETRY)
 
 
 def _check_journal(settings: MasterConfig, job_dir: JobDir) -> None:
@@ -123,10 +145,8 @@ async def _serve(
     job_dir: JobDir,
     env: Mapping[str, str],
     lifeline_fd: int,
+    orphaned: asyncio.Event,
 ) -> int:
-    orphaned = asyncio.Event()
-    if lifeline_fd >= 0:
-        procs.Lifeline.watch(lifeline_fd, orphaned.set)
     tls = wire.Tls.of(settings.tls)
     server = Server(read_token(job_dir), tls)
     master.register(server)

@@ -154,6 +154,10 @@ def fit_servers(samples: Sequence[ServerSample], form: Form = "dlrover-rm") -> S
     times = np.array([s.shape.batch * s.shape.workers / s.throughput for s in samples])
     relative, target, weights = rows / times[:, None], np.ones(len(times)), np.ones(len(times))
     kept = _independent(relative)
+    if not len(kept):  # scipy ends the process where there is no column
+        raise ConfigurationError(
+            f"a step takes {times.min():g} to {times.max():g} s: no model describes such times"
+        )
     coefficients = np.zeros(rows.shape[1])
     for _ in range(PASSES):
         roots = np.sqrt(weights)

@@ -70,18 +70,30 @@ class ClusterOptimizer:
     def advise(
         self, jobs: Sequence[JobFacts], past: Past, cluster: brain.ClusterResources
     ) -> dict[str, brain.Advice]:
-        """Return what each job should have."""
+        """Return what each job should have. A job whose reports fit no model stays as it is, and only that one."""
         if not cluster.nodes:
             reason = "the resources of the cluster are unknown: no report has named them"
             return {job.id: brain.Advice(reason=reason) for job in jobs}
-        cases = {job.id: self._case(job, past, cluster) for job in jobs}
+        found = {job.id: self._case_or_why(job, past, cluster) for job in jobs}
+        cases = {name: case for name, case in found.items() if isinstance(case, _Case)}
         kept = added(case.kept for case in cases.values())
         shares = allocate(
             [case.demand for case in cases.values()],
-            _less(_capacity(jobs, cluster), kept),
+            _less(_capacity([case.job for case in cases.values()], cluster), kept),
             quotas=_less(_quotas(cluster), kept),
         )
-        return {name: self._advice(case, shares[name]) for name, case in cases.items()}
+        return {
+            name: self._advice(case, shares[name]) if isinstance(case, _Case) else case
+            for name, case in found.items()
+        }
+
+    def _case_or_why(
+        self, job: JobFacts, past: Past, cluster: brain.ClusterResources
+    ) -> _Case | brain.Advice:
+        try:
+            return self._case(job, past, cluster)
+        except Exception as error:  # noqa: BLE001 - the others are not to go without a plan
+            return brain.Advice(reason=f"its samples fit no model: {error}")
 
     def _case(self, job: JobFacts, past: Past, cluster: brain.ClusterResources) -> _Case:
         model, past = self._models.of(job), past.of(job.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from dlrover.master.machine import inputs
@@ -16,6 +17,8 @@ from dlrover.rpc import messages
 from dlrover.spec.events import MemoryGrows
 from dlrover.spec.measurements import NodeUsage, SpeedSample
 from dlrover.spec.plan import ScaleDecision, ScaleKind, ScaleStage
+
+logger = logging.getLogger(__name__)
 
 TICK = 0.5
 """Interval in seconds at which the auto-scaler measures and plans."""
@@ -121,7 +124,11 @@ class AutoScaler:
         from dlrover.master.machine.scaling.planner import decide  # noqa: PLC0415 - an extra
 
         similar = await self.brain.similar() if self.brain is not None else None
-        return await asyncio.to_thread(decide, question, similar)
+        try:
+            return await asyncio.to_thread(decide, question, similar)
+        except Exception:
+            logger.exception("The planner failed: the job keeps its size until the next review")
+            return None
 
     def measure(self, now: float) -> None:
         """Submit the sample of a window that has ended, once the speeds of its ranks are compared.

@@ -49,6 +49,8 @@ FORMS: tuple[Form, ...] = ("dlrover-rm", "queue", "optimus-async")
 servers there are."""
 DESCRIBES = 0.1
 """Maximum relative error, or noise, of a model that describes the measurements."""
+SHORTEST_STEP, LONGEST_STEP = 1e-9, 1e9
+"""Limits of a step of a similar job in seconds; others are no measurements."""
 ALIKE = 1.25
 """Maximum factor between the step times of a job and those of a similar one."""
 
@@ -196,10 +198,15 @@ class Precedent:
 def precedent_of(
     similar: brain.Similar | None, own: Sequence[SpeedSample], sizes: Sequence[int]
 ) -> Precedent | None:
-    """Return the precedent of a job with some samples; None if there is none or the samples contradict it."""
+    """Return the precedent of a job with some samples; None if there is none or the samples contradict it.
+
+    The Brain may know jobs of others, whose masters report what they like.
+    """
     if similar is None or not similar.samples:
         return None
     found = [_whole_step(sample) for sample in latest_of_each(similar.samples)]
+    if not all(map(_is_plausible, found)):
+        return None
     slower = [sample.step_seconds / seconds for sample, seconds in _expected(found, own)]
     if not all(1 / ALIKE <= ratio <= ALIKE for ratio in slower):
         return None
@@ -233,6 +240,11 @@ def _whole_step(sample: brain.Sample) -> RingSample:
         total / sample.throughput,
         None if compute is None else compute * passes,
     )
+
+
+def _is_plausible(sample: RingSample) -> bool:
+    times = (sample.step_seconds, sample.compute_seconds or sample.step_seconds)
+    return all(SHORTEST_STEP < seconds < LONGEST_STEP for seconds in times)
 
 
 def _expected(
