@@ -85,6 +85,10 @@ def test_two_matrices_and_ties_follow_from_the_type():
     ("make", "sentence"),
     [
         (lambda: Transformer.of({}), "no num_hidden_layers"),
+        (
+            lambda: Transformer.of(LLAMA | {"is_encoder_decoder": True}),
+            "is_encoder_decoder True; accepted",
+        ),
         (lambda: Transformer.of(LLAMA | {"hidden_size": "big"}), "hidden_size is 'big'"),
         (lambda: Transformer(1, 8, 8, 3, 2, 10), "heads is 3, not a multiple of kv_heads 2"),
         (lambda: Transformer(1, 8, 8, 2, 2, 10, experts=4, experts_per_token=5), "between 1 and"),
