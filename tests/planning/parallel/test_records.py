@@ -103,6 +103,11 @@ def test_two_matrices_and_ties_follow_from_the_type():
         (lambda: Strategy(offload=1), "offload is 1, not True or False"),
         (lambda: Strategy(optimizer_bytes=-1), "not an integer of 0 or more"),
         (lambda: Cluster(nodes=0), "Cluster: nodes is 0"),
+        (lambda: Cluster(coefficients=(1.0, 2.0)), "not a tuple of 15 numbers of 0 or more"),
+        (lambda: Cluster(coefficients=(float("nan"),) * 15), "not a tuple of 15 numbers"),
+        (lambda: Cluster(coefficients=(0.0,) * 15), "some above 0"),
+        (lambda: Cluster(coefficients=[1.0] * 15), "not a tuple of 15 numbers"),
+        (lambda: Cluster(spread=-1.0), "spread is -1.0, not a number of 0 or more"),
     ],
 )
 def test_a_wrong_value_is_named_in_one_sentence(make, sentence):
