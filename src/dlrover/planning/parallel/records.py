@@ -200,7 +200,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         _whole(self, 1, "nodes", "per_node")
-        given = self.coefficients
+        given: Any = self.coefficients
         fits = isinstance(given, tuple) and all(is_number(each) and each >= 0 for each in given)
         if not fits or (given and (len(given) != len(TERMS) or not any(given))):
             raise ConfigurationError(
