@@ -101,6 +101,12 @@ def test_nothing_fits(config):
         (("nothing.json",), "nothing.json cannot be read: No such file"),
         (("no_module_of_ours:shape",), "MODEL is no_module_of_ours:shape: No module"),
         (("json:shape",), "MODEL is json:shape: module 'json' has no attribute 'shape'"),
+        (("json:__name__",), "MODEL is json:__name__, which is a str; accepted is a function"),
+        (
+            (":shape",),
+            "MODEL is :shape; accepted are a config.json, its directory, and MODULE:FUNCTION.",
+        ),
+        (("..ours:shape",), "MODEL is ..ours:shape; accepted are a config.json"),
     ],
 )
 def test_a_wrong_model_is_named(arguments, sentence):
@@ -111,6 +117,8 @@ def test_a_wrong_model_is_named(arguments, sentence):
 
 def test_a_wrong_file_or_accelerator_is_named(config):
     config.write_text("{")
+    assert "is not valid JSON" in str(run(config, "--accelerator", "h100-80").exception)
+    config.write_text("[" * 100_000)
     assert "is not valid JSON" in str(run(config, "--accelerator", "h100-80").exception)
     config.write_text(json.dumps(CONFIG))
     assert "accepted are a100-40" in str(run(config, "--accelerator", "h1").exception)

@@ -125,7 +125,7 @@ def _model(name: str) -> Transformer:
             found = msgspec.json.decode(path.read_bytes())
         except OSError as error:
             raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ConfigurationError(f"{path} is not valid JSON: {error}.") from error
     else:
         found = _called(name)
@@ -144,10 +144,19 @@ def _called(name: str) -> Any:
 
 def _function(name: str) -> Any:
     module, _, function = name.partition(":")
+    if not module or module.startswith("."):
+        raise ConfigurationError(
+            f"MODEL is {name}; accepted are a config.json, its directory, and MODULE:FUNCTION."
+        )
     try:
-        return getattr(importlib.import_module(module), function)
+        found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(f"MODEL is {name}: {error}.") from error
+    if not callable(found):
+        raise ConfigurationError(
+            f"MODEL is {name}, which is a {type(found).__name__}; accepted is a function without arguments."
+        )
+    return found
 
 
 def _content(job: PlannedJob, found: list[tuple[Strategy, Prediction]]) -> Any:

@@ -109,6 +109,13 @@ def test_an_outlier_counts_little():
         ([], "there are no observations"),
         ([(MODEL, Strategy())], "has not the fields model, strategy, sequence"),
         ([(MODEL, Strategy(), 128, 16, 0.0)], "step_seconds is 0.0"),
+        (
+            [(MODEL, Strategy(), 128, 16, float("inf"))],
+            "step_seconds is inf, not a positive number",
+        ),
+        ([(MODEL, Strategy(), 128, 16, "5")], "step_seconds is '5', not a positive number"),
+        ([(None, Strategy(), 128, 16, 1.0)], "model is None, not a Transformer"),
+        ([(MODEL, 4, 128, 16, 1.0)], "strategy is 4, not a Strategy"),
     ],
 )
 def test_wrong_observations_are_refused(observations, sentence):

@@ -85,6 +85,10 @@ def test_two_matrices_and_ties_follow_from_the_type():
     ("make", "sentence"),
     [
         (lambda: Transformer.of({}), "no num_hidden_layers"),
+        (
+            lambda: Transformer.of(LLAMA | {"is_encoder_decoder": True}),
+            "is_encoder_decoder True; accepted",
+        ),
         (lambda: Transformer.of(LLAMA | {"hidden_size": "big"}), "hidden_size is 'big'"),
         (lambda: Transformer(1, 8, 8, 3, 2, 10), "heads is 3, not a multiple of kv_heads 2"),
         (lambda: Transformer(1, 8, 8, 2, 2, 10, experts=4, experts_per_token=5), "between 1 and"),
@@ -99,6 +103,11 @@ def test_two_matrices_and_ties_follow_from_the_type():
         (lambda: Strategy(offload=1), "offload is 1, not True or False"),
         (lambda: Strategy(optimizer_bytes=-1), "not an integer of 0 or more"),
         (lambda: Cluster(nodes=0), "Cluster: nodes is 0"),
+        (lambda: Cluster(coefficients=(1.0, 2.0)), "not a tuple of 15 numbers of 0 or more"),
+        (lambda: Cluster(coefficients=(float("nan"),) * 15), "not a tuple of 15 numbers"),
+        (lambda: Cluster(coefficients=(0.0,) * 15), "some above 0"),
+        (lambda: Cluster(coefficients=[1.0] * 15), "not a tuple of 15 numbers"),
+        (lambda: Cluster(spread=-1.0), "spread is -1.0, not a number of 0 or more"),
     ],
 )
 def test_a_wrong_value_is_named_in_one_sentence(make, sentence):

@@ -12,7 +12,13 @@ from scipy.optimize import nnls
 from dlrover.errors import ConfigurationError
 from dlrover.planning.parallel.accelerators import accelerator
 from dlrover.planning.parallel.columns import Columns
-from dlrover.planning.parallel.records import Cluster, Observation
+from dlrover.planning.parallel.records import (
+    Cluster,
+    Observation,
+    Strategy,
+    Transformer,
+    is_number,
+)
 from dlrover.planning.parallel.rules import PlannedJob
 from dlrover.planning.parallel.timing import timed
 
@@ -71,7 +77,12 @@ def _observation(each: Any) -> Observation:
         raise ConfigurationError(
             f"calibrate: an observation has not the fields {', '.join(Observation._fields)}."
         ) from error
-    if not seen.step_seconds > 0:
+    for name, kind in (("model", Transformer), ("strategy", Strategy)):
+        if not isinstance(getattr(seen, name), kind):
+            raise ConfigurationError(
+                f"calibrate: {name} is {getattr(seen, name)!r}, not a {kind.__name__}."
+            )
+    if not (is_number(seen.step_seconds) and seen.step_seconds > 0):
         raise ConfigurationError(
             f"calibrate: step_seconds is {seen.step_seconds!r}, not a positive number."
         )

@@ -19,8 +19,19 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_k
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k")
 TWO_MATRICES = {
-    *("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt"),
-    *("nemotron", "opt", "persimmon", "phi", "stablelm_alpha", "starcoder2", "xglm"),
+    *(
+        "bert",
+        "bloom",
+        "codegen",
+        "falcon",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "mpt",
+    ),
+    *("nemotron", "opt", "persimmon", "phi", "roberta", "stablelm_alpha", "starcoder2", "xglm"),
 }
 """Types of models whose feed-forward layer is not gated."""
 TIED = {
@@ -41,9 +52,13 @@ def shape(config: Any) -> dict[str, Any]:
     """Return the fields of the :class:`Transformer` that ``config`` describes.
 
     Raises:
-        ConfigurationError: a size is missing or is no positive integer.
+        ConfigurationError: a size is missing or is no positive integer, or the model is no decoder alone.
     """
     config = _inner(config)
+    if _read(config, "is_encoder_decoder"):
+        raise ConfigurationError(
+            "The configuration has is_encoder_decoder True; accepted are models of one stack of layers, as decoders are."
+        )
     found = {field: _number(config, *names) for field, names in NAMES.items()}
     for field, value in found.items():
         if not value:

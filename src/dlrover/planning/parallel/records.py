@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from dlrover.errors import ConfigurationError
+from dlrover.planning.parallel.accelerators import TERMS
 from dlrover.planning.parallel.huggingface import shape
 
 Recompute = Literal["none", "selective", "full"]
@@ -23,6 +25,11 @@ def _whole(record: object, least: int, *names: str) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             wanted = "a positive integer" if least else "an integer of 0 or more"
             raise ConfigurationError(f"{type(record).__name__}: {name} is {value!r}, not {wanted}.")
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _flags(record: object, *names: str) -> None:
@@ -193,6 +200,16 @@ class Cluster:
 
     def __post_init__(self) -> None:
         _whole(self, 1, "nodes", "per_node")
+        given: Any = self.coefficients
+        fits = isinstance(given, tuple) and all(is_number(each) and each >= 0 for each in given)
+        if not fits or (given and (len(given) != len(TERMS) or not any(given))):
+            raise ConfigurationError(
+                f"Cluster: coefficients is {given!r}, not a tuple of {len(TERMS)} numbers of 0 or more, some above 0."
+            )
+        if not (is_number(self.spread) and self.spread >= 0):
+            raise ConfigurationError(
+                f"Cluster: spread is {self.spread!r}, not a number of 0 or more."
+            )
 
     @property
     def size(self) -> int:
