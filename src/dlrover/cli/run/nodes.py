@@ -128,9 +128,7 @@ def with_embedding_servers(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**changed)
 
 
-def spares(
-    args: argparse.Namespace, environ: Mapping[str, str], most: int, *, standalone: bool
-) -> tuple[int, bool]:
+def spares(args: argparse.Namespace, most: int, *, standalone: bool) -> tuple[int, bool]:
     """Return the number of spares that ``--spares`` asks for, and whether the job chooses it.
 
     Raises:
