@@ -63,7 +63,7 @@ def functions(
     loaded: ctypes.CDLL, prefix: str, forms: Mapping[str, tuple[Any, tuple[Any, ...]]]
 ) -> dict[str, Callable[..., Any]]:
     """Return functions of the library by their names without ``prefix``; ``forms`` has result and arguments of each."""
-    made = {}
+    made: dict[str, Callable[..., Any]] = {}
     for name, (result, arguments) in forms.items():
         function = loaded[prefix + name]
         function.restype, function.argtypes = result, arguments
