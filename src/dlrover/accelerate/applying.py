@@ -217,7 +217,6 @@ class Sharder:
     def __init__(self, grid: Grid, *, offload: bool) -> None:
         one = grid.strategy
         self._grid = grid
-        self._offload = offload
         whole = one.tp == one.pp == grid.expert_ranks == 1 and not grid.sharded and not offload
         self.replicates = whole and grid.copies > 1
         """True if `replicate` is to be called for the whole model, and nothing else."""

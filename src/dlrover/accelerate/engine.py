@@ -128,7 +128,7 @@ def auto_accelerate(  # noqa: PLR0913 - the original's signature
     """
     _check(kargs, model_input_format, finetune_strategy, load_strategy)
     anatomy = analyse(model, kargs.get("blocks"))
-    batch = _global_batch(dataloader_args, dataset, kargs)
+    batch = _global_batch(dataloader_args, kargs)
     strategy = _strategy(anatomy, load_strategy, batch, dataset, excluded, included, finetune_strategy, kargs)  # fmt: skip
     strategies.check(strategy, anatomy, world.size())
     rules = Rules(model, strategy.tensor_rules)
@@ -231,7 +231,7 @@ def _strategy(  # noqa: PLR0913 - what a choice depends on
     return strategy
 
 
-def _global_batch(dataloader_args: Mapping[str, Any] | None, dataset: Any, kargs: Mapping[str, Any]) -> int:  # fmt: skip
+def _global_batch(dataloader_args: Mapping[str, Any] | None, kargs: Mapping[str, Any]) -> int:
     """Return the samples of a global batch; 0 if nothing tells."""
     size = (dataloader_args or {}).get("batch_size", kargs.get("batch_size", 0))
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:

@@ -21,8 +21,6 @@ from dlrover.ray.machine import job as jobs
 from dlrover.ray.machine.job import NAMESPACE, Resources
 from dlrover.rpc import foreign
 
-logger = logging.getLogger(__name__)
-
 MOST_RECORD = 16 << 20
 """Bytes of an ended job's record beyond which its journal is left out of it."""
 CONNECT_TIMEOUT = 10.0

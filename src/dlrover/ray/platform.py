@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 from typing import Any
 
@@ -19,8 +18,6 @@ from dlrover.ray.machine import job as jobs
 from dlrover.ray.machine.job import RayJob
 from dlrover.ray.node import NodeActor
 from dlrover.spec.node import FoundNode, LaunchNode
-
-logger = logging.getLogger(__name__)
 
 FIRST_WAIT = 1.0
 """Seconds that a node may take to start before the platform looks for what it waits for."""

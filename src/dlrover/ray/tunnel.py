@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 from typing import Any
 
@@ -12,11 +11,7 @@ import ray
 
 from dlrover.ray import cluster
 
-logger = logging.getLogger(__name__)
-
 READ = 1 << 18
-RETRY_DELAY = 0.2
-"""Seconds between two attempts to reach a master actor that is being restarted."""
 
 
 class Tunnel:

@@ -8,6 +8,7 @@ from dlrover import accelerators
 from dlrover._util import cgroup
 from dlrover.errors import ConfigurationError
 from dlrover.roles.spec import RolesJob, RoleSpec
+from dlrover.spec.words import gib
 
 
 def check_here(job: RolesJob) -> None:
@@ -26,7 +27,7 @@ def check(job: RolesJob, cores: float, memory: int, gpus: int = 0) -> None:
     """Refuse a job that needs more cores, bytes of memory or accelerators than these; roles of a group take turns."""
     for what, has, needs, words in (
         ("cores", cores, lambda role: role.size.cpu, "{:g}".format),
-        ("of memory", memory, lambda role: float(role.size.memory), _gib),
+        ("of memory", memory, lambda role: float(role.size.memory), gib),
         ("GPUs", gpus, lambda role: role.gpus, "{:g}".format),
     ):
         wanted = {role.name: role.most * needs(role) for role in job.roles if needs(role)}
@@ -51,7 +52,3 @@ def _together(job: RolesJob, wanted: dict[str, float]) -> float:
 
 def _group(role: RoleSpec) -> str:
     return f"group {role.collocate}" if role.collocate else role.name
-
-
-def _gib(amount: float) -> str:
-    return f"{amount / (1 << 30):.3g}Gi"

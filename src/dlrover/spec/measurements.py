@@ -60,15 +60,6 @@ class WorkerActivity(msgspec.Struct, frozen=True, array_like=True):
     """Allowed global batches; None: the global batch is fixed."""
 
 
-def mean(workers: tuple[WorkerActivity, ...]) -> tuple[float, ...]:
-    """Return the mean seconds by `Activity` over ``workers``; empty without workers."""
-    if not workers:
-        return ()
-    return tuple(
-        sum(worker.seconds[kind] for worker in workers) / len(workers) for kind in Activity
-    )
-
-
 class NodeUsage(msgspec.Struct, frozen=True):
     """One measurement of a node."""
 

@@ -20,6 +20,11 @@ def size(amount: int) -> str:
     return f"{amount / GIB:.1f} GiB" if amount >= GIB else f"{amount >> 20} MiB"
 
 
+def gib(amount: float) -> str:
+    """Return a number of bytes as options take it: ``1.5Gi``."""
+    return f"{amount / GIB:.3g}Gi"
+
+
 def did_you_mean(name: str, known: Iterable[str], before: str = "", after: str = "") -> str:
     """Return `` Did you mean save?`` with the known name that is nearest to ``name``; empty if none is near.
 

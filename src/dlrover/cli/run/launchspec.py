@@ -104,7 +104,7 @@ def run_options(
     others = nodes.other_nodes(args, environ)
     min_nodes, max_nodes = (bound + others for bound in nodes.bounds(args, environ))
     standalone = _is_standalone(args, min_nodes, max_nodes)
-    spares, auto_spares = nodes.spares(args, environ, max_nodes, standalone=standalone)
+    spares, auto_spares = nodes.spares(args, max_nodes, standalone=standalone)
     _check_node_rank(args, standalone, max_nodes + spares)
     if args.embedding_servers:
         args = nodes.with_embedding_servers(args)

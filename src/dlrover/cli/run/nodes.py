@@ -13,6 +13,7 @@ from dlrover.cli.run.nproc import ACCELERATORS
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.resources.quantities import quantity
 from dlrover.spec.node import NodeLimits
+from dlrover.spec.words import gib
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -127,9 +128,7 @@ def with_embedding_servers(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**changed)
 
 
-def spares(
-    args: argparse.Namespace, environ: Mapping[str, str], most: int, *, standalone: bool
-) -> tuple[int, bool]:
+def spares(args: argparse.Namespace, most: int, *, standalone: bool) -> tuple[int, bool]:
     """Return the number of spares that ``--spares`` asks for, and whether the job chooses it.
 
     Raises:
@@ -283,8 +282,8 @@ def most_memory_factor(size: NodeLimits, nodes: int) -> float:
     total = machine_memory()
     if nodes * size.memory > total:
         raise ConfigurationError(
-            f"--node-memory {_gib(size.memory)}: {nodes} nodes need {_gib(nodes * size.memory)}, "
-            f"and this machine has {_gib(total)}."
+            f"--node-memory {gib(size.memory)}: {nodes} nodes need {gib(nodes * size.memory)}, "
+            f"and this machine has {gib(total)}."
         )
     from dlrover.platform import groups  # noqa: PLC0415 - only here
 
@@ -313,10 +312,6 @@ def _number(flag: str, text: str, accepted: str) -> float:
     if not math.isfinite(number):
         raise ConfigurationError(f"{flag} {text}: must be a number of {accepted}.")
     return number
-
-
-def _gib(amount: int) -> str:
-    return f"{amount / (1 << 30):.3g}Gi"
 
 
 # --auto-config

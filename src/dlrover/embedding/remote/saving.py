@@ -8,7 +8,6 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -38,7 +37,6 @@ SETTLE = 0.05, 1.0
 """Seconds between looks for servers that start or slots that move."""
 CHAIN = 20
 """Checkpoints in a chain; the next one is full again."""
-T = TypeVar("T")
 
 
 class TableCheckpoints:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,8 +21,6 @@ from dlrover.kubernetes.api import depth
 from dlrover.kubernetes.api.access import Access, find_access
 from dlrover.kubernetes.resources import names
 from dlrover.kubernetes.resources.types import Manifest
-
-logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT = 30.0
 """Seconds allowed for one call."""

@@ -44,7 +44,6 @@ JOURNALS = {
 
 The function takes the text after the scheme, the path of the job directory's own file, and ``read_only``.
 """
-DEFAULT = "file:"
 
 _DECODERS = {
     "input": decoding.msgpack_decoder(inputs.Input),

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import getpass
 import hashlib
-import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,8 +28,6 @@ from dlrover.spec.plan import NodeGroup, ResourcePlan, ScaleDecision, ScaleKind
 
 if TYPE_CHECKING:
     from dlrover.master.machine.scaling.changes import Question
-
-logger = logging.getLogger(__name__)
 
 TOKEN = "DLROVER_BRAIN_TOKEN"  # noqa: S105 - the variable's name
 FIRST_TIME = 15.0

@@ -74,7 +74,7 @@ def timed(
     weights = np.asarray(coefficients, dtype=float)
     work = Work(Blocks(model, of, sequence), cluster, device)
     rounds = of.rounds(global_batch)
-    first, last, most = _layers(model, of)
+    last, most = _layers(model, of)
     layer, head = _average_layer(work, weights), work.head()
     if np.any(of.recompute_layers):
         plain = replace(of, recompute=np.zeros_like(of.recompute))
@@ -91,7 +91,7 @@ def timed(
     idle = (total - slow) / of.virtual[:, None]
     design = rounds[:, None] * slow + np.maximum(idle, 0.0)
     design += ((rounds + of.pp - 1) * of.virtual)[:, None] * work.between_stages()
-    design += work.once(first, most)
+    design += work.once(most)
     return Timed(design, weights)
 
 
@@ -224,7 +224,7 @@ class Work:
         row[:, _INDEX["pipeline"]] = np.where(of.pp > 1, moved / speed + 2 * LATENCY, 0.0)
         return row
 
-    def once(self, first: Any, most: Any) -> Any:
+    def once(self, most: Any) -> Any:
         """What a step takes once: gradients' reduction, the optimizer, and the rest."""
         blocks, of, row = self.blocks, self.blocks.of, self.zeros()
         model = blocks.model
@@ -305,10 +305,10 @@ def _effective(operations: Any) -> Any:
     return operations + np.where(operations > 0, SMALL, 0.0)
 
 
-def _layers(model: Transformer, of: Columns) -> tuple[Any, Any, Any]:
-    """Layers of the first rank, of the last, and of the one with the most."""
+def _layers(model: Transformer, of: Columns) -> tuple[Any, Any]:
+    """Layers of the last rank, and of the one with the most."""
     pairs, index = np.unique(np.stack([of.pp, of.virtual]), axis=1, return_inverse=True)
     found = [stages(model, int(pp), int(virtual)) for pp, virtual in pairs.T]
-    table = np.array([(each.first, each.last, each.most) for each in found], dtype=float)
-    first, last, most = table[index.reshape(-1)].T
-    return first, last, most
+    table = np.array([(each.last, each.most) for each in found], dtype=float)
+    last, most = table[index.reshape(-1)].T
+    return last, most

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 
@@ -21,8 +20,6 @@ from dlrover.roles.messages import (
 )
 from dlrover.roles.spec import RolesJob
 from dlrover.rpc.server import Server
-
-logger = logging.getLogger(__name__)
 
 LOOK = 0.5
 """Seconds between two looks at the limits."""

@@ -232,6 +232,8 @@ class SecuredSocket(ssl.SSLSocket):
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
         """Receive some bytes."""
+        if self._lock is None:
+            return super().recv_into(buffer, nbytes, flags)
         return self._alone(
             functools.partial(super().recv_into, buffer, nbytes, flags), self._reading
         )

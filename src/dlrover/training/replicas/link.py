@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -22,8 +21,6 @@ from dlrover.spec.requests.membership import (
     MembersNow,
     Met,
 )
-
-logger = logging.getLogger(__name__)
 
 RETRY = 0.05
 """Seconds between two attempts to reach the master, or the agent's socket."""
