@@ -170,7 +170,8 @@ class TrainingGuard:
         registry: Registry,
     ) -> Any:
         with strategies() as made:
-            watch = Watch(registry.another(), self._options.spares, choice, made)
+            spares = self._options.spares
+            watch = Watch(registry.another(), spares, choice, made, frozenset(self._lost))
             try:
                 with watch:
                     cluster.watch = watch
