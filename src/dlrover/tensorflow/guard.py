@@ -130,6 +130,7 @@ class TrainingGuard:
         self._attempts = 0
         self._failures = 0
         self._reached = -1
+        self._began: dict[str, Any] = {}
         self._delays = backoff.delays(*RETRY)
 
     def run(self, call: Callable[[Present], Any]) -> Any:
@@ -225,7 +226,9 @@ class TrainingGuard:
         spec = choice.spec(self._address)
         _export(tf_config(spec, CHIEF, 0))
         self._attempts += 1
-        return Present(CHIEF, spec, self._options, self._attempts - 1, max(0, self._reached))
+        return Present(
+            CHIEF, spec, self._options, self._attempts - 1, max(0, self._reached), self._began
+        )
 
     def _why(self, error: Exception, used: ClusterChoice) -> str:
         """Return why another attempt may help; empty if the error has nothing to do with the cluster."""
@@ -244,8 +247,10 @@ class TrainingGuard:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:  # ``raise error from error`` makes a circle
         yield error
+        seen.append(error)
         error = getattr(error, "original_exception", None) or error.__cause__ or error.__context__
 
 
