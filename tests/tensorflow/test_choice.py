@@ -68,6 +68,26 @@ def test_a_later_cluster_does_with_the_workers_that_are_there() -> None:
     assert chosen == ClusterChoice((WORKERS[1],), SERVERS)
 
 
+def test_a_lost_server_does_not_await_servers_that_were_never_there() -> None:
+    used = ClusterChoice(WORKERS, SERVERS[:2])
+    again = task("ps", 0, 2)
+    chosen, _ = choose(reply(*WORKERS, again, SERVERS[1], servers=4), 0, used)
+    assert chosen == ClusterChoice(WORKERS, (again, SERVERS[1])), "two more are still awaited"
+    assert choose(reply(*WORKERS, SERVERS[1], servers=4), 0, used)[0] is None
+    three = reply(*WORKERS, *SERVERS, servers=4)
+    assert choose(three, 0, used)[0] == used, "the cluster grows once, when all are there"
+    assert not change(three, 0, used).reason
+    assert choose(three, 0)[1] == "1 of 4 parameter servers", "the first cluster awaits all"
+
+
+def test_a_task_that_does_not_answer_is_no_reason_to_build_the_cluster_again() -> None:
+    used = ClusterChoice(WORKERS[:1], SERVERS)
+    assert change(ALL, 0, used).reason
+    assert not change(ALL, 0, used, {WORKERS[1]}).reason
+    returned = reply(*SERVERS, WORKERS[0], task("worker", 1, 2))
+    assert change(returned, 0, used, {WORKERS[1]}).reason
+
+
 def test_changes() -> None:
     used = ClusterChoice(WORKERS, SERVERS)
     assert not change(ALL, 0, used).reason

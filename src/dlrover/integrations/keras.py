@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,10 +24,19 @@ class HashEmbedding(keras.layers.Layer):
     Args:
         table: A `HashTable`, or a table on servers.
         options: Of any layer.
+
+    Raises:
+        ConfigurationError: The policy is ``mixed_float16``, with which Keras scales losses.
     """
 
     def __init__(self, table: HashTable, **options: Any) -> None:
         super().__init__(**options)
+        if "mixed_float16" in (self.dtype_policy.name, keras.config.dtype_policy().name):
+            raise ConfigurationError(
+                "The dtype policy is mixed_float16, with which Keras scales losses, and so the gradients that the table"
+                " gets; mixed_bfloat16 or float32 is accepted."
+            )
+        self.supports_jit = keras.backend.backend() != "tensorflow"  # XLA cannot call into Python
         self.table = table
         self.anchor = self.add_weight(shape=(), initializer="zeros", name="anchor")
         self._rows = _backend(keras.backend.backend())
@@ -40,9 +50,8 @@ class HashEmbedding(keras.layers.Layer):
         if keras.backend.standardize_dtype(keys.dtype) != "int64":
             raise ConfigurationError(f"keys have type {keys.dtype}; int64 is accepted.")
         anchor = keras.ops.convert_to_tensor(self.anchor)
-        rows = self._rows(
-            self._read if training else self._peek, self._update, keys, anchor, self.table.dim
-        )
+        read, learns = (self._read, self.table) if training else (self._peek, None)
+        rows = self._rows(read, learns, keys, anchor, self.table.dim)
         return keras.ops.cast(rows, self.compute_dtype)
 
     def compute_output_spec(self, keys: Any, training: bool = False) -> Any:
@@ -59,11 +68,24 @@ class HashEmbedding(keras.layers.Layer):
         keys = np.asarray(keys)
         return read(keys.reshape(-1)).reshape(*keys.shape, self.table.dim)
 
-    def _update(self, keys: Any, gradients: Any) -> Any:
-        """Apply gradients to the table; return that of the anchor."""
-        given = np.asarray(gradients, np.float32).reshape(-1, self.table.dim)
-        self.table.update(np.asarray(keys).reshape(-1), given)
-        return np.float32(0)
+    def get_config(self) -> dict[str, Any]:
+        """Refuse to be saved with a model, which would lack the rows.
+
+        Raises:
+            ConfigurationError: Always.
+        """
+        raise ConfigurationError(
+            f"{self.name} is a HashEmbedding, whose table is no part of a model's file: save the model with save_weights,"
+            " and the table with its own save."
+        )
+
+
+def _update(table: HashTable | None, keys: Any, gradients: Any) -> Any:
+    """Apply gradients to a table, if there is one that learns; return the gradient of the anchor."""
+    if table is not None:
+        given = np.asarray(gradients, np.float32).reshape(-1, table.dim)
+        table.update(np.asarray(keys).reshape(-1), given)
+    return np.float32(0)
 
 
 def _backend(name: str) -> Callable[..., Any]:
@@ -79,7 +101,9 @@ def _backend(name: str) -> Callable[..., Any]:
 def _tensorflow() -> Callable[..., Any]:
     import tensorflow as tf  # noqa: PLC0415 - the backend that is chosen
 
-    def rows(read: Any, update: Any, keys: Any, anchor: Any, dim: int) -> Any:
+    def rows(read: Any, learns: Any, keys: Any, anchor: Any, dim: int) -> Any:
+        update = functools.partial(_update, learns)
+
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def found(given: Any, weight: Any) -> Any:
             values = tf.numpy_function(read, [given], tf.float32)
@@ -107,7 +131,8 @@ def _jax() -> Callable[..., Any]:
             ' jax.config.update("jax_enable_x64", True).'
         )
 
-    def rows(read: Any, update: Any, keys: Any, anchor: Any, dim: int) -> Any:
+    def rows(read: Any, learns: Any, keys: Any, anchor: Any, dim: int) -> Any:
+        update = functools.partial(_update, learns)
         shape = jax.ShapeDtypeStruct((*keys.shape, dim), np.float32)
 
         @jax.custom_vjp  # type: ignore[untyped-decorator]
@@ -132,18 +157,22 @@ def _jax() -> Callable[..., Any]:
 def _torch() -> Callable[..., Any]:
     import torch  # noqa: PLC0415 - the backend that is chosen
 
+    from dlrover.embedding.gradients import of_this_pass  # noqa: PLC0415 - it imports torch
+
     class Found(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, keys: Any, anchor: Any, read: Any, update: Any) -> Any:
-            ctx.given, ctx.weight, ctx.update = keys, anchor, update
+        def forward(ctx: Any, keys: Any, anchor: Any, read: Any, learns: Any) -> Any:
+            ctx.given, ctx.weight, ctx.learns = keys, anchor, learns
             return torch.from_numpy(read(keys.detach().cpu().numpy())).to(keys.device)
 
         @staticmethod
         def backward(ctx: Any, *upstream: Any) -> Any:
-            ctx.update(ctx.given.cpu().numpy(), upstream[0].cpu().numpy())
+            if ctx.learns is not None:
+                given = upstream[0].reshape(-1, ctx.learns.dim)
+                of_this_pass().add(ctx.learns, ctx.given.reshape(-1), given, 1.0)
             return None, torch.zeros_like(ctx.weight), None, None
 
-    def rows(read: Any, update: Any, keys: Any, anchor: Any, dim: int) -> Any:
-        return Found.apply(keys, anchor, read, update)
+    def rows(read: Any, learns: Any, keys: Any, anchor: Any, dim: int) -> Any:
+        return Found.apply(keys, anchor, read, learns)
 
     return rows

@@ -13,6 +13,7 @@ import tensorflow as tf
 from dlrover import launched
 from dlrover.data.records import Records
 from dlrover.errors import ConfigurationError
+from dlrover.tensorflow import stored
 from dlrover.tensorflow.machine.options import GuardOptions
 from dlrover.tensorflow.watch import ClusterChangedError, Watch
 
@@ -29,6 +30,7 @@ class Present:
         options: GuardOptions,
         attempt: int = 0,
         reached: int = 0,
+        began: dict[str, Any] | None = None,
     ) -> None:
         self.role = role
         """``chief``, or ``evaluator``."""
@@ -38,6 +40,8 @@ class Present:
         """Number of the call in this process, from 0."""
         self.reached = reached
         """The furthest step of the calls before."""
+        self.began: dict[str, Any] = {} if began is None else began
+        """By name, the state that records had in the first call of this process."""
         self.directory = options.checkpoint
         """Directory of the checkpoints."""
         self.watch: Watch | None = None
@@ -127,7 +131,7 @@ class TrainingProgress:
         self.coordinator = coordinator
         self._cluster, self._options = cluster, options
         self._state = _State(self)
-        self._manager = tf.train.CheckpointManager(
+        self._manager = stored.manager(
             tf.train.Checkpoint(dlrover=self._state, **objects), options.checkpoint, options.keep
         )
         self._restore()
@@ -135,21 +139,22 @@ class TrainingProgress:
         self._saved_at, self._saved_step = time.monotonic(), self.step
 
     def _restore(self) -> None:
-        path = self._manager.latest_checkpoint
+        path = stored.restore(self._manager)
         if path is not None:
-            # Keras makes variables when they are first used; they get their values then.
-            self._manager.checkpoint.restore(path).assert_existing_objects_matched()
             self.step = self._state.found["step"]
             logger.info("Restored step %d from %s", self.step, path)
-        if self.records is None:
+        records, began = self.records, self._cluster.began
+        if records is None:
             return
-        state = self._state.found.get("records")
-        if path is not None and state is None:
+        if records.name not in began:
+            began[records.name] = records.state_dict()
+        state = began[records.name] if path is None else self._state.found["records"]
+        if state is None:
             raise ConfigurationError(
                 f"{path} has no position of records; it was saved without records."
             )
         if path is not None or self._cluster.attempt:
-            self.records.load_state_dict(state or self.records.state_dict())
+            records.load_state_dict(state)
 
     def schedule(self, function: Any, args: Any = None, kwargs: Any = None) -> Any:
         """Schedule a step as ``ClusterCoordinator.schedule`` does, and call `advance`."""

@@ -131,6 +131,7 @@ class TrainingGuard:
         self._attempts = 0
         self._failures = 0
         self._reached = -1
+        self._began: dict[str, Any] = {}
         self._delays = backoff.delays(*RETRY)
 
     def run(self, call: Callable[[Present], Any]) -> Any:
@@ -171,7 +172,8 @@ class TrainingGuard:
         registry: Registry,
     ) -> Any:
         with strategies() as made:
-            watch = Watch(registry.another(), self._options.spares, choice, made)
+            spares = self._options.spares
+            watch = Watch(registry.another(), spares, choice, made, frozenset(self._lost))
             try:
                 with watch:
                     cluster.watch = watch
@@ -225,7 +227,9 @@ class TrainingGuard:
         spec = choice.spec(self._address)
         _export(tf_config(spec, CHIEF, 0))
         self._attempts += 1
-        return Present(CHIEF, spec, self._options, self._attempts - 1, max(0, self._reached))
+        return Present(
+            CHIEF, spec, self._options, self._attempts - 1, max(0, self._reached), self._began
+        )
 
     def _why(self, error: Exception, used: ClusterChoice) -> str:
         """Return why another attempt may help; empty if the error has nothing to do with the cluster."""

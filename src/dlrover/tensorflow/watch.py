@@ -10,16 +10,16 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 from tensorflow.python.distribute.parameter_server_strategy_v2 import ParameterServerStrategyV2
 from tensorflow.python.eager import context
 
 from dlrover.errors import InfrastructureError
-from dlrover.spec.requests.cluster import LookCluster
+from dlrover.spec.requests.cluster import ClusterTask, LookCluster
 from dlrover.tensorflow.machine.choice import ClusterChange, ClusterChoice, change
-from dlrover.tensorflow.registry import Registry
+from dlrover.tensorflow.registry import Registry, answers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -116,9 +116,15 @@ class Watch:
     """Watches the tasks while used as a context manager."""
 
     def __init__(
-        self, registry: Registry, spares: int, used: ClusterChoice, made: Strategies
+        self,
+        registry: Registry,
+        spares: int,
+        used: ClusterChoice,
+        made: Strategies,
+        lost: AbstractSet[ClusterTask] = frozenset(),
     ) -> None:
         self._registry, self._spares, self._used, self._made = registry, spares, used, made
+        self._lost = lost  # did not answer when the tasks in use were chosen
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dlrover-tasks", daemon=True)
         self.change = ClusterChange()
@@ -140,7 +146,8 @@ class Watch:
             except InfrastructureError as error:  # the training goes on without a master
                 logger.debug("%s", error)
                 continue
-            self.change = change(reply, self._spares, self._used)
+            self._lost = {t for t in self._lost if t in reply.tasks and not answers(t)}
+            self.change = change(reply, self._spares, self._used, self._lost)
             if not self.change.reason:
                 since = time.monotonic()
             elif time.monotonic() - since > (LOST_GRACE if self.change.lost else PLANNED_GRACE):

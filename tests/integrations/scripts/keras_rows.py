@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -13,6 +14,7 @@ if os.environ["KERAS_BACKEND"] == "jax":
 import keras
 
 from dlrover.embedding import HashTable, Initializer
+from dlrover.errors import ConfigurationError
 from dlrover.integrations.keras import HashEmbedding
 
 KEYS = np.array([[1, 2], [2**40, 2]], np.int64)
@@ -36,6 +38,44 @@ assert np.allclose(model.predict(KEYS, verbose=0), [3.0, 3.0])
 assert [
     float(weight.numpy() if hasattr(weight, "numpy") else weight.value) for weight in model.weights
 ] == [0.0]
+
+
+def refused(function, *words: str) -> None:
+    try:
+        function()
+    except ConfigurationError as error:
+        if all(word in str(error) for word in words):
+            return
+        raise
+    raise AssertionError(words)
+
+
+refused(lambda: model.save(Path(os.environ["KERAS_HOME"]) / "model.keras"), "save_weights")
+keras.config.set_dtype_policy("mixed_float16")
+refused(lambda: HashEmbedding(table), "mixed_float16", "mixed_bfloat16")
+keras.config.set_dtype_policy("mixed_bfloat16")
+half = keras.Model(inputs, HashEmbedding(table)(inputs))
+half.compile(optimizer="sgd", loss=lambda wanted, given: keras.ops.sum(given))
+half.fit(KEYS, np.zeros((2, 2, 3), np.float32), batch_size=2, verbose=0)
+assert np.allclose(table.peek(np.array([1])), 0.0), table.peek(np.array([1]))
+keras.config.set_dtype_policy("float32")
+
+steps = table.step
+twice = HashEmbedding(table)
+model = keras.Model(inputs, keras.ops.sum(twice(inputs) + twice(inputs), axis=(1, 2)))
+model.compile(optimizer="sgd", loss=lambda wanted, given: keras.ops.sum(given - wanted))
+model.fit(KEYS, np.zeros(2, np.float32), batch_size=2, verbose=0)
+assert table.step - steps == (1 if keras.backend.backend() == "torch" else 2)
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
+    assert not twice.supports_jit, "a model with the layer is not compiled by XLA, even with a GPU"
+    before = table.peek(np.array([2**40]))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(KEYS, training=False))
+    tape.gradient(loss, model.trainable_variables)
+    assert np.array_equal(table.peek(np.array([2**40])), before), "rows learn in training only"
 
 learned = HashTable(8, optimizer="adagrad", learning_rate=0.2, memory_bytes=8 << 20)
 random = np.random.default_rng(0)

@@ -107,7 +107,8 @@ def choose(
     """Choose the tasks of the next cluster; without enough of them, return None and what is awaited.
 
     The first cluster awaits all workers. A later one does with those that are there: the others come back with a
-    change of its own. Variables need every wanted server, less the spares. Tasks in use are preferred.
+    change of its own. Variables need every wanted server, less the spares; while wanted ones have not all come, as many as
+    the last cluster had will do. Tasks in use are preferred.
 
     Args:
         reply: the job's tasks.
@@ -120,6 +121,8 @@ def choose(
     workers = tuple(task for task in there if task.role == WORKER and not only_servers)
     servers = [task for task in there if task.role == SERVER]
     wanted = max(1, reply.wanted.get(SERVER, 1) - spares)
+    if used is not None and len(servers) < wanted:
+        wanted = min(wanted, len(used.servers))
     known = used.addresses if used is not None else frozenset()
     servers = sorted(servers, key=lambda task: (SERVER, task.address) not in known)[:wanted]
     fewest = 1 if used is not None else max(1, reply.wanted.get(WORKER, 1))
@@ -156,14 +159,19 @@ class ClusterChange:
 
 
 def change(
-    reply: ClusterReply, spares: int, used: ClusterChoice, *, only_servers: bool = False
+    reply: ClusterReply,
+    spares: int,
+    used: ClusterChoice,
+    lost: AbstractSet[ClusterTask] = frozenset(),
+    *,
+    only_servers: bool = False,
 ) -> ClusterChange:
-    """Return why the cluster in use is to be built again."""
+    """Return why the cluster in use is to be built again; ``lost`` are tasks that do not answer."""
     listed = {(task.role, task.address) for task in reply.tasks}
     gone = [task for task in used.tasks if (task.role, task.address) not in listed]
     if gone:
         return ClusterChange(f"{named(gone)} {'is' if len(gone) == 1 else 'are'} gone", lost=True)
-    best, _ = choose(reply, spares, used, only_servers=only_servers)
+    best, _ = choose(reply, spares, used, lost, only_servers=only_servers)
     if best is None or best.addresses == used.addresses:
         return ClusterChange()
     return ClusterChange(f"the job now has {best.in_words()} instead of {used.in_words()}")
