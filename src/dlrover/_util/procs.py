@@ -89,9 +89,18 @@ def children() -> list[int]:
     return [pid for pid in pids() if parent(pid) == me]
 
 
-def running(module: str) -> set[int]:
-    """Return the pids of this process's children that are ``python -m module``."""
-    return {pid for pid in children() if module in _words_after_m(pid)}
+def running(module: str, among: Iterable[int] | None = None) -> set[int]:
+    """Return the pids of processes that are ``python -m module``, by default of this process's children."""
+    among = children() if among is None else among
+    return {pid for pid in among if module in _words_after_m(pid)}
+
+
+def is_own(pid: int) -> bool:
+    """Return whether a process runs and is of this process's user."""
+    try:
+        return Path(f"/proc/{pid}").stat().st_uid == os.geteuid()
+    except FileNotFoundError:
+        return False
 
 
 def _words_after_m(pid: int) -> list[str]:
@@ -100,7 +109,7 @@ def _words_after_m(pid: int) -> list[str]:
 
 
 async def end(pids: Iterable[int], timeout: float) -> None:
-    """Ask children to end; after ``timeout`` seconds, kill those still running. Reap all of them."""
+    """Ask processes to end; after ``timeout`` seconds, kill those still running. Reap children."""
     pids = list(pids)
     kill(pids, signal.SIGTERM)
     waits = [asyncio.ensure_future(ended(pid)) for pid in pids]
@@ -182,10 +191,13 @@ def _reap(pid: int, seconds: float) -> None:
 
 
 async def ended(pid: int) -> None:
-    """Wait until a child process ends, without reaping it."""
+    """Wait until a process ends, without reaping it."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
-    pidfd = os.pidfd_open(pid)
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:  # no child, which would stay until it is reaped
+        return
     loop.add_reader(pidfd, ended.set)
     try:
         await ended.wait()

@@ -1,4 +1,4 @@
-"""Requests to the checkpoint savers of this node: one for each directory that its workers save to."""
+"""The checkpoint savers of this node, one for each directory that its workers save to, and requests to them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,28 @@ from dlrover._util import procs
 from dlrover.errors import DLRoverError
 from dlrover.rpc.messages import StoredPlace
 
+SAVER = "dlrover.checkpoint.saver.saver"
+"""Module of the checkpoint saver: workers start it, it outlives them and holds their generations."""
+AGENT = "dlrover.agent"
 PATIENCE = 600.0
 """Seconds that a saver gets to store a step."""
+
+
+def running(place: str) -> set[int]:
+    """Return the pids of the savers of this agent's node.
+
+    A saver that has outlived an earlier agent at the same place serves this one's workers, and is the child of the
+    launcher, or without it of nobody.
+    """
+    found = procs.running(SAVER)
+    if not place:
+        return found
+    others = procs.running(SAVER, filter(procs.is_own, procs.pids())) - found
+    return found | {
+        pid
+        for pid in others
+        if _options(pid).get("--node") == place and not procs.running(AGENT, [procs.parent(pid)])
+    }
 
 
 async def save_now(pids: Iterable[int], request: str) -> tuple[StoredPlace, ...]:
@@ -22,8 +42,7 @@ async def save_now(pids: Iterable[int], request: str) -> tuple[StoredPlace, ...]
 
 
 def _ask(pid: int, request: str) -> StoredPlace:
-    words = procs.command(pid)
-    options = dict(itertools.pairwise(words))
+    options = _options(pid)
     directory, identity, node = (
         options.get(name, "") for name in ("--directory", "--identity", "--node")
     )
@@ -42,3 +61,7 @@ def _ask(pid: int, request: str) -> StoredPlace:
     if not isinstance(reply, protocol.SavedNow):
         return StoredPlace(directory, problem=f"The saver refuses: {reply}.")
     return StoredPlace(directory, reply.step, reply.problem)
+
+
+def _options(pid: int) -> dict[str, str]:
+    return dict(itertools.pairwise(procs.command(pid)))

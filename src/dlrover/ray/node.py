@@ -19,7 +19,7 @@ import ray
 
 from dlrover import config
 from dlrover._util import files, procs
-from dlrover.agent.workers.workers import SAVER
+from dlrover.agent.savers import SAVER
 from dlrover.ray import cluster, places
 from dlrover.ray.machine import job as jobs
 from dlrover.spec.jobdir import JobDir, MasterAddress

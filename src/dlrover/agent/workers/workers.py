@@ -43,8 +43,6 @@ KILL_WAIT = 10.0
 """Seconds to wait for a process after SIGKILL; one that takes longer hangs in the kernel."""
 
 
-SAVER = "dlrover.checkpoint.saver.saver"
-"""Module of the checkpoint saver: workers start it, it outlives them and holds their generations."""
 SAVER_WAIT = 5.0
 """Seconds that the saver gets to end: a supervisor does not wait much longer for its agent."""
 
@@ -330,7 +328,7 @@ class WorkerGroup:
 
     async def save_now(self, request: str) -> tuple[StoredPlace, ...]:
         """Have the newest memory checkpoint of each directory stored; return what became of it."""
-        return await savers.save_now(procs.running(SAVER), request)
+        return await savers.save_now(savers.running(self.orders.place), request)
 
     async def devices_busy(self) -> float:
         """Return the share of time in which the workers' accelerators work, 0 to 1; -1 if unknown."""
@@ -367,7 +365,7 @@ class WorkerGroup:
                 "Worker %d (pid %d) did not end %g s after SIGKILL: it hangs in the kernel",
                 worker.rank, worker.pid, KILL_WAIT,
             )  # fmt: skip
-        procs.end_orphans(self._own_pids() | procs.running(SAVER), KILL_WAIT)
+        procs.end_orphans(self._own_pids() | procs.running(savers.SAVER), KILL_WAIT)
         if self._logs is not None:
             self._logs.stop()
             self._logs = None
@@ -380,7 +378,7 @@ class WorkerGroup:
         """
         self._failures.close()
         await self._zygotes.close()
-        await procs.end(procs.running(SAVER), saver_wait)
+        await procs.end(savers.running(self.orders.place), saver_wait)
 
     def _reap(self) -> None:
         """Reap orphans left by ended workers and zygotes."""

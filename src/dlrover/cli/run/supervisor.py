@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dlrover._util import procs, tasks
-from dlrover.agent.workers.workers import SAVER, SAVER_WAIT
+from dlrover.agent.savers import SAVER
+from dlrover.agent.workers.workers import SAVER_WAIT
 from dlrover.cli.run import progress
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.master.app import read_outcome
