@@ -199,11 +199,17 @@ def _largest_resident() -> int:
     return max(int(line.split()[1]) for line in lines if line.startswith("Rss:")) << 10
 
 
-@pytest.mark.parametrize("kind", [pytest.param("native", marks=needs_library), "twin"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("native", marks=needs_library),
+        pytest.param("twin", marks=pytest.mark.slow),
+    ],
+)
 def test_a_limit_of_memory_is_kept(kind: str) -> None:
     options = RowOptions(64, "float32", "sgd", HYPER, memory_bytes=4 << 20)
     table = NativeTable(loaded, options) if kind == "native" else TwinTable(options)
-    keys = np.arange(50_000, dtype=np.uint64)
+    keys = np.arange(20_000, dtype=np.uint64)
     with pytest.raises(MemoryError, match="Some rows found no room"):
         rows(table, keys, 64)
     assert 1000 < table.rows().sum() < (4 << 20) / 256

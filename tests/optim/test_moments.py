@@ -82,6 +82,7 @@ def test_with_a_large_delta_agd_is_momentum() -> None:
     torch.testing.assert_close(value.detach(), other, rtol=1e-14, atol=0)
 
 
+@pytest.mark.slow
 def test_agd_reaches_the_minimum_of_beales_function() -> None:
     place = nn.Parameter(torch.tensor([1.0, 1.5], dtype=torch.float64))
     optimizer = AGD([place], lr=1e-2, delta=1e-2)
