@@ -23,6 +23,7 @@ import torch
 from dlrover._native.updates import (
     Tensors,
     Updates,
+    adagrad_scalars,
     adamw_scalars,
     agd_scalars,
     updates,
@@ -37,6 +38,7 @@ SHAPES = [
     (WIDTH,), (WIDTH,),
 ]  # fmt: skip
 BETAS, LR, DECAY = (0.9, 0.999), 1e-4, 0.01
+ROWS, ROW_WIDTH, TABLE = 200_000, 64, 1_000_000
 PEER = "torch AdamW, fused"
 
 
@@ -61,7 +63,9 @@ def torch_step(kind: type[torch.optim.Optimizer], dtype: torch.dtype, **options:
 def our_step(run: Updates, rule: str, dtype: torch.dtype, threads: int) -> Callable[[], None]:
     """A step of one of ours, with all that its caller does each time: scalars, a seed."""
     parameters, gradients = tensors_of(dtype), tensors_of(dtype)
-    states = [[torch.zeros(shape) for shape in SHAPES] for _ in range(2)]
+    states = [
+        [torch.zeros(shape) for shape in SHAPES] for _ in range(1 if rule == "adagrad" else 2)
+    ]
     sizes = np.array([each.numel() for each in parameters], np.uint64)
     count = [0]
 
@@ -70,6 +74,7 @@ def our_step(run: Updates, rule: str, dtype: torch.dtype, threads: int) -> Calla
         scalars = {
             "adamw": lambda: adamw_scalars(count[0], LR, BETAS, 1e-8, DECAY),
             "agd": lambda: agd_scalars(count[0], LR, BETAS, 1e-5, DECAY),
+            "adagrad": lambda: adagrad_scalars(LR, 1e-10),
         }[rule]()
         tensors = Tensors(
             at(parameters), at(gradients), tuple(at(state) for state in states), sizes,
@@ -111,6 +116,32 @@ def copy_of_the_parameters() -> Callable[[], object]:
 def parameters() -> int:
     """How many the model has."""
     return sum(int(np.prod(shape)) for shape in SHAPES)
+
+
+def rows_step(run: Updates, threads: int) -> Callable[[], None]:
+    """A sparse step: some rows of a table."""
+    table, squares = torch.randn(TABLE, ROW_WIDTH), torch.zeros(TABLE, ROW_WIDTH)
+    gradients = torch.randn(ROWS, ROW_WIDTH)
+    rows = np.random.default_rng(0).permutation(TABLE)[:ROWS].astype(np.uint64)
+    sizes, width = np.full(ROWS, ROW_WIDTH, np.uint64), np.uint64(4 * ROW_WIDTH)
+    scalars = adagrad_scalars(LR, 1e-10)
+
+    def step() -> None:
+        lists = [rows * width + np.uint64(each.data_ptr()) for each in (table, squares)]
+        gradient = np.arange(ROWS, dtype=np.uint64) * width + np.uint64(gradients.data_ptr())
+        run.adagrad(Tensors(lists[0], gradient, (lists[1],), sizes), scalars, threads=threads)
+
+    return step
+
+
+def rows_of_torch() -> Callable[[], object]:
+    """The same by PyTorch, with a sparse gradient."""
+    table = torch.nn.Parameter(torch.randn(TABLE, ROW_WIDTH))
+    rows = torch.from_numpy(np.random.default_rng(0).permutation(TABLE)[:ROWS].copy())
+    table.grad = torch.sparse_coo_tensor(
+        rows[None], torch.randn(ROWS, ROW_WIDTH), table.shape, check_invariants=True
+    )
+    return torch.optim.Adagrad([table], lr=LR).step
 
 
 def take_turns(actions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -155,12 +186,13 @@ def main() -> None:
         actions: dict[str, Callable[[], object]] = {
             PEER: torch_step(torch.optim.AdamW, single, fused=True, **options),
             "copy of the parameters": copy_of_the_parameters(),
+            "torch Adagrad, fused": torch_step(torch.optim.Adagrad, single, fused=True),
             "torch AdamW, for-loop": torch_step(
                 torch.optim.AdamW, single, foreach=False, **options
             ),
             "AGD of torch operations": agd_of_torch_operations(),
         }
-        for rule in ("adamw", "agd"):
+        for rule in ("adamw", "agd", "adagrad"):
             actions[f"{rule}"] = our_step(native, rule, single, threads)
         found = take_turns(actions, arguments.rounds)
         figures[f"float32, {threads} thread(s)"] = show(
@@ -173,6 +205,11 @@ def main() -> None:
         figures[f"bfloat16, {threads} thread(s)"] = show(
             f"bfloat16, {threads} thread(s)", found, PEER
         )
+        actions = {"torch": rows_of_torch(), "adagrad": rows_step(native, threads)}
+        found = take_turns(actions, arguments.rounds)
+        title = f"sparse Adagrad, {ROWS:,} of {TABLE:,} rows of {ROW_WIDTH}, {threads} thread(s)"
+        figures[title] = show(title, found, "torch")
+        print(f"  {ROWS / found['adagrad'] / 1e6:.1f} million rows a second")
     actions = {PEER: torch_step(torch.optim.AdamW, single, fused=True, **options)}
     for rule in ("adamw", "agd"):
         actions[f"{rule}, Python"] = our_step(twin, rule, single, 1)

@@ -79,6 +79,16 @@ struct Agd {
   }
 };
 
+// Duchi et al., 2011. For the rows of a table that have a gradient; it has no means.
+struct Adagrad {
+  float epsilon, step;
+
+  DLROVER_INLINE float operator()(float parameter, float gradient, float*, float* square) const {
+    *square = *square + gradient * gradient;
+    return parameter - step * (gradient / (std::sqrt(*square) + epsilon));
+  }
+};
+
 struct Tensor {
   uint64_t parameters, gradients, means, squares, begin, end;
   uint32_t key;
@@ -156,6 +166,14 @@ DLROVER_EXPORT void dlrover_agd(size_t count, const uint64_t* parameters, const 
   Agd rule;
   std::memcpy(&rule, scalars, sizeof rule);
   update_all(count, parameters, gradients, means, squares, sizes, rule, seed, half != 0, threads);
+}
+
+DLROVER_EXPORT void dlrover_adagrad(size_t count, const uint64_t* parameters, const uint64_t* gradients,
+                                    const uint64_t* squares, const uint64_t* sizes, const float* scalars, uint64_t seed,
+                                    uint32_t half, size_t threads) {
+  Adagrad rule;
+  std::memcpy(&rule, scalars, sizeof rule);
+  update_all(count, parameters, gradients, squares, squares, sizes, rule, seed, half != 0, threads);
 }
 
 }  // namespace dlrover

@@ -11,13 +11,13 @@ from dlrover._native import library
 from dlrover._native.updates import (
     Tensors,
     Updates,
+    adagrad_scalars,
     adamw_scalars,
     agd_scalars,
     updates,
 )
 
-RULES = ("adamw", "agd")
-STATES = 2
+RULES = {"adamw": 2, "agd": 2, "adagrad": 1}
 EPS32 = float(np.finfo(np.float32).eps)
 
 
@@ -26,10 +26,12 @@ def run(implementation: library.Loaded) -> Updates:
     return Updates(implementation)
 
 
-def scalars(rule: str, step: int, lr: float = 1e-2) -> np.ndarray:
+def scalars(rule: str, step: int) -> np.ndarray:
     if rule == "adamw":
-        return adamw_scalars(step, lr, (0.9, 0.99), 1e-8, 0.1)
-    return agd_scalars(step, lr, (0.9, 0.99), 1e-3, 0.1, clip=5.0)
+        return adamw_scalars(step, 1e-2, (0.9, 0.99), 1e-8, 0.1)
+    if rule == "agd":
+        return agd_scalars(step, 1e-2, (0.9, 0.99), 1e-3, 0.1, clip=5.0)
+    return adagrad_scalars(1e-3, 1e-10)
 
 
 def widened(words: np.ndarray) -> np.ndarray:
@@ -45,14 +47,12 @@ def shortened(values: np.ndarray) -> np.ndarray:
 class Model:
     """Parameters, gradients and states in single tensors; they begin after ``gap`` elements."""
 
-    def __init__(
-        self, rule: str, sizes: list[int], *, half: bool = False, gap: int = 0, lr: float = 1e-2
-    ) -> None:
+    def __init__(self, rule: str, sizes: list[int], *, half: bool = False, gap: int = 0) -> None:
         chance = np.random.default_rng(sum(sizes) + 1)
-        self.rule, self.half, self.gap, self.lr = rule, half, gap, lr
+        self.rule, self.half, self.gap = rule, half, gap
         self.parameters = [self._made(chance.normal(size=size)) for size in sizes]
         self.states = [
-            [np.zeros(gap + size, np.float32)[gap:] for size in sizes] for _ in range(STATES)
+            [np.zeros(gap + size, np.float32)[gap:] for size in sizes] for _ in range(RULES[rule])
         ]
 
     def _made(self, values: np.ndarray) -> np.ndarray:
@@ -71,7 +71,7 @@ class Model:
         states = tuple(at(state) for state in self.states)
         tensors = Tensors(at(self.parameters), at(gradients), states, sizes, half=self.half)
         update = getattr(run, self.rule)
-        update(tensors, scalars(self.rule, step, self.lr), seed=step, threads=threads)
+        update(tensors, scalars(self.rule, step), seed=step, threads=threads)
 
     def everything(self) -> list[np.ndarray]:
         return [*self.parameters, *itertools.chain(*self.states)]
@@ -92,6 +92,9 @@ def alike(one: Model, other: Model) -> bool:
 def formula(rule: str, step: int, p, g, first, second) -> tuple:
     """The published formula in float64: parameters, states."""
     lr, (beta1, beta2), decay = 1e-2, (0.9, 0.99), 0.1
+    if rule == "adagrad":
+        first = first + g * g
+        return p - lr / 10 * g / (np.sqrt(first) + 1e-10), first, second
     mean = beta1 * first + (1 - beta1) * g
     unbiased = mean / (1 - beta1**step)
     if rule == "adamw":
@@ -158,17 +161,17 @@ def test_what_is_not_finite_or_very_small(run, rule, half):
 
 def test_stochastic_rounding_has_the_right_mean(run):
     """Steps far smaller than the distance of two neighbours: rounded to the nearest, nothing would change."""
-    count, lr = 200_000, 1e-3
-    model = Model("adamw", [count], half=True, lr=lr)
+    count, lr, squares = 200_000, 1e-3, 0.25
+    model = Model("adagrad", [count], half=True)
     model.parameters[0][:] = shortened(np.ones(count, np.float32))
+    model.states[0][0][:] = squares
     gradients = [shortened(np.full(count, 0.5, np.float32))]
     for step in range(1, 9):
         before = widened(model.parameters[0]).astype(np.float64)
         model.step(run, step, gradients)
         after = widened(model.parameters[0]).astype(np.float64)
-        error = after - (
-            before * (1 - lr * 0.1) - lr
-        )  # the gradient over the root of its mean square is 1
+        squares += 0.25
+        error = after - (before - lr * 0.5 / np.sqrt(squares))
         assert np.all(np.abs(error) < 2**-8), "one of the two neighbours"
         # The standard deviation of one draw is at most half the distance of two neighbours below 1: 2**-9.
         assert abs(error.mean()) < 5 * 2**-9 / np.sqrt(count)
@@ -179,7 +182,7 @@ def test_draws_differ_by_step_by_tensor_and_by_element(run):
     """A step of 0.001, where the distance of two neighbours is 0.0039: about one element in four moves."""
 
     def rounded(seed: int) -> np.ndarray:
-        model = Model("adamw", [64, 64], half=True, lr=1e-3)
+        model = Model("adagrad", [64, 64], half=True)
         for each in model.parameters:
             each[:] = shortened(np.full(64, 1.0, np.float32))
         model.step(run, seed, [shortened(np.full(64, 0.5, np.float32))] * 2)
@@ -222,13 +225,32 @@ def test_agd_switches_between_momentum_and_adaptive_steps(run, delta, like):
     np.testing.assert_allclose(moved, wanted, rtol=1e-4, atol=2e-7)
 
 
+def test_rows_without_a_gradient_stay(run):
+    table = np.ones((1000, 16), np.float32)
+    squares, width = np.zeros_like(table), 16 * 4
+    rows = np.array([999, 0, 17], np.uint64)
+    gradients = np.full((3, 16), 2.0, np.float32)
+    tensors = Tensors(
+        rows * np.uint64(width) + np.uint64(table.ctypes.data),
+        np.arange(3, dtype=np.uint64) * np.uint64(width) + np.uint64(gradients.ctypes.data),
+        (rows * np.uint64(width) + np.uint64(squares.ctypes.data),),
+        np.full(3, 16, np.uint64),
+    )
+    run.adagrad(tensors, adagrad_scalars(0.5, 0.0), threads=2)
+    changed = np.flatnonzero((table != 1).any(axis=1))
+    assert changed.tolist() == [0, 17, 999]
+    assert np.all(table[changed] == 0.5)
+    assert np.all(squares[changed] == 4.0)
+    assert not np.delete(squares, changed, axis=0).any()
+
+
 def test_wrong_arguments_are_named():
     some = np.array([64], np.uint64)
     two = Tensors(some, some, (some, some), some)
-    with pytest.raises(ValueError, match="adamw takes 2 states; there are 1"):
-        updates("off").adamw(Tensors(some, some, (some,), some), scalars("adamw", 1))
+    with pytest.raises(ValueError, match="adagrad takes 1 states; there are 2"):
+        updates("off").adagrad(two, adagrad_scalars(1.0, 0.0))
     with pytest.raises(ValueError, match="scalars must be a numpy array of 7 float32"):
-        updates("off").adamw(two, scalars("agd", 1))
+        updates("off").adamw(two, adagrad_scalars(1.0, 0.0))
     with pytest.raises(ValueError, match="seed is -1"):
         updates("off").adamw(two, scalars("adamw", 1), seed=-1)
     with pytest.raises(ValueError, match="threads is 0"):

@@ -38,6 +38,16 @@ def agd(_count: int, *given: Any) -> None:
             tensor.store(value)
 
 
+def adagrad(_count: int, *given: Any) -> None:
+    """Update tensors."""
+    with np.errstate(all="ignore"):
+        for tensor, (epsilon, step) in _tensors(given):
+            value, gradient, (square,) = tensor.load()
+            square += gradient * gradient
+            value = value - step * (gradient / (np.sqrt(square) + epsilon))
+            tensor.store(value)
+
+
 def draw(key: Any, index: Any) -> Any:
     """Return 32 random bits for each element (lowbias32 of C. Wellons's hash-prospector)."""
     with np.errstate(over="ignore"):

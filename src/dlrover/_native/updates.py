@@ -63,6 +63,11 @@ def agd_scalars(
     )
 
 
+def adagrad_scalars(lr: float, eps: float) -> Any:
+    """Return what `Updates.adagrad` needs: ``s = s + g²; p = p - lr g / (sqrt(s) + eps)``."""
+    return np.array([eps, lr], np.float32)
+
+
 class Tensors:
     """Tensors to be updated, by their addresses. Arrays of uint64, of one length."""
 
@@ -80,7 +85,7 @@ class Tensors:
         Args:
             parameters: Addresses of float32 elements, or with ``half`` of bfloat16.
             gradients: Likewise.
-            states: Addresses of float32 elements: means and squares.
+            states: Addresses of float32 elements: for Adagrad the sums of squares, else means and squares.
             sizes: Numbers of elements.
             half: Whether parameters and gradients are bfloat16.
 
@@ -111,6 +116,10 @@ class Updates:
         """Update tensors with `agd_scalars`; their states are the means of gradients and of the squared changes."""
         self._update("agd", tensors, scalars, seed, threads)
 
+    def adagrad(self, tensors: Tensors, scalars: Any, *, seed: int = 0, threads: int = 1) -> None:
+        """Update tensors, or rows of tables, with `adagrad_scalars`; no row may come twice."""
+        self._update("adagrad", tensors, scalars, seed, threads)
+
     def _update(self, name: str, tensors: Tensors, scalars: Any, seed: int, threads: int) -> None:
         lists, number = _FORMS[name]
         if len(tensors.lists) != lists:
@@ -128,11 +137,12 @@ class Updates:
         self._functions[name](tensors.count, *tensors.lists, scalars, seed, half, threads)
 
 
-_FORMS = {"adamw": (5, 7), "agd": (5, 9)}
+_FORMS = {"adamw": (5, 7), "agd": (5, 9), "adagrad": (4, 2)}
 """By name: how many lists, the sizes included, and how many scalars."""
 _TWIN: dict[str, Callable[..., None]] = {
     "adamw": twin_updates.adamw,
     "agd": twin_updates.agd,
+    "adagrad": twin_updates.adagrad,
 }
 
 
