@@ -45,6 +45,9 @@ JOURNALS = {
 The function takes the text after the scheme, the path of the job directory's own file, and ``read_only``.
 """
 
+DEFAULT = "file:"
+"""The file of the job directory."""
+
 _DECODERS = {
     "input": decoding.msgpack_decoder(inputs.Input),
     "store": decoding.msgpack_decoder(messages.StoreRequest),
