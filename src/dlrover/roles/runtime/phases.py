@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -129,15 +130,26 @@ class Awaited(Future[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result, and return it."""
-        with self._phases.waiting():
+        with self._phases.waiting(), _timeouts():
             found = super().result(timeout)
         self._phases.progress()
         return found
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end, and return the exception if there was one."""
-        with self._phases.waiting():
+        with self._phases.waiting(), _timeouts():
             return super().exception(timeout)
+
+
+@contextlib.contextmanager
+def _timeouts() -> Iterator[None]:
+    """Raise TimeoutError where Python 3.10 raises a class of its own, for futures."""
+    try:
+        yield
+    except futures.TimeoutError as error:
+        if isinstance(error, TimeoutError):
+            raise
+        raise TimeoutError(*error.args) from None
 
 
 def end(reason: str, phases: Phases) -> None:
