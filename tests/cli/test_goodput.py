@@ -74,7 +74,8 @@ def test_json_has_the_documented_keys_and_adds_up(ended: JobDir) -> None:
     assert content["nodes"] == 4
     assert content["seconds"].keys() == {cause.value for cause in Cause}
     assert sum(content["seconds"].values()) == pytest.approx(content["wall_seconds"], abs=1e-5)
-    assert content["goodput_ratio"] == content["seconds"]["productive"] / content["wall_seconds"]
+    ratio = content["seconds"]["productive"] / content["wall_seconds"]
+    assert content["goodput_ratio"] == pytest.approx(ratio)
     assert [incident["steps_lost"] for incident in content["incidents"]] == [6, 7]
     assert [incident["node"] for incident in content["incidents"]] == [2, 1]
     assert content["incidents"][0]["title"].startswith("rank 4 was killed by SIGKILL")
