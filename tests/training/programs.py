@@ -114,7 +114,8 @@ class Zygote:
             order = self._order(number, program)
             zygote.spawn(order)
             if strike is not None:
-                while b"ready" not in Path(order.stdout).read_bytes():
+                # Unbuffered, a line is written in parts.
+                while not re.search(rb"^ready.*\n", Path(order.stdout).read_bytes(), re.MULTILINE):
                     await asyncio.sleep(0.01)
                 os.kill(pids[-1], strike)
             if strike_zygote is not None:
