@@ -117,7 +117,7 @@ def test_a_process_that_had_no_more_files_takes_connections_again(listener: Call
 def test_a_caller_that_is_stopped_holds_up_others_for_a_while_only(
     listener: CallListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire.bound_sends, "__defaults__", (1,))
+    monkeypatch.setattr(wire, "SEND_TIMEOUT", 1)
     with connected(listener) as stopped, connected(listener) as well:
         wire.send(stopped, CallOp.CALL, 0, *payload.encode_call("large", (), {}))
         until(lambda: listener.state().done, 60)
