@@ -110,7 +110,7 @@ def test_what_a_loader_has_read_ahead_does_not_count(request, kind: str, num_wor
 
 def test_a_job_can_begin_at_the_end(topic: Topic, read) -> None:
     topic.send(range(100))
-    data = read(topic.url, start="latest", idle=3.0)
+    data = read(topic.url, start="latest", idle=1.0)
     assert list(data) == []
     topic.send(range(100, 120))
     assert list(data) == list(range(100, 120))

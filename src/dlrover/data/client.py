@@ -93,7 +93,8 @@ class ShardClient:
         self._acknowledged, self._claimed, self._settled = Spans(), Spans(), b""
         self._ready, self._lent = deque[Span](), deque[Span]()
         """Leased samples that are not taken yet, and taken samples that are not claimed yet."""
-        self._ahead, self._fewest = 0, FEWEST
+        # quiet looks: reports of the stream's ends that showed nothing new
+        self._ahead, self._fewest, self._quiet_looks = 0, FEWEST, 0
         self._unreported = Spans()
         self._failed: list[FailedSpan] = []
         self._between = False  # between two loops: no more reading of its epoch
@@ -153,6 +154,7 @@ class ShardClient:
         warn_at = began + WARN_AFTER
         with self._changed:
             self._patient, self._resting, self._between = patient, False, False
+            looks = self._quiet_looks
             while True:
                 if self._error is not None:
                     raise self._error
@@ -161,7 +163,8 @@ class ShardClient:
                 if self._closing:
                     return []
                 over = self._complete if patient else self._exhausted
-                quiet = idle is not None and time.monotonic() - began > idle
+                waited = idle is not None and time.monotonic() - began > idle
+                quiet = waited and self._quiet_looks > looks  # a slow broker has answered
                 if over and (self._ended or quiet) and not self._failed:
                     self._between = self._spec.size >= 0
                     return []
@@ -250,8 +253,9 @@ class ShardClient:
         with self._changed:
             if ends != self._known:
                 self._grown = ends
-            elif final:
-                self._ended = True  # the service knows these ends
+            else:
+                self._quiet_looks += 1
+                self._ended = self._ended or final  # the service knows these ends
             self._changed.notify_all()
 
     def break_off(self, error: Exception) -> None:
