@@ -20,6 +20,7 @@ Every message is one sentence that names the field, the value, and the accepted 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 
 __all__ = [
     "CheckpointsLostError",
@@ -120,3 +121,12 @@ class ProtocolError(DLRoverError):
     """A peer sent something that the protocol does not allow."""
 
     exit_code = ExitCode.INFRASTRUCTURE
+
+
+def causes(error: BaseException | None, attribute: str = "") -> Iterator[BaseException]:
+    """Yield an error and those that caused it; a library may keep the cause in an ``attribute`` of its own."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:  # ``raise error from error`` makes a circle
+        yield error
+        seen.append(error)
+        error = getattr(error, attribute, None) or error.__cause__ or error.__context__

@@ -20,6 +20,7 @@ from dlrover.errors import (
     InfrastructureError,
     ProtocolError,
 )
+from dlrover.master import app
 from dlrover.master.diagnosis_rules import built_in
 from dlrover.master.journal import history
 from dlrover.master.journal.file import FileJournal
@@ -532,3 +533,13 @@ def test_only_its_owner_can_read_a_journal(tmp_path: Path) -> None:
         os.umask(before)
     assert len(modes) == 3
     assert set(modes.values()) == {"0o600"}, modes
+
+
+def test_a_job_knows_its_journal_on_a_machine_that_its_master_has_moved_to(tmp_path: Path) -> None:
+    own, others = tmp_path / "own/train-1", tmp_path / "others/train-1"
+    own.mkdir(parents=True)
+    assert app._is_same(str(own), own)
+    assert app._is_same("/there/is/no/such/place/train-1", own)
+    assert not app._is_same("/there/is/no/such/place/train-2", own)
+    others.mkdir(parents=True)
+    assert not app._is_same(str(others), own)

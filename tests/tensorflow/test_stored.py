@@ -87,3 +87,16 @@ def test_a_checkpoint_of_another_model_is_not_taken_for_a_damaged_one(directory:
     manager = managed(directory, tf.Variable(tf.zeros([7])))
     with pytest.raises(ValueError, match=r"\b1000\b"):
         stored.restore(manager)
+
+
+def test_a_storage_that_is_away_costs_no_checkpoint(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(_path: str) -> None:
+        raise tf.errors.UnavailableError(None, None, "the storage is away")
+
+    manager = managed(directory, tf.Variable(tf.zeros([1000])))
+    monkeypatch.setattr(tf.train, "load_checkpoint", away)
+    monkeypatch.setattr(manager.checkpoint, "restore", away)
+    with pytest.raises(tf.errors.UnavailableError):
+        stored.restore(manager)

@@ -14,6 +14,7 @@ from dlrover.rpc.messages import StoredPlace
 SAVER = "dlrover.checkpoint.saver.saver"
 """Module of the checkpoint saver: workers start it, it outlives them and holds their generations."""
 AGENT = "dlrover.agent"
+"""Module of an agent."""
 PATIENCE = 600.0
 """Seconds that a saver gets to store a step."""
 
@@ -21,8 +22,8 @@ PATIENCE = 600.0
 def running(place: str) -> set[int]:
     """Return the pids of the savers of this agent's node.
 
-    A saver that has outlived an earlier agent at the same place serves this one's workers, and is the child of the
-    launcher, or without it of nobody.
+    A saver that has outlived an earlier agent at the same place serves this one's workers. The launcher is its parent,
+    or init where the launcher has ended, too.
     """
     found = procs.running(SAVER)
     if not place:

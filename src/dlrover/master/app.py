@@ -134,8 +134,11 @@ def _check_journal(settings: MasterConfig, job_dir: JobDir) -> None:
         )
 
 
-def _is_same(one: str, other: Path) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
+def _is_same(theirs: str, own: Path) -> bool:
+    """Return whether a job directory is this job's, which has its name alone on a machine that the master has left."""
+    if os.path.exists(theirs):
+        return os.path.realpath(theirs) == os.path.realpath(own)
+    return Path(theirs).name == own.name
 
 
 async def _serve(

@@ -189,9 +189,8 @@ class WrappedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the base optimizer."""
-        if isinstance(
-            self.base, SimpleNamespace
-        ):  # PyTorch's constructor adds those that the base optimizer has
+        # PyTorch's constructor adds those that the base optimizer has.
+        if isinstance(self.base, SimpleNamespace):
             super().add_param_group(param_group)
         else:
             self.base.add_param_group(param_group)

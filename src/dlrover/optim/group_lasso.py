@@ -97,7 +97,9 @@ _ADAM = LassoRule(_adam_own, _adam_advance, _adam_divisor)
 
 
 class GroupAdam(DenseOptimizer):
-    """Adam with group lasso. Nothing else may change the parameters between steps, as `DiLoCo` would. With ``l1 = l2 = l21 = 0`` it is Adam.
+    """Adam with group lasso. With ``l1 = l2 = l21 = 0`` it is Adam.
+
+    Nothing else may change the parameters between steps, as `DiLoCo` would.
 
     Args:
         params: parameters, or groups of them with options of their own.
@@ -150,7 +152,9 @@ _ADAGRAD = LassoRule(_adagrad_own, _adagrad_advance, _adagrad_divisor)
 
 
 class GroupAdagrad(DenseOptimizer):
-    """Adagrad with group lasso, in all else as `GroupAdam`. With ``l1 = l2 = l21 = 0`` it is Adagrad; ``eps=0`` makes it Group FTRL.
+    """Adagrad with group lasso. With ``l1 = l2 = l21 = 0`` it is Adagrad; ``eps=0`` makes it Group FTRL.
+
+    Nothing else may change the parameters between steps, as `DiLoCo` would.
 
     Args:
         params: parameters, or groups of them with options of their own.

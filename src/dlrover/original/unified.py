@@ -77,9 +77,13 @@ def _run(command: list[str]) -> int:
     """Run a job's command to its end, and return its exit code; it gets the signals of this process, and dies with it."""
     lifeline = procs.Lifeline()
     fd = lifeline.read_fd
-    process = subprocess.Popen(
-        [*command, "--lifeline-fd", str(fd)], pass_fds=(fd,), start_new_session=True
-    )
+    try:
+        process = subprocess.Popen(
+            [*command, "--lifeline-fd", str(fd)], pass_fds=(fd,), start_new_session=True
+        )
+    except OSError:
+        lifeline.close()
+        raise
 
     def pass_on(number: int, _: object) -> None:
         process.send_signal(number)

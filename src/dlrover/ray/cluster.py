@@ -16,7 +16,7 @@ import msgspec
 from dlrover import config, extras
 from dlrover._util import decoding
 from dlrover._util.doors import install
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError, causes
 from dlrover.ray.machine import job as jobs
 from dlrover.ray.machine.job import NAMESPACE, Resources
 from dlrover.rpc import foreign
@@ -111,11 +111,7 @@ def _version() -> str:
 
 def is_about_tokens(error: BaseException | None) -> bool:
     """Return whether an error of Ray comes of a token that is missing or wrong."""
-    while error is not None:
-        if jobs.is_about_tokens(f"{type(error).__name__}: {error}"):
-            return True
-        error = error.__cause__
-    return False
+    return any(jobs.is_about_tokens(f"{type(one).__name__}: {one}") for one in causes(error))
 
 
 def why_unauthenticated(address: str) -> str:

@@ -146,9 +146,8 @@ class MasterActor:
         ended = cluster.record(self._job.name) or {}  # what remains of the job if it has ended
         made = places.make(self._job.place, ended | content)
         if not made.outcome.exists():
-            with contextlib.suppress(
-                OSError
-            ):  # a full disk, on which an earlier life may have reserved it
+            # A disk may be full on which an earlier life has reserved the room.
+            with contextlib.suppress(OSError):
                 files.reserve(made.outcome, OUTCOME_ROOM)
         return made
 
@@ -223,7 +222,7 @@ class MasterActor:
 
 
 def _first_line(path: Path) -> bytes:
-    """Return the first line of a file, by which the histories of a job's masters are told apart."""
+    """Return the first line of a file, which differs between the histories of a job's masters."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         return file.readline()
     return b""

@@ -17,8 +17,7 @@ import tensorflow as tf
 
 from dlrover import config, launched
 from dlrover._util import backoff
-from dlrover._util.causes import chain
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError, causes
 from dlrover.spec.node import CHIEF
 from dlrover.spec.requests.cluster import ClusterTask, UseCluster
 from dlrover.tensorflow import serving
@@ -239,7 +238,7 @@ class TrainingGuard:
         self._lost.update(gone)
         if gone:
             return f"no connection to {named(gone)}."
-        for cause in chain(error, "original_exception"):
+        for cause in causes(error, "original_exception"):
             text = str(cause)
             known = isinstance(cause, FAULTS) or any(part in text for part in FORGOTTEN)
             if isinstance(cause, tf.errors.OpError) and known and "/job:" in text:

@@ -13,6 +13,11 @@ from dlrover.errors import InfrastructureError
 logger = logging.getLogger(__name__)
 DAMAGED = (tf.errors.DataLossError, tf.errors.OutOfRangeError, IndexError)
 """Errors of files that are not what was written; others say so only in their text."""
+AWAY = (
+    tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError,
+    tf.errors.PermissionDeniedError, tf.errors.ResourceExhaustedError, tf.errors.UnavailableError,
+)  # fmt: skip
+"""Errors of a storage, or of a server, that may answer later: an older checkpoint would lose steps."""
 
 
 def manager(
@@ -37,6 +42,8 @@ def restore(managed: tf.train.CheckpointManager) -> str | None:
         try:
             # Keras makes variables when they are first used; they get their values then.
             managed.checkpoint.restore(path).assert_existing_objects_matched()
+        except AWAY:
+            raise
         except (*DAMAGED, tf.errors.OpError) as error:
             if not isinstance(error, DAMAGED) and _opens(path):
                 raise

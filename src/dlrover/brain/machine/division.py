@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from dlrover.brain.machine.job import JobFacts, Models, Past
+from dlrover.errors import DLRoverError
 from dlrover.planning.allreduce import RingModel
 from dlrover.planning.cluster import Demand, Option, Share, allocate
 from dlrover.planning.efficiency import BatchLimits, GradientNoise, best_batches
@@ -92,7 +93,7 @@ class ClusterOptimizer:
     ) -> _Case | brain.Advice:
         try:
             return self._case(job, past, cluster)
-        except Exception as error:  # noqa: BLE001 - the others are not to go without a plan
+        except (ArithmeticError, ValueError, RuntimeError, DLRoverError) as error:
             return brain.Advice(reason=f"its samples fit no model: {error}")
 
     def _case(self, job: JobFacts, past: Past, cluster: brain.ClusterResources) -> _Case:

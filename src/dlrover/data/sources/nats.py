@@ -92,9 +92,8 @@ class Nats(Broker):
         reader = await self._reader(partition, start)
         try:
             got, reached = await reader.read(stop, most)
-        except (
-            errors.NotFoundError
-        ):  # forgotten after a pause; if the stream is gone, the next one is refused
+        except errors.NotFoundError:
+            # The server has forgotten it after a pause. If the stream is gone, the next one is refused.
             reader.at = _NOWHERE
             reader = await self._reader(partition, start)
             got, reached = await reader.read(stop, most)
@@ -198,9 +197,8 @@ class Nats(Broker):
                     error_cb=_quiet,
                     **credentials,
                 )
-            except (
-                BaseException
-            ) as error:  # the client leaves a connection open that was not answered
+            except BaseException as error:
+                # The client leaves a connection open that was not answered.
                 with contextlib.suppress(Exception):
                     await client.close()
                 if "authorization violation" in str(error).lower():  # of no class of its own

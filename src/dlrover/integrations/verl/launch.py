@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dlrover import config, extras
-from dlrover._util.causes import chain
-from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
+from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, causes
 from dlrover.integrations.verl.history import VARIABLE, repair
 from dlrover.ray import cluster
 from dlrover.ray.machine.job import OF_RAY_JOB, ray_job_config
@@ -122,7 +121,7 @@ def _is_remote(error: BaseException) -> bool:
 def _explained(error: BaseException) -> tuple[str, int]:
     """Return the root cause of an error in words, empty if it is the program's own, and the exit code."""
     ray = importlib.import_module("ray") if importlib.util.find_spec("ray") else None
-    for one in chain(error, "cause"):
+    for one in causes(error, "cause"):
         if isinstance(one, DLRoverError) and not _is_remote(one):
             return str(one), one.exit_code
         if ray is not None and isinstance(one, getattr(ray.exceptions, "AuthenticationError", ())):

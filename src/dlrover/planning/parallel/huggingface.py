@@ -19,19 +19,18 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_k
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k")
 TWO_MATRICES = {
+    *("bert", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj"),
     *(
-        "bert",
-        "bloom",
-        "codegen",
-        "falcon",
-        "gpt2",
-        "gpt_bigcode",
-        "gpt_neo",
-        "gpt_neox",
-        "gptj",
         "mpt",
+        "nemotron",
+        "opt",
+        "persimmon",
+        "phi",
+        "roberta",
+        "stablelm_alpha",
+        "starcoder2",
+        "xglm",
     ),
-    *("nemotron", "opt", "persimmon", "phi", "roberta", "stablelm_alpha", "starcoder2", "xglm"),
 }
 """Types of models whose feed-forward layer is not gated."""
 TIED = {

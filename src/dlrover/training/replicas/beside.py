@@ -79,7 +79,7 @@ class Beside:
         """Take those of another rank; either one may still have a layer that the program has dropped.
 
         Raises:
-            InfrastructureError: The other one has made other layers, so that theirs cannot be told apart.
+            InfrastructureError: The other one has made other layers, so that theirs cannot be assigned.
         """
         own, others, made = self._tensors(), state["tensors"], len(self._norms)
         layers = [{name for name in names if name.startswith("layer ")} for names in (own, others)]
