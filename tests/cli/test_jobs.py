@@ -20,7 +20,7 @@ import pytest
 from dlrover.cli import jobs
 from dlrover.dashboard.inspect import queries
 from dlrover.errors import ConfigurationError, ExitCode, FormatError, InfrastructureError
-from dlrover.master.app import load_config, read_outcome
+from dlrover.master.files import load_config, read_outcome
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import FORMAT, JobDir, MasterAddress, MasterConfig
 from dlrover.spec.outcome import Outcome

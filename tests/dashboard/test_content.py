@@ -14,7 +14,7 @@ from dlrover.dashboard import actions, content, listing, logs, page
 from dlrover.dashboard.inspect import queries
 from dlrover.data.machine.queue import ShardQueue
 from dlrover.errors import ConfigurationError
-from dlrover.master.app import read_outcome
+from dlrover.master.files import read_outcome
 from dlrover.roles import Job
 from dlrover.roles.spec import RolesConfig
 from dlrover.spec.job import JobSpec

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from dlrover.errors import InfrastructureError
-from dlrover.master.app import read_outcome
+from dlrover.master.files import read_outcome
 from dlrover.master.journal.file import FileJournal
 from dlrover.master.machine import inputs
 from dlrover.rpc import messages

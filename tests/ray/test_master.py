@@ -92,7 +92,7 @@ def test_a_journal_that_finds_no_room_is_left_out_of_the_files(actor, monkeypatc
     config = MasterConfig(job=JobSpec(name="job"))
     for path, data in ((actor._dir.outcome, b"{}"), (actor._dir.journal, b"journal")):
         path.write_bytes(data)
-    monkeypatch.setattr(actor.module.app, "load_config", lambda _: config)
+    monkeypatch.setattr(actor.module, "load_config", lambda _: config)
     monkeypatch.setattr(actor.module, "_copy_of", full)
     assert sorted(actor.module._collect(actor._dir)) == ["job.json", "outcome.json"]
 

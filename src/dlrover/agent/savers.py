@@ -15,6 +15,8 @@ SAVER = "dlrover.checkpoint.saver.saver"
 """Module of the checkpoint saver: workers start it, it outlives them and holds their generations."""
 AGENT = "dlrover.agent"
 """Module of an agent."""
+WAIT = 5.0
+"""Seconds that a saver gets to end with its agent: a supervisor does not wait much longer for its agent."""
 PATIENCE = 600.0
 """Seconds that a saver gets to store a step."""
 

@@ -187,7 +187,7 @@ def scale(
 ) -> None:
     """Change the number of nodes of a running job."""
     from dlrover.dashboard.inspect import queries  # noqa: PLC0415 - loads grpc
-    from dlrover.master.app import read_outcome  # noqa: PLC0415
+    from dlrover.master.files import read_outcome  # noqa: PLC0415
 
     outcome = read_outcome(job.outcome)
     if outcome is not None:
@@ -206,7 +206,7 @@ def stop(
 ) -> None:
     """Stop a job: its workers get SIGTERM and time to exit."""
     from dlrover.dashboard.inspect import queries  # noqa: PLC0415 - loads grpc
-    from dlrover.master.app import read_outcome  # noqa: PLC0415
+    from dlrover.master.files import read_outcome  # noqa: PLC0415
 
     outcome = read_outcome(job.outcome)
     if outcome is not None:
@@ -317,7 +317,8 @@ def master(  # noqa: PLR0913 - each is an option of the command
     The token is DLROVER_TOKEN, else the one in the job directory, else a new one. With --platform kubernetes,
     the job is the ElasticJob that DLROVER_KUBERNETES_JOB names, and the master makes its pods.
     """
-    from dlrover.master.app import main as run_master, read_outcome  # noqa: PLC0415 - loads grpc
+    from dlrover.master.app import main as run_master  # noqa: PLC0415 - loads grpc
+    from dlrover.master.files import read_outcome  # noqa: PLC0415
 
     env = config.environ()
     settings = config.settings(env, config_file, parse_rdzv_conf(rdzv_conf))

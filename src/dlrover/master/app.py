@@ -24,6 +24,7 @@ from dlrover.errors import (
     FormatError,
     InfrastructureError,
 )
+from dlrover.master.files import load_config, read_token
 from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import DEFAULT, Journal, open_journal
 from dlrover.master.machine import inputs
@@ -34,7 +35,7 @@ from dlrover.master.views.observers import Observers
 from dlrover.platform.base import Platform, Setup, platform_class
 from dlrover.rpc import wire
 from dlrover.rpc.server import Server
-from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig, decode
+from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig
 from dlrover.spec.outcome import Outcome
 
 logger = logging.getLogger(__name__)
@@ -201,30 +202,6 @@ def _brain(
     return brain
 
 
-def load_config(job_dir: JobDir) -> MasterConfig:
-    """Return the configuration in a job directory.
-
-    Raises:
-        ConfigurationError: it cannot be read, or another version of DLRover wrote it.
-    """
-    try:
-        return decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigurationError(f"{job_dir.job} cannot be read: {error}.") from error
-
-
-def read_token(job_dir: JobDir) -> str:
-    """Return the token in a job directory.
-
-    Raises:
-        ConfigurationError: it cannot be read.
-    """
-    try:
-        return job_dir.token.read_text().strip()
-    except OSError as error:
-        raise ConfigurationError(f"{job_dir.token} cannot be read: {error.strerror}.") from error
-
-
 def _port(job_dir: JobDir, settings: MasterConfig) -> int:
     """Return the configured port; if there is none, that of the job's last master, where its agents look."""
     if settings.port or not job_dir.master.exists():
@@ -278,11 +255,3 @@ async def _until_ended(master: Master, job_dir: JobDir, orphaned: asyncio.Event)
     )
     files.write_atomically(job_dir.outcome, msgspec.json.encode(outcome))
     return outcome
-
-
-def read_outcome(path: Path) -> Outcome | None:
-    """Return the outcome in a file; None if there is none yet, or it is damaged."""
-    try:
-        return decoding.json(path.read_bytes(), Outcome)
-    except (FileNotFoundError, msgspec.DecodeError):
-        return None

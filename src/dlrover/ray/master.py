@@ -20,6 +20,7 @@ import ray
 from dlrover._util import decoding, files
 from dlrover.errors import ExitCode
 from dlrover.master import app
+from dlrover.master.files import load_config
 from dlrover.ray import cluster, places, platform
 from dlrover.ray.machine import job as jobs
 from dlrover.spec.jobdir import OUTCOME_ROOM, JobDir, MasterAddress
@@ -241,7 +242,7 @@ def _read_from(path: Path, position: int) -> bytes:
 
 def _collect(job_dir: JobDir) -> dict[str, bytes]:
     """Return the files of a job directory that say what happened, by name; the journal is among them."""
-    config_ = app.load_config(job_dir)
+    config_ = load_config(job_dir)
     paths = [job_dir.token, job_dir.events, job_dir.outcome, job_dir.master_log]
     found = {path.name: path.read_bytes() for path in paths if path.exists()}
     own = msgspec.structs.replace(config_, journal="file:")

@@ -42,11 +42,6 @@ REAP_INTERVAL = 5.0
 KILL_WAIT = 10.0
 """Seconds to wait for a process after SIGKILL; one that takes longer hangs in the kernel."""
 
-
-SAVER_WAIT = 5.0
-"""Seconds that the saver gets to end: a supervisor does not wait much longer for its agent."""
-
-
 _STARTING_AGAIN = WorkerActivity(0, Activity.START, 0.0, (0.0,) * len(Activity))
 """Activity of a worker that was started again and has not begun yet."""
 
@@ -371,7 +366,7 @@ class WorkerGroup:
             self._logs = None
         self._workers = {}
 
-    async def close(self, saver_wait: float = SAVER_WAIT) -> None:
+    async def close(self, saver_wait: float = savers.WAIT) -> None:
         """End the zygotes and the checkpoint saver, after `stop`.
 
         The saver gets ``saver_wait`` seconds to persist what was requested.

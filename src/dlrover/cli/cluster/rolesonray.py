@@ -80,7 +80,7 @@ def copied(role: JobDir, address: str) -> JobDir:
     Raises:
         ConfigurationError: the cluster cannot be reached.
     """
-    from dlrover.master.app import load_config  # noqa: PLC0415 - loads grpc
+    from dlrover.master.files import load_config  # noqa: PLC0415 - loads grpc
     from dlrover.ray import cluster, remote  # noqa: PLC0415 - only here
 
     name = load_config(role).job.name

@@ -215,7 +215,7 @@ class _Plan:
     def execute(self) -> Outcome:
         """Start the processes and wait for the job's end."""
         from dlrover.cli.run.supervisor import Supervisor  # noqa: PLC0415 - loads grpc
-        from dlrover.master.app import read_outcome  # noqa: PLC0415
+        from dlrover.master.files import read_outcome  # noqa: PLC0415
 
         env = dict(self._env)
         if self._options.omp_num_threads:

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dlrover._util import procs, tasks
-from dlrover.agent.savers import SAVER
-from dlrover.agent.workers.workers import SAVER_WAIT
+from dlrover.agent import savers
 from dlrover.cli.run import progress
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
-from dlrover.master.app import read_outcome
+from dlrover.master.files import read_outcome
 from dlrover.rpc.client import connect
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import Outcome
@@ -354,7 +353,7 @@ class Supervisor:
         if self._showing is not None:
             self._showing.kill()
             self._showing.wait()
-        procs.end_in_order(procs.running(SAVER), SAVER_WAIT)  # savers of a killed agent
+        procs.end_in_order(procs.running(savers.SAVER), savers.WAIT)  # savers of a killed agent
         for pid in procs.end_orphans((), KILL_WAIT):
             logger.error("Process %d hangs in the kernel and could not be ended", pid)
 

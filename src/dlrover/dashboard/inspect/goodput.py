@@ -19,7 +19,7 @@ from dlrover.dashboard.inspect.queries import ask
 from dlrover.dashboard.inspect.timeline import Timeline
 from dlrover.data.machine.queue import ShardQueue
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.master.app import load_config
+from dlrover.master.files import load_config
 from dlrover.master.journal.journal import open_journal
 from dlrover.master.machine import inputs
 from dlrover.master.machine.goodput.ledger import Ledger

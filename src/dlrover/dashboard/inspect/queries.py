@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
-from dlrover.master.app import load_config, read_outcome
+from dlrover.master.files import load_config, read_outcome
 from dlrover.master.journal import history
 from dlrover.master.journal.journal import open_journal
 from dlrover.master.machine import inputs

@@ -8,7 +8,7 @@ import time
 import msgspec
 
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
-from dlrover.master.app import read_outcome
+from dlrover.master.files import read_outcome
 from dlrover.roles.client import connect
 from dlrover.roles.coordinator.status import RolesStatus, replayed
 from dlrover.spec.jobdir import JobDir

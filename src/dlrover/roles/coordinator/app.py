@@ -16,7 +16,7 @@ import msgspec
 from dlrover import config
 from dlrover._util import decoding, files, logs, procs
 from dlrover.errors import DLRoverError, ExitCode, InfrastructureError
-from dlrover.master.app import read_token
+from dlrover.master.files import read_token
 from dlrover.master.journal.history import History
 from dlrover.roles.client import load_config
 from dlrover.roles.coordinator.journal import RolesJournal

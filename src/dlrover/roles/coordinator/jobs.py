@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dlrover._util import decoding, procs, tasks
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.master.app import read_outcome
+from dlrover.master.files import read_outcome
 from dlrover.roles.spec import EntryForm, EntryPoint, Failover, RoleKind, RolesConfig, RoleSpec
 from dlrover.rpc.client import connect
 from dlrover.spec.events import Event

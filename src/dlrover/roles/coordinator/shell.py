@@ -15,7 +15,7 @@ from dlrover._util import procs
 from dlrover._util.clocks import Clock
 from dlrover.config import ROLE_VARIABLES
 from dlrover.errors import DLRoverError, ExitCode, InfrastructureError
-from dlrover.master.app import read_outcome
+from dlrover.master.files import read_outcome
 from dlrover.master.journal.history import History
 from dlrover.roles.coordinator.following import EventReader
 from dlrover.roles.coordinator.health import HealthWatch

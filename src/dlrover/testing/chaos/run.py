@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from dlrover.errors import ExitCode, InfrastructureError
-from dlrover.master.app import read_outcome
+from dlrover.master.files import read_outcome
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.node import NodeStatus
