@@ -62,7 +62,7 @@ def test_a_lost_node_says_where_its_successor_comes_from() -> None:
     job.give(inputs.NodeExited(1, "its pod was deleted"))
     assert decided(job).rung is Rung.ELSEWHERE
     assert decided(job).sentence() == (
-        "Restart 1: node 1 was lost: its pod was deleted; another node is to take the place of node 1."
+        "Restart 1: node 1 was lost: its pod was deleted; another node will replace node 1."
     )
 
 

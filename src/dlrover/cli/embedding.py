@@ -119,7 +119,7 @@ def serve(
         return
     server.start()
     print(
-        f"Serves step {server.follower.served.step} of {checkpoint}: HTTP at {host}:{server.port},"
+        f"Serving step {server.follower.served.step} of {checkpoint}: HTTP at {host}:{server.port},"
         f" raw protocol at {host}:{server.raw_port}.",
         flush=True,
     )

@@ -44,7 +44,7 @@ class RestartDecided(msgspec.Struct, frozen=True, tag="restart_decided"):
         then = {
             Rung.IN_PROCESS: f"; the others go on in their processes; {_ranks(self.ranks)} started again",
             Rung.SPARE: f"; spare node {self.successor} takes the place of node {self.node}",
-            Rung.ELSEWHERE: f"; another node is to take the place of node {self.node}",
+            Rung.ELSEWHERE: f"; another node will replace node {self.node}",
             Rung.SMALLER: "; the job has fewer nodes from now on",
         }
         return f"Restart {self.restart}: {self.reason}{done.get(self.action, '')}{then.get(self.rung, '')}."
