@@ -217,10 +217,10 @@ class Unchanged:
         self._leave()
         try:
             self._survivors.check()
-        except Changed as change:
+        except Changed:
             raise InfrastructureError(
                 "--survive: a rank was lost while the program made its device mesh; all ranks start again."
-            ) from change
+            ) from None
 
     def _leave(self) -> None:
         if self.replaying and self._link.over:
