@@ -13,7 +13,7 @@ from dlrover.checkpoint.engine.joining import Wishes
 from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.machine.saves import Newest
 from dlrover.checkpoint.saver import certificates
-from dlrover.checkpoint.saver.protocol import Attached, Listening
+from dlrover.checkpoint.saver.protocol import Attached, EndedWorker, Listening
 from dlrover.checkpoint.saver.replicas import ReplicaExchange
 from dlrover.checkpoint.saver.state import SaverState
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -67,19 +67,18 @@ class Client:
         self.joined = joined
 
 
-def met(*secrets: str, change=lambda data: data):
+def met(*secrets: str, change=lambda data: data, ended=(None, None)):
     """Ranks on a node each, which join; what each of them has joined, or the error."""
     ranks, clients = Ranks(len(secrets), change), [Client() for _ in secrets]
 
     def one(rank: int):
         env = {"MASTER_ADDR": "127.0.0.1", config.REPLICA_SECRET: secrets[rank]}
         try:
-            joining.join(
-                ranks.of(rank), clients[rank], Attached(rank), Newest(), Wishes(replicas=1), env
-            )
+            attached = Attached(rank, ended=ended[rank])
+            joining.join(ranks.of(rank), clients[rank], attached, Newest(), Wishes(replicas=1), env)
         except (ConfigurationError, InfrastructureError) as error:
             return error
-        return clients[rank].joined.replication
+        return clients[rank].joined if any(ended) else clients[rank].joined.replication
 
     try:
         with ThreadPoolExecutor(len(secrets)) as pool:
@@ -109,6 +108,13 @@ def test_one_that_does_not_prove_that_it_belongs_to_the_job_is_refused_by_all(se
     for error in met(*secrets):
         assert isinstance(error, InfrastructureError)
         assert "cannot be shown to belong to this job" in str(error)
+
+
+def test_each_saver_learns_which_worker_has_made_the_fewest_saves_of_an_earlier_world():
+    ended = EndedWorker(7, 0, 12), EndedWorker(7, 1, 11)
+    assert [joined.ended for joined in met("", "", ended=ended)] == [(ended[1],)] * 2
+    others = EndedWorker(7, 0, 12), EndedWorker(6, 1, 11)
+    assert [set(joined.ended) for joined in met("", "", ended=others)] == [{*others}] * 2
 
 
 def test_a_certificate_that_is_exchanged_on_the_way_is_refused():

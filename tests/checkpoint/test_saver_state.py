@@ -4,6 +4,7 @@ import threading
 import msgspec
 import pytest
 
+from dlrover.checkpoint.engine import joining
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.layout import TensorSpec
 from dlrover.checkpoint.machine.policies import KeepLast
@@ -413,6 +414,47 @@ def test_the_saver_leaves_when_it_is_stopped():
     with saver_state.connection():
         saver_state.stop()
         saver_state.wait_until_idle(1000.0)
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_step_whose_worker_on_another_node_is_gone_is_given_up_once_the_next_world_begins(
+    running,
+):
+    """Before, its saver waited up to 600 s for that part, 30 s if the new world needed the memory, and stored nothing else."""
+    one, other = SaverState(), SaverState()
+    sees, dies = Worker(one, 0, size=2), Worker(other, 1, (1,), size=2)
+    for worker in (sees, dies):
+        worker.save(1, to_storage=True)
+        worker.saver_state.tasks.finish(worker.saver_state.tasks.next(), "")
+    sees.save(2, to_storage=True)
+    task = one.tasks.next() if running else one.tasks.find(sees.id(2))
+    for worker in (sees, dies):
+        worker.leave()
+    ended = [state.attach(rank, HERE)[0].ended for rank, state in enumerate((one, other))]
+    assert [worker.number for worker in ended] == [2, 1]
+    one.join(0, JoinSaver(2, 2, (0,), ended=joining._first_to_end(ended)))
+    problem = "Step 2 was not stored: rank 1 ended before."
+    if running:
+        with pytest.raises(InfrastructureError, match=problem):
+            one.tasks.pause(task, 30.0, yielding=False)
+        one.tasks.finish(task, problem)
+    assert task.group.problems == [problem]
+    assert not one.tasks.ready
+
+
+def test_a_step_that_all_workers_of_an_ended_world_have_saved_is_stored():
+    one, other = SaverState(), SaverState()
+    for worker in (Worker(one, 0, size=2), Worker(other, 1, (1,), size=2)):
+        worker.save(1, to_storage=True)
+        worker.leave()
+    for _attempt in range(2):  # the first one ends before it has joined
+        ended = [state.attach(rank, HERE)[0].ended for rank, state in enumerate((one, other))]
+        for rank, state in enumerate((one, other)):
+            state.detach(rank, state._ranks.memories[rank].owner, goodbye=False)
+    for rank, state in enumerate((one, other)):
+        state.attach(rank, HERE)
+        state.join(rank, JoinSaver(2, 2, (rank,), ended=joining._first_to_end(ended)))
+        assert state.tasks.next().step == 1
 
 
 # ---- worlds that end

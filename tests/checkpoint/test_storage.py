@@ -133,6 +133,24 @@ def test_savers_of_several_nodes_write_one_checkpoint_and_replicas_once(tmp_path
             assert all(stored.verified(tensor) is not None for tensor in index.tensors)
 
 
+def test_a_step_that_is_published_before_its_last_part_is_synced_needs_no_second_attempt(
+    tmp_path, monkeypatch
+):
+    """Before, the node whose part came last tried again half a second later, with a warning."""
+    other = threading.Thread(target=persist.persist, args=(job(tmp_path, {0: source(state())}, 2),))
+    last = job(tmp_path, {1: source(state(1))}, 2)
+    sync = last.store.sync
+
+    def published_first(folder: str) -> None:
+        other.join(20)
+        sync(folder)
+
+    monkeypatch.setattr(last.store, "sync", published_first)
+    other.start()
+    persist.persist(last)
+    assert storage.steps(open_store(tmp_path)) == [7]
+
+
 def test_a_worker_without_memory_writes_its_part_beside_those_of_savers(tmp_path):
     mine = state(1)
     copier = Copier()

@@ -468,6 +468,38 @@ def test_no_frame_of_ours_is_in_a_traceback(
     assert "KeyError: 0" in worked.stderr
 
 
+def test_no_frame_of_what_survive_puts_around_pytorch_is_in_a_traceback(
+    work_cold: Callable[..., Worked], tmp_path: Path
+) -> None:
+    source = """
+        import torch
+        class Broken(torch.optim.SGD):
+            def step(self, closure=None):
+                raise KeyError("mine")
+        optimizer = Broken([torch.nn.Parameter(torch.zeros(1))])
+        try:
+            optimizer.step()
+        except KeyError as error:
+            raise ValueError("on top of it") from error
+        """
+    worked = work_cold(
+        source, before="from dlrover.training.replicas import hooks; hooks.install()"
+    )
+    plain = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert worked.stderr == plain.stderr
+    assert "on top of it" in worked.stderr
+
+
+def test_what_survive_cannot_do_is_a_sentence_below_the_programs_own_frames(
+    work_cold: Callable[..., Worked],
+) -> None:
+    worked = work_cold("from dlrover.training.replicas.link import open_link\nopen_link()")
+    assert "link.py" not in worked.stderr
+    assert worked.stderr.endswith("start the program with dlrover-run --survive.\n")
+
+
 @pytest.mark.parametrize(
     "hook", ["tracker.begin", "tracker.evaluate", "compute.step", "compute._on_gradient"]
 )

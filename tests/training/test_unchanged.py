@@ -279,6 +279,23 @@ def test_reductions_are_counted_where_ddp_makes_them(edges, alone, seed):
         assert rank._reductions == len(made)
 
 
+def test_a_rank_that_returns_sends_buffers_in_the_passes_in_which_the_others_do(edges, alone):
+    """Before, one that joined after an evaluation without gradients did so alone, and the others added up gradients."""
+    rank, _ = edges
+    trains, replays = (DistributedDataParallel(torch.nn.BatchNorm1d(3)) for _ in range(2))
+    chance, samples = random.Random(0), torch.ones(2, 3)
+    found = set()
+    for _pass in range(20):
+        gradients, syncs = chance.random() < 0.7, chance.random() < 0.5
+        trains.require_backward_grad_sync = replays.require_backward_grad_sync = syncs
+        with torch.set_grad_enabled(gradients):
+            trains(samples)
+            rank.forward(replays, None, (samples,), {})
+        assert trains.will_sync_module_buffers() == replays.will_sync_module_buffers()
+        found.add(trains.will_sync_module_buffers())
+    assert found == {True, False}
+
+
 def test_a_rank_joins_where_no_pass_waits_for_its_backward_pass(edges):
     rank, found = edges
     maker, critic = Ddp(torch.nn.Linear(3, 3)), Ddp(torch.nn.Linear(3, 1))

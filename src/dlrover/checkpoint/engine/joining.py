@@ -8,7 +8,7 @@ import ipaddress
 import logging
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -20,7 +20,13 @@ from dlrover.checkpoint.engine.client import SaverClient
 from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.machine.saves import Newest, Numbering
 from dlrover.checkpoint.saver import certificates
-from dlrover.checkpoint.saver.protocol import Attached, JoinSaver, Peer, Replication
+from dlrover.checkpoint.saver.protocol import (
+    Attached,
+    EndedWorker,
+    JoinSaver,
+    Peer,
+    Replication,
+)
 from dlrover.checkpoint.storage.formats import FORMAT
 from dlrover.errors import ConfigurationError, InfrastructureError
 
@@ -74,6 +80,8 @@ class _Facts(msgspec.Struct, frozen=True, array_like=True):
     """The newest of all saves that the rank's node has seen; rank 0 includes the stored ones."""
     peer: Peer | None
     """Address at which the rank's node accepts replicas; None if it accepts none."""
+    ended: EndedWorker | None = None
+    """The rank's last worker in an earlier world."""
     seal: bytes = b""
     """Proof that ``peer`` comes from a node of this job; empty if the job uses no TLS."""
 
@@ -114,7 +122,7 @@ def join(
     saver = attached.saver
     newest = attached.newest.including(stored)
     mine = _Facts(
-        FORMAT, saver, secrets.randbits(63), secrets.token_bytes(32), newest, taker.peer,
+        FORMAT, saver, secrets.randbits(63), secrets.token_bytes(32), newest, taker.peer, attached.ended,
         _seal(secret, taker.peer),
     )  # fmt: skip
     gathered = world.gather(msgspec.msgpack.encode(mine))
@@ -128,12 +136,22 @@ def join(
         ranks=tuple(rank for rank, facts in enumerate(every) if facts.saver == saver),
         save_at_breakpoint=wishes.save_at_breakpoint,
         replication=_replication(every, wishes, saver, taker.pem, secret),
+        ended=_first_to_end(facts.ended for facts in every if facts.ended is not None),
     )
     if wishes.replicas and joined.replication is None and joined.ranks[0] == world.rank:
         logger.warning("No replicas are kept: there is no other node, or none can reach this one")
     world.agree(lambda: client.join(joined))
     newest = newest.including(*(facts.newest for facts in every))
     return joined, Numbering(joined.session, newest)
+
+
+def _first_to_end(workers: Iterable[EndedWorker]) -> tuple[EndedWorker, ...]:
+    """Return the worker of each earlier world that has made the fewest of its saves."""
+    least: dict[int, EndedWorker] = {}
+    for worker in workers:
+        known = least.setdefault(worker.session, worker)
+        least[worker.session] = min(known, worker, key=lambda one: one.number)
+    return tuple(least.values())
 
 
 def _refuse_other_formats(gathered: Sequence[bytes]) -> None:

@@ -68,6 +68,15 @@ class Replication(msgspec.Struct, frozen=True, array_like=True):
     """The saver's private key and certificate; empty if no saver of this world speaks TLS."""
 
 
+class EndedWorker(msgspec.Struct, frozen=True, array_like=True):
+    """A worker of an earlier world, which saves nothing in it any more."""
+
+    session: int
+    rank: int
+    number: int
+    """Number of its newest save in that world; 0 if it made none."""
+
+
 class JoinSaver(SaverMessage, frozen=True):
     """The worker's announcement of its world. Saves that earlier worlds have not completed are dropped."""
 
@@ -78,6 +87,8 @@ class JoinSaver(SaverMessage, frozen=True):
     save_at_breakpoint: bool = False
     """True to persist the save in memory when a worker ends without a `Goodbye`."""
     replication: Replication | None = None
+    ended: tuple[EndedWorker, ...] = ()
+    """The workers, on any node, without whose parts saves of earlier worlds stay incomplete; one for each world."""
 
 
 class Listen(SaverMessage, frozen=True):
@@ -185,6 +196,8 @@ class Attached(SaverMessage, frozen=True):
     saver: int
     newest: Newest = Newest()
     """Greatest line and number of all saves that this saver has seen."""
+    ended: EndedWorker | None = None
+    """The rank's last worker before this one; None if the saver knows none."""
 
 
 class Reserved(SaverMessage, frozen=True):

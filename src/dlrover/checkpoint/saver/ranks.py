@@ -142,6 +142,8 @@ class RankMemory:
     """Number of copies from other nodes being written to this memory."""
     passed: int = 0
     """Number of the worker's newest save, even if the save is not in memory."""
+    ended: protocol.EndedWorker | None = None
+    """The last worker before this one that belonged to a world."""
 
     @property
     def session(self) -> int:

@@ -147,10 +147,12 @@ class SaverState:
             mine = self._ranks.of(rank)
             if mine.owner:
                 self._end_worker(rank, mine, goodbye=False)
+            if mine.group is not None:
+                mine.ended = protocol.EndedWorker(mine.session, rank, mine.passed)
             self._owners += 1
             mine.owner, mine.pid, mine.job, mine.group = self._owners, pid, job, None
             self._changed.notify_all()
-            attached = protocol.Attached(self.saver, self._ranks.newest)
+            attached = protocol.Attached(self.saver, self._ranks.newest, mine.ended)
             return attached, mine.owner, [slot.fd for slot in mine.slots]
 
     def _living(self, rank: int, job: str) -> int | None:
@@ -198,6 +200,7 @@ class SaverState:
             mine = self._ranks.memories[rank]
             mine.group, mine.problems_sent, mine.passed = group, 0, 0
             self.tasks.drop_others(joined.session)
+            self.tasks.drop_ended(joined.ended)
             self._changed.notify_all()
 
     def reserve(self, rank: int, number: int, nbytes: int) -> int:

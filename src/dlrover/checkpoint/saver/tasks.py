@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.saver.protocol import EndedWorker
 from dlrover.checkpoint.saver.ranks import Checksums, GenerationSlot, RankMemory, Ranks, SaveGroup
 from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.persist import RankPart
@@ -143,7 +145,7 @@ class Tasks:
                 return
 
     def _end_without(self, task: Task, rank: int, why: str) -> None:
-        self.end(task, f"Step {task.step} was not stored: rank {rank} {why}.")
+        self.cancel(task, f"Step {task.step} was not stored: rank {rank} {why}.")
 
     def drop_incomplete(self, rank: int) -> None:
         """End all tasks that lack the part of a rank that is gone."""
@@ -156,6 +158,16 @@ class Tasks:
         for task in list(self._tasks.values()):
             if task.session != session and not task.complete:
                 self.end(task, f"Step {task.step} was not stored: its world ended before.")
+
+    def drop_ended(self, ended: Iterable[EndedWorker]) -> None:
+        """Give up the saves of earlier worlds for which this node waits for the part of a worker that is gone.
+
+        What the savers agreed to persist is in the memory of some node for each rank.
+        """
+        for one in ended:
+            for task in self.of(one.session):
+                if task.save.number > one.number and task.mark == storage.GIVEN_UP:
+                    self._end_without(task, one.rank, "ended before")
 
     def cancel(self, task: Task, problem: str) -> None:
         """Give a task up, even while it is being persisted."""

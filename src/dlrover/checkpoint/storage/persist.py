@@ -7,6 +7,7 @@ indices, adds DCP's metadata and the manifest, and publishes the step.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import logging
@@ -116,7 +117,10 @@ def _persist(job: PersistJob) -> None:
         draft = job.store.draft(job.save, publisher=0 in job.sources)
         _refuse_given_up(job, draft)
         _write_ranks(job, draft)
-        job.store.sync(draft.top)
+        # The publisher may have taken the last index already, or another node may have given the save up.
+        gone = () if 0 in job.sources else (FileNotFoundError,)
+        with contextlib.suppress(*gone):
+            job.store.sync(draft.top)
         faults.point("persist.written")
         if 0 in job.sources:
             _finish(job, draft)

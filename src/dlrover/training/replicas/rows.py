@@ -90,7 +90,7 @@ class Row:
         ended.wait(EXCLUDED_LIMIT)
         raise InfrastructureError(
             f"--survive: rank {given.rank} has lost another rank of its row; the row starts again: {error}"
-        ) from error
+        ) from None
 
 
 class RowGroup(Group):

@@ -79,7 +79,7 @@ class Sent:
             raise InfrastructureError(
                 f"--survive: this rank cannot take what the others have sent each other before their first step ({change});"
                 " all ranks start again."
-            ) from change
+            ) from None
         if not data:
             raise InfrastructureError(
                 f"--survive: the ranks have sent each other objects of more than {MOST_PARTS * MAX_VALUE} bytes before their first"

@@ -217,10 +217,10 @@ class Unchanged:
         self._leave()
         try:
             self._survivors.check()
-        except Changed as change:
+        except Changed:
             raise InfrastructureError(
                 "--survive: a rank was lost while the program made its device mesh; all ranks start again."
-            ) from change
+            ) from None
 
     def _leave(self) -> None:
         if self.replaying and self._link.over:
@@ -346,7 +346,14 @@ class Unchanged:
     def _replay_pass(self, model: Any, args: Any, kwargs: Any) -> Any:
         module = model.module
         plain = [self._stand_in(model)] if _learns(model) else []
-        return self.outputs.remembered(module, lambda: module(*args, **kwargs), args, kwargs, plain)
+        output = self.outputs.remembered(
+            module, lambda: module(*args, **kwargs), args, kwargs, plain
+        )
+        # By it the next pass decides whether it begins with a collective for buffers, as that of the others does.
+        model.require_forward_param_sync = (
+            torch.is_grad_enabled() and model.require_backward_grad_sync
+        )
+        return output
 
     def _stand_in(self, model: Any) -> Any:
         """Return a parameter that gets a gradient when the model's would, in whose backward pass the others reduce.

@@ -44,6 +44,8 @@ OWN_DIRECTORIES = (
     os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "agent", "workers"),
 )
 """Directories of the runner's own code, hidden from tracebacks: this package and the zygote's."""
+AROUND_TORCH = os.path.join(os.path.dirname(os.path.dirname(__file__)), "replicas")
+"""Directory of the code that ``--survive`` puts around PyTorch's, hidden unless the mistake is in it."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def run(program: Program, board: Board | None) -> None:
         finished()
     except SystemExit as end:
         if end.code not in (None, 0):
-            end.__traceback__ = _without_ours(end.__traceback__)
+            end.__traceback__ = _without_ours(end)
             _record(program, describe(end, "SystemExit", signals.lately()))
         raise
     except BaseException as error:
@@ -245,9 +247,14 @@ def _new_main() -> dict[str, Any]:
 
 
 def _hide_own_frames(error: BaseException) -> None:
-    """Remove this package's frames from the error's traceback, also where the interpreter prints it."""
-    frames = _without_ours(error.__traceback__)
-    error.__traceback__ = frames
+    """Remove our frames from the error's traceback, also where the interpreter prints it, and from those of its causes."""
+    one: BaseException | None = error
+    hidden: set[int] = set()
+    while one is not None and id(one) not in hidden:
+        one.__traceback__ = _without_ours(one)
+        hidden.add(id(one))
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+    frames = error.__traceback__
     show = getattr(sys, "excepthook", sys.__excepthook__)  # a program may have deleted it
 
     def excepthook(
@@ -259,10 +266,17 @@ def _hide_own_frames(error: BaseException) -> None:
     sys.excepthook = excepthook
 
 
-def _without_ours(frames: types.TracebackType | None) -> types.TracebackType | None:
+def _without_ours(error: BaseException) -> types.TracebackType | None:
+    from dlrover.errors import DLRoverError  # noqa: PLC0415 - not needed at start
+
+    places = [_directory(frame) for frame, _line in traceback.walk_tb(error.__traceback__)]
+    ours = list(OWN_DIRECTORIES)
+    if places[-1:] != [AROUND_TORCH] or isinstance(error, DLRoverError):
+        ours.append(AROUND_TORCH)
+    frames = error.__traceback__
     first = last = None
     while frames is not None:
-        if os.path.dirname(frames.tb_frame.f_code.co_filename) not in OWN_DIRECTORIES:
+        if _directory(frames.tb_frame) not in ours:
             if last is None:
                 first = frames
             else:
@@ -272,6 +286,10 @@ def _without_ours(frames: types.TracebackType | None) -> types.TracebackType | N
     if last is not None:
         last.tb_next = None
     return first
+
+
+def _directory(frame: types.FrameType) -> str:
+    return os.path.dirname(frame.f_code.co_filename)
 
 
 def describe(error: BaseException, name: str = "", handled_signal: int = 0) -> dict[str, Any]:
