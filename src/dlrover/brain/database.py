@@ -18,6 +18,7 @@ from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
 from dlrover import extras
+from dlrover._util import databases
 from dlrover.brain import tables
 from dlrover.errors import ConfigurationError, InfrastructureError
 
@@ -61,7 +62,10 @@ def open_database(url: str) -> Engine:
     parsed = _parsed(url)
     shown = parsed.render_as_string(hide_password=True)
     with extras.needed(f"--database {shown}", f"brain-{parsed.get_backend_name()}"):
-        engine = sa.create_engine(parsed, **_options(parsed))
+        try:
+            engine: Engine = databases.create_engine(parsed, LOCK_TIMEOUT, **_options(parsed))
+        except ValueError as error:
+            raise ConfigurationError(f"--database {shown}: {error}") from error
     if parsed.get_backend_name() == "sqlite":
         _prepare_sqlite(engine)
     try:
@@ -107,10 +111,9 @@ def _parsed(url: str) -> URL:
 def _options(url: URL) -> dict[str, Any]:
     if url.get_backend_name() == "sqlite":
         return {"connect_args": {"timeout": LOCK_TIMEOUT}}
-    options: dict[str, Any] = {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10}}
+    options: dict[str, Any] = {"pool_pre_ping": True}
     if url.get_backend_name() == "mysql":
-        # A reply that never comes must not hold the only writer for ever.
-        options["connect_args"] |= {"charset": "utf8mb4", "read_timeout": LOCK_TIMEOUT}
+        options["connect_args"] = {"charset": "utf8mb4"}
         options["isolation_level"] = "READ COMMITTED"
     return options
 
