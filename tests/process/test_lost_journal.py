@@ -1,5 +1,7 @@
 """A master that has lost its journal goes on with the workers that run."""
 
+import contextlib
+import sqlite3
 import time
 
 import pytest
@@ -69,6 +71,32 @@ def test_a_job_that_lost_its_journal_ends_with_the_undisturbed_result(train, und
     assert training.losses == undisturbed
     assert len(training.starts) == 2
     assert not launch.events_of(events.RestartDecided)
+
+
+@pytest.mark.torch
+def test_a_damaged_journal_is_named_and_set_aside(run, train, undisturbed) -> None:
+    """Trying again would fail in the same way, and what the agents know is as much as for a lost one."""
+    training = train(len(undisturbed), 0.2, "--standalone", "--local-nodes=2")
+    launch = training.launch
+    training.wait_for_step(3)
+    launch.process.suspend()
+    (master,) = launch.of_kind("master")
+    master.kill()
+    launch.until(lambda: not launch.of_kind("master"), 5, "the master's end")
+    journal = launch.job_dir / "journal.sqlite"
+    with contextlib.closing(sqlite3.connect(journal)) as database:
+        database.execute("UPDATE entries SET body = x'c1' WHERE seq = 3")
+        database.commit()
+    launch.process.resume()
+    launch.succeed()
+    assert training.losses == undisturbed
+    assert len(training.starts) == 2
+    said = f"The journal {journal} is damaged at entry 3"
+    kept = f"It is kept as {journal}.damaged-1, and the job goes on with what its agents know."
+    assert said in launch.stderr
+    assert kept in launch.stderr
+    assert (launch.job_dir / "journal.sqlite.damaged-1").exists()
+    assert launch.events_of(events.MasterAdopted)
 
 
 @pytest.mark.torch
