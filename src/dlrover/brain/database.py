@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -67,7 +68,7 @@ def open_database(url: str) -> Engine:
         except ValueError as error:
             raise ConfigurationError(f"--database {shown}: {error}") from error
     if parsed.get_backend_name() == "sqlite":
-        _prepare_sqlite(engine)
+        _prepare_sqlite(engine, str(parsed.database))
     try:
         with _alone(engine), engine.begin() as connection:
             _migrate(connection)
@@ -118,8 +119,9 @@ def _options(url: URL) -> dict[str, Any]:
     return options
 
 
-def _prepare_sqlite(engine: Engine) -> None:
-    """Let readers proceed beside the writer, and let commits survive a power failure."""
+def _prepare_sqlite(engine: Engine, path: str) -> None:
+    """Let readers proceed beside the writer, let commits survive a power failure, and refuse another file."""
+    first: list[tuple[int, int]] = []
 
     @sa.event.listens_for(engine, "connect")
     def connect(connection: Any, _record: Any) -> None:
@@ -133,8 +135,23 @@ def _prepare_sqlite(engine: Engine) -> None:
 
     @sa.event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
+        found = _file_id(path)
+        first.extend([found] if found and not first else [])
+        if first and found != first[0]:
+            # What is committed to a file without a name is lost with this process.
+            raise InfrastructureError(
+                f"the file {path} was deleted or replaced; start the Brain again"
+            )
         writes = connection.get_execution_options().get("writes", True)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _file_id(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 @contextlib.contextmanager
