@@ -35,10 +35,10 @@ def create_engine(url: Any, timeout: float, **options: Any) -> Any:
     engine = sql.create_engine(url, **options)
     connection = _bounded(importlib.import_module("psycopg"), limit)
 
-    @sql.event.listens_for(engine, "do_connect")
     def connect(_dialect: Any, _record: Any, words: Any, names: Any) -> Any:
         return connection.connect(*words, **names)
 
+    sql.event.listen(engine, "do_connect", connect)
     return engine
 
 
