@@ -78,7 +78,7 @@ async def serve_bare() -> None:
         "Echo": grpc.stream_stream_rpc_method_handler(echo),
         "Sink": grpc.stream_stream_rpc_method_handler(sink),
     }
-    server = grpc.aio.server(options=list(wire.CHANNEL_OPTIONS))
+    server = grpc.aio.server(options=list(wire.SERVER_OPTIONS))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -9,6 +9,7 @@
     │   └── FormatError       another version wrote the data       exit code 2
     ├── InfrastructureError   a machine, network or limit failed   exit code 3
     │   ├── CheckpointsLostError   none of the checkpoints can be loaded    exit code 3
+    │   ├── DamagedJournalError    a journal cannot be read        exit code 3
     │   ├── FencedError       another master has taken over        exit code 3
     │   ├── MemberLostError   a member of a role died in a call    exit code 3
     │   └── NoRoomError       rows exceed an embedding's limits    exit code 3
@@ -26,6 +27,7 @@ __all__ = [
     "CheckpointsLostError",
     "ConfigurationError",
     "DLRoverError",
+    "DamagedJournalError",
     "ExitCode",
     "FencedError",
     "FormatError",
@@ -103,6 +105,18 @@ class InfrastructureError(DLRoverError):
 
 class CheckpointsLostError(InfrastructureError):
     """None of the existing checkpoints can be loaded; a restart would find no others."""
+
+
+class DamagedJournalError(InfrastructureError):
+    """A journal has a content that cannot be read; retrying cannot succeed.
+
+    Attributes:
+        path: Its file.
+    """
+
+    def __init__(self, message: str, path: str) -> None:
+        super().__init__(message)
+        self.path = path
 
 
 class FencedError(InfrastructureError):

@@ -73,3 +73,19 @@ def test_a_locked_database_holds_up_all_writes_of_a_commit_once(tmp_path, monkey
     writer.submit(lambda _: None).result(20)
     writer.close()
     engine.dispose()
+
+
+def test_a_database_that_was_deleted_takes_no_report(tmp_path, caplog) -> None:
+    """SQLite would write on to the file without a name, which ends with the Brain."""
+    engine = open_database(f"sqlite:///{tmp_path}/brain.db")
+    writer = Writer(engine)
+    assert writer.submit(lambda _: "done").result(20) == "done"
+    for file in tmp_path.glob("brain.db*"):
+        file.unlink()
+    for _ in range(3):
+        with pytest.raises(InfrastructureError, match=r"brain.db was deleted or replaced; start"):
+            writer.submit(lambda _: "lost").result(20)
+    assert not (tmp_path / "brain.db").exists()
+    writer.close()
+    engine.dispose()
+    assert caplog.text.count("A commit of 1 writes failed") == 1

@@ -263,7 +263,7 @@ def test_the_status_of_a_job_with_a_damaged_journal_says_so(tmp_path: Path) -> N
         queries.status(job)
     assert str(caught.value) == (
         "The master at 127.0.0.1:1 cannot be reached: Connection refused. "
-        f"The journal {job.journal} cannot be opened: file is not a database."
+        f"The journal {job.journal} is damaged: file is not a database."
     )
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from dlrover.data.sources import tables
 from dlrover.errors import ConfigurationError, InfrastructureError
 from tests.databases import PASSWORD, Server, mariadb, postgresql
 from tests.support.children import Child
+from tests.support.proxy import Proxy
 
 sa = pytest.importorskip("sqlalchemy")
 
@@ -198,6 +200,40 @@ def test_a_database_that_is_away_is_waited_for_and_its_password_is_not_told(
     told = f"{refused.value}{away.value}{table!r}{caplog.text}"
     assert PASSWORD not in told
     assert QUOTED not in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["maria_server", "postgres_server"])
+def test_a_server_that_does_not_answer_is_asked_again(request, server, caplog) -> None:
+    """A stopped process and a lost machine close no connection."""
+    found = request.getfixturevalue(server)
+    fill(found.url(), range(20))
+    proxy = Proxy(found.port)
+    table = Table(
+        found.url().replace(f":{found.port}/", f":{proxy.port}/") + "?read_timeout=0.5",
+        "users",
+        page=5,
+    )
+    try:
+        assert table[0]["id"] == 0
+        proxy.stall()
+        with caplog.at_level(logging.WARNING):
+            assert table[19]["id"] == 19
+    finally:
+        table.close()
+        proxy.close()
+    assert "Waiting for the table users of" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mysql", "postgresql"])
+def test_a_server_that_never_answers_is_no_endless_wait(kind) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"{kind}://me:geheim@127.0.0.1:{silent.getsockname()[1]}/base"
+        with pytest.raises(ConfigurationError, match=r"cannot be read: .*time"):
+            Table(f"{url}?connect_timeout=2&read_timeout=1", "users")
+    with pytest.raises(ConfigurationError, match="read_timeout of the URL is 'soon'; accepted"):
+        Table(f"{url}?read_timeout=soon", "users")
 
 
 def test_wrong_urls_are_told_without_their_secrets(tmp_path) -> None:

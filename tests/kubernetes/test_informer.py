@@ -17,7 +17,7 @@ from dlrover.kubernetes.api.client import ApiError, Client
 from dlrover.kubernetes.api.informer import RETRY, Informer
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.manifests import CONFIG_MAPS
-from tests.kubernetes.proxy import Proxy
+from tests.support.proxy import Proxy
 
 
 class Followed:

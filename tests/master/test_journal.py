@@ -15,6 +15,7 @@ import pytest
 
 from dlrover.errors import (
     ConfigurationError,
+    DamagedJournalError,
     FencedError,
     FormatError,
     InfrastructureError,
@@ -361,7 +362,9 @@ def test_a_journal_of_another_format_is_refused_and_left_as_it_is(journal, path,
 def test_a_file_that_is_no_journal_is_refused(tmp_path):
     path = tmp_path / "journal.sqlite"
     path.write_text("not a database, but long enough to have a header that could be one" * 9)
-    with pytest.raises(InfrastructureError, match=r"cannot be opened: file is not a database"):
+    with pytest.raises(
+        InfrastructureError, match=r"journal.sqlite is damaged: file is not a database"
+    ):
         FileJournal(path)
 
 
@@ -388,8 +391,20 @@ def test_a_damaged_entry_is_named(journal, path, damaged):
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.execute(f"INSERT INTO entries (time, kind, body) VALUES (2.0, {damaged})")
         db.commit()
-    with pytest.raises(InfrastructureError, match="cannot be read"):
+    with pytest.raises(DamagedJournalError, match=r"journal.sqlite is damaged at entry 2: "):
         list(journal.entries())
+
+
+def test_a_damaged_page_is_named(journal, path):
+    for number in range(100):
+        journal.append(inputs.NodeExited(number, "x" * 500), 1.0)
+    journal.close()
+    with path.open("r+b") as file:
+        file.seek(5 * 4096)
+        file.write(b"\xff" * 100)
+    damage = r"journal.sqlite is damaged behind entry \d+, in the page at byte 20480: "
+    with pytest.raises(DamagedJournalError, match=damage):
+        list(FileJournal(path).entries())
 
 
 @pytest.mark.slow

@@ -286,3 +286,15 @@ def test_a_schedule_acts_after_a_state_was_loaded_into_the_inner_optimizer() -> 
     schedule.step()
     assert inner.param_groups[0]["lr"] == 0.5
     assert optimizer.state is inner.state
+
+
+def test_a_deep_copy_trains_on_as_the_original() -> None:
+    layers = [nn.Parameter(torch.ones(3, 2))]
+    optimizer = DiLoCo(torch.optim.AdamW(layers, lr=0.1), interval=3)
+    trained(optimizer, layers, range(4))
+    others, copied = copy.deepcopy((layers, optimizer))
+    trained(copied, others, range(4, 9))
+    assert not torch.equal(others[0], layers[0])
+    trained(optimizer, layers, range(4, 9))
+    assert torch.equal(others[0], layers[0])
+    assert copied.syncs == optimizer.syncs == 3

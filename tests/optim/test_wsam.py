@@ -243,3 +243,22 @@ def test_group_lasso_is_refused_where_its_next_step_would_undo_this_one() -> Non
     ):
         WSAM(model, GroupAdam(model.parameters()))
     WSAM(model, GroupAdam(model.parameters()), decouple=False)
+
+
+def test_a_deep_copy_trains_on_as_the_original() -> None:
+    """As a copy of one of PyTorch's optimizers does, also with a schedule."""
+    model = network()
+    optimizer = WSAM(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rho=RHO)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for inputs in batches(3):
+        optimizer.step(closure_of(model, optimizer, inputs))
+        schedule.step()
+    other, copied = copy.deepcopy((model, optimizer))
+    before = copy.deepcopy(model.state_dict())
+    for inputs in batches(2):
+        copied.step(closure_of(other, copied, inputs))
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    for inputs in batches(2):
+        optimizer.step(closure_of(model, optimizer, inputs))
+    values = other.state_dict()
+    assert all(torch.equal(values[key], value) for key, value in model.state_dict().items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import signal
 import socket
@@ -82,6 +83,34 @@ async def status_when(
             if condition(status):
                 return status
         await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("seconds", [3600, -3600])
+def test_a_clock_that_is_set_while_the_master_is_away_is_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: int
+) -> None:
+    """Nor does it let deadlines pass: what the job's time is made of is how long it took."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import time\nwall = time.time\ntime.time = lambda: wall() + {seconds}\n"
+    )
+
+    async def event(master: MasterProcess, kind: type) -> float:
+        async with master.client() as client:
+            async for notice in client.watch():
+                for one in notice.events:
+                    if isinstance(one.body, kind):
+                        return one.time
+        raise AssertionError(kind)
+
+    async def test(master: MasterProcess) -> None:
+        began = await event(master, events.JobSubmitted)
+        master.kill()
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+        await master.start()
+        assert 0 < await event(master, events.MasterRecovered) - began < 60
+
+    (tmp_path / "job").mkdir()
+    run(tmp_path / "job", test)
 
 
 def all_connected(status: messages.Status) -> bool:

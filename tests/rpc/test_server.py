@@ -37,6 +37,7 @@ class Service:
         self.calls: list[Any] = []
         self.hold = asyncio.Event()
         self.error: DLRoverError | None = None
+        self.value = b"value"
 
     def register(self, server: Server) -> None:
         server.unary("Status", messages.StatusRequest, self.stop)
@@ -54,7 +55,7 @@ class Service:
     async def store(self, request: messages.StoreRequest) -> messages.StoreReply:
         self.calls.append(request)
         await self.hold.wait()
-        return messages.StoreReply(b"value")
+        return messages.StoreReply(self.value)
 
     async def watch(self, request: messages.WatchRequest) -> AsyncIterator[messages.Done]:
         self.calls.append(request)
@@ -200,6 +201,19 @@ def test_a_message_that_is_too_large_is_refused() -> None:
                     await client.store(messages.SetKey("key", b"\x00" * size))
                 assert not service.calls
                 await client.stop("the connection still works", 1)
+
+    run(test)
+
+
+def test_a_reply_may_list_what_came_in_many_messages() -> None:
+    async def test() -> None:
+        async with serving() as (service, address), MasterClient(address, TOKEN) as client:
+            service.hold.set()
+            service.value = b"x" * (5 * wire.MAX_MESSAGE_BYTES)
+            assert await client.store(messages.GetKey("key")) == service.value
+            service.value = b"x" * wire.MAX_REPLY_BYTES
+            with pytest.raises(ProtocolError, match="a reply of more than 64 MiB; ask for less"):
+                await client.store(messages.GetKey("key"))
 
     run(test)
 

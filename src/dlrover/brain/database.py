@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
 from dlrover import extras
+from dlrover._util import databases
 from dlrover.brain import tables
 from dlrover.errors import ConfigurationError, InfrastructureError
 
@@ -61,9 +63,12 @@ def open_database(url: str) -> Engine:
     parsed = _parsed(url)
     shown = parsed.render_as_string(hide_password=True)
     with extras.needed(f"--database {shown}", f"brain-{parsed.get_backend_name()}"):
-        engine = sa.create_engine(parsed, **_options(parsed))
+        try:
+            engine: Engine = databases.create_engine(parsed, LOCK_TIMEOUT, **_options(parsed))
+        except ValueError as error:
+            raise ConfigurationError(f"--database {shown}: {error}") from error
     if parsed.get_backend_name() == "sqlite":
-        _prepare_sqlite(engine)
+        _prepare_sqlite(engine, str(parsed.database))
     try:
         with _alone(engine), engine.begin() as connection:
             _migrate(connection)
@@ -107,16 +112,16 @@ def _parsed(url: str) -> URL:
 def _options(url: URL) -> dict[str, Any]:
     if url.get_backend_name() == "sqlite":
         return {"connect_args": {"timeout": LOCK_TIMEOUT}}
-    options: dict[str, Any] = {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10}}
+    options: dict[str, Any] = {"pool_pre_ping": True}
     if url.get_backend_name() == "mysql":
-        # A reply that never comes must not hold the only writer for ever.
-        options["connect_args"] |= {"charset": "utf8mb4", "read_timeout": LOCK_TIMEOUT}
+        options["connect_args"] = {"charset": "utf8mb4"}
         options["isolation_level"] = "READ COMMITTED"
     return options
 
 
-def _prepare_sqlite(engine: Engine) -> None:
-    """Let readers proceed beside the writer, and let commits survive a power failure."""
+def _prepare_sqlite(engine: Engine, path: str) -> None:
+    """Let readers proceed beside the writer, let commits survive a power failure, and refuse another file."""
+    first: list[tuple[int, int]] = []
 
     @sa.event.listens_for(engine, "connect")
     def connect(connection: Any, _record: Any) -> None:
@@ -130,8 +135,23 @@ def _prepare_sqlite(engine: Engine) -> None:
 
     @sa.event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
+        found = _file_id(path)
+        first.extend([found] if found and not first else [])
+        if first and found != first[0]:
+            # What is committed to a file without a name is lost with this process.
+            raise InfrastructureError(
+                f"the file {path} was deleted or replaced; start the Brain again"
+            )
         writes = connection.get_execution_options().get("writes", True)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _file_id(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 @contextlib.contextmanager

@@ -118,6 +118,7 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="brain-writer", daemon=True)
         self._thread.start()
         self.commits = 0
+        self._failing = False
 
     def submit(self, write: Write, request: str = "", job: str = "") -> Future[Any]:
         """Queue a write; its result is available once it is committed.
@@ -162,9 +163,14 @@ class Writer:
         until = time.monotonic() + LOCK_TIMEOUT
         failure = self._try(batch)
         if failure is None:
+            if self._failing:
+                logger.info("The database works again")
+            self._failing = False
             return
         # Writing each alone finds the one that failed. What was committed nevertheless is known by its request.
-        logger.warning("A commit of %d writes failed: %s", len(batch), reason(failure))
+        if not self._failing:
+            logger.warning("A commit of %d writes failed: %s", len(batch), reason(failure))
+        self._failing = True
         for item in batch:
             failure = self._write_alone(item, failure, until)
 
@@ -183,7 +189,7 @@ class Writer:
     def _try(self, batch: list[_Item]) -> Exception | None:
         try:
             self._commit(batch)
-        except DBAPIError as error:
+        except (DBAPIError, InfrastructureError) as error:
             return error
         except Exception as error:
             logger.exception("A write failed")

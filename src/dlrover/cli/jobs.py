@@ -136,7 +136,8 @@ def _archive(job_dir: JobDir) -> None:
     # The job's file last: if a move fails, the next attempt finds the journal by it.
     state = [
         *_journal_files(job_dir), job_dir.agent, job_dir.token, job_dir.master, job_dir.events,
-        job_dir.checkpoints, job_dir.outcome, job_dir.left, job_dir.roles, *job_dir.path.glob("*.log"), job_dir.job,
+        job_dir.clock, job_dir.checkpoints, job_dir.outcome, job_dir.left, job_dir.roles, *job_dir.path.glob("*.log"),
+        job_dir.job,
     ]  # fmt: skip
     present = [path for path in state if path.exists()]
     if not present:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import os
 import sqlite3
@@ -16,9 +17,10 @@ from pathlib import Path
 import msgspec
 
 from dlrover import config, extras
-from dlrover._util import decoding, files, logs, procs, tasks
+from dlrover._util import clocks, decoding, files, logs, procs, tasks
 from dlrover.errors import (
     ConfigurationError,
+    DamagedJournalError,
     DLRoverError,
     ExitCode,
     FormatError,
@@ -56,10 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     job_dir = JobDir(args.job_dir)
     env = config.environ()
     logs.log_to(job_dir.master_log)
-    if args.stderr:
-        shown = logging.StreamHandler()
-        shown.setFormatter(logging.Formatter("%(asctime)s %(levelname)s: %(message)s"))
-        logging.getLogger().addHandler(shown)
+    shown = logging.StreamHandler()
+    shown.setLevel(logging.DEBUG if args.stderr else logging.CRITICAL)
+    shown.setFormatter(logging.Formatter("%(asctime)s %(levelname)s: %(message)s"))
+    logging.getLogger().addHandler(shown)
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
     try:
         gc.set_threshold(*GC_THRESHOLDS)
@@ -82,16 +84,56 @@ async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> in
     orphaned = asyncio.Event()
     if lifeline_fd >= 0:
         procs.Lifeline.watch(lifeline_fd, orphaned.set)
-    _check_journal(settings, job_dir)
-    journal = await _opened(settings, job_dir, orphaned)
-    history = History(job_dir.events)
+    try:
+        _check_journal(settings, job_dir)
+        journal, history, master = await _restored(settings, job_dir, orphaned)
+    except DamagedJournalError as error:
+        if not job_dir.master.exists():
+            raise
+        aside = _set_aside(error.path)
+        logger.critical(
+            "%s It is kept as %s, and the job goes on with what its agents know.", error, aside
+        )
+        journal, history, master = await _restored(settings, job_dir, orphaned)
     with contextlib.closing(journal), contextlib.closing(history):
-        master = Master(journal, history)
         observers = Observers(master, history, settings.metrics, env)
         try:
             return await _serve(master, history, settings, job_dir, env, lifeline_fd, orphaned)
         finally:
             await asyncio.to_thread(observers.close)
+
+
+async def _restored(
+    settings: MasterConfig, job_dir: JobDir, orphaned: asyncio.Event
+) -> tuple[Journal, History, Master]:
+    """Open the journal and the events, and replay them into a master.
+
+    Raises:
+        DamagedJournalError: the journal cannot be read.
+        InfrastructureError: it cannot be opened.
+    """
+    with contextlib.ExitStack() as opened:
+        journal = opened.enter_context(
+            contextlib.closing(await _opened(settings, job_dir, orphaned))
+        )
+        history = opened.enter_context(contextlib.closing(History(job_dir.events)))
+        master = Master(journal, history, clocks.kept_in(job_dir.clock))
+        opened.pop_all()
+        return journal, history, master
+
+
+def _set_aside(path: str) -> str:
+    """Rename a journal's files, so that the next one is new; return the name of the first."""
+    names = (f"{path}.damaged-{number}" for number in itertools.count(1))
+    aside = next(name for name in names if not os.path.lexists(name))
+    for end in (
+        "",
+        "-wal",
+        "-shm",
+    ):  # SQLite uses what is beside a file that is not there for no other
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(f"{path}{end}", f"{aside}{end}")
+    return aside
 
 
 async def _opened(settings: MasterConfig, job_dir: JobDir, orphaned: asyncio.Event) -> Journal:

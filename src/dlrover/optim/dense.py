@@ -168,6 +168,14 @@ class WrappedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         super().__init__(base.param_groups, dict(base.defaults))
         self.base = base
 
+    def __getstate__(self) -> dict[str, Any]:
+        # As in PyTorch's optimizers, a copy has neither hooks nor what a schedule has put around `step`.
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("step", "_opt_called") and not name.startswith("_optimizer_")
+        }
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The base optimizer's groups of parameters."""

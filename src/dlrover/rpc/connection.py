@@ -54,7 +54,7 @@ class Connection:
         self._channel = self._open(address)
 
     def _open(self, address: str) -> grpc.aio.Channel:
-        options: list[tuple[str, int | str]] = [*wire.CHANNEL_OPTIONS]
+        options: list[tuple[str, int | str]] = [*wire.CLIENT_OPTIONS]
         if self._credentials is not None:
             if self._server_name:
                 options.append(("grpc.ssl_target_name_override", self._server_name))
@@ -113,7 +113,12 @@ class Connection:
         if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
             return ProtocolError(f"{server} did not understand a message: {details}")
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return ProtocolError(f"{server} refused a message: {details}")
+            most = wire.MAX_REPLY_BYTES >> 20
+            is_reply = details.startswith("SERVER: Sent")
+            what = f"has a reply of more than {most} MiB; ask for less."
+            return ProtocolError(
+                f"{server} {what if is_reply else f'refused a message: {details}'}"
+            )
         if code is grpc.StatusCode.FAILED_PRECONDITION:
             return ConfigurationError(details)
         if details.rstrip(".") == CUT:

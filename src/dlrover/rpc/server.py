@@ -117,7 +117,7 @@ class Server:
         Raises:
             InfrastructureError: The port is taken or the address is not this machine's.
         """
-        server = grpc.aio.server(options=list(wire.CHANNEL_OPTIONS))
+        server = grpc.aio.server(options=list(wire.SERVER_OPTIONS))
         handler = grpc.method_handlers_generic_handler(self._service, self._methods)
         server.add_generic_rpc_handlers((handler,))
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

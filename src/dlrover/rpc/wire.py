@@ -18,7 +18,9 @@ from dlrover.spec.jobdir import TlsFiles
 SERVICE = "dlrover.Master"
 BRAIN_SERVICE = "dlrover.Brain"
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-"""Maximum size of a message, far above any regular one; larger ones are refused before they are read."""
+"""Maximum size of a message to a server, far above any regular one; larger ones are refused before they are read."""
+MAX_REPLY_BYTES = 64 * 1024 * 1024
+"""Maximum size of a server's message: it may list thousands of jobs or nodes, each of which came in a message."""
 MAX_PENDING_CALLS = 100_000
 """Maximum calls that wait for the server; further calls are refused."""
 TOKEN_KEY = "dlrover-token"  # noqa: S105 - the name of the metadata field, not a token
@@ -146,9 +148,7 @@ def _read(field: str, path: str) -> bytes:
         raise ConfigurationError(f"{field}: {path} cannot be read: {error.strerror}.") from error
 
 
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+_OPTIONS: tuple[tuple[str, int], ...] = (
     # A machine that loses power closes no connection: ping the peer at intervals.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -173,4 +173,14 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # Thousands of nodes may report at once: read little of each report ahead.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 16_384),
+)
+SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_REPLY_BYTES),
+    *_OPTIONS,
+)
+CLIENT_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_REPLY_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    *_OPTIONS,
 )

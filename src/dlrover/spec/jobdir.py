@@ -65,6 +65,11 @@ class JobDir:
         return self.path / "events.jsonl"
 
     @property
+    def clock(self) -> Path:
+        """Where the clock of the job's masters begins (JSON)."""
+        return self.path / "clock.json"
+
+    @property
     def evidence(self) -> Path:
         """The stacks of hangs, numbered: ``1.txt`` to read, ``1.json`` with every rank."""
         return self.path / "evidence"

@@ -22,11 +22,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import msgspec
 
-from dlrover._util import decoding, procs
+from dlrover._util import clocks, decoding, procs
 from dlrover.checkpoint.storage import formats
 from dlrover.checkpoint.storage.formats import OtherFormatError
 from dlrover.checkpoint.storage.stores import Store
@@ -304,8 +303,7 @@ class Lease:
 
 
 def _namespace() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return f"{clocks.boot_id()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def job_of(env: Mapping[str, str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dlrover import extras
-from dlrover._util import backoff
+from dlrover._util import backoff, databases
 from dlrover.data.sources.blocks import BlockRecords
 from dlrover.errors import ConfigurationError, InfrastructureError
 
@@ -22,7 +22,7 @@ PAGE = 1000
 KEPT = 4
 """Pages that a process keeps."""
 PATIENCE = 60.0
-"""Seconds that a database may be away."""
+"""Seconds that a database may be away, or need for an answer."""
 RETRY = 0.1, 1.0
 """Seconds until the first retry after the database could not be reached, and between later ones."""
 _DRIVERS = {
@@ -38,7 +38,8 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
 
     Opening looks up every ``page``-th key in the key's index; a page is then read by its range of keys,
     without counting from the table's beginning. Rows added behind the last key are ignored; rows before it
-    must not be added or removed. Reads wait for a database that is away for less than `PATIENCE`.
+    must not be added or removed. Reads wait for a database that is away for less than `PATIENCE`, and as long for an
+    answer of PyMySQL or psycopg: ``read_timeout`` in the URL is another limit for it, in seconds.
 
     Args:
         url: URL of SQLAlchemy: ``sqlite:///file``, ``mysql://user:password@host/database``,
@@ -234,7 +235,10 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
             if self._engines is not None:
                 self._engines[1].dispose(close=False)  # they are the parent's
             with extras.needed(f"The {self!r}", "sql"):
-                self._engines = os.getpid(), self._sql.create_engine(self._url)
+                try:
+                    self._engines = os.getpid(), databases.create_engine(self._url, PATIENCE)
+                except ValueError as error:
+                    raise ConfigurationError(f"The {self!r}: {error}") from None
         return self._engines[1]
 
     def _told(self, error: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from dlrover.errors import DLRoverError, FencedError, InfrastructureError
+from dlrover.errors import DamagedJournalError, DLRoverError, FencedError, InfrastructureError
 from dlrover.master.journal.journal import MASTER, Codec, Entry, fenced
 from dlrover.spec.jobdir import FORMAT, check_format
 
@@ -47,7 +48,8 @@ class FileJournal:
 
     Raises:
         FormatError: another version of DLRover wrote it; it stays as it is.
-        InfrastructureError: the file cannot be opened, or is damaged; also when an append fails (disk full).
+        DamagedJournalError: what is in the file cannot be read, or is no journal.
+        InfrastructureError: the file cannot be opened; also when an append fails (disk full).
     """
 
     def __init__(self, path: Path, *, read_only: bool = False, codec: Codec = MASTER) -> None:
@@ -84,7 +86,11 @@ class FileJournal:
 
     def _connect(self, mode: str) -> sqlite3.Connection:
         uri = f"{self._path.absolute().as_uri()}{mode}"
-        return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=LOCK_TIMEOUT)
+        database = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=LOCK_TIMEOUT)
+        database.text_factory = lambda text: text.decode(
+            errors="replace"
+        )  # the codec refuses what is damaged
+        return database
 
     def _has_log(self) -> bool:
         """Return whether entries are outside of the file itself, as while a master runs or after it was killed."""
@@ -162,12 +168,15 @@ class FileJournal:
 
     def entries(self) -> Iterator[tuple[float, Entry]]:
         """Yield all entries with their times, oldest first."""
+        seq = 0
         try:
-            rows: Any = self._db.execute("SELECT time, kind, body FROM entries ORDER BY seq")
-            for at, kind, body in rows:
+            rows: Any = self._db.execute("SELECT seq, time, kind, body FROM entries ORDER BY seq")
+            for seq, at, kind, body in rows:  # noqa: B007 - the errors name it
                 yield at, self._codec.decode(kind, body)
-        except (sqlite3.Error, msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise self._problem("cannot be read", error) from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise self._problem("cannot be read", error, f" at entry {seq}") from error
+        except sqlite3.Error as error:
+            raise self._problem("cannot be read", error, f" behind entry {seq}") from error
 
     def check(self) -> None:
         """Check that this is still the job's journal and its latest epoch."""
@@ -232,8 +241,25 @@ class FileJournal:
     def _version(self) -> int:
         return int(self._db.execute("PRAGMA user_version").fetchone()[0])
 
-    def _problem(self, what: str, error: Exception) -> InfrastructureError:
-        return InfrastructureError(f"The journal {self._path} {what}: {error}.")
+    def _problem(self, what: str, error: Exception, place: str = "") -> InfrastructureError:
+        # SQLite reports damage by the error's base class, and all else that may pass by a class of its own.
+        if isinstance(error, OSError) or (
+            isinstance(error, sqlite3.Error) and type(error) is not sqlite3.DatabaseError
+        ):
+            return InfrastructureError(f"The journal {self._path} {what}: {error}.")
+        return DamagedJournalError(
+            f"The journal {self._path} is damaged{place}{self._damaged_page()}: {error}.",
+            str(self._path),
+        )
+
+    def _damaged_page(self) -> str:
+        """Return the place of the first damaged page, as words, if SQLite finds one."""
+        with contextlib.suppress(sqlite3.Error, AttributeError):
+            (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+            (size,) = self._db.execute("PRAGMA page_size").fetchone()
+            page = re.search(r"[Pp]age (\d+)", found)
+            return f", in the page at byte {(int(page[1]) - 1) * size}" if page else ""
+        return ""
 
 
 def _create(path: Path) -> None:

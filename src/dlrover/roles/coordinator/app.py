@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from dlrover import config
-from dlrover._util import decoding, files, logs, procs
-from dlrover.errors import DLRoverError, ExitCode, InfrastructureError
+from dlrover._util import clocks, decoding, files, logs, procs
+from dlrover.errors import DamagedJournalError, DLRoverError, ExitCode, InfrastructureError
 from dlrover.master.files import read_token
 from dlrover.master.journal.history import History
 from dlrover.roles.client import load_config
@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return asyncio.run(serve(job_dir, env, args.lifeline_fd))
     except DLRoverError as error:
         logger.exception("The coordinator ends")
-        if not job_dir.master.exists():  # it never served: trying again would fail in the same way
+        # Trying again would fail in the same way.
+        if not job_dir.master.exists() or isinstance(error, DamagedJournalError):
             outcome = Outcome(exit_code=error.exit_code, reason=str(error))
             files.write_atomically(job_dir.outcome, msgspec.json.encode(outcome))
         return error.exit_code
@@ -61,7 +62,8 @@ async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> in
     journal = RolesJournal(job_dir.journal)
     history = History(job_dir.events)
     with contextlib.closing(journal), contextlib.closing(history):
-        coordinator = Coordinator(job_dir, settings, journal, history, env, lifeline_fd)
+        clock = clocks.kept_in(job_dir.clock)
+        coordinator = Coordinator(job_dir, settings, journal, history, env, lifeline_fd, clock)
         server = Server(read_token(job_dir), wire.Tls.of(settings.tls), program="coordinator")
         coordinator.register(server)
         port = await _listen(server, job_dir, settings)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrover import config, launched
+from dlrover._util import clocks
 from dlrover._util.sockets import address_towards
 from dlrover.checkpoint.saver import certificates
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
@@ -246,8 +247,7 @@ def leave() -> None:
 @functools.cache
 def machine() -> str:
     """Return an id of this machine and its network namespace, within which Unix sockets are found."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}-{Path('/proc/self/ns/net').stat().st_ino}"
+    return f"{clocks.boot_id()}-{Path('/proc/self/ns/net').stat().st_ino}"
 
 
 def _own_address(coordinator: str) -> str:

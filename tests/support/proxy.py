@@ -1,4 +1,4 @@
-"""A TCP proxy between a client and the API server that cuts and stalls connections."""
+"""A TCP proxy between a client and a server that cuts and stalls connections."""
 
 from __future__ import annotations
 
