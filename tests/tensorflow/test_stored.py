@@ -71,6 +71,17 @@ def test_checkpoints_are_found_without_their_list(
     assert restored(directory) == 20
 
 
+def test_what_an_unfinished_save_has_left_is_removed(directory: Path) -> None:
+    left = directory / "ckpt-40_temp"
+    left.mkdir()
+    (left / "part-00000-of-00002.data-00000-of-00001").write_bytes(bytes(1000))
+    (directory / "own_temp").mkdir()
+    stored.remove_unfinished(str(directory))
+    assert restored(directory) == 30
+    assert not left.exists()
+    assert (directory / "own_temp").exists()
+
+
 def test_a_training_does_not_begin_anew_where_all_checkpoints_are_damaged(directory: Path) -> None:
     for path in directory.glob("*.index"):
         cut(path)

@@ -13,6 +13,7 @@ import tensorflow as tf
 from dlrover import launched
 from dlrover.data.records import Records
 from dlrover.errors import ConfigurationError
+from dlrover.spec.node import CHIEF
 from dlrover.tensorflow import stored
 from dlrover.tensorflow.machine.options import GuardOptions
 from dlrover.tensorflow.watch import ClusterChangedError, Watch
@@ -131,6 +132,8 @@ class TrainingProgress:
         self.coordinator = coordinator
         self._cluster, self._options = cluster, options
         self._state = _State(self)
+        if cluster.role == CHIEF:  # an evaluator may come while the chief saves
+            stored.remove_unfinished(options.checkpoint)
         self._manager = stored.manager(
             tf.train.Checkpoint(dlrover=self._state, **objects), options.checkpoint, options.keep
         )
@@ -168,24 +171,18 @@ class TrainingProgress:
         Raises:
             ClusterChangedError: the cluster is to be built again; everything so far is saved.
         """
-        new = (
-            self.step + steps - max(self.step, self._cluster.reached)
-        )  # without those that are repeated
-        self.step += steps
-        for _ in range(new):
+        before, self.step = self.step, self.step + steps
+        repeated = max(0, min(self.step, self._cluster.reached) - before)
+        for _ in range(steps - repeated):
             launched.stepped()
         watch = self._cluster.watch
-        change = watch.change if watch is not None else None
-        if change is not None and change.reason:
-            if (
-                not change.lost
-            ):  # else only the tasks of the last checkpoint's state are known to be whole
+        if watch is not None and (change := watch.change()).reason:
+            if not change.lost:  # else only the last checkpoint is known to be whole
                 self.save()
             raise ClusterChangedError(f"{change.reason}.")
-        late = time.monotonic() - self._saved_at >= self._options.every_seconds
-        many = (
-            self._options.every_steps and self.step - self._saved_step >= self._options.every_steps
-        )
+        options = self._options
+        late = time.monotonic() - self._saved_at >= options.every_seconds
+        many = options.every_steps and self.step - self._saved_step >= options.every_steps
         if late or many:
             self.save()
 

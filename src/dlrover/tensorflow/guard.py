@@ -74,7 +74,7 @@ def resilient(  # noqa: PLR0913 - options, by name
     change. It then makes a strategy for the present tasks. Workers and parameter servers do not call it: they
     serve until the job ends, and their process ends here. Evaluators call it once.
 
-    The function may take one argument more than it is called with, a `Present` cluster. Before each call,
+    A first parameter without a default that the caller leaves out is the `Present` cluster. Before each call,
     ``TF_CONFIG`` describes the same cluster. A program that runs alone gets a worker and a parameter server within
     its own process.
 
@@ -102,12 +102,22 @@ def resilient(  # noqa: PLR0913 - options, by name
             if here is not None and here.serves:
                 _serve(here)
             guard = TrainingGuard(here, options)
-            asks = len(inspect.signature(function).parameters) > len(args) + len(kwargs)
-            return guard.run(lambda cluster: function(*(cluster,) * asks, *args, **kwargs))
+            if _is_complete(function, args, kwargs):
+                return guard.run(lambda _: function(*args, **kwargs))
+            return guard.run(lambda cluster: function(cluster, *args, **kwargs))
 
         return run  # type: ignore[return-value]
 
     return guarded if function is None else guarded(function)
+
+
+def _is_complete(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Return whether a function can be called with these arguments alone."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _serve(here: TaskPlace) -> NoReturn:
@@ -123,10 +133,7 @@ class TrainingGuard:
         self._used: ClusterChoice | None = None
         self._lost: set[ClusterTask] = set()
         self._alive: list[Any] = []  # servers within this process
-        self._connected: ClusterChoice | None = None
         self._address = ""
-        self._goes_on = False
-        """True if the next strategy can go on with the context's server."""
         self._attempts = 0
         self._failures = 0
         self._reached = -1
@@ -142,11 +149,12 @@ class TrainingGuard:
         registry = self._registry()
         while True:
             choice = self._await(registry)
-            cluster = self._present(choice)
-            server = same_server() if self._goes_on else contextlib.nullcontext()
+            stays = self._can_stay(choice)
+            cluster = self._present(choice, address=self._address if stays else self._new_address())
+            self._used = choice
             began = time.monotonic()
             try:
-                with server:
+                with same_server() if stays else contextlib.nullcontext():
                     result = self._attempt(call, cluster, choice, registry)
             except Exception as error:
                 worked = time.monotonic() - began > SETTLED or cluster.step > self._reached
@@ -210,20 +218,23 @@ class TrainingGuard:
             self._lost |= silent
             if not silent:
                 registry.ask(UseCluster(choice.tasks), options.timeout)
-                self._used = choice
                 return choice
         raise InfrastructureError(f"timeout is {options.timeout:g} s, and {missing} did not come.")
 
-    def _present(self, choice: ClusterChoice) -> Present:
-        before, self._connected = self._connected, choice
-        self._goes_on = (
-            before is not None and choice.extends(before) and not (self._failures > 1 or is_stuck())
-        )
-        if not self._goes_on:
-            host = self._place.host if self._place is not None else "127.0.0.1"
-            # A new port: TensorFlow does not start a second server on that of the former cluster.
-            self._address = joined(host, free_port())
-        spec = choice.spec(self._address)
+    def _can_stay(self, choice: ClusterChoice) -> bool:
+        """Return whether the next strategy can go on with the server of TensorFlow's context."""
+        used = self._used
+        stuck = self._failures > 1 or is_stuck()
+        return used is not None and choice.extends(used) and not stuck
+
+    def _new_address(self) -> str:
+        """Return an address with a new port: TensorFlow does not start a second server on the former one."""
+        host = self._place.host if self._place is not None else "127.0.0.1"
+        return joined(host, free_port())
+
+    def _present(self, choice: ClusterChoice, address: str) -> Present:
+        self._address = address
+        spec = choice.spec(address)
         _export(tf_config(spec, CHIEF, 0))
         self._attempts += 1
         return Present(

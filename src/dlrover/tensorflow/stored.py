@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 
 import tensorflow as tf
 
@@ -24,10 +23,7 @@ def manager(
     checkpoint: tf.train.Checkpoint, directory: str, keep: int
 ) -> tf.train.CheckpointManager:
     """Return a manager of a directory, which keeps ``keep`` checkpoints."""
-    try:
-        tf.train.get_checkpoint_state(directory)
-    except ValueError:  # the list of checkpoints is empty, as a machine that crashes may leave it
-        tf.io.gfile.remove(tf.io.gfile.join(directory, "checkpoint"))
+    listed(directory)  # the manager refuses an empty list
     return tf.train.CheckpointManager(checkpoint, directory, keep)
 
 
@@ -38,35 +34,64 @@ def restore(managed: tf.train.CheckpointManager) -> str | None:
         InfrastructureError: there are some, and all are damaged.
     """
     why = ""
-    for path in _newest_first(managed):
+    for path in newest_first(managed.directory):
         try:
             # Keras makes variables when they are first used; they get their values then.
             managed.checkpoint.restore(path).assert_existing_objects_matched()
-        except AWAY:
-            raise
-        except (*DAMAGED, tf.errors.OpError) as error:
-            if not isinstance(error, DAMAGED) and _opens(path):
+        except (IndexError, tf.errors.OpError) as error:
+            if not is_damage(error, path):
                 raise
             why = str(error).partition("\n")[0]
             logger.warning("%s is damaged, and an older checkpoint is restored: %s", path, why)
             continue
         return path
     if why:
-        raise InfrastructureError(
-            f"No checkpoint in {managed.directory} can be read ({why}); restore its files, or remove it to train from the"
-            " beginning."
-        )
+        raise InfrastructureError(all_damaged(managed.directory, why))
     return None
 
 
-def _newest_first(managed: tf.train.CheckpointManager) -> Iterator[str]:
-    """Yield the checkpoints that the directory lists; if it lists none, those whose files are there."""
-    known = [*managed.checkpoints, *filter(None, [managed.latest_checkpoint])]
-    if not known:
-        names = map(re.compile(r"ckpt-(\d+)\.index").fullmatch, _names(managed.directory))
-        numbers = sorted(int(name[1]) for name in names if name)
-        known = [tf.io.gfile.join(managed.directory, f"ckpt-{number}") for number in numbers]
-    yield from dict.fromkeys(reversed(known))
+def is_damage(error: BaseException, path: str) -> bool:
+    """Return whether an error of restoring a checkpoint means that its files are not what was written."""
+    return isinstance(error, DAMAGED) or not (isinstance(error, AWAY) or _opens(path))
+
+
+def all_damaged(directory: str, why: str) -> str:
+    """Return the error for a directory without a whole checkpoint."""
+    return f"No checkpoint in {directory} can be read ({why}); restore its files, or remove it to train from the beginning."
+
+
+def listed(directory: str) -> list[str]:
+    """Return the checkpoints that a directory lists, the newest first; remove a list that is empty.
+
+    A machine that crashes may leave such a list, and TensorFlow refuses the directory then.
+    """
+    try:
+        state = tf.train.get_checkpoint_state(directory)
+    except ValueError:
+        tf.io.gfile.remove(tf.io.gfile.join(directory, "checkpoint"))
+        return []
+    if state is None:
+        return []
+    return [
+        *dict.fromkeys((state.model_checkpoint_path, *reversed(state.all_model_checkpoint_paths)))
+    ]
+
+
+def remove_unfinished(directory: str, name: str = "ckpt") -> None:
+    """Remove what saves that did not come to their end have left, which may be as large as a checkpoint."""
+    unfinished = re.compile(rf"{re.escape(name)}-\d+_temp/?")
+    for found in filter(unfinished.fullmatch, _names(directory)):
+        logger.info("Removing %s of %s, which was not saved to its end", found, directory)
+        tf.io.gfile.rmtree(tf.io.gfile.join(directory, found))
+
+
+def newest_first(directory: str, name: str = "ckpt") -> list[str]:
+    """Return the checkpoints that a directory lists; if it lists none, those whose files are there, as ``NAME-30.index``."""
+    found = map(re.compile(rf"{re.escape(name)}-(\d+)\.index").fullmatch, _names(directory))
+    numbers = sorted((int(match[1]) for match in found if match), reverse=True)
+    return listed(directory) or [
+        tf.io.gfile.join(directory, f"{name}-{number}") for number in numbers
+    ]
 
 
 def _names(directory: str) -> list[str]:

@@ -33,7 +33,7 @@ LOST_GRACE = 2.0
 STUCK_AFTER = 0.2
 """Seconds that a coordinator may take to apply a change."""
 PLANNED_GRACE = 10.0
-"""Seconds that a program has to save by itself before a planned change."""
+"""Seconds before a planned change interrupts a program that does not count its steps."""
 
 Strategies = list["weakref.ref[ParameterServerStrategyV2]"]
 
@@ -127,8 +127,7 @@ class Watch:
         self._lost = lost  # did not answer when the tasks in use were chosen
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dlrover-tasks", daemon=True)
-        self.change = ClusterChange()
-        """The change that is due."""
+        self._change, self._asked = ClusterChange(), False
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -137,6 +136,11 @@ class Watch:
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
         self._thread.join()
+
+    def change(self) -> ClusterChange:
+        """Return the change that is due; a program that asks after its steps saves before a planned one by itself."""
+        self._asked = True
+        return self._change
 
     def _run(self) -> None:
         since = time.monotonic()
@@ -147,11 +151,11 @@ class Watch:
                 logger.debug("%s", error)
                 continue
             self._lost = {t for t in self._lost if t in reply.tasks and not answers(t)}
-            self.change = change(reply, self._spares, self._used, self._lost)
-            if not self.change.reason:
+            due = self._change = change(reply, self._spares, self._used, self._lost)
+            if not due.reason or (self._asked and not due.lost):
                 since = time.monotonic()
-            elif time.monotonic() - since > (LOST_GRACE if self.change.lost else PLANNED_GRACE):
-                self._interrupt(ClusterChangedError(f"{self.change.reason}."))
+            elif time.monotonic() - since > (LOST_GRACE if due.lost else PLANNED_GRACE):
+                self._interrupt(ClusterChangedError(f"{due.reason}."))
 
     def _interrupt(self, error: ClusterChangedError) -> None:
         """Let ``schedule`` and ``join`` of the attempt's coordinators raise an error.
