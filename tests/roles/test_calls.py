@@ -188,9 +188,7 @@ def test_a_member_answers_that_it_lives_while_its_method_runs(
 ) -> None:
     held = rollouts.call_rank0("hold")
     address = rollouts.members()[0].address
-    with wire.connect(
-        address, "another machine", wire.secret_of(current_worker().link.token), tls=True
-    ) as sock:
+    with wire.connect(address, "another machine", current_worker().link.secret, tls=True) as sock:
 
         def state() -> CallState:
             wire.send(sock, CallOp.PING, 1)
@@ -327,7 +325,7 @@ def test_who_has_another_certificate_or_none_hears_nothing(
     rollouts: RoleGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     me = current_worker()
-    own, secret = me.listener.address, wire.secret_of(me.link.token)
+    own, secret = me.listener.address, me.link.secret
     for shown in (certificates.fingerprint(certificates.make()), b""):
         changed = msgspec.structs.replace(own, fingerprint=shown)
         with pytest.raises(ProtocolError, match="no process of this job: It shows another cert"):

@@ -398,3 +398,20 @@ def test_a_number_that_comes_again_is_another_process_and_the_role_starts_again(
     assert started(driver.exit("work", 5)) == ["work"]
     assert driver.role("work").attempt == 2
     assert stopped(driver.up("work", round_=1)) == []
+
+
+def test_a_role_whose_master_is_lost_with_instances_again_and_again_uses_up_its_budget() -> None:
+    driver = Driver(RoleSpec(name="work", entry=SCRIPT, most=2, max_restarts=1))
+    for attempt in (1, 2):
+        assert driver.role("work").attempt == attempt
+        driver.up("work", 0, 1, round_=1)
+        driver.up("work", 0, 1, round_=1)  # both of them come again
+        driver.exit("work", ExitCode.STOPPED)
+    end = driver.machine.end
+    assert end is not None
+    assert end.exit_code == ExitCode.INFRASTRUCTURE
+    assert end.reason == (
+        "role work: its master was lost together with instances, and no longer knows them;"
+        " all 1 restarts within 3600 s are used."
+    )
+    assert driver.status() == {"work": "stopped"}

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -28,7 +27,16 @@ from dlrover.errors import (
 )
 from dlrover.roles import Queue, RoleGroup, current_worker, weights
 from dlrover.roles.coordinator import health
-from dlrover.roles.messages import HOLDER, MemberPlace, PublishPart, Version
+from dlrover.roles.messages import (
+    HOLDER,
+    JobView,
+    MemberPlace,
+    MemberView,
+    PartView,
+    PublishPart,
+    RoleView,
+    Version,
+)
 from dlrover.roles.runtime import holder, memory
 from dlrover.roles.runtime.weights import following, publishing
 from tests.roles.coordinators import Coordinator, coordinator, joined
@@ -548,9 +556,7 @@ def test_a_part_of_weights_at_whose_address_another_process_answers_is_missing(
         raise ProtocolError("It shows another certificate.")
 
     keeper = MemberPlace(".holder", 0, 1, 1)
-    part: Any = SimpleNamespace(holder=keeper, key="k")
+    view = JobView(roles={".holder": RoleView(1, (MemberView(keeper, "live"),))})
     none: Any = None
-    found = SimpleNamespace(place=keeper, address=None)
-    monkeypatch.setattr(following, "member", lambda *_: found)
     monkeypatch.setattr(following.holders, "connection", another)
-    assert following._reader(none, none, part) is None
+    assert following._reader(none, view, PartView(0, keeper, "k", 0)) is None

@@ -23,6 +23,8 @@ MAX_TEXT = 4000
 """Characters of a reason that are kept."""
 START, WORK, IDLE = "start", "work", "idle"
 """Phases that an instance is in by itself; programs may name others."""
+STARTING, LIVE, ENDED = "starting", "live", "ended"
+"""States of an instance; one that is live takes calls."""
 HOLDER = ".holder"
 """Role of the processes that keep weights; no role of a user has a dot in its name."""
 WEIGHTS = "weights"
@@ -308,7 +310,7 @@ class MemberView(msgspec.Struct, frozen=True, array_like=True):
 
     place: MemberPlace
     state: str
-    """``starting``, ``live`` (it takes calls) or ``ended``."""
+    """`STARTING`, `LIVE` or `ENDED`."""
     serving: bool = False
     """True if it is live and, where its role uses weights, has the version that counts."""
     address: CallAddress = CallAddress()
@@ -408,6 +410,14 @@ class JobView(msgspec.Struct, frozen=True, array_like=True):
     number: int = 0
     roles: dict[str, RoleView] = {}
     weights: dict[str, WeightsView] = {}
+
+    def role(self, name: str) -> RoleView:
+        """Return a role; one without members if none has joined."""
+        return self.roles.get(name, RoleView(0, ()))
+
+    def member(self, role: str, index: int) -> MemberView | None:
+        """Return an instance of a role, if it is known."""
+        return next((one for one in self.role(role).members if one.place.index == index), None)
 
 
 class ServiceStatus(msgspec.Struct, frozen=True):

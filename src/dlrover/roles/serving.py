@@ -17,9 +17,10 @@ import msgspec
 
 from dlrover._util import decoding, tasks
 from dlrover.errors import InfrastructureError, ProtocolError
-from dlrover.roles.machine.members import ENDED, RoleMembers
+from dlrover.roles.machine.members import RoleMembers
 from dlrover.roles.machine.shared import SharedState
 from dlrover.roles.messages import (
+    ENDED,
     HOLDER,
     MAX_TEXT,
     AckItems,

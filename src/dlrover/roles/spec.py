@@ -99,6 +99,13 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Seconds between SIGTERM and SIGKILL."""
 
     @property
+    def restarts_itself(self) -> bool:
+        """True if its own job restarts what fails: an instance alone, or the world of an elastic role."""
+        return self.failover is Failover.INSTANCE or (
+            self.kind is RoleKind.ELASTIC and self.failover is Failover.ROLE
+        )
+
+    @property
     def is_service(self) -> bool:
         """True if others call it, so that it never ends by itself."""
         return self.entry.form is EntryForm.OBJECT

@@ -35,7 +35,6 @@ from dlrover.master.journal.history import History, known_before
 from dlrover.roles.client import load_config
 from dlrover.rpc.client import MasterClient
 from dlrover.rpc.wire import Tls
-from dlrover.spec.events import Event, InstanceStarted, RoundCompleted
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig
 from dlrover.spec.outcome import Outcome
@@ -49,7 +48,6 @@ STOP_WAIT = 60.0
 GONE_WAIT = 90.0
 """Seconds for the pods of an earlier start to go, before the next start no longer waits for them."""
 
-DELETED = "its ElasticJob {} was deleted: it starts again."
 STOPPED = Outcome(exit_code=ExitCode.STOPPED, reason="The role was stopped.")
 
 
@@ -68,8 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = {name: env[name] for name in args.env.split(",") if name in env}
     try:
         outcome = asyncio.run(_run(job_dir, env, args.attempt, given, args.lifeline_fd))
-    except _LostError as error:
-        print(f"dlrover: role {job_dir.path.name}: {error}", file=sys.stderr, flush=True)
+    except _DeletedError:
+        said = f"role {job_dir.path.name}: its ElasticJob was deleted: it starts again."
+        print(f"dlrover: {said}", file=sys.stderr, flush=True)
         return ExitCode.INFRASTRUCTURE
     except DLRoverError as error:
         logger.exception("The role's job ends")
@@ -80,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return outcome.exit_code
 
 
-class _LostError(Exception):
-    """The role's ElasticJob, or what its master knew, is lost: the role has to start again."""
+class _DeletedError(Exception):
+    """The role's ElasticJob was deleted: the role has to start again."""
 
 
 async def _run(
@@ -143,8 +142,6 @@ class ElasticRole:
         self._token, self._tls = env[rolesonkubernetes.TOKEN], content.tls
         self._uid, self._address = "", ""
         self._outcome: Outcome | None = None
-        self._lives: dict[int, int] = {}
-        """The last start of each instance; by -1, the last round of a world."""
         self._changed = asyncio.Event()
         self._jobs = Informer(
             client,
@@ -165,7 +162,7 @@ class ElasticRole:
 
         Raises:
             ConfigurationError: there is another object of its name, or the API server refuses it for good.
-            _LostError: it was deleted, or its master has lost what it knew.
+            _DeletedError: it was deleted.
         """
         if not await self._ensure():
             return STOPPED
@@ -210,7 +207,7 @@ class ElasticRole:
         """Return the ElasticJob of the role's name, made now if this start has none yet."""
         found = await self._client.find(ELASTIC_JOBS, self._namespace, self._name)
         if found is None and self._dir.events.exists():
-            raise _LostError(DELETED.format(self._name))
+            raise _DeletedError
         return found or await self._client.create(ELASTIC_JOBS, self._manifest)
 
     def _is_ours(self, found: Manifest) -> bool:
@@ -249,7 +246,7 @@ class ElasticRole:
                 found = self._jobs.cache.get(f"{self._namespace}/{self._name}")
                 if found is None or found["metadata"]["uid"] != self._uid:
                     if not self._stopping.is_set():
-                        raise _LostError(DELETED.format(self._name))
+                        raise _DeletedError
                     return STOPPED
                 if status_of(found).completion_time:
                     return self._outcome or _outcome(found)
@@ -293,8 +290,6 @@ class ElasticRole:
     async def _follow(self, history: History) -> None:
         """Copy the master's events, also of one that begins anew without the journal of the last."""
         history.follow(history.recorded)
-        for event in history.events:
-            self._count(event)
         while True:
             try:
                 if self._address:
@@ -311,28 +306,8 @@ class ElasticRole:
                 before = known_before(history.events, notice.events[0])
             for event in notice.events:
                 if before + event.seq > len(history.events):
-                    self._count(event)
                     history.add(event.body, event.time)
             self._outcome = notice.status.outcome or self._outcome
-
-    def _count(self, event: Event) -> None:
-        """Note the number of a start: it tells an instance from the one before it.
-
-        Raises:
-            _LostError: an earlier start has it.
-        """
-        match event.body:
-            case InstanceStarted(_, _, index, life):
-                pass
-            case RoundCompleted(life):
-                index = -1
-            case _:
-                return
-        if life <= self._lives.get(index, 0):
-            raise _LostError(
-                "its master was lost together with instances, and no longer knows them: it starts again."
-            )
-        self._lives[index] = life
 
 
 def _outcome(job: Manifest) -> Outcome:

@@ -16,7 +16,7 @@ from pathlib import Path
 from dlrover._util import decoding, procs, tasks
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.master.files import read_outcome
-from dlrover.roles.spec import EntryForm, EntryPoint, Failover, RoleKind, RolesConfig, RoleSpec
+from dlrover.roles.spec import EntryForm, EntryPoint, RoleKind, RolesConfig, RoleSpec
 from dlrover.rpc.client import connect
 from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir
@@ -52,10 +52,7 @@ def directory_of(job_dir: Path, role: str) -> JobDir:
 
 def restarts(role: RoleSpec) -> int:
     """Return how often a role's own job may restart."""
-    own = role.failover is Failover.INSTANCE or (
-        role.kind is RoleKind.ELASTIC and role.failover is Failover.ROLE
-    )
-    return role.max_restarts if own else 0
+    return role.max_restarts if role.restarts_itself else 0
 
 
 def limits_of(role: RoleSpec) -> dict[str, str]:

@@ -26,7 +26,7 @@ from dlrover.roles.coordinator.streaming import EventStream
 from dlrover.roles.machine import inputs
 from dlrover.roles.machine.health import Stuck
 from dlrover.roles.machine.job import RolesMachine
-from dlrover.roles.messages import HOLDER, MemberStarted
+from dlrover.roles.messages import ENDED, HOLDER, MemberStarted
 from dlrover.roles.runtime.environment import variables
 from dlrover.roles.runtime.holder import end, keep
 from dlrover.roles.serving import Loss, RolesService
@@ -261,7 +261,7 @@ class Coordinator:
             return
         known = self.service.shared.members.get(place.role, place.index)
         if known is not None and known.place == place and known.pid:
-            pids = [known.pid] if known.state != "ended" else []
+            pids = [known.pid] if known.state != ENDED else []
         else:
             pids = self._jobs.workers(place.role, order.node)
         logger.warning("%s is killed: %s", place, pids)

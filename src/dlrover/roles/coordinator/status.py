@@ -12,7 +12,7 @@ from dlrover.errors import InfrastructureError
 from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.machine.job import Role, RolesMachine
 from dlrover.roles.machine.use import Use, of_life
-from dlrover.roles.messages import MemberPlace, QueueStatus, ServiceStatus
+from dlrover.roles.messages import ENDED, LIVE, MemberPlace, QueueStatus, ServiceStatus
 from dlrover.roles.serving import RolesService
 
 PhaseTimes = Mapping[tuple[str, int], tuple[str, float]]
@@ -131,7 +131,7 @@ def _use(role: Role, now: float, spent: Spent | None) -> Use:
 
 
 def _with_phase(one: InstanceState, phase: str, seconds: float) -> InstanceState:
-    if one.state == "ended":
+    if one.state == ENDED:
         return one
     return msgspec.structs.replace(one, phase=phase, phase_seconds=seconds)
 
@@ -180,11 +180,11 @@ def _instances(machine: RolesMachine, service: ServiceStatus, name: str) -> list
     for index, member in sorted(machine.roles[name].instances.items()):
         own = joined.get(index)
         known = own is not None and own.place == member.place
-        if own is None or not known or own.state != "live":
-            state = "running" if member.up else "ended"
+        if own is None or not known or own.state != LIVE:
+            state = "running" if member.up else ENDED
             found.append(InstanceState(index, state, reason=member.reason))
             continue
-        state = ("serving" if own.serving else "stale") if member.up else "ended"
+        state = ("serving" if own.serving else "stale") if member.up else ENDED
         using = {key: str(version) for key, version in own.using.items()}
         found.append(InstanceState(index, state, own.pid, using, member.reason or own.reason))
     return found

@@ -33,7 +33,7 @@ from dlrover.roles.machine.inputs import (
 )
 from dlrover.roles.machine.use import Use, of_life
 from dlrover.roles.messages import MemberEnded, MemberPlace, MemberStarted
-from dlrover.roles.spec import Failover, RoleKind, RolesJob, RoleSpec
+from dlrover.roles.spec import Failover, RolesJob, RoleSpec
 from dlrover.spec import events
 
 
@@ -198,7 +198,8 @@ class RolesMachine:
         known = role.instances.get(event.index)
         if known is not None and place.life <= known.place.life and event.seq > known.seq:
             # Under its number, the service would take the new process for the old one.
-            self._restart(role, FORGOTTEN)
+            if role.status is RoleStatus.RUNNING:
+                self._start_again(role, ExitCode.INFRASTRUCTURE, FORGOTTEN, now)
             return
         if known is not None and place.life < known.place.life:
             return
@@ -275,17 +276,18 @@ class RolesMachine:
         name, spec = role.spec.name, role.spec
         role.status = RoleStatus.FAILED
         self._emit(events.RoleEnded(name, event.exit_code, event.reason))
-        own = spec.failover is Failover.INSTANCE or (
-            spec.kind is RoleKind.ELASTIC and spec.failover is Failover.ROLE
-        )
-        reason = event.reason.rstrip(".")
-        if event.hopeless or (own and not event.vanished):
+        if event.hopeless or (spec.restarts_itself and not event.vanished):
             self._finish(JobEnd(event.exit_code, f"role {name}: {event.reason}", name))
             return
+        self._start_again(role, event.exit_code, event.reason.rstrip("."), now)
+
+    def _start_again(self, role: Role, exit_code: int, reason: str, now: float) -> None:
+        """Restart a role that has failed as a whole, with the others if its policy says so; end the job without a budget."""
+        name, spec = role.spec.name, role.spec
         role.restarts = [at for at in role.restarts if at > now - spec.window]
         if len(role.restarts) >= spec.max_restarts:
             used = f"all {spec.max_restarts} restarts within {spec.window:g} s are used"
-            self._finish(JobEnd(event.exit_code, f"role {name}: {reason}; {used}.", name))
+            self._finish(JobEnd(exit_code, f"role {name}: {reason}; {used}.", name))
             return
         role.restarts.append(now)
         self._restart(role, reason)

@@ -8,14 +8,15 @@ from msgspec.structs import replace
 
 from dlrover.errors import ProtocolError
 from dlrover.roles.messages import (
+    ENDED,
+    LIVE,
+    STARTING,
     JoinRole,
     MemberEnded,
     MemberPlace,
     MemberStarted,
     MemberView,
 )
-
-STARTING, LIVE, ENDED = "starting", "live", "ended"
 
 
 @dataclass
@@ -94,10 +95,7 @@ class RoleMembers:
         return member is not None and member.state == ENDED and not self.is_over(place)
 
     def update(self, member: MemberView) -> None:
-        """Put a changed member in the place of the same life."""
-        self._put(member)
-
-    def _put(self, member: MemberView) -> None:
+        """Put a member in the place of the same life, or of an earlier one of the instance."""
         place = member.place
         known = self.get(place.role, place.index)
         if known == member:
@@ -121,7 +119,7 @@ class RoleMembers:
         ):
             if member.place.life < place.life and member.place not in self.final:
                 reason = member.reason if member.state == ENDED else ""
-                self._put(MemberView(member.place, ENDED, reason=reason))
+                self.update(MemberView(member.place, ENDED, reason=reason))
                 self.final.add(member.place)
                 over.append(member.place)
         return over
@@ -135,7 +133,7 @@ class RoleMembers:
         known = self.get(place.role, place.index)
         if known is not None and known.place == place:
             return []
-        self._put(MemberView(place, STARTING, reason=known.reason if known is not None else ""))
+        self.update(MemberView(place, STARTING, reason=known.reason if known is not None else ""))
         return [known.place] if known is not None else []
 
     def _join(self, event: JoinRole) -> list[MemberPlace]:
@@ -149,7 +147,7 @@ class RoleMembers:
         using = known.using if known is not None and known.place == place else {}
         reason = known.reason if known is not None else ""
         self.instances[place.role] = event.instances
-        self._put(
+        self.update(
             MemberView(
                 place,
                 LIVE if event.ready else STARTING,
@@ -168,15 +166,15 @@ class RoleMembers:
         if known is not None and known.place == place and known.state == ENDED:
             if event.final and (place not in self.final or not known.reason):  # now it is known why
                 self.final.add(place)
-                self._put(MemberView(place, ENDED, reason=event.reason or known.reason))
+                self.update(MemberView(place, ENDED, reason=event.reason or known.reason))
                 return [place]
             return []
         if self._later(place) is not None:
             return []
         if known is not None and known.place == place and not event.final:  # it may come back
-            self._put(replace(known, state=ENDED, serving=False, reason=event.reason))
+            self.update(replace(known, state=ENDED, serving=False, reason=event.reason))
         else:
-            self._put(MemberView(place, ENDED, reason=event.reason))
+            self.update(MemberView(place, ENDED, reason=event.reason))
         if event.final:
             self.final.add(place)
         over = [place]

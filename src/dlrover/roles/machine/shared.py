@@ -8,10 +8,11 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from dlrover.errors import ProtocolError
-from dlrover.roles.machine.members import LIVE, RoleMembers
+from dlrover.roles.machine.members import RoleMembers
 from dlrover.roles.machine.queues import Queues
 from dlrover.roles.machine.versions import MAX_NAMES, PublishedWeights
 from dlrover.roles.messages import (
+    LIVE,
     AckItems,
     Agreed,
     CursorIs,

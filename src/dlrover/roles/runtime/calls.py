@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlrover.errors import ConfigurationError, MemberLostError
-from dlrover.roles.messages import HOLDER, JobView, MemberPlace, MemberView, RoleView
+from dlrover.roles.messages import ENDED, HOLDER, LIVE, STARTING, JobView, MemberPlace, MemberView
 from dlrover.roles.runtime import wire
 from dlrover.roles.runtime.connections import (
     CallFailed,
@@ -22,7 +22,7 @@ from dlrover.roles.runtime.connections import (
     EncodedCall,
     MemberConnection,
 )
-from dlrover.roles.runtime.link import WARN_AFTER, ServiceLink, check_process, member
+from dlrover.roles.runtime.link import WARN_AFTER, ServiceLink, check_process
 from dlrover.spec.words import counted
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,6 @@ class Calls:
 
     def __init__(self, link: ServiceLink, machine: str) -> None:
         self._link, self._machine = link, machine
-        self._secret = wire.secret_of(link.token)
         self._lock = threading.Lock()
         self._waiting: dict[tuple[str, int], deque[RoleCall]] = {}
         """Calls without a member, by role and index."""
@@ -134,8 +133,8 @@ class Calls:
         over = []
         with self._lock:
             for key, connection in list(self._connections.items()):
-                found = member(view, *key)
-                if found is None or found.place != connection.place or found.state == "ended":
+                found = view.member(*key)
+                if found is None or found.place != connection.place or found.state == ENDED:
                     over.append(self._connections.pop(key))
         for connection in over:
             connection.close()
@@ -179,9 +178,9 @@ class Calls:
             if call.index >= 0
             else f"a member of {call.role} that serves"
         )
-        members = view.roles.get(call.role, RoleView(0, ())).members
+        members = view.role(call.role).members
         known = ", ".join(f"{one.place} {_state(one)}" for one in members)
-        if call.index < 0 and any(one.state == "live" and not one.serving for one in members):
+        if call.index < 0 and any(one.state == LIVE and not one.serving for one in members):
             known += "; no part of a batch goes to one that has not loaded them by itself"
         if not members:
             known = f"the job's roles are {', '.join(sorted(name for name in view.roles if name != HOLDER))}"
@@ -194,8 +193,8 @@ class Calls:
         with self._lock:
             for call in list(self._mourned):
                 assert call.lost is not None
-                found = member(view, call.lost.role, call.lost.index)
-                over = found is not None and (found.place != call.lost or found.state == "ended")
+                found = view.member(call.lost.role, call.lost.index)
+                over = found is not None and (found.place != call.lost or found.state == ENDED)
                 if over and found is not None and found.reason:
                     call.why = found.reason
                 elif now - call.since < REASON_WAIT:
@@ -244,8 +243,8 @@ class Calls:
     def _choose(self, role: str, index: int, view: JobView) -> MemberView | None:
         now = time.monotonic()
         if index >= 0:
-            found = member(view, role, index)
-            usable = found is not None and found.state == "live" and bool(found.methods)
+            found = view.member(role, index)
+            usable = found is not None and found.state == LIVE and bool(found.methods)
             if found is None or not usable or self._unreachable.get(found.place, 0.0) > now:
                 return None
             return found
@@ -259,7 +258,7 @@ class Calls:
         """Return the members that serve; those that have calls are among them."""
         return [
             one
-            for one in view.roles.get(role, RoleView(0, ())).members
+            for one in view.role(role).members
             if one.serving and one.methods and self._unreachable.get(one.place, 0.0) <= now
         ]
 
@@ -268,7 +267,7 @@ class Calls:
         known = self._connections.get(key)
         if known is not None and known.place == found.place and not known.closed:
             return known
-        address, machine, secret = found.address, self._machine, self._secret
+        address, machine, secret = found.address, self._machine, self._link.secret
         tls = self._link.secured
         made = MemberConnection(found, lambda: wire.connect(address, machine, secret, tls=tls))
         self._connections[key] = made
@@ -316,17 +315,17 @@ class Calls:
 
 def _is_gone(call: RoleCall, view: JobView) -> bool:
     """Return whether a call of all members waits for one that the role, which has shrunk, has no longer."""
-    instances = view.roles.get(call.role, RoleView(0, ())).instances
+    instances = view.role(call.role).instances
     return call.of_all and 0 < instances <= call.index
 
 
 def _state(one: MemberView) -> str:
-    if one.state == "live" and not one.methods:
+    if one.state == LIVE and not one.methods:
         return "exports no methods yet"  # it may have been started again
-    if one.state == "live":
+    if one.state == LIVE:
         return "serves" if one.serving else "has not the current weights"
     why = f": {one.reason}" if one.reason else ""
-    return f"{'starts' if one.state == 'starting' else 'has ended'}{why}"
+    return f"{'starts' if one.state == STARTING else 'has ended'}{why}"
 
 
 def _lost(call: RoleCall) -> str:

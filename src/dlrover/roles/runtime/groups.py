@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, overload
 
 from dlrover.errors import ConfigurationError, ProtocolError
-from dlrover.roles.messages import JobView, MemberView, RoleView
+from dlrover.roles.messages import LIVE, JobView, MemberView, RoleView
 from dlrover.roles.runtime import payload
 from dlrover.roles.runtime.calls import RoleCall
 from dlrover.roles.runtime.connections import EncodedCall
@@ -59,7 +59,7 @@ class RoleGroup:
         uses.
         """
         return tuple(
-            one for one in self._view().members if (one.serving if serving else one.state == "live")
+            one for one in self._view().members if (one.serving if serving else one.state == LIVE)
         )
 
     def changed(self, epoch: int, timeout: float = WAIT) -> int:
@@ -70,7 +70,7 @@ class RoleGroup:
         """
 
         def other(view: JobView) -> int:
-            now = _role(view, self.role).epoch
+            now = view.role(self.role).epoch
             return now if now != epoch else 0
 
         what = f"a change of the members of {self.role}"
@@ -191,13 +191,13 @@ class RoleGroup:
 
     def _view(self) -> RoleView:
         check_process(self._worker.pid)
-        return _role(self._worker.link.view, self.role)
+        return self._worker.link.view.role(self.role)
 
     def _wanted(self) -> int:
         if self.optional and not self._view().members:
             return 0
         self._worker.link.wait(
-            lambda view: _role(view, self.role).instances,
+            lambda view: view.role(self.role).instances,
             self.wait_seconds,
             f"the first member of the role {self.role}",
         )
@@ -313,10 +313,6 @@ def check_count(members: Mapping[str, int], role: str, count: int) -> None:
         raise ConfigurationError(
             f"The role {role} never has {count} members; its maximum is {most}, which is what can be waited for."
         )
-
-
-def _role(view: JobView, role: str) -> RoleView:
-    return view.roles.get(role, RoleView(0, ()))
 
 
 def _encoded(

@@ -15,22 +15,22 @@ from typing import ClassVar, TypeVar
 import msgspec
 
 from dlrover._util import backoff, decoding, tasks
-from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError, ProtocolError
 from dlrover.roles.messages import (
+    ENDED,
     MAX_WAIT,
     JobView,
     JoinRole,
     MemberPlace,
-    MemberView,
     Pulse,
     PulseReply,
     RoleReply,
     RoleRequest,
-    RoleView,
     Turned,
     WatchJob,
 )
 from dlrover.roles.runtime.phases import Phases, end
+from dlrover.roles.runtime.wire import secret_of
 from dlrover.rpc import wire
 from dlrover.rpc.connection import Connection
 from dlrover.spec.jobdir import JobDir, MasterAddress
@@ -44,6 +44,7 @@ RETRY = 0.05, 1.0
 WARN_AFTER = 10.0
 """Seconds without a coordinator after which a warning is logged."""
 Value = TypeVar("Value")
+Reply = TypeVar("Reply", bound=RoleReply)
 
 
 class CoordinatorClient(Connection):
@@ -93,7 +94,9 @@ class ServiceLink:
         self.pid = os.getpid()
         self.listeners: list[Callable[[JobView], None]] = []
         """Called on the link's thread with each view; they must not block."""
-        self._address, self.token, self._beside = address, token, beside
+        self._address, self._token, self._beside = address, token, beside
+        self.secret = secret_of(token)
+        """Secret of the connections between processes of the job."""
         self._tls = tls or wire.Tls()
         self.over = threading.Event()
         """Set when this life of the instance is over: another has taken its place."""
@@ -174,7 +177,7 @@ class ServiceLink:
 
     def _connected(self) -> CoordinatorClient:
         if self._client is None:
-            self._client = CoordinatorClient(self._address, self.token, self._tls)
+            self._client = CoordinatorClient(self._address, self._token, self._tls)
         return self._client
 
     async def _look_elsewhere(self) -> None:
@@ -238,12 +241,12 @@ class ServiceLink:
             await self._look_elsewhere()
 
     async def _see(self, view: JobView) -> None:
-        me = member(view, self.place.role, self.place.index)
+        me = view.member(self.place.role, self.place.index)
         if me is not None and me.place.life > self.place.life:
             raise ConfigurationError(
                 f"Attempt {self.place.attempt} of {self.place} is over: another has taken its place."
             )
-        if me is not None and me.state == "ended" and self._joined is not None:
+        if me is not None and me.state == ENDED and self._joined is not None:
             logger.warning("The coordinator has lost sight of this process, which joins again")
             reply = await self._connected().ask(self._joined)
             if isinstance(reply, Turned):
@@ -303,6 +306,17 @@ class ServiceLink:
         self._loop.call_soon_threadsafe(self._loop.call_later, seconds, what)
 
 
+def expected(reply: RoleReply, kind: type[Reply]) -> Reply:
+    """Return a reply of the kind that its request gets.
+
+    Raises:
+        ProtocolError: It is of another kind.
+    """
+    if not isinstance(reply, kind):
+        raise ProtocolError(f"The coordinator answered {type(reply).__name__}.")
+    return reply
+
+
 def check_process(pid: int) -> None:
     """Refuse a fork of the process that joined, ``pid``: it has the same connections, and none of the threads.
 
@@ -317,9 +331,3 @@ def check_process(pid: int) -> None:
 
 def _in_words(what: str | Callable[[JobView], str], view: JobView) -> str:
     return what if isinstance(what, str) else what(view)
-
-
-def member(view: JobView, role: str, index: int) -> MemberView | None:
-    """Return an instance of a role in a view."""
-    members = view.roles.get(role, RoleView(0, ())).members
-    return next((one for one in members if one.place.index == index), None)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, overload
 
-from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.roles.messages import (
     MAX_BODY,
     MAX_ITEMS,
@@ -24,6 +24,7 @@ from dlrover.roles.messages import (
     QueueStatus,
 )
 from dlrover.roles.runtime import payload, wire
+from dlrover.roles.runtime.link import expected
 from dlrover.roles.runtime.worker import current_worker, encode_cursor, step_number
 
 SIZE = 1000
@@ -234,9 +235,8 @@ class Queue:
         reply = self._ask(GetItems(place, self.name, self._id, number, count, least, wait))
         if isinstance(reply, Later):
             return False
-        if not isinstance(reply, LeasedItems):
-            raise ProtocolError(f"The coordinator answered {type(reply).__name__}.")
-        more = Items((item, _decoded(item.body)) for item in reply.items)
+        items = expected(reply, LeasedItems).items
+        more = Items((item, _decoded(item.body)) for item in items)
         self._got = number + 1, leased + more
         return bool(more)
 
@@ -269,10 +269,7 @@ class Queue:
 
     def status(self) -> QueueStatus:
         """Return the queue in numbers."""
-        reply = self._ask(LookQueue(self._worker.place, self.name))
-        if not isinstance(reply, QueueStatus):
-            raise ProtocolError(f"The coordinator answered {type(reply).__name__}.")
-        return reply
+        return expected(self._ask(LookQueue(self._worker.place, self.name)), QueueStatus)
 
     def __len__(self) -> int:
         """Return the number of items that wait."""

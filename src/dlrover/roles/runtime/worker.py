@@ -15,7 +15,7 @@ from dlrover import config, launched
 from dlrover._util import clocks
 from dlrover._util.sockets import address_towards
 from dlrover.checkpoint.saver import certificates
-from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.roles.messages import (
     MAX_CURSOR,
     START,
@@ -27,11 +27,11 @@ from dlrover.roles.messages import (
     Resumed,
     SetCursor,
 )
-from dlrover.roles.runtime import environment, payload, wire
+from dlrover.roles.runtime import environment, payload
 from dlrover.roles.runtime.calls import Calls
 from dlrover.roles.runtime.exporting import exports
 from dlrover.roles.runtime.holding import HeldParts
-from dlrover.roles.runtime.link import ServiceLink
+from dlrover.roles.runtime.link import ServiceLink, expected
 from dlrover.roles.runtime.listener import CallListener
 from dlrover.roles.runtime.phases import Phases
 from dlrover.roles.spec import NAME
@@ -73,9 +73,8 @@ class RoleWorker:
         self._ready, self._resumes = ready, 0
         self._lock = threading.Lock()
         host = _own_address(found.address)
-        secret = wire.secret_of(self.link.token)
         self.listener = CallListener(
-            exports, host, self.machine, secret, self.holding, self.phases, pem
+            exports, host, self.machine, self.link.secret, self.holding, self.phases, pem
         )
         self._join()
         exports.changed = self._join
@@ -144,10 +143,8 @@ class RoleWorker:
     @property
     def cursor(self) -> Any:
         """What this instance has set last, in whatever life; None if it never has. It is in the job's journal."""
-        reply = self.link.ask(LookCursor(self.place))
-        if not isinstance(reply, CursorIs):
-            raise ProtocolError(f"The coordinator answered {type(reply).__name__}.")
-        return payload.decode(reply.cursor, None) if reply.cursor is not None else None
+        cursor = expected(self.link.ask(LookCursor(self.place)), CursorIs).cursor
+        return payload.decode(cursor, None) if cursor is not None else None
 
     @cursor.setter
     def cursor(self, value: Any) -> None:

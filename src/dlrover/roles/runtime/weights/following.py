@@ -19,7 +19,6 @@ from dlrover.roles.messages import (
     VersionView,
     weights_in_words,
 )
-from dlrover.roles.runtime.link import member
 from dlrover.roles.runtime.memory import PartReader
 from dlrover.roles.runtime.weights.holders import holders
 from dlrover.roles.runtime.weights.publishing import WAIT
@@ -158,7 +157,7 @@ def _opened(worker: RoleWorker, name: str, view: JobView) -> Weights | None:
 
 
 def _reader(worker: RoleWorker, view: JobView, part: PartView) -> PartReader | None:
-    holder = member(view, part.holder.role, part.holder.index)
+    holder = view.member(part.holder.role, part.holder.index)
     if holder is None or holder.place != part.holder:
         return None
     try:

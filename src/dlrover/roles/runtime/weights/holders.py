@@ -7,7 +7,6 @@ import secrets
 import threading
 
 from dlrover.roles.messages import CallAddress, MemberPlace
-from dlrover.roles.runtime import wire
 from dlrover.roles.runtime.memory import HolderConnection
 from dlrover.roles.runtime.worker import RoleWorker
 
@@ -36,8 +35,8 @@ class Holders:
             self._follow(worker)
             known = self._open.get(place)
             if known is None or known.closed:
-                secret = wire.secret_of(worker.link.token)
-                known = HolderConnection(address, worker.machine, secret, tls=worker.link.secured)
+                link = worker.link
+                known = HolderConnection(address, worker.machine, link.secret, tls=link.secured)
                 self._open[place] = known
             return known
 

@@ -18,17 +18,18 @@ from dlrover.checkpoint.saver.memory import kernels
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.roles.messages import (
     HOLDER,
+    LIVE,
     WEIGHTS,
     CallAddress,
     JobView,
     MemberPlace,
     PublishedAs,
     PublishPart,
-    RoleView,
     Version,
 )
 from dlrover.roles.runtime import payload
 from dlrover.roles.runtime.holding import CommitPart, DiscardPart, PartListed
+from dlrover.roles.runtime.link import expected
 from dlrover.roles.runtime.memory import HolderConnection
 from dlrover.roles.runtime.payload import ALIGNMENT
 from dlrover.roles.runtime.weights.holders import holders
@@ -133,15 +134,16 @@ def _published(
     except BaseException:  # it may be published or not: whoever keeps it learns that from the job
         connection.close()
         raise
-    if not isinstance(reply, PublishedAs):
-        raise ProtocolError(f"The coordinator answered {type(reply).__name__}.")
+    published = expected(reply, PublishedAs)
     with contextlib.suppress(
         OSError
     ):  # what was published is lost with who kept it, as at any later time
-        connection.ask(PartListed(key, reply.view))
-    worker.link.wait(lambda view: view.number >= reply.view, WAIT, "the view of what was published")
+        connection.ask(PartListed(key, published.view))
+    worker.link.wait(
+        lambda view: view.number >= published.view, WAIT, "the view of what was published"
+    )
     worker.progress()
-    return reply.version
+    return published.version
 
 
 def _copied(
@@ -164,8 +166,8 @@ def _copied(
 
 def _holder(worker: RoleWorker) -> tuple[MemberPlace, CallAddress]:
     """Return the process that keeps weights on this machine: one for that, or else this process itself."""
-    for one in worker.link.view.roles.get(HOLDER, RoleView(0, ())).members:
-        if one.state == "live" and one.address.machine == worker.machine:
+    for one in worker.link.view.role(HOLDER).members:
+        if one.state == LIVE and one.address.machine == worker.machine:
             return one.place, one.address
     return worker.place, worker.listener.address
 
