@@ -61,6 +61,19 @@ def test_refused_programs(tmp_path):
     )
 
 
+def test_a_program_that_only_one_process_can_read_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "saved.py").touch()
+    (tmp_path / "link.py").symlink_to("saved.py")  # as /dev/stdin is one, here to a file
+
+    for target in ("-", "pipe", "/dev/null"):
+        assert refusal(target) == (
+            f"training script {target}: a pipe or device gives the program to one process, once, but each worker and each restart "
+            "reads it; save it to a file, and give the file's name."
+        )
+    assert parse(["link.py"], PATH_ONLY).launch.target == "link.py"
+
+
 def test_interpreter_and_prefix_come_from_torchruns_variables():
     launch = options(
         PYTHON_EXEC="/opt/py", TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="${rank}: "

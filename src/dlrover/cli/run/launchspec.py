@@ -399,12 +399,22 @@ def _check_program(entry: Entry, target: str, environ: Mapping[str, str]) -> Non
             raise ConfigurationError(
                 f"command {target} is neither an executable file nor found on PATH."
             )
+    elif target == "-" or _reads_once(target):
+        raise ConfigurationError(
+            f"training script {target}: a pipe or device gives the program to one process, once, but each worker and each restart "
+            "reads it; save it to a file, and give the file's name."
+        )
     elif not os.path.exists(target):
         raise ConfigurationError(
             f"training script {target} does not exist (looked in {os.getcwd()}).{_nearest(target)}"
         )
     elif os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
         raise ConfigurationError(f"training script {target} is a directory without __main__.py.")
+
+
+def _reads_once(target: str) -> bool:
+    """Whether the path leads to a pipe or a device, such as the shell's ``<(...)`` or a terminal."""
+    return os.path.exists(target) and not (os.path.isfile(target) or os.path.isdir(target))
 
 
 def _check_module(module: str, environ: Mapping[str, str]) -> None:
