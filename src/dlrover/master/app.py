@@ -126,13 +126,9 @@ def _set_aside(path: str) -> str:
     """Rename a journal's files, so that the next one is new; return the name of the first."""
     names = (f"{path}.damaged-{number}" for number in itertools.count(1))
     aside = next(name for name in names if not os.path.lexists(name))
-    for end in (
-        "",
-        "-wal",
-        "-shm",
-    ):  # SQLite uses what is beside a file that is not there for no other
+    for suffix in ("", "-wal", "-shm"):  # SQLite would read those of the old file for the new one
         with contextlib.suppress(FileNotFoundError):
-            os.rename(f"{path}{end}", f"{aside}{end}")
+            os.rename(path + suffix, aside + suffix)
     return aside
 
 
