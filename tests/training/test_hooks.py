@@ -492,6 +492,21 @@ def test_no_frame_of_what_survive_puts_around_pytorch_is_in_a_traceback(
     assert "on top of it" in worked.stderr
 
 
+def test_an_error_that_has_our_frames_alone_is_a_traceback_all_the_same(
+    work_cold: Callable[..., Worked],
+) -> None:
+    """Before, the launcher took the error behind it for the program's end, and ended the job."""
+    before = """
+import types
+from dlrover.training.replicas import hooks
+hooks.install()
+hooks._running.append(types.SimpleNamespace(replaying=True))
+"""
+    worked = work_cold("raise ValueError('on its way')", before=before)
+    assert worked.stderr.count("Traceback (most recent call last):") == 2
+    assert worked.stderr.endswith("(ValueError: on its way); all ranks start again.\n")
+
+
 def test_what_survive_cannot_do_is_a_sentence_below_the_programs_own_frames(
     work_cold: Callable[..., Worked],
 ) -> None:

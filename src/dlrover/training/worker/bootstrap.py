@@ -45,7 +45,7 @@ OWN_DIRECTORIES = (
 )
 """Directories of the runner's own code, hidden from tracebacks: this package and the zygote's."""
 AROUND_TORCH = os.path.join(os.path.dirname(os.path.dirname(__file__)), "replicas")
-"""Directory of the code that ``--survive`` puts around PyTorch's, hidden unless the mistake is in it."""
+"""Directory of the code that ``--survive`` puts around PyTorch's, hidden unless the mistake is in it or no other frame is left."""
 
 
 @dataclass(frozen=True)
@@ -269,9 +269,12 @@ def _hide_own_frames(error: BaseException) -> None:
 def _without_ours(error: BaseException) -> types.TracebackType | None:
     from dlrover.errors import DLRoverError  # noqa: PLC0415 - not needed at start
 
-    places = [_directory(frame) for frame, _line in traceback.walk_tb(error.__traceback__)]
     ours = list(OWN_DIRECTORIES)
-    if places[-1:] != [AROUND_TORCH] or isinstance(error, DLRoverError):
+    walked = traceback.walk_tb(error.__traceback__)
+    places = [place for frame, _line in walked if (place := _directory(frame)) not in ours]
+    # An error without frames would not be printed as a traceback, by which the launcher knows what the program ended with.
+    others = any(place != AROUND_TORCH for place in places)
+    if others and (places[-1] != AROUND_TORCH or isinstance(error, DLRoverError)):
         ours.append(AROUND_TORCH)
     frames = error.__traceback__
     first = last = None
