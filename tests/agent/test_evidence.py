@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dlrover.agent.workers import evidence
+from dlrover.rpc import messages, wire
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -107,3 +108,21 @@ def test_a_process_that_a_user_has_stopped_stays_stopped(
     until(lambda: state_of(worker) == "T", 10, "state T")
     asyncio.run(evidence.collect([worker.pid]))
     assert state_of(worker) == "T"
+
+
+def test_the_evidence_of_hundreds_of_workers_is_one_message(
+    worker: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = f"/home/me/{'project/' * 10}train.py"
+    frames = "".join(f"    function_{number} ({file}:{number})\n" for number in range(500))
+    (tmp_path / "dump").write_text(f'Thread 1 (idle): "MainThread"\n{frames}')
+    program = tmp_path / "py-spy"
+    program.write_text(f"#!/bin/sh\nexec cat {tmp_path}/dump\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    count = 200
+    found = asyncio.run(evidence.collect([worker.pid] * count))
+    assert [one.frames[0].function for one in found] == ["function_0"] * count
+    assert all("characters left out" in one.text for one in found)
+    sent = wire.encode(messages.Evidence(1, 1, tuple(found)))
+    assert len(sent) < wire.MAX_MESSAGE_BYTES

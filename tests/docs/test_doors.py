@@ -39,7 +39,7 @@ DOORS = {
         "open_table", "prefetched", "text_keys",
     },
     "dlrover.errors": {
-        "CheckpointsLostError", "ConfigurationError", "DLRoverError", "ExitCode", "FencedError", "FormatError",
+        "CheckpointsLostError", "ConfigurationError", "DLRoverError", "DamagedJournalError", "ExitCode", "FencedError", "FormatError",
         "InfrastructureError", "MemberLostError", "NoRoomError", "ProtocolError", "RemoteError", "UserCodeError",
     },
     "dlrover.integrations.verl": {"Repair", "WorkerGroup", "install"},

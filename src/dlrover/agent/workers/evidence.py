@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dlrover._util import procs
-from dlrover.spec.failure import clip
+from dlrover.spec.failure import TEXT_LIMIT, clip
 from dlrover.spec.stacks import Frame, WorkerEvidence, main_thread
 from dlrover.training.worker.stacks import FILE_NAME, SIGNAL
 
@@ -29,6 +29,8 @@ CHILDREN_TIME = 5.0
 """Seconds after which no further child process of a worker is asked for its stacks."""
 QUIET_TIME = 0.1
 """Seconds without new bytes after which the stacks count as complete."""
+ALL_TEXT, ALL_FRAMES = 1 << 20, 8192
+"""Characters and frames of all workers of a node: their evidence is one message."""
 _STOPPED = ("T", "t")
 TICKS = os.sysconf("SC_CLK_TCK")
 FLIGHT_RECORDS = "/tmp/nccl_trace_rank_"  # noqa: S108
@@ -40,6 +42,7 @@ async def collect(pids: Sequence[int]) -> list[WorkerEvidence]:
     cpu = _cpu_seconds(pids)
     stacks = await asyncio.gather(*(_stacks(pid) for pid in pids))
     of_children = await asyncio.gather(*(_children_stacks(pid) for pid in pids))
+    room, depth = (most // max(1, len(pids)) for most in (ALL_TEXT, ALL_FRAMES))
     return [
         WorkerEvidence(
             pid=pid,
@@ -47,8 +50,8 @@ async def collect(pids: Sequence[int]) -> list[WorkerEvidence]:
             state=_state(pid),
             cpu=cpu[pid],
             moved=_bytes_moved(pid),
-            frames=main_thread(text),
-            text=clip(f"{text}{children}"),
+            frames=main_thread(text)[:depth],
+            text=clip(f"{text}{children}", min(room, TEXT_LIMIT)),
             source=source,
         )
         for pid, (source, text), children in zip(pids, stacks, of_children, strict=True)
