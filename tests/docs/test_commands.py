@@ -308,7 +308,7 @@ def follow(session: Session, page: Path) -> None:
             running.until(lambda: "listens" in running.output, "its port")  # noqa: B023 - at once
         elif command.text.startswith("dlrover embedding serve"):
             running = session.start(command)
-            running.until(lambda: "Serves" in running.output, "its ports")  # noqa: B023 - at once
+            running.until(lambda: "Serving" in running.output, "its ports")  # noqa: B023 - at once
         elif not command.text.startswith("kill "):
             strikes = next_one is not None and next_one.text.startswith("kill ")
             session.run(command, next_one if strikes else None)
