@@ -191,7 +191,7 @@ class Numbers:
         plans = self.size.plans + (source == "plan")
         asked = number if source == "user" else self.size.requested
         self.size = self.size._replace(wanted=number, requested=asked, plans=plans, reason=reason)
-        return ScaleReply(f"The job is to have {number} nodes.")
+        return ScaleReply(f"The job will have {number} nodes.")
 
 
 @contextlib.asynccontextmanager

@@ -118,7 +118,7 @@ async def follow_replicas(job: Scaled) -> None:
     job.scale(3)
     await job.until(lambda: job.worlds() == ["2", "3"])
     (told,) = job.events("Scaled")
-    assert told.startswith("The job is to have 3 nodes instead of 2: 1 is being started")
+    assert told.startswith("The job will have 3 nodes instead of 2: 1 is being started")
     job.delete(names.master_name("digits"))
     await job.until(lambda: job.cluster.told.get("MasterReady") == 2)
     job.scale(1)

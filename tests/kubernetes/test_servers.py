@@ -167,7 +167,7 @@ def test_servers_come_go_and_are_replaced(job: Served) -> None:
             job.change_servers(2)
             await job.forms(1, 2)
             (told,) = job.events("Scaled")
-            assert told.startswith("The job is to have 2 ps nodes instead of 1: 1 is being started")
+            assert told.startswith("The job will have 2 ps nodes instead of 1: 1 is being started")
             job.plan(
                 "other", replicaResourceSpecs={"ps": {"replicas": 1}, "worker": {"replicas": 2}}
             )

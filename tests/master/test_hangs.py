@@ -74,7 +74,7 @@ def test_a_hang_is_found_and_names_the_rank_and_the_line():
     assert found.hang.ranks == (3,)
     assert found.hang.place == "__getitem__ (data.py:41)"
     assert found.hang.sentence() == (
-        "The training hangs, for 181 s now: 3 ranks in all_reduce (distributed_c10d.py:2800); "
+        "The training has been hanging for 181 s: 3 ranks in all_reduce (distributed_c10d.py:2800); "
         "rank 3 in __getitem__ (data.py:41)."
     )
     assert job.report(*all_doing(300)) == []  # it is said once

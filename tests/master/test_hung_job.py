@@ -34,7 +34,7 @@ def test_a_hang_is_told_and_the_workers_restart_on_the_infrastructures_budget():
     cluster = training()
     hung(cluster)
     told = sentences(cluster)
-    assert "The training hangs, for 200 s now: rank 1 in read (data.py:41)." in told
+    assert "The training has been hanging for 200 s: rank 1 in read (data.py:41)." in told
     assert "Restart 1: the training hung in read (data.py:41)." in told
     assert cluster.machine.restarts.user_restarts == 0
     assert len(cluster.machine.restarts.infrastructure_times) == 1
@@ -49,7 +49,7 @@ def test_a_hang_that_is_only_reported_changes_nothing():
     hung(cluster, restart=False)
     assert cluster.machine.rendezvous.round == 1
     assert cluster.machine.incident is None
-    assert any("The training hangs" in sentence for sentence in sentences(cluster))
+    assert any("The training has been hanging" in sentence for sentence in sentences(cluster))
 
 
 def test_a_hang_of_a_round_that_is_over_is_nothing():
@@ -95,4 +95,4 @@ def test_another_master_finds_the_hang_in_the_journal():
     cluster.kill_master()
     cluster.run(60)
     assert cluster.finish().exit_code == ExitCode.SUCCESS
-    assert sum("The training hangs" in sentence for sentence in sentences(cluster)) == 1
+    assert sum("The training has been hanging" in sentence for sentence in sentences(cluster)) == 1

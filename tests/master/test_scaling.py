@@ -36,7 +36,7 @@ def test_a_user_may_have_more_nodes_than_the_job_was_submitted_with() -> None:
     assert ranks(driver.give(asked(4))) == [2, 3]
     assert driver.machine.state.phase is Phase.RUNNING
     (scaled,) = driver.emitted(events.JobScaled)
-    assert scaled.sentence() == "The job is to have 4 nodes instead of 2: it was asked for."
+    assert scaled.sentence() == "The job will have 4 nodes instead of 2: it was asked for."
     for node in (2, 3):
         driver.connect(node, claims=node)
     driver.join(2, 3, at=20.0)
@@ -178,7 +178,7 @@ def test_only_nodes_of_role_worker_leave() -> None:
     driver.give(asked(1))
     assert driver.machine.scaling.leaving.keys() == {3, 4}
     (scaled,) = driver.emitted(events.JobScaled)
-    assert scaled.sentence().startswith("The job is to have 1 worker node instead of 3")
+    assert scaled.sentence().startswith("The job will have 1 worker node instead of 3")
 
 
 # ---- what changes nothing

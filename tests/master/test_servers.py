@@ -230,7 +230,7 @@ def test_servers_grow_beside_the_running_training() -> None:
     assert ranks(commands) == [FIRST_SERVER + 1, FIRST_SERVER + 2]
     assert of(commands, messages.CallToRound) == []
     (scaled,) = driver.emitted(events.JobScaled)
-    assert scaled.sentence() == "The job is to have 3 ps nodes instead of 1: it was asked for."
+    assert scaled.sentence() == "The job will have 3 ps nodes instead of 1: it was asked for."
     come(driver, 2, 3)
     driver.join(2, 3, at=20.0)
     assert driver.machine.state.phase is Phase.RUNNING
@@ -246,7 +246,7 @@ def test_only_servers_leave_where_fewer_of_them_are_wanted() -> None:
     assert driver.machine.scaling.leaving.keys() == {3, 4}
     assert {c.node_id for c in of(commands, messages.CallToRound)} == {0, 1, 2}
     opened = driver.emitted(events.RoundOpened)[-1]
-    assert opened.reason == "the job is to have 2 workers and 1 server"
+    assert opened.reason == "the job will have 2 workers and 1 server"
     for node in (3, 4):
         driver.give(inputs.NodeExited(node, "its agent ended"))
     driver.join(0, 1, 2)

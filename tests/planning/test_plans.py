@@ -137,7 +137,7 @@ def test_a_sample_is_asked_for_until_the_model_knows_what_is_near():
     model = server_model((1, 1, 4, 4), (2, 1, 4, 4))
     plan = sample_servers(model, SPACE, current)
     assert plan is not None
-    assert plan.reason.endswith("because the samples so far leave open what it brings")
+    assert plan.reason.endswith("because the samples so far do not show what it gains")
     for _ in range(30):
         plan = sample_servers(model, ServerSpace([1, 2], [1, 2], [4, 8], [4, 8]), current)
         if plan is None:
@@ -192,7 +192,7 @@ def test_several_nodes_are_measured_before_they_are_relied_on():
     plan = sample_ring(model, RingSpace(range(1, 17), 4), RingShape(1, 4, 32))
     assert plan is not None
     assert plan.groups["worker"].count == 2
-    assert "because the samples so far leave open" in plan.reason
+    assert "because the samples so far do not show" in plan.reason
     assert sample_ring(ring_model(), RingSpace([1], 4), RingShape(1, 4, 32)) is None
 
 

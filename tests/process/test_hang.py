@@ -82,7 +82,7 @@ def test_a_hang_is_reported_with_rank_and_line_and_restarted(
     text = (launch.job_dir / found.evidence).read_text()
     assert found.groups in text
     assert str(SCRIPT) in text
-    assert "accelerator of rank 0: 100 % busy, memory 0 %: as a collective that waits" in text
+    assert "accelerator of rank 0: 100 % busy, memory 0 %: like a collective that waits" in text
     kept = json.loads((launch.job_dir / "evidence/1.json").read_text())
     sources = {worker["source"] for worker in kept["evidence"]}
     assert sources == ({by} if by == "faulthandler" or _may_look() else {"faulthandler"})

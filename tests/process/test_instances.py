@@ -52,11 +52,11 @@ def test_servers_are_killed_and_added_and_the_workers_are_not_interrupted(run) -
     launch.until(lambda: len(servers(0)) == 2, 20, "another process of server 0")
 
     asked = run.dlrover("scale", "--job-dir", launch.job_dir, "--role", "ps", "--nodes", 3)
-    assert asked.stdout.startswith("The job is to have 3 ps nodes instead of 2: 1 is being started")
+    assert asked.stdout.startswith("The job will have 3 ps nodes instead of 2: 1 is being started")
     launch.until(lambda: servers(2), 20, "a third server")
     asked = run.dlrover("scale", "--job-dir", launch.job_dir, "--role", "ps", "--nodes", 1)
     assert asked.stdout.strip() == (
-        "The job is to have 1 ps node instead of 3: the last 2 leave, and the others go on."
+        "The job will have 1 ps node instead of 3: the last 2 leave, and the others go on."
     )
     launch.until(lambda: len(launch.events_of(events.NodeReleased)) == 2, 20, "two servers' end")
 

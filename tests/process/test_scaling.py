@@ -41,9 +41,9 @@ def test_a_job_grows_from_two_nodes_to_four_and_shrinks_to_one_without_losing_a_
         return [step for step, world_size in done if nodes in (0, world_size)]
 
     run.until(lambda: len(steps(2)) >= 5, 60, "steps of two nodes")
-    assert scale(run, launch, 4).startswith("The job is to have 4 nodes instead of 2: ")
+    assert scale(run, launch, 4).startswith("The job will have 4 nodes instead of 2: ")
     run.until(lambda: len(steps(4)) >= 5, 60, "steps of four nodes")
-    assert scale(run, launch, 1).startswith("The job is to have 1 node instead of 4: ")
+    assert scale(run, launch, 1).startswith("The job will have 1 node instead of 4: ")
     printed = launch.succeed(120)
 
     assert printed == f"sum {SIZE * total * (total + 1) // 2} after step {total}\n"
@@ -69,10 +69,10 @@ def test_nodes_that_leave_are_gone_and_the_job_ends_well(run, tmp_path) -> None:
     assert json.loads(shown.stdout)["nodes"] == 1
     run.until(lambda: rounds(launch) == [3, 1], 20, "a world of one")
     assert len(launch.of_kind("agent")) == 1
-    told = "dlrover: The job is to have 1 node instead of 3: night."
+    told = "dlrover: The job will have 1 node instead of 3: night."
     run.until(lambda: told in launch.stderr, 5, "a line on the job's own terminal")
     assert [e.body.reason for e in launch.events_of(events.JobScaled)] == ["night"]
-    assert scale(run, launch, 1) == "The job is to have 1 node already; nothing changes."
+    assert scale(run, launch, 1) == "The job is set to 1 node already; nothing changes."
     (tmp_path / "go").touch()
     launch.succeed()
 

@@ -66,7 +66,7 @@ def test_a_job_with_servers_loses_one_gets_one_more_and_ends_with_its_workers(ru
 
     asked = run.dlrover("scale", "--job-dir", launch.job_dir, "--role", "ps", "--nodes", 3)
     assert asked.stdout.strip() == (
-        "The job is to have 3 ps nodes instead of 2: 1 is being started, and training goes on until "
+        "The job will have 3 ps nodes instead of 2: 1 is being started, and training goes on until "
         "they are there."
     )
     job.wait_for_world(4, 3, rounds=3)
@@ -82,7 +82,7 @@ def test_a_master_that_dies_keeps_the_servers_that_the_job_was_scaled_to(run) ->
     launch = job.launch
     job.wait_for_world(1, 2, rounds=1)
     asked = run.dlrover("scale", "--job-dir", launch.job_dir, "--role", "ps", "--nodes", 1)
-    assert asked.stdout.startswith("The job is to have 1 ps node instead of 2: the last one leaves")
+    assert asked.stdout.startswith("The job will have 1 ps node instead of 2: the last one leaves")
     job.wait_for_world(1, 1, rounds=2)
     (master,) = launch.of_kind("master")
     master.kill()

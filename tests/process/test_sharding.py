@@ -76,7 +76,7 @@ def test_every_sample_counts_once_in_a_job_that_goes_on_without_a_lost_rank(run,
     assert counting.counts() == {EPOCHS: SAMPLES}
     opened = launch.events_of(events.RoundOpened)
     assert len(opened) == 2
-    assert "cannot come to the others' place in the data set" in opened[-1].body.reason
+    assert "cannot reach the others' place in the data set" in opened[-1].body.reason
 
 
 def test_every_sample_counts_once_on_other_numbers_of_ranks(run, tmp_path) -> None:

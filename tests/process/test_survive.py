@@ -304,7 +304,7 @@ def _count(row: list[str]) -> int:
 
 
 def test_a_program_that_fails_on_its_way_to_the_others_ends_no_job(run) -> None:
-    """It may be due to the way, on which a rank has no model: all start again, and the program's mistakes still count."""
+    """It may be due to the replay, in which a rank has no model: all start again, and the program's mistakes still count."""
     launch = run("--survive", "--nproc-per-node=2", SCRIPT.with_name("reads_gradients.py"), run.directory)  # fmt: skip
     rows = functools.partial(written, run.directory)
     launch.until(lambda: all(len(rows(rank)) > 5 for rank in (0, 1)), 60, "five steps")
@@ -312,7 +312,7 @@ def test_a_program_that_fails_on_its_way_to_the_others_ends_no_job(run) -> None:
     psutil.Process(int(pids[1])).kill()
     opened = functools.partial(launch.events_of, events.RoundOpened)
     launch.until(lambda: len(opened()) == 2, 60, "another round")
-    assert "failed on its way" in opened()[-1].body.reason
+    assert "failed while this rank replayed it" in opened()[-1].body.reason
     launch.until(lambda: rows(0)[-1][1] != pids[0], 60, "its first step")
     end_at(run.directory, int(rows(0)[-1][0]) + 50)
     launch.succeed(60)

@@ -169,7 +169,7 @@ def test_the_number_is_chosen_from_the_rate_and_the_time_to_replace_a_node() -> 
         ]
         assert len(decided) == wanted
     assert decided[0].sentence() == (
-        "The job is to have 1 spare, not 0: 0.0023 failures per node and day, and 90000 s to replace one of "
+        "The job will have 1 spare, not 0: 0.0023 failures per node and day, and 90000 s to replace one of "
         "16 nodes."
     )
     assert machine.nodes[16].node_rank == FIRST_SPARE

@@ -518,7 +518,7 @@ def test_what_does_not_outlive_a_loss_is_refused_with_one_sentence(monkeypatch):
     refused = hooks._refused(lambda: "made", "an optimizer in parts")
     assert refused() == "made"
     monkeypatch.setattr(hooks, "_running", [returning()])
-    with pytest.raises(ConfigurationError, match="an optimizer in parts does not outlive"):
+    with pytest.raises(ConfigurationError, match="an optimizer in parts cannot survive"):
         refused()
 
 

@@ -427,7 +427,7 @@ class Records(Generic[Sample_co]):
         if given.survive and given.attempt and not launched.call:
             # What the others have learned from, it would take again on its way to them, or from them.
             raise InfrastructureError(
-                f"--survive: a rank cannot come to the others' place in the data set {self._spec.name}, whose samples the"
+                f"--survive: a rank cannot reach the others' place in the data set {self._spec.name}, whose samples the"
                 " master deals; all ranks start again."
             )
         if self._stream is None:

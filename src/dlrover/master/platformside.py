@@ -211,7 +211,7 @@ def reply(before: int, after: int, role: str = "", *, alone: bool = False) -> me
     kind = f"{role} nodes" if role else "nodes"
     count = f"{after} {kind}" if after != 1 else f"1 {kind[:-1]}"
     if before == after:
-        return messages.ScaleReply(f"The job is to have {count} already; nothing changes.")
+        return messages.ScaleReply(f"The job is set to {count} already; nothing changes.")
     number = abs(after - before)
     if after > before:
         come = "1 is being started" if number == 1 else f"{number} are being started"
@@ -219,7 +219,7 @@ def reply(before: int, after: int, role: str = "", *, alone: bool = False) -> me
     else:
         leave = "the last one leaves" if number == 1 else f"the last {number} leave"
         rest = f"{leave}, and the others go on{'' if alone else ' in a new round'}."
-    return messages.ScaleReply(f"The job is to have {count} instead of {before}: {rest}")
+    return messages.ScaleReply(f"The job will have {count} instead of {before}: {rest}")
 
 
 def placed(machine: JobMachine) -> dict[str, PlacedNode]:

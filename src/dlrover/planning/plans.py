@@ -255,7 +255,7 @@ def _plan(
     learn: bool,
 ) -> ResourcePlan:
     before, cost = rated.here.throughput, float(rated.cost[found])
-    why = "to be measured, because the samples so far leave open what it brings"
+    why = "to be measured, because the samples so far do not show what it gains"
     if not learn:
         faster, dearer = after.throughput / before - 1, cost / rated.present - 1
         why = f"{faster:+.0%} throughput for {dearer:+.0%} cost"

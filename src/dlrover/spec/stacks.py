@@ -76,7 +76,7 @@ class WorkerEvidence(msgspec.Struct, frozen=True, kw_only=True):
             return f"{state}: it has next to nothing to do"
         if self.device_computes or self.moving < 0:
             return state
-        return f"{state}: as a collective that waits for other ranks"
+        return f"{state}: like a collective that waits for other ranks"
 
 
 class StackGroup(msgspec.Struct, frozen=True):

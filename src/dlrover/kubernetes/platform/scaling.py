@@ -254,7 +254,7 @@ class Scaler:
         if not known and (spec.create_pods or spec.remove_pods):
             counted = " and ".join(scaleplans.counted(*number) for number in wanted.items())
             numbers = {_FIELDS[role]: number for role, number in wanted.items()}
-            await self._set_status(plan, PENDING, f"The job is to have {counted}.", **numbers)
+            await self._set_status(plan, PENDING, f"The job will have {counted}.", **numbers)
         auto = (plan["metadata"].get("labels") or {}).get(scaleplans.TYPE_LABEL) == "auto"
         why = _why(name, spec)
         sentences: list[str] = []

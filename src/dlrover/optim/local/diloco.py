@@ -147,7 +147,7 @@ class DiLoCo(WrappedOptimizer):
     ) -> None:
         if launched.survival is not None:
             raise ConfigurationError(
-                f"--survive: {type(self).__name__} does not outlive the loss of a rank; start the program without --survive."
+                f"--survive: {type(self).__name__} cannot survive the loss of a rank; start the program without --survive."
             )
         super().__init__(base)
         if self.computes_parameters:

@@ -96,7 +96,7 @@ class HangFound(msgspec.Struct, frozen=True, tag="hang_found"):
     def sentence(self) -> str:
         """Return the event as one sentence."""
         where = f"; see {self.evidence}" if self.evidence else ""
-        return f"The training hangs, for {self.seconds:.0f} s now: {self.groups}{where}."
+        return f"The training has been hanging for {self.seconds:.0f} s: {self.groups}{where}."
 
 
 class SlowRank(msgspec.Struct, frozen=True, tag="slow_rank"):

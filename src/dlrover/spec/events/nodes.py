@@ -107,7 +107,7 @@ class SparesDecided(msgspec.Struct, frozen=True, tag="spares_decided"):
     def sentence(self) -> str:
         """Return the event as one sentence."""
         return (
-            f"The job is to have {counted(self.spares, 'spare')}, not {self.before}: {self.rate:.2g} failures per "
+            f"The job will have {counted(self.spares, 'spare')}, not {self.before}: {self.rate:.2g} failures per "
             f"node and day, and {self.seconds:.0f} s to replace one of {counted(self.nodes, 'node')}."
         )
 

@@ -24,7 +24,7 @@ class JobScaled(msgspec.Struct, frozen=True, tag="job_scaled"):
         """Return the event as one sentence."""
         role = f"{self.role} " if self.role else ""
         count = f"{self.nodes} {role}node{'s' if self.nodes > 1 else ''}"
-        return f"The job is to have {count} instead of {self.before}: {self.reason}."
+        return f"The job will have {count} instead of {self.before}: {self.reason}."
 
 
 class HotServer(msgspec.Struct, frozen=True, tag="hot_server"):

@@ -67,6 +67,6 @@ class ClusterReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, t
     leaving: tuple[ClusterTask, ...] = ()
     """Those of them that are to end."""
     wanted: dict[str, int] = {}
-    """Number of tasks that the job is to have, by role."""
+    """Number of tasks that the job will have, by role."""
     note: bytes = b""
     """The coordinator's latest note."""

@@ -276,8 +276,8 @@ def _watch_redirection(running: Running, module: Any) -> None:
             return method(self, wrapper, of, name, *args, **kwargs)
         if name == "training_step" and not of.automatic_optimization:
             raise InfrastructureError(
-                "--survive: a LightningModule with manual optimization steps its optimizers within its pass, which a rank on its"
-                " way does not make, so it cannot come to the others' place; all ranks start again."
+                "--survive: a LightningModule with manual optimization steps its optimizers within its pass, which a rank that"
+                " replays the program does not make, so it cannot reach the others' place; all ranks start again."
             )
         forward, log = of.forward, of.log
         calls: list[tuple[Any, Any]] = []

@@ -34,7 +34,7 @@ def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return original(**{**given, "group": row})
     if function is None:
         raise ConfigurationError(
-            f"--survive: torch.distributed.{original.__name__} among these ranks does not outlive the loss of one; a"
+            f"--survive: torch.distributed.{original.__name__} among these ranks cannot survive the loss of one; a"
             " model must be whole on each rank (DistributedDataParallel) or on each row of ranks (HSDP)."
         )
     return function(group, given)

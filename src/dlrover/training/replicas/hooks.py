@@ -104,12 +104,12 @@ def _finish(pid: int) -> None:
 
 
 def _fail(error: Exception) -> None:
-    """Let all ranks start again if the program fails on its way to the others: it may be due to the way, where it has no model."""
+    """Let all ranks start again if the program fails while this rank replays it: the reason may be the replay, which has no model."""
     for rank in _running:
         if rank.replaying and not isinstance(error, DLRoverError):
             raise InfrastructureError(
-                f"--survive: the program failed on its way to the place of the ranks that train ({type(error).__name__}:"
-                f" {error}); all ranks start again."
+                "--survive: the program failed while this rank replayed it up to the place of the ranks that train"
+                f" ({type(error).__name__}: {error}); all ranks start again."
             ) from error
 
 
@@ -187,7 +187,7 @@ def _watch_savers(module: Any) -> None:
             return later(state_dict, *args, **kwargs)
         if kwargs.get("async_stager") is not None:
             raise ConfigurationError(
-                "--survive: async_save with an async_stager does not outlive the loss of a rank; leave it out, or start the"
+                "--survive: async_save with an async_stager cannot survive the loss of a rank; leave it out, or start the"
                 " program without --survive."
             )
         from concurrent.futures import Future  # noqa: PLC0415 - for this case alone
@@ -260,7 +260,7 @@ def _watch_models(module: types.ModuleType) -> None:
         if _running:
             if not getattr(self.process_group, "whole", True):
                 raise ConfigurationError(
-                    "--survive: DistributedDataParallel among some of the ranks does not outlive the loss of one."
+                    "--survive: DistributedDataParallel among some of the ranks cannot survive the loss of one."
                 )
             survive(self)
 
@@ -294,13 +294,13 @@ def _watch_models(module: types.ModuleType) -> None:
 
 
 def _refused(original: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """Return a function that refuses what does not outlive the loss of a rank."""
+    """Return a function that refuses what cannot survive the loss of a rank."""
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if _present() is not None:
             raise ConfigurationError(
-                f"--survive: {what} does not outlive the loss of a rank; leave it out, or start the program without --survive."
+                f"--survive: {what} cannot survive the loss of a rank; leave it out, or start the program without --survive."
             )
         return original(*args, **kwargs)
 

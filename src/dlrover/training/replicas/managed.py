@@ -210,7 +210,7 @@ def register(unchanged: Unchanged) -> None:
         if len(ranks) == given.world_size or ranks == column:
             return ManagedGroup(ranks, given.rank, unchanged)
         raise ConfigurationError(
-            f"--survive: a group of {len(ranks)} of the {given.world_size} ranks does not outlive a loss; the program"
+            f"--survive: a group of {len(ranks)} of the {given.world_size} ranks cannot survive the loss of a rank; the program"
             " can have groups of all ranks, and those of a device mesh (replicas, ranks of a replica) for HSDP."
         )
 

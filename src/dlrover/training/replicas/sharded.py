@@ -49,7 +49,7 @@ def _refuse(running: Running, module: Any) -> None:
     def wrapped(*args: Any, **kwargs: Any) -> None:
         if running() is not None:
             raise ConfigurationError(
-                f"--survive: FullyShardedDataParallel does not outlive the loss of a rank; {USE}"
+                f"--survive: FullyShardedDataParallel cannot survive the loss of a rank; {USE}"
             )
         make(*args, **kwargs)
 
@@ -85,7 +85,7 @@ def _divide(
     regular = ranks.dim() == 2 and torch.equal(ranks.flatten().cpu(), world.to(ranks.dtype))
     if not regular:
         raise ConfigurationError(
-            f"--survive: a device mesh of the shape {tuple(ranks.shape)} with these ranks does not outlive the loss of one,"
+            f"--survive: a device mesh of the shape {tuple(ranks.shape)} with these ranks cannot survive the loss of one,"
             f" as its replicas are no rows of consecutive ranks; {USE}"
         )
     rank.divide(ranks.shape[1])

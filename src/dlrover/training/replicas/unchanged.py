@@ -153,7 +153,7 @@ class Unchanged:
             return
         if not self._first:
             raise InfrastructureError(
-                "--survive: the program loads a checkpoint after its first step, so a rank cannot come to the others'"
+                "--survive: the program loads a checkpoint after its first step, so a rank cannot reach the others'"
                 " place; all ranks start again."
             )
         self._continues, self._placed = save, place[0] == self._round
@@ -161,7 +161,7 @@ class Unchanged:
         if self._continued not in (None, where):
             raise InfrastructureError(
                 "--survive: the program continues from checkpoints in several directories that were not saved at the same"
-                " place, so a rank cannot come to the others' place; all ranks start again."
+                " place, so a rank cannot reach the others' place; all ranks start again."
             )
         self._continued = where
         if self._placed:
@@ -183,7 +183,7 @@ class Unchanged:
             return
         if (self._asked or self.steps < self._aim) and not self._link.over:
             raise InfrastructureError(
-                "--survive: the program came to its end before it came to the place of the ranks that train; all ranks"
+                "--survive: the program ended before it reached the place of the ranks that train; all ranks"
                 " start again."
             )
         while not self._link.over:
@@ -461,7 +461,7 @@ class Unchanged:
         if any(float(one[2]) for one in times):
             raise InfrastructureError(
                 "--survive: an optimizer of the program calls its closure several times in a step, as LBFGS does, so a rank"
-                " cannot come to the others' place; all ranks start again."
+                " cannot reach the others' place; all ranks start again."
             )
         if times and (self._continues != first if not self._placed else self._continues <= first):
             raise InfrastructureError(
@@ -471,7 +471,7 @@ class Unchanged:
         for path, written in self._files.items():
             if 0 < began < written:
                 raise InfrastructureError(
-                    f"--survive: this rank began with a newer checkpoint than the others, {path}, so it cannot come to"
+                    f"--survive: this rank began with a newer checkpoint than the others, {path}, so it cannot reach"
                     " their place; all ranks start again."
                 )
         self._began[:2] = torch.tensor([began, first], device="cpu")
@@ -529,7 +529,7 @@ class Unchanged:
         if self.steps < steps and not self._midway:
             raise InfrastructureError(
                 f"--survive: this rank is at step {self.steps} of its program, and the others are at step {steps} after as many"
-                " reductions, so it cannot come to their place; all ranks start again."
+                " reductions, so it cannot reach their place; all ranks start again."
             )
         self.steps = steps
 

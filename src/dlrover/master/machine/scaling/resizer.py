@@ -115,7 +115,7 @@ class Resizer:
         busy = (NodeStatus.RUNNING, NodeStatus.SUCCEEDED)
         training = [node for node in surplus if node.status in busy and not state.is_instance(node)]
         if training and not state.rendezvous.collecting:
-            self.rounds.open(f"the job is to have {scaling.size.in_words()}", now)
+            self.rounds.open(f"the job will have {scaling.size.in_words()}", now)
         else:
             for node in surplus:
                 fleet.drain(node, now)
@@ -219,7 +219,7 @@ class Resizer:
             return
         self.apply(self.state.autoscaling.planned(decision, now), decision)
         if decision is not None and decision.kind is ScaleKind.BATCH:
-            self.rounds.open(f"the job is to have batches of {decision.batch} samples", now)
+            self.rounds.open(f"the job will have batches of {decision.batch} samples", now)
 
     def _replace_slow(self, found: events.SlowRank, now: float) -> None:
         """Replace a slow node if the auto-scaler finds that worth it."""
