@@ -1,6 +1,7 @@
 """``dlrover diagnose``: the verdict on a log, and on the rounds of a job."""
 
 import io
+import os
 
 import msgspec
 import pytest
@@ -173,3 +174,31 @@ def test_the_verb_prints_a_paragraph_for_each_round(job_dir):
     first, second = result.output.split("\n\n")
     assert first.startswith("rank 0 got no license on node 0\nCause:    license_server\n")
     assert second.startswith("rank 0 raised ValueError on node 0")
+
+
+def test_a_job_in_which_no_worker_failed_is_said_in_a_sentence(job_dir):
+    job_dir.events.write_bytes(
+        msgspec.json.encode(Event(1, 1.0, JobEnded(0, "it succeeded"))) + b"\n"
+    )
+    asked = ["diagnose", "--job-dir", str(job_dir.path)]
+    assert CliRunner().invoke(main.app, asked).output == (
+        f"No worker failed in {job_dir.path}; dlrover events shows what happened there.\n"
+    )
+    assert CliRunner().invoke(main.app, [*asked, "-o", "json"]).output == "[]\n"
+
+
+def test_a_log_and_a_job_exclude_each_other(job_dir):
+    result = CliRunner().invoke(main.app, ["diagnose", "some.log", "--job-dir", str(job_dir.path)])
+    assert str(result.exception) == "some.log: excludes --job-dir; give the log file or the job."
+
+
+def test_nothing_is_read_from_a_terminal_unasked(monkeypatch):
+    ours, theirs = os.openpty()
+    with open(theirs) as terminal, open(ours, "wb", buffering=0) as typed:
+        monkeypatch.setattr("sys.stdin", terminal)
+        with pytest.raises(
+            ConfigurationError, match="takes a log file, --job-dir DIR, or a log on"
+        ):
+            diagnose.of_log("", ())
+        typed.write(b"ValueError: typed\n\x04")
+        assert diagnose.of_log("-", ()).source == "standard input"

@@ -31,7 +31,7 @@ def of_log(path: str, own: tuple[Rule, ...]) -> LogVerdict:
     """Return the verdict on the end of a log; on standard input if ``path`` is empty or ``-``.
 
     Raises:
-        ConfigurationError: the log cannot be read, or is empty.
+        ConfigurationError: the log cannot be read, is empty, or nothing was given but a terminal.
     """
     source, text = _read(path)
     if not text.strip():
@@ -86,6 +86,10 @@ def render(finding: LogVerdict) -> str:
 
 
 def _read(path: str) -> tuple[str, str]:
+    if not path and sys.stdin.isatty():
+        raise ConfigurationError(
+            "diagnose takes a log file, --job-dir DIR, or a log on its standard input (- for one that is typed)."
+        )
     if path in ("", "-"):
         return "standard input", sys.stdin.read()
     try:

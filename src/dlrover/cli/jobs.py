@@ -302,7 +302,8 @@ def _by_name(states: Sequence[Path], job: str) -> Path:
     if not found:
         names = {re.sub(f"{_START}$", "", p.name) for jobs in places for p in jobs.glob("*")}
         hint = did_you_mean(job, names)
-        raise ConfigurationError(f"Job {job} was not found in {places[0]}.{hint}")
+        given = "; if it was started with --job-dir, give that" if not hint else ""
+        raise ConfigurationError(f"Job {job} was not found in {places[0]}{given}.{hint}")
     # Names end in the job's start time: the last one is the newest.
     return max(found, key=lambda path: path.name)
 

@@ -241,12 +241,15 @@ def diagnose(
     env = config.environ()
     own = load_own(rules or config.settings(env).diagnosis_rules, {})
     if job_dir:
+        if file:
+            raise ConfigurationError(f"{file}: excludes --job-dir; give the log file or the job.")
         job = jobs.find(env, "", job_dir)
         refuse_roles(job, "dlrover diagnose")
         found = diagnosing.of_job(job, own)
     else:
         found = (diagnosing.of_log(file, own),)
-    show(found, output, lambda all_, _: print("\n\n".join(map(diagnosing.render, all_))))
+    none = f"No worker failed in {job_dir}; dlrover events shows what happened there."
+    show(found, output, lambda all_, _: print("\n\n".join(map(diagnosing.render, all_)) or none))
 
 
 @app.command()
