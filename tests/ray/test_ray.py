@@ -78,6 +78,10 @@ def test_a_job_survives_every_kill_and_computes_what_a_local_one_does(
     [master] = ray_cluster.masters()
     master.kill()
     launch.until(lambda: launch.events_of(events.MasterRecovered), WAIT, "the master")
+    [link] = [process for process in launch.processes() if "dlrover.ray" in process.cmdline()]
+    link.kill()
+    said = "The link to the Ray cluster ended with exit code -9 and is started again"
+    launch.until(lambda: said in launch.stderr, WAIT, "another link")
     ray_cluster.add_nodes(1)
     launch.succeed(WAIT)
     assert losses(training) == local

@@ -113,7 +113,7 @@ class Coordinator:
 
     @property
     def status(self) -> Any:
-        return self.run(self.service.snapshot)
+        return self.run(self.service.shared.status)
 
     def validate(self) -> None:
         self.run(self.service.shared.validate)

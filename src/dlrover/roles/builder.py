@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from dlrover._util import decoding
-from dlrover.errors import ConfigurationError
 from dlrover.roles.entries import entry_point
-from dlrover.roles.spec import Failover, RoleKind, RolesJob, RoleSpec
+from dlrover.roles.spec import Failover, RoleKind, RolesJob, RoleSpec, refusal
 from dlrover.spec.node import NodeLimits
 
 E = TypeVar("E", RoleKind, Failover)
@@ -121,20 +120,16 @@ def _caller() -> Path:
     return Path(file).parent if file else Path.cwd()
 
 
-def _refuse(role: str, field: str, value: object, accepted: str) -> ConfigurationError:
-    return ConfigurationError(f"role {role}: {field} {value}: {accepted}.")
-
-
 def _bounds(role: str, instances: object) -> tuple[int, int]:
     pair = instances if isinstance(instances, tuple | list) else (instances, instances)
     if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) for n in pair):
-        raise _refuse(role, "instances", instances, "must be N or (MIN, MAX)")
+        raise refusal(role, "instances", instances, "must be N or (MIN, MAX)")
     return pair[0], pair[1]
 
 
 def _whole(role: str, field: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise _refuse(role, field, value, "must be a whole number")
+        raise refusal(role, field, value, "must be a whole number")
     return value
 
 
@@ -143,23 +138,23 @@ def _choice(role: str, field: str, value: object, of: type[E]) -> E:
         return of(value)
     except ValueError:
         known = ", ".join(each.value for each in of)
-        raise _refuse(role, field, value, f"must be one of {known}") from None
+        raise refusal(role, field, value, f"must be one of {known}") from None
 
 
 def _texts(role: str, env: Mapping[str, str]) -> dict[str, str]:
     for name, value in env.items():
         if isinstance(value, Mapping | list | None):
-            raise _refuse(role, "env", name, "takes names of variables with texts")
+            raise refusal(role, "env", name, "takes names of variables with texts")
         if not re.fullmatch(r"[^=,\0\s]+", str(name)) or "\0" in str(value):
             accepted = "a name has no '=', ',' or space, and no text has a NUL, which no process could be given"
-            raise _refuse(role, "env", repr(name), accepted)
+            raise refusal(role, "env", repr(name), accepted)
     return {str(name): str(value) for name, value in env.items()}
 
 
 def _limits(role: str, health: Mapping[str, Any]) -> dict[str, float]:
     for phase, seconds in health.items():
         if not isinstance(seconds, int | float) or isinstance(seconds, bool):
-            raise _refuse(role, f"health {phase}", seconds, "must be a number of seconds")
+            raise refusal(role, f"health {phase}", seconds, "must be a number of seconds")
     return {str(phase): float(seconds) for phase, seconds in health.items()}
 
 
@@ -168,7 +163,7 @@ def _json(role: str, given: Mapping[str, Any]) -> dict[str, Any]:
         _check_kept(given)
         return decoding.json(msgspec.json.encode(given), dict[str, Any])
     except (TypeError, UnicodeEncodeError, msgspec.MsgspecError) as error:
-        raise _refuse(role, "config", given, f"takes values that JSON has ({error})") from None
+        raise refusal(role, "config", given, f"takes values that JSON has ({error})") from None
 
 
 def _check_kept(value: object) -> None:
@@ -195,13 +190,13 @@ def _amounts(role: str, resources: Mapping[str, Any]) -> dict[str, float]:
     found = {"cpu": 0.0, "memory": 0.0, "gpu": 0.0}
     for name, value in resources.items():
         if name not in found:
-            raise _refuse(role, "resources", name, "must be cpu, memory or gpu")
+            raise refusal(role, "resources", name, "must be cpu, memory or gpu")
         try:
             number, unit = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", str(value)).groups()  # type: ignore[union-attr]
             found[name] = float(number) * UNITS[unit]
         except (AttributeError, KeyError, ValueError):
             example = {"cpu": "cores, as 0.5", "memory": "bytes, as 2Gi"}.get(name, "GPUs, as 1")
-            raise _refuse(
+            raise refusal(
                 role, f"resources {name}", value, f"must be a number of {example}"
             ) from None
     return found
@@ -213,5 +208,5 @@ def _dependencies(role: str, given: str | Sequence[str] | Mapping[str, str]) -> 
     on = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, "wait")
     for value in on.values():
         if value not in ("wait", "restart"):
-            raise _refuse(role, "depends_on", value, "must be wait or restart")
+            raise refusal(role, "depends_on", value, "must be wait or restart")
     return on

@@ -421,7 +421,7 @@ class JobView(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ServiceStatus(msgspec.Struct, frozen=True):
-    """What `RolesService.snapshot` returns, for people."""
+    """Members, versions of weights and queues, for people."""
 
     roles: dict[str, RoleView]
     weights: dict[str, WeightsView]

@@ -38,7 +38,6 @@ from dlrover.roles.messages import (
     RoleInput,
     RoleReply,
     RoleRequest,
-    ServiceStatus,
     SetCursor,
     Turned,
     VersionView,
@@ -171,10 +170,6 @@ class RolesService:
         if isinstance(event, MemberEnded):
             event = msgspec.structs.replace(event, reason=event.reason[:MAX_TEXT])
         self._submit(event)
-
-    def snapshot(self) -> ServiceStatus:
-        """Return members, versions of weights and queues, for people."""
-        return self.shared.status()
 
     def close(self) -> None:
         """End the calls that wait, and forget all timers."""

@@ -211,9 +211,14 @@ def check(job: RolesJob) -> None:
         )
 
 
+def refusal(role: str, field: str, value: object, accepted: str) -> ConfigurationError:
+    """Return the error about an option of a role."""
+    return ConfigurationError(f"role {role}: {field} {value}: {accepted}.")
+
+
 def _check_role(role: RoleSpec) -> None:
     def refuse(field: str, value: object, accepted: str) -> None:
-        raise ConfigurationError(f"role {role.name}: {field} {value}: {accepted}.")
+        raise refusal(role.name, field, value, accepted)
 
     if not 1 <= role.least <= role.most:
         refuse(
@@ -237,12 +242,10 @@ def _check_role(role: RoleSpec) -> None:
 
 def _check_times(role: RoleSpec) -> None:
     if not 0 < role.window < math.inf:
-        raise ConfigurationError(
-            f"role {role.name}: window {role.window}: must be a number of seconds above 0."
-        )
+        raise refusal(role.name, "window", role.window, "must be a number of seconds above 0")
     if role.shutdown_timeout < 0:
-        raise ConfigurationError(
-            f"role {role.name}: shutdown_timeout {role.shutdown_timeout}: must be 0 or more seconds."
+        raise refusal(
+            role.name, "shutdown_timeout", role.shutdown_timeout, "must be 0 or more seconds"
         )
 
 
@@ -253,7 +256,7 @@ def _check_health(role: RoleSpec) -> None:
             why = "an idle instance waits for others, so that idle has no limit"
         elif NAME.fullmatch(phase) and 0 < seconds < math.inf:
             continue
-        raise ConfigurationError(f"role {role.name}: health {phase}: {seconds:g}: {why}.")
+        raise refusal(role.name, f"health {phase}:", f"{seconds:g}", why)
 
 
 def _check_dependencies(role: RoleSpec, names: Sequence[str]) -> None:

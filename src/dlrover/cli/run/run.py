@@ -221,8 +221,10 @@ class _Plan:
         if self._options.omp_num_threads:
             env["OMP_NUM_THREADS"] = self._options.omp_num_threads
         supervisor = Supervisor(self._job_dir, env, self._options.lifeline_fd)
-        if self._has_master:
-            supervisor.add_master("dlrover.ray" if self._on_ray else "dlrover.master")
+        if self._has_master and self._on_ray:
+            supervisor.add_link_to_ray()
+        elif self._has_master:
+            supervisor.add_master()
         if self._has_agent:
             node_id, node_rank = config.node_place(env)
             given = self._options.node_rank_given

@@ -157,9 +157,14 @@ class Supervisor:
         self._viewer: progress.Viewer | None = None
         procs.become_subreaper()
 
-    def add_master(self, module: str = "dlrover.master") -> None:
-        """Run the job's master here, or with ``module`` the process that stands for it."""
-        self.master = self._child("master", module, self._job_dir.outcome, [])
+    def add_master(self) -> None:
+        """Run the job's master here."""
+        self.master = self._child("master", "dlrover.master", self._job_dir.outcome, [])
+
+    def add_link_to_ray(self) -> None:
+        """Run the process that stands for the master, which runs in a Ray cluster."""
+        name = "link to the Ray cluster"
+        self.master = self._child(name, "dlrover.ray", self._job_dir.outcome, [])
 
     def add_dashboard(self, port: int) -> None:
         """Show the job in a browser at a port of this machine; the job does not depend on it."""

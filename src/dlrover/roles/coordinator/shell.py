@@ -220,7 +220,7 @@ class Coordinator:
 
     async def _status(self, _: StatusRequest) -> RolesStatus:
         phases, spent = self._health.phases(), self._health.spent
-        return status_of(self.machine, self.service.snapshot(), self._clock(), phases, spent)
+        return status_of(self.machine, self.service.shared.status(), self._clock(), phases, spent)
 
     async def _stop(self, request: StopRequest) -> Done:
         self.submit(inputs.StopRequested(request.reason, request.exit_code))

@@ -152,7 +152,7 @@ def replayed(journal: Path, now: float) -> RolesStatus:
             else:
                 machine.handle(entry, at)
     service = RolesService(_Read(), served, machine.job.worlds)
-    return status_of(machine, service.snapshot(), now)
+    return status_of(machine, service.shared.status(), now)
 
 
 class _Read:
