@@ -95,8 +95,7 @@ async def _run(
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     if lifeline_fd >= 0:
         procs.Lifeline.watch(lifeline_fd, orphaned.set)
-    client = Client.from_config()
-    try:
+    async with Client.from_config() as client:
         work = _work(client, job_dir, env, attempt, given, stopping)
         running, leaving = asyncio.create_task(work), asyncio.create_task(orphaned.wait())
         await asyncio.wait([running, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -105,8 +104,6 @@ async def _run(
             return await running
         await tasks.stop([running])
         return None
-    finally:
-        await client.close()
 
 
 async def _work(
@@ -365,8 +362,7 @@ async def clear(job: ElasticJob) -> None:
     Raises:
         InfrastructureError: the API server does not answer.
     """
-    client = Client.from_config()
-    try:
+    async with Client.from_config() as client:
         for role in job.spec.roles:
             name = names.job_of_role(job.name, role)
             found = await client.find(ELASTIC_JOBS, job.namespace, name)
@@ -377,8 +373,6 @@ async def clear(job: ElasticJob) -> None:
                     file=sys.stderr,
                 )
                 await remove(client, job.namespace, name, found["metadata"]["uid"])
-    finally:
-        await client.close()
 
 
 if __name__ == "__main__":
