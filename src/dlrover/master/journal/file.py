@@ -55,32 +55,31 @@ class FileJournal:
         self._codec = codec
         self.epoch = 0
         """See `Journal`."""
-        try:
+        with self._reported("cannot be opened"):
             if not read_only:
                 _create(path)
             self._db = self._connect("?mode=ro" if read_only else "")
-        except (sqlite3.Error, OSError) as error:
-            raise self._problem("cannot be opened", error) from error
         try:
-            try:
-                self._check_format(read_only)
-            except sqlite3.OperationalError as error:
-                if not read_only or "locked" in str(error) or self._has_log():
-                    raise
-                # A reader needs a file beside the journal, which a full or read-only disk does not take.
-                self._db.close()
-                self._db = self._connect("?immutable=1")
-                self._check_format(read_only)
-            if not read_only:
-                self._prepare()
-                self.epoch = self._take_epoch()
-            self._file = path.stat().st_ino
+            with self._reported("cannot be opened"):
+                self._open(read_only)
+                self._file = path.stat().st_ino
         except DLRoverError:
             self._db.close()
             raise
-        except (sqlite3.Error, OSError) as error:
+
+    def _open(self, read_only: bool) -> None:
+        try:
+            self._check_format(read_only)
+        except sqlite3.OperationalError as error:
+            if not read_only or "locked" in str(error) or self._has_log():
+                raise
+            # A reader needs a file beside the journal, which a full or read-only disk does not take.
             self._db.close()
-            raise self._problem("cannot be opened", error) from error
+            self._db = self._connect("?immutable=1")
+            self._check_format(read_only)
+        if not read_only:
+            self._prepare()
+            self.epoch = self._take_epoch()
 
     def _connect(self, mode: str) -> sqlite3.Connection:
         uri = f"{self._path.absolute().as_uri()}{mode}"
@@ -131,10 +130,8 @@ class FileJournal:
         """Add entries in one transaction."""
         self._check_file()
         rows = [(now, *self._codec.encode(entry), self.epoch) for entry in entries]
-        try:
+        with self._reported("cannot be written"):
             added = self._insert(rows)
-        except sqlite3.Error as error:
-            raise self._problem("cannot be written", error) from error
         if not added:
             self.check()
 
@@ -149,46 +146,37 @@ class FileJournal:
         """Put an entry in the place of all entries of its kind, in one transaction; their room is used again."""
         self._check_file()
         kind, body = self._codec.encode(entry)
-        try:
-            with self._transaction():
-                added = self._db.execute(_INSERT, (now, kind, body, self.epoch))
-                if added.rowcount:
-                    last = "DELETE FROM entries WHERE kind = ? AND seq < ?"
-                    self._db.execute(last, (kind, added.lastrowid))
-        except sqlite3.Error as error:
-            raise self._problem("cannot be written", error) from error
+        with self._reported("cannot be written"), self._transaction():
+            added = self._db.execute(_INSERT, (now, kind, body, self.epoch))
+            if added.rowcount:
+                last = "DELETE FROM entries WHERE kind = ? AND seq < ?"
+                self._db.execute(last, (kind, added.lastrowid))
         if not added.rowcount:
             self.check()
 
     def entries(self) -> Iterator[tuple[float, Entry]]:
         """Yield all entries with their times, oldest first."""
-        try:
+        with self._reported("cannot be read"):
             rows: Any = self._db.execute("SELECT time, kind, body FROM entries ORDER BY seq")
             for at, kind, body in rows:
                 yield at, self._codec.decode(kind, body)
-        except (sqlite3.Error, msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise self._problem("cannot be read", error) from error
 
     def check(self) -> None:
         """Check that this is still the job's journal and its latest epoch."""
         self._check_file()
-        try:
+        with self._reported("cannot be read"):
             latest = self._latest()
-        except sqlite3.Error as error:
-            raise self._problem("cannot be read", error) from error
         if latest != self.epoch:
             raise fenced(self.epoch, latest)
 
     def raise_epoch(self, above: int) -> None:
         """Take an epoch higher than ``above``."""
         self._check_file()
-        try:
+        with self._reported("cannot be written"):
             taken = self._db.execute(
                 "UPDATE master SET epoch = ? WHERE epoch = ?",
                 (max(above, self.epoch) + 1, self.epoch),
             )
-        except sqlite3.Error as error:
-            raise self._problem("cannot be written", error) from error
         if not taken.rowcount:
             self.check()
         self.epoch = max(above, self.epoch) + 1
@@ -232,8 +220,13 @@ class FileJournal:
     def _version(self) -> int:
         return int(self._db.execute("PRAGMA user_version").fetchone()[0])
 
-    def _problem(self, what: str, error: Exception) -> InfrastructureError:
-        return InfrastructureError(f"The journal {self._path} {what}: {error}.")
+    @contextlib.contextmanager
+    def _reported(self, what: str) -> Iterator[None]:
+        """Raise an error of the store as one of DLRover."""
+        try:
+            yield
+        except (sqlite3.Error, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InfrastructureError(f"The journal {self._path} {what}: {error}.") from error
 
 
 def _create(path: Path) -> None:
