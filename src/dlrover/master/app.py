@@ -23,6 +23,7 @@ from dlrover.errors import (
     ExitCode,
     FormatError,
     InfrastructureError,
+    readable,
 )
 from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import DEFAULT, Journal, open_journal
@@ -219,10 +220,9 @@ def read_token(job_dir: JobDir) -> str:
     Raises:
         ConfigurationError: it cannot be read.
     """
-    try:
-        return job_dir.token.read_text().strip()
-    except OSError as error:
-        raise ConfigurationError(f"{job_dir.token} cannot be read: {error.strerror}.") from error
+    with readable(str(job_dir.token)):
+        token = job_dir.token.read_text()
+    return token.strip()
 
 
 def _port(job_dir: JobDir, settings: MasterConfig) -> int:

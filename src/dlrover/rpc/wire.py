@@ -12,7 +12,7 @@ import grpc
 import msgspec
 
 from dlrover._util import decoding, encoding
-from dlrover.errors import ConfigurationError, ProtocolError
+from dlrover.errors import ConfigurationError, ProtocolError, readable
 from dlrover.spec.jobdir import TlsFiles
 
 SERVICE = "dlrover.Master"
@@ -81,6 +81,17 @@ def checked_token(token: str) -> str:
             f"1 to {MAX_TOKEN} of them are accepted, with no space at either end."
         )
     return token
+
+
+def token_in(path: str, option: str) -> str:
+    """Return the token on the first line of the file that an option names.
+
+    Raises:
+        ConfigurationError: the file cannot be read.
+    """
+    with readable(f"{option} {path}"):
+        text = Path(path).read_text()
+    return text.strip().partition("\n")[0].strip()
 
 
 def token_matches(given: object, expected: str) -> bool:

@@ -8,7 +8,6 @@ import getpass
 import hashlib
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -202,12 +201,7 @@ def connect(
         return None
     token = env.get(TOKEN, "")
     if side.token_file:
-        try:
-            token = Path(side.token_file).read_text().strip().partition("\n")[0].strip()
-        except OSError as error:
-            raise ConfigurationError(
-                f"brain_token_file {side.token_file} cannot be read: {error.strerror}."
-            ) from error
+        token = wire.token_in(side.token_file, "brain_token_file")
     if not token:
         raise ConfigurationError(
             f"The token of the Brain at {side.address} is missing: set brain_token_file or {TOKEN}."
