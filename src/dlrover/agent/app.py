@@ -19,8 +19,8 @@ from dlrover import config
 from dlrover._util import decoding, files, logs, procs
 from dlrover._util.sockets import address_towards
 from dlrover.agent.checking import Checker
+from dlrover.agent.localserver import RequestRelay
 from dlrover.agent.ports import StorePort
-from dlrover.agent.relay import RequestRelay
 from dlrover.agent.shell import Agent, NodeControls
 from dlrover.agent.usage import UsageMeter
 from dlrover.agent.workers.logs import RunLogs
