@@ -71,18 +71,16 @@ def _question(action: Action) -> Callable[[MasterClient], Awaitable[dict[str, An
         match action:
             case ScaleAction(nodes, role):
                 reply = await master.scale(nodes, REASON, role)
-                return {"text": reply.sentence, "refused": reply.refused}
             case DrainAction(node):
                 reply = await master.drain(node, REASON)
-                return {"text": reply.sentence, "refused": reply.refused}
             case SaveAction():
                 reply = await master.save(REASON)
-                return {"text": reply.sentence, "refused": reply.refused}
             case StacksAction():
                 stacks = await master.stacks()
                 return {"text": stacks.report or "No workers run.", "refused": False}
             case StopAction():
                 await master.stop(STOPPED, ExitCode.STOPPED)
                 return {"text": STOPPING, "refused": False}
+        return {"text": reply.sentence, "refused": reply.refused}
 
     return ask
