@@ -151,4 +151,4 @@ def connect(job_dir: JobDir, timeout: float = REQUEST_TIMEOUT) -> MasterClient:
         raise ConfigurationError(
             f"{job_dir.path} holds no address of its job's master: {error}."
         ) from error
-    return MasterClient(address, token, wire.Tls.of(tls), timeout)
+    return MasterClient(address, token, tls, timeout)

@@ -18,6 +18,7 @@ from dlrover import config, extras
 from dlrover.cli.output import Form, Output, show
 from dlrover.errors import ConfigurationError
 from dlrover.spec import brain as records
+from dlrover.spec.jobdir import TlsFiles
 from dlrover.spec.plan import Effect, NodeGroup
 from dlrover.spec.words import counted
 
@@ -76,7 +77,6 @@ def serve(  # noqa: PLR0913 - each is an option of the command
     """Run the Brain until it gets SIGTERM or SIGINT."""
     with extras.needed("dlrover brain serve", "brain"):
         from dlrover.brain.app import BrainOptions, serve as run  # noqa: PLC0415 - an extra
-    from dlrover.rpc import wire  # noqa: PLC0415 - loads grpc
 
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -93,7 +93,7 @@ def serve(  # noqa: PLR0913 - each is an option of the command
         host=host,
         port=port,
         tenants=tenants,
-        tls=wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca),
+        tls=settings.tls,
         retention_days=retention_days,
         monitor=monitor,
         monitor_source=kubeconfig,
@@ -222,7 +222,6 @@ def _ask(
     address: str, token_file: str, config_file: str, ask: Callable[[BrainClient], Awaitable[T]]
 ) -> T:
     """Return the Brain's answer to a question."""
-    from dlrover.rpc import wire  # noqa: PLC0415 - loads grpc
     from dlrover.rpc.brain import BrainClient  # noqa: PLC0415
 
     settings = config.settings(config.environ(), config_file)
@@ -230,7 +229,7 @@ def _ask(
     secret = token(token_file or settings.brain_token_file)
 
     async def run() -> T:
-        async with BrainClient(where, secret, wire.Tls(ca=settings.tls_ca)) as client:
+        async with BrainClient(where, secret, TlsFiles(ca=settings.tls_ca)) as client:
             return await ask(client)
 
     return asyncio.run(run())

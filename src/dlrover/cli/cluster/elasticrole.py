@@ -34,7 +34,6 @@ from dlrover.kubernetes.resources.types import ElasticJob, Manifest
 from dlrover.master.journal.history import History, known_before
 from dlrover.roles.client import load_config
 from dlrover.rpc.client import MasterClient
-from dlrover.rpc.wire import Tls
 from dlrover.spec.events import Event, InstanceStarted, RoundCompleted
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig
@@ -275,7 +274,7 @@ class ElasticRole:
             files.write_atomically(self._dir.master, msgspec.json.encode(known))
 
     def _master(self) -> MasterClient:
-        return MasterClient(self._address, self._token, Tls.of(self._tls))
+        return MasterClient(self._address, self._token, self._tls)
 
     async def _stop(self) -> None:
         """Ask the role's master to end its job, until it has the request."""

@@ -31,9 +31,8 @@ from dlrover.roles.messages import (
     WatchJob,
 )
 from dlrover.roles.runtime.phases import Phases, end
-from dlrover.rpc import wire
 from dlrover.rpc.connection import Connection
-from dlrover.spec.jobdir import JobDir, MasterAddress
+from dlrover.spec.jobdir import JobDir, MasterAddress, TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ class ServiceLink:
         address: str,
         token: str,
         beside: JobDir | None = None,
-        tls: wire.Tls | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.place, self.phases = place, phases
         self.view = JobView()
@@ -94,7 +93,7 @@ class ServiceLink:
         self.listeners: list[Callable[[JobView], None]] = []
         """Called on the link's thread with each view; they must not block."""
         self._address, self.token, self._beside = address, token, beside
-        self._tls = tls or wire.Tls()
+        self._tls = tls or TlsFiles()
         self.over = threading.Event()
         """Set when this life of the instance is over: another has taken its place."""
         self._changed = threading.Condition()
