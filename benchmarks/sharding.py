@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dlrover import launched
-from dlrover.agent.relay import RequestRelay
+from dlrover.agent.localserver import RequestRelay
 from dlrover.data.dataset import ElasticDataset
 from dlrover.data.records import Records
 from dlrover.rpc import wire

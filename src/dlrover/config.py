@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dlrover._util import decoding
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, readable
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import MetricsAddress, TlsFiles
 from dlrover.spec.words import did_you_mean
@@ -414,12 +414,8 @@ def _budgets(text: str) -> dict[str, int]:
 def _from_file(path: str) -> dict[str, Any]:
     if not path:
         return {}
-    try:
+    with readable(f"The configuration file {path}"):
         data = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigurationError(
-            f"The configuration file {path} cannot be read: {error.strerror}."
-        ) from error
     try:
         values = msgspec.toml.decode(data, type=dict[str, Any])
     except msgspec.DecodeError as error:

@@ -20,6 +20,7 @@ Every message is one sentence that names the field, the value, and the accepted 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Iterator
 
@@ -144,3 +145,12 @@ def causes(error: BaseException | None, attribute: str = "") -> Iterator[BaseExc
         yield error
         seen.append(error)
         error = getattr(error, attribute, None) or error.__cause__ or error.__context__
+
+
+@contextlib.contextmanager
+def readable(what: str, hint: str = "") -> Iterator[None]:
+    """Raise `ConfigurationError` where the block cannot read ``what``; ``hint`` ends its sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(f"{what} cannot be read: {error.strerror}{hint}.") from error

@@ -16,9 +16,9 @@ from dlrover.errors import InfrastructureError, ProtocolError
 from dlrover.kubernetes.machine import nodes, objects, tls
 from dlrover.kubernetes.operator import certificates
 from dlrover.kubernetes.resources import names, validation
-from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
 from dlrover.rpc.server import Server
+from dlrover.spec.jobdir import TlsFiles
 from dlrover.spec.node import LaunchNode
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster
@@ -54,12 +54,12 @@ def test_a_server_with_it_serves_who_expects_its_name_at_whatever_address(tmp_pa
     paths = {field: str(tmp_path / name) for field, name in files.items()}
 
     async def ask(port: int, name: str) -> None:
-        given = wire.Tls(ca=paths["ca"], server_name=name)
+        given = TlsFiles(ca=paths["ca"], server_name=name)
         async with MasterClient(f"127.0.0.1:{port}", "token", given, timeout=2.0) as client:
             await client.status()
 
     async def story() -> None:
-        server = Server("token", wire.Tls(paths["cert"], paths["key"]))
+        server = Server("token", TlsFiles(paths["cert"], paths["key"]))
         port = await server.start("127.0.0.1", 0)
         try:
             with pytest.raises(ProtocolError):  # it hears the call, which it does not know

@@ -6,6 +6,8 @@ import contextlib
 import msgspec
 import pytest
 
+from dlrover.spec.jobdir import TlsFiles
+
 pytest.importorskip("scipy")
 pytest.importorskip("sqlalchemy")
 
@@ -67,7 +69,7 @@ async def story(
         origin="uid-1",
         node=NodeGroup(count=1, accelerators=1),
     )
-    job = brainside.connect(side, job, secret, wire.Tls(), {brainside.TOKEN: TOKEN})
+    job = brainside.connect(side, job, secret, TlsFiles(), {brainside.TOKEN: TOKEN})
     try:
         async with BrainClient(side.address, TOKEN) as client:
             if serve:
@@ -180,18 +182,18 @@ def test_without_a_similar_past_job_a_job_starts_small(tmp_path):
 def test_without_a_token_there_is_a_sentence(tmp_path):
     side = BrainSide(address="brain:1")
     with pytest.raises(ConfigurationError) as caught:
-        brainside.connect(side, JOB, "secret", wire.Tls(), {})
+        brainside.connect(side, JOB, "secret", TlsFiles(), {})
     assert str(caught.value) == (
         "The token of the Brain at brain:1 is missing: set brain_token_file or DLROVER_BRAIN_TOKEN."
     )
     with pytest.raises(ConfigurationError, match="brain_token_file /nowhere cannot be read"):
         brainside.connect(
-            BrainSide(address="brain:1", token_file="/nowhere"), JOB, "secret", wire.Tls(), {}
+            BrainSide(address="brain:1", token_file="/nowhere"), JOB, "secret", TlsFiles(), {}
         )
 
 
 def test_without_an_address_there_is_no_brain():
-    assert brainside.connect(BrainSide(), JOB, "", wire.Tls(), {}) is None
+    assert brainside.connect(BrainSide(), JOB, "", TlsFiles(), {}) is None
 
 
 def test_the_brain_does_not_choose_the_size_of_a_job_that_keeps_it(tmp_path):

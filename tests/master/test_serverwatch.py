@@ -66,5 +66,5 @@ def test_a_job_without_servers_has_no_hot_ones():
 
 def test_after_something_was_done_it_looks_anew():
     made = watch((1.9, 2.0), (0.5, 2.0))
-    made.begin()
+    made.begin(1)
     assert made.look(2, rebalance=True) is None

@@ -7,7 +7,7 @@ import socket
 import msgspec
 
 from dlrover._util import framing
-from dlrover.agent.relay import RequestRelay
+from dlrover.agent.localserver import RequestRelay
 from dlrover.data.machine.datasets import Shards
 from dlrover.data.machine.queue import Command
 from dlrover.errors import InfrastructureError

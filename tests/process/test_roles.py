@@ -12,9 +12,8 @@ import pytest
 
 from dlrover.errors import InfrastructureError
 from dlrover.roles.client import RolesClient
-from dlrover.rpc.wire import Tls
 from dlrover.spec import events
-from dlrover.spec.jobdir import JobDir
+from dlrover.spec.jobdir import JobDir, TlsFiles
 from tests.support import certificates
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(500)]
@@ -90,7 +89,7 @@ def coordinator(launch) -> psutil.Process:
     return found
 
 
-async def status_at(address: str, token: str, tls: Tls | None) -> None:
+async def status_at(address: str, token: str, tls: TlsFiles | None) -> None:
     async with RolesClient(address, token, tls) as client:
         await client.status()
 
@@ -116,7 +115,7 @@ def test_whoever_dies_each_batch_is_learned_once_and_the_others_go_on(run) -> No
 
     where = JobDir(job.launch.job_dir)
     token, address = where.token.read_text(), json.loads(where.master.read_text())["address"]
-    for given in (None, Tls(ca=certificates.made(job.out).ca)):
+    for given in (None, TlsFiles(ca=certificates.made(job.out).ca)):
         with pytest.raises(InfrastructureError, match=r"The coordinator at .* cannot be reached"):
             asyncio.run(status_at(address, token, given))
     status = job.status()

@@ -25,7 +25,6 @@ from dlrover.roles.runtime.worker import RoleWorker
 from dlrover.roles.serving import Loss, RolesService
 from dlrover.roles.spec import RolesJob
 from dlrover.rpc.server import Server
-from dlrover.rpc.wire import Tls
 from dlrover.spec.jobdir import JobDir, TlsFiles
 from tests.support import certificates
 
@@ -65,7 +64,7 @@ class Coordinator:
         entries = [entry for _, entry in self.journal.entries() if isinstance(entry, bytes)]
         self.service = RolesService(self.journal, entries)
         self.service.on_loss = self.losses.append
-        self._server = Server(TOKEN, Tls.of(self.tls), program="coordinator")
+        self._server = Server(TOKEN, self.tls, program="coordinator")
         self.service.register(self._server)
         self._health = HealthWatch(RolesJob(name="test", roles=()), self._stuck, lambda _: None)
         self._health.register(self._server)

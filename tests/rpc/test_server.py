@@ -24,6 +24,7 @@ from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 from dlrover.rpc import messages, wire
 from dlrover.rpc.client import MasterClient
 from dlrover.rpc.server import Server
+from dlrover.spec.jobdir import TlsFiles
 from dlrover.spec.outcome import Outcome
 
 TOKEN = "right"
@@ -71,7 +72,7 @@ class Service:
 
 @contextlib.asynccontextmanager
 async def serving(
-    tls: wire.Tls | None = None, host: str = "127.0.0.1", port: int = 0
+    tls: TlsFiles | None = None, host: str = "127.0.0.1", port: int = 0
 ) -> AsyncIterator[tuple[Service, str]]:
     """A server in this process: its service, and its address."""
     service = Service()
@@ -525,18 +526,18 @@ class Authority:
             builder = builder.add_extension(x509.SubjectAlternativeName([address]), False)
         return builder.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
-    def server(self) -> wire.Tls:
-        return wire.Tls(cert=str(self.cert), key=str(self.key))
+    def server(self) -> TlsFiles:
+        return TlsFiles(cert=str(self.cert), key=str(self.key))
 
-    def client(self) -> wire.Tls:
-        return wire.Tls(ca=str(self.ca))
+    def client(self) -> TlsFiles:
+        return TlsFiles(ca=str(self.ca))
 
 
 @pytest.mark.slow
 def test_tls_serves_those_who_trust_its_authority_and_nobody_else(tmp_path: Path) -> None:
     ours, other = Authority(tmp_path / "ours"), Authority(tmp_path / "other")
 
-    async def refused(address: str, tls: wire.Tls | None, why: str) -> None:
+    async def refused(address: str, tls: TlsFiles | None, why: str) -> None:
         async with MasterClient(address, TOKEN, tls) as client:
             with pytest.raises(InfrastructureError, match=f"cannot be reached: .*{why}"):
                 await client.stop("r", 1)
@@ -561,7 +562,7 @@ def test_tls_serves_those_who_trust_its_authority_and_nobody_else(tmp_path: Path
 def test_a_key_that_belongs_to_another_certificate_is_named(tmp_path: Path) -> None:
     ours, other = Authority(tmp_path / "ours"), Authority(tmp_path / "other")
     with pytest.raises(ConfigurationError, match=r"tls_key .*other/key.pem"):
-        Server(TOKEN, wire.Tls(cert=str(ours.cert), key=str(other.key)))
+        Server(TOKEN, TlsFiles(cert=str(ours.cert), key=str(other.key)))
 
 
 def test_a_server_needs_a_token() -> None:

@@ -18,6 +18,7 @@ from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.rpc import messages, wire
 from dlrover.spec.events import Event, WorkerFailed
 from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
+from dlrover.spec.jobdir import TlsFiles
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.world import Offer, World
 
@@ -209,17 +210,17 @@ def test_tls_names_the_file_that_is_wrong(tmp_path: Path) -> None:
     junk.write_text("no certificate")
     absent = str(tmp_path / "absent.pem")
     with pytest.raises(ConfigurationError, match="both tls_cert and tls_key"):
-        wire.Tls(cert=str(junk)).server_credentials()
+        wire.server_credentials(TlsFiles(cert=str(junk)))
     with pytest.raises(ConfigurationError, match=r"tls_key: .*absent.pem cannot be read: No such"):
-        wire.Tls(cert=str(junk), key=absent).server_credentials()
+        wire.server_credentials(TlsFiles(cert=str(junk), key=absent))
     with pytest.raises(ConfigurationError, match=r"tls_cert .*junk.pem and tls_key .*junk.pem are"):
-        wire.Tls(cert=str(junk), key=str(junk)).server_credentials()
+        wire.server_credentials(TlsFiles(cert=str(junk), key=str(junk)))
     with pytest.raises(ConfigurationError, match=r"tls_ca: .*absent.pem cannot be read: No such"):
-        wire.Tls(ca=absent).channel_credentials()
+        wire.channel_credentials(TlsFiles(ca=absent))
     with pytest.raises(ConfigurationError, match=r"tls_ca .*junk.pem holds no PEM certificate"):
-        wire.Tls(ca=str(junk)).channel_credentials()
+        wire.channel_credentials(TlsFiles(ca=str(junk)))
 
 
 def test_without_files_there_is_no_tls() -> None:
-    assert wire.Tls().server_credentials() is None
-    assert wire.Tls().channel_credentials() is None
+    assert wire.server_credentials(TlsFiles()) is None
+    assert wire.channel_credentials(TlsFiles()) is None

@@ -15,7 +15,6 @@ import msgspec
 
 from dlrover._util import files
 from dlrover.errors import InfrastructureError
-from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig, TlsFiles
@@ -74,7 +73,7 @@ class MasterProcess:
 
     def client(self) -> MasterClient:
         """Return a new connection to the master."""
-        return MasterClient(self.address, self.token, wire.Tls(ca=self.tls.ca))
+        return MasterClient(self.address, self.token, TlsFiles(ca=self.tls.ca))
 
     async def start(self) -> None:
         """Start a master process, the first one or a successor, and wait until it listens.

@@ -37,6 +37,11 @@ def open_standard_streams() -> None:
         setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115 - open for the process's lifetime
 
 
+def leave(number: int, _frame: object) -> None:
+    """Exit on a signal in an orderly way; the first process of a container gets only signals that it handles."""
+    raise SystemExit(128 + number)
+
+
 def survives_hangup(number: signal.Signals) -> bool:
     """Return whether this is SIGHUP and it is ignored, as under nohup."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN

@@ -19,15 +19,14 @@ from dlrover import config
 from dlrover._util import decoding, files, logs, procs
 from dlrover._util.sockets import address_towards
 from dlrover.agent.checking import Checker
+from dlrover.agent.localserver import RequestRelay
 from dlrover.agent.ports import StorePort
-from dlrover.agent.relay import RequestRelay
 from dlrover.agent.shell import Agent, NodeControls
 from dlrover.agent.usage import UsageMeter
 from dlrover.agent.workers.logs import RunLogs
 from dlrover.agent.workers.membership import MembersSocket
 from dlrover.agent.workers.workers import WorkerGroup
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, InfrastructureError
-from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.job import Entry
 from dlrover.spec.jobdir import AgentConfig, JobDir, MasterAddress, decode
@@ -83,7 +82,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
     workers.orders.checkpoints = str(job_dir.checkpoints.absolute())
     checker = Checker(job_dir.path, settings.accelerator, env)
     workers.others = lambda: checker.pids
-    tls = wire.Tls.of(settings.tls)
+    tls = settings.tls
     address = settings.master_address or _master_address(job_dir)
     if not settings.address:
         settings = msgspec.structs.replace(settings, address=_own_address(address))

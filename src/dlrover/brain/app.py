@@ -19,6 +19,7 @@ from dlrover.rpc import wire
 from dlrover.rpc.brain import request_id
 from dlrover.rpc.server import Server
 from dlrover.spec import brain
+from dlrover.spec.jobdir import TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class BrainOptions(NamedTuple):
     """Port to listen on; 0: any free one."""
     tenants: str = ""
     """Directory with one file per tenant, as `read_tenants` reads it; empty: no tenants."""
-    tls: wire.Tls = wire.Tls()
+    tls: TlsFiles = TlsFiles()
     retention_days: float = 90.0
     """Days after which ended jobs, samples and usages are deleted."""
     monitor: str = ""

@@ -15,6 +15,7 @@ from dlrover import config, extras
 from dlrover.cli import jobs
 from dlrover.cli.cluster import brain as brains
 from dlrover.cli.cluster.kube import Kubeconfig, extra as extra_of_kubernetes
+from dlrover.spec.jobdir import TlsFiles
 
 if TYPE_CHECKING:
     from dlrover.dashboard.cluster import JobSources, Source
@@ -91,7 +92,6 @@ def _sources(
     """Return where else jobs are known: the Brain and Kubernetes, as far as they are named."""
     from dlrover.dashboard import cluster  # noqa: PLC0415 - loads grpc
     from dlrover.dashboard.history import BrainJobs  # noqa: PLC0415
-    from dlrover.rpc import wire  # noqa: PLC0415
 
     sources: dict[str, Source] = {}
     history: BrainJobs | None = None
@@ -99,7 +99,7 @@ def _sources(
     address = brain or settings.brain
     if address:
         token = brains.token(settings.brain_token_file)
-        history = BrainJobs(address, token, wire.Tls(ca=settings.tls_ca))
+        history = BrainJobs(address, token, TlsFiles(ca=settings.tls_ca))
         sources[f"Brain at {address}"] = history.rows
     if not namespace:
         return cluster.JobSources(sources, brain=history, most=most)

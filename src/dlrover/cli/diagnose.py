@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, readable
 from dlrover.master import diagnosis_rules
 from dlrover.master.journal import history
 from dlrover.master.machine.diagnosis.diagnosis import root_cause
@@ -92,9 +92,6 @@ def _read(path: str) -> tuple[str, str]:
         )
     if path in ("", "-"):
         return "standard input", sys.stdin.read()
-    try:
-        return path, Path(path).read_bytes()[-LOG_BYTES:].decode(errors="replace")
-    except OSError as error:
-        raise ConfigurationError(
-            f"{path} cannot be read: {error.strerror}; diagnose takes a log file."
-        ) from error
+    with readable(path, "; diagnose takes a log file"):
+        data = Path(path).read_bytes()
+    return path, data[-LOG_BYTES:].decode(errors="replace")

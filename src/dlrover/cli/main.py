@@ -363,18 +363,13 @@ def master(  # noqa: PLR0913 - each is an option of the command
         else:
             print(f"The token is in {directory.token}; give it to the nodes as DLROVER_TOKEN.")
         sys.stdout.flush()
-        signal.signal(signal.SIGTERM, _leave)
+        signal.signal(signal.SIGTERM, procs.leave)
         log = ["--stderr"] if platform else []  # a pod's log is what its users see
         code = run_master(["--job-dir", str(directory.path), *log])
     outcome = read_outcome(directory.outcome) if platform else None
     if outcome is not None:
         print(outcome.reason, file=sys.stderr)  # the end of the pod's log
     raise typer.Exit(code)
-
-
-def _leave(number: int, _frame: object) -> None:
-    """Exit in an orderly way; the first process of a container gets only signals that it handles."""
-    raise SystemExit(ExitCode.SIGNAL_BASE + number)
 
 
 def _version(show: bool) -> None:

@@ -15,7 +15,7 @@ import typer
 from dlrover import extras
 from dlrover.cli.output import Form, Output, print_json, print_table
 from dlrover.dashboard.inspect.goodput import write
-from dlrover.errors import ConfigurationError, ExitCode
+from dlrover.errors import ConfigurationError, ExitCode, readable
 
 if TYPE_CHECKING:
     from dlrover.planning.parallel.records import Prediction, Strategy, Transformer
@@ -121,10 +121,10 @@ def _model(name: str) -> Transformer:
     if path.is_dir():
         path /= "config.json"
     if path.exists() or ":" not in name:
+        with readable(str(path)):
+            data = path.read_bytes()
         try:
-            found = msgspec.json.decode(path.read_bytes())
-        except OSError as error:
-            raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
+            found = msgspec.json.decode(data)
         except (msgspec.DecodeError, RecursionError) as error:
             raise ConfigurationError(f"{path} is not valid JSON: {error}.") from error
     else:

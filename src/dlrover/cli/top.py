@@ -20,9 +20,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from dlrover._util import procs
 from dlrover.cli.run.progress import status_line
 from dlrover.dashboard.inspect import queries
-from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.activity import Activity
@@ -179,14 +180,10 @@ def _keys() -> Iterator[Callable[[float | None], str]]:
             pressed.extend(_KEY.findall(os.read(fd, 4096)))  # several if the screen was slow
         return KEYS.get(pressed.popleft(), "nothing") if pressed else "quit"
 
-    ends = signal.signal(signal.SIGTERM, _leave)
+    ends = signal.signal(signal.SIGTERM, procs.leave)
     try:
         tty.setcbreak(fd)
         yield key
     finally:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
         signal.signal(signal.SIGTERM, ends)
-
-
-def _leave(number: int, _frame: object) -> None:
-    raise SystemExit(ExitCode.SIGNAL_BASE + number)

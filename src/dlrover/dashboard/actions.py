@@ -69,20 +69,18 @@ async def carry_out(job_dir: JobDir, action: Action) -> dict[str, Any]:
 def _question(action: Action) -> Callable[[MasterClient], Awaitable[dict[str, Any]]]:
     async def ask(master: MasterClient) -> dict[str, Any]:
         match action:
-            case ScaleAction(nodes, role):
-                reply = await master.scale(nodes, REASON, role)
-                return {"text": reply.sentence, "refused": reply.refused}
-            case DrainAction(node):
-                reply = await master.drain(node, REASON)
-                return {"text": reply.sentence, "refused": reply.refused}
-            case SaveAction():
-                reply = await master.save(REASON)
-                return {"text": reply.sentence, "refused": reply.refused}
             case StacksAction():
                 stacks = await master.stacks()
                 return {"text": stacks.report or "No workers run.", "refused": False}
             case StopAction():
                 await master.stop(STOPPED, ExitCode.STOPPED)
                 return {"text": STOPPING, "refused": False}
+            case ScaleAction(nodes, role):
+                reply = await master.scale(nodes, REASON, role)
+            case DrainAction(node):
+                reply = await master.drain(node, REASON)
+            case _:
+                reply = await master.save(REASON)
+        return {"text": reply.sentence, "refused": reply.refused}
 
     return ask

@@ -92,11 +92,8 @@ def kubernetes(kubeconfig: str, namespace: str) -> Source:
     from dlrover.kubernetes.api.client import ELASTIC_JOBS, Client  # noqa: PLC0415 - an extra
 
     async def ask(_most: int) -> list[dict[str, Any]]:
-        client = Client.from_config(kubeconfig or None)
-        try:
+        async with Client.from_config(kubeconfig) as client:
             found, _ = await client.list(ELASTIC_JOBS, namespace or None)
-        finally:
-            await client.close()
         return list(map(_row, found))
 
     return ask

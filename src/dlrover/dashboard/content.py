@@ -99,20 +99,8 @@ def of_events(happened: Sequence[Event]) -> dict[str, Any]:
 def of_ranks(ranks: RanksReply) -> list[dict[str, Any]]:
     """Return what the ranks do: their steps, their current activity, and their seconds by activity."""
     return [
-        {
-            "rank": state.rank,
-            "node": state.node,
-            "steps": worker.steps,
-            "doing": worker.doing,
-            "since": worker.since,
-            "seconds": worker.seconds,
-            "compute": worker.compute,
-            "ended": worker.ended,
-            "parameters": worker.parameters,
-            "state_bytes": worker.state_bytes,
-        }
+        {"rank": state.rank, "node": state.node, **msgspec.structs.asdict(state.worker)}
         for state in ranks.ranks
-        for worker in (state.worker,)
     ]
 
 

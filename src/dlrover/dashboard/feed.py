@@ -31,8 +31,6 @@ RETRY = 2.0
 """Seconds between two attempts to reach the master."""
 SHARE = 0.1
 """Maximum share of time that goes into replays of the journal, which grow with the job."""
-BEAT = 15.0
-"""Seconds after which a silent stream gets a comment, so that both ends know that it is alive."""
 _NO_EVENTS = 1 << 40
 
 
@@ -64,8 +62,8 @@ class PageFeed:
                     if seen.get(name) != version:
                         seen[name] = version
                         yield f"event: {name}\ndata: {text}\n\n"
-                if not await tasks.signalled(changed, BEAT):
-                    yield ": still here\n\n"
+                if not await tasks.signalled(changed, logs.BEAT):
+                    yield logs.ALIVE
 
     def publish(self, name: str, value: Any) -> None:
         """Show a part, if it has changed."""

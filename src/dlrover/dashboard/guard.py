@@ -71,9 +71,9 @@ class AccessGuard:
         """Return the answer to a request that must not reach the application; None if it may."""
         # A page of another site may resolve its own name to this address: its Host tells.
         if request.headers.get("host", "") not in self._hosts:
-            return _error(421, "This server does not answer for that host: see --allow-host.")
+            return refused(421, "This server does not answer for that host: see --allow-host.")
         if request.scope["method"] not in ("GET", "HEAD") and not self._from_here(request.headers):
-            return _error(403, "Only the page itself may send this request.")
+            return refused(403, "Only the page itself may send this request.")
         given = request.query_params.get("token", "")
         if given and request.url.path == "/":
             return self._opened(request) if _same(given.encode(), self._token) else _locked()
@@ -85,7 +85,7 @@ class AccessGuard:
             return None
         if request.url.path == "/":
             return _locked()
-        return _error(
+        return refused(
             401, "This page needs its link again: open the one that dlrover dashboard printed."
         )
 
@@ -124,5 +124,6 @@ def _locked() -> Response:
     return HTMLResponse(_LOCKED, 401)
 
 
-def _error(status: int, sentence: str) -> Response:
+def refused(status: int, sentence: str) -> Response:
+    """Return the answer that refuses a request."""
     return JSONResponse({"error": sentence}, status)

@@ -10,9 +10,9 @@ from dlrover.dashboard import ended
 from dlrover.dashboard.actions import Action
 from dlrover.dashboard.feed import PageFeed
 from dlrover.errors import ConfigurationError, DLRoverError
-from dlrover.rpc import wire
 from dlrover.rpc.brain import BrainClient
 from dlrover.spec.brain import Story
+from dlrover.spec.jobdir import TlsFiles
 
 PREFIX = "brain//"
 """How the ids of its jobs begin in addresses."""
@@ -23,7 +23,7 @@ PAUSE = 10.0
 class BrainJobs:
     """The history of one Brain."""
 
-    def __init__(self, address: str, token: str, tls: wire.Tls) -> None:
+    def __init__(self, address: str, token: str, tls: TlsFiles) -> None:
         self.address = address
         self._token, self._tls = token, tls
 

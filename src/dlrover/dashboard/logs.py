@@ -23,7 +23,9 @@ PIECE = 256 * 1024
 PAUSE = 0.5
 """Seconds between two looks at a file."""
 BEAT = 15.0
-"""Seconds after which a silent stream gets a comment."""
+"""Seconds after which a silent stream gets a comment, so that both ends know that it is alive."""
+ALIVE = ": still here\n\n"
+"""That comment."""
 _OF_WORKERS = "**/std*.log"
 
 
@@ -58,7 +60,7 @@ async def tail(path: Path) -> AsyncIterator[str]:
         idle += PAUSE
         if idle >= BEAT:
             idle = 0.0
-            yield ": still here\n\n"
+            yield ALIVE
 
 
 def event(value: dict[str, Any]) -> str:

@@ -162,7 +162,7 @@ async def _follow(
         ended = False
         while not ended:
             if not await tasks.signalled(arrived, logs.BEAT):
-                yield ": still here\n\n"
+                yield logs.ALIVE
                 continue
             await asyncio.sleep(logs.PAUSE)  # for the rest of what comes at once
             ended = reading.done()

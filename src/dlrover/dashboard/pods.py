@@ -69,7 +69,7 @@ class PodJob:
         """
         wanted = podlogs.PodLog.parse(name)
         if wanted is not None and not wanted.file:
-            async with _client(self._kubeconfig) as client:
+            async with Client.from_config(self._kubeconfig) as client:
                 pieces = podlogs.tail(client, self._namespace, self._name, *wanted[:2])
                 async with contextlib.aclosing(pieces):
                     async for text in pieces:
@@ -100,7 +100,7 @@ class PodJob:
             ) from error
 
     async def _scale(self, workers: int) -> dict[str, object]:
-        async with _client(self._kubeconfig) as client:
+        async with Client.from_config(self._kubeconfig) as client:
             patch = {"spec": {"replicas": workers}}
             await client.patch(ELASTIC_JOBS, self._namespace, self._name, patch, "scale")
         return {
@@ -133,7 +133,7 @@ class PodJob:
 
     async def _tell_end(self) -> bool:
         """Show what is known of the job once it has ended, unless its master has sent its end; return whether it has."""
-        async with _client(self._kubeconfig) as client:
+        async with Client.from_config(self._kubeconfig) as client:
             job = await self._job(client)
         ended = cluster.ended_job(job)
         if ended is None:
@@ -184,7 +184,7 @@ class PodJob:
         while True:
             began = time.monotonic()
             try:
-                async with _client(self._kubeconfig) as client:
+                async with Client.from_config(self._kubeconfig) as client:
                     listing = client.list(PODS, self._namespace, labels=labels)
                     found, _ = await asyncio.wait_for(listing, PATIENCE)
                 self._pod_logs = podlogs.listed(found)
@@ -208,7 +208,7 @@ class PodJob:
         """Yield what ``dlrover dashboard --stdio`` answers in a pod, by events or as a whole; by default the master's."""
         whose = f"Pod {self._namespace}/{pod}" if pod else self._master()
         rest = bytearray()
-        async with _client(self._kubeconfig) as client:
+        async with Client.from_config(self._kubeconfig) as client:
             if pod:
                 found = await podlogs.find(client, self._namespace, self._name, pod)
                 container = podlogs.main_container(found)
@@ -305,15 +305,6 @@ def _failed(whose: str, error: CommandError) -> DLRoverError:
         )
     said = error.stderr.strip().rpartition("\n")[2]
     return ConfigurationError(said.removeprefix("dlrover: "))
-
-
-@contextlib.asynccontextmanager
-async def _client(kubeconfig: str) -> AsyncIterator[Client]:
-    client = Client.from_config(kubeconfig or None)
-    try:
-        yield client
-    finally:
-        await client.close()
 
 
 @contextlib.asynccontextmanager

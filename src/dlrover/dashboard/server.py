@@ -21,14 +21,13 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import (
     HTMLResponse,
-    JSONResponse,
     Response,
     StreamingResponse,
 )
 from starlette.routing import Route
 
 from dlrover._util import decoding, procs
-from dlrover.dashboard import actions, content, guard
+from dlrover.dashboard import actions, content, guard, logs
 from dlrover.dashboard.cluster import JobSources
 from dlrover.dashboard.feed import JobFeed
 from dlrover.dashboard.listing import JobList, ask_masters
@@ -39,8 +38,6 @@ MOST_BYTES = 4096
 """Maximum size of a request's body."""
 LIST_PAUSE = 2.0
 """Seconds between two looks at the list of jobs."""
-BEAT = 15.0
-"""Seconds after which a silent stream gets a comment."""
 LOG_RETRY = 5000
 """Milliseconds after which the page asks again for a log that it did not get."""
 END_WAIT = 1
@@ -90,7 +87,7 @@ class Dashboard:
         """Return one of the page's files."""
         name = request.path_params["name"]
         if name not in ASSETS:
-            return _refused(404, "There is no such file.")
+            return guard.refused(404, "There is no such file.")
         text = style() if name == STYLE else ASSETS[name].read_text(encoding="utf-8")
         return Response(text, media_type=mimetypes.guess_type(name)[0])
 
@@ -108,8 +105,8 @@ class Dashboard:
                 if text != last:
                     yield f"event: jobs\ndata: {text}\n\n"
                     last, silent = text, 0.0
-                elif silent >= BEAT:
-                    yield ": still here\n\n"
+                elif silent >= logs.BEAT:
+                    yield logs.ALIVE
                     silent = 0.0
                 await asyncio.sleep(LIST_PAUSE)
                 silent += LIST_PAUSE
@@ -146,20 +143,20 @@ class Dashboard:
         if job is None:
             return _no_job()
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
-            return _refused(415, "The body must be JSON.")
+            return guard.refused(415, "The body must be JSON.")
         body = b""
         async for piece in request.stream():
             body += piece
             if len(body) > MOST_BYTES:
-                return _refused(413, f"The body must have at most {MOST_BYTES} bytes.")
+                return guard.refused(413, f"The body must have at most {MOST_BYTES} bytes.")
         try:
             action: actions.Action = decoding.json_decoder(actions.Action).decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return _refused(400, f"The body is no action: {error}.")
+            return guard.refused(400, f"The body is no action: {error}.")
         try:
             return _json(await job.act(action))
         except DLRoverError as error:
-            return _refused(409, str(error))
+            return guard.refused(409, str(error))
 
     async def _find(self, request: Request) -> JobPage | None:
         """Return the job of an address; all who look at it at the same time get the same one."""
@@ -256,9 +253,5 @@ async def _log(pieces: AsyncGenerator[str, None]) -> AsyncIterator[str]:
         yield f"retry: {LOG_RETRY}\nevent: problem\ndata: {problem}\n\n"
 
 
-def _refused(status: int, sentence: str) -> Response:
-    return JSONResponse({"error": sentence}, status)
-
-
 def _no_job() -> Response:
-    return _refused(404, "There is no such job; it may have been deleted.")
+    return guard.refused(404, "There is no such job; it may have been deleted.")

@@ -35,9 +35,8 @@ from dlrover.master.scaling.brainside import JobBrain
 from dlrover.master.service import JOURNAL_RETRY, Master
 from dlrover.master.views.observers import Observers
 from dlrover.platform.base import Platform, Setup, platform_class
-from dlrover.rpc import wire
 from dlrover.rpc.server import Server
-from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig
+from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig, TlsFiles
 from dlrover.spec.outcome import Outcome
 
 logger = logging.getLogger(__name__)
@@ -189,7 +188,7 @@ async def _serve(
     lifeline_fd: int,
     orphaned: asyncio.Event,
 ) -> int:
-    tls = wire.Tls.of(settings.tls)
+    tls = settings.tls
     server = Server(read_token(job_dir), tls)
     master.register(server)
     master.services.use_token(read_token(job_dir))
@@ -222,7 +221,7 @@ async def _serve(
 
 
 def _brain(
-    master: Master, settings: MasterConfig, job_dir: JobDir, tls: wire.Tls, env: Mapping[str, str]
+    master: Master, settings: MasterConfig, job_dir: JobDir, tls: TlsFiles, env: Mapping[str, str]
 ) -> JobBrain | None:
     """Return the Brain; None if there is none, or if its token is missing and the job can do without it.
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from dlrover._util import decoding
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, readable
 from dlrover.master.machine.diagnosis.diagnosis import RuleTable
 from dlrover.spec.failure import Rule
 
@@ -74,12 +74,10 @@ def load(path: Path) -> tuple[Rule, ...]:
     Raises:
         ConfigurationError: the file cannot be read, or a row is wrong; one sentence says where.
     """
+    with readable(f"diagnosis_rules {path}", "; it takes a TOML file"):
+        data = path.read_bytes()
     try:
-        content = msgspec.toml.decode(path.read_bytes())
-    except OSError as error:
-        raise ConfigurationError(
-            f"diagnosis_rules {path} cannot be read: {error.strerror}; it takes a TOML file."
-        ) from error
+        content = msgspec.toml.decode(data)
     except msgspec.DecodeError as error:
         raise ConfigurationError(f"diagnosis_rules {path} is not valid TOML: {error}.") from error
     rows = content.get("rule")

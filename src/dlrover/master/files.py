@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from dlrover._util import decoding
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, readable
 from dlrover.spec.jobdir import JobDir, MasterConfig, decode
 from dlrover.spec.outcome import Outcome
 
@@ -30,10 +30,8 @@ def read_token(job_dir: JobDir) -> str:
     Raises:
         ConfigurationError: it cannot be read.
     """
-    try:
+    with readable(str(job_dir.token)):
         return job_dir.token.read_text().strip()
-    except OSError as error:
-        raise ConfigurationError(f"{job_dir.token} cannot be read: {error.strerror}.") from error
 
 
 def read_outcome(path: Path) -> Outcome | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,7 +184,8 @@ class HangWatch:
             if node in worlds
             for place, worker in enumerate(workers)
         ]
-        return messages.RanksReply(self._machine.rendezvous.round, tuple(sorted(found, key=_rank)))
+        found.sort(key=operator.attrgetter("rank"))
+        return messages.RanksReply(self._machine.rendezvous.round, tuple(found))
 
     async def stacks(self, _request: messages.StacksRequest) -> messages.Stacks:
         """Return where every rank is now."""
@@ -240,7 +242,3 @@ class HangWatch:
     def slow(self) -> tuple[str, ...]:
         """Return a sentence for each slow rank."""
         return tuple(found.sentence() for found in self._speed.named.values())
-
-
-def _rank(state: messages.RankActivity) -> int:
-    return state.rank

@@ -224,13 +224,11 @@ class _SavedState:
             raise ConfigurationError(
                 "The checkpoint was not saved by DdpCheckpointer; load it with the class that saved it."
             )
-        state: dict[str, Any] = objects.decode(tree["state"], trusted=True)
-        return state
+        return objects.decode(tree["state"], trusted=True)
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = objects.load(os.fspath(path), str(path), "cpu", trusted=False)
-    return loaded
+    return objects.load(os.fspath(path), str(path), "cpu", trusted=False)
 
 
 def save_checkpoint(iteration: int, *arguments: Any, **options: Any) -> NoReturn:

@@ -85,8 +85,7 @@ class FsdpShardCheckpointer(Checkpointer):
         set_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
-        extra: dict[str, Any] = objects.unpickled(state["extra"], trusted=True)
-        return extra
+        return objects.unpickled(state["extra"], trusted=True)
 
     def get_storage_reader(self, resume_path: str = "") -> FlashReader | None:
         """Return a reader for ``torch.distributed.checkpoint.load``; None if nothing was ever saved. Collective."""

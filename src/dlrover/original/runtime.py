@@ -309,8 +309,7 @@ def _size(name: str) -> int:
 
 
 def _looked(worker: Any, name: str) -> int:
-    size: int = worker.link.ask(LookQueue(worker.place, name)).size
-    return size
+    return worker.link.ask(LookQueue(worker.place, name)).size
 
 
 def main() -> None:

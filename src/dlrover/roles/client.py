@@ -12,7 +12,6 @@ from dlrover.errors import ConfigurationError
 from dlrover.roles.coordinator.status import RolesStatus
 from dlrover.roles.coordinator.streaming import Events, EventsRequest
 from dlrover.roles.spec import RolesConfig
-from dlrover.rpc import wire
 from dlrover.rpc.connection import Connection
 from dlrover.rpc.messages import Done, StatusRequest, StopRequest
 from dlrover.spec.events import Event
@@ -54,7 +53,7 @@ def connect(job_dir: JobDir) -> RolesClient:
         raise ConfigurationError(
             f"{job_dir.path} holds no address of its job's coordinator: {error}."
         ) from error
-    return RolesClient(address, token, wire.Tls.of(load_config(job_dir).tls))
+    return RolesClient(address, token, load_config(job_dir).tls)
 
 
 def load_config(job_dir: JobDir) -> RolesConfig:

@@ -167,11 +167,11 @@ def tls_of(env: Mapping[str, str]) -> TlsFiles:
     if missing:
         return TlsFiles()
     from dlrover.checkpoint.saver import certificates  # noqa: PLC0415 - loads ssl, and the next one grpc
-    from dlrover.rpc.wire import Tls  # noqa: PLC0415
+    from dlrover.rpc import wire  # noqa: PLC0415
 
     cert, key, ca = (str(Path(path).absolute()) for path in files.values())
     result = TlsFiles(cert, key, ca, found.server_name)
-    Tls.of(result).server_credentials()
-    Tls.of(result).channel_credentials()
+    wire.server_credentials(result)
+    wire.channel_credentials(result)
     certificates.make()
     return result

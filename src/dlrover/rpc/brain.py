@@ -56,19 +56,16 @@ class BrainClient(Connection):
             request: The `request_id` of an earlier attempt; a new one by default.
         """
         question = brain.AskPlan(request=request or request_id(), job=job, current=current)
-        advice: brain.Advice = await self._call("Plan", question, brain.Advice, PLAN_TIMEOUT)
-        return advice
+        return await self._call("Plan", question, brain.Advice, PLAN_TIMEOUT)
 
     async def effect(self, job: str, workers: int, servers: int | None = None) -> brain.Expected:
         """Return the expected effect of other numbers of nodes on a job."""
         request = brain.AskEffect(job=job, workers=workers, servers=servers)
-        expected: brain.Expected = await self._call("Effect", request, brain.Expected)
-        return expected
+        return await self._call("Effect", request, brain.Expected)
 
     async def similar(self, job: str) -> brain.Similar:
         """Return the measurements of the past job that is most similar to a job."""
-        found: brain.Similar = await self._call("Similar", brain.AskSimilar(job=job), brain.Similar)
-        return found
+        return await self._call("Similar", brain.AskSimilar(job=job), brain.Similar)
 
     async def jobs(
         self, limit: int = 100, *, running: bool = False, origin: str = ""
@@ -93,8 +90,7 @@ class BrainClient(Connection):
     async def divide(self) -> brain.Division:
         """Return the current division of the cluster among its jobs."""
         request = brain.AskDivision()
-        found: brain.Division = await self._call("Divide", request, brain.Division, PLAN_TIMEOUT)
-        return found
+        return await self._call("Divide", request, brain.Division, PLAN_TIMEOUT)
 
 
 class BrainLink:

@@ -65,22 +65,17 @@ class MasterClient(Connection):
     async def scale(self, nodes: int, reason: str, role: str = WORKER) -> messages.ScaleReply:
         """Ask the master to change the number of nodes of a role."""
         request = messages.ScaleRequest(nodes, reason, role)
-        reply: messages.ScaleReply = await self._call("Scale", request, messages.ScaleReply)
-        return reply
+        return await self._call("Scale", request, messages.ScaleReply)
 
     async def drain(self, node: int, reason: str) -> messages.ScaleReply:
         """Ask the master to put another node in the place of one."""
         request = messages.DrainRequest(node, reason)
-        reply: messages.ScaleReply = await self._call("Drain", request, messages.ScaleReply)
-        return reply
+        return await self._call("Drain", request, messages.ScaleReply)
 
     async def save(self, reason: str) -> messages.ScaleReply:
         """Ask the master to have the newest memory checkpoint stored."""
         request = messages.SaveRequest(reason)
-        reply: messages.ScaleReply = await self._call(
-            "Save", request, messages.ScaleReply, SAVE_WAIT
-        )
-        return reply
+        return await self._call("Save", request, messages.ScaleReply, SAVE_WAIT)
 
     async def ranks(self) -> messages.RanksReply:
         """Return what every rank does, as its node reported last."""
@@ -156,4 +151,4 @@ def connect(job_dir: JobDir, timeout: float = REQUEST_TIMEOUT) -> MasterClient:
         raise ConfigurationError(
             f"{job_dir.path} holds no address of its job's master: {error}."
         ) from error
-    return MasterClient(address, token, wire.Tls.of(tls), timeout)
+    return MasterClient(address, token, tls, timeout)

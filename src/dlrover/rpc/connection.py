@@ -11,6 +11,7 @@ import msgspec
 
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError, ProtocolError
 from dlrover.rpc import wire
+from dlrover.spec.jobdir import TlsFiles
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -43,13 +44,13 @@ class Connection:
         self,
         address: str,
         token: str,
-        tls: wire.Tls | None = None,
+        tls: TlsFiles | None = None,
         timeout: float = REQUEST_TIMEOUT,
     ) -> None:
         self.address = address
         self._timeout = timeout
         self._metadata = ((wire.TOKEN_KEY, wire.checked_token(token)),)
-        self._credentials = tls.channel_credentials() if tls else None
+        self._credentials = wire.channel_credentials(tls) if tls else None
         self._server_name = tls.server_name if tls else ""
         self._channel = self._open(address)
 

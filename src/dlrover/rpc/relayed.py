@@ -58,8 +58,7 @@ class RelayedMaster:
         if self._sock is None:
             self._sock, self._pid = connected(self.address), os.getpid()
         self._sock.sendall(framing.pack(data))
-        reply: WorkerReply = _reply.decode(framing.receive(self._sock.recv_into))
-        return reply
+        return _reply.decode(framing.receive(self._sock.recv_into))
 
     def another(self) -> RelayedMaster:
         """Return a connection for another thread."""

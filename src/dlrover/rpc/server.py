@@ -17,6 +17,7 @@ from dlrover.errors import (
     ProtocolError,
 )
 from dlrover.rpc import wire
+from dlrover.spec.jobdir import TlsFiles
 
 Unary = Callable[[Any], Awaitable[msgspec.Struct]]
 ServerStream = Callable[[Any], AsyncIterator[msgspec.Struct]]
@@ -42,7 +43,7 @@ class Server:
     def __init__(
         self,
         token: str,
-        tls: wire.Tls | None = None,
+        tls: TlsFiles | None = None,
         service: str = wire.SERVICE,
         program: str = "master",
         callers: Mapping[str, str] | None = None,
@@ -51,7 +52,7 @@ class Server:
         self._tokens = {
             name: wire.checked_token(one) for name, one in {**(callers or {}), "": token}.items()
         }
-        self._credentials = tls.server_credentials() if tls else None
+        self._credentials = wire.server_credentials(tls) if tls else None
         self._methods: dict[str, grpc.RpcMethodHandler] = {}
         self._server: grpc.aio.Server | None = None
 

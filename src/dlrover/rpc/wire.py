@@ -12,7 +12,7 @@ import grpc
 import msgspec
 
 from dlrover._util import decoding, encoding
-from dlrover.errors import ConfigurationError, ProtocolError
+from dlrover.errors import ConfigurationError, ProtocolError, readable
 from dlrover.spec.jobdir import TlsFiles
 
 SERVICE = "dlrover.Master"
@@ -85,60 +85,59 @@ def checked_token(token: str) -> str:
     return token
 
 
+def token_in(path: str, option: str) -> str:
+    """Return the token on the first line of the file that an option names.
+
+    Raises:
+        ConfigurationError: the file cannot be read.
+    """
+    with readable(f"{option} {path}"):
+        text = Path(path).read_text()
+    return text.strip().partition("\n")[0].strip()
+
+
 def token_matches(given: object, expected: str) -> bool:
     """Return whether two tokens are equal, compared in constant time."""
     text = given if isinstance(given, str) else ""
     return hmac.compare_digest(text.encode(), expected.encode())
 
 
-class Tls(msgspec.Struct, frozen=True):
-    """TLS settings: paths of PEM files. A server needs ``cert`` and ``key``, a client ``ca``.
+def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials | None:
+    """Return credentials for a server; None without TLS.
 
-    A client with ``server_name`` expects a certificate for that name, whatever the address is.
-    The methods raise `ConfigurationError` if a file is missing or invalid.
+    Raises:
+        ConfigurationError: a file is missing or invalid.
     """
+    if not tls.cert and not tls.key:
+        return None
+    if not (tls.cert and tls.key):
+        raise ConfigurationError("TLS needs both tls_cert and tls_key; only one of them is set.")
+    key, cert = _read("tls_key", tls.key), _read("tls_cert", tls.cert)
+    try:
+        # gRPC would only report that it cannot listen.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.cert, tls.key, password="")
+    except ssl.SSLError as error:
+        raise ConfigurationError(
+            f"tls_cert {tls.cert} and tls_key {tls.key} are not a PEM certificate and the "
+            f"unencrypted key that belongs to it."
+        ) from error
+    return grpc.ssl_server_credentials([(key, cert)])
 
-    cert: str = ""
-    key: str = ""
-    ca: str = ""
-    server_name: str = ""
 
-    @classmethod
-    def of(cls, files: TlsFiles) -> Tls:
-        """Return the settings of a configuration."""
-        return cls(files.cert, files.key, files.ca, files.server_name)
+def channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials | None:
+    """Return credentials for a client; None without TLS.
 
-    def server_credentials(self) -> grpc.ServerCredentials | None:
-        """Return credentials for a server; None without TLS."""
-        if not self.cert and not self.key:
-            return None
-        if not (self.cert and self.key):
-            raise ConfigurationError(
-                "TLS needs both tls_cert and tls_key; only one of them is set."
-            )
-        key, cert = _read("tls_key", self.key), _read("tls_cert", self.cert)
-        try:
-            # gRPC would only report that it cannot listen.
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
-                self.cert, self.key, password=""
-            )
-        except ssl.SSLError as error:
-            raise ConfigurationError(
-                f"tls_cert {self.cert} and tls_key {self.key} are not a PEM certificate and the "
-                f"unencrypted key that belongs to it."
-            ) from error
-        return grpc.ssl_server_credentials([(key, cert)])
-
-    def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """Return credentials for a client; None without TLS."""
-        if not self.ca:
-            return None
-        ca = _read("tls_ca", self.ca)
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(self.ca)
-        except ssl.SSLError as error:
-            raise ConfigurationError(f"tls_ca {self.ca} holds no PEM certificate.") from error
-        return grpc.ssl_channel_credentials(ca)
+    Raises:
+        ConfigurationError: the file is missing or invalid.
+    """
+    if not tls.ca:
+        return None
+    ca = _read("tls_ca", tls.ca)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(tls.ca)
+    except ssl.SSLError as error:
+        raise ConfigurationError(f"tls_ca {tls.ca} holds no PEM certificate.") from error
+    return grpc.ssl_channel_credentials(ca)
 
 
 def _read(field: str, path: str) -> bytes:

@@ -13,11 +13,9 @@ import logging
 import os
 import select
 import threading
-from typing import TYPE_CHECKING, BinaryIO, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import BinaryIO, Protocol
 
 logger = logging.getLogger(__name__)
 

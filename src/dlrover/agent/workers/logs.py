@@ -20,6 +20,7 @@ import logging
 import os
 import string
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -30,8 +31,6 @@ from dlrover.spec.failure import TEXT_LIMIT
 from dlrover.spec.job import Std
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from dlrover.spec.job import LaunchSpec
 
 logger = logging.getLogger(__name__)

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from dlrover.errors import ConfigurationError, InfrastructureError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
 
 SYSFS = Path("/sys")
 

@@ -10,13 +10,11 @@ import errno
 import io
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from dlrover._util.files import NO_ROOM
 
 if TYPE_CHECKING:
-    from typing import TextIO
-
     from typing_extensions import Buffer
 
 OVERFLOW_LIMIT = 16 * 1024 * 1024

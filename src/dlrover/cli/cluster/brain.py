@@ -6,8 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 import typer
@@ -19,6 +18,7 @@ from dlrover import config, extras
 from dlrover.cli.output import Form, Output, show
 from dlrover.errors import ConfigurationError
 from dlrover.spec import brain as records
+from dlrover.spec.jobdir import TlsFiles
 from dlrover.spec.plan import Effect, NodeGroup
 from dlrover.spec.words import counted
 
@@ -77,7 +77,6 @@ def serve(  # noqa: PLR0913 - each is an option of the command
     """Run the Brain until it gets SIGTERM or SIGINT."""
     with extras.needed("dlrover brain serve", "brain"):
         from dlrover.brain.app import BrainOptions, serve as run  # noqa: PLC0415 - an extra
-    from dlrover.rpc import wire  # noqa: PLC0415 - loads grpc
 
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -94,7 +93,7 @@ def serve(  # noqa: PLR0913 - each is an option of the command
         host=host,
         port=port,
         tenants=tenants,
-        tls=wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca),
+        tls=settings.tls,
         retention_days=retention_days,
         monitor=monitor,
         monitor_source=kubeconfig,
@@ -121,8 +120,7 @@ def jobs(
     output: Output = Form.TEXT,
 ) -> None:
     """List the jobs that the Brain knows, the latest first."""
-    client = _client(brain, token_file, config_file)
-    found = _ask(client, lambda c: c.jobs(limit, running=running))
+    found = _ask(brain, token_file, config_file, lambda c: c.jobs(limit, running=running))
     show(found, output, _print_jobs)
 
 
@@ -135,8 +133,7 @@ def explain(
     output: Output = Form.TEXT,
 ) -> None:
     """Show a job's plans and their reasons, with predictions beside measurements."""
-    client = _client(brain, token_file, config_file)
-    story = _ask(client, lambda c: c.explain(job))
+    story = _ask(brain, token_file, config_file, lambda c: c.explain(job))
     show(story, output, _print_story)
 
 
@@ -153,8 +150,7 @@ def what_if(
     output: Output = Form.TEXT,
 ) -> None:
     """Predict a job's throughput with other numbers of nodes. Changes nothing."""
-    client = _client(brain, token_file, config_file)
-    expected = _ask(client, lambda c: c.effect(job, workers, servers))
+    expected = _ask(brain, token_file, config_file, lambda c: c.effect(job, workers, servers))
     show(expected, output, lambda found, console: _print_expected(job, found, console))
 
 
@@ -166,7 +162,7 @@ def cluster(
     output: Output = Form.TEXT,
 ) -> None:
     """Show the cluster's capacity, what is free, and the quotas of its queues."""
-    found = _ask(_client(brain, token_file, config_file), lambda c: c.cluster())
+    found = _ask(brain, token_file, config_file, lambda c: c.cluster())
     show(found, output, _print_cluster)
 
 
@@ -184,7 +180,7 @@ def quota(
     from dlrover.rpc.brain import request_id  # noqa: PLC0415 - loads grpc
 
     report = records.SetQuota(request=request_id(), queue=queue, limits=_limits(limits))
-    _ask(_client(brain, token_file, config_file), lambda c: c.report(report))
+    _ask(brain, token_file, config_file, lambda c: c.report(report))
     print(f"Queue {queue}: {limits if report.limits else 'no quota'}.")
 
 
@@ -210,14 +206,11 @@ def token(path: str) -> str:
     Raises:
         ConfigurationError: there is no token, or the file is unreadable.
     """
+    from dlrover.rpc import wire  # noqa: PLC0415 - loads grpc
+
     given = config.environ().get("DLROVER_BRAIN_TOKEN", "")
     if path:
-        try:
-            given = Path(path).read_text().strip().partition("\n")[0].strip()
-        except OSError as error:
-            raise ConfigurationError(
-                f"--token-file {path} cannot be read: {error.strerror}."
-            ) from error
+        given = wire.token_in(path, "--token-file")
     if not given:
         raise ConfigurationError(
             "The Brain's token is missing: give --token-file, or set DLROVER_BRAIN_TOKEN."
@@ -225,24 +218,21 @@ def token(path: str) -> str:
     return given
 
 
-def _client(address: str, token_file: str, config_file: str) -> Callable[[], BrainClient]:
-    """Return a factory for clients; call it on the event loop that uses the client."""
-    from dlrover.rpc import wire  # noqa: PLC0415 - loads grpc
+def _ask(
+    address: str, token_file: str, config_file: str, ask: Callable[[BrainClient], Awaitable[T]]
+) -> T:
+    """Return the Brain's answer to a question."""
     from dlrover.rpc.brain import BrainClient  # noqa: PLC0415
 
     settings = config.settings(config.environ(), config_file)
     where = address or settings.brain or f"127.0.0.1:{PORT}"
     secret = token(token_file or settings.brain_token_file)
-    return lambda: BrainClient(where, secret, wire.Tls(ca=settings.tls_ca))
 
+    async def run() -> T:
+        async with BrainClient(where, secret, TlsFiles(ca=settings.tls_ca)) as client:
+            return await ask(client)
 
-def _ask(client: Callable[[], BrainClient], ask: Callable[[BrainClient], Awaitable[T]]) -> T:
-    async def run() -> Any:
-        async with client() as connected:
-            return await ask(connected)
-
-    found: T = asyncio.run(run())
-    return found
+    return asyncio.run(run())
 
 
 # ---- text

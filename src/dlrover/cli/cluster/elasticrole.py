@@ -34,7 +34,6 @@ from dlrover.kubernetes.resources.types import ElasticJob, Manifest
 from dlrover.master.journal.history import History, known_before
 from dlrover.roles.client import load_config
 from dlrover.rpc.client import MasterClient
-from dlrover.rpc.wire import Tls
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig
 from dlrover.spec.outcome import Outcome
@@ -94,8 +93,7 @@ async def _run(
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     if lifeline_fd >= 0:
         procs.Lifeline.watch(lifeline_fd, orphaned.set)
-    client = Client.from_config()
-    try:
+    async with Client.from_config() as client:
         work = _work(client, job_dir, env, attempt, given, stopping)
         running, leaving = asyncio.create_task(work), asyncio.create_task(orphaned.wait())
         await asyncio.wait([running, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -104,8 +102,6 @@ async def _run(
             return await running
         await tasks.stop([running])
         return None
-    finally:
-        await client.close()
 
 
 async def _work(
@@ -275,7 +271,7 @@ class ElasticRole:
             files.write_atomically(self._dir.master, msgspec.json.encode(known))
 
     def _master(self) -> MasterClient:
-        return MasterClient(self._address, self._token, Tls.of(self._tls))
+        return MasterClient(self._address, self._token, self._tls)
 
     async def _stop(self) -> None:
         """Ask the role's master to end its job, until it has the request."""
@@ -340,8 +336,7 @@ async def clear(job: ElasticJob) -> None:
     Raises:
         InfrastructureError: the API server does not answer.
     """
-    client = Client.from_config()
-    try:
+    async with Client.from_config() as client:
         for role in job.spec.roles:
             name = names.job_of_role(job.name, role)
             found = await client.find(ELASTIC_JOBS, job.namespace, name)
@@ -352,8 +347,6 @@ async def clear(job: ElasticJob) -> None:
                     file=sys.stderr,
                 )
                 await remove(client, job.namespace, name, found["metadata"]["uid"])
-    finally:
-        await client.close()
 
 
 if __name__ == "__main__":

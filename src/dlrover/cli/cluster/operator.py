@@ -59,18 +59,15 @@ def operator(
     logging.getLogger("httpx2").setLevel(logging.WARNING)
 
     async def run() -> None:
-        client = Client.from_config(kubeconfig or None)
-        leader = None
-        if leader_election:
-            where = lease_namespace or namespace or client.namespace
-            identity = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-            leader = Leader(client, where, LEASE, identity)
-        serving = Operator(client, namespace or None, master_image, leader)
-        try:
+        async with Client.from_config(kubeconfig) as client:
+            leader = None
+            if leader_election:
+                where = lease_namespace or namespace or client.namespace
+                identity = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+                leader = Leader(client, where, LEASE, identity)
+            serving = Operator(client, namespace or None, master_image, leader)
             with _health(serving, http_host, http_port):
                 await _until_stopped(serving.run())
-        finally:
-            await client.close()
 
     asyncio.run(run())
 

@@ -13,13 +13,14 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
 from dlrover import accelerators, config
+from dlrover._util import procs
 from dlrover.cli import jobs
-from dlrover.errors import ConfigurationError, ExitCode
+from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.machine import objects, tls
 from dlrover.kubernetes.resources import names
 from dlrover.kubernetes.resources.types import ElasticJob
@@ -208,15 +209,10 @@ def coordinate(job: ElasticJob, env: Mapping[str, str], job_dir: str, port: int)
         jobs.write(directory, directory.roles, msgspec.json.encode(content))
         jobs.write_token(directory, jobs.given_token(env))
         print(f"dlrover: job {job.name} in {directory.path}", file=sys.stderr, flush=True)
-        signal.signal(signal.SIGTERM, _leave)
+        signal.signal(signal.SIGTERM, procs.leave)  # the next pod goes on with the job
         supervisor = Supervisor(JobDir(directory.path), env, connect=client.connect)
         supervisor.add_coordinator()
         outcome = asyncio.run(supervisor.run([], 0.0))
     show(outcome, "text")
     print(outcome.reason, file=sys.stderr)  # the end of the pod's log
     return outcome.exit_code
-
-
-def _leave(number: int, _frame: object) -> NoReturn:
-    """End with this pod; the next one goes on with the job."""
-    raise SystemExit(ExitCode.SIGNAL_BASE + number)

@@ -168,22 +168,17 @@ async def _create(manifest: Manifest, kubeconfig: str) -> Manifest:
         Client,
     )
 
-    client = Client.from_config(kubeconfig or None)
-    manifest["metadata"].setdefault("namespace", client.namespace)
-    name, where = manifest["metadata"]["name"], manifest["metadata"]["namespace"]
-    try:
-        return await client.create(ELASTIC_JOBS, manifest)
-    except ApiError as error:
-        if error.status == 409:
-            raise ConfigurationError(
-                f"metadata.name is {name}: namespace {where} already has an ElasticJob of this name."
-            ) from error
-        if error.status == 404:
-            raise ConfigurationError(
-                f"The cluster has no namespace {where}, or no ElasticJobs: apply deploy/crds first."
-            ) from error
-        if error.status == 422:
-            raise ConfigurationError(error.message) from error
-        raise
-    finally:
-        await client.close()
+    async with Client.from_config(kubeconfig) as client:
+        where = manifest["metadata"].setdefault("namespace", client.namespace)
+        try:
+            return await client.create(ELASTIC_JOBS, manifest)
+        except ApiError as error:
+            known = {
+                409: f"metadata.name is {manifest['metadata']['name']}: namespace {where} already has an ElasticJob of "
+                "this name.",
+                404: f"The cluster has no namespace {where}, or no ElasticJobs: apply deploy/crds first.",
+                422: error.message,
+            }
+            if error.status not in known:
+                raise
+            raise ConfigurationError(known[error.status]) from error

@@ -9,6 +9,7 @@ import enum
 import ipaddress
 import re
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
@@ -23,8 +24,6 @@ from dlrover.config import state_dirs
 from dlrover.errors import ExitCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
     from rich.console import Console
 
 MIB = 1 << 20

@@ -76,17 +76,13 @@ def is_this_machine(host: str) -> bool:
     Raises:
         InfrastructureError: the name is unknown.
     """
-    return _is_own_name(host) or _has_own_address(host)
+    return _is_own_name(host) or any(_own_addresses(host).values())
 
 
 def _is_own_name(host: str) -> bool:
     """Return True if ``host`` is the host name, or the full name or its part before a dot."""
     name = socket.gethostname()
     return host == name or f"{socket.getfqdn(name)}.".startswith(f"{host}.")
-
-
-def _has_own_address(host: str) -> bool:
-    return any(_own_addresses(host).values())
 
 
 def stays_here(host: str) -> bool:

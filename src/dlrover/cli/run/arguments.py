@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -19,9 +19,6 @@ from dlrover.cli.run import onray
 from dlrover.cli.run.launchspec import RunOptions, run_options
 from dlrover.cli.run.nproc import probe_devices
 from dlrover.cli.run.parser import HelpFormatter, LaunchParser, OptionGroup
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 PROG = "dlrover-run"
 

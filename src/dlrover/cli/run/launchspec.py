@@ -7,12 +7,14 @@ a run id.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
 import signal
 import uuid
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -24,10 +26,6 @@ from dlrover.errors import ConfigurationError
 from dlrover.spec.job import Entry, JobSpec, LaunchSpec, StdMap
 from dlrover.spec.node import CHIEF, SERVER, WORKER, NodeLimits
 from dlrover.spec.words import did_you_mean
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Mapping
 
 STATIC_PORT = 29500
 """torchrun's default for ``--master-port``."""
@@ -444,46 +442,36 @@ def _numa_affinity(args: argparse.Namespace) -> str:
 # Options without effect
 
 
+_WITHOUT_EFFECT = {
+    # torch registers its own class as "default".
+    "logs_specs": ("default", "the agent writes the workers' logs itself, without torch's classes"),
+    "event_log_handler": ("null", "the job's journal records its events"),
+    "start_method": ("spawn", "each worker is a program of its own, not a fork of the launcher"),
+    "membind_policy": (
+        "",
+        "a worker that --numa-affinity binds allocates its memory near its processors",
+    ),
+    "training_port": (
+        "",
+        "workers inherit this environment, with the ports that a library of collectives reads from it",
+    ),
+    "ucp_device_type": ("", "checkpoints fit any number of ranks without a conversion"),
+}
+"""Options without effect, each with a value that needs no notice, and the reason."""
+
+
 def _notices(args: argparse.Namespace) -> tuple[str, ...]:
     notices = []
-    # torch registers its own class as "default".
-    if args.logs_specs not in (None, "default"):
-        notices.append(
-            f"--logs-specs {args.logs_specs} has no effect: "
-            "the agent writes the workers' logs itself, without torch's classes."
-        )
-    if args.event_log_handler != "null":
-        notices.append(
-            f"--event-log-handler {args.event_log_handler} has no effect: "
-            "the job's journal records its events."
-        )
-    if args.start_method != "spawn":
-        notices.append(
-            f"--start-method {args.start_method} has no effect: "
-            "each worker is a program of its own, not a fork of the launcher."
-        )
     if args.numa_affinity and not (args.numa_binding or _numa_affinity(args)):
         notices.append("--numa-affinity has no effect: this machine has no accelerators.")
-    if "membind_policy" in args.given:
-        notices.append(
-            f"--membind-policy {args.membind_policy} has no effect: a worker that --numa-affinity binds allocates its "
-            "memory near its processors."
-        )
-    if args.training_port is not None:
-        notices.append(
-            f"--training-port {args.training_port} has no effect: workers inherit this environment, with the ports "
-            "that a library of collectives reads from it."
-        )
-    if args.ucp_device_type is not None:
-        notices.append(
-            f"--ucp-device-type {args.ucp_device_type} has no effect: checkpoints fit any number of ranks without a "
-            "conversion."
-        )
+    for name, (usual, why) in _WITHOUT_EFFECT.items():
+        value = getattr(args, name)
+        if value != usual and name in args.given:
+            notices.append(f"--{name.replace('_', '-')} {value} has no effect: {why}.")
     if (args.servers or args.chief) and "role" in args.given:
+        other, roles = ("servers", (WORKER, SERVER)) if args.servers else ("chief", (CHIEF, WORKER))
         notices.append(
-            f"--role {args.role} has no effect with --servers: the roles are {WORKER} and {SERVER}."
-            if args.servers
-            else f"--role {args.role} has no effect with --chief: the roles are {CHIEF} and {WORKER}."
+            f"--role {args.role} has no effect with --{other}: the roles are {' and '.join(roles)}."
         )
     return tuple(notices)
 

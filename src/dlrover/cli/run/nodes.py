@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
 from dlrover._util import cgroup
 from dlrover.cli.run.nproc import ACCELERATORS
@@ -14,9 +14,6 @@ from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.resources.quantities import quantity
 from dlrover.spec.node import NodeLimits
 from dlrover.spec.words import gib
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 EMBEDDING_SERVER = "dlrover.embedding"
 """Module that ``--embedding-servers`` runs."""
@@ -41,12 +38,17 @@ def parse_nnodes(text: str) -> tuple[int, int]:
         numbers = []
     if len(numbers) not in (1, 2):
         raise ConfigurationError(f"--nnodes {text}: must be a whole number N, or two as MIN:MAX.")
+    return _bounds("--nnodes", text, numbers, "a job needs at least 1 node")
+
+
+def _bounds(flag: str, text: str, numbers: Sequence[int], needs: str) -> tuple[int, int]:
+    """Return the least and the most of one or two numbers; ``needs`` says why they begin with 1."""
     least, most = numbers[0], numbers[-1]
     if least < 1:
-        raise ConfigurationError(f"--nnodes {text}: a job needs at least 1 node.")
+        raise ConfigurationError(f"{flag} {text}: {needs}.")
     if least > most:
         raise ConfigurationError(
-            f"--nnodes {text}: the minimum, {least}, is greater than the maximum, {most}."
+            f"{flag} {text}: the minimum, {least}, is greater than the maximum, {most}."
         )
     return least, most
 
@@ -172,16 +174,12 @@ def server_bounds(text: str, local_nodes: int) -> tuple[int, int]:
         raise ConfigurationError(
             f"--servers {text}: must be a whole number of servers, or two as MIN:MAX."
         )
-    numbers = [int(part) for part in text.split(":")]
-    least, most = numbers[0], numbers[-1]
-    if least < 1:
-        raise ConfigurationError(
-            f"--servers {text}: must be 1 or more; leave it out for no servers."
-        )
-    if least > most:
-        raise ConfigurationError(
-            f"--servers {text}: the minimum, {least}, is greater than the maximum, {most}."
-        )
+    least, most = _bounds(
+        "--servers",
+        text,
+        [*map(int, text.split(":"))],
+        "must be 1 or more; leave it out for no servers",
+    )
     if not local_nodes:
         raise ConfigurationError(
             f"--servers {text}: DLRover must be able to start nodes; give --local-nodes N, the number of "

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 from dlrover.errors import ConfigurationError
 from dlrover.training.worker.progress import MAX_SLOTS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 PROBE_TIMEOUT = 60.0
 """Seconds that the interpreter has to answer. Importing torch from a cold network disk takes many."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import copy
 import difflib
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from dlrover.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 NEARNESS = 0.7
 """Similarity, between 0 and 1, above which an option is suggested for an unknown one."""
@@ -185,7 +183,8 @@ def _from_environ(
     action: argparse.Action, kind: Callable[[str], Any], variable: str, text: str
 ) -> Any:
     """Return ``text`` as a value of ``action``, or the error to report if it is used."""
-    subject = f"{variable}={text!r} is not a value for {_long_option(action)}"
+    flag = next(option for option in action.option_strings if option.startswith("--"))
+    subject = f"{variable}={text!r} is not a value for {flag}"
     try:
         value = kind(text)
     except ValueError:
@@ -214,10 +213,6 @@ def _most_alike(option: str, flags: Sequence[str]) -> str:
 
     best = max(flags, key=similarity)
     return best if len(wanted) > 1 and similarity(best) > NEARNESS else ""
-
-
-def _long_option(action: argparse.Action) -> str:
-    return next(option for option in action.option_strings if option.startswith("--"))
 
 
 def _switch_value(text: str) -> bool:

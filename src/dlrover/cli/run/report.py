@@ -11,6 +11,7 @@ import io
 import json
 import re
 import shlex
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,11 +21,9 @@ from rich.text import Text
 
 from dlrover.master.machine.diagnosis.traceback import is_user_file
 from dlrover.spec.failure import Failure, FailureKind, Origin
-from dlrover.spec.words import printable
+from dlrover.spec.words import counted, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from dlrover.spec.outcome import Outcome
 
 SCREEN_ROWS = 45
@@ -135,8 +134,8 @@ def _reason(outcome: Outcome) -> str:
 
 def _totals(outcome: Outcome) -> str:
     """Return text such as ``120 steps in 3 min 20 s, 2 restarts``."""
-    steps = _count(outcome.steps, "step")
-    restarts = _count(outcome.restarts, "restart")
+    steps = counted(outcome.steps, "step")
+    restarts = counted(outcome.restarts, "restart")
     return f"{steps} in {duration(outcome.seconds)}, {restarts}"
 
 
@@ -190,7 +189,7 @@ def _without_library_frames(lines: list[str]) -> list[str]:
 def _shortened(library: list[list[str]], *, keep_last: bool) -> list[str]:
     kept = library[-1:] if keep_last else []
     hidden = len(library) - len(kept)
-    note = [f"  ... {_count(hidden, 'library frame')} ..."] if hidden else []
+    note = [f"  ... {counted(hidden, 'library frame')} ..."] if hidden else []
     return note + [line for entry in kept for line in entry]
 
 
@@ -219,7 +218,7 @@ def _tail(lines: list[str], rows: int, columns: int) -> list[Text]:
         if _rows([line, *kept], columns) > rows - 1:
             break
         kept.insert(0, line)
-    left_out = _count(len(lines) - len(kept), "line")
+    left_out = counted(len(lines) - len(kept), "line")
     return [Text(f"  ... {left_out} left out ..."), *kept]
 
 
@@ -245,10 +244,6 @@ def _fit(line: Text, rows: int, columns: int) -> Text:
 def _rows(lines: Iterable[Text], columns: int) -> int:
     """Return the rows of the terminal that ``lines`` take."""
     return sum(max(1, -(-cell_len(line.plain) // columns)) for line in lines)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:

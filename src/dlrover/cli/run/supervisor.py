@@ -18,16 +18,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from dlrover._util import procs, tasks
 from dlrover.agent import savers
 from dlrover.cli.run import progress
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.master.files import read_outcome
-from dlrover.rpc.client import connect
+from dlrover.rpc.client import MasterClient, connect
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import Outcome
+
+if TYPE_CHECKING:
+    from dlrover.roles.client import RolesClient
 
 logger = logging.getLogger(__name__)
 
@@ -48,19 +51,6 @@ LEAVE_WAIT = 10.0
 """Seconds that an agent has to exit after its master has exited."""
 RELAY_WAIT = 5.0
 """Seconds that a terminal has to take the last output."""
-
-
-class Stoppable(Protocol):
-    """A client of a job's master."""
-
-    async def stop(self, reason: str, exit_code: int) -> None:
-        """Ask it to end the job."""
-
-    async def __aenter__(self) -> Any:
-        """Return the client."""
-
-    async def __aexit__(self, *_: object) -> None:
-        """Close the connection."""
 
 
 class Child:
@@ -139,7 +129,7 @@ class Supervisor:
         job_dir: JobDir,
         env: Mapping[str, str],
         lifeline_fd: int = -1,
-        connect: Callable[[JobDir], Stoppable] = connect,
+        connect: Callable[[JobDir], MasterClient | RolesClient] = connect,
     ) -> None:
         self._connect = connect
         self._job_dir = job_dir

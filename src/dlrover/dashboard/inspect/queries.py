@@ -211,10 +211,7 @@ def scale(job_dir: JobDir, nodes: int, reason: str, role: str = WORKER) -> str:
         ConfigurationError: the job cannot have that many, or has ended.
         InfrastructureError: the master cannot be reached.
     """
-    reply = _answer(job_dir, lambda master: master.scale(nodes, reason, role))
-    if reply.refused:
-        raise ConfigurationError(reply.sentence)
-    return reply.sentence
+    return _granted(job_dir, lambda master: master.scale(nodes, reason, role))
 
 
 def drain(job_dir: JobDir, node: int, reason: str) -> str:
@@ -224,10 +221,7 @@ def drain(job_dir: JobDir, node: int, reason: str) -> str:
         ConfigurationError: the node cannot be replaced now, or the job has ended.
         InfrastructureError: the master cannot be reached.
     """
-    reply = _answer(job_dir, lambda master: master.drain(node, reason))
-    if reply.refused:
-        raise ConfigurationError(reply.sentence)
-    return reply.sentence
+    return _granted(job_dir, lambda master: master.drain(node, reason))
 
 
 def save(job_dir: JobDir, reason: str) -> str:
@@ -237,10 +231,7 @@ def save(job_dir: JobDir, reason: str) -> str:
         ConfigurationError: nothing can be stored now, or the job has ended.
         InfrastructureError: the master cannot be reached.
     """
-    reply = _answer(job_dir, lambda master: master.save(reason))
-    if reply.refused:
-        raise ConfigurationError(reply.sentence)
-    return reply.sentence
+    return _granted(job_dir, lambda master: master.save(reason))
 
 
 def stop(job_dir: JobDir, reason: str) -> None:
@@ -251,6 +242,15 @@ def stop(job_dir: JobDir, reason: str) -> None:
         InfrastructureError: the master cannot be reached.
     """
     _answer(job_dir, lambda master: master.stop(reason, ExitCode.STOPPED))
+
+
+def _granted(
+    job_dir: JobDir, question: Callable[[MasterClient], Awaitable[messages.ScaleReply]]
+) -> str:
+    reply = _answer(job_dir, question)
+    if reply.refused:
+        raise ConfigurationError(reply.sentence)
+    return reply.sentence
 
 
 def _answer(job_dir: JobDir, question: Callable[[MasterClient], Awaitable[Reply]]) -> Reply:

@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
@@ -15,10 +15,13 @@ from dlrover._util import sockets
 from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
 from dlrover.embedding.remote import arrays, stored, wire
 from dlrover.embedding.remote.directory import Directory
-from dlrover.embedding.remote.holding import HeldSlots, OutdatedPlacementError, Slots
+from dlrover.embedding.remote.holding import HeldSlots, OutdatedPlacementError
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import DLRoverError, NoRoomError, ProtocolError
 from dlrover.spec.requests.placement import SLOTS
+
+if TYPE_CHECKING:
+    from dlrover.embedding.remote.server import EmbeddingServer
 
 logger = logging.getLogger(__name__)
 
@@ -29,27 +32,6 @@ _STATUS: dict[type[DLRoverError], ReplyStatus] = {
     OutdatedPlacementError: ReplyStatus.MOVED,
 }
 """What a reply says of errors; of all others, that the request was refused."""
-
-
-class PlacementFollower(Protocol):
-    """What follows the placement for this server."""
-
-    def check_gift(self, slots: Slots) -> int:
-        """Return the version of the placement; raise `ProtocolError` for slots that must not be given away by it."""
-
-    def check_lease(self) -> None:
-        """Refuse to answer: the slots may belong to another server.
-
-        Raises:
-            OutdatedPlacementError: No placement that says otherwise is recent.
-        """
-
-    def catch_up(self, version: int) -> None:
-        """Return once this server answers for the slots of a placement.
-
-        Raises:
-            OutdatedPlacementError: It does not in time.
-        """
 
 
 class Answering(Protocol):
@@ -121,10 +103,10 @@ class ServerConnection:
         sock: socket.socket,
         holding: HeldSlots,
         directory: Directory,
-        follower: PlacementFollower,
+        server: EmbeddingServer,
     ) -> None:
         self._sock, self._holding = sock, holding
-        self._directory, self._follower = directory, follower
+        self._directory, self._server = directory, server
         self._receiver = wire.FrameReceiver(sock)
         self._copied: arrays.Arrays | None = None
         self._rows = 0
@@ -145,7 +127,7 @@ class ServerConnection:
         request = self._receiver.receive()
         try:
             if request.op is not Op.FETCH:  # those who replace this server get its rows
-                self._follower.check_lease()
+                self._server.check_lease()
             if not self._holding.knows(request.table):
                 self._holding.open_tables(self._directory.look(-1))
             self._answers[request.op](request)
@@ -168,7 +150,7 @@ class ServerConnection:
             raise ProtocolError(f"A lookup of {request.keys} keys has {body.nbytes} bytes.")
         insert = request.op is Op.LOOKUP
         rows = self._holding.rows(request.table, body.view(np.int64), insert=insert)
-        self._follower.check_lease()  # again: this process may have been stopped meanwhile
+        self._server.check_lease()  # again: this process may have been stopped meanwhile
         if rows is None:
             wire.send(self._sock, RowFrame(request.op, ReplyStatus.MOVED))
         else:
@@ -186,7 +168,7 @@ class ServerConnection:
         applied = self._holding.push(
             request.table, request.client, request.sequence, keys, gradients
         )
-        self._follower.check_lease()
+        self._server.check_lease()
         wire.send(
             self._sock, RowFrame(request.op, ReplyStatus.OK if applied else ReplyStatus.MOVED)
         )
@@ -200,7 +182,7 @@ class ServerConnection:
         slots = body.view(np.uint16).astype(np.intp)
         if len(slots) and slots.max() >= SLOTS:
             raise ProtocolError(f"Slot {slots.max()} was asked for; there are {SLOTS}.")
-        version = self._follower.check_gift(slots)
+        version = self._server.check_gift(slots)
         self._holding.give(slots.tolist(), version)
         for some in self._holding.portions(slots):
             found = self._holding.export(some)
@@ -208,7 +190,7 @@ class ServerConnection:
 
     def _export(self, request: RowFrame) -> None:
         order = wire.decoded(bytes(request.body), wire.Export)
-        self._follower.catch_up(order.version)
+        self._server.catch_up(order.version)
         try:
             self._copied, self._rows = self._holding.export_changes(order.id, order.parent)
         except OutdatedPlacementError:
@@ -230,7 +212,7 @@ class ServerConnection:
 
     def _load(self, request: RowFrame) -> None:
         order = wire.decoded(bytes(request.body), wire.Load)
-        self._follower.catch_up(order.version)
+        self._server.catch_up(order.version)
         store = open_store(order.place)
         manifest = stored.read_manifest(store, order.id)
         parts = (found for _, found in stored.parts(store, manifest))

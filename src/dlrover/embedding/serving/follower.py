@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -55,20 +55,6 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True):
     """Why a newer checkpoint is not served; empty if nothing is wrong."""
 
 
-class CheckpointSource(Protocol):
-    """Where checkpoints come from."""
-
-    newest_step: int
-    behind: int
-
-    def look(self, served: Served | None) -> Iterator[Served]:
-        """Yield what to serve from now on, one after the other; nothing if there is nothing newer than ``served``.
-
-        Raises:
-            InfrastructureError: A newer checkpoint cannot be served, beyond what was yielded.
-        """
-
-
 class CheckpointFollower:
     """Looks for newer checkpoints. `served` may be read by any thread.
 
@@ -83,9 +69,7 @@ class CheckpointFollower:
 
     def __init__(self, place: str, poll: float = 1.0) -> None:
         file = values.file_of(place)
-        self._source: CheckpointSource = (
-            _TableFile(file) if file is not None else _Checkpoints(place)
-        )
+        self._source = _TableFile(file) if file is not None else _Checkpoints(place)
         self._poll = poll
         self.names = []
         self._ended = threading.Event()

@@ -125,7 +125,7 @@ class Access:
         self.token = token
 
 
-def find_access(kubeconfig: str | None = None) -> Access:
+def find_access(kubeconfig: str = "") -> Access:
     """Return the access from ``kubeconfig``, else from the pod, ``KUBECONFIG``, or the user's kubeconfig.
 
     Raises:

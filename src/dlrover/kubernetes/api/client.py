@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpcore2
 import httpx2
@@ -21,6 +21,9 @@ from dlrover.kubernetes.api import depth
 from dlrover.kubernetes.api.access import Access, find_access
 from dlrover.kubernetes.resources import names
 from dlrover.kubernetes.resources.types import Manifest
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 CALL_TIMEOUT = 30.0
 """Seconds allowed for one call."""
@@ -159,7 +162,7 @@ class Client:
         )
 
     @classmethod
-    def from_config(cls, kubeconfig: str | None = None) -> Client:
+    def from_config(cls, kubeconfig: str = "") -> Client:
         """Return a client for a kubeconfig, else for the pod's service account or the user's kubeconfig.
 
         Raises:
@@ -405,6 +408,12 @@ class Client:
             found = await self.find(resource, namespace, name)
             if found is not None and found["metadata"]["uid"] == uid:
                 raise
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         """Close all connections."""

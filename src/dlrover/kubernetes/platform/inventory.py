@@ -25,7 +25,7 @@ class KubernetesInventory:
     def __init__(self, source: str = "") -> None:
         from dlrover.kubernetes.api.client import Client  # noqa: PLC0415 - needs the extra
 
-        self._client = Client.from_config(source or None)
+        self._client = Client.from_config(source)
 
     async def nodes(self) -> tuple[ClusterNode, ...]:
         """Return the machines that run kubelets, with the requests of their pods."""

@@ -80,11 +80,8 @@ async def fetch(env: Mapping[str, str]) -> ElasticJob:
     """Call `awaited` with a client of its own: a pod that starts without an API server waits for it."""
     from dlrover.kubernetes.api.client import Client  # noqa: PLC0415 - needs the extra
 
-    client = Client.from_config()
-    try:
+    async with Client.from_config() as client:
         found = await awaited(client, env, asyncio.Event())
-    finally:
-        await client.close()
     assert found is not None
     return found
 

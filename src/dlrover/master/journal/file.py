@@ -8,6 +8,7 @@ the same transaction.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import sqlite3
@@ -57,39 +58,37 @@ class FileJournal:
         self._codec = codec
         self.epoch = 0
         """See `Journal`."""
-        try:
+        with self._reported("cannot be opened"):
             if not read_only:
                 _create(path)
             self._db = self._connect("?mode=ro" if read_only else "")
-        except (sqlite3.Error, OSError) as error:
-            raise self._problem("cannot be opened", error) from error
         try:
-            try:
-                self._check_format(read_only)
-            except sqlite3.OperationalError as error:
-                if not read_only or "locked" in str(error) or self._has_log():
-                    raise
-                # A reader needs a file beside the journal, which a full or read-only disk does not take.
-                self._db.close()
-                self._db = self._connect("?immutable=1")
-                self._check_format(read_only)
-            if not read_only:
-                self._prepare()
-                self.epoch = self._take_epoch()
-            self._file = path.stat().st_ino
+            with self._reported("cannot be opened"):
+                self._open(read_only)
+                self._file = path.stat().st_ino
         except DLRoverError:
             self._db.close()
             raise
-        except (sqlite3.Error, OSError) as error:
+
+    def _open(self, read_only: bool) -> None:
+        try:
+            self._check_format(read_only)
+        except sqlite3.OperationalError as error:
+            if not read_only or "locked" in str(error) or self._has_log():
+                raise
+            # A reader needs a file beside the journal, which a full or read-only disk does not take.
             self._db.close()
-            raise self._problem("cannot be opened", error) from error
+            self._db = self._connect("?immutable=1")
+            self._check_format(read_only)
+        if not read_only:
+            self._prepare()
+            self.epoch = self._take_epoch()
 
     def _connect(self, mode: str) -> sqlite3.Connection:
         uri = f"{self._path.absolute().as_uri()}{mode}"
         database = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=LOCK_TIMEOUT)
-        database.text_factory = lambda text: text.decode(
-            errors="replace"
-        )  # the codec refuses what is damaged
+        # The codec refuses what is damaged; SQLite's error would not say where it is.
+        database.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
         return database
 
     def _has_log(self) -> bool:
@@ -137,10 +136,8 @@ class FileJournal:
         """Add entries in one transaction."""
         self._check_file()
         rows = [(now, *self._codec.encode(entry), self.epoch) for entry in entries]
-        try:
+        with self._reported("cannot be written"):
             added = self._insert(rows)
-        except sqlite3.Error as error:
-            raise self._problem("cannot be written", error) from error
         if not added:
             self.check()
 
@@ -155,14 +152,11 @@ class FileJournal:
         """Put an entry in the place of all entries of its kind, in one transaction; their room is used again."""
         self._check_file()
         kind, body = self._codec.encode(entry)
-        try:
-            with self._transaction():
-                added = self._db.execute(_INSERT, (now, kind, body, self.epoch))
-                if added.rowcount:
-                    last = "DELETE FROM entries WHERE kind = ? AND seq < ?"
-                    self._db.execute(last, (kind, added.lastrowid))
-        except sqlite3.Error as error:
-            raise self._problem("cannot be written", error) from error
+        with self._reported("cannot be written"), self._transaction():
+            added = self._db.execute(_INSERT, (now, kind, body, self.epoch))
+            if added.rowcount:
+                last = "DELETE FROM entries WHERE kind = ? AND seq < ?"
+                self._db.execute(last, (kind, added.lastrowid))
         if not added.rowcount:
             self.check()
 
@@ -181,23 +175,19 @@ class FileJournal:
     def check(self) -> None:
         """Check that this is still the job's journal and its latest epoch."""
         self._check_file()
-        try:
+        with self._reported("cannot be read"):
             latest = self._latest()
-        except sqlite3.Error as error:
-            raise self._problem("cannot be read", error) from error
         if latest != self.epoch:
             raise fenced(self.epoch, latest)
 
     def raise_epoch(self, above: int) -> None:
         """Take an epoch higher than ``above``."""
         self._check_file()
-        try:
+        with self._reported("cannot be written"):
             taken = self._db.execute(
                 "UPDATE master SET epoch = ? WHERE epoch = ?",
                 (max(above, self.epoch) + 1, self.epoch),
             )
-        except sqlite3.Error as error:
-            raise self._problem("cannot be written", error) from error
         if not taken.rowcount:
             self.check()
         self.epoch = max(above, self.epoch) + 1
@@ -260,6 +250,14 @@ class FileJournal:
             page = re.search(r"[Pp]age (\d+)", found)
             return f", in the page at byte {(int(page[1]) - 1) * size}" if page else ""
         return ""
+
+    @contextlib.contextmanager
+    def _reported(self, what: str) -> Iterator[None]:
+        """Raise an error of the store as one of DLRover."""
+        try:
+            yield
+        except (sqlite3.Error, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise self._problem(what, error) from error
 
 
 def _create(path: Path) -> None:

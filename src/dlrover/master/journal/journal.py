@@ -48,14 +48,15 @@ The function takes the text after the scheme, the path of the job directory's ow
 DEFAULT = "file:"
 """The file of the job directory."""
 
-_DECODERS = {
-    "input": decoding.msgpack_decoder(inputs.Input),
-    "store": decoding.msgpack_decoder(messages.StoreRequest),
-    "cluster": decoding.msgpack_decoder(ClusterRequest),
-    "placement": decoding.msgpack_decoder(PlacementRequest),
-    "shards": decoding.msgpack_decoder(ShardRequest),
-    "strategies": decoding.msgpack_decoder(StrategyRequest),
+_KINDS: dict[str, Any] = {
+    "input": inputs.Input,
+    "store": messages.StoreRequest,
+    "cluster": ClusterRequest,
+    "placement": PlacementRequest,
+    "shards": ShardRequest,
+    "strategies": StrategyRequest,
 }
+_DECODERS = {kind: decoding.msgpack_decoder(types) for kind, types in _KINDS.items()}
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -133,15 +134,7 @@ def open_journal(url: str, own_file: Path, *, read_only: bool = False) -> Journa
 
 def encoded(entry: Entry) -> tuple[str, bytes]:
     """Return the kind of an entry and the entry as bytes, for stores."""
-    kind = "input" if isinstance(entry, inputs.Input) else "store"
-    if isinstance(entry, ShardRequest):
-        kind = "shards"
-    elif isinstance(entry, PlacementRequest):
-        kind = "placement"
-    elif isinstance(entry, ClusterRequest):
-        kind = "cluster"
-    elif isinstance(entry, StrategyRequest):
-        kind = "strategies"
+    kind = next(kind for kind, types in _KINDS.items() if isinstance(entry, types))
     return kind, _encoder.encode(entry)
 
 

@@ -89,7 +89,7 @@ class AutoScaler:
             self._meter.begin()
             self._ended = None
             self._memory.begin()
-            self._servers.begin()
+            self._servers.begin(self._round)
             self.usage.clear()
 
     def _watch_memory(self, node_id: int, usage: NodeUsage, now: float) -> None:
@@ -201,17 +201,8 @@ class AutoScaler:
         )
         if found is None or (found.more and scaling.one_more_server() is None):
             return
-        self._servers.begin()  # the samples that follow show the effect
-        self._submit(
-            inputs.ServersBusy(
-                self._round,
-                dict(found.migrate),
-                found.more,
-                found.rebalance,
-                found.gain,
-                found.reason,
-            )
-        )
+        self._servers.begin(self._round)  # the samples that follow show the effect
+        self._submit(found)
 
     def question(self, now: float) -> Question | None:
         """Return the question for the planner; None while the job may not be changed."""

@@ -8,7 +8,6 @@ import getpass
 import hashlib
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,7 +19,7 @@ from dlrover.rpc.brain import BrainClient, BrainLink, request_id
 from dlrover.spec import brain, events
 from dlrover.spec.events import Event
 from dlrover.spec.job import JobSpec
-from dlrover.spec.jobdir import BrainSide
+from dlrover.spec.jobdir import BrainSide, TlsFiles
 from dlrover.spec.measurements import ModelProfile, NodeUsage, SpeedSample
 from dlrover.spec.node import SERVER, Size
 from dlrover.spec.outcome import Outcome
@@ -50,7 +49,7 @@ class JobBrain:
     """
 
     def __init__(
-        self, side: BrainSide, job: JobSpec, secret: str, token: str, tls: wire.Tls
+        self, side: BrainSide, job: JobSpec, secret: str, token: str, tls: TlsFiles
     ) -> None:
         name = re.sub(r"[^!-~]", "_", job.name)[:NAME_LENGTH]
         self.id = f"{name}-{hashlib.sha256(secret.encode()).hexdigest()[:12]}"
@@ -61,7 +60,7 @@ class JobBrain:
         self._profile = ModelProfile()
         self._similar: brain.Similar | None = None
         self._first = ""  # id of the first plan until its effect is measured
-        self._client = BrainClient(side.address, token, wire.Tls(ca=tls.ca))
+        self._client = BrainClient(side.address, token, TlsFiles(ca=tls.ca))
         self._link = BrainLink(self._client, self.id, self._description())
         self._task = asyncio.create_task(self._link.run())
 
@@ -191,7 +190,7 @@ class JobBrain:
 
 
 def connect(
-    side: BrainSide, job: JobSpec, secret: str, tls: wire.Tls, env: Mapping[str, str]
+    side: BrainSide, job: JobSpec, secret: str, tls: TlsFiles, env: Mapping[str, str]
 ) -> JobBrain | None:
     """Return the job's connection to the Brain; None if none is configured.
 
@@ -202,12 +201,7 @@ def connect(
         return None
     token = env.get(TOKEN, "")
     if side.token_file:
-        try:
-            token = Path(side.token_file).read_text().strip().partition("\n")[0].strip()
-        except OSError as error:
-            raise ConfigurationError(
-                f"brain_token_file {side.token_file} cannot be read: {error.strerror}."
-            ) from error
+        token = wire.token_in(side.token_file, "brain_token_file")
     if not token:
         raise ConfigurationError(
             f"The token of the Brain at {side.address} is missing: set brain_token_file or {TOKEN}."

@@ -22,7 +22,6 @@ from dlrover.roles.client import load_config
 from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.coordinator.shell import Coordinator
 from dlrover.roles.spec import RolesConfig
-from dlrover.rpc import wire
 from dlrover.rpc.server import Server
 from dlrover.spec.jobdir import JobDir, MasterAddress
 from dlrover.spec.outcome import Outcome
@@ -64,7 +63,7 @@ async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> in
     with contextlib.closing(journal), contextlib.closing(history):
         clock = clocks.kept_in(job_dir.clock)
         coordinator = Coordinator(job_dir, settings, journal, history, env, lifeline_fd, clock)
-        server = Server(read_token(job_dir), wire.Tls.of(settings.tls), program="coordinator")
+        server = Server(read_token(job_dir), settings.tls, program="coordinator")
         coordinator.register(server)
         port = await _listen(server, job_dir, settings)
         address = MasterAddress(f"{settings.host}:{port}", os.getpid())

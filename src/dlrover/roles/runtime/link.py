@@ -31,9 +31,8 @@ from dlrover.roles.messages import (
 )
 from dlrover.roles.runtime.phases import Phases, end
 from dlrover.roles.runtime.wire import secret_of
-from dlrover.rpc import wire
 from dlrover.rpc.connection import Connection
-from dlrover.spec.jobdir import JobDir, MasterAddress
+from dlrover.spec.jobdir import JobDir, MasterAddress, TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ class ServiceLink:
         address: str,
         token: str,
         beside: JobDir | None = None,
-        tls: wire.Tls | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.place, self.phases = place, phases
         self.view = JobView()
@@ -97,7 +96,7 @@ class ServiceLink:
         self._address, self._token, self._beside = address, token, beside
         self.secret = secret_of(token)
         """Secret of the connections between processes of the job."""
-        self._tls = tls or wire.Tls()
+        self._tls = tls or TlsFiles()
         self.over = threading.Event()
         """Set when this life of the instance is over: another has taken its place."""
         self._changed = threading.Condition()

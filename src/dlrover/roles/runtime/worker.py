@@ -35,7 +35,7 @@ from dlrover.roles.runtime.link import ServiceLink, expected
 from dlrover.roles.runtime.listener import CallListener
 from dlrover.roles.runtime.phases import Phases
 from dlrover.roles.spec import NAME
-from dlrover.rpc.wire import Tls
+from dlrover.spec.jobdir import TlsFiles
 
 
 class RoleWorker:
@@ -61,7 +61,7 @@ class RoleWorker:
         self.phases = Phases()
         self.phases.set(WORK if ready else START)
         pem = certificates.make() if found.tls_ca else ""
-        tls = Tls(ca=found.tls_ca, server_name=found.tls_server_name)
+        tls = TlsFiles(ca=found.tls_ca, server_name=found.tls_server_name)
         self.link = ServiceLink(
             self.place, self.phases, found.address, *environment.credentials(found), tls
         )

@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import msgspec
 import psutil
@@ -67,17 +67,20 @@ class Injected(msgspec.Struct, frozen=True):
     pid: int = -1
 
 
-class Verb(Protocol):
-    """One kind of fault. An instance serves for one fault only."""
+class Verb:
+    """One kind of fault; most work everywhere and need no healing. An instance serves for one fault only."""
 
-    restarts: ClassVar[bool]
+    restarts: ClassVar[bool] = False
     """True if the job must restart its workers."""
-    lasting: ClassVar[bool]
+    lasting: ClassVar[bool] = False
     """True if the fault lasts until it is healed."""
-    ends_when_seen: ClassVar[bool]
+    ends_when_seen: ClassVar[bool] = False
     """True if it is healed as soon as the job has noticed it, else when the job trains again."""
-    master: ClassVar[bool]
+    master: ClassVar[bool] = False
     """True if it strikes the master, which does not interrupt training."""
+
+    def __init__(self, settings: VerbSettings) -> None:
+        self._settings = settings
 
     def check(self) -> None:
         """Raise `ConfigurationError` if this fault is not possible here."""
@@ -88,30 +91,13 @@ class Verb(Protocol):
         Raises:
             InfrastructureError: there is no target.
         """
+        raise NotImplementedError
 
     def heal(self) -> None:
         """Undo the fault, if there is anything to undo."""
 
 
-class _Fault:
-    """Base of most verbs, which work everywhere and need no healing."""
-
-    restarts: ClassVar[bool] = False
-    lasting: ClassVar[bool] = False
-    ends_when_seen: ClassVar[bool] = False
-    master: ClassVar[bool] = False
-
-    def __init__(self, settings: VerbSettings) -> None:
-        self._settings = settings
-
-    def check(self) -> None:
-        pass
-
-    def heal(self) -> None:
-        pass
-
-
-class _KillRank(_Fault):
+class _KillRank(Verb):
     """SIGKILL to a worker."""
 
     restarts = True
@@ -122,7 +108,7 @@ class _KillRank(_Fault):
         return _struck(worker)
 
 
-class _KillNode(_Fault):
+class _KillNode(Verb):
     """SIGKILL to an agent and all its descendants; the memory checkpoints are lost."""
 
     restarts = True
@@ -133,7 +119,7 @@ class _KillNode(_Fault):
         return Injected(f"node {node.id}, pid {node.agent.pid}", node.id, pid=node.agent.pid)
 
 
-class _KillMaster(_Fault):
+class _KillMaster(Verb):
     """SIGKILL to the job's master."""
 
     master = True
@@ -146,7 +132,7 @@ class _KillMaster(_Fault):
         return Injected(f"master, pid {master.pid}", pid=master.pid)
 
 
-class _Hang(_Fault):
+class _Hang(Verb):
     """SIGSTOP to a worker: it makes no progress, and says nothing."""
 
     lasting = True
@@ -162,7 +148,7 @@ class _Hang(_Fault):
             _each([self._worker.process], psutil.Process.resume)
 
 
-class _Slow(_Fault):
+class _Slow(Verb):
     """SIGSTOP and SIGCONT to a worker in turns, so that it runs only a part of the time."""
 
     lasting = True
@@ -190,7 +176,7 @@ class _Slow(_Fault):
             self._thread.join()
 
 
-class _Partition(_Fault):
+class _Partition(Verb):
     """Pulled network cable of a node, plugged in again when the job has given the node up.
 
     Where nodes have no networks of their own, all processes of the node are stopped instead: none of them
@@ -220,7 +206,7 @@ class _Partition(_Fault):
             network.join(self._cut)
 
 
-class _CorruptCheckpoint(_Fault):
+class _CorruptCheckpoint(Verb):
     """Inverted bytes in the newest stored step; all workers and memory checkpoints are lost."""
 
     restarts = True
@@ -246,7 +232,7 @@ class _CorruptCheckpoint(_Fault):
         return Injected(f"{step.name}, {len(workers)} ranks")
 
 
-class _FillDisk(_Fault):
+class _FillDisk(Verb):
     """Full file system under the checkpoint directory; its space is freed afterwards."""
 
     lasting = True
@@ -270,7 +256,7 @@ class _FillDisk(_Fault):
             self._filling.close()
 
 
-class _MemoryHog(_Fault):
+class _MemoryHog(Verb):
     """Process that takes much memory, but at most nine tenths of what is available."""
 
     lasting = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from statistics import median, median_low
 
 from dlrover.spec.activity import Activity
@@ -83,7 +84,7 @@ class Meter:
         step = median([_per_step(old, new, _training) for old, new in known] or [0.0])
         if step <= 0:
             return None
-        compute = median_low(_per_step(old, new, _computing) for old, new in known)
+        compute = median_low(_per_step(old, new, attrgetter("compute")) for old, new in known)
         found = SpeedSample(
             nodes=nodes,
             replicas=replicas,
@@ -147,7 +148,3 @@ def _training(worker: WorkerActivity) -> float:
     spent = worker.seconds[Activity.STEP] + worker.seconds[Activity.DATA]
     begun = worker.since if worker.doing in (Activity.STEP, Activity.DATA) else 0.0
     return spent - begun
-
-
-def _computing(worker: WorkerActivity) -> float:
-    return worker.compute

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dlrover.master.machine.inputs import ServersBusy
 from dlrover.planning.balance import UNEVEN, WINDOW, ServerLoad, advise_servers
 
 BUSY = 0.5
@@ -14,30 +14,17 @@ GROWTH = 4.0
 """Maximum cores of a migrated server, as a multiple of its present cores."""
 
 
-@dataclass(frozen=True)
-class ServerFinding:
-    """A problem of the servers and one of three remedies."""
-
-    migrate: Mapping[int, float]
-    """Cores that each hot server needs, as a multiple of its present cores, by node."""
-    more: bool
-    """True if the job needs more servers."""
-    rebalance: bool
-    """True if the program should redistribute its parameters."""
-    gain: float
-    """Expected gain as a share of the job's speed."""
-    reason: str
-
-
 @dataclass
 class ServerWatch:
     """Load of the servers of one round."""
 
+    round: int = 0
     used: dict[int, deque[float]] = field(default_factory=dict)
     cores: dict[int, float] = field(default_factory=dict)
 
-    def begin(self) -> None:
+    def begin(self, round_: int) -> None:
         """Start over: the world has changed, or an earlier finding was acted upon."""
+        self.round = round_
         self.used.clear()
         self.cores.clear()
 
@@ -51,7 +38,7 @@ class ServerWatch:
         known = [used for used in self.used.values() if len(used) == WINDOW]
         return len(known) == servers
 
-    def look(self, servers: int, *, rebalance: bool, migrate: bool = True) -> ServerFinding | None:
+    def look(self, servers: int, *, rebalance: bool, migrate: bool = True) -> ServersBusy | None:
         """Return the problem of the ``servers``; None if there is none or if samples are missing.
 
         Args:
@@ -72,13 +59,18 @@ class ServerWatch:
         times_mean = busiest.level * servers / sum(load.level for load in loads.values())
         if rebalance and times_mean > UNEVEN:
             reason = f"{busiest.name} has {times_mean:.1f} times the mean load of the servers"
-            return ServerFinding(
-                {}, more=False, rebalance=True, gain=(times_mean - 1) / 2, reason=reason
+            return ServersBusy(
+                self.round, {}, more=False, rebalance=True, gain=(times_mean - 1) / 2, reason=reason
             )
         advice = advise_servers(list(loads.values()), (GROWTH if migrate else 1.0) * busiest.cpu)
         if advice.more:
-            return ServerFinding(
-                {}, more=True, rebalance=False, gain=1 / (2 * servers), reason=advice.reason
+            return ServersBusy(
+                self.round,
+                {},
+                more=True,
+                rebalance=False,
+                gain=1 / (2 * servers),
+                reason=advice.reason,
             )
         nodes = {load.name: node for node, load in loads.items()}
         factors = {
@@ -87,4 +79,6 @@ class ServerWatch:
         if not factors:
             return None
         gain = max(times_mean, min(factors.values())) / 2 - 0.5
-        return ServerFinding(factors, more=False, rebalance=False, gain=gain, reason=advice.reason)
+        return ServersBusy(
+            self.round, factors, more=False, rebalance=False, gain=gain, reason=advice.reason
+        )
