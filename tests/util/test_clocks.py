@@ -34,3 +34,13 @@ def test_a_clock_runs_where_no_file_can_be(tmp_path, caplog) -> None:
     made = clocks.kept_in(tmp_path / "nowhere" / "clock")(0.0)
     assert made() == pytest.approx(time.time(), abs=5)
     assert "The job's clock is not noted" in caplog.text
+
+
+def test_a_clock_runs_where_a_container_hides_the_boot(tmp_path, monkeypatch) -> None:
+    def hidden() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(clocks, "boot_id", hidden)
+    last = time.time() + 100.0
+    assert clocks.kept_in(tmp_path / "clock")(last)() >= last
+    assert not (tmp_path / "clock").exists()

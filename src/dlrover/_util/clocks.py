@@ -39,11 +39,16 @@ def kept_in(path: Path) -> Callable[[float], Clock]:
     """Return a function that makes a clock not before a given time, as `Clock` does, and notes its zero in a file.
 
     If the given time is above 0, the clock goes on from the zero in the file: a wall clock that was set while no
-    process of the job kept the time changes no duration. Another boot of the machine begins anew.
+    process of the job kept the time changes no duration. Another boot of the machine begins anew, and so does each
+    process where a container hides the boot.
     """
 
     def clock(not_before: float = 0.0) -> Clock:
-        boot = boot_id()
+        try:
+            boot = boot_id()
+        except OSError as error:
+            logger.info("The job's clock is not noted: %s", error)
+            return Clock(not_before)
         known = _read(path) if not_before else None
         if known is not None and known.boot == boot:
             return Clock(not_before, known.offset)
@@ -65,5 +70,9 @@ def _read(path: Path) -> Zero | None:
 
 
 def boot_id() -> str:
-    """Return an id of the machine's current boot."""
+    """Return an id of the machine's current boot.
+
+    Raises:
+        OSError: the system hides it.
+    """
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping
 import msgspec
 from msgspec.structs import replace
 
-from dlrover._util import backoff, parallel, sockets
+from dlrover._util import backoff, sockets
 from dlrover.checkpoint.storage.stores import StorageAwayError, open_store
 from dlrover.embedding.machine.chain import TableManifest, TablePart
 from dlrover.embedding.options import decoded, difference
-from dlrover.embedding.remote import stored, wire
+from dlrover.embedding.remote import parallel, stored, wire
 from dlrover.embedding.remote.directory import Directory, half_loaded
 from dlrover.embedding.remote.wire import Op, ReplyStatus, RowFrame
 from dlrover.errors import ConfigurationError, InfrastructureError, NoRoomError

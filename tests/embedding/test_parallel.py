@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from dlrover._util.parallel import for_each
+from dlrover.embedding.remote.parallel import for_each
 
 
 def test_results_are_in_the_order_of_the_items() -> None:
