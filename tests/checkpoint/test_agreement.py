@@ -218,7 +218,7 @@ def test_a_saver_that_fails_one_rank_fails_all(train, monkeypatch):
 def test_a_copy_that_failed_on_one_rank_fails_the_load_of_all(train, monkeypatch):
     def save_and_load(saves: Checkpointer) -> object:
         if saves._world.rank:
-            monkeypatch.setattr(saves._copier, "copy", None)
+            monkeypatch.setattr(saves._saving.copier, "copy", None)
         saves.save(1, state(1))
         return saves.load(state())
 

@@ -210,10 +210,10 @@ def test_what_a_load_has_found_is_marked_only_by_who_holds_the_lease(directory):
     saves = Checkpointer(directory, linger=0.0)
     assert saves.load({"w": torch.ones(2)}).step == 1
     saves.load({"w": torch.ones(2)}, step=1)
-    own = saves._direct
+    own = saves._saving.direct
     lines = []
     for step, lease in ((3, Lease(1)), (4, own.lease)):
-        saves._direct = dataclasses.replace(own, lease=lease)
+        saves._saving.direct = dataclasses.replace(own, lease=lease)
         saves.save(step, {"w": torch.ones(2)})
         lines.append(
             (storage.save_of(open_store(directory), 1).line, (directory / "step-2").exists())

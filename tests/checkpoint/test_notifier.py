@@ -76,7 +76,7 @@ def test_a_step_is_told_when_it_is_durable(checkpointer) -> None:
 
 
 def test_a_step_that_memory_has_no_room_for_is_told_too(checkpointer, monkeypatch) -> None:
-    monkeypatch.setattr(checkpointer._pool, "reserve", lambda _: False)
+    monkeypatch.setattr(checkpointer._saving.pool, "reserve", lambda _: False)
     one = Committing(5)
     checkpointer.save(2, {"one": one}, to="storage")
     checkpointer.wait()
@@ -108,14 +108,14 @@ def test_one_that_fails_does_not_keep_others_from_being_told(checkpointer, caplo
 
 def test_a_save_that_is_stored_while_the_saver_is_asked_is_told(checkpointer, monkeypatch) -> None:
     asked, answers = threading.Event(), threading.Event()
-    newest = checkpointer._notifier._newest
+    newest = checkpointer._saving._notifier._newest
 
     def slow():
         asked.set()
         assert answers.wait(60)
         return newest()
 
-    monkeypatch.setattr(checkpointer._notifier, "_newest", slow)
+    monkeypatch.setattr(checkpointer._saving._notifier, "_newest", slow)
     one = Committing(1)
     checkpointer.save(1, {"one": one}, to="storage")
     assert asked.wait(60)

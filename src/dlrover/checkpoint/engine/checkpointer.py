@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -10,19 +9,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
-import torch
 
 from dlrover import config, launched
 from dlrover._util.collection import no_collection
 from dlrover.checkpoint.engine import copying, direct, joining, losses, pace, shared, tree
-from dlrover.checkpoint.engine.client import GenerationPool, SaverClient
-from dlrover.checkpoint.engine.copying import Copier
+from dlrover.checkpoint.engine.client import SaverClient
 from dlrover.checkpoint.engine.joining import Wishes
-from dlrover.checkpoint.engine.notifier import StoredStepNotifier
-from dlrover.checkpoint.engine.overlap import Background, Guarded, Snapshot, torn
+from dlrover.checkpoint.engine.saving import Order, Saving
 from dlrover.checkpoint.engine.tree import State
 from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.loading import fresh, restore
@@ -34,13 +30,11 @@ from dlrover.checkpoint.machine.layout import PackedLayout, TensorSpec
 from dlrover.checkpoint.machine.policies import Policy, checked_metrics, policy_of
 from dlrover.checkpoint.machine.saves import Newest, SaveId
 from dlrover.checkpoint.saver.memory import kernels
-from dlrover.checkpoint.saver.protocol import SaverGoneError
-from dlrover.checkpoint.storage import faults, storage
+from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.lease import Lease, job_of
 from dlrover.checkpoint.storage.stores import Store, open_shared
 from dlrover.errors import (
     ConfigurationError,
-    DLRoverError,
     InfrastructureError,
 )
 
@@ -54,14 +48,6 @@ class LoadRecord(msgspec.Struct, frozen=True):
     source: Literal["memory", "peer", "storage"]
     """``"peer"``: from memory, partly from that of other nodes."""
     seconds: float
-
-
-class _Order(NamedTuple):
-    """One requested save."""
-
-    save: SaveId
-    to_storage: bool
-    metrics: dict[str, float]
 
 
 class Checkpointer:
@@ -135,21 +121,16 @@ class Checkpointer:
             env=config.environ(),
         )  # fmt: skip
         self._pace = pace.Pace(interval, hours_between_failures, self._world)
-        self._copier = Copier()
-        self._guarded = Guarded()
-        self._background = Background() if overlap else None
-        self._pool = GenerationPool(self._client)
-        self._problems: list[str] = []
+        self._saving = Saving(self._world, self._store, self._client, self._pace, overlap=overlap)
         self._pid = os.getpid()
         self._in_memory, self._only_memory = -1, True
         """The newest step, and True if none was sent to storage, and no warning was given."""
         self._findings = direct.LoadFindings()
-        self._notifier = StoredStepNotifier(self._store, self._client.stored)
         self._membership = -1
         """Number of the membership, in a program that survives losses, in which the session has begun."""
         if not read_only:
             try:
-                self._attached = self._world.agree(lambda: self._client.attach(self._world.rank))
+                self._world.agree(self._saving.attach)
                 if not self._world.alone:
                     self._join(self._newest_stored())
             except BaseException:
@@ -166,14 +147,15 @@ class Checkpointer:
     def _join(self, newest: Newest) -> None:
         """Begin a session with the other ranks; ``newest`` is the newest save that this rank knows. Collective."""
         self._joined, self._numbering = joining.join(
-            self._world, self._client, self._attached, newest, self._wishes, config.environ()
+            self._world, self._client, self._saving.attached, newest, self._wishes, config.environ()
         )
-        if self._background is None:  # else the training needs the cores
-            self._copier.threads = copying.threads(len(self._joined.ranks))
-        self._direct = direct.DirectWriter(
+        if not self._saving.overlaps:  # else the training needs the cores
+            self._saving.copier.threads = copying.threads(len(self._joined.ranks))
+        writer = direct.DirectWriter(
             self._store, self._identity, self._policy, self._world.rank, self._world.size,
             self._world.agree(self._lease),
         )  # fmt: skip
+        self._saving.begin(self._joined, writer)
         if launched.survival is not None:
             self._membership = launched.survival.number
 
@@ -188,11 +170,10 @@ class Checkpointer:
         if not survival.whole:
             return False
         if survival.number != self._membership:
-            if self._background is not None:
-                self._background.wait()
+            self._saving.wait_for_copy()
             known = self._numbering.newest if self._membership >= 0 else Newest()
             self._open()  # as a rank that has returned and makes its Checkpointer only now
-            self._world.agree(self._attach_again)
+            self._world.agree(self._saving.attach_again)
             self._pace.begin()
             self._join(self._newest_stored().including(known))
         return True
@@ -255,20 +236,8 @@ class Checkpointer:
         try:
             self._do_save(save, step, state, to, metrics or {})
         except BaseException:
-            if self._background is not None:
-                self._background.finish_all()  # the saver must see the saves in order
-            self._pass_over(save)
+            self._saving.leave_out(save)
             raise
-
-    def _pass_over(self, save: SaveId) -> None:
-        """Tell the saver that this rank did not make a save, so that the node's other ranks do not wait."""
-        with contextlib.suppress(DLRoverError):  # the saver is gone and knows no save
-            self._client.pass_over(save)
-
-    def _give_up(self, save: SaveId) -> None:
-        """Keep other nodes from waiting for this rank's part of a save."""
-        if self._world.size > 1:
-            self._direct.give_up(save)
 
     def _do_save(
         self,
@@ -288,14 +257,14 @@ class Checkpointer:
                 measured = checked_metrics(metrics)
                 self._world.check()
                 if do != "nothing":
-                    self._findings.apply(self._direct, save.session)
+                    self._findings.apply(self._saving.direct, save.session)
                     self._in_memory = step
                     self._only_memory &= do != "storage"
-                    self._copy(_Order(save, do == "storage", measured), state)
+                    self._saving.save(Order(save, do == "storage", measured), state)
                     self._pace.saved(began)
             except BaseException:
                 if do == "storage":
-                    self._give_up(save)
+                    self._saving.give_up(save)
                 raise
             finally:
                 if to is None:  # the other ranks do, whatever failed here
@@ -307,111 +276,7 @@ class Checkpointer:
         A training that ends because of them does so: its next try takes an older step.
         """
         if not self._apart:
-            self._findings.apply(self._direct, self._joined.session)
-
-    def _copy(self, order: _Order, state: State) -> None:
-        if self._background is not None:
-            self._background.wait()
-        with no_collection():
-            layout = self._copier.layout_of(state)
-        if order.to_storage and self._world.rank == 0:
-            self._notifier.expect(order.save, state)
-        if not self._reserve(layout):
-            self._save_without_memory(order, layout)
-            return
-        if self._background is None:
-            self._copier.mark()
-            self._save(order, layout, self._copy_all)
-            return
-        self._guarded.look_at(state, self._copier)
-        snapshot = Snapshot(self._copier, self._guarded)
-        self._copier.mark()
-
-        def copy(buffer: torch.Tensor) -> None:
-            changed = snapshot.copy(buffer)
-            if changed:
-                self._guarded.distrust(changed)
-                raise torn(order.save.step, self._copier, changed)
-
-        self._background.start(lambda: self._save_or_pass_over(order, layout, copy))
-
-    def _reserve(self, layout: PackedLayout) -> bool:
-        """Return whether a state fits in memory."""
-        try:
-            return self._pool.reserve(layout)
-        except SaverGoneError as error:
-            logger.warning("%s It is started again", error)
-            self._reconnect()
-            return self._pool.reserve(layout)
-
-    def _save_without_memory(self, order: _Order, layout: PackedLayout) -> None:
-        """Write a step for storage straight to storage and wait for it; drop any other step."""
-        # The node's other ranks notice it when they reconnect.
-        with contextlib.suppress(SaverGoneError):
-            self._client.pass_over(order.save, written=order.to_storage)
-        if not order.to_storage:
-            return
-        self._wait_for_saver()  # steps are stored one at a time
-        began = time.monotonic()
-        with losses.watched(self._world, {order.save: began}, self._give_up):
-            problem = self._direct.write(order.save, layout, self._copier.sources, order.metrics)
-        if problem:
-            logger.error("%s", problem)
-            self._problems.append(problem)
-            return
-        self._pace.stored(began)
-        self._notifier.stored(order.save)
-        with contextlib.suppress(SaverGoneError):
-            self._client.keep(None)  # what is in memory is older
-
-    def _copy_all(self, buffer: torch.Tensor) -> None:
-        self._copier.copy(buffer)
-
-    def _save(
-        self, order: _Order, layout: PackedLayout, copy: Callable[[torch.Tensor], None]
-    ) -> None:
-        try:
-            self._save_once(order, layout, copy)
-        except SaverGoneError as error:
-            logger.warning("%s It is started again", error)
-            self._reconnect()
-            if not self._pool.reserve(layout):
-                raise InfrastructureError(
-                    f"There is no memory for step {order.save.step} any more."
-                ) from error
-            self._save_once(order, layout, copy)
-
-    def _save_or_pass_over(
-        self, order: _Order, layout: PackedLayout, copy: Callable[[torch.Tensor], None]
-    ) -> None:
-        try:
-            self._save(order, layout, copy)
-        except BaseException:
-            self._pass_over(order.save)
-            if order.to_storage:
-                self._give_up(order.save)
-            raise
-
-    def _save_once(
-        self, order: _Order, layout: PackedLayout, copy: Callable[[torch.Tensor], None]
-    ) -> None:
-        save = order.save
-        slot = self._pool.begin(save)
-        faults.point("save.begun")
-        generation, buffer = self._pool.buffer(slot, self._copier.device)
-        copy(buffer)
-        faults.point("save.copied")
-        generation.seal(
-            layout,
-            rank=self._world.rank,
-            world_size=self._world.size,
-            save=save,
-            sums=self._copier.sums,
-        )
-        self._client.commit(slot, save, to_storage=order.to_storage, metrics=order.metrics)
-        faults.point("save.committed")
-        if order.to_storage:
-            self._pace.asked[save] = time.monotonic()
+            self._findings.apply(self._saving.direct, self._joined.session)
 
     def wait(self) -> None:
         """Wait until every requested save is copied, and durable if it was for storage.
@@ -423,12 +288,9 @@ class Checkpointer:
             return
         self._check_process()
         with launched.blocked():
-            if self._background is not None:
-                self._background.wait()
-            self._wait_for_saver()
-            self._notifier.settle()
+            self._saving.wait()
         self._warn_of_memory()
-        problems, self._problems = self._problems, []
+        problems = self._saving.take_problems()
         self._pace.asked.clear()
         if problems and losses.since(self._world, self._membership):
             logger.warning("%s", " ".join(problems))  # the others go on
@@ -454,47 +316,12 @@ class Checkpointer:
                 " load there, or load here with a Checkpointer of its own, with read_only=True."
             )
 
-    def _wait_for_saver(self) -> None:
-        try:
-            with losses.watched(self._world, self._pace.asked, self._give_up):
-                self._problems += self._client.wait()
-        except SaverGoneError:
-            self._reconnect()
-
     def close(self) -> None:
         """Disconnect from the saver, which goes on storing the requested steps; in a forked process, do nothing."""
         if os.getpid() != self._pid:
             return
-        if self._background is not None:
-            self._background.close()
-        self._notifier.close()
-        self._copier.forget()
-        self._pool.forget()
-        self._client.close()
+        self._saving.close()
         self._leave_world()
-
-    def _reconnect(self) -> None:
-        """Connect to a new saver; the memory of the old one is lost."""
-        self._attach()
-        self._client.join(self._joined)
-
-    def _attach_again(self) -> None:
-        """Connect to a new saver if the old one has ended."""
-        try:
-            self._client.look()
-        except SaverGoneError as error:
-            logger.warning("%s It is started again", error)
-            self._attach()
-
-    def _attach(self) -> None:
-        for save in sorted(self._pace.asked):
-            if problem := direct.lost(self._store, save):
-                self._problems.append(problem)
-                if self._world.size > 1:
-                    self._direct.give_up_lost(save)
-        self._pace.asked.clear()
-        self._pool.forget()
-        self._attached = self._client.attach(self._world.rank)
 
     # ---- load
 
@@ -518,7 +345,7 @@ class Checkpointer:
         """
         with launched.blocked(), no_collection():
             prepare = restore.in_place(state, self._local)
-            again = Replayer(state, self._copier)
+            again = Replayer(state, self._saving.copier)
             record = self._load(prepare, step, again)
             if self._read_only or self._world.alone:
                 return record
@@ -536,8 +363,8 @@ class Checkpointer:
         self._findings.go_back(step, self._numbering.go_back())
 
     def _reserve_ahead(self, state: State, layout: PackedLayout | None) -> None:
-        layout = layout or self._copier.layout_of(state)
-        self._pool.reserve_ahead(layout, tree.expected_bytes(state))
+        layout = layout or self._saving.copier.layout_of(state)
+        self._saving.pool.reserve_ahead(layout, tree.expected_bytes(state))
 
     def read(
         self, keys: Collection[str] | None = None, step: int | None = None
@@ -641,8 +468,7 @@ class Checkpointer:
         return record
 
     def _prepare_to_load(self) -> None:
-        if self._background is not None:
-            self._background.wait()
-        self._pool.wait()
+        self._saving.wait_for_copy()
+        self._saving.pool.wait()
         if self._world.rank == 0 and not self._read_only and not self._world.alone:
             storage.adopt(self._store)
