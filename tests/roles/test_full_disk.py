@@ -1,20 +1,23 @@
-"""A coordinator whose journal finds no room: the end of a role is not lost. Nor is one made up that comes with its own."""
+"""A coordinator whose journal finds no room loses no end of a role, and makes none up; one that can do no more ends."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
-from dlrover.errors import ExitCode, InfrastructureError
+from dlrover.errors import ExitCode, FencedError, InfrastructureError
 from dlrover.master.journal.history import History
 from dlrover.roles.coordinator.journal import RolesJournal
 from dlrover.roles.coordinator.shell import Coordinator
 from dlrover.roles.machine.inputs import RoleExited, StopRequested, Submitted
 from dlrover.roles.messages import MemberPlace, MemberStarted
 from dlrover.roles.spec import EntryForm, EntryPoint, RolesConfig, RolesJob, RoleSpec
+from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import Outcome
 
@@ -57,6 +60,52 @@ def test_a_role_that_ends_while_the_disk_is_full_ends_and_is_journalled_later(
     assert isinstance(entries[1], RoleExited), "in the order in which they took effect"
     assert isinstance(entries[2], bytes)
     assert len(entries) == 3
+
+
+def end_of(tmp_path: Path, begin: Callable[[Coordinator], None]) -> BaseException | None:
+    """Run a coordinator until it ends, after ``begin``; return the error with which it ends."""
+    directory = JobDir(tmp_path)
+
+    async def run() -> BaseException | None:
+        first = RolesJournal(directory.journal)
+        first.append(Submitted(JOB), 1.0)
+        first.close()
+        journal, history = RolesJournal(directory.journal), History(directory.events)
+        coordinator = Coordinator(directory, RolesConfig(job=JOB), journal, history, {}, -1)
+        begin(coordinator)
+        await asyncio.wait([coordinator.ended], timeout=30)
+        journal.close()
+        history.close()
+        return coordinator.ended.exception()
+
+    return asyncio.run(run())
+
+
+def test_a_coordinator_that_another_one_has_fenced_off_ends(tmp_path: Path) -> None:
+    def begin(coordinator: Coordinator) -> None:
+        RolesJournal(JobDir(tmp_path).journal).close()
+        with pytest.raises(FencedError):
+            coordinator.service.tell(MemberStarted(MemberPlace("a", 0, 1)))
+
+    assert isinstance(end_of(tmp_path, begin), FencedError)
+
+
+def test_a_coordinator_that_can_no_longer_follow_a_role_ends_and_the_next_one_does(
+    tmp_path: Path,
+) -> None:
+    async def broken(_: str) -> AsyncIterator[Event]:
+        raise OSError(errno.EIO, "the disk fails")
+        yield
+
+    def begin(coordinator: Coordinator) -> None:
+        coordinator._jobs.follow = broken
+        coordinator._jobs.find = lambda _: f"{os.getpid()}:0"
+        coordinator._jobs.watch = lambda *_: None
+        coordinator._start("a", 1)
+
+    error = end_of(tmp_path, begin)
+    assert isinstance(error, OSError)
+    assert error.errno == errno.EIO
 
 
 def test_a_launcher_that_ends_with_the_command_is_no_failure_of_its_role(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The way of a rank's save: its copy to memory and commit to the saver, or its write to storage where memory is short."""
+"""The saves of one rank: a copy to memory that its saver commits, or a step written straight to storage where memory is short."""
 
 from __future__ import annotations
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +50,22 @@ class RolesJournal:
         self._file: Any = FileJournal(path, read_only=read_only, codec=CODEC)
         self._backlog: deque[tuple[float, Input | bytes]] = deque()
         """What has taken effect and is not in the file yet."""
+        self.on_fenced: Callable[[FencedError], None] = lambda _: None
+        """Called when another coordinator turns out to have taken over."""
 
     def append(self, entry: Input | bytes, now: float) -> None:
         """Add an entry; it outlives this process when this returns."""
-        while self._backlog:
-            at, older = self._backlog[0]
-            self._file.append(older, at)
-            self._backlog.popleft()
-        self._file.append(entry, now)
+        with self._fenced_off():
+            while self._backlog:
+                at, older = self._backlog[0]
+                self._file.append(older, at)
+                self._backlog.popleft()
+            self._file.append(entry, now)
 
     def replace(self, entry: bytes, now: float) -> None:
         """Put an entry of the service in the place of all of its entries."""
-        self._file.replace(entry, now)
+        with self._fenced_off():
+            self._file.replace(entry, now)
 
     def append_or_keep(self, entry: Input, now: float) -> None:
         """Add an entry that no process would bring again; while the disk is full, keep it in memory."""
@@ -69,10 +74,19 @@ class RolesJournal:
         except FencedError:
             raise
         except InfrastructureError as error:
-            self._file.check()  # this needs no disk space
+            with self._fenced_off():
+                self._file.check()  # this needs no disk space
             if not self._backlog:
                 logger.warning("%s The job goes on; its state is kept in memory.", error)
             self._backlog.append((now, entry))
+
+    @contextlib.contextmanager
+    def _fenced_off(self) -> Iterator[None]:
+        try:
+            yield
+        except FencedError as error:
+            self.on_fenced(error)
+            raise
 
     def entries(self) -> Iterator[tuple[float, Input | bytes]]:
         """Yield all entries with their times, oldest first."""

@@ -7,7 +7,8 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 import msgspec
 
@@ -89,6 +90,7 @@ class Coordinator:
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._job_dir, self._config = job_dir, config
         self._journal, self._history = journal, history
+        journal.on_fenced = self._fail
         self._lifeline_fd = lifeline_fd
         self._jobs = RoleJobs(job_dir.path, config, env, lifeline_fd, self._exited)
         self._following: dict[str, asyncio.Task[None]] = {}
@@ -128,11 +130,11 @@ class Coordinator:
         """
         self._address = public or address
         self.service.begin()
-        self._looking = asyncio.create_task(self._health.run())
+        self._looking = self._in_background(self._health.run())
         if self._lifeline_fd >= 0:
             job, tls = self._config.job.name, self._config.tls
             own = variables(address, self._job_dir.token, HOLDER, 0, job=job, tls=tls)
-            self._keeping = asyncio.create_task(keep(self.service, own, self._lifeline_fd))
+            self._keeping = self._in_background(keep(self.service, own, self._lifeline_fd))
         if (keeper := self.service.shared.members.get(HOLDER, 0)) is not None:
             self._health.tell(MemberStarted(keeper.place))  # it may be unable to report
         if not self._replayed:
@@ -153,6 +155,20 @@ class Coordinator:
         self._jobs.close()
         for task in self._following.values():
             task.cancel()
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a coroutine without which this coordinator is of no use: where it fails, the next one goes on."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error)
 
     # ---- inputs
 
@@ -283,7 +299,7 @@ class Coordinator:
             except InfrastructureError as error:
                 self.submit(inputs.RoleExited(name, attempt, error.exit_code, str(error)))
                 return
-        self._following[name] = asyncio.create_task(self._follow(name, attempt))
+        self._following[name] = self._in_background(self._follow(name, attempt))
         if handle != role.handle:
             self.submit(inputs.RoleLaunched(name, attempt, handle))
 
