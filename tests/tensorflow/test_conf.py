@@ -7,13 +7,14 @@ import sys
 import types
 from typing import Any
 
+import msgspec
 import pytest
 
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.original import programs
 from dlrover.original.tensorflow import Column, ConfigurationManagerInterface
 from dlrover.tensorflow.estimators.conf import checked, load
-from dlrover.tensorflow.machine.plan import Positions, SessionPlan, plan_of
+from dlrover.tensorflow.machine.plan import Positions, SessionPlan, plan_of, positions_of
 
 COLUMNS = (Column.create(name="x", dtype="float32"),)
 
@@ -122,3 +123,24 @@ def test_positions_are_not_used_for_more_or_fewer_records() -> None:
     known.check("out/model.ckpt-7.records", 6000)
     with pytest.raises(ConfigurationError, match=r"-7.records .* 6,000 .* has 6,001; .* remove"):
         known.check("out/model.ckpt-7.records", 6001)
+
+
+def test_a_flipped_bit_of_positions_is_found() -> None:
+    known = Positions("train.csv", 6000, bytes(range(20)))
+    content = known.packed()
+    found = positions_of(content)
+    assert (found.name, found.size, found.acknowledged) == ("train.csv", 6000, known.acknowledged)
+    start = content.index(b"name")
+    for bit in range(8 * start, 8 * content.index(b"\xa7version")):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ProtocolError):
+            positions_of(bytes(damaged))
+    for length in range(len(content)):
+        with pytest.raises(ProtocolError):
+            positions_of(content[:length])
+
+
+def test_positions_without_a_checksum_are_read() -> None:
+    earlier = {"name": "train.csv", "size": 3, "acknowledged": b"a", "version": 1}
+    assert positions_of(msgspec.msgpack.encode(earlier)) == Positions("train.csv", 3, b"a")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ tf = pytest.importorskip("tensorflow")
 
 from dlrover.original import programs  # noqa: E402
 from dlrover.spec import events  # noqa: E402
+from dlrover.tensorflow import stored  # noqa: E402
 from tests.process.conftest import Runner  # noqa: E402
 from tests.tensorflow.conftest import SCRIPTS, START, Job  # noqa: E402
 
@@ -125,6 +127,43 @@ def test_a_worker_and_the_chief_restart_alone(run: Runner) -> None:
     )
     assert all(count >= EPOCHS for count in end["wrong"].values())
     assert end["loss"] == pytest.approx(training.best, rel=0.1)
+
+
+def test_damaged_checkpoints_are_passed_over(run: Runner) -> None:
+    training = Estimated(run, ps=1, workers=1, records=MANY)
+    model = training.out / "model"
+
+    def kill_chief_and_damage(damage: Callable[[Path], None]) -> None:
+        begins = training.notes("begin")
+        training.launch.until(
+            lambda: len(whole()) > 2, START, "a checkpoint before the newest and after step 0"
+        )
+        os.kill(begins[-1][4], signal.SIGSTOP)
+        damage(whole()[0])
+        os.kill(begins[-1][4], signal.SIGKILL)
+        count = len(begins) + 1
+        training.launch.until(lambda: len(training.notes("begin")) == count, START, "a chief")
+        assert training.notes("begin")[-1][2] > 0
+
+    def whole() -> list[Path]:
+        paths = [Path(path) for path in stored.newest_first(str(model), "model.ckpt")]
+        return [path for path in paths if path.with_name(f"{path.name}.index").exists()]
+
+    def cut_data(path: Path) -> None:
+        for file in model.glob(f"{path.name}.data*"):
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+    def cut_positions_and_remove_list(path: Path) -> None:
+        file = path.with_name(f"{path.name}.records")
+        file.write_bytes(file.read_bytes()[:-1])
+        (model / "checkpoint").unlink()
+
+    training.train(30)
+    kill_chief_and_damage(cut_data)
+    training.train(100)
+    kill_chief_and_damage(cut_positions_and_remove_list)
+    end = training.end()
+    assert (end["steps"], end["wrong"]) == (MANY * EPOCHS // BATCH, {})
 
 
 def test_a_session_that_has_lost_its_servers_neither_saves_nor_ends_the_training(

@@ -27,10 +27,11 @@ from dlrover.spec.requests.cluster import (
     UseCluster,
 )
 from dlrover.spec.requests.shards import ForgetWorker, LookShards, ShardReply
-from dlrover.tensorflow import serving
+from dlrover.tensorflow import serving, stored
 from dlrover.tensorflow.estimators.conf import EstimatorConf
-from dlrover.tensorflow.estimators.feed import BatchFeed, size_of
-from dlrover.tensorflow.estimators.positions import SUFFIX, PositionSaver, beside
+from dlrover.tensorflow.estimators.feed import BatchFeed
+from dlrover.tensorflow.estimators.positions import PositionSaver
+from dlrover.tensorflow.estimators.restoring import Restoring
 from dlrover.tensorflow.estimators.session import ClusterMember
 from dlrover.tensorflow.estimators.task import (
     SERVER_NAME,
@@ -95,6 +96,7 @@ class ChiefTask(TrainingTask):
         self._shards = connect()
         self._workers: dict[int, ClusterTask] = {}
         self._dead: set[ClusterTask] = set()
+        self._restoring = Restoring(conf)
 
     def run(self) -> None:
         """Train to the end, in one generation after the other."""
@@ -114,20 +116,18 @@ class ChiefTask(TrainingTask):
             plan = SessionPlan(
                 plan_of(reply.note).number + 1,
                 tuple(task.address for task in choice.servers),
-                self._base(),
+                self._restoring.choose(),
             )
             self._used, self._change = choice, ClusterChange()
             self._tell(self._registry, plan)
             return plan
         raise InfrastructureError(f"{missing} did not come within {TIMEOUT:g} s.")
 
-    def _base(self) -> bytes:
-        path = tf.train.latest_checkpoint(self._conf.model_dir)
-        known = beside(path) if path is not None else None
-        if known is None:
-            return b""
-        known.check(f"{path}{SUFFIX}", size_of(self._conf.train_set.opened()))
-        return known.acknowledged
+    def _why(self, error: BaseException, plan: SessionPlan) -> str:
+        restores = self._member is not None and self._member.step < 0
+        if restores and self._restoring.is_damaged(error):
+            return "the checkpoint is damaged."
+        return super()._why(error, plan)
 
     def _tell(self, registry: Registry, plan: SessionPlan) -> None:
         assert self._used is not None
@@ -138,6 +138,7 @@ class ChiefTask(TrainingTask):
 
     def _began(self, plan: SessionPlan) -> None:
         """Let the workers begin; free what earlier generations have on the servers."""
+        self._restoring.done()
         self._tell(self._registry.another(), msgspec.structs.replace(plan, ready=True))
         earlier = range(max(1, plan.number - FORGOTTEN), plan.number)
         if earlier:
@@ -282,7 +283,7 @@ def evaluate(conf: EstimatorConf) -> None:
         try:
             result = estimator.evaluate(feed.dataset, steps=conf.eval_steps, checkpoint_path=path)
             exporter.export(estimator, best, path, result, is_the_final_export=False)
-        except (ValueError, tf.errors.NotFoundError):
-            if tf.io.gfile.exists(f"{path}.index"):
+        except (ValueError, tf.errors.OpError) as error:
+            if not stored.is_damage(error, path):
                 raise
-            logger.info("%s was removed while it was evaluated", path)
+            logger.warning("%s is not evaluated; it is damaged, or was removed: %s", path, error)

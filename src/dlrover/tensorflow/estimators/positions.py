@@ -8,18 +8,16 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import tensorflow as tf
 
 from dlrover import launched
-from dlrover._util import decoding
 from dlrover.data.records import Records
 from dlrover.data.services import connect
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import InfrastructureError
 from dlrover.spec.requests import Unanswered
 from dlrover.spec.requests.shards import LookShards, ShardReply
 from dlrover.tensorflow.estimators.session import ClusterMember
-from dlrover.tensorflow.machine.plan import Positions
+from dlrover.tensorflow.machine.plan import Positions, positions_of
 from dlrover.tensorflow.watch import ClusterChangedError
 
 logger = logging.getLogger(__name__)
@@ -30,17 +28,14 @@ def beside(checkpoint: str) -> Positions | None:
     """Return the positions that belong to a checkpoint; None if it has none.
 
     Raises:
-        ConfigurationError: the file is another program's.
+        ProtocolError: the file is damaged.
     """
-    path = checkpoint + SUFFIX
     try:
-        with tf.io.gfile.GFile(path, "rb") as file:
-            return decoding.msgpack(file.read(), Positions)
+        with tf.io.gfile.GFile(checkpoint + SUFFIX, "rb") as file:
+            return positions_of(file.read())
     except tf.errors.NotFoundError:
         logger.warning("%s has no positions: the data are read from their beginning", checkpoint)
         return None
-    except msgspec.DecodeError as error:
-        raise ConfigurationError(f"{path} holds no positions: {error}.") from error
 
 
 class PositionSaver(tf.compat.v1.train.CheckpointSaverListener):  # type: ignore[misc]
@@ -69,7 +64,7 @@ class PositionSaver(tf.compat.v1.train.CheckpointSaverListener):  # type: ignore
         known = Positions(records.name, len(records.source), acknowledged)
         path = f"{self._directory}/model.ckpt-{global_step_value}{SUFFIX}"
         with tf.io.gfile.GFile(f"{path}.new", "wb") as file:
-            file.write(msgspec.msgpack.encode(known))
+            file.write(known.packed())
         tf.io.gfile.rename(f"{path}.new", path, overwrite=True)
 
     def _acknowledged(self, records: Records[int]) -> bytes:

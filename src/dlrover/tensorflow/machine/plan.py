@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import msgspec
 
 from dlrover._util import decoding
@@ -50,6 +52,15 @@ class Positions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number of records."""
     acknowledged: bytes
     version: int = 1
+    checksum: int = -1
+    """CRC-32 of the other fields; -1: an earlier version of DLRover wrote none."""
+
+    def packed(self) -> bytes:
+        """Return the content of the file."""
+        return msgspec.msgpack.encode(msgspec.structs.replace(self, checksum=self._sum()))
+
+    def _sum(self) -> int:
+        return zlib.crc32(msgspec.msgpack.encode((self.name, self.size, self.acknowledged)))
 
     def check(self, path: str, size: int) -> None:
         """Check that the reader, whose records number ``size``, reads what the positions are for.
@@ -64,3 +75,18 @@ class Positions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{path} holds positions in {self.size:,} records ({self.name}), but the reader has {size:,}; train with"
                 " the same records, or remove the file to read the new ones from their beginning."
             )
+
+
+def positions_of(content: bytes) -> Positions:
+    """Return the positions in a file's content.
+
+    Raises:
+        ProtocolError: the content is not what was written.
+    """
+    try:
+        found = decoding.msgpack(content, Positions)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"The file holds no positions: {error}.") from error
+    if found.checksum not in (-1, found._sum()):  # noqa: SLF001 - of this module
+        raise ProtocolError("The file's checksum is wrong.")
+    return found
