@@ -2,7 +2,7 @@
 
 Gradients are what the program has left of them: one with two optimizers may step one of them less often. Outside of the
 models, there are parameters that an optimizer trains, and the running statistics of normalization layers, which follow from
-outputs that a rank on its way does not compute. A schedule may make no step where a scaler leaves one out.
+outputs that a replaying rank does not compute. A schedule may make no step where a scaler leaves one out.
 """
 
 from __future__ import annotations

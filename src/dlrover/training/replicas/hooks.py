@@ -56,7 +56,7 @@ _running: list[Unchanged] = []
 _loaded: dict[str, float] = {}
 """The files that a program that is started again has loaded, and when they were written."""
 _unwritten = Unwritten(lambda: bool(_running) and _running[0].replaying)
-"""The files that a rank leaves as they are on its way."""
+"""The files that a replaying rank leaves as they are."""
 _norms: list[weakref.ref[Any]] = []
 """The program's normalization layers, in the order of their making."""
 _schedules: list[weakref.ref[Any]] = []

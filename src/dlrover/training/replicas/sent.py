@@ -1,6 +1,6 @@
 """What the ranks of an unchanged program have sent each other as objects before their first step, for those that return.
 
-A rank on its way takes part in no collective. Seeds, orders of samples and names that one rank has drawn decide what the program
+A rank that replays the program takes part in no collective. Seeds, orders of samples and names that one rank has drawn decide what the program
 does afterwards, so it gets those of the others: they are in the memory of the master, and of each rank that trains.
 """
 

@@ -66,7 +66,9 @@ class Unchanged:
         ``norms`` return the program's normalization layers, or None for those that it has dropped; ``schedules`` those of
         learning rates.
         """
-        self._way = mmap.mmap(-1, 1)  # processes that the program forks on the way see its end, too
+        self._way = mmap.mmap(
+            -1, 1
+        )  # processes that the program forks in the replay see its end, too
         self.replaying = given.attempt > 0
         self.steps = 0
         """Steps of the program's optimizer that counts in this round, made or skipped."""
@@ -387,7 +389,7 @@ class Unchanged:
         """
         if not torch.is_grad_enabled():
             return
-        # What was computed on the way cannot be used after it: a rank does not join between a pass and its way back.
+        # What the replay has computed cannot be used after it: a rank does not join between a pass and its backward pass.
         if self._fresh and self._open:
             self._skip_edge(
                 "A forward pass has waited for its backward pass",
@@ -562,7 +564,7 @@ class Unchanged:
         return result
 
     def _noted(self, closure: Any) -> Any:
-        """Return a closure that notes if it is called more than once: a rank on its way calls it once."""
+        """Return a closure that notes if it is called more than once: a replaying rank calls it once."""
         called = False
 
         def wrapped() -> Any:

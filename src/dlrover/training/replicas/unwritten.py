@@ -1,9 +1,9 @@
 """The files that a rank does not write while it replays its program: what it would write there comes from no training.
 
-A program writes a checkpoint to its place, or beside the old one and renames it, and deletes older ones. On its way, a rank
+A program writes a checkpoint to its place, or beside the old one and renames it, and deletes older ones. While it replays the program, a rank
 has the weights of its beginning, and the files there are those of later steps, also of the ranks that train meanwhile. So what
 it writes goes to files without a name, and what it would move, copy, link or delete stays. Exempt are caches, and what it
-makes on its way for itself: temporary files and folders.
+makes for itself in the replay: temporary files and folders.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def is_cached(path: Any) -> bool:
 
 
 class Unwritten:
-    """What a rank leaves as it is on its way."""
+    """The files that a replaying rank leaves as they are."""
 
     def __init__(self, replays: Callable[[], bool]) -> None:
-        """``replays`` returns whether this rank is on its way."""
+        """``replays`` returns whether this rank replays the program."""
         self._replays = replays
         self._own: set[str] = set()
-        """Temporary files and folders that this rank has made on its way."""
+        """Temporary files and folders that this rank has made in the replay."""
         self._made: set[str] = set()
         """Folders that it has made there for the program's files."""
         self._deleted: set[str] = set()
@@ -97,7 +97,7 @@ class Unwritten:
     # ---- which files
 
     def _keeps(self, path: Any) -> str:
-        """Return the whole path of what this rank, on its way, leaves as it is; empty if it does not."""
+        """Return the whole path of a file that this rank leaves as it is while it replays; empty for another one."""
         if not self._replays() or not isinstance(path, str | bytes | os.PathLike):
             return ""
         whole = os.path.abspath(os.fsdecode(path))
@@ -120,7 +120,7 @@ class Unwritten:
                 return function(file, mode, *args, **kwargs)
             if _writer().endswith(
                 ".memmap."
-            ):  # the array outlives the way; others may have it, too
+            ):  # the array outlives the replay; others may have it, too
                 present = mode.replace("w", "r") if os.path.exists(whole) else mode
                 return function(file, present, *args, **kwargs)
             found = function(file, mode, *args, **{**kwargs, "opener": _nameless})
