@@ -66,7 +66,7 @@ class Unchanged:
         ``norms`` return the program's normalization layers, or None for those that it has dropped; ``schedules`` those of
         learning rates.
         """
-        self._way = mmap.mmap(
+        self._in_replay = mmap.mmap(
             -1, 1
         )  # processes that the program forks in the replay see its end, too
         self.replaying = given.attempt > 0
@@ -117,11 +117,11 @@ class Unchanged:
     @property
     def replaying(self) -> bool:
         """True while this rank runs the program without its model."""
-        return bool(self._way[0])
+        return bool(self._in_replay[0])
 
     @replaying.setter
     def replaying(self, value: bool) -> None:
-        self._way[0] = value
+        self._in_replay[0] = value
 
     @property
     def saves(self) -> bool:
