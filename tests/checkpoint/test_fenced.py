@@ -19,7 +19,7 @@ from dlrover.checkpoint.storage import persist, storage
 from dlrover.checkpoint.storage.stores import IDENTITY, TRACKER, Store, open_store
 from dlrover.checkpoint.tools.verification import verify
 from dlrover.errors import ConfigurationError, InfrastructureError
-from tests.checkpoint.test_crashes import start_faulty_saver
+from tests.checkpoint.test_crashes import start_saver
 from tests.checkpoint.together import each, worlds
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(60)]
@@ -255,10 +255,28 @@ def test_a_save_that_one_rank_cannot_make_holds_up_no_other_node(two_nodes, monk
     assert time.monotonic() - began < 30.0
 
 
+DYING_SAVER = """
+import os, signal, sys, time
+from dlrover.checkpoint.saver import saver
+from dlrover.checkpoint.storage import faults
+committed, sys.argv = sys.argv[1], ["dlrover.checkpoint.saver.saver", *sys.argv[2:]]
+def die(passed):
+    if passed == "persist.begun":
+        while not os.path.exists(committed):  # a worker without its answer would save again
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+faults.hook = die
+saver.main(sys.argv[1:])
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_part_that_is_lost_with_its_saver_holds_up_no_other_node(two_nodes, monkeypatch, lost):
-    start_faulty_saver(two_nodes[lost], "persist.begun")
+def test_a_part_that_is_lost_with_its_saver_holds_up_no_other_node(
+    two_nodes, tmp_path, monkeypatch, lost
+):
+    committed = tmp_path / "committed"
+    start_saver(two_nodes[lost], DYING_SAVER, str(committed))
     ranks, mine = dict(zip(two_nodes, worlds(2), strict=True)), threading.local()
     monkeypatch.setattr(checkpointers, "TorchWorld", lambda: mine.world)
 
@@ -266,6 +284,8 @@ def test_a_part_that_is_lost_with_its_saver_holds_up_no_other_node(two_nodes, mo
         mine.world = ranks[node]
         saves = Checkpointer(node, linger=0.0)
         saves.save(1, {"w": torch.full((2,), float(mine.world.rank))}, to="storage")
+        if node == two_nodes[lost]:
+            committed.touch()
         try:
             saves.wait()
         except InfrastructureError as error:

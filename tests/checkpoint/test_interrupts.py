@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(60)]
 def checkpointer(directory):
     with contextlib.closing(Checkpointer(directory, linger=0.0)) as made:
         made.save(1, {"w": torch.zeros(1000)})
-        made._pool.wait()
+        made._saving.pool.wait()
         yield made
 
 
