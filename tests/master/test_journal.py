@@ -403,8 +403,11 @@ def test_a_damaged_page_is_named(journal, path):
         file.seek(5 * 4096)
         file.write(b"\xff" * 100)
     damage = r"journal.sqlite is damaged behind entry \d+, in the page at byte 20480: "
-    with pytest.raises(DamagedJournalError, match=damage):
-        list(FileJournal(path).entries())
+    with (
+        contextlib.closing(FileJournal(path)) as again,
+        pytest.raises(DamagedJournalError, match=damage),
+    ):
+        list(again.entries())
 
 
 @pytest.mark.slow
