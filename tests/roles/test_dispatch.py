@@ -232,3 +232,10 @@ def test_a_part_of_a_batch_that_waits_for_its_turn_does_not_wait_in_vain(
     assert not waiting.future.done()
     released.set()
     assert batch.result(60) == [7, 7]
+
+
+def test_a_call_that_fails_after_the_end_of_the_link_is_not_tried_again(job: Coordinator) -> None:
+    """The connections' threads may end later than the link, which has the loop for a second try."""
+    link = current_worker().link
+    link.close()
+    link.later(0.0, lambda: pytest.fail("the link is closed"))

@@ -301,8 +301,9 @@ class ServiceLink:
             return value
 
     def later(self, seconds: float, what: Callable[[], None]) -> None:
-        """Call ``what`` on the link's thread after a while; it must not block."""
-        self._loop.call_soon_threadsafe(self._loop.call_later, seconds, what)
+        """Call ``what`` on the link's thread after a while, unless the link is closed by then; it must not block."""
+        with contextlib.suppress(RuntimeError):  # asyncio's error for a closed loop
+            self._loop.call_soon_threadsafe(self._loop.call_later, seconds, what)
 
 
 def expected(reply: RoleReply, kind: type[Reply]) -> Reply:
