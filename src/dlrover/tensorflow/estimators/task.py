@@ -192,7 +192,8 @@ class TrainingTask(abc.ABC):
         self._failures += 1
         if not why or self._failures > MAX_FAILURES:
             return False
-        logger.warning("Another session begins at step %d: %s", step, why)
+        since = f" at step {step}" if step >= 0 else ""
+        logger.warning("Another session begins%s: %s", since, why)
         if self._failures > 1:
             threading.Event().wait(next(self._delays))
         return True
