@@ -16,7 +16,6 @@ from dlrover._util import tasks
 from dlrover.embedding.machine.hot import HotServers
 from dlrover.embedding.machine.placement import Placement
 from dlrover.errors import DLRoverError, InfrastructureError, ProtocolError
-from dlrover.master.heartbeats import Heartbeats
 from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import Entry
 from dlrover.master.journal.writing import JournalWriter
@@ -27,6 +26,7 @@ from dlrover.master.machine.store import KeyValueStore
 from dlrover.master.machine.strategies import Strategies
 from dlrover.master.meeting import Meeting
 from dlrover.master.shards import ShardsService
+from dlrover.master.streams import Heartbeats
 from dlrover.rpc import messages, wire
 from dlrover.rpc.batches import FRAME_BYTES
 from dlrover.spec.events import HotServer, SlotsRestored
