@@ -21,7 +21,8 @@ from dlrover.checkpoint.machine.policies import KeepLast
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import memory
 from dlrover.checkpoint.saver.memory import Generation
-from dlrover.checkpoint.storage import persist, storage, torchfile
+from dlrover.checkpoint.storage import persist, storage
+from dlrover.checkpoint.storage.dcp import torch_file
 from dlrover.checkpoint.storage.persist import PersistJob, RankPart
 from dlrover.checkpoint.storage.stored_step import StoredStep, read_manifest
 from dlrover.checkpoint.storage.stores import IDENTITY, MANIFEST, open_store
@@ -44,7 +45,7 @@ def test_torch_reads_a_wrapped_tensor_without_trusting_it(dtype, shape, at):
     tensor = torch.ones(shape).to(tree.DTYPES[dtype])
     dense = tensor.reshape(-1)
     data = dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-    head, tail = torchfile.torch_file(dtype, shape, memoryview(data), at, 64)
+    head, tail = torch_file(dtype, shape, memoryview(data), at)
     assert (at + len(head)) % 64 == 0
     whole = head + data + tail
     read = torch.load(io.BytesIO(whole), weights_only=True)
