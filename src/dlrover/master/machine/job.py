@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.checks.checking import findings_of
-from dlrover.master.machine.checks.evidence import CheckFinding
 from dlrover.master.machine.diagnosis.diagnosis import RuleTable
 from dlrover.master.machine.fleet import Fleet
 from dlrover.master.machine.instances import Instances
@@ -26,7 +25,7 @@ from dlrover.master.machine.state import JobState, Node, excluded, given_up, rel
 from dlrover.master.machine.waiting import too_few
 from dlrover.rpc.messages import Dismiss, Hello, Join, StopRequest, Succeeded, Welcome
 from dlrover.spec import events
-from dlrover.spec.check import CheckReport
+from dlrover.spec.check import CheckFinding, CheckReport
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.outcome import Outcome

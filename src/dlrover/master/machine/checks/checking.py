@@ -11,8 +11,16 @@ from dataclasses import dataclass, field
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.checks import nodecheck
-from dlrover.master.machine.checks.evidence import CheckEvidence, CheckFinding, Kind, Trial, better
-from dlrover.spec.check import CheckOrder, CheckReport, Component, ProbeResult, ProbeState
+from dlrover.master.machine.checks.evidence import CheckEvidence, Trial, better
+from dlrover.spec.check import (
+    CheckFinding,
+    CheckOrder,
+    CheckReport,
+    Component,
+    FindingKind,
+    ProbeResult,
+    ProbeState,
+)
 from dlrover.spec.events import NodeCheckFinding
 from dlrover.spec.job import JobSpec
 from dlrover.spec.world import Offer
@@ -241,9 +249,9 @@ def findings_of(
     """Return the events of a completed check: each finding and the nodes excluded for it."""
     return [
         NodeCheckFinding(
-            finding.kind.value,
+            finding.kind,
             finding.nodes,
-            finding.component.value,
+            finding.component,
             finding.message,
             tuple(node for node in finding.nodes if out.get(node) is finding),
         )
@@ -279,4 +287,4 @@ def _clock_notes(
         return []
     word = "ahead of" if offset > 0 else "behind"
     message = f"it is {abs(offset):.1f} s {word} the master's"
-    return [CheckFinding(Kind.NOTE, (node,), Component.CLOCK, message)]
+    return [CheckFinding(FindingKind.NOTE, (node,), Component.CLOCK, message)]
