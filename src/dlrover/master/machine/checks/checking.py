@@ -21,7 +21,6 @@ from dlrover.spec.check import (
     ProbeResult,
     ProbeState,
 )
-from dlrover.spec.events import NodeCheckFinding
 from dlrover.spec.job import JobSpec
 from dlrover.spec.world import Offer
 
@@ -241,22 +240,6 @@ class Checks:
         assert 1 <= run.round <= max(1, self.job.limits.check_rounds)
         assert not run.orders or run.missing, "a round without an end"
         assert run.missing == run.orders.keys() - run.reports.keys() - run.gone
-
-
-def findings_of(
-    found: Sequence[CheckFinding], out: Mapping[int, CheckFinding]
-) -> list[NodeCheckFinding]:
-    """Return the events of a completed check: each finding and the nodes excluded for it."""
-    return [
-        NodeCheckFinding(
-            finding.kind,
-            finding.nodes,
-            finding.component,
-            finding.message,
-            tuple(node for node in finding.nodes if out.get(node) is finding),
-        )
-        for finding in found
-    ]
 
 
 def trial(pair: tuple[int, int], first: CheckReport, second: CheckReport) -> Trial:
