@@ -346,7 +346,10 @@ class JobMachine:
         if node.id in self.scaling.leaving:
             return
         if self.state.is_spare(node):
-            self._stand_by(node, join)
+            if node.connected:
+                self.fleet.failed_starts.pop(node.node_rank, None)
+                self.fleet.stand_by(node, join.offer)
+                self.state.send(*self.checks.again(node.id))
             return
         if not node.connected or (not rdzv.collecting and node.id in rounds.worlds):
             return
@@ -361,14 +364,6 @@ class JobMachine:
         if rdzv.join(node.id, join.offer, now) and not rdzv.collecting and rounds.can_grow:
             rounds.grow_at = now + self.job.limits.scale_up_delay
         rounds.stand_by()
-        self.state.send(*self.checks.again(node.id))
-
-    def _stand_by(self, node: Node, join: Join) -> None:
-        """Keep the offer of a launched spare until it takes a place."""
-        if not node.connected:
-            return
-        self.fleet.failed_starts.pop(node.node_rank, None)
-        self.fleet.stand_by(node, join.offer)
         self.state.send(*self.checks.again(node.id))
 
     def _node_succeeded(self, node: Node, round_: int) -> None:
@@ -432,30 +427,14 @@ class JobMachine:
 
     def _settle(self, now: float) -> None:
         """Adopt the round that the nodes report, or open a new one, once it is time."""
-        adoption, rdzv, rounds = self.adoption, self.rendezvous, self.rounds
-        if not adoption.due(now, rdzv.usable(rdzv.most).nodes):
+        held_back = self.rounds.settle(now)
+        if held_back is None:
             return
-        adoption.over = True
-        held_back, adoption.reports = adoption.reports, {}
-        members = adoption.members()
-        # A world that is now too large is adopted; its surplus nodes then leave it in order.
-        size = rdzv.count(members)
-        surplus = self.scaling.due and rdzv.exceeds(size)
-        if members and (surplus or rdzv.usable(size) == size):
-            rounds.adopt(members, now)
-            for node_id in members:
-                self.survival.catch_up(self.nodes[node_id])
-            for report in held_back.values():
-                if not self.state.has_ended():
-                    self._dispatch(report, now)
-        elif adoption.highest:
-            rdzv.round = adoption.highest
-            self.restarts.count = adoption.restart_count
-            self.state.incident = Incident(adoption.began_at, rdzv.round, decided=True)
-            rounds.open(f"the master has lost its journal, and {adoption.summary()}", now)
-            rounds.call_others("a new round is open")
-        else:
-            rounds.open_first(now)
+        for node_id in self.rounds.worlds:
+            self.survival.catch_up(self.nodes[node_id])
+        for report in held_back:
+            if not self.state.has_ended():
+                self._dispatch(report, now)
 
     # ---- invariants
 
