@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dlrover.checkpoint.engine import copying, direct, tree
+from dlrover.checkpoint.engine import buffers, direct, tree
 from dlrover.checkpoint.engine.copying import Copier
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.policies import KeepLast
@@ -307,7 +307,7 @@ def test_a_file_system_without_links_and_syncs_of_directories_is_one(tmp_path, m
 def test_views_of_a_layout_are_the_tensors():
     held, layout = generation(state())
     data = torch.frombuffer(held.data, dtype=torch.uint8)
-    found = copying.views(data, layout.entries)
+    found = buffers.views(data, layout.entries)
     assert torch.equal(found[0], state()["model"]["w"])
 
 
