@@ -32,11 +32,10 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dlrover import launched
-from dlrover.agent.localserver import RequestRelay
 from dlrover.data.dataset import ElasticDataset
 from dlrover.data.records import Records
 from dlrover.rpc import wire
-from dlrover.rpc.batches import RequestBatcher
+from dlrover.rpc.batches import RequestBatcher, RequestRelay
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.job import JobSpec
 from dlrover.spec.requests.shards import (
@@ -156,7 +155,10 @@ def relay(address: str, token: str, told: Connection) -> None:
     """Relay on the server core until killed; ``told`` gets the address."""
 
     async def serve() -> None:
-        async with MasterClient(address, token) as client, RequestRelay(client) as served:
+        async with (
+            MasterClient(address, token) as client,
+            RequestRelay(client.requests()) as served,
+        ):
             told.send(served.address)
             await asyncio.Event().wait()
 

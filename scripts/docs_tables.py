@@ -26,6 +26,7 @@ from dlrover.master.journal.history import History
 from dlrover.master.service import Master
 from dlrover.master.views.metrics import metrics
 from dlrover.spec import events
+from dlrover.spec.check import Component, FindingKind
 from dlrover.spec.failure import Action, Failure, FailureKind, Origin, Rule, Verdict
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import JobDir
@@ -62,7 +63,7 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.NodeReleased(3, "its agent ended: exit code 0"),
     events.RoundOpened(2, "node 1 was lost", 3),
     events.NodeCheckStarted(4, "the job starts"),
-    events.NodeCheckFinding("fault", (3,), "disk", "Input/output error", (3,)),
+    events.NodeCheckFinding(FindingKind.FAULT, (3,), Component.DISK, "Input/output error", (3,)),
     events.NodeCheckFinished(4, 1, 2, 5.2),
     events.RoundCompleted(2, 3, 24, 0.48),
     events.WorkerFailed(_FAILURE, _VERDICT),

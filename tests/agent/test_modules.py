@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dlrover.agent.workers.logs import RunLogs
-from dlrover.agent.workers.pool import ModuleList
+from dlrover.agent.workers.modules import ModuleList
 from dlrover.agent.workers.workers import WorkerGroup
 from dlrover.spec.job import Entry, LaunchSpec
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from dlrover.checkpoint import Checkpointer
-from dlrover.checkpoint.storage import storage, torchfile
+from dlrover.checkpoint.storage import dcp, storage
 from dlrover.checkpoint.storage.stores import open_store
 from dlrover.errors import InfrastructureError
 
@@ -398,7 +398,7 @@ def test_torch_reads_a_tensor_of_more_than_4_gib(tmp_path):
     end = torch.arange(1024.0)
     zeros[-4096:] = end.numpy().tobytes()
     with memoryview(zeros) as data:
-        head, tail = torchfile.torch_file("float32", (size // 4,), data, 0, 64)
+        head, tail = dcp.torch_file("float32", (size // 4,), data, 0)
     zeros.close()
     path = tmp_path / "large"
     with path.open("wb") as file:

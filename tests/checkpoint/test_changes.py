@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from random_trees import assert_same, blank, make
 
-from dlrover.checkpoint.engine import copying
+from dlrover.checkpoint.engine import buffers, copying
 from dlrover.checkpoint.engine.copying import Copier
 from dlrover.checkpoint.loading.replay import Replayer
 from dlrover.checkpoint.loading.restore import Restoration
@@ -120,7 +120,7 @@ def check(copier: Copier, state: State, buffer: torch.Tensor) -> None:
     layouts.check(layout, packed.data_bytes)
     target = blank(state)
     skeleton = layouts.decode(layout.skeleton)
-    Restoration(target, skeleton, layout.entries).run(copying.views(buffer, layout.entries))
+    Restoration(target, skeleton, layout.entries).run(buffers.views(buffer, layout.entries))
     assert_same(target, expected)
     assert (copier.sums is not None) == kernels().native
     if copier.sums is not None:
@@ -227,7 +227,7 @@ def test_after_a_refused_save_a_tensor_that_moved_and_moved_back_is_copied_as_it
     packed = copier.layout_of(state)
     copier.copy(buffer)
     entries = msgspec.msgpack.decode(packed.encoded, type=layouts.Layout).entries
-    assert torch.equal(copying.views(buffer, entries)[0], there)
+    assert torch.equal(buffers.views(buffer, entries)[0], there)
 
 
 @pytest.mark.parametrize("end", ["before", "after"])
@@ -251,7 +251,7 @@ def test_after_an_interrupted_save_a_tensor_that_moved_is_copied_from_its_place(
         copier.layout_of({"a": tensor})
         copier.copy(buffer)
         entries = msgspec.msgpack.decode(packed.encoded, type=layouts.Layout).entries
-        assert torch.equal(copying.views(buffer, entries)[0], tensor)
+        assert torch.equal(buffers.views(buffer, entries)[0], tensor)
 
 
 class Odd(torch.Tensor):
@@ -313,7 +313,7 @@ def test_a_replay_restores_what_was_saved_or_leaves_it_to_others(change: str, ch
     if found is not None:
         entries = msgspec.msgpack.decode(packed.encoded, type=layouts.Layout).entries
         tensors = list(live["many"].values())
-        found.run(copying.views(buffer, entries))
+        found.run(buffers.views(buffer, entries))
         assert_same(live, saved)
         assert all(map(operator.is_, tensors, live["many"].values()))
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from dlrover.checkpoint.engine.tree import DTYPE_NAMES, DTYPES
 from dlrover.checkpoint.machine.layout import TensorPart, TensorRef
-from dlrover.checkpoint.storage import dcp, torchfile
+from dlrover.checkpoint.storage import dcp
 from dlrover.checkpoint.storage.dcp import Item, Leaf
 from dlrover.checkpoint.storage.stored_step import StoredTensor
 
@@ -138,7 +138,7 @@ def test_torch_loads_an_object_without_trusting_it(value):
         found = tensors[index]
         return DTYPE_NAMES[found.dtype], found.shape, memoryview(random_trees.bits(found))
 
-    written = io.BytesIO(torchfile.object_file(referring(value), tensor))
+    written = io.BytesIO(dcp.object_file(referring(value), tensor))
     random_trees.assert_same(torch.load(written, weights_only=True), value)
     archive = zipfile.ZipFile(written)
     assert archive.testzip() is None

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from random_trees import assert_same, blank, trees
 
-from dlrover.checkpoint.engine import copying, tree
+from dlrover.checkpoint.engine import buffers, copying, tree
 from dlrover.checkpoint.loading.restore import Restoration
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.layout import TensorSpec
@@ -174,7 +174,7 @@ def test_any_tree_is_equal_on_the_other_node():
         layout = generation.layout(generation.header())
         buffer = torch.frombuffer(generation.data, dtype=torch.uint8)
         found = blank(state)
-        views = copying.views(buffer, layout.entries)
+        views = buffers.views(buffer, layout.entries)
         Restoration(found, layouts.decode(layout.skeleton), layout.entries).run(views)
         assert_same(found, state)
 

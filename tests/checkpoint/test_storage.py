@@ -14,14 +14,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dlrover.checkpoint.engine import copying, direct, tree
+from dlrover.checkpoint.engine import buffers, direct, tree
 from dlrover.checkpoint.engine.copying import Copier
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.policies import KeepLast
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import memory
 from dlrover.checkpoint.saver.memory import Generation
-from dlrover.checkpoint.storage import persist, storage, torchfile
+from dlrover.checkpoint.storage import persist, storage
+from dlrover.checkpoint.storage.dcp import torch_file
 from dlrover.checkpoint.storage.persist import PersistJob, RankPart
 from dlrover.checkpoint.storage.stored_step import StoredStep, read_manifest
 from dlrover.checkpoint.storage.stores import IDENTITY, MANIFEST, open_store
@@ -44,7 +45,7 @@ def test_torch_reads_a_wrapped_tensor_without_trusting_it(dtype, shape, at):
     tensor = torch.ones(shape).to(tree.DTYPES[dtype])
     dense = tensor.reshape(-1)
     data = dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-    head, tail = torchfile.torch_file(dtype, shape, memoryview(data), at, 64)
+    head, tail = torch_file(dtype, shape, memoryview(data), at)
     assert (at + len(head)) % 64 == 0
     whole = head + data + tail
     read = torch.load(io.BytesIO(whole), weights_only=True)
@@ -306,7 +307,7 @@ def test_a_file_system_without_links_and_syncs_of_directories_is_one(tmp_path, m
 def test_views_of_a_layout_are_the_tensors():
     held, layout = generation(state())
     data = torch.frombuffer(held.data, dtype=torch.uint8)
-    found = copying.views(data, layout.entries)
+    found = buffers.views(data, layout.entries)
     assert torch.equal(found[0], state()["model"]["w"])
 
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import example, given, settings
 from random_trees import assert_same, blank, make, trees
 
-from dlrover.checkpoint.engine import copying, tree
+from dlrover.checkpoint.engine import buffers, tree
 from dlrover.checkpoint.engine.copying import Copier
 from dlrover.checkpoint.loading.restore import Restoration
 from dlrover.checkpoint.machine import layout as layouts
@@ -23,7 +23,7 @@ def saved(copier: Copier, state) -> tuple:
 
     layout = msgspec.msgpack.decode(packed.encoded, type=layouts.Layout)
     layouts.check(layout, packed.data_bytes)
-    return layouts.decode(layout.skeleton), layout.entries, copying.views(buffer, layout.entries)
+    return layouts.decode(layout.skeleton), layout.entries, buffers.views(buffer, layout.entries)
 
 
 def restore(state, skeleton, entries, views) -> None:

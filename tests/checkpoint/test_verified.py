@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dlrover.checkpoint import Checkpointer
-from dlrover.checkpoint.engine import copying, tree
+from dlrover.checkpoint.engine import buffers, copying, tree
 from dlrover.checkpoint.loading.memory_step import VerifiedTensors
 from dlrover.checkpoint.loading.replay import Replayer
 from dlrover.checkpoint.machine.saves import SaveId
@@ -39,7 +39,7 @@ def generation() -> tuple[Generation, list, list[torch.Tensor]]:
     copier.copy(buffer)
     found.seal(packed, rank=0, world_size=1, save=SaveId(0, 1, 1, 7))
     layout = found.layout(found.header())
-    return found, layout.entries, copying.views(buffer, layout.entries)
+    return found, layout.entries, buffers.views(buffer, layout.entries)
 
 
 @pytest.mark.parametrize("share", [1, 1000])

@@ -4,8 +4,14 @@ import pytest
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.checks.checking import ANSWER_GRACE, Checks
-from dlrover.master.machine.checks.evidence import Kind
-from dlrover.spec.check import CheckOrder, CheckReport, Component, ProbeResult, ProbeState
+from dlrover.spec.check import (
+    CheckOrder,
+    CheckReport,
+    Component,
+    FindingKind,
+    ProbeResult,
+    ProbeState,
+)
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.world import Offer
 
@@ -84,7 +90,7 @@ def test_what_failed_once_has_failed():
     machine.take(0, answer(given[0], broken, TIME), 1.0)
     machine.take(1, answer(given[1], SPEED, TIME), 1.0)
     found, out = machine.conclude(1.0)
-    assert [(f.kind, f.nodes, f.message) for f in found] == [(Kind.FAULT, (0,), "full")]
+    assert [(f.kind, f.nodes, f.message) for f in found] == [(FindingKind.FAULT, (0,), "full")]
     assert out.keys() == {0}
     assert machine.passed == {1}
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from dlrover.errors import FencedError, InfrastructureError, ProtocolError
-from dlrover.master.journal import commits
-from dlrover.master.journal.commits import Commits
+from dlrover.master import requests
 from dlrover.master.journal.file import FileJournal
+from dlrover.master.requests import Commits
 from dlrover.rpc.messages import SetKey
 
 
@@ -90,7 +90,7 @@ def test_a_commit_waits_for_as_many_requests_as_the_last_one_had(monkeypatch):
     async def test() -> None:
         log = Log()
         await asyncio.gather(*map(log.ask, "abc"))
-        monkeypatch.setattr(commits, "WINDOW", 60.0)
+        monkeypatch.setattr(requests, "WINDOW", 60.0)
         replies = []
         for key in "def":
             replies.append(log.ask(key))
@@ -109,9 +109,8 @@ def test_a_commit_waits_for_as_many_requests_as_the_last_one_had(monkeypatch):
 ANSWERS = """
 import asyncio, sys
 from pathlib import Path
-from dlrover.master.journal import commits
-from dlrover.master.journal.commits import Commits
 from dlrover.master.journal.file import FileJournal
+from dlrover.master.requests import Commits
 from dlrover.rpc.messages import SetKey
 
 async def main():

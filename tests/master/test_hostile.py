@@ -164,7 +164,7 @@ def known_to(master: Master) -> list[Any]:
         master.machine,
         datasets,
         placement,
-        master.services.store.contents,
+        master.services.store,
         master.services.strategies,
     ]
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover.master.machine.checks import nodecheck
-from dlrover.master.machine.checks.evidence import CheckEvidence, CheckFinding, Kind, Trial, named
-from dlrover.spec.check import Component, ProbeResult, ProbeState
+from dlrover.master.machine.checks.evidence import CheckEvidence, Trial, named
+from dlrover.spec.check import CheckFinding, Component, FindingKind, ProbeResult, ProbeState
 
 ROUNDS = 4
 RATIO = 2.0
@@ -73,27 +73,33 @@ class Nodes:
 def judge(nodes: Nodes) -> str:
     """``exact`` or ``undetermined``; fails if the check is wrong."""
     found, _ = nodes.check()
-    told = {kind: named(found, kind) for kind in Kind}
-    open_ = told[Kind.UNDETERMINED] | told[Kind.UNTESTED]
+    told = {kind: named(found, kind) for kind in FindingKind}
+    open_ = told[FindingKind.UNDETERMINED] | told[FindingKind.UNTESTED]
     faults = nodes.having(*FAULTS)
     context = (nodes.conditions, nodes.links, found)
-    assert told[Kind.FAULT] <= faults, context
-    assert faults - told[Kind.FAULT] <= open_, context
-    links = {frozenset(f.nodes) for f in found if f.kind is Kind.LINK}
+    assert told[FindingKind.FAULT] <= faults, context
+    assert faults - told[FindingKind.FAULT] <= open_, context
+    links = {frozenset(f.nodes) for f in found if f.kind is FindingKind.LINK}
     assert links <= nodes.links, context
     for finding in found:
-        if finding.kind is Kind.UNDETERMINED:  # there is a fault among them, or between them
+        if finding.kind is FindingKind.UNDETERMINED:  # there is a fault among them, or between them
             explained = set(finding.nodes) & faults
             assert explained or any(link & set(finding.nodes) for link in nodes.links), context
     sound = set(nodes.conditions) - faults
-    exact = told[Kind.FAULT] == faults and not open_ and links == nodes.links
+    exact = told[FindingKind.FAULT] == faults and not open_ and links == nodes.links
     for kind, component in (("slow part", Component.DEVICE), ("slow network", Component.NETWORK)):
         slow = nodes.having(kind)
         slower = {
-            n for f in found if f.kind is Kind.SLOW and f.component is component for n in f.nodes
+            n
+            for f in found
+            if f.kind is FindingKind.SLOW and f.component is component
+            for n in f.nodes
         }
         noted = {
-            n for f in found if f.kind is Kind.NOTE and f.component is component for n in f.nodes
+            n
+            for f in found
+            if f.kind is FindingKind.NOTE and f.component is component
+            for n in f.nodes
         }
         assert slower <= slow, context
         if 2 * len(slow) < len(sound):  # else they are not slower than the others
@@ -146,7 +152,7 @@ def test_one_bad_node_is_always_told(count, condition):
 def test_one_broken_link_is_always_told_if_its_nodes_meet(count):
     nodes = Nodes(dict.fromkeys(range(count), "ok"), frozenset({frozenset({0, 1})}))
     judge(nodes)
-    assert [f.nodes for f in nodes.check()[0] if f.kind is Kind.LINK] == [(0, 1)]
+    assert [f.nodes for f in nodes.check()[0] if f.kind is FindingKind.LINK] == [(0, 1)]
 
 
 @pytest.mark.parametrize("bad", ["part", "slow part"])
@@ -155,7 +161,7 @@ def test_faults_of_parts_are_told_of_any_minority(bad):
         for chosen in itertools.combinations(range(8), size):
             conditions = dict.fromkeys(range(8), "ok") | dict.fromkeys(chosen, bad)
             found, _ = Nodes(conditions).check()
-            kind = Kind.FAULT if bad == "part" else Kind.SLOW
+            kind = FindingKind.FAULT if bad == "part" else FindingKind.SLOW
             assert named(found, kind) == set(chosen)
 
 
@@ -177,7 +183,7 @@ def test_a_few_bad_nodes_among_many_are_told_in_three_rounds(faults):
     bad = dict.fromkeys(random.Random(faults).sample(range(2048), faults), "network")
     nodes = Nodes(dict.fromkeys(range(2048), "ok") | bad)
     found, rounds = nodes.check()
-    assert named(found, Kind.FAULT) == bad.keys()
+    assert named(found, FindingKind.FAULT) == bad.keys()
     assert rounds == (3 if faults else 1)
 
 
@@ -213,7 +219,7 @@ def test_suspects_meet_sound_nodes():
 def test_a_node_that_was_checked_before_helps_to_check_another():
     evidence = CheckEvidence((0, 5), trials=[failed(0, 5)], trusted=frozenset({0}))
     (finding,) = nodecheck.findings(evidence, RATIO)
-    assert (finding.kind, finding.nodes) == (Kind.UNDETERMINED, (5,))
+    assert (finding.kind, finding.nodes) == (FindingKind.UNDETERMINED, (5,))
 
 
 # ---- what follows
@@ -224,8 +230,8 @@ def test_what_is_left_out():
     evidence.local[4] = Nodes({4: "part"}).part(4)
     found = nodecheck.findings(evidence, RATIO)
     assert {node: f.kind for node, f in nodecheck.left_out(found, stragglers=False).items()} == {
-        4: Kind.FAULT,
-        1: Kind.LINK,
+        4: FindingKind.FAULT,
+        1: FindingKind.LINK,
     }
 
 
@@ -241,4 +247,4 @@ def test_a_slow_disk_is_not_judged():
 
     evidence = CheckEvidence((0, 1, 2), {0: disk(500.0), 1: disk(500.0), 2: disk(5.0)})
     kinds = {finding.kind for finding in nodecheck.findings(evidence, RATIO)}
-    assert Kind.SLOW not in kinds
+    assert FindingKind.SLOW not in kinds

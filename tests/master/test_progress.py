@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from dlrover.master.heartbeats import PROGRESS_JOURNAL_INTERVAL
 from dlrover.master.journal.file import FileJournal
 from dlrover.master.journal.history import History
 from dlrover.master.machine import inputs
 from dlrover.master.machine.watches.activities import Activities
 from dlrover.master.service import Master
+from dlrover.master.streams import PROGRESS_JOURNAL_INTERVAL
 from dlrover.rpc import messages
 from dlrover.rpc.messages import Hello, Join, StopRequest
 from dlrover.spec.activity import Activity

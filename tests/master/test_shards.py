@@ -7,7 +7,6 @@ import socket
 import msgspec
 
 from dlrover._util import framing
-from dlrover.agent.localserver import RequestRelay
 from dlrover.data.machine.datasets import Shards
 from dlrover.data.machine.queue import Command
 from dlrover.errors import InfrastructureError
@@ -15,6 +14,7 @@ from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import open_journal
 from dlrover.master.service import Master
 from dlrover.rpc import wire
+from dlrover.rpc.batches import RequestRelay
 from dlrover.rpc.client import MasterClient
 from dlrover.rpc.messages import Record, RequestFrame
 from dlrover.rpc.relayed import RelayedMaster
@@ -56,7 +56,7 @@ async def relayed(master: Master):
     port = await server.start("127.0.0.1", 0)
     try:
         client = MasterClient(f"127.0.0.1:{port}", "token", timeout=2.0)
-        async with client, RequestRelay(client) as relay:
+        async with client, RequestRelay(client.requests()) as relay:
             yield relay.address, server
     finally:
         await server.stop(0.0)

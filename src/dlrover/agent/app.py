@@ -19,7 +19,6 @@ from dlrover import config
 from dlrover._util import decoding, files, logs, procs
 from dlrover._util.sockets import address_towards
 from dlrover.agent.checking import Checker
-from dlrover.agent.localserver import RequestRelay
 from dlrover.agent.ports import StorePort
 from dlrover.agent.shell import Agent, NodeControls
 from dlrover.agent.usage import UsageMeter
@@ -27,6 +26,7 @@ from dlrover.agent.workers.logs import RunLogs
 from dlrover.agent.workers.membership import MembersSocket
 from dlrover.agent.workers.workers import WorkerGroup
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, InfrastructureError
+from dlrover.rpc.batches import RequestRelay
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.job import Entry
 from dlrover.spec.jobdir import AgentConfig, JobDir, MasterAddress, decode
@@ -91,7 +91,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
     )
     async with (
         MasterClient(address, token, tls) as client,
-        RequestRelay(client) as relay,
+        RequestRelay(client.requests()) as relay,
         MembersSocket() as members,
     ):
         workers.members = members

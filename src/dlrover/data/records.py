@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, groupby, islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -122,11 +121,11 @@ class Records(Generic[Sample_co]):
         if isinstance(source, str | Stream):
             self.source = source if isinstance(source, Stream) else Stream(source)
             self._stream = StreamReader(self.source, shard)
-            size, how = -1, self._stream.identity
+            size = -1
         else:
             self._blocks = source.blocks if isinstance(source, InBlocks) else None
             size = len(source)
-            how = self._order_name(seed) if shuffle else "as in the source"
+        self._orders = order.EpochOrders(size, self._blocks, seed, shuffle=shuffle)
         if self._stream is not None and (shuffle or epochs != 1 or drop_last):
             raise ConfigurationError(
                 "A stream has no epochs, shuffle or drop_last: it is read once, in order."
@@ -138,7 +137,7 @@ class Records(Generic[Sample_co]):
                 "epochs": epochs,
                 "shard": self._usual_shard(size) if shard is None else shard,
                 "drop_last": drop_last,
-                "order": how,
+                "order": self._orders.name if self._stream is None else self._stream.identity,
                 "attempts": attempts,
                 "max_skipped": max_skipped,
                 "timeout": timeout,
@@ -149,7 +148,6 @@ class Records(Generic[Sample_co]):
                 f"The data set {name} has no samples: its size is {size}, with a shard of {self._spec.shard} and"
                 f" drop_last={drop_last}; epochs=0 would never end."
             )
-        self._shuffle, self._seed = shuffle, seed
         self._patient = wait_for_others
         self._pid = os.getpid()
         self._client: ShardClient | None = None
@@ -160,7 +158,6 @@ class Records(Generic[Sample_co]):
         self._turn = 0
         """Number of passes of loops that have begun."""
         self._readers: Readers | None = None
-        self._orders: dict[int, order.Order] = {}
         self.epoch = 0
         """The current or next epoch; it ends at ``epochs``."""
 
@@ -276,27 +273,6 @@ class Records(Generic[Sample_co]):
                 return  # the epoch was not read to its end
             self._opened()  # after a restore: the epoch to go on with
 
-    def record(self, epoch: int, position: int) -> int:
-        """Return the number, in the source, of the record at a position of an epoch."""
-        return self._order(epoch).record(position) if self._shuffle else position
-
-    def _order(self, epoch: int) -> order.Order:
-        found = self._orders.get(epoch)
-        if found is None:
-            if len(self._orders) > 2:
-                self._orders.clear()
-            found = self._orders[epoch] = self._shuffled(epoch)
-        return found
-
-    def _shuffled(self, epoch: int) -> order.Order:
-        if self._blocks is not None:
-            return order.ShuffledInBlocks(self._blocks, self._seed, epoch)
-        return order.Shuffled(self._spec.size, self._seed, epoch)
-
-    def _order_name(self, seed: int) -> str:
-        blocks = f" in {len(self._blocks)} blocks" if self._blocks is not None else ""
-        return f"shuffled{blocks} with seed {seed}"
-
     def _usual_shard(self, size: int) -> int:
         fitting = shard_of(self._blocks) if self._blocks is not None else None
         return fitting or max(1, min(LARGEST, size // SHARDS))
@@ -334,23 +310,11 @@ class Records(Generic[Sample_co]):
     def _read(self, spans: Sequence[Span]) -> Iterator[Part]:
         """Yield the samples of spans in parts; parts without samples are empty positions of a stream."""
         if self._stream is None:
-            yield from map(Part, spans, self._items(spans))
+            yield from map(Part, spans, self._orders.records_of(spans))
             return
         for span in spans:
             for place, message in self._stream.read(span):
                 yield Part(place, () if message is None else (message,))
-
-    def _items(self, spans: Sequence[Span]) -> Iterator[Sequence[int]]:
-        """Yield the records of each span; consecutive spans of an epoch are looked up together."""
-        if not self._shuffle:
-            yield from (range(span.start, span.stop) for span in spans)
-            return
-        for epoch, of_epoch in groupby(spans, key=lambda span: span.partition):
-            several = list(of_epoch)
-            ranges = [range(span.start, span.stop) for span in several]
-            positions = ranges[0] if len(ranges) == 1 else list(chain.from_iterable(ranges))
-            records = iter(self._order(epoch).records(positions))
-            yield from (list(islice(records, len(each))) for each in ranges)
 
     def note_reading(self, place: Span) -> None:
         """Note the shard whose samples are read next, in case the process crashes on them."""
@@ -365,7 +329,7 @@ class Records(Generic[Sample_co]):
             self._stream.put_back(1)
         what = f"offset {position} of partition {partition}"
         if self._stream is None:
-            what = f"record {self.record(partition, position)}"
+            what = f"record {self._orders.record(partition, position)}"
         client.fail(partition, position, f"{what}: {error}")
 
     def _opened(self) -> ShardClient:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 
 from dlrover.errors import InfrastructureError
-from dlrover.master.heartbeats import Heartbeats
 from dlrover.master.machine import inputs
 from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.scaling.scaling import Wanted
 from dlrover.master.machine.state import Node
 from dlrover.master.machine.waiting import waiting_for
+from dlrover.master.streams import Heartbeats
 from dlrover.master.views.status import status_of
 from dlrover.platform.base import PlacedNode, Platform, Progress, RoleSize, scaled_by
 from dlrover.rpc import messages

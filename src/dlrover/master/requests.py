@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import AsyncIterator, Callable
-from typing import TypeAlias
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -16,9 +16,8 @@ from dlrover._util import tasks
 from dlrover.embedding.machine.hot import HotServers
 from dlrover.embedding.machine.placement import Placement
 from dlrover.errors import DLRoverError, InfrastructureError, ProtocolError
-from dlrover.master.heartbeats import Heartbeats
-from dlrover.master.journal.commits import Commits
 from dlrover.master.journal.history import History
+from dlrover.master.journal.journal import Entry
 from dlrover.master.journal.writing import JournalWriter
 from dlrover.master.machine import inputs
 from dlrover.master.machine.cluster import TaskCluster
@@ -27,6 +26,7 @@ from dlrover.master.machine.store import KeyValueStore
 from dlrover.master.machine.strategies import Strategies
 from dlrover.master.meeting import Meeting
 from dlrover.master.shards import ShardsService
+from dlrover.master.streams import Heartbeats
 from dlrover.rpc import messages, wire
 from dlrover.rpc.batches import FRAME_BYTES
 from dlrover.spec.events import HotServer, SlotsRestored
@@ -55,61 +55,14 @@ from dlrover.spec.requests.strategies import ChooseStrategy, StrategyRequest
 
 logger = logging.getLogger(__name__)
 
+WINDOW = 0.001
+"""Seconds that the first request waits for as many as the last commit had."""
+ALONE = 3
+"""Consecutive lone requests after which the next one does not wait."""
+
+Reply = TypeVar("Reply")
 Begun: TypeAlias = WorkerReply | asyncio.Future[WorkerReply]
 """A reply, at once or to come."""
-
-
-class StoreService:
-    """Service for the store requests of one job."""
-
-    def __init__(self) -> None:
-        self.contents = KeyValueStore()
-        # set when there is an answer; kept alive by the requests that wait for it
-        self.awaited: WeakValueDictionary[tuple[str, int], asyncio.Event] = WeakValueDictionary()
-
-    def apply(self, request: messages.StoreRequest) -> None:
-        """Apply a request that is in the journal.
-
-        Raises:
-            ProtocolError: it cannot be applied; nothing has changed.
-        """
-        self.contents.apply(request)
-
-    async def answer(
-        self, request: messages.StoreRequest, commits: Commits, clock: Callable[[], float]
-    ) -> messages.StoreReply:
-        """Journal and apply a request; wait for its answer no longer than it asks for."""
-        topic = _topic(request)
-        until = clock() + getattr(request, "wait", 0.0)
-        if isinstance(request, messages.GetKey):
-            value = self.contents.reply(request)
-        else:
-            value = await commits.commit(request, lambda _now: self._carried_out(request))
-        while value is None and clock() < until:
-            answered = self.awaited.setdefault(topic, asyncio.Event())
-            await tasks.signalled(answered, until - clock())
-            value = self.contents.reply(request)
-        if value is not None and topic in self.awaited:
-            self.awaited.pop(topic).set()
-        return messages.StoreReply(value)
-
-    def _carried_out(self, request: messages.StoreRequest) -> bytes | None:
-        self.apply(request)
-        return self.contents.reply(request)
-
-
-def _topic(request: messages.StoreRequest) -> tuple[str, int]:
-    """Return what a request waits for or may bring about: a key, or a number of members at a barrier.
-
-    Requests that would have to keep waiting are not woken; else a barrier of n members costs n * n wake-ups.
-    """
-    match request:
-        case messages.EnterBarrier():
-            return request.name, request.size
-        case messages.DeleteKeys():
-            return "", 0
-        case _:
-            return request.key, 0
 
 
 class Services:
@@ -120,7 +73,7 @@ class Services:
         self.placement = Placement()
         self.cluster = TaskCluster()
         self.strategies = Strategies()
-        self.store = StoreService()
+        self.store = KeyValueStore()
         self._machine = machine
         self._history = history
         self._secret = b""
@@ -182,6 +135,76 @@ class Services:
         return reply
 
 
+class _Uncommitted(NamedTuple):
+    entry: Entry
+    handle: Callable[[float], Any]
+    reply: asyncio.Future[Any]
+
+
+class Commits:
+    """Group commit of requests, which are journalled and then handled in the same order: replies are durable.
+
+    Those that arrive at about the same time are journalled in one transaction: one per request would cost a busy
+    master more than all its other work for the request. ``append`` adds entries to the journal, all or none, at a time in seconds, which ``clock`` returns.
+    """
+
+    def __init__(
+        self, append: Callable[[Sequence[Entry], float], None], clock: Callable[[], float]
+    ) -> None:
+        self._append = append
+        self._clock = clock
+        self._waiting: list[_Uncommitted] = []
+        self._alone = 0
+        self._usual = 0
+        self._timer: asyncio.Handle | None = None
+
+    async def commit(self, entry: Entry, handle: Callable[[float], Reply]) -> Reply:
+        """Journal a request, then return the result of ``handle``, called with the time of its entry.
+
+        A request whose caller leaves before that is dropped.
+
+        Raises:
+            InfrastructureError: the journal cannot be written; nothing was handled.
+        """
+        return await self.begin(entry, handle)
+
+    def begin(self, entry: Entry, handle: Callable[[float], Reply]) -> asyncio.Future[Reply]:
+        """Begin what `commit` waits for; return its result to come."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            self._timer = loop.call_later(WINDOW if self._alone < ALONE else 0.0, self._commit)
+        reply: asyncio.Future[Reply] = loop.create_future()
+        self._waiting.append(_Uncommitted(entry, handle, reply))
+        if len(self._waiting) == self._usual and self._timer is not None:
+            self._timer.cancel()
+            self._timer = loop.call_soon(self._commit)
+        return reply
+
+    def _commit(self) -> None:
+        waiting = [each for each in self._waiting if not each.reply.cancelled()]
+        self._waiting = []
+        self._alone = self._alone + 1 if len(waiting) == 1 else 0
+        self._usual = max(2, len(waiting))
+        if not waiting:
+            return
+        now = self._clock()
+        try:
+            self._append([each.entry for each in waiting], now)
+        except DLRoverError as error:
+            for each in waiting:
+                each.reply.set_exception(error)
+            return
+        for each in waiting:
+            _reply(each, now)
+
+
+def _reply(to: _Uncommitted, now: float) -> None:
+    try:
+        to.reply.set_result(to.handle(now))
+    except Exception as error:  # noqa: BLE001 - it is raised in the caller
+        to.reply.set_exception(error)
+
+
 class Requests:
     """Answers the processes of one job.
 
@@ -213,10 +236,29 @@ class Requests:
         self._clock = clock
         self._dealing: set[asyncio.Task[object]] = set()
         self._hot = HotServers()
+        # set when there is an answer; kept alive by the requests that wait for it
+        self.awaited: WeakValueDictionary[tuple[str, int], asyncio.Event] = WeakValueDictionary()
 
     async def use_store(self, request: messages.StoreRequest) -> messages.StoreReply:
         """Apply a request to the key-value store, waiting no longer than it asks for."""
-        return await self._services.store.answer(request, self._commits, self._clock)
+        store, topic = self._services.store, _topic(request)
+        until = self._clock() + getattr(request, "wait", 0.0)
+
+        def carry_out(_now: float) -> bytes | None:
+            store.apply(request)
+            return store.reply(request)
+
+        if isinstance(request, messages.GetKey):
+            value = store.reply(request)
+        else:
+            value = await self._commits.commit(request, carry_out)
+        while value is None and self._clock() < until:
+            answered = self.awaited.setdefault(topic, asyncio.Event())
+            await tasks.signalled(answered, until - self._clock())
+            value = store.reply(request)
+        if value is not None and topic in self.awaited:
+            self.awaited.pop(topic).set()
+        return messages.StoreReply(value)
 
     async def deal(
         self, frames: AsyncIterator[messages.RequestFrame]
@@ -334,3 +376,17 @@ async def _outcome(reply: Begun) -> WorkerReply:
         return Unanswered(away=f"The master failed: {error}")
     except DLRoverError as error:
         return Unanswered(refused=str(error))
+
+
+def _topic(request: messages.StoreRequest) -> tuple[str, int]:
+    """Return what a request waits for or may bring about: a key, or a number of members at a barrier.
+
+    Requests that would have to keep waiting are not woken; else a barrier of n members costs n * n wake-ups.
+    """
+    match request:
+        case messages.EnterBarrier():
+            return request.name, request.size
+        case messages.DeleteKeys():
+            return "", 0
+        case _:
+            return request.key, 0

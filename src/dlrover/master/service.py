@@ -13,7 +13,6 @@ from dlrover._util.clocks import Clock
 from dlrover.errors import ConfigurationError, FencedError, InfrastructureError
 from dlrover.master.diagnosis_rules import built_in
 from dlrover.master.hangwatch import HangWatch
-from dlrover.master.heartbeats import Heartbeats
 from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import Journal
 from dlrover.master.journal.writing import JournalWriter
@@ -25,7 +24,7 @@ from dlrover.master.platformside import PlatformSide
 from dlrover.master.requests import Requests, Services
 from dlrover.master.saves import UserSaves
 from dlrover.master.scaling.autoscale import AutoScaler
-from dlrover.master.streams import AgentStreams, Handlers
+from dlrover.master.streams import AgentStreams, Handlers, Heartbeats
 from dlrover.master.views.status import status_of
 from dlrover.platform.base import Platform
 from dlrover.rpc import messages

@@ -1,21 +1,27 @@
-"""Requests of many callers on one stream: those that wait at the same time travel in one frame.
+"""The relay of a node's requests: its agent takes them from the workers, which have no connection to the master.
 
-A single request over gRPC costs both sides many times as much as what is in it. A node's workers ask by way of
-their agent, so the agent can send their requests together.
+Those that wait at the same time travel in one frame: a single request over gRPC costs both sides many times as
+much as what is in it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 import grpc.aio
 
-from dlrover.errors import DLRoverError, InfrastructureError
+from dlrover._util import framing
+from dlrover._util.localserver import LocalServer
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError, ProtocolError
 from dlrover.rpc import messages, wire
+from dlrover.spec.requests import Unanswered
+
+logger = logging.getLogger(__name__)
 
 WINDOW = 0.001
 """Seconds that a frame waits for as many requests as the last one had."""
@@ -159,3 +165,32 @@ class RequestBatcher:
         for each in requests:
             if not each.reply.done():
                 each.reply.set_exception(error)
+
+
+class RequestRelay(LocalServer):
+    """A server that forwards the workers' requests to the master; see `dlrover.rpc.relayed`."""
+
+    def __init__(self, requests: RequestBatcher) -> None:
+        super().__init__("relay", self._relay)
+        self._requests = requests
+
+    async def __aexit__(self, *exc: object) -> None:
+        await super().__aexit__(*exc)
+        self._requests.close()
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                reply = await self._answer(await framing.read(reader))
+                writer.write(framing.pack(reply))
+                await writer.drain()
+        except framing.FrameTooLongError as error:
+            logger.warning("Closed a worker's connection: %s", error)
+
+    async def _answer(self, request: bytes) -> bytes:
+        try:
+            return await self._requests.ask(request)
+        except InfrastructureError as error:
+            return wire.encode(Unanswered(away=str(error)))
+        except (ProtocolError, ConfigurationError) as error:
+            return wire.encode(Unanswered(refused=str(error)))

@@ -52,6 +52,30 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.figure if self.unit == "ms" else 1 / self.figure
 
 
+class FindingKind(str, enum.Enum):
+    """Meaning of a finding for its nodes."""
+
+    FAULT = "fault"
+    SLOW = "slow"
+    LINK = "link"
+    """Two nodes work, but not with each other."""
+    UNDETERMINED = "undetermined"
+    """At least one of the nodes is at fault; the evidence does not show which."""
+    UNTESTED = "untested"
+    """The node met no node that is known to be sound."""
+    NOTE = "note"
+    """Worth knowing, but no reason to exclude a node."""
+
+
+class CheckFinding(msgspec.Struct, frozen=True):
+    """One result of a check."""
+
+    kind: FindingKind
+    nodes: tuple[int, ...]
+    component: Component
+    message: str
+
+
 class CheckOrder(msgspec.Struct, frozen=True, kw_only=True, tag="check_order"):
     """Order to a node to check itself, and its network to the other members of its group."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING
 from dlrover._util import cgroup
 from dlrover.agent.workers.facts import NodeFacts
 from dlrover.agent.workers.logs import AttemptLogs
-from dlrover.agent.workers.zygotes import read_json
 from dlrover.spec.failure import ENDED_WELL, OWN_ENDS, Failure, FailureKind
 from dlrover.training.worker.progress import Board
 
@@ -123,7 +123,7 @@ class RecordedError:
 
 def recorded_error(path: Path) -> RecordedError:
     """Return the exception in an error file, written by our bootstrap or by torch's ``@record``."""
-    content = read_json(path)
+    content = _read_json(path)
     message = content.get("message") if isinstance(content, dict) else None
     if isinstance(message, str):
         return RecordedError(message=message)
@@ -147,3 +147,11 @@ def recorded_error(path: Path) -> RecordedError:
         time=when if math.isfinite(when) else 0.0,
         handled_signal=handled_signal,
     )
+
+
+def _read_json(path: Path) -> object:
+    """Return the JSON value in a file; None if the file is missing or incomplete."""
+    try:
+        return json.loads(path.read_text(errors="replace"))
+    except (OSError, ValueError):
+        return None

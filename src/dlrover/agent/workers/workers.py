@@ -20,8 +20,7 @@ from dlrover.agent.workers import environment, evidence
 from dlrover.agent.workers.failures import FailureRecords
 from dlrover.agent.workers.logs import AttemptLogs, RunLogs
 from dlrover.agent.workers.membership import MembersSocket, StoppedWatch, is_stopped
-from dlrover.agent.workers.pool import ZygotePool
-from dlrover.agent.workers.zygotes import make_board
+from dlrover.agent.workers.zygotes import ZygotePool, make_board
 from dlrover.errors import ConfigurationError
 from dlrover.rpc.messages import StoredPlace
 from dlrover.spec.activity import Activity

@@ -1,22 +1,25 @@
-"""The agent's side of a zygote: starts it, sends it orders, and receives the fate of its workers."""
+"""The agent's side of its zygotes: starts them, chooses one, sends it orders, and receives the fate of its workers."""
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
-import json
 import logging
 import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import dlrover
 from dlrover._util import procs
-from dlrover.agent.workers import zygote
+from dlrover.agent.workers.modules import ModuleList, content
+from dlrover.agent.workers.zygote import COMMAND_LINE_ROOM, StartOrder, frames, pack
+from dlrover.errors import ConfigurationError
+from dlrover.spec.job import Entry, LaunchSpec
 from dlrover.training.worker.progress import BOARD_BYTES
 
 logger = logging.getLogger(__name__)
@@ -54,7 +57,7 @@ class ZygoteProcess:
         on_started: OnStarted,
         on_exited: OnExited,
         on_lost: Callable[[ZygoteProcess], None],
-        on_unfit: Callable[[list[zygote.StartOrder]], None] | None = None,
+        on_unfit: Callable[[list[StartOrder]], None] | None = None,
     ) -> None:
         """Start the process.
 
@@ -64,7 +67,7 @@ class ZygoteProcess:
         """
         self.ready = False
         self._on_unfit = on_unfit
-        self._held: list[zygote.StartOrder] = []
+        self._held: list[StartOrder] = []
         self._timer: asyncio.TimerHandle | None = None
         self._python = python
         self.problem = ""
@@ -77,7 +80,7 @@ class ZygoteProcess:
         )
         with theirs:
             self.process = subprocess.Popen(
-                [python, "-u", "-c", code + " " * zygote.COMMAND_LINE_ROOM],
+                [python, "-u", "-c", code + " " * COMMAND_LINE_ROOM],
                 env=dict(env),
                 pass_fds=(theirs.fileno(), board_fd),
                 start_new_session=True,
@@ -89,11 +92,11 @@ class ZygoteProcess:
         self._socket = ours
         asyncio.get_running_loop().add_reader(ours.fileno(), self._receive)
 
-    def spawn(self, order: zygote.StartOrder) -> None:
+    def spawn(self, order: StartOrder) -> None:
         """Start a worker, now or once the zygote is ready."""
         if self.ready or self._on_unfit is None:
             self.workers.add(order.spawn)
-            self._unsent += zygote.pack(asdict(order))
+            self._unsent += pack(asdict(order))
             self._send()
             return
         if self.problem:
@@ -118,7 +121,7 @@ class ZygoteProcess:
         if self._timer is not None:
             self._timer.cancel()
 
-    def take_held(self) -> list[zygote.StartOrder]:
+    def take_held(self) -> list[StartOrder]:
         """Remove and return the orders of the workers that are held back."""
         held, self._held = self._held, []
         return held
@@ -192,7 +195,7 @@ class ZygoteProcess:
             self.release()
             return
         self._buffer += data
-        for message in zygote.frames(self._buffer):
+        for message in frames(self._buffer):
             self._take(message)
 
     def _take(self, message: dict[str, object]) -> None:
@@ -212,6 +215,152 @@ class ZygoteProcess:
             self._on_exited(worker, int(str(message["status"])), "")
 
 
+class ZygotePool:
+    """The zygotes of one node: a cold one has loaded nothing, a warm one what the program imports."""
+
+    def __init__(
+        self,
+        launch: LaunchSpec,
+        base_env: Mapping[str, str],
+        board_fd: int,
+        cache: Path | None,
+        on_started: OnStarted,
+        on_exited: OnExited,
+    ) -> None:
+        self.listed = b""
+        """List of the modules that the program has loaded on this node; empty while unknown."""
+        self._base_env = base_env
+        self._board_fd = board_fd
+        self._on_started = on_started
+        self._on_exited = on_exited
+        self._forks = launch.entry is not Entry.COMMAND
+        self._python = launch.python or sys.executable
+        self._modules = ModuleList(cache, launch, self._python, base_env.get("PYTHONPATH", ""))
+        self._modules_file = ""
+        self._cold: ZygoteProcess | None = None
+        self._warm: ZygoteProcess | None = None
+        self._retired: list[ZygoteProcess] = []
+
+    # ---- start
+
+    def prepare(self) -> None:
+        """Start a zygote before the first round, with the modules of the program's last run."""
+        if self._cold is None and self._warm is None:
+            if known := self._modules.find():
+                self._warm = self._start(known)
+            else:
+                self._cold = self._start("")
+
+    def preload(self, listed: bytes, path: Path) -> None:
+        """Start a zygote with a list of modules that the program has loaded on another node; keep it at ``path``."""
+        if not listed or self._warm is not None or not self._forks:
+            return
+        try:
+            path.write_bytes(listed)
+            self._warm = self._start(str(path))
+        except (OSError, ConfigurationError) as error:  # it starts without them
+            logger.warning("The spare cannot load what the program needs: %s", error)
+
+    def warm_up(self, listed: Path, has_been: Callable[[], bool]) -> None:
+        """Start a zygote with the workers' imports once the workers have listed them; ``has_been`` returns whether."""
+        if not self._forks:
+            return
+        if self._warm is not None and self._warm.problem:
+            self._modules.forget()
+        if str(listed) != self._modules_file and has_been():
+            self._modules_file = str(listed)  # one attempt per list: importing may crash
+            self._modules.keep(listed)
+            self.listed = content(listed)
+            if self._warm is None:
+                self._warm = self._start(str(listed))
+
+    def _start(self, preload_file: str) -> ZygoteProcess:
+        return ZygoteProcess(
+            self._python,
+            self._base_env,
+            self._board_fd,
+            preload_file,
+            self._on_started,
+            self._on_exited,
+            self._lost,
+            self._start_cold if preload_file else None,
+        )
+
+    # ---- workers
+
+    def pick(self) -> ZygoteProcess:
+        """Return the warmest zygote: even one still importing is ready before a worker that starts now."""
+        warm = self._warm
+        if warm is not None and not warm.problem:
+            if self._cold is not None and warm.ready and not self._cold.workers:
+                self._retire(self._cold)
+                self._cold = None
+            return warm
+        return self.cold()
+
+    def cold(self) -> ZygoteProcess:
+        """Return a zygote that has loaded nothing yet."""
+        if self._cold is None:
+            self._cold = self._start("")
+        return self._cold
+
+    def _start_cold(self, orders: list[StartOrder]) -> None:
+        """Start workers from the cold zygote: the warm one is unfit or late."""
+        for order in orders:
+            self.cold().spawn(order)
+
+    def doubt(self) -> None:
+        """Start afresh if no worker has come to a step: the modules of the last run may be the reason."""
+        if self._warm is not None and not self._modules_file:
+            self._modules.forget()
+            self.discard()
+
+    def take_held(self) -> list[StartOrder]:
+        """Remove and return the orders of the workers that wait for a zygote."""
+        return self._warm.take_held() if self._warm is not None else []
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the zygotes."""
+        procs.kill((z.process.pid for z in (self._cold, self._warm) if z is not None), number)
+
+    # ---- end
+
+    def discard(self) -> None:
+        """Retire all zygotes, so that the next workers start from a process that has loaded nothing yet."""
+        for zygote in (self._cold, self._warm):
+            if zygote is not None:
+                self._retire(zygote)
+        self._cold = self._warm = None
+
+    def _retire(self, zygote: ZygoteProcess) -> None:
+        zygote.close()
+        self._retired.append(zygote)
+
+    def _lost(self, zygote: ZygoteProcess) -> None:
+        """Handle the death of a zygote, with which its workers died."""
+        problem = zygote.start_problem()
+        self._retire(zygote)
+        if zygote is self._warm:
+            self._warm = None
+            self._modules.forget()
+        elif zygote is self._cold:
+            self._cold = None
+        for worker in sorted(zygote.workers):
+            self._on_exited(worker, int(signal.SIGKILL), problem)
+
+    def pids(self) -> set[int]:
+        """Return the pids of the zygotes, also of retired ones that have not ended."""
+        self._retired = [z for z in self._retired if z.process.poll() is None]
+        alive = [self._cold, self._warm, *self._retired]
+        return {z.process.pid for z in alive if z is not None}
+
+    async def close(self) -> None:
+        """End all zygotes."""
+        self.discard()
+        for zygote in self._retired:
+            await zygote.wait()
+
+
 def make_board() -> int:
     """Return the descriptor of a new progress board in anonymous memory, whose size no worker can change.
 
@@ -222,11 +371,3 @@ def make_board() -> int:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     os.set_inheritable(fd, True)
     return fd
-
-
-def read_json(path: Path) -> object:
-    """Return the JSON value in a file; None if the file is missing or incomplete."""
-    try:
-        return json.loads(path.read_text(errors="replace"))
-    except (OSError, ValueError):
-        return None

@@ -15,7 +15,7 @@ import msgspec
 
 from dlrover import config, launched
 from dlrover._util.collection import no_collection
-from dlrover.checkpoint.engine import copying, direct, joining, losses, pace, shared, tree
+from dlrover.checkpoint.engine import buffers, direct, joining, losses, pace, shared, tree
 from dlrover.checkpoint.engine.client import SaverClient
 from dlrover.checkpoint.engine.joining import Wishes
 from dlrover.checkpoint.engine.saving import Order, Saving
@@ -150,7 +150,7 @@ class Checkpointer:
             self._world, self._client, self._saving.attached, newest, self._wishes, config.environ()
         )
         if not self._saving.overlaps:  # else the training needs the cores
-            self._saving.copier.threads = copying.threads(len(self._joined.ranks))
+            self._saving.copier.threads = buffers.threads(len(self._joined.ranks))
         writer = direct.DirectWriter(
             self._store, self._identity, self._policy, self._world.rank, self._world.size,
             self._world.agree(self._lease),

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 import dlrover
-from dlrover.checkpoint.engine.copying import pin
+from dlrover.checkpoint.engine.buffers import pin
 from dlrover.checkpoint.machine import policies
 from dlrover.checkpoint.machine.layout import PackedLayout
 from dlrover.checkpoint.machine.policies import Policy

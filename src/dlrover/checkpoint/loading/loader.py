@@ -15,7 +15,7 @@ import torch
 
 from dlrover._native.kernels import overlap
 from dlrover._util import decoding
-from dlrover.checkpoint.engine import copying, shared
+from dlrover.checkpoint.engine import buffers, shared
 from dlrover.checkpoint.engine.client import SaverClient
 from dlrover.checkpoint.engine.tree import DTYPES
 from dlrover.checkpoint.engine.world import TorchWorld
@@ -384,7 +384,7 @@ class _Stored:
 
     def _read(self, piece: Piece) -> torch.Tensor:
         tensor = self._tensor(piece)
-        part = copying.cut(copying.view(self._stored.verified(tensor), tensor), piece.box)
+        part = buffers.cut(buffers.view(self._stored.verified(tensor), tensor), piece.box)
         return part.clone() if part.nbytes < tensor.nbytes else part  # this releases the rest
 
     def _tensor(self, piece: Piece) -> StoredTensor:
@@ -403,7 +403,7 @@ class _OnDemand(Sequence[torch.Tensor]):
 
     def __getitem__(self, index: Any) -> Any:
         tensor = self._tensors[index]
-        return copying.view(self._stored.verified(tensor), tensor)
+        return buffers.view(self._stored.verified(tensor), tensor)
 
     def fill(self, pending: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
         """Read each tensor whose target is plain memory; return the others."""
@@ -412,7 +412,7 @@ class _OnDemand(Sequence[torch.Tensor]):
         pointers = np.fromiter((target.data_ptr() for target, _ in chosen), np.uint64, len(chosen))
         sizes = np.fromiter((target.nbytes for target, _ in chosen), np.uint64, len(chosen))
         # Targets that share memory are read one after another: else the check of one would see another's bytes.
-        threads = 1 if overlap(pointers, sizes) else copying.threads(1)
+        threads = 1 if overlap(pointers, sizes) else buffers.threads(1)
         with ThreadPoolExecutor(threads) as pool:
             for done in pool.map(self._fill, chosen):
                 assert done is None
@@ -420,7 +420,7 @@ class _OnDemand(Sequence[torch.Tensor]):
 
     def _fits(self, target: torch.Tensor, tensor: StoredTensor) -> bool:
         same = (tuple(target.shape), target.dtype) == (tensor.shape, DTYPES[tensor.dtype])
-        return same and copying.is_plain(target)
+        return same and buffers.is_plain(target)
 
     def _fill(self, item: tuple[torch.Tensor, int]) -> None:
         target, index = item

@@ -16,9 +16,9 @@ import torch
 
 from dlrover._native.kernels import overlap
 from dlrover._util import decoding
-from dlrover.checkpoint.engine import copying
+from dlrover.checkpoint.engine import buffers
+from dlrover.checkpoint.engine.buffers import Places, Words
 from dlrover.checkpoint.engine.client import SaverClient
-from dlrover.checkpoint.engine.copying import Places, Words
 from dlrover.checkpoint.engine.tree import DTYPES
 from dlrover.checkpoint.engine.world import TorchWorld
 from dlrover.checkpoint.loading import peers
@@ -150,11 +150,11 @@ class MemoryStep:
     def _tensors(self, rank: int) -> list[torch.Tensor]:
         if rank not in self._views:
             _, buffer, _ = self._open(rank)
-            self._views[rank] = copying.views(buffer, self._layout(rank).entries)
+            self._views[rank] = buffers.views(buffer, self._layout(rank).entries)
         return self._views[rank]
 
     def _read(self, piece: Piece) -> torch.Tensor:
-        return copying.cut(self._tensors(piece.rank)[piece.entry], piece.box)
+        return buffers.cut(self._tensors(piece.rank)[piece.entry], piece.box)
 
     def restore(self, planned: LoadPlan, known: Mapping[int, RankState], fetched: Fetched) -> None:
         """Restore everything, and check the data meanwhile.
@@ -304,7 +304,7 @@ class VerifiedTensors(Sequence[torch.Tensor]):
         offsets, self._sizes = places if places is not None else spans(entries)
         self._sources = offsets + np.uint64(self._buffer.data_ptr())
         self._kernels = kernels()
-        self._threads = copying.threads(share)
+        self._threads = buffers.threads(share)
         self._checked = np.zeros(len(entries), np.bool_)
         self._damaged: list[int] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -314,7 +314,7 @@ class VerifiedTensors(Sequence[torch.Tensor]):
         return len(self._entries)
 
     def __getitem__(self, index: Any) -> Any:
-        return copying.views(self._buffer, [self._entries[index]])[0]
+        return buffers.views(self._buffer, [self._entries[index]])[0]
 
     def fill(self, pending: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
         """Copy each tensor whose target is plain memory; return the others."""
@@ -345,7 +345,7 @@ class VerifiedTensors(Sequence[torch.Tensor]):
             target.shape == entries[index].shape and target.dtype is DTYPES[entries[index].dtype]
             for target, index in pending
         )
-        plain = copying.are_plain([target for target, _ in pending])
+        plain = buffers.are_plain([target for target, _ in pending])
         return plain & np.fromiter(same, np.bool_, len(pending))
 
     def _compare(self, indices: npt.NDArray[np.intp], found: npt.NDArray[np.uint64]) -> None:

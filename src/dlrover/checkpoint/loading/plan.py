@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dlrover.checkpoint.engine.copying import joined, overwrite
+from dlrover.checkpoint.engine.buffers import joined, overwrite
 from dlrover.checkpoint.loading.replay import Replay
 from dlrover.checkpoint.loading.restore import Prepare, Restoration, StateReading
 from dlrover.checkpoint.machine import extent, layout as layouts

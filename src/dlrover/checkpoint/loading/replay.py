@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from dlrover._util import decoding
-from dlrover.checkpoint.engine.copying import Copier, LoadTargets, overwrite, written
+from dlrover.checkpoint.engine.buffers import overwrite, written
+from dlrover.checkpoint.engine.copying import Copier, LoadTargets
 from dlrover.checkpoint.engine.tree import State
 from dlrover.checkpoint.loading.restore import MemoryFiller, is_live
 from dlrover.checkpoint.machine import layout as layouts

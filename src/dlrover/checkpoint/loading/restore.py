@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from dlrover.checkpoint.engine import tree as trees
-from dlrover.checkpoint.engine.copying import Words, check_memory, overwrite, written
+from dlrover.checkpoint.engine.buffers import Words, check_memory, overwrite, written
 from dlrover.checkpoint.engine.tree import (
     DTYPES,
     DTensor,

@@ -22,7 +22,7 @@ import xxhash
 
 from dlrover._util import decoding
 from dlrover._util.collection import no_collection
-from dlrover.checkpoint.machine.layout import ALIGNMENT, Layout, TensorEntry, TensorRef
+from dlrover.checkpoint.machine.layout import Layout, TensorEntry, TensorRef
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import dcp, faults, formats, storage
 from dlrover.checkpoint.storage.formats import OtherFormatError
@@ -43,7 +43,6 @@ from dlrover.checkpoint.storage.stores import (
     join,
     reason,
 )
-from dlrover.checkpoint.storage.torchfile import object_file, torch_file
 from dlrover.errors import InfrastructureError
 
 logger = logging.getLogger(__name__)
@@ -219,7 +218,7 @@ def _write_rank(job: PersistJob, draft: Draft, rank: int) -> None:
                 known = msgspec.structs.replace(known, path=entry.path, part=entry.part)
             else:
                 data = source.read(entry)
-                head, tail = torch_file(entry.dtype, entry.shape, data, file.size, ALIGNMENT)
+                head, tail = dcp.torch_file(entry.dtype, entry.shape, data, file.size)
                 start = file.size
                 known = StoredTensor(
                     entry.path, entry.dtype, entry.shape, entry.part, name, start + len(head), entry.nbytes,
@@ -300,7 +299,7 @@ def _encode_metadata(
         file = _HashedFile(opened)
         for leaf in first:
             if not isinstance(leaf.value, TensorRef):
-                data = object_file(leaf.value, tensor)
+                data = dcp.object_file(leaf.value, tensor)
                 objects[leaf.name] = dcp.Item(name, file.size, len(data))
                 file.write(data)
         record = file.finish()

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, metadata as dcp
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 
-from dlrover.checkpoint.engine import copying
+from dlrover.checkpoint.engine import buffers
 from dlrover.checkpoint.engine.tree import DTYPE_NAMES, DTYPES
 from dlrover.checkpoint.machine import extent, layout as layouts
 from dlrover.checkpoint.machine.extent import Box, Extent, cover
@@ -141,11 +141,11 @@ class _Ranks:
         )
         places = tuple((tensor.file, tensor.offset, box) for tensor, box in pieces)
         reads = [(box, functools.partial(self._read, tensor, box)) for tensor, box in pieces]
-        join = functools.partial(copying.joined, first.dtype, whole, reads)
+        join = functools.partial(buffers.joined, first.dtype, whole, reads)
         return LazyTensor(first.dtype, whole, places, join)
 
     def _read(self, tensor: StoredTensor, box: Box) -> torch.Tensor:
-        return copying.cut(copying.view(self._stored.verified(tensor), tensor), box)
+        return buffers.cut(buffers.view(self._stored.verified(tensor), tensor), box)
 
     def _differs(self, tensor: StoredTensor) -> None:
         if tensor.part is not None:

@@ -18,11 +18,13 @@ from dlrover._util import decoding
 from dlrover.errors import ConfigurationError, ExitCode
 from dlrover.master.machine.checks import nodecheck
 from dlrover.master.machine.checks.checking import trial
-from dlrover.master.machine.checks.evidence import CheckEvidence, CheckFinding, Kind, better
+from dlrover.master.machine.checks.evidence import CheckEvidence, better
 from dlrover.spec.check import (
+    CheckFinding,
     CheckOrder,
     CheckReport,
     Component,
+    FindingKind,
     ProbeResult,
     ProbeState,
 )
@@ -149,7 +151,7 @@ async def _alone(arguments: Sequence[str], env: Mapping[str, str], limits: Limit
     own += (msgspec.structs.replace(network, name="this machine"),)
     found = tuple(
         CheckFinding(
-            Kind.FAULT, (0,), r.component, f"{r.name}: {r.message}" if r.name else r.message
+            FindingKind.FAULT, (0,), r.component, f"{r.name}: {r.message}" if r.name else r.message
         )
         for r in own
         if r.state is ProbeState.FAILED
@@ -269,7 +271,14 @@ def render(report: CheckOutcome, console: Console) -> None:
 
 def verdict(report: CheckOutcome) -> list[str]:
     """Return the findings in words, the worst last, then a sentence if nothing is at fault."""
-    order = (Kind.NOTE, Kind.UNTESTED, Kind.SLOW, Kind.LINK, Kind.UNDETERMINED, Kind.FAULT)
+    order = (
+        FindingKind.NOTE,
+        FindingKind.UNTESTED,
+        FindingKind.SLOW,
+        FindingKind.LINK,
+        FindingKind.UNDETERMINED,
+        FindingKind.FAULT,
+    )
     lines = []
     for finding in sorted(report.findings, key=lambda f: order.index(f.kind)):
         names = ", ".join(report.nodes[node] for node in finding.nodes)

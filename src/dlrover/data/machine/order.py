@@ -12,9 +12,11 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, groupby, islice
+from typing import Any, TypeAlias
+
+from dlrover.spec.requests.shards import Span
 
 ROUNDS = 3
 """Number of times that rows and columns are moved."""
@@ -23,16 +25,6 @@ BATCH = 24
 _MASK = (1 << 64) - 1
 _FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _STEP = 0x9E3779B97F4A7C15
-
-
-class Order(Protocol):
-    """Mapping of positions to records."""
-
-    def record(self, position: int) -> int:
-        """Return the record of one position."""
-
-    def records(self, positions: Sequence[int]) -> list[int]:
-        """Return the records of many positions."""
 
 
 def _mixed(value: Any, factors: Any = _FACTORS, mask: Any = _MASK) -> Any:
@@ -144,3 +136,58 @@ class ShuffledInBlocks:
     def _order_within(self, block: int) -> Shuffled:
         seed = _mixed((self._seed & _MASK) ^ _mixed(block + 1))
         return Shuffled(self._blocks[block], seed, self._epoch)
+
+
+_Order: TypeAlias = Shuffled | ShuffledInBlocks
+
+
+class EpochOrders:
+    """The records of a dataset in each of its epochs, in the order of the source or shuffled.
+
+    Args:
+        size: number of records.
+        blocks: number of records in each block, of a source that is read in blocks.
+        seed: seed of the order.
+        shuffle: use another order in each epoch instead of the source's.
+    """
+
+    def __init__(
+        self, size: int, blocks: Sequence[int] | None, seed: int, *, shuffle: bool
+    ) -> None:
+        self._size, self._blocks, self._seed, self._shuffle = size, blocks, seed, shuffle
+        self._shuffled: dict[int, _Order] = {}
+
+    @property
+    def name(self) -> str:
+        """Name of the order, in which workers must agree."""
+        if not self._shuffle:
+            return "as in the source"
+        blocks = f" in {len(self._blocks)} blocks" if self._blocks is not None else ""
+        return f"shuffled{blocks} with seed {self._seed}"
+
+    def record(self, epoch: int, position: int) -> int:
+        """Return the number, in the source, of the record at a position of an epoch."""
+        return self._order(epoch).record(position) if self._shuffle else position
+
+    def records_of(self, spans: Sequence[Span]) -> Iterator[Sequence[int]]:
+        """Yield the records of each span; consecutive spans of an epoch are looked up together."""
+        if not self._shuffle:
+            yield from (range(span.start, span.stop) for span in spans)
+            return
+        for epoch, of_epoch in groupby(spans, key=lambda span: span.partition):
+            ranges = [range(span.start, span.stop) for span in of_epoch]
+            positions = ranges[0] if len(ranges) == 1 else list(chain.from_iterable(ranges))
+            records = iter(self._order(epoch).records(positions))
+            yield from (list(islice(records, len(each))) for each in ranges)
+
+    def _order(self, epoch: int) -> _Order:
+        found = self._shuffled.get(epoch)
+        if found is None:
+            if len(self._shuffled) > 2:
+                self._shuffled.clear()
+            if self._blocks is not None:
+                found = ShuffledInBlocks(self._blocks, self._seed, epoch)
+            else:
+                found = Shuffled(self._size, self._seed, epoch)
+            self._shuffled[epoch] = found
+        return found

@@ -1,8 +1,8 @@
 """The job machine: it routes each input to the part that responds, and completes what the state then allows.
 
 Each part uses only those before it: `JobState` (what all share), `Fleet` (nodes), `Rounds`, `Resizer` (changes of
-the nodes), `Instances` (nodes outside the world), `Ladder` (responses), `Survival` (losses that stop no other rank)
-and `Recovery` (faults).
+the nodes), `Instances` (nodes outside the world), `Ladder` (responses), `Survival` (losses that stop no other rank),
+`Recovery` (faults) and `Screening` (node checks).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
-from dlrover.master.machine.checks.checking import findings_of
-from dlrover.master.machine.checks.evidence import CheckFinding
+from dlrover.master.machine.checks.screening import Screening
 from dlrover.master.machine.diagnosis.diagnosis import RuleTable
 from dlrover.master.machine.fleet import Fleet
 from dlrover.master.machine.instances import Instances
@@ -22,7 +21,7 @@ from dlrover.master.machine.recovery.recovery import Recovery
 from dlrover.master.machine.recovery.survival import Survival
 from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.resizer import ResizeInput, Resizer
-from dlrover.master.machine.state import JobState, Node, excluded, given_up, released
+from dlrover.master.machine.state import JobState, Node, given_up, released
 from dlrover.master.machine.waiting import too_few
 from dlrover.rpc.messages import Dismiss, Hello, Join, StopRequest, Succeeded, Welcome
 from dlrover.spec import events
@@ -45,6 +44,7 @@ class JobMachine:
     instances: Instances = field(init=False)
     survival: Survival = field(init=False)
     recovery: Recovery = field(init=False)
+    screening: Screening = field(init=False)
 
     def __post_init__(self) -> None:
         self._compose()
@@ -60,6 +60,7 @@ class JobMachine:
         self.recovery = Recovery(
             state, self.fleet, self.rounds, self.resizer, self.instances, ladder, self.survival
         )
+        self.screening = Screening(state, self.fleet, self.rounds, self.survival, self.recovery)
         # What readers of the state ask for most.
         self.job, self.nodes, self.progress = state.job, state.nodes, state.progress
         self.rendezvous, self.restarts = state.rendezvous, state.restarts
@@ -345,7 +346,10 @@ class JobMachine:
         if node.id in self.scaling.leaving:
             return
         if self.state.is_spare(node):
-            self._stand_by(node, join)
+            if node.connected:
+                self.fleet.failed_starts.pop(node.node_rank, None)
+                self.fleet.stand_by(node, join.offer)
+                self.state.send(*self.checks.again(node.id))
             return
         if not node.connected or (not rdzv.collecting and node.id in rounds.worlds):
             return
@@ -360,14 +364,6 @@ class JobMachine:
         if rdzv.join(node.id, join.offer, now) and not rdzv.collecting and rounds.can_grow:
             rounds.grow_at = now + self.job.limits.scale_up_delay
         rounds.stand_by()
-        self.state.send(*self.checks.again(node.id))
-
-    def _stand_by(self, node: Node, join: Join) -> None:
-        """Keep the offer of a launched spare until it takes a place."""
-        if not node.connected:
-            return
-        self.fleet.failed_starts.pop(node.node_rank, None)
-        self.fleet.stand_by(node, join.offer)
         self.state.send(*self.checks.again(node.id))
 
     def _node_succeeded(self, node: Node, round_: int) -> None:
@@ -414,7 +410,7 @@ class JobMachine:
             self.resizer.scale(now)
         self.resizer.take_places(now)
         self.survival.fill_holes()
-        if self._checking(now) or state.has_ended():
+        if self.screening.run(now) or state.has_ended():
             return
         if rdzv.expired(now):
             state.end(ExitCode.INFRASTRUCTURE, too_few(self), now)
@@ -431,111 +427,14 @@ class JobMachine:
 
     def _settle(self, now: float) -> None:
         """Adopt the round that the nodes report, or open a new one, once it is time."""
-        adoption, rdzv, rounds = self.adoption, self.rendezvous, self.rounds
-        if not adoption.due(now, rdzv.usable(rdzv.most).nodes):
+        held_back = self.rounds.settle(now)
+        if held_back is None:
             return
-        adoption.over = True
-        held_back, adoption.reports = adoption.reports, {}
-        members = adoption.members()
-        # A world that is now too large is adopted; its surplus nodes then leave it in order.
-        size = rdzv.count(members)
-        surplus = self.scaling.due and rdzv.exceeds(size)
-        if members and (surplus or rdzv.usable(size) == size):
-            rounds.adopt(members, now)
-            for node_id in members:
-                self.survival.catch_up(self.nodes[node_id])
-            for report in held_back.values():
-                if not self.state.has_ended():
-                    self._dispatch(report, now)
-        elif adoption.highest:
-            rdzv.round = adoption.highest
-            self.restarts.count = adoption.restart_count
-            self.state.incident = Incident(adoption.began_at, rdzv.round, decided=True)
-            rounds.open(f"the master has lost its journal, and {adoption.summary()}", now)
-            rounds.call_others("a new round is open")
-        else:
-            rounds.open_first(now)
-
-    def _checking(self, now: float) -> bool:
-        """Check nodes that are due before their world is formed; return whether a check is under way.
-
-        After a check, the job continues without the nodes that it names, or it ends.
-        """
-        state, rdzv, checks = self.state, self.rendezvous, self.checks
-        if state.has_ended():
-            return False
-        if rdzv.collecting and checks.run is not None and checks.run.aside:
-            checks.cancel()  # a round has opened
-        if checks.run is None:
-            return self._begin_check(now)
-        run, conclusion = checks.run, checks.conclude(now)
-        if conclusion is None:
-            return not run.aside
-        found, out = conclusion
-        state.emit(*findings_of(found, out))
-        count = len(run.evidence.nodes)
-        state.emit(events.NodeCheckFinished(count, len(out), run.round, now - run.began))
-        if not run.aside:
-            rdzv.settle(now)
-        for node_id, finding in out.items():
-            self._leave_out(self.nodes[node_id], finding, now)
-        self.survival.fill_holes()
-        return self._checking(now)
-
-    def _begin_check(self, now: float) -> bool:
-        """Check the joined nodes that are due; return whether there are any."""
-        rdzv, checks, incident = self.rendezvous, self.checks, self.incident
-        ready = rdzv.ready(now)
-        if ready and incident is not None and not incident.decided:
-            # The decision may exclude one of the nodes.
-            ready = self.recovery.decide(incident, now) and rdzv.ready(now)
-        due = checks.due(rdzv.offers) if ready else set()
-        if not due:
-            self._check_spares(now)
-            return False
-        again = "it is new, or had a fault" if len(due) == 1 else "they are new, or had faults"
-        reason = again if rdzv.members else "the job starts"
-        self.state.emit(events.NodeCheckStarted(len(due), reason))
-        ranks = {i: self.nodes[i].node_rank for i in rdzv.offers}
-        self.state.send(*checks.begin(rdzv.in_order(ranks), rdzv.offers, now))
-        return True
-
-    def _check_spares(self, now: float) -> None:
-        """Check new spares, and nodes that are to take lost ones' places, while the world trains."""
-        rdzv, checks = self.rendezvous, self.checks
-        if rdzv.collecting or self.adoption.pending or not self.job.node_check:
-            return
-        fitting = self.rounds.fitting()
-        offers = self.spares.offers | {i: rdzv.offers[i] for i in self.spares.standing} | fitting
-        due = checks.due(offers)
-        if due:
-            reason = "it is a spare" if len(due) == 1 else "they are spares"
-            if due & fitting.keys():
-                reason = "a lost node is to be replaced"
-            self.state.emit(events.NodeCheckStarted(len(due), reason))
-            self.state.send(*checks.begin(sorted(offers), offers, now, aside=True))
-
-    def _leave_out(self, node: Node, finding: CheckFinding, now: float) -> None:
-        """Continue without a node that the check named."""
-        state, fleet = self.state, self.fleet
-        if state.has_ended() or node.status.final:
-            return
-        reason = f"the node check names its {finding.component.value}: {finding.message}"
-        node.excluded = True
-        fleet.exclude(node, reason, now)
-        if node.connected:
-            state.send(inputs.Say(node.id, Dismiss(excluded(node, reason))))
-        self.recovery.lose(node.id, reason, now)
-        if state.has_ended() or node.launched or not self.rendezvous.collecting:
-            return  # another node comes, or a world trains without it
-        if not fleet.may_be_enough():
-            living = sum(not n.status.final for n in self.nodes.values())
-            state.end(
-                ExitCode.INFRASTRUCTURE,
-                f"node {node.id} is left out ({reason}), and only {living} of at least "
-                f"{self.rendezvous.least.nodes} nodes remain.",
-                now,
-            )
+        for node_id in self.rounds.worlds:
+            self.survival.catch_up(self.nodes[node_id])
+        for report in held_back:
+            if not self.state.has_ended():
+                self._dispatch(report, now)
 
     # ---- invariants
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.fleet import Fleet
+from dlrover.master.machine.recovery.incident import Incident
 from dlrover.master.machine.state import JobState, Node
 from dlrover.rpc.messages import AssignWorld, CallToRound, StandBy
 from dlrover.spec import events
@@ -142,13 +143,40 @@ class Rounds:
                 inputs.Say(node.id, CallToRound(self.state.rendezvous.next_round, reason))
             )
 
-    def call_others(self, reason: str) -> None:
+    def _call_others(self, reason: str) -> None:
         """Call the nodes whose workers belong to no round of this master."""
         for node_id, held in self.state.adoption.held.items():
             if held.world is not None and node_id not in self.worlds:
                 self.call(self.state.nodes[node_id], reason)
 
-    def adopt(self, members: dict[int, Holding], now: float) -> None:
+    def settle(self, now: float) -> Collection[inputs.Input] | None:
+        """Adopt the round that the nodes report, or open a new one, once it is time.
+
+        Return the reports about an adopted round that were held back until then; None if none is adopted.
+        """
+        state, rdzv, adoption = self.state, self.state.rendezvous, self.state.adoption
+        if not adoption.due(now, rdzv.usable(rdzv.most).nodes):
+            return None
+        adoption.over = True
+        held_back, adoption.reports = adoption.reports, {}
+        members = adoption.members()
+        # A world that is now too large is adopted; its surplus nodes then leave it in order.
+        size = rdzv.count(members)
+        surplus = state.scaling.due and rdzv.exceeds(size)
+        if members and (surplus or rdzv.usable(size) == size):
+            self._adopt(members, now)
+            return held_back.values()
+        if adoption.highest:
+            rdzv.round = adoption.highest
+            state.restarts.count = adoption.restart_count
+            state.incident = Incident(adoption.began_at, rdzv.round, decided=True)
+            self.open(f"the master has lost its journal, and {adoption.summary()}", now)
+            self._call_others("a new round is open")
+        else:
+            self.open_first(now)
+        return None
+
+    def _adopt(self, members: dict[int, Holding], now: float) -> None:
         """Continue a running round."""
         state = self.state
         self.worlds = {i: held.world for i, held in members.items() if held.world is not None}
@@ -170,7 +198,7 @@ class Rounds:
             if held.succeeded:
                 state.move(node, NodeStatus.SUCCEEDED)
         state.emit(events.MasterAdopted(some_world.round, len(members)))
-        self.call_others("the world went on without this node")
+        self._call_others("the world went on without this node")
         if self.can_grow:
             self.grow_at = now + state.job.limits.scale_up_delay
 

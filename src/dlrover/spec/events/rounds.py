@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from dlrover.spec.check import CheckFinding, FindingKind
 from dlrover.spec.words import counted
 
 
@@ -51,14 +52,9 @@ class NodeCheckStarted(msgspec.Struct, frozen=True, tag="node_check_started"):
         return f"{count} being checked: {self.reason}."
 
 
-class NodeCheckFinding(msgspec.Struct, frozen=True, tag="node_check_finding"):
+class NodeCheckFinding(CheckFinding, frozen=True, tag="node_check_finding"):
     """The node check found something."""
 
-    kind: str
-    """``fault``, ``slow``, ``link``, ``undetermined``, ``untested`` or ``note``."""
-    nodes: tuple[int, ...]
-    component: str
-    message: str
     excluded: tuple[int, ...] = ()
     """Those of the nodes that the job goes on without."""
 
@@ -67,11 +63,11 @@ class NodeCheckFinding(msgspec.Struct, frozen=True, tag="node_check_finding"):
         named = ", ".join(map(str, self.nodes[:NODES_NAMED]))
         more = "..." if len(self.nodes) > NODES_NAMED else ""
         who = f"node{'s' if len(self.nodes) > 1 else ''} {named}{more}"
-        kind = "" if self.kind == "note" else f" ({self.kind})"
+        kind = "" if self.kind is FindingKind.NOTE else f" ({self.kind.value})"
         rest = "; the job goes on without it" if self.excluded else ""
         if len(self.excluded) > 1 or (self.excluded and len(self.nodes) > 1):
             rest = f"; the job goes on without {', '.join(map(str, self.excluded))}"
-        return f"Node check, {who}: {self.component}{kind}: {self.message}{rest}."
+        return f"Node check, {who}: {self.component.value}{kind}: {self.message}{rest}."
 
 
 NODES_NAMED = 8

@@ -11,9 +11,16 @@ from dataclasses import dataclass, field
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.checks import nodecheck
-from dlrover.master.machine.checks.evidence import CheckEvidence, CheckFinding, Kind, Trial, better
-from dlrover.spec.check import CheckOrder, CheckReport, Component, ProbeResult, ProbeState
-from dlrover.spec.events import NodeCheckFinding
+from dlrover.master.machine.checks.evidence import CheckEvidence, Trial, better
+from dlrover.spec.check import (
+    CheckFinding,
+    CheckOrder,
+    CheckReport,
+    Component,
+    FindingKind,
+    ProbeResult,
+    ProbeState,
+)
 from dlrover.spec.job import JobSpec
 from dlrover.spec.world import Offer
 
@@ -235,22 +242,6 @@ class Checks:
         assert run.missing == run.orders.keys() - run.reports.keys() - run.gone
 
 
-def findings_of(
-    found: Sequence[CheckFinding], out: Mapping[int, CheckFinding]
-) -> list[NodeCheckFinding]:
-    """Return the events of a completed check: each finding and the nodes excluded for it."""
-    return [
-        NodeCheckFinding(
-            finding.kind.value,
-            finding.nodes,
-            finding.component.value,
-            finding.message,
-            tuple(node for node in finding.nodes if out.get(node) is finding),
-        )
-        for finding in found
-    ]
-
-
 def trial(pair: tuple[int, int], first: CheckReport, second: CheckReport) -> Trial:
     """Combine the two nodes' results on the network between them."""
     results = [_network(first), _network(second)]
@@ -279,4 +270,4 @@ def _clock_notes(
         return []
     word = "ahead of" if offset > 0 else "behind"
     message = f"it is {abs(offset):.1f} s {word} the master's"
-    return [CheckFinding(Kind.NOTE, (node,), Component.CLOCK, message)]
+    return [CheckFinding(FindingKind.NOTE, (node,), Component.CLOCK, message)]

@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from dlrover.spec.check import Component, ProbeResult, ProbeState
-
-
-class Kind(str, enum.Enum):
-    """Meaning of a finding for its nodes."""
-
-    FAULT = "fault"
-    SLOW = "slow"
-    LINK = "link"
-    """Two nodes work, but not with each other."""
-    UNDETERMINED = "undetermined"
-    """At least one of the nodes is at fault; the evidence does not show which."""
-    UNTESTED = "untested"
-    """The node met no node that is known to be sound."""
-    NOTE = "note"
-    """Worth knowing, but no reason to exclude a node."""
-
-
-class CheckFinding(msgspec.Struct, frozen=True):
-    """One result of a check."""
-
-    kind: Kind
-    nodes: tuple[int, ...]
-    component: Component
-    message: str
+from dlrover.spec.check import CheckFinding, Component, FindingKind, ProbeResult, ProbeState
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -75,7 +50,7 @@ class Standing(msgspec.Struct, frozen=True):
     """Nodes with a bad trial that are neither sound nor guilty."""
 
 
-def named(found: Iterable[CheckFinding], *kinds: Kind) -> set[int]:
+def named(found: Iterable[CheckFinding], *kinds: FindingKind) -> set[int]:
     """Return the nodes named by findings of these kinds."""
     return {node for finding in found if finding.kind in kinds for node in finding.nodes}
 

@@ -21,14 +21,12 @@ from collections.abc import Collection, Iterable, Sequence
 
 from dlrover.master.machine.checks.evidence import (
     CheckEvidence,
-    CheckFinding,
-    Kind,
     Standing,
     Trial,
     named,
     standing,
 )
-from dlrover.spec.check import Component, ProbeResult, ProbeState
+from dlrover.spec.check import CheckFinding, Component, FindingKind, ProbeResult, ProbeState
 
 JUDGED_BY_SPEED = (Component.DEVICE, Component.MEMORY)
 """Parts by which a node is judged slow. A disk is shared with others, so its speed is only shown."""
@@ -62,12 +60,16 @@ def left_out(found: Sequence[CheckFinding], *, stragglers: bool) -> dict[int, Ch
     If one of several nodes is at fault, all of them are excluded. A node that was only not tested stays.
     """
     out: dict[int, CheckFinding] = {}
-    kinds = (Kind.FAULT, Kind.UNDETERMINED, *((Kind.SLOW,) if stragglers else ()))
+    kinds = (
+        FindingKind.FAULT,
+        FindingKind.UNDETERMINED,
+        *((FindingKind.SLOW,) if stragglers else ()),
+    )
     for finding in found:
         if finding.kind in kinds:
             out.update({node: finding for node in finding.nodes if node not in out})
     for finding in found:
-        if finding.kind is Kind.LINK and not out.keys() & set(finding.nodes):
+        if finding.kind is FindingKind.LINK and not out.keys() & set(finding.nodes):
             out[max(finding.nodes)] = finding
     return out
 
@@ -75,12 +77,12 @@ def left_out(found: Sequence[CheckFinding], *, stragglers: bool) -> dict[int, Ch
 def slow_parts(evidence: CheckEvidence, ratio: float) -> set[int]:
     """Return the nodes with a slow part."""
     broken = {node for finding in _broken_parts(evidence) for node in finding.nodes}
-    return named(_slow_parts(evidence, broken, ratio), Kind.SLOW)
+    return named(_slow_parts(evidence, broken, ratio), FindingKind.SLOW)
 
 
 def _broken_parts(evidence: CheckEvidence) -> list[CheckFinding]:
     return [
-        CheckFinding(Kind.FAULT, (node,), result.component, _told(result))
+        CheckFinding(FindingKind.FAULT, (node,), result.component, _told(result))
         for node in evidence.nodes
         for result in evidence.local.get(node, ())
         if result.state is ProbeState.FAILED
@@ -105,11 +107,11 @@ def _network_faults(evidence: CheckEvidence, reach: Standing) -> list[CheckFindi
         failed = [t for t in evidence.trials if t.failed and node in t.nodes]
         partners = ", ".join(str(t.partner(node)) for t in failed)
         message = f"it does not reach nodes {partners} ({failed[-1].failed})"
-        found.append(CheckFinding(Kind.FAULT, (node,), Component.NETWORK, message))
+        found.append(CheckFinding(FindingKind.FAULT, (node,), Component.NETWORK, message))
     for link in reach.links:
         why = next(t.failed for t in evidence.trials if t.failed and set(t.nodes) == set(link))
         message = f"nodes {link[0]} and {link[1]} reach others, but not each other ({why})"
-        found.append(CheckFinding(Kind.LINK, link, Component.NETWORK, message))
+        found.append(CheckFinding(FindingKind.LINK, link, Component.NETWORK, message))
     return found
 
 
@@ -130,12 +132,12 @@ def _doubts(evidence: CheckEvidence, faulty: set[int], reach: Standing) -> list[
         message = (
             f"undetermined: any of {who} or their links may be at fault ({unexplained[-1].failed})"
         )
-        found.append(CheckFinding(Kind.UNDETERMINED, nodes, Component.NETWORK, message))
+        found.append(CheckFinding(FindingKind.UNDETERMINED, nodes, Component.NETWORK, message))
     judged = suspects | known | reach.sound
     for node in evidence.nodes if len(evidence.nodes) > 1 else ():
         if node not in judged:
             message = "it met no node that is known to be sound"
-            found.append(CheckFinding(Kind.UNTESTED, (node,), Component.NETWORK, message))
+            found.append(CheckFinding(FindingKind.UNTESTED, (node,), Component.NETWORK, message))
     return found
 
 
@@ -154,9 +156,11 @@ def _slow_parts(
         if not slow and 2 * fast < len(slowness):
             nodes = tuple(n for n, s in slowness.items() if s > ratio * least)
             message = f"{part}most nodes are much slower than the fastest"
-            found.append(CheckFinding(Kind.NOTE, nodes, component, message))
+            found.append(CheckFinding(FindingKind.NOTE, nodes, component, message))
         found += [
-            CheckFinding(Kind.SLOW, (node,), component, f"{part}{times:.1f} times the median")
+            CheckFinding(
+                FindingKind.SLOW, (node,), component, f"{part}{times:.1f} times the median"
+            )
             for node, times in slow.items()
         ]
     return found
@@ -203,22 +207,24 @@ def _slow_network(
     found = []
     slow = sorted(speed.guilty & set(active))
     if 2 * len(slow) < len(active):
-        found += [CheckFinding(Kind.SLOW, (n,), component, _times(evidence, n)) for n in slow]
+        found += [
+            CheckFinding(FindingKind.SLOW, (n,), component, _times(evidence, n)) for n in slow
+        ]
     elif slow:
         message = "half of the nodes or more are slow"
-        found.append(CheckFinding(Kind.NOTE, tuple(slow), component, message))
+        found.append(CheckFinding(FindingKind.NOTE, tuple(slow), component, message))
     doubtful = tuple(sorted(speed.doubtful & set(active)))
     if doubtful:
         message = "pairs with them are slow; any of them may be at fault"
-        found.append(CheckFinding(Kind.NOTE, doubtful, component, message))
+        found.append(CheckFinding(FindingKind.NOTE, doubtful, component, message))
     few = len(reach.sound) < 2 or bool(evidence.trusted)
     comparable = few or _closing(active, evidence.trials)[1]
     if not (slow or doubtful or comparable):
         message = "too few pairs passed to compare their times"
-        found.append(CheckFinding(Kind.NOTE, tuple(active), component, message))
+        found.append(CheckFinding(FindingKind.NOTE, tuple(active), component, message))
     for link in speed.links:
         message = f"nodes {link[0]} and {link[1]} are slow only with each other"
-        found.append(CheckFinding(Kind.NOTE, link, component, message))
+        found.append(CheckFinding(FindingKind.NOTE, link, component, message))
     return found
 
 

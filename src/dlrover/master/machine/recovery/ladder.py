@@ -15,7 +15,7 @@ import msgspec
 
 from dlrover.master.machine.fleet import Fleet
 from dlrover.master.machine.instances import Instances
-from dlrover.master.machine.recovery.restarts import Restart
+from dlrover.master.machine.recovery.restarts import Restart, RestartCause, Stop
 from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.resizer import Resizer
 from dlrover.master.machine.state import JobState, Node
@@ -68,6 +68,16 @@ class Ladder:
     rounds: Rounds = field(compare=False, repr=False)
     resizer: Resizer = field(compare=False, repr=False)
     instances: Instances = field(compare=False, repr=False)
+
+    def ask(
+        self, cause: RestartCause, root: events.WorkerFailed | None, now: float
+    ) -> Restart | None:
+        """Return the restart that the policy grants; end the job, because of ``root``, if it grants none."""
+        decision = self.state.restarts.decide(cause, now)
+        if isinstance(decision, Stop):
+            self.state.end(decision.exit_code, decision.reason, now, root)
+            return None
+        return decision
 
     def action(self, node: Node, decision: Restart, verdict: Verdict, now: float) -> Action:
         """Return the action for a fault: what its verdict or its repetition asks for, if possible."""

@@ -20,7 +20,6 @@ from dlrover.master.machine.instances import Instances
 from dlrover.master.machine.recovery.incident import Incident
 from dlrover.master.machine.recovery.ladder import Ladder
 from dlrover.master.machine.recovery.restarts import (
-    Restart,
     RestartCause,
     Stop,
     cause_of,
@@ -228,7 +227,7 @@ class Recovery:
             return self._decide_failure(incident, incident.lost_node, None, now)
         if incident.hang:
             cause = hang_cause(incident.hang, self.state.progress.steps)
-            decision = self._ask(cause, None, now)
+            decision = self.ladder.ask(cause, None, now)
             if decision is None:
                 return False
             self.state.emit(
@@ -250,7 +249,7 @@ class Recovery:
         """Decide on a failed worker, the ``root``, or on a lost node."""
         state, failure, verdict = self.state, report.failure, report.verdict
         node = state.nodes.get(failure.node_id)
-        decision = self._ask(self._cause_of(incident, report, node, now), root, now)
+        decision = self.ladder.ask(self._cause_of(incident, report, node, now), root, now)
         if decision is None:
             return False
         action = Action.RESTART
@@ -274,16 +273,6 @@ class Recovery:
         if node is not None and node.hostname:
             cause = msgspec.structs.replace(cause, host=node.hostname)
         return cause
-
-    def _ask(
-        self, cause: RestartCause, root: events.WorkerFailed | None, now: float
-    ) -> Restart | None:
-        """Return the restart that the policy grants; end the job if it grants none."""
-        decision = self.state.restarts.decide(cause, now)
-        if isinstance(decision, Stop):
-            self.state.end(decision.exit_code, decision.reason, now, root)
-            return None
-        return decision
 
     def _goes_back(self, incident: Incident, root: events.WorkerFailed, now: float) -> bool:
         """Return whether a trial of the auto-scaler failed, which costs no restart."""

@@ -15,7 +15,7 @@ import msgspec
 from dlrover.master.machine import inputs
 from dlrover.master.machine.recovery.incident import Incident
 from dlrover.master.machine.recovery.ladder import Ladder
-from dlrover.master.machine.recovery.restarts import Restart, Stop, cause_of
+from dlrover.master.machine.recovery.restarts import Restart, cause_of
 from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.state import JobState, Node, loss_of
 from dlrover.rpc.messages import StartAgain
@@ -133,11 +133,7 @@ class Survival:
         if failure.attempt >= 0:
             on_way = failure.attempt > 0 and not failure.steps
             cause = msgspec.structs.replace(cause, rank=failure.rank, on_way=on_way)
-        decision = state.restarts.decide(cause, now)
-        if isinstance(decision, Stop):
-            state.end(decision.exit_code, decision.reason, now, report)
-            return None
-        return decision
+        return self.ladder.ask(cause, report, now)
 
     # ---- returns
 

@@ -1,4 +1,4 @@
-"""Servers for the workers of this node, which have no connection to the master: a relay forwards their requests."""
+"""A server for other processes of this machine and user, on an event loop."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from dlrover._util import framing
 from dlrover._util.sockets import peer
-from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
-from dlrover.rpc import wire
-from dlrover.rpc.client import MasterClient
-from dlrover.spec.requests import Unanswered
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -67,33 +62,3 @@ class LocalServer:
         finally:
             self.open.discard(writer)
             writer.close()
-
-
-class RequestRelay(LocalServer):
-    """A server that forwards the workers' requests to the master; see `dlrover.rpc.relayed`."""
-
-    def __init__(self, client: MasterClient) -> None:
-        super().__init__("relay", self._relay)
-        self._requests = client.requests()
-
-    async def __aexit__(self, *exc: object) -> None:
-        await super().__aexit__(*exc)
-        self._requests.close()
-
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                await self._answer(reader, writer)
-        except framing.FrameTooLongError as error:
-            logger.warning("Closed a worker's connection: %s", error)
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        request = await framing.read(reader)
-        try:
-            reply = await self._requests.ask(request)
-        except InfrastructureError as error:
-            reply = wire.encode(Unanswered(away=str(error)))
-        except (ProtocolError, ConfigurationError) as error:
-            reply = wire.encode(Unanswered(refused=str(error)))
-        writer.write(framing.pack(reply))
-        await writer.drain()
