@@ -204,6 +204,22 @@ def test_a_database_that_is_away_is_waited_for_and_its_password_is_not_told(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["maria_server", "postgres_server"])
+def test_a_table_that_is_gone_costs_no_sample(request, server) -> None:
+    url = request.getfixturevalue(server).url()
+    fill(url, range(200))
+    table = Table(url, "users", page=50)
+    execute(url, "DROP TABLE users")
+    data = Records(table)
+    try:
+        with pytest.raises(InfrastructureError, match="cannot be read"):
+            list(data)
+    finally:
+        data.close()
+        table.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["maria_server", "postgres_server"])
 def test_a_server_that_does_not_answer_is_asked_again(request, server, caplog) -> None:
     """A stopped process and a lost machine close no connection."""
     found = request.getfixturevalue(server)

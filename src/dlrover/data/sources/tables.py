@@ -212,15 +212,18 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
 
     def _ask(self, statement: Any) -> list[Any]:
         """Return the rows; wait for a database that is away."""
+        passing = self._sql.exc.OperationalError, self._sql.exc.InterfaceError
         until, waiting = time.monotonic() + PATIENCE, False
         delays = backoff.delays(*RETRY)
         while True:
             try:
                 with self._engine().connect() as connection:
                     return list(connection.execute(statement))
-            except (self._sql.exc.OperationalError, self._sql.exc.InterfaceError) as error:
-                delay = next(delays)
-                if time.monotonic() + delay > until:
+            except self._sql.exc.DataError:
+                raise  # a value that cannot be read
+            except self._sql.exc.DBAPIError as error:
+                delay, may_pass = next(delays), isinstance(error, passing)
+                if not may_pass or time.monotonic() + delay > until:
                     raise InfrastructureError(
                         f"The {self!r} cannot be read: {self._told(error)}"
                     ) from None
