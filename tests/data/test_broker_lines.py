@@ -7,13 +7,14 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime, timezone
 
 import pytest
 
 from dlrover.data import Message, Stream, feed
 from dlrover.data.feed import Feed
 from dlrover.data.records import Records
-from dlrover.errors import InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from tests.brokers import (
     TOPICS,
     Line,
@@ -26,6 +27,7 @@ from tests.brokers import (
     running,
 )
 from tests.services import free_port, program
+from tests.support import certificates
 
 pytestmark = [
     pytest.mark.slow,
@@ -131,6 +133,53 @@ def test_a_reader_that_nats_has_forgotten_in_a_pause_begins_again(nats_port: int
     data.close()
 
 
+@pytest.fixture
+def behind(monkeypatch) -> dict[str, int]:
+    """How often a server that reads a stream does not have its latest messages, as in a cluster with a slow line."""
+    from nats.js.client import JetStreamContext
+
+    left = {"times": 0}
+    whole = JetStreamContext.PullSubscription.consumer_info
+
+    async def consumer_info(self):
+        found = await whole(self)
+        if left["times"]:
+            left["times"] -= 1
+            found.num_pending = 0
+        return found
+
+    monkeypatch.setattr(JetStreamContext.PullSubscription, "consumer_info", consumer_info)
+    return left
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_what_a_server_of_nats_does_not_have_yet_is_waited_for(
+    nats_port: int, read, behind: dict[str, int], filtered: bool
+) -> None:
+    topic = nats_topic(nats_port)
+    topic.send(range(20))
+    only = f"?subject={topic.url.rpartition('/')[2]}.x" if filtered else ""
+    data = iter(read(topic.url + only))
+    assert [next(data) for _ in range(20)] == list(range(20))
+    topic.send(range(20, 40))
+    behind["times"] = 2
+    assert [next(data) for _ in range(20)] == list(range(20, 40))
+    data.close()
+    assert not behind["times"]
+
+
+def test_a_time_is_looked_up_where_all_messages_are(
+    nats_port: int, read, behind: dict[str, int]
+) -> None:
+    topic = nats_topic(nats_port)
+    topic.send(range(10))
+    begin = datetime.now(timezone.utc)
+    topic.send(range(10, 20))
+    behind["times"] = 1
+    assert list(read(topic.url, start=begin, until="now")) == list(range(10, 20))
+    assert not behind["times"]
+
+
 def made_again(topic: Topic, before: int, after: int, remove) -> None:
     """Look at a stream, remove and make it, and look again."""
     topic.send(range(before))
@@ -224,3 +273,46 @@ def test_credentials_that_nats_refuses_are_told_at_once(tmp_path, read, who: str
             list(read(f"nats://{who}127.0.0.1:{port}/S"))
         assert time.monotonic() - began < 30, "it is not waited for"
     assert "secret" not in str(told.value)
+
+
+def test_no_password_goes_to_a_server_of_nats_without_the_tls_that_its_address_demands(
+    tmp_path, read
+) -> None:
+    pytest.importorskip("nats")
+    port = free_port()
+    command = [
+        program("nats-server"),
+        "-a",
+        "127.0.0.1",
+        "-p",
+        str(port),
+        "-js",
+        "-sd",
+        "data",
+        "-DV",
+    ]
+    with running([*command, "--user", "me", "--pass", "secret"], port, tmp_path):
+        with pytest.raises(ConfigurationError, match="does not use TLS"):
+            list(read(f"tls://me:secret@127.0.0.1:{port}/S"))
+        assert "CONNECT" not in (tmp_path / "log").read_text()
+
+
+def test_why_the_tls_of_nats_fails_is_told(tmp_path, read, monkeypatch) -> None:
+    pytest.importorskip("nats")
+    monkeypatch.setattr(feed, "PATIENCE", 0.5)
+    port, made = free_port(), []
+    for name in ("ours", "other"):
+        (tmp_path / name).mkdir()
+        made.append(certificates.made(tmp_path / name))
+    ours, other = made
+    command = [program("nats-server"), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", "data"]
+    tls = ["--tls", "--tlscert", ours.cert, "--tlskey", ours.key]
+    with running([*command, *tls], port, tmp_path):
+        began = time.monotonic()
+        monkeypatch.setenv("SSL_CERT_FILE", other.ca)
+        with pytest.raises(InfrastructureError, match="certificate verify failed"):
+            list(read(f"tls://127.0.0.1:{port}/S"))
+        assert time.monotonic() - began < 15, "the client's close waits for ever"
+        monkeypatch.setenv("SSL_CERT_FILE", ours.ca)
+        with pytest.raises(InfrastructureError, match="stream not found"):
+            list(read(f"tls://127.0.0.1:{port}/S"))
