@@ -15,6 +15,7 @@ from dlrover.data import Message, Stream, feed
 from dlrover.data.feed import Feed
 from dlrover.data.records import Records
 from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.spec.requests.shards import Span
 from tests.brokers import (
     TOPICS,
     Line,
@@ -249,6 +250,35 @@ def test_kafka_may_take_longer_than_a_second(read) -> None:
             producer.produce("slow", str(at).encode(), partition=0)
         assert producer.flush(60) == 0
         assert list(read(f"kafka://127.0.0.1:{port}/slow", until="now")) == list(range(30))
+
+
+@pytest.mark.parametrize("before", [0, 30])
+def test_what_kafka_has_removed_within_a_shard_is_told_and_can_be_skipped(
+    kafka_port: int, before: int
+) -> None:
+    """The mock keeps 5 MiB of a partition."""
+    import confluent_kafka as kafka
+
+    name = fresh()
+    producer = kafka.Producer(
+        {"bootstrap.servers": f"127.0.0.1:{kafka_port}", "batch.num.messages": 5}
+    )
+    for at in range(150):
+        producer.produce(name, bytes(50_000), partition=0)
+        if at % 5 == 4:
+            assert producer.flush(30) == 0
+    url = f"kafka://127.0.0.1:{kafka_port}/{name}"
+    with contextlib.closing(Feed(Stream(url))) as reader:
+        (first, end), *_ = reader._broker.bounds()
+        span = Span(0, first - 30, first + before)
+        with pytest.raises(InfrastructureError, match="removed before they were read"):
+            list(reader.read(span, lambda _: None))
+    assert 30 < first < end == 150
+    with contextlib.closing(Feed(Stream(url, lost="skip"))) as reader:
+        read = list(reader.read(span, lambda _: None))
+    got = [message.offset for _, message in read if message is not None]
+    assert got == list(range(first, first + before))
+    assert (read[0][0].start, read[-1][0].stop) == (span.start, span.stop)
 
 
 def test_an_entry_of_redis_with_bytes_that_are_no_text_is_read(redis_port: int) -> None:

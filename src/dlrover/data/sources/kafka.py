@@ -111,8 +111,8 @@ class Kafka(Broker):
         if self._at != (partition, start):
             consumer.assign([self._kafka.TopicPartition(self._topic, partition, start)])
         found: list[Message] = []
-        at, until = start, time.monotonic() + TIMEOUT
-        while at < stop and len(found) < most:
+        at, until, gone = start, time.monotonic() + TIMEOUT, False
+        while at < stop and len(found) < most and not gone:
             got = consumer.consume(min(most - len(found), stop - at), _WAIT)
             if got:
                 until = time.monotonic() + TIMEOUT
@@ -120,10 +120,18 @@ class Kafka(Broker):
                 self._at = (-1, -1)
                 raise TimeoutError("the messages that it has do not come")
             for message in got:
+                gone = gone or self._is_gone(message.error())
                 at = max(at, self._taken(message, found, stop))
+        if gone and at == start:
+            raise TimeoutError(f"it has no offset {start}")
         # Messages fetched from ``stop`` on are fetched again by the worker that gets them.
-        self._at = (partition, at) if at <= stop else (-1, -1)
+        self._at = (partition, at) if at <= stop and not gone else (-1, -1)
         return Fetched(found, min(at, stop), max(start, self._bounds(partition).first))
+
+    def _is_gone(self, error: Any) -> bool:
+        """Return whether the requested offset does not exist any more; the consumer then fetches nothing else."""
+        reset = self._kafka.KafkaError._AUTO_OFFSET_RESET  # noqa: SLF001 - its name
+        return error is not None and error.code() == reset
 
     def _taken(self, message: Any, found: list[Message], stop: int) -> int:
         """Keep a message; return the offset up to which all messages have arrived."""
@@ -143,8 +151,7 @@ class Kafka(Broker):
             return int(message.offset()) + 1
         if error.code() == self._kafka.KafkaError._PARTITION_EOF:  # noqa: SLF001 - its name
             return int(message.offset())
-        if error.code() == self._kafka.KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001 - its name
-            # The requested offset does not exist any more.
+        if self._is_gone(error):
             return self._bounds(message.partition()).first
         raise self._refusal(error)
 
