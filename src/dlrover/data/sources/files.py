@@ -6,6 +6,7 @@ record is one read. The index is the same in all processes, and so is the number
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from abc import ABC, abstractmethod
@@ -56,12 +57,20 @@ class FileRecords(ABC, Generic[Record]):
         number = bisect_right(self._ends, index)
         at = index - (self._ends[number - 1] if number else 0)
         start, stop = self._bounds[number][at : at + 2]
-        data = self._file(number).read(start, stop)
+        data = self._data(number, start, stop)
         if len(data) != stop - start:
             raise InfrastructureError(
                 f"{self.paths[number]} has become shorter; it must not change."
             )
         return self._record(data, number)
+
+    def _data(self, number: int, start: int, stop: int) -> bytes:
+        try:
+            return self._file(number).read(start, stop)
+        except OSError as error:
+            if error.errno == errno.EIO:
+                raise  # perhaps this place of the disk alone
+            raise InfrastructureError(f"{self.paths[number]} cannot be read: {error}.") from error
 
     @abstractmethod
     def _index(self, path: str) -> Iterator[int]:

@@ -58,7 +58,13 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
 
     def _read(self, number: int) -> Any:
         file, group = self._groups[number]
-        table = self._file(file).read_row_group(group, columns=self.columns, use_threads=False)
+        try:
+            table = self._file(file).read_row_group(group, columns=self.columns, use_threads=False)
+        except OSError as error:
+            self._opened = None
+            raise InfrastructureError(
+                f"Row group {group} of {self.paths[file]} cannot be read: {error}."
+            ) from error
         if table.num_rows != self.blocks[number]:
             raise InfrastructureError(
                 f"Row group {group} of {self.paths[file]} has {table.num_rows} rows, and had"
