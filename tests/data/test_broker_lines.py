@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from dlrover.data import Message, Stream, feed
 from dlrover.data.feed import Feed
 from dlrover.data.records import Records
 from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.spec.jobdir import TlsFiles
 from dlrover.spec.requests.shards import Span
 from tests.brokers import (
     TOPICS,
@@ -327,14 +329,19 @@ def test_no_password_goes_to_a_server_of_nats_without_the_tls_that_its_address_d
         assert "CONNECT" not in (tmp_path / "log").read_text()
 
 
+def authorities(folder: Path) -> list[TlsFiles]:
+    """Two certificates for this machine, each of an authority of its own."""
+    made = []
+    for name in ("ours", "other"):
+        (folder / name).mkdir()
+        made.append(certificates.made(folder / name))
+    return made
+
+
 def test_why_the_tls_of_nats_fails_is_told(tmp_path, read, monkeypatch) -> None:
     pytest.importorskip("nats")
     monkeypatch.setattr(feed, "PATIENCE", 0.5)
-    port, made = free_port(), []
-    for name in ("ours", "other"):
-        (tmp_path / name).mkdir()
-        made.append(certificates.made(tmp_path / name))
-    ours, other = made
+    port, ours, other = free_port(), *authorities(tmp_path)
     command = [program("nats-server"), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", "data"]
     tls = ["--tls", "--tlscert", ours.cert, "--tlskey", ours.key]
     with running([*command, *tls], port, tmp_path):
@@ -346,3 +353,21 @@ def test_why_the_tls_of_nats_fails_is_told(tmp_path, read, monkeypatch) -> None:
         monkeypatch.setenv("SSL_CERT_FILE", ours.ca)
         with pytest.raises(InfrastructureError, match="stream not found"):
             list(read(f"tls://127.0.0.1:{port}/S"))
+
+
+def test_why_the_tls_of_kafka_fails_is_told_and_not_logged_again_and_again(
+    tmp_path, read, monkeypatch, caplog
+) -> None:
+    pytest.importorskip("confluent_kafka")
+    from dlrover.data.sources import kafka
+
+    monkeypatch.setattr(feed, "PATIENCE", 0.5)
+    monkeypatch.setattr(kafka, "TIMEOUT", 2.0)
+    port, ours, other = free_port(), *authorities(tmp_path)
+    tls = ["--tls-port", str(port), "--tls-cert-file", ours.cert, "--tls-key-file", ours.key]
+    command = [program("redis-server"), "--port", "0", *tls, "--tls-ca-cert-file", ours.ca]
+    options = f"security.protocol=SSL&ssl.ca.location={other.ca}"
+    told = pytest.raises(InfrastructureError, match="certificate verify failed")
+    with running(command, port, tmp_path), told:
+        list(read(f"kafka://127.0.0.1:{port}/topic?{options}"))
+    assert len(caplog.records) < 5
