@@ -110,6 +110,11 @@ def test_a_file_that_has_become_shorter_is_told(tmp_path) -> None:
         lines[1]
 
 
+def test_a_disk_that_fails_is_no_mistake_of_the_program() -> None:
+    with pytest.raises(InfrastructureError, match=r"mem cannot be read: Input/output error\.$"):
+        Lines("/proc/self/mem")
+
+
 def test_a_file_that_is_away_costs_no_line(tmp_path) -> None:
     for number in range(2):
         (tmp_path / f"{number}").write_text("".join(f"{n}\n" for n in range(20)))

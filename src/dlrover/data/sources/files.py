@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 
 MAX_OPEN = 100
 """Maximum number of files that one reader keeps open; a process may have 1,024 in all."""
@@ -29,6 +29,7 @@ class FileRecords(ABC, Generic[Record]):
 
     Raises:
         ConfigurationError: a file cannot be read, or there is none.
+        InfrastructureError: its disk or file server fails.
     """
 
     def __init__(self, paths: Paths) -> None:
@@ -44,7 +45,7 @@ class FileRecords(ABC, Generic[Record]):
             try:
                 bounds = array("q", self._index(path))
             except OSError as error:
-                raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
+                raise unreadable(path, error) from error
             self._bounds.append(bounds)
             self._ends.append((self._ends[-1] if self._ends else 0) + len(bounds) - 1)
 
@@ -93,6 +94,13 @@ class FileRecords(ABC, Generic[Record]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": OrderedDict()}
+
+
+def unreadable(path: str, error: OSError) -> DLRoverError:
+    """Return the error for a file that cannot be opened: its path is wrong, or its disk or file server fails."""
+    wrong = FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError
+    kind = ConfigurationError if isinstance(error, wrong) else InfrastructureError
+    return kind(f"{path} cannot be read: {error.strerror or error}.")
 
 
 class _OpenFile:
