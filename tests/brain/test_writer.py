@@ -7,7 +7,7 @@ import time
 import pytest
 
 pytest.importorskip("sqlalchemy")
-from dlrover.brain import database, writer as writing
+from dlrover.brain import database as databases, writer as writing
 from dlrover.brain.database import open_database
 from dlrover.brain.writer import Writer
 from dlrover.errors import InfrastructureError
@@ -57,7 +57,7 @@ def test_a_write_that_raises_something_else_fails_alone(tmp_path) -> None:
 @pytest.mark.slow
 def test_a_locked_database_holds_up_all_writes_of_a_commit_once(tmp_path, monkeypatch) -> None:
     """Each may have come to its own wait, so that a Brain with many of them could not even end."""
-    monkeypatch.setattr(database, "LOCK_TIMEOUT", 1)
+    monkeypatch.setattr(databases, "LOCK_TIMEOUT", 1)
     monkeypatch.setattr(writing, "LOCK_TIMEOUT", 1)
     engine = open_database(f"sqlite:///{tmp_path}/brain.db")
     writer = Writer(engine)
@@ -89,3 +89,30 @@ def test_a_database_that_was_deleted_takes_no_report(tmp_path, caplog) -> None:
     writer.close()
     engine.dispose()
     assert caplog.text.count("A commit of 1 writes failed") == 1
+
+
+READ_ONLY = {
+    "mysql": "SET SESSION TRANSACTION READ ONLY",
+    "postgresql": "SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY",
+}
+
+
+def test_a_server_that_has_become_read_only_is_left(database: str) -> None:
+    """After a failover, its address leads new connections to the server in charge, and old ones stay."""
+    engine = open_database(database)
+    writer, kind = Writer(engine), engine.url.get_backend_name()
+
+    def write(batch: writing.Batch) -> str:
+        batch.note(f"r{time.monotonic_ns()}", time.time())
+        return "done"
+
+    try:
+        assert writer.submit(write).result(20) == "done"
+        if kind in READ_ONLY:
+            with engine.connect() as connection:
+                connection.exec_driver_sql(READ_ONLY[kind])
+                connection.commit()
+        assert writer.submit(write).result(20) == "done"
+    finally:
+        writer.close()
+        engine.dispose()

@@ -7,13 +7,17 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
 
 import pytest
 
 from dlrover.data import Message, Stream, feed
 from dlrover.data.feed import Feed
 from dlrover.data.records import Records
-from dlrover.errors import InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.spec.jobdir import TlsFiles
+from dlrover.spec.requests.shards import Span
 from tests.brokers import (
     TOPICS,
     Line,
@@ -26,6 +30,7 @@ from tests.brokers import (
     running,
 )
 from tests.services import free_port, program
+from tests.support import certificates
 
 pytestmark = [
     pytest.mark.slow,
@@ -131,6 +136,53 @@ def test_a_reader_that_nats_has_forgotten_in_a_pause_begins_again(nats_port: int
     data.close()
 
 
+@pytest.fixture
+def behind(monkeypatch) -> dict[str, int]:
+    """How often a server that reads a stream does not have its latest messages, as in a cluster with a slow line."""
+    from nats.js.client import JetStreamContext
+
+    left = {"times": 0}
+    whole = JetStreamContext.PullSubscription.consumer_info
+
+    async def consumer_info(self):
+        found = await whole(self)
+        if left["times"]:
+            left["times"] -= 1
+            found.num_pending = 0
+        return found
+
+    monkeypatch.setattr(JetStreamContext.PullSubscription, "consumer_info", consumer_info)
+    return left
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_what_a_server_of_nats_does_not_have_yet_is_waited_for(
+    nats_port: int, read, behind: dict[str, int], filtered: bool
+) -> None:
+    topic = nats_topic(nats_port)
+    topic.send(range(20))
+    only = f"?subject={topic.url.rpartition('/')[2]}.x" if filtered else ""
+    data = iter(read(topic.url + only))
+    assert [next(data) for _ in range(20)] == list(range(20))
+    topic.send(range(20, 40))
+    behind["times"] = 2
+    assert [next(data) for _ in range(20)] == list(range(20, 40))
+    data.close()
+    assert not behind["times"]
+
+
+def test_a_time_is_looked_up_where_all_messages_are(
+    nats_port: int, read, behind: dict[str, int]
+) -> None:
+    topic = nats_topic(nats_port)
+    topic.send(range(10))
+    begin = datetime.now(timezone.utc)
+    topic.send(range(10, 20))
+    behind["times"] = 1
+    assert list(read(topic.url, start=begin, until="now")) == list(range(10, 20))
+    assert not behind["times"]
+
+
 def made_again(topic: Topic, before: int, after: int, remove) -> None:
     """Look at a stream, remove and make it, and look again."""
     topic.send(range(before))
@@ -202,6 +254,35 @@ def test_kafka_may_take_longer_than_a_second(read) -> None:
         assert list(read(f"kafka://127.0.0.1:{port}/slow", until="now")) == list(range(30))
 
 
+@pytest.mark.parametrize("before", [0, 30])
+def test_what_kafka_has_removed_within_a_shard_is_told_and_can_be_skipped(
+    kafka_port: int, before: int
+) -> None:
+    """The mock keeps 5 MiB of a partition."""
+    import confluent_kafka as kafka
+
+    name = fresh()
+    producer = kafka.Producer(
+        {"bootstrap.servers": f"127.0.0.1:{kafka_port}", "batch.num.messages": 5}
+    )
+    for at in range(150):
+        producer.produce(name, bytes(50_000), partition=0)
+        if at % 5 == 4:
+            assert producer.flush(30) == 0
+    url = f"kafka://127.0.0.1:{kafka_port}/{name}"
+    with contextlib.closing(Feed(Stream(url))) as reader:
+        (first, end), *_ = reader._broker.bounds()
+        span = Span(0, first - 30, first + before)
+        with pytest.raises(InfrastructureError, match="removed before they were read"):
+            list(reader.read(span, lambda _: None))
+    assert 30 < first < end == 150
+    with contextlib.closing(Feed(Stream(url, lost="skip"))) as reader:
+        read = list(reader.read(span, lambda _: None))
+    got = [message.offset for _, message in read if message is not None]
+    assert got == list(range(first, first + before))
+    assert (read[0][0].start, read[-1][0].stop) == (span.start, span.stop)
+
+
 def test_an_entry_of_redis_with_bytes_that_are_no_text_is_read(redis_port: int) -> None:
     import redis
 
@@ -224,3 +305,69 @@ def test_credentials_that_nats_refuses_are_told_at_once(tmp_path, read, who: str
             list(read(f"nats://{who}127.0.0.1:{port}/S"))
         assert time.monotonic() - began < 30, "it is not waited for"
     assert "secret" not in str(told.value)
+
+
+def test_no_password_goes_to_a_server_of_nats_without_the_tls_that_its_address_demands(
+    tmp_path, read
+) -> None:
+    pytest.importorskip("nats")
+    port = free_port()
+    command = [
+        program("nats-server"),
+        "-a",
+        "127.0.0.1",
+        "-p",
+        str(port),
+        "-js",
+        "-sd",
+        "data",
+        "-DV",
+    ]
+    with running([*command, "--user", "me", "--pass", "secret"], port, tmp_path):
+        with pytest.raises(ConfigurationError, match="does not use TLS"):
+            list(read(f"tls://me:secret@127.0.0.1:{port}/S"))
+        assert "CONNECT" not in (tmp_path / "log").read_text()
+
+
+def authorities(folder: Path) -> list[TlsFiles]:
+    """Two certificates for this machine, each of an authority of its own."""
+    made = []
+    for name in ("ours", "other"):
+        (folder / name).mkdir()
+        made.append(certificates.made(folder / name))
+    return made
+
+
+def test_why_the_tls_of_nats_fails_is_told(tmp_path, read, monkeypatch) -> None:
+    pytest.importorskip("nats")
+    monkeypatch.setattr(feed, "PATIENCE", 0.5)
+    port, ours, other = free_port(), *authorities(tmp_path)
+    command = [program("nats-server"), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", "data"]
+    tls = ["--tls", "--tlscert", ours.cert, "--tlskey", ours.key]
+    with running([*command, *tls], port, tmp_path):
+        began = time.monotonic()
+        monkeypatch.setenv("SSL_CERT_FILE", other.ca)
+        with pytest.raises(InfrastructureError, match="certificate verify failed"):
+            list(read(f"tls://127.0.0.1:{port}/S"))
+        assert time.monotonic() - began < 15, "the client's close waits for ever"
+        monkeypatch.setenv("SSL_CERT_FILE", ours.ca)
+        with pytest.raises(InfrastructureError, match="stream not found"):
+            list(read(f"tls://127.0.0.1:{port}/S"))
+
+
+def test_why_the_tls_of_kafka_fails_is_told_and_not_logged_again_and_again(
+    tmp_path, read, monkeypatch, caplog
+) -> None:
+    pytest.importorskip("confluent_kafka")
+    from dlrover.data.sources import kafka
+
+    monkeypatch.setattr(feed, "PATIENCE", 0.5)
+    monkeypatch.setattr(kafka, "TIMEOUT", 2.0)
+    port, ours, other = free_port(), *authorities(tmp_path)
+    tls = ["--tls-port", str(port), "--tls-cert-file", ours.cert, "--tls-key-file", ours.key]
+    command = [program("redis-server"), "--port", "0", *tls, "--tls-ca-cert-file", ours.ca]
+    options = f"security.protocol=SSL&ssl.ca.location={other.ca}"
+    told = pytest.raises(InfrastructureError, match="certificate verify failed")
+    with running(command, port, tmp_path), told:
+        list(read(f"kafka://127.0.0.1:{port}/topic?{options}"))
+    assert len(caplog.records) < 5

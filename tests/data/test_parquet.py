@@ -89,6 +89,18 @@ def test_a_file_that_has_changed_is_told(tmp_path) -> None:
         rows[15]
 
 
+def test_a_file_that_is_away_costs_no_row(tmp_path) -> None:
+    paths = [write(tmp_path / f"{n}.parquet", range(20 * n, 20 * n + 20)) for n in range(2)]
+    rows = Parquet(paths)
+    (tmp_path / "1.parquet").rename(tmp_path / "away")
+    data, got = Records(rows), []
+    with pytest.raises(InfrastructureError, match=r"Row group 0 of .*1.parquet cannot be read: "):
+        got.extend(ids(data))
+    (tmp_path / "away").rename(tmp_path / "1.parquet")
+    assert ids(data) == list(range(20, 40))
+    data.close()
+
+
 def test_each_row_group_is_read_once_in_an_epoch(tmp_path) -> None:
     class Counting(Parquet):
         read = 0

@@ -1,5 +1,6 @@
 """A program that runs alone: reading, restoring, and what cannot be read."""
 
+import contextlib
 import logging
 import threading
 from collections import Counter
@@ -285,6 +286,40 @@ def test_too_many_that_cannot_be_read_are_an_error(read) -> None:
         UserCodeError, match=r"2 samples .* more than max_skipped \(1\).*ValueError: rotten"
     ):
         list(read(Rotten(range(100)), max_skipped=1))
+
+
+class Away(list):
+    """Records of a source that is away from one of them on."""
+
+    def __getitem__(self, index: int) -> int:
+        if index >= 20:
+            raise InfrastructureError("the table cannot be read")
+        return super().__getitem__(index)
+
+
+def test_a_source_that_is_away_costs_no_sample(read) -> None:
+    data, got = read(Away(range(100))), []
+    with pytest.raises(InfrastructureError, match="the table cannot be read"):
+        got.extend(data)
+    assert got == list(range(20))
+    data.source = range(100)
+    assert list(data) == list(range(20, 100))
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_source_that_is_away_from_a_loader_costs_no_sample(num_workers: int) -> None:
+    from dlrover.data import ElasticDataset
+
+    with contextlib.closing(ElasticDataset(Away(range(100)))) as data:
+        got: list[int] = []
+        with pytest.raises(InfrastructureError, match=r"^the table cannot be read$"):
+            got.extend(int(n) for batch in data.loader(8, num_workers=num_workers) for n in batch)
+        assert got == list(range(16)), "the batch with record 20 is read again"
+        data.source = range(100)
+        got.extend(int(n) for batch in data.loader(8, num_workers=num_workers) for n in batch)
+    assert got == list(range(100))
 
 
 def test_endless_epochs_without_samples_are_refused(read) -> None:

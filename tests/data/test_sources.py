@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dlrover.data import Csv, JsonLines, Lines, TfRecords
+from dlrover.data.records import Records
 from dlrover.data.sources import files, text
 from dlrover.errors import ConfigurationError, InfrastructureError
 
@@ -107,6 +108,24 @@ def test_a_file_that_has_become_shorter_is_told(tmp_path) -> None:
     assert lines[0] == "one"
     with pytest.raises(InfrastructureError, match="become shorter"):
         lines[1]
+
+
+def test_a_disk_that_fails_is_no_mistake_of_the_program() -> None:
+    with pytest.raises(InfrastructureError, match=r"mem cannot be read: Input/output error\.$"):
+        Lines("/proc/self/mem")
+
+
+def test_a_file_that_is_away_costs_no_line(tmp_path) -> None:
+    for number in range(2):
+        (tmp_path / f"{number}").write_text("".join(f"{n}\n" for n in range(20)))
+    lines = Lines([tmp_path / "0", tmp_path / "1"])
+    (tmp_path / "1").rename(tmp_path / "away")
+    data, got = Records(lines), []
+    with pytest.raises(InfrastructureError, match=r"/1 cannot be read: .*No such file"):
+        got.extend(data)
+    (tmp_path / "away").rename(tmp_path / "1")
+    assert [*got, *data] == [str(n) for n in (*range(20), *range(20))]
+    data.close()
 
 
 def test_a_source_goes_to_another_process(tmp_path) -> None:

@@ -204,6 +204,49 @@ def test_a_database_that_is_away_is_waited_for_and_its_password_is_not_told(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["maria_server", "postgres_server"])
+def test_a_table_is_opened_once_its_database_is_there(request, server, caplog, monkeypatch) -> None:
+    """A worker may start again while the database does."""
+    found = request.getfixturevalue(server)
+    url = found.url()
+    fill(url, range(20))
+    found.stop()
+    try:
+        with ThreadPoolExecutor(1) as thread, caplog.at_level(logging.WARNING):
+            table = thread.submit(Table, url, "users")
+            while "Waiting for the table users of" not in caplog.text:
+                assert not table.done(), table.exception()
+                time.sleep(0.01)
+            found.start()
+            assert len(table.result()) == 20
+        with pytest.raises(ConfigurationError, match="cannot be read"):
+            Table(url.rpartition("/")[0] + "/nowhere", "users")
+        found.stop()
+        monkeypatch.setattr(tables, "PATIENCE", 0.2)
+        with pytest.raises(InfrastructureError, match="cannot be read"):
+            Table(url, "users")
+    finally:
+        found.stop()
+        found.start()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["maria_server", "postgres_server"])
+def test_a_table_that_is_gone_costs_no_sample(request, server) -> None:
+    url = request.getfixturevalue(server).url()
+    fill(url, range(200))
+    table = Table(url, "users", page=50)
+    execute(url, "DROP TABLE users")
+    data = Records(table)
+    try:
+        with pytest.raises(InfrastructureError, match="cannot be read"):
+            list(data)
+    finally:
+        data.close()
+        table.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["maria_server", "postgres_server"])
 def test_a_server_that_does_not_answer_is_asked_again(request, server, caplog) -> None:
     """A stopped process and a lost machine close no connection."""
     found = request.getfixturevalue(server)
@@ -227,10 +270,11 @@ def test_a_server_that_does_not_answer_is_asked_again(request, server, caplog) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mysql", "postgresql"])
-def test_a_server_that_never_answers_is_no_endless_wait(kind) -> None:
+def test_a_server_that_never_answers_is_no_endless_wait(kind, monkeypatch) -> None:
+    monkeypatch.setattr(tables, "PATIENCE", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"{kind}://me:geheim@127.0.0.1:{silent.getsockname()[1]}/base"
-        with pytest.raises(ConfigurationError, match=r"cannot be read: .*time"):
+        with pytest.raises(InfrastructureError, match=r"cannot be read: .*time"):
             Table(f"{url}?connect_timeout=2&read_timeout=1", "users")
     with pytest.raises(ConfigurationError, match="read_timeout of the URL is 'soon'; accepted"):
         Table(f"{url}?read_timeout=soon", "users")

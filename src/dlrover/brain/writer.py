@@ -189,7 +189,11 @@ class Writer:
     def _try(self, batch: list[_Item]) -> Exception | None:
         try:
             self._commit(batch)
-        except (DBAPIError, InfrastructureError) as error:
+        except DBAPIError as error:
+            if self._engine.url.get_backend_name() != "sqlite":
+                self._engine.dispose()  # another server may be in charge by now, and this one read-only
+            return error
+        except InfrastructureError as error:
             return error
         except Exception as error:
             logger.exception("A write failed")

@@ -12,7 +12,7 @@ from dlrover.data.dataloader import ElasticDataLoader
 from dlrover.data.machine.spans import Part
 from dlrover.data.records import Records, Source
 from dlrover.data.sources.stream import Stream
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, InfrastructureError
 
 Sample = TypeVar("Sample")
 
@@ -63,6 +63,8 @@ class Read(NamedTuple):
     """The collated batch; None if no sample could be read."""
     failed: list[tuple[int, str]]
     """Position in the batch and error message of each unreadable sample."""
+    away: str = ""
+    """Error of a source that is away; no sample is at fault then."""
 
 
 class BatchLoader:
@@ -102,6 +104,8 @@ class BatchLoader:
         try:
             for read in self._loader:
                 parts = drawn.popleft()
+                if read.away:
+                    raise InfrastructureError(read.away)
                 if read.failed:
                     some_failed = True
                     self._count(parts, dict(read.failed))
@@ -189,15 +193,25 @@ class _CatchingSource:
     def __getitem__(self, item: Any) -> Any:
         try:
             return self._source[item]
+        except InfrastructureError:
+            raise
         except Exception as error:  # noqa: BLE001 - the source may raise anything
             return _Unreadable(f"{type(error).__name__}: {error}")
 
-    def __getitems__(self, items: Sequence[Any]) -> list[Any] | _OneByOne:
+    def __getitems__(self, items: Sequence[Any]) -> list[Any] | _OneByOne | _Away:
         """Return the samples of a batch; on an error, read one by one to find the failing samples."""
+        try:
+            return self._read(items)
+        except InfrastructureError as error:
+            return _Away(str(error))
+
+    def _read(self, items: Sequence[Any]) -> list[Any] | _OneByOne:
         source = self._source
         many = getattr(source, "__getitems__", None)
         try:
             return [source[item] for item in items] if many is None else list(many(list(items)))
+        except InfrastructureError:
+            raise
         except Exception:  # noqa: BLE001 - the source may raise anything; retried one by one
             return _OneByOne(self[item] for item in items)
 
@@ -210,13 +224,19 @@ class _Unreadable(NamedTuple):
     error: str
 
 
+class _Away(NamedTuple):
+    error: str
+
+
 class _Collate:
     """A collate function that skips unreadable samples."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, samples: list[Any] | _OneByOne) -> Read:
+    def __call__(self, samples: list[Any] | _OneByOne | _Away) -> Read:
+        if isinstance(samples, _Away):
+            return Read(None, [], samples.error)
         if not isinstance(samples, _OneByOne):
             return Read(self._collate(samples), [])
         good = [sample for sample in samples if not isinstance(sample, _Unreadable)]

@@ -229,6 +229,8 @@ class Records(Generic[Sample_co]):
                         self.note_reading(place)
                     try:
                         sample = self.source[item]
+                    except InfrastructureError:
+                        raise  # the source is away, and no sample is at fault
                     except Exception as error:  # noqa: BLE001 - whatever the source raises
                         self.fail(place, f"{type(error).__name__}: {error}")
                         continue

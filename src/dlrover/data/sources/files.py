@@ -6,6 +6,7 @@ record is one read. The index is the same in all processes, and so is the number
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from abc import ABC, abstractmethod
@@ -15,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 
 MAX_OPEN = 100
 """Maximum number of files that one reader keeps open; a process may have 1,024 in all."""
@@ -28,6 +29,7 @@ class FileRecords(ABC, Generic[Record]):
 
     Raises:
         ConfigurationError: a file cannot be read, or there is none.
+        InfrastructureError: its disk or file server fails.
     """
 
     def __init__(self, paths: Paths) -> None:
@@ -43,7 +45,7 @@ class FileRecords(ABC, Generic[Record]):
             try:
                 bounds = array("q", self._index(path))
             except OSError as error:
-                raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
+                raise unreadable(path, error) from error
             self._bounds.append(bounds)
             self._ends.append((self._ends[-1] if self._ends else 0) + len(bounds) - 1)
 
@@ -56,12 +58,20 @@ class FileRecords(ABC, Generic[Record]):
         number = bisect_right(self._ends, index)
         at = index - (self._ends[number - 1] if number else 0)
         start, stop = self._bounds[number][at : at + 2]
-        data = self._file(number).read(start, stop)
+        data = self._data(number, start, stop)
         if len(data) != stop - start:
             raise InfrastructureError(
                 f"{self.paths[number]} has become shorter; it must not change."
             )
         return self._record(data, number)
+
+    def _data(self, number: int, start: int, stop: int) -> bytes:
+        try:
+            return self._file(number).read(start, stop)
+        except OSError as error:
+            if error.errno == errno.EIO:
+                raise  # perhaps this place of the disk alone
+            raise InfrastructureError(f"{self.paths[number]} cannot be read: {error}.") from error
 
     @abstractmethod
     def _index(self, path: str) -> Iterator[int]:
@@ -84,6 +94,13 @@ class FileRecords(ABC, Generic[Record]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": OrderedDict()}
+
+
+def unreadable(path: str, error: OSError) -> DLRoverError:
+    """Return the error for a file that cannot be opened: its path is wrong, or its disk or file server fails."""
+    wrong = FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError
+    kind = ConfigurationError if isinstance(error, wrong) else InfrastructureError
+    return kind(f"{path} cannot be read: {error.strerror or error}.")
 
 
 class _OpenFile:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
@@ -49,15 +51,18 @@ class Kafka(Broker):
             "bootstrap.servers": address.servers,
             # librdkafka requires a name; without a group nothing is committed
             "group.id": self.group or "dlrover",
+            "error_cb": self._note,
             **_OWN,
         }
         self._kafka = kafka
-        self.transient = (kafka.KafkaException, TimeoutError)
+        self.transient = (kafka.KafkaException, OSError)
         self.hopeless = ()
         self._consumer: Any = None
         self._at = (-1, -1)
         self._found = False
         """True if the topic has been found once."""
+        self._cause = ""
+        """What librdkafka has met during the call, in words, such as a refused certificate."""
 
     @property
     def identity(self) -> str:
@@ -66,12 +71,30 @@ class Kafka(Broker):
 
     def bounds(self) -> list[Bounds]:
         """Return the bounds of each partition."""
-        consumer = self._connected()
-        topic = consumer.list_topics(self._topic, timeout=TIMEOUT).topics[self._topic]
-        if topic.error is not None:
-            raise self._refusal(topic.error)
-        self._found = True
-        return [self._bounds(number) for number in range(len(topic.partitions))]
+        with self._explained():
+            consumer = self._connected()
+            topic = consumer.list_topics(self._topic, timeout=TIMEOUT).topics[self._topic]
+            if topic.error is not None:
+                raise self._refusal(topic.error)
+            self._found = True
+            return [self._bounds(number) for number in range(len(topic.partitions))]
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise a failure of the line with its cause, which the client reports beside its calls."""
+        self._cause = ""
+        try:
+            yield
+        except (self._kafka.KafkaException, TimeoutError) as error:
+            if self._consumer is not None:
+                self._consumer.poll(0)
+            if not self._cause:
+                raise
+            raise ConnectionError(self._cause) from error
+
+    def _note(self, error: Any) -> None:
+        if error.code() != self._kafka.KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001 - its name
+            self._cause = error.str()
 
     def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
         """Return, by the messages' time stamps, the first offsets that are not earlier."""
@@ -107,12 +130,16 @@ class Kafka(Broker):
 
     def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
         """Fetch messages; a consumer continues where it was, or is moved."""
+        with self._explained():
+            return self._fetch(partition, start, stop, most)
+
+    def _fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
         consumer = self._connected()
         if self._at != (partition, start):
             consumer.assign([self._kafka.TopicPartition(self._topic, partition, start)])
         found: list[Message] = []
-        at, until = start, time.monotonic() + TIMEOUT
-        while at < stop and len(found) < most:
+        at, until, gone = start, time.monotonic() + TIMEOUT, False
+        while at < stop and len(found) < most and not gone:
             got = consumer.consume(min(most - len(found), stop - at), _WAIT)
             if got:
                 until = time.monotonic() + TIMEOUT
@@ -120,10 +147,18 @@ class Kafka(Broker):
                 self._at = (-1, -1)
                 raise TimeoutError("the messages that it has do not come")
             for message in got:
+                gone = gone or self._is_gone(message.error())
                 at = max(at, self._taken(message, found, stop))
+        if gone and at == start:
+            raise TimeoutError(f"it has no offset {start}")
         # Messages fetched from ``stop`` on are fetched again by the worker that gets them.
-        self._at = (partition, at) if at <= stop else (-1, -1)
+        self._at = (partition, at) if at <= stop and not gone else (-1, -1)
         return Fetched(found, min(at, stop), max(start, self._bounds(partition).first))
+
+    def _is_gone(self, error: Any) -> bool:
+        """Return whether the requested offset does not exist any more; the consumer then fetches nothing else."""
+        reset = self._kafka.KafkaError._AUTO_OFFSET_RESET  # noqa: SLF001 - its name
+        return error is not None and error.code() == reset
 
     def _taken(self, message: Any, found: list[Message], stop: int) -> int:
         """Keep a message; return the offset up to which all messages have arrived."""
@@ -143,8 +178,7 @@ class Kafka(Broker):
             return int(message.offset()) + 1
         if error.code() == self._kafka.KafkaError._PARTITION_EOF:  # noqa: SLF001 - its name
             return int(message.offset())
-        if error.code() == self._kafka.KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001 - its name
-            # The requested offset does not exist any more.
+        if self._is_gone(error):
             return self._bounds(message.partition()).first
         raise self._refusal(error)
 
@@ -176,6 +210,7 @@ _OWN = {
     "auto.offset.reset": "error",
     "isolation.level": "read_committed",
     "allow.auto.create.topics": False,
+    "log_level": 2,  # what fails is raised, and would be logged ten times a second
 }
 """Settings that the way of reading depends on."""
 _HOPELESS = (

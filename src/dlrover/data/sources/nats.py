@@ -18,10 +18,13 @@ _WAIT = TIMEOUT
 """Seconds that messages may take which the server reports as available."""
 _INACTIVE = 300.0
 """Seconds after which the server forgets a reader that died, or asked for nothing."""
+_CLOSE = 1.0
+"""Seconds that closing a failed connection may take."""
 _NOWHERE = -1
 """Place of a reader that cannot go on."""
 _OURS = "DLRover: where the last stored checkpoint ends"
 """Description of the consumers that show a job's progress."""
+_BEHIND = "the server that reads the stream does not have all of its messages yet"
 Result = TypeVar("Result")
 
 
@@ -135,7 +138,7 @@ class Nats(Broker):
             reader = await _Consumer.begin(
                 await self._jetstream(), stream, self._subject, end, **begin
             )
-            found.append(await reader.first(end))
+            found.append(await reader.first(when, end))
             await reader.end()
         return found
 
@@ -188,7 +191,7 @@ class Nats(Broker):
             elif self.address.user:
                 credentials = {"token": self.address.user}
             scheme = self.address.scheme
-            client = nats.NATS()
+            client = _client(self.address)
             try:
                 await client.connect(
                     [f"{scheme}://{server}" for server in self.address.servers.split(",")],
@@ -198,9 +201,9 @@ class Nats(Broker):
                     **credentials,
                 )
             except BaseException as error:
-                # The client leaves a connection open that was not answered.
+                # The client leaves a connection open that was not answered, and waits for ever for one without TLS.
                 with contextlib.suppress(Exception):
-                    await client.close()
+                    await asyncio.wait_for(client.close(), _CLOSE)
                 if "authorization violation" in str(error).lower():  # of no class of its own
                     raise nats.errors.AuthorizationError from None
                 raise
@@ -245,9 +248,9 @@ class _Consumer:
     """A consumer on the server: messages from ``at`` on, in order."""
 
     def __init__(
-        self, jetstream: Any, consumer: tuple[str, str], subscription: Any, at: int
+        self, jetstream: Any, consumer: tuple[str, str], subject: str, subscription: Any, at: int
     ) -> None:
-        self._jetstream, self._consumer = jetstream, consumer
+        self._jetstream, self._consumer, self._subject = jetstream, consumer, subject
         self._subscription, self.at = subscription, at
 
     @classmethod
@@ -269,7 +272,7 @@ class _Consumer:
         )
         info = await jetstream.add_consumer(stream, config=config)
         subscription = await jetstream.pull_subscribe_bind(info.name, stream)
-        return cls(jetstream, (stream, info.name), subscription, start)
+        return cls(jetstream, (stream, info.name), subject, subscription, start)
 
     async def read(self, stop: int, most: int) -> tuple[list[Any], int]:
         """Return messages up to offset ``stop``, and the offset up to which there are no others."""
@@ -283,25 +286,55 @@ class _Consumer:
             except nats.errors.TimeoutError:
                 raise TimeoutError("the messages that it has do not come") from None
         last = got[-1].metadata if got else None
-        self.at = last.sequence.stream + 1 if last is not None else stop
-        all_there = last is None or last.num_pending == 0 or self.at >= stop
-        reached = stop if all_there else self.at
+        at = last.sequence.stream + 1 if last is not None else self.at
+        if at < stop and (last is None or last.num_pending == 0):
+            following = await self._of_leader(seq=at, subject=self._subject or ">", next=True)
+            if following is not None and following.seq < stop:
+                raise TimeoutError(_BEHIND)
+            at = stop
         # The rest may be on its way: it would come here later, and the server counts it as read.
-        self.at = max(self.at, reached) if len(got) >= asked else _NOWHERE
-        return [m for m in got if m.metadata.sequence.stream < stop], reached
+        self.at = at if len(got) >= asked else _NOWHERE
+        return [m for m in got if m.metadata.sequence.stream < stop], min(at, stop)
 
-    async def first(self, default: int) -> int:
-        """Return the offset of the first message."""
+    async def first(self, since: datetime, default: int) -> int:
+        """Return the offset of the first message, which is not older than ``since``."""
         if not (await self._subscription.consumer_info()).num_pending:
+            last = await self._of_leader(subject=self._subject or ">")
+            if last is not None and last.time >= since:
+                raise TimeoutError(_BEHIND)
             return default
         (message,) = await self._subscription.fetch(1, _WAIT)
         return int(message.metadata.sequence.stream)
+
+    async def _of_leader(self, **which: Any) -> Any:
+        """Return a message of the stream's leader, or None; the server of the consumer may not have all of them yet."""
+        from nats.js import errors  # noqa: PLC0415 - only if there is such a source
+
+        try:
+            return await self._jetstream.get_msg(self._consumer[0], **which)
+        except errors.NotFoundError:
+            return None
 
     async def end(self) -> None:
         """Remove the consumer from the server."""
         with contextlib.suppress(Exception):
             await self._subscription.unsubscribe()
             await self._jetstream.delete_consumer(*self._consumer)
+
+
+def _client(address: Address) -> Any:
+    """Return a client that sends no credentials over a line without TLS if the address demands TLS."""
+    import nats  # noqa: PLC0415 - only if there is such a source
+
+    class Client(nats.NATS):  # type: ignore[misc]  # nats is not typed here
+        def _connect_command(self) -> Any:
+            if address.scheme == "tls" and not self._server_info.get("tls_required"):
+                raise ConfigurationError(
+                    f"The server of {address} does not use TLS; write nats:// if it need not."
+                )
+            return super()._connect_command()
+
+    return Client()
 
 
 def _turn(loop: asyncio.AbstractEventLoop) -> None:

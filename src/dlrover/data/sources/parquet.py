@@ -11,7 +11,7 @@ from typing import Any
 
 from dlrover import extras
 from dlrover.data.sources.blocks import BlockRecords
-from dlrover.data.sources.files import Paths
+from dlrover.data.sources.files import Paths, unreadable
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 KEPT = 2
@@ -58,7 +58,13 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
 
     def _read(self, number: int) -> Any:
         file, group = self._groups[number]
-        table = self._file(file).read_row_group(group, columns=self.columns, use_threads=False)
+        try:
+            table = self._file(file).read_row_group(group, columns=self.columns, use_threads=False)
+        except OSError as error:
+            self._opened = None
+            raise InfrastructureError(
+                f"Row group {group} of {self.paths[file]} cannot be read: {error}."
+            ) from error
         if table.num_rows != self.blocks[number]:
             raise InfrastructureError(
                 f"Row group {group} of {self.paths[file]} has {table.num_rows} rows, and had"
@@ -80,7 +86,7 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
         except FileNotFoundError as error:
             raise ConfigurationError(f"{path} does not exist.") from error
         except OSError as error:
-            raise ConfigurationError(f"{path} cannot be read: {error}.") from error
+            raise unreadable(path, error) from error
         except ValueError as error:  # pyarrow raises it for invalid files
             raise ConfigurationError(f"{path} is no Parquet file: {error}") from error
         names = file.schema_arrow.names
@@ -155,7 +161,7 @@ def _remote_files(url: str) -> list[str]:
         else:
             return [url]
     except OSError as error:
-        raise ConfigurationError(f"{url} cannot be read: {error}.") from error
+        raise unreadable(url, error) from error
     return [system.unstrip_protocol(file) for file in found]
 
 

@@ -190,7 +190,10 @@ class PartFolder(Broker):
         part = self._part(number)
         first = self._ends[number] - len(part)
         reached = min(stop, self._ends[number], start + most)
-        messages = [Message(0, at, part[at - first]) for at in range(start, reached)]
+        try:
+            messages = [Message(0, at, part[at - first]) for at in range(start, reached)]
+        except InfrastructureError as error:
+            raise TimeoutError(str(error)) from error  # a shared folder may be away for a moment
         return Fetched(messages, reached, start)
 
     def _part(self, number: int) -> Parquet:

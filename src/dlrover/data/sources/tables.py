@@ -7,8 +7,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from dlrover import extras
 from dlrover._util import backoff, databases
@@ -25,6 +25,11 @@ PATIENCE = 60.0
 """Seconds that a database may be away, or need for an answer."""
 RETRY = 0.1, 1.0
 """Seconds until the first retry after the database could not be reached, and between later ones."""
+_MYSQL_AWAY = 1040, 1053, 2003, 2006, 2013
+"""Errors of MariaDB and MySQL: too many connections, a shutdown, no server, a lost connection."""
+_STARTING = "starting up", "shutting down", "in recovery", "too many", "connection slots"
+"""Words of a PostgreSQL server that refuses a connection for now."""
+Result = TypeVar("Result")
 _DRIVERS = {
     "mysql": "mysql+pymysql",
     "mariadb": "mariadb+pymysql",
@@ -38,8 +43,8 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
 
     Opening looks up every ``page``-th key in the key's index; a page is then read by its range of keys,
     without counting from the table's beginning. Rows added behind the last key are ignored; rows before it
-    must not be added or removed. Reads wait for a database that is away for less than `PATIENCE`, and as long for an
-    answer of PyMySQL or psycopg: ``read_timeout`` in the URL is another limit for it, in seconds.
+    must not be added or removed. Opening and reads wait for a database that is away for less than `PATIENCE`, and as long
+    for an answer of PyMySQL or psycopg: ``read_timeout`` in the URL is another limit for it, in seconds.
 
     Args:
         url: URL of SQLAlchemy: ``sqlite:///file``, ``mysql://user:password@host/database``,
@@ -55,6 +60,7 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
     Raises:
         ConfigurationError: the database or the table cannot be read, or has no such key or column; or
             ``dlrover[sql]`` is not installed.
+        InfrastructureError: the database stays away.
     """
 
     def __init__(  # noqa: PLR0913 - options, by name
@@ -76,8 +82,12 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
         self._name = table
         self._engines: tuple[int, Any] | None = None
         try:
-            self._columns, self._key = self._reflected(table, key, columns)
-            self._starts, blocks, self._last = self._pages(first, last, page)
+            self._columns, self._key = self._insist(
+                lambda: self._reflected(table, key, columns), self._is_away
+            )
+            self._starts, blocks, self._last = self._insist(
+                lambda: self._pages(first, last, page), self._is_away
+            )
         except self._sql.exc.SQLAlchemyError as error:
             raise ConfigurationError(f"{self!r} cannot be read: {self._told(error)}") from None
         finally:
@@ -212,13 +222,33 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
 
     def _ask(self, statement: Any) -> list[Any]:
         """Return the rows; wait for a database that is away."""
+        passing = self._sql.exc.OperationalError, self._sql.exc.InterfaceError
+
+        def ask() -> list[Any]:
+            with self._engine().connect() as connection:
+                return list(connection.execute(statement))
+
+        try:
+            return self._insist(ask, lambda error: isinstance(error, passing))
+        except self._sql.exc.DataError:
+            raise  # a value that cannot be read
+        except self._sql.exc.DBAPIError as error:
+            raise InfrastructureError(f"The {self!r} cannot be read: {self._told(error)}") from None
+
+    def _insist(self, call: Callable[[], Result], may_pass: Callable[[Any], bool]) -> Result:
+        """Call until there is a result, up to `PATIENCE` seconds; errors that do not pass are raised.
+
+        Raises:
+            InfrastructureError: the database stays away.
+        """
         until, waiting = time.monotonic() + PATIENCE, False
         delays = backoff.delays(*RETRY)
         while True:
             try:
-                with self._engine().connect() as connection:
-                    return list(connection.execute(statement))
-            except (self._sql.exc.OperationalError, self._sql.exc.InterfaceError) as error:
+                return call()
+            except self._sql.exc.DBAPIError as error:
+                if not may_pass(error):
+                    raise
                 delay = next(delays)
                 if time.monotonic() + delay > until:
                     raise InfrastructureError(
@@ -228,6 +258,17 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
                     logger.warning("Waiting for the %r: %s", self, self._told(error))
             waiting = True
             threading.Event().wait(delay)
+
+    def _is_away(self, error: Any) -> bool:
+        """Return whether a database that is to be opened is away, rather than refuses."""
+        told = str(error.orig)
+        match self._url.get_backend_name():
+            case "mysql" | "mariadb":
+                return error.orig.args[:1] in [(code,) for code in _MYSQL_AWAY]
+            case "postgresql":
+                operational = isinstance(error, self._sql.exc.OperationalError)
+                return operational and ("FATAL" not in told or any(w in told for w in _STARTING))
+        return "locked" in told
 
     def _engine(self) -> Any:
         """Return this process's own connections."""
