@@ -205,3 +205,29 @@ def test_a_server_that_is_back_and_forgot_the_version_is_listed_at_once(
     assert pauses[7] > 10 * RETRY[0]
     assert pauses[8] < 2 * RETRY[0]
     assert server.lists == 2
+
+
+def test_a_watch_that_is_refused_after_each_list_is_tried_ever_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the right to watch, each attempt lists everything and reports every object as changed."""
+    pauses: list[float] = []
+
+    class Server:
+        async def list(self, *_: object) -> tuple[list[dict[str, Any]], str]:
+            return [], "1"
+
+        async def watch(self, *_: object, **__: object) -> AsyncIterator[Any]:
+            if len(pauses) == 10:
+                raise asyncio.CancelledError
+            raise ApiError(403, "Forbidden", "cannot watch")
+            yield
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr("dlrover.kubernetes.api.informer.asyncio.sleep", sleep)
+    informer = Informer(Server(), CONFIG_MAPS, "default", "", print)  # type: ignore[arg-type]
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(informer.run())
+    assert pauses[-1] > RETRY[1] / 2

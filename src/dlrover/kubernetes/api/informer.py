@@ -93,7 +93,6 @@ class Informer:
         old, self.cache = self.cache, {key_of(item): item for item in items}
         self._version = version
         self._listed = time.monotonic()
-        self._healthy = True
         for key in [*self.cache, *(key for key in old if key not in self.cache)]:
             self._on_change(key)
         self.synced.set()
