@@ -17,7 +17,7 @@ from dlrover.kubernetes.api.client import ELASTIC_JOBS, LEASES, PODS, SCALE_PLAN
 from dlrover.kubernetes.machine import objects, pods
 from dlrover.kubernetes.machine.decisions import Decision
 from dlrover.kubernetes.operator import apply, scaleplans
-from dlrover.kubernetes.operator.leader import Leader
+from dlrover.kubernetes.operator.leader import Leader, LeaseTerms
 from dlrover.kubernetes.operator.operator import ByJob
 from dlrover.kubernetes.operator.scaleplans import ScalePlans
 from dlrover.kubernetes.platform import job as jobs, platform, reporting, scaling
@@ -691,6 +691,18 @@ def test_a_pod_that_gets_the_label_of_another_job_is_news_for_both() -> None:
 
 
 # ---- the Lease
+
+
+def test_a_leader_whose_lease_another_took_names_it() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        leader = Leader(server, "default", "lease", "me", LeaseTerms(renew=0.001))
+        await leader.acquire()
+        server.change(LEASES, "lease", spec={"holderIdentity": "operator-b"})
+        why = await leader.hold()
+        assert why == "The Lease default/lease belongs to another operator, operator-b."
+
+    asyncio.run(story())
 
 
 def test_a_lease_is_given_back_though_a_renewal_is_under_way() -> None:
