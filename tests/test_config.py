@@ -51,6 +51,7 @@ def test_torchruns_keys_are_accepted_and_the_originals_spelling_too():
         ),
         ({}, "colour = 1\n", {}, "colour, which is not a setting. The settings are"),
         ({}, "join_timeout = [\n", {}, "not valid TOML"),
+        ({}, "join_timeout = 1  # caf\xe9\n", {}, "not valid TOML: 'utf-8' codec"),
         ({}, 'join_timeout = "soon"\n', {}, "wrong value"),
         ({"DLROVER_JOIN_TIMEOUT": "soon"}, "", {}, "wrong value"),
         ({}, "", {"join": "1"}, "--rdzv-conf sets join, which is not a setting"),
@@ -58,7 +59,7 @@ def test_torchruns_keys_are_accepted_and_the_originals_spelling_too():
 )
 def test_bad_values_are_one_sentence(tmp_path: Path, env, file, conf, message: str):
     path = tmp_path / "dlrover.toml"
-    path.write_text(file)
+    path.write_text(file, encoding="latin-1")
     with pytest.raises(ConfigurationError, match=message) as caught:
         config.settings(env, str(path), conf)
     assert "\n" not in str(caught.value)

@@ -417,7 +417,7 @@ def _from_file(path: str) -> dict[str, Any]:
     with readable(f"The configuration file {path}"):
         data = Path(path).read_bytes()
     try:
-        values = msgspec.toml.decode(data, type=dict[str, Any])
+        values = decoding.toml(data)
     except msgspec.DecodeError as error:
         raise ConfigurationError(
             f"The configuration file {path} is not valid TOML: {error}."

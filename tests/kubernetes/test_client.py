@@ -81,6 +81,17 @@ def test_a_list_is_whole_however_many_pages_it_has(
     asyncio.run(story())
 
 
+def test_a_cluster_without_a_definition_says_so(control_plane: ControlPlane) -> None:
+    resource = api.Resource("elastic.iml.github.io", "v1alpha1", "marathons", "Marathon")
+
+    async def story() -> None:
+        async with Client.from_config(str(control_plane.kubeconfig)) as client:
+            with pytest.raises(ApiError, match=r"does not know marathons of .*/v1alpha1: install"):
+                await client.list(resource, "default")
+
+    asyncio.run(story())
+
+
 def test_a_watch_tells_what_happens_and_ends_in_time(
     control_plane: ControlPlane, namespace: str
 ) -> None:
@@ -194,6 +205,18 @@ def test_a_token_that_is_refused_is_read_again() -> None:
     async def story() -> None:
         async with server.client() as client:
             await client.get(PODS, "n", "x")
+
+    asyncio.run(story())
+
+
+@pytest.mark.slow
+def test_credentials_that_are_refused_get_a_sentence() -> None:
+    server = Server((401, ""), (401, ""))
+
+    async def story() -> None:
+        async with server.client() as client:
+            with pytest.raises(ApiError, match=r"http://127\.0\.0\.1:\d+ refuses the credentials"):
+                await client.get(PODS, "n", "x")
 
     asyncio.run(story())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -13,17 +14,17 @@ import pytest
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.kubernetes.api import client
 from dlrover.kubernetes.api.client import ELASTIC_JOBS, LEASES, PODS, SCALE_PLANS, ApiError
-from dlrover.kubernetes.machine import objects
+from dlrover.kubernetes.machine import objects, pods
 from dlrover.kubernetes.machine.decisions import Decision
 from dlrover.kubernetes.operator import apply, scaleplans
-from dlrover.kubernetes.operator.leader import Leader
+from dlrover.kubernetes.operator.leader import Leader, LeaseTerms
 from dlrover.kubernetes.operator.operator import ByJob
 from dlrover.kubernetes.operator.scaleplans import ScalePlans
 from dlrover.kubernetes.platform import job as jobs, platform, reporting, scaling
 from dlrover.kubernetes.platform.platform import KubernetesPlatform
 from dlrover.kubernetes.platform.reporting import Reporter
 from dlrover.kubernetes.platform.scaling import Scaler
-from dlrover.kubernetes.resources import names, validation
+from dlrover.kubernetes.resources import names, times, validation
 from dlrover.kubernetes.resources.types import ElasticJob, ElasticJobStatus
 from dlrover.platform.base import Progress, RoleSize
 from dlrover.rpc.messages import ScaleReply
@@ -492,6 +493,12 @@ POD = "digits-edljob-worker-0"
 FAILED = {"phase": "Failed", "containerStatuses": [{"name": "main", "state": {}}]}
 
 
+def uid(server: MemoryServer) -> str:
+    """That of the pod that has the name now; empty while there is none."""
+    found = server.objects.get(PODS.path("default", POD))
+    return str(found["metadata"]["uid"]) if found else ""
+
+
 def test_the_end_of_an_earlier_pod_is_not_the_end_of_the_next_one() -> None:
     """The informer has not seen yet that the pod of an earlier run has gone, nor the one that was made."""
 
@@ -537,6 +544,55 @@ def test_a_pod_that_another_has_the_name_of_was_deleted() -> None:
             server.speak()
             await until(lambda: nodes.exits)
             assert nodes.exits == {0: "its pod was deleted"}
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+@pytest.mark.parametrize("late", [True, False])
+def test_a_pod_on_a_lost_machine_does_not_keep_its_name_for_ever(earlier: bool, late: bool) -> None:
+    """The master that had made it is lost with the same machine, and its successor has no journal."""
+
+    async def story() -> None:
+        server = MemoryServer()
+        job = submit(server)
+        async with watched(server, job) as nodes:
+            nodes.platform.launch(LaunchNode(0, 0))
+            await until(lambda: POD in str(server.objects))
+        since = time.time() - pods.FORCE_AFTER + (-1.0 if late else 20.0)
+        server.change(PODS, POD, metadata={"deletionTimestamp": times.written(since)})
+        lost = uid(server)
+        async with watched(server, again(server) if earlier else job) as nodes:
+            assert nodes.platform.find() == []
+            nodes.platform.launch(LaunchNode(0, 0))
+            if late:
+                await until(lambda: uid(server) not in ("", lost))
+            else:
+                await asyncio.sleep(0.05)
+                assert uid(server) == lost
+            assert nodes.exits == {}
+
+    asyncio.run(story())
+
+
+def test_a_node_that_ended_beside_a_container_that_runs_on_leaves_its_name() -> None:
+    """That of a service mesh keeps its pod running; a master without a journal uses the name again."""
+
+    async def story() -> None:
+        server = MemoryServer()
+        job = submit(server)
+        async with watched(server, job) as nodes:
+            nodes.platform.launch(LaunchNode(0, 0))
+            await until(lambda: POD in str(server.objects))
+        ended = {"name": "main", "state": {"terminated": {"exitCode": 1}}}
+        beside = {"name": "mesh", "state": {"running": {}}}
+        status = {"phase": "Running", "containerStatuses": [ended, beside]}
+        server.change(PODS, POD, status=status)
+        first = uid(server)
+        async with watched(server, job) as nodes:
+            nodes.platform.launch(LaunchNode(0, 0))
+            await until(lambda: uid(server) not in ("", first))
+            assert nodes.exits == {}
 
     asyncio.run(story())
 
@@ -635,6 +691,18 @@ def test_a_pod_that_gets_the_label_of_another_job_is_news_for_both() -> None:
 
 
 # ---- the Lease
+
+
+def test_a_leader_whose_lease_another_took_names_it() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        leader = Leader(server, "default", "lease", "me", LeaseTerms(renew=0.001))
+        await leader.acquire()
+        server.change(LEASES, "lease", spec={"holderIdentity": "operator-b"})
+        why = await leader.hold()
+        assert why == "The Lease default/lease belongs to another operator, operator-b."
+
+    asyncio.run(story())
 
 
 def test_a_lease_is_given_back_though_a_renewal_is_under_way() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ import pytest
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api import client as api
 from dlrover.kubernetes.api.client import ApiError, Client
-from dlrover.kubernetes.api.informer import RETRY, Informer
+from dlrover.kubernetes.api.informer import BLIND, RETRY, Informer
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.manifests import CONFIG_MAPS
+from tests.kubernetes.memory import stop, until
 from tests.support.proxy import Proxy
 
 
@@ -205,3 +207,75 @@ def test_a_server_that_is_back_and_forgot_the_version_is_listed_at_once(
     assert pauses[7] > 10 * RETRY[0]
     assert pauses[8] < 2 * RETRY[0]
     assert server.lists == 2
+
+
+def test_a_watch_that_is_refused_after_each_list_is_tried_ever_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the right to watch, each attempt lists everything and reports every object as changed."""
+    pauses: list[float] = []
+
+    class Server:
+        async def list(self, *_: object) -> tuple[list[dict[str, Any]], str]:
+            return [], "1"
+
+        async def watch(self, *_: object, **__: object) -> AsyncIterator[Any]:
+            if len(pauses) == 10:
+                raise asyncio.CancelledError
+            raise ApiError(403, "Forbidden", "cannot watch")
+            yield
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr("dlrover.kubernetes.api.informer.asyncio.sleep", sleep)
+    informer = Informer(Server(), CONFIG_MAPS, "default", "", print)  # type: ignore[arg-type]
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(informer.run())
+    assert pauses[-1] > RETRY[1] / 2
+
+
+def test_objects_that_cannot_be_seen_any_more_are_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The right to see them is not there yet, and is withdrawn while they are watched."""
+    now, allowed, refused = 1000.0, False, 0
+
+    class Server:
+        async def list(self, *_: object) -> tuple[list[dict[str, Any]], str]:
+            nonlocal refused
+            await asyncio.sleep(0)
+            if not allowed:
+                refused += 1
+                raise ApiError(403, "Forbidden", "cannot list")
+            return [], "1"
+
+        async def watch(self, *_: object, **__: object) -> AsyncIterator[Any]:
+            while allowed:
+                await asyncio.sleep(0.001)
+            raise ApiError(403, "Forbidden", "cannot watch")
+            yield
+
+    async def story() -> None:
+        nonlocal now, allowed
+        informer = Informer(Server(), CONFIG_MAPS, "default", "", print)  # type: ignore[arg-type]
+        running = asyncio.create_task(informer.run())
+        await until(lambda: refused)
+        await until(
+            lambda: informer.obstacle == "configmaps in default are not listed yet: cannot list"
+        )
+        allowed = True
+        await until(informer.synced.is_set)
+        before, allowed = refused, False
+        await until(lambda: refused > before + 1)
+        assert informer.obstacle == ""
+        now += BLIND + 1.0
+        assert informer.obstacle == "configmaps in default are unseen for 121 s: cannot list"
+        allowed = True
+        await until(lambda: informer.obstacle == "")
+        await stop(running)
+
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("dlrover.kubernetes.api.informer.time", clock)
+    monkeypatch.setattr("dlrover.kubernetes.api.informer.RETRY", (0.001, 0.001))
+    asyncio.run(story())

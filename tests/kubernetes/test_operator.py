@@ -439,7 +439,8 @@ def test_a_leader_that_cannot_renew_its_lease_stops(cluster: Cluster) -> None:
             cluster.plane.kubectl(
                 "delete", "rolebinding", "dlrover-operator-lease", namespace=cluster.namespace
             )
-            await asyncio.wait_for(holding, 20)
+            why = await asyncio.wait_for(holding, 20)
+            assert why == f"The Lease {cluster.namespace}/lease could not be renewed for 2 s."
         finally:
             with contextlib.suppress(InfrastructureError):
                 await client.close()

@@ -191,6 +191,30 @@ def test_a_master_on_a_lost_machine_is_deleted_by_force_after_its_time() -> None
     assert "deletionTimestamp" not in world.master["metadata"]
 
 
+def test_a_master_whose_machine_does_not_answer_is_not_said_to_start() -> None:
+    """Kubernetes leaves its pod there for its toleration time, minutes, and takes the condition Ready."""
+    world = running()
+    assert world.master is not None
+    world.master["spec"]["nodeName"] = "gpu-7"
+    world.master["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    for _ in range(2):
+        world.settle()
+        assert world.status["phase"] == "Restarting"
+        assert world.status["message"] == (
+            "The master's pod is no longer ready: it does not answer, or gpu-7 does not."
+        )
+        world.now += 60.0
+    assert world.events.count("MasterNotReady") == 1
+    assert world.condition("MasterReady") == "False"
+    world.run(world.master)
+    world.settle()
+    assert world.status["message"] == "2 of 2 workers are running."
+    assert world.status["master"]["starts"] == 1
+    world.end(world.master, 137)
+    world.settle()
+    assert world.status["message"] == "The master is starting."
+
+
 def test_a_master_that_ends_quickly_again_and_again_is_started_later_each_time() -> None:
     world = World()
     waits = []
@@ -260,6 +284,19 @@ def test_the_master_of_an_earlier_job_of_the_name_is_removed() -> None:
     assert "deletionTimestamp" in old["metadata"]
     assert world.master is old
     world.gone(old)
+    world.settle()
+    assert world.master is not None
+    assert world.master["metadata"]["ownerReferences"][0]["uid"] == "uid-1"
+
+
+def test_the_master_of_an_earlier_job_of_the_name_goes_though_its_machine_is_lost() -> None:
+    world = World()
+    foreign_pod(world, kind="ElasticJob", name="digits", uid="uid-0")
+    world.settle()
+    world.now += 30.0 + 59.0
+    world.settle()
+    assert world.status["phase"] == "Pending"
+    world.now += 1.0
     world.settle()
     assert world.master is not None
     assert world.master["metadata"]["ownerReferences"][0]["uid"] == "uid-1"

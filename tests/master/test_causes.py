@@ -167,13 +167,14 @@ def test_a_wrong_row_is_refused_in_one_sentence(tmp_path, change, said):
         ("[[rules]]\ncause = 'x'", "holds rules; it takes rows"),
         ("rule = [1]", "row 1 is 1; it takes a table of fields"),
         ("[[rule", "is not valid TOML: "),
+        ("# caf\xe9", "is not valid TOML: 'utf-8' codec"),
         (None, "cannot be read: No such file or directory; it takes a TOML file"),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_sentence(tmp_path, content, said):
     path = tmp_path / "rules.toml"
     if content is not None:
-        path.write_text(content)
+        path.write_text(content, encoding="latin-1")
     with pytest.raises(ConfigurationError, match=re.escape(said)) as caught:
         load_own(str(path), {})
     assert str(path) in str(caught.value)

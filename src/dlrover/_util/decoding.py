@@ -65,6 +65,19 @@ def msgpack(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
     return value
 
 
+def toml(data: bytes) -> dict[str, Any]:
+    """Return the table that a TOML file holds.
+
+    Raises:
+        msgspec.DecodeError: the bytes are no TOML, which is UTF-8.
+    """
+    try:
+        value: dict[str, Any] = msgspec.toml.decode(data)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(str(error)) from error
+    return value
+
+
 def convert(values: Any, kind: type[T], *, strict: bool = True) -> T:
     """Return plain values, such as those of a JSON text, as a value of a type.
 

@@ -77,7 +77,7 @@ def load(path: Path) -> tuple[Rule, ...]:
     with readable(f"diagnosis_rules {path}", "; it takes a TOML file"):
         data = path.read_bytes()
     try:
-        content = msgspec.toml.decode(data)
+        content = decoding.toml(data)
     except msgspec.DecodeError as error:
         raise ConfigurationError(f"diagnosis_rules {path} is not valid TOML: {error}.") from error
     rows = content.get("rule")

@@ -46,7 +46,7 @@ def operator(
 ) -> None:
     """Run the operator, which starts and restarts the masters of ElasticJobs.
 
-    Exit code 3 if another operator becomes the leader.
+    Exit code 3 if another operator becomes the leader, or it cannot renew its Lease.
     """
     with extra():
         from dlrover.kubernetes.api.client import Client  # noqa: PLC0415 - needs the extra

@@ -197,7 +197,13 @@ class Client:
         path = resource.path(namespace)
         query = _query(labelSelector=labels, fieldSelector=fields)
         items: list[Manifest] = []
-        page = await self._call("GET", path, query | {"limit": str(PAGE)})
+        try:
+            page = await self._call("GET", path, query | {"limit": str(PAGE)})
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            unknown = f"The cluster does not know {resource.plural} of {resource.api_version}: install their definition."
+            raise ApiError(404, error.reason, unknown) from error
         items += page.get("items") or ()
         try:
             while following := page["metadata"].get("continue"):
@@ -523,6 +529,9 @@ def _error(answer: httpx2.Response) -> ApiError:
     except msgspec.DecodeError:
         status = {"message": answer.text[:500].strip()}
     message = status.get("message") or f"The API server answered {answer.status_code}."
+    if answer.status_code == 401:
+        where = f"{answer.url.scheme}://{answer.url.netloc.decode()}"
+        message = f"The Kubernetes API server {where} refuses the credentials, which may have expired: {message}."
     after = answer.headers.get("Retry-After", "")
     return ApiError(
         answer.status_code,

@@ -18,6 +18,8 @@ RESYNC = 600.0
 """Seconds after which all objects are listed and reported again, changed or not."""
 RETRY = 0.2, 30.0
 """First and maximum seconds before a retry after a failure."""
+BLIND = 120.0
+"""Seconds without an answer after which the objects count as unseen; a watch without news ends earlier."""
 
 
 class Informer:
@@ -55,7 +57,9 @@ class Informer:
         self._watch_timeout = watch_timeout
         self._version = ""
         self._listed = 0.0
+        self._answered = 0.0
         self._healthy = False
+        self._why = ""
 
     async def run(self) -> None:
         """Follow the objects until cancelled."""
@@ -67,6 +71,7 @@ class Informer:
                     await self._list()
                 await self._watch()
             except InfrastructureError as error:
+                self._why = str(error)
                 asked = error.retry_after if isinstance(error, ApiError) else None
                 if isinstance(error, ApiError) and not error.passing:
                     self._version = ""  # 410: the version is too old; others: a list may show why
@@ -74,10 +79,21 @@ class Informer:
                 if self._healthy:
                     delays = backoff.delays(*RETRY)
                 pause = next(delays) if asked is None else min(RETRY[1], asked)
-                logger.info("Watching %s resumes in %.1f s: %s", self.what, pause, error)
+                refused = isinstance(error, ApiError) and error.status in (403, 404)
+                level = logging.WARNING if refused else logging.INFO
+                logger.log(level, "Watching %s resumes in %.1f s: %s", self.what, pause, error)
                 await asyncio.sleep(pause)
             else:
+                self._answered = time.monotonic()
                 delays = backoff.delays(*RETRY)
+
+    @property
+    def obstacle(self) -> str:
+        """Why the cache is not current; empty while it is."""
+        if not self.synced.is_set():
+            return f"{self.what} are not listed yet{f': {self._why}' if self._why else ''}"
+        silence = time.monotonic() - self._answered
+        return "" if silence < BLIND else f"{self.what} are unseen for {silence:.0f} s: {self._why}"
 
     @property
     def what(self) -> str:
@@ -92,8 +108,7 @@ class Informer:
         )
         old, self.cache = self.cache, {key_of(item): item for item in items}
         self._version = version
-        self._listed = time.monotonic()
-        self._healthy = True
+        self._listed = self._answered = time.monotonic()
         for key in [*self.cache, *(key for key in old if key not in self.cache)]:
             self._on_change(key)
         self.synced.set()
@@ -110,6 +125,7 @@ class Informer:
         )
         async for kind, obj in events:
             self._healthy = True
+            self._answered = time.monotonic()
             if kind != "BOOKMARK":
                 key = key_of(obj)
                 if kind == "DELETED":

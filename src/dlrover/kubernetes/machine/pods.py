@@ -72,6 +72,12 @@ def leaving(pod: Manifest) -> bool:
     return bool(pod["metadata"].get("deletionTimestamp"))
 
 
+def force_after(pod: Manifest, now: float, after: float = FORCE_AFTER) -> float:
+    """Return the seconds until a leaving pod is deleted by force, ``after`` seconds beyond its grace period."""
+    due = times.read(pod["metadata"].get("deletionTimestamp") or "")
+    return (now if due is None else due) + after - now
+
+
 def ready(pod: Manifest) -> bool:
     """Return whether it runs, is ready, and is not being deleted."""
     is_ready = condition(pod, "Ready").get("status") == "True"

@@ -42,6 +42,7 @@ CREATION_SLACK = 5.0
 """Seconds allowed between the decision to start a master and its pod's creation."""
 FOREIGN_CHECK = 5.0
 """Seconds before checking again whether another owner's pod has gone."""
+_NOT_READY = "MasterNotReady"
 
 
 def reconcile(seen: Observed, now: float, master_image: str, token: str) -> Decision:
@@ -175,7 +176,11 @@ def _name_taken(view: View, foreign: Manifest) -> Decision:
     earlier = any(
         one.get("kind") == "ElasticJob" and one.get("name") == view.job.name for one in references
     )
-    delete = (deletion(foreign),) if earlier and not pods.leaving(foreign) else ()
+    delete: tuple[Deletion, ...] = ()
+    if earlier and not pods.leaving(foreign):
+        delete = (deletion(foreign),)
+    elif earlier and view.force_after(foreign) <= 0:
+        delete = (deletion(foreign, grace=0),)
     message = f"Pod {pods.name(foreign)} does not belong to this job and must be deleted first."
     if message != view.old.message and not delete:
         view.report("NameTaken", message, warning=True)
@@ -246,18 +251,22 @@ def _runs(view: View, master: Manifest) -> Decision:
     """Report the state of a job whose master lives; yield if another job waits ahead of it."""
     ready, job = pods.ready(master), view.job
     why = pods.obstacle([master, *view.others]) or view.old.training.waits
+    remembered = _remembered(view, master)
+    silent = "" if ready or remembered else _silent(view, master)
     phase, message = "Pending", "The workers are starting." if ready else "The master is starting."
     if ready and job.spec.roles:
         phase, message = "Running", "The coordinator is running."
     elif ready and view.active:
         phase, message = "Running", f"{view.active} of {view.wanted} workers are running."
-    elif view.old.master.starts > 1 and view.old.phase == "Restarting" and not ready:
+    elif silent or (view.old.master.starts > 1 and view.old.phase == "Restarting" and not ready):
         phase = "Restarting"
     if ready and not view.is_true("MasterReady"):
         view.report("MasterReady", "The master accepts connections.")
     changed = [
         view.condition("Suspended", False, "Resumed"),
-        view.condition("MasterReady", ready, "Ready" if ready else "Starting"),
+        view.condition("MasterReady", False, _NOT_READY, silent)
+        if silent
+        else view.condition("MasterReady", ready, "Ready" if ready else "Starting"),
     ]
     again: float | None = None
     if view.yields_after is not None and not view.is_true("Placed"):
@@ -267,12 +276,11 @@ def _runs(view: View, master: Manifest) -> Decision:
             again = _patience(view, view.yields_after)
             if again == 0.0:
                 return removal.yields(view, view.yields_after)
-    remembered = _remembered(view, master)
     if remembered:  # the server accepted it, but the response was lost
         view.events.insert(0, _started(remembered["master"].starts))
     decision = view.decision(
         phase,
-        why or message,
+        silent or why or message,
         changed=changed,
         again=again,
         running_spec=view.running.record,
@@ -280,6 +288,18 @@ def _runs(view: View, master: Manifest) -> Decision:
     )
     missing = () if view.seen.service is not None else (objects.service(view.job),)
     return replace(decision, ensure=missing)
+
+
+def _silent(view: View, master: Manifest) -> str:
+    """Return that the master, which was ready, no longer is: its machine may be lost. Empty while it starts."""
+    before = next((c for c in view.old.conditions if c.type == "MasterReady"), None)
+    if before is None or (before.status != "True" and before.reason != _NOT_READY):
+        return ""
+    machine = (master.get("spec") or {}).get("nodeName") or "its machine"
+    message = f"The master's pod is no longer ready: it does not answer, or {machine} does not."
+    if before.status == "True":
+        view.report(_NOT_READY, message, warning=True)
+    return message
 
 
 def _patience(view: View, after: int) -> float:

@@ -73,9 +73,8 @@ class View:
 
     def force_after(self, pod: Manifest) -> float:
         """Return the seconds until a leaving pod is deleted by force."""
-        due = times.read(pod["metadata"].get("deletionTimestamp") or "")
         after = FORCE_AFTER if pod is self.master else pods.FORCE_AFTER
-        return (self.now if due is None else due) + after - self.now
+        return pods.force_after(pod, self.now, after)
 
     def forced(self) -> tuple[Deletion, ...]:
         """Return the forced deletion of the master's pod if it is overdue."""

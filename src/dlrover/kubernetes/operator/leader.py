@@ -66,8 +66,8 @@ class Leader:
             "%s is the leader by the Lease %s/%s", self._identity, self._namespace, self._name
         )
 
-    async def hold(self) -> None:
-        """Renew the Lease; return when it is lost."""
+    async def hold(self) -> str:
+        """Renew the Lease until it is lost; return why, as a sentence."""
         while True:
             await asyncio.sleep(self._terms.renew)
             left = self._renewed_at + self._terms.deadline - self._clock()
@@ -78,8 +78,10 @@ class Leader:
             if not held and (
                 self._clock() - self._renewed_at >= self._terms.deadline or self._seen_other()
             ):
-                logger.error("The Lease %s/%s is lost", self._namespace, self._name)
-                return
+                lease = f"The Lease {self._namespace}/{self._name}"
+                if self._seen_other():
+                    return f"{lease} belongs to another operator, {self._seen[0]}."
+                return f"{lease} could not be renewed for {self._terms.deadline:g} s."
 
     async def release(self) -> None:
         """Give the Lease back, so that another operator need not wait for it to expire."""

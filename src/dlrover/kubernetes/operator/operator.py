@@ -120,14 +120,13 @@ class Operator:
         if not self.stats.leads:
             seen = self._leader is not None and self._leader.informed
             return "" if seen else "The operator has not read its Lease yet."
-        synced = all(informer.synced.is_set() for informer in self._informers)
-        return "" if synced else "The operator has not listed all jobs and pods yet."
+        return next(filter(None, (informer.obstacle for informer in self._informers)), "")
 
     async def run(self) -> None:
         """Wait for leadership; work while this operator leads.
 
         Raises:
-            InfrastructureError: another operator leads now.
+            InfrastructureError: it no longer holds the Lease.
         """
         if self._leader is None:
             self.stats.leads = True
@@ -141,7 +140,7 @@ class Operator:
             await asyncio.wait([running, holding], return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 await running
-            raise InfrastructureError("Another operator has become the leader; this one exits.")
+            raise InfrastructureError(f"{await holding} This operator exits.")
         finally:
             self.stats.leads = False
             await tasks.stop([running, holding])

@@ -250,16 +250,20 @@ class KubernetesPlatform:
 
         A pod of that name left by an earlier run of the job is deleted: one that has ended, and one of an
         ElasticJob of this name that is no longer there. The garbage collector may need minutes for the latter.
+        One that is being deleted on a machine that no longer answers is deleted by force: an earlier master that
+        knew it may be lost with the same machine.
         """
         try:
             pod = await self._client.get(PODS, self._namespace, name)
             uid = str(pod["metadata"]["uid"])
             if self._ours(pod) and not nodes.ending(pod):
                 return uid
-            if pods.ended(pod) and self._ours(pod):
-                await self._client.delete(PODS, self._namespace, name, uid)
-            elif pods.of_earlier(pod, self._job) and not pods.leaving(pod):
+            if not (self._ours(pod) or pods.of_earlier(pod, self._job)):
+                return ""
+            if not pods.leaving(pod):
                 await self._client.delete(PODS, self._namespace, name, uid)  # it may save first
+            elif pods.force_after(pod, time.time()) <= 0:
+                await self._client.delete(PODS, self._namespace, name, uid, grace=0)
         except InfrastructureError as error:
             logger.info("Pod %s: %s", name, error)
         return ""
