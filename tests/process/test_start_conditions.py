@@ -1,7 +1,9 @@
 """Jobs that are started without a terminal, without standard streams, or to outlive their terminal."""
 
+import os
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import psutil
@@ -59,3 +61,16 @@ def test_nodes_meet_at_any_address_of_their_machine_without_a_token(run, host: s
         node.succeed()
         said = f"DLROVER_TOKEN is not set: only nodes of this machine can meet at {host}."
         assert (said in node.stderr) is (host in OWN)
+
+
+SPARE = "import os\nfor name in dir(os):\n    if name.startswith(('memfd', 'MFD_', 'pidfd')):\n        delattr(os, name)\n"
+"""A `sitecustomize` that makes an interpreter as those of uv and conda are, which are built for an old C library."""
+
+
+def test_an_interpreter_for_an_old_c_library_runs_a_job(run) -> None:
+    (here := run.directory / "site").mkdir()
+    (here / "sitecustomize.py").write_text(SPARE)
+    launch = run(
+        run.scripts / "hello.py", env={"PYTHONPATH": os.pathsep.join([str(here), *sys.path])}
+    )
+    assert launch.succeed() == "hello from rank 0 of 1\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import logging
 import os
@@ -15,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import dlrover
-from dlrover._util import procs
+from dlrover._util import kernel, procs
 from dlrover.agent.workers import zygote
 from dlrover.training.worker.progress import BOARD_BYTES
 
@@ -217,9 +216,11 @@ def make_board() -> int:
 
     The agent maps it, and would end by SIGBUS where memory is missing.
     """
-    fd = os.memfd_create("dlrover-progress", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = kernel.memfd_create(
+        "dlrover-progress", kernel.MFD_CLOEXEC | kernel.MFD_ALLOW_SEALING
+    )
     os.ftruncate(fd, BOARD_BYTES)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    kernel.fix_size(fd)
     os.set_inheritable(fd, True)
     return fd
 
