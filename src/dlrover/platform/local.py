@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 
 from dlrover import config
-from dlrover._util import procs, tasks
+from dlrover._util import procs, start, tasks
 from dlrover.errors import InfrastructureError
 from dlrover.platform import groups
 from dlrover.platform.base import OnExit, Setup
@@ -54,7 +53,7 @@ class LocalPlatform:
     @classmethod
     async def create(cls, setup: Setup) -> LocalPlatform:
         """Create the platform that starts its nodes from the master's job directory."""
-        command = [sys.executable, "-m", "dlrover.agent", "--job-dir", str(setup.job_dir)]
+        command = [*start.command("dlrover.agent"), "--job-dir", str(setup.job_dir)]
         pass_fds = []
         if setup.lifeline_fd >= 0:
             command += ["--lifeline-fd", str(setup.lifeline_fd)]
