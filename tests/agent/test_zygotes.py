@@ -114,7 +114,9 @@ def test_a_zygote_whose_agent_has_left_says_nothing() -> None:
     """It gets ready when the job ends; its traceback would follow the last screen."""
     ours, theirs = socket.socketpair()
     board = zygotes.make_board()
-    start = f"from dlrover.agent.workers import zygote; zygote.main({theirs.fileno()}, {board}, '')"
+    start = (
+        f"from dlrover.agent.workers import zygote; zygote.main({theirs.fileno()}, {board}, '', ())"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", start],
         pass_fds=(theirs.fileno(), board),

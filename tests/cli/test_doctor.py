@@ -34,7 +34,7 @@ HEALTHY = Machine(
     python="3.12.4",
     executable="/opt/python/bin/python",
     kernel="Linux 6.8.0",
-    pidfd=True,
+    memfd=True,
     torch="2.7.1+cu128",
     accelerators=(Accelerator("nvidia", ("/dev/nvidia0", "/dev/nvidia1")),),
     memory_total=256 * GIB,
@@ -97,7 +97,7 @@ def test_nothing_is_amiss_on_a_healthy_machine():
     [
         ("python", "ok", {}, ["3.12.4", "/opt/python/bin/python"]),
         ("kernel", "ok", {}, ["Linux 6.8.0"]),
-        ("kernel", "problem", {"kernel": "Linux 4.18", "pidfd": False}, ["Linux 4.18", "5.3"]),
+        ("kernel", "problem", {"kernel": "Linux 4.18", "memfd": False}, ["Linux 4.18", "sandbox"]),
         ("pytorch", "warning", {"torch": None}, ["not installed", "pip install"]),
         ("pytorch", "problem", {"torch": "2.5.1+cu121"}, ["2.5.1+cu121", "2.6"]),
         ("pytorch", "ok", {"torch": "2.6.0"}, ["2.6.0"]),
@@ -276,7 +276,7 @@ def test_the_facts_about_this_machine_are_true(tmp_path):
     assert machine.hostname.question == socket.gethostname()
     assert machine.reverse[0].question == "127.0.0.1"
     assert machine.kernel.startswith("Linux ")
-    assert machine.pidfd == hasattr(os, "pidfd_open")
+    assert machine.memfd
     assert "lo" in machine.interfaces
     assert machine.gloo_interfaces == ("lo", "eth9")
     assert machine.flag_variables == ("PET_NNODES",)

@@ -1,7 +1,9 @@
 """Jobs that are started without a terminal, without standard streams, or to outlive their terminal."""
 
+import os
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import psutil
@@ -11,6 +13,10 @@ from dlrover.errors import ExitCode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
+FAILS = "raise SystemExit(f'{__name__} is a file of the user')\n"
+"""Content of a module that must not be imported."""
+INSTALLED = "import sys\nfrom dlrover.cli import launcher\nsys.exit(launcher())\n"
+"""Content of the program ``dlrover-run`` of an installation."""
 CLOSED = {"output": ">&-", "errors": "2>&-", "all": "<&- >&- 2>&-"}
 """What a shell does to a command's standard streams."""
 
@@ -59,3 +65,64 @@ def test_nodes_meet_at_any_address_of_their_machine_without_a_token(run, host: s
         node.succeed()
         said = f"DLROVER_TOKEN is not set: only nodes of this machine can meet at {host}."
         assert (said in node.stderr) is (host in OWN)
+
+
+@pytest.fixture
+def installed(run) -> tuple[str, str]:
+    """The command ``dlrover-run`` of an installation, which does not search the working directory for modules."""
+    (program := run.directory / "dlrover-run").write_text(INSTALLED)
+    return sys.executable, str(program)
+
+
+@pytest.mark.parametrize("variable", [[], ["PYTHONPATH"]], ids=["working directory", "PYTHONPATH"])
+def test_files_of_a_user_are_not_taken_for_modules_of_dlrover(
+    run, installed: tuple[str, str], variable: list[str]
+) -> None:
+    """torchrun starts there, too."""
+    here = run.directory / "project"
+    names = ["secrets", "hmac", "decimal", "sqlite3", "shlex"]
+    if not variable:  # else Python itself does not start
+        names += ["types", "json", "runpy", "socket", "pathlib", "dlrover/__init__"]
+    for name in names:
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / f"{name}.py").write_text(FAILS)
+    path = os.pathsep.join([str(here), *sys.path])
+    env = dict.fromkeys(variable, path)
+    launch = run(run.scripts / "hello.py", launcher=installed, cwd=here, env=env)
+    assert launch.succeed() == "hello from rank 0 of 1\n"
+
+
+@pytest.mark.parametrize("entry", ["script", "-m", "folder"])
+def test_a_program_has_modules_of_its_own_with_the_names_of_the_standard_librarys(
+    run, installed: tuple[str, str], entry: str
+) -> None:
+    here = run.directory / "project"
+    (here / "json").mkdir(parents=True)
+    (here / "json/__init__.py").write_text("dumps = 'of the program'")
+    (here / "secrets.py").write_text("KEY = 'of the program'")
+    program = "import hmac, json, secrets\nprint(json.dumps, secrets.KEY, len(hmac.__name__))\n"
+    for name in ("program", "__main__"):
+        (here / f"{name}.py").write_text(program)
+    args = {"script": ["program.py"], "-m": ["-m", "program"], "folder": ["."]}[entry]
+    assert run(*args, launcher=installed, cwd=here).succeed() == "of the program of the program 4\n"
+
+
+SPARE = "import os\nfor name in dir(os):\n    if name.startswith(('memfd', 'MFD_', 'pidfd')):\n        delattr(os, name)\n"
+"""A `sitecustomize` that makes an interpreter as those of uv and conda are, which are built for an old C library."""
+
+
+def test_an_interpreter_for_an_old_c_library_runs_a_job(run) -> None:
+    (here := run.directory / "site").mkdir()
+    (here / "sitecustomize.py").write_text(SPARE)
+    launch = run(
+        run.scripts / "hello.py", env={"PYTHONPATH": os.pathsep.join([str(here), *sys.path])}
+    )
+    assert launch.succeed() == "hello from rank 0 of 1\n"
+
+
+def test_signals_that_the_parent_has_blocked_arrive(run, installed: tuple[str, str]) -> None:
+    """A program that waits for signals in a thread of its own may start a job with all of them blocked."""
+    block = "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())"
+    blocking = f"import os, signal, sys; {block}; os.execv(sys.argv[1], sys.argv[1:])"
+    launcher = (sys.executable, "-c", blocking, *installed)
+    assert run(run.scripts / "hello.py", launcher=launcher).succeed(30)

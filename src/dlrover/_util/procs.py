@@ -13,7 +13,11 @@ import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 
+from dlrover._util import kernel
+
 PR_SET_CHILD_SUBREAPER = 36
+LOOK_INTERVAL = 0.05
+"""Seconds between looks at a process where the kernel does not say when it ends: a sandbox may refuse that."""
 
 
 def become_subreaper() -> None:
@@ -186,18 +190,22 @@ def end_orphans(own: Container[int], timeout: float) -> list[int]:
 
 def _reap(pid: int, seconds: float) -> None:
     """Wait at most ``seconds`` for a child to end, and reap it."""
+    until = time.monotonic() + seconds
     try:
-        pidfd = os.pidfd_open(pid)
+        pidfd = kernel.pidfd_open(pid)
     except ProcessLookupError:
         return
-    try:
+    except OSError:  # refused
+        started = start_time(pid)
+        while runs(pid, started) and time.monotonic() < until:
+            time.sleep(LOOK_INTERVAL)  # noqa: TID251 - there is no event
+    else:
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
-        if poll.poll(max(0.0, seconds) * 1000):
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-    finally:
+        poll.poll(max(0.0, seconds) * 1000)
         os.close(pidfd)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
 
 
 async def ended(pid: int) -> None:
@@ -205,8 +213,13 @@ async def ended(pid: int) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     try:
-        pidfd = os.pidfd_open(pid)
+        pidfd = kernel.pidfd_open(pid)
     except ProcessLookupError:  # no child, which would stay until it is reaped
+        return
+    except OSError:  # refused
+        started = start_time(pid)
+        while runs(pid, started):  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(LOOK_INTERVAL)
         return
     loop.add_reader(pidfd, ended.set)
     try:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import signal
 
+from dlrover._util import start
+
 
 def launcher() -> int:
     """Run ``dlrover-run``; on Ctrl-C during imports, exit without a traceback."""
+    start.standard_library_first()
+    start.unblock_signals()
     try:
         from dlrover.cli.run.run import main  # noqa: PLC0415
 
@@ -17,6 +21,8 @@ def launcher() -> int:
 
 def command() -> int:
     """Run ``dlrover``; on Ctrl-C during imports, exit without a traceback."""
+    start.standard_library_first()
+    start.unblock_signals()
     try:
         from dlrover.cli.main import main  # noqa: PLC0415
 

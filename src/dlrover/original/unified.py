@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from dlrover._util import decoding, procs
+from dlrover._util import decoding, procs, start
 from dlrover.errors import ConfigurationError
 from dlrover.original.runtime import VARIABLE, Hosted
 from dlrover.roles.entries import entry_point
@@ -70,7 +70,7 @@ class DLJob:
         with tempfile.TemporaryDirectory(prefix="dlrover-job-") as directory:
             file = Path(directory, "job.yaml")
             file.write_text(json.dumps(content))
-            return _run([sys.executable, "-m", "dlrover.cli.main", "roles", str(file)])
+            return _run([*start.command("dlrover.cli.main"), "roles", str(file)])
 
 
 def _run(command: list[str]) -> int:

@@ -6,15 +6,13 @@ Nodes with a size run in their own control groups; others share the machine's re
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 
 from dlrover import config
-from dlrover._util import procs
+from dlrover._util import procs, start, tasks
 from dlrover.errors import InfrastructureError
 from dlrover.platform import groups
 from dlrover.platform.base import OnExit, Setup
@@ -50,11 +48,12 @@ class LocalPlatform:
         self._pass_fds = tuple(pass_fds)
         self._on_exit = on_exit
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._watches: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def create(cls, setup: Setup) -> LocalPlatform:
         """Create the platform that starts its nodes from the master's job directory."""
-        command = [sys.executable, "-m", "dlrover.agent", "--job-dir", str(setup.job_dir)]
+        command = [*start.command("dlrover.agent"), "--job-dir", str(setup.job_dir)]
         pass_fds = []
         if setup.lifeline_fd >= 0:
             command += ["--lifeline-fd", str(setup.lifeline_fd)]
@@ -146,21 +145,13 @@ class LocalPlatform:
             loop.call_later(REMOVE_INTERVAL, self._remove_group, node_id, until)
 
     def _watch(self, node_id: int, pid: int) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            loop.call_soon(self._on_exit, node_id, "its agent ended")
-            return
+        tasks.start(self._await_end(node_id, pid), self._watches)
 
-        def ended() -> None:
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
-            reason = self._reason(node_id, pid)
-            self._remove_group(node_id, time.monotonic() + REMOVE_TIME)
-            self._on_exit(node_id, f"its agent ended: {reason}")
-
-        loop.add_reader(pidfd, ended)
+    async def _await_end(self, node_id: int, pid: int) -> None:
+        await procs.ended(pid)
+        reason = self._reason(node_id, pid)
+        self._remove_group(node_id, time.monotonic() + REMOVE_TIME)
+        self._on_exit(node_id, f"its agent ended: {reason}")
 
     def _reason(self, node_id: int, pid: int) -> str:
         process = self._processes.pop(pid, None)

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ import msgspec
 import ray
 
 from dlrover import config
-from dlrover._util import files, procs
+from dlrover._util import files, procs, start
 from dlrover.agent.savers import SAVER
 from dlrover.ray import cluster, places
 from dlrover.ray.machine import job as jobs
@@ -133,7 +132,7 @@ class NodeActor:
     def _start(self, node_id: int, node_rank: int) -> None:
         """Start the agent; the master's address is known by now."""
         files.write_atomically(self._dir.agent, msgspec.json.encode(self._role.agent))
-        command = [sys.executable, "-m", "dlrover.agent", "--job-dir", str(self._dir.path)]
+        command = [*start.command("dlrover.agent"), "--job-dir", str(self._dir.path)]
         command += ["--node-id", str(node_id), "--node-rank", str(node_rank)]
         command += ["--lifeline-fd", str(self._lifeline.read_fd)]
         shown = subprocess.PIPE if self._job.foreground else None

@@ -48,6 +48,7 @@ class StartOrders:
         """Return the order with this number, for the worker ``local_rank`` of a world."""
         error_file = str(logs.error_file(local_rank))
         launch = self._launch
+        env = worker_environment(launch, world, local_rank, self._base_env, error_file)
         return StartOrder(
             spawn=number,
             program=Program(
@@ -57,6 +58,7 @@ class StartOrders:
                 error_file=error_file,
                 slot=local_rank,
                 modules_file=str(logs.directory / "modules.json") if local_rank == 0 else "",
+                steps_file=config.steps_file(env),
                 given=launched.Given(
                     node=self.place,
                     round=world.round,
@@ -73,8 +75,7 @@ class StartOrders:
                     checkpoints=self.checkpoints,
                 ),
             ),
-            env=worker_environment(launch, world, local_rank, self._base_env, error_file)
-            | secrets(world, self.token),
+            env=env | secrets(world, self.token),
             stdout=str(logs.stdout(local_rank)),
             stderr=str(logs.stderr(local_rank)),
             cpus=self._cpus(local_rank),

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from dlrover._util import kernel
 from dlrover.agent.workers.copying import GrowingFile, LineFormatter, OutputCopier, Pump, Sink
 from dlrover.agent.workers.folding import FoldingFormatter, Tracebacks
 from dlrover.errors import ConfigurationError
@@ -85,7 +86,7 @@ class AttemptLogs:
         self._ranks = dict(ranks)
         self._copier: OutputCopier | None = None
         self._overflows = {
-            (rank, stream): os.memfd_create(f"dlrover-{_NAMES[stream]}")
+            (rank, stream): kernel.memfd_create(f"dlrover-{_NAMES[stream]}")
             for rank in ranks
             for stream in _NAMES
         }

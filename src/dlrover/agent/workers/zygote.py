@@ -28,7 +28,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -155,10 +155,13 @@ class Zygote:
             self._sock.sendall(pack(message))  # a dead agent is noticed when reading
 
 
-def become_worker(order: StartOrder, board: Board, variables: Mapping[str, str | None]) -> None:
+def become_worker(
+    order: StartOrder, board: Board, variables: Mapping[str, str | None], loaded: Sequence[str]
+) -> None:
     """Run a worker's program in a process forked by `Zygote.serve`.
 
-    ``variables`` are the zygote's environment variables that its imports changed.
+    ``variables`` are the zygote's environment variables that its imports changed, ``loaded`` the modules that it had
+    loaded before these.
     """
     program = order.program
     _set_environment(order.env, variables)
@@ -167,7 +170,7 @@ def become_worker(order: StartOrder, board: Board, variables: Mapping[str, str |
     module = ["-m"] if program.entry == "module" else []
     output.use_overflows(order.stdout_overflow, order.stderr_overflow)
     show_command_line([sys.executable, "-u", *module, program.target, *program.args])
-    bootstrap.run(program, board)
+    bootstrap.run(program, board, loaded)
 
 
 def show_command_line(words: list[str]) -> None:
@@ -223,15 +226,19 @@ def _set_environment(env: Mapping[str, str], imported: Mapping[str, str | None])
             os.environ[name] = value  # noqa: TID251
 
 
-def main(sock_fd: int, board_fd: int, preload_file: str) -> None:
-    """Run as the zygote on the given descriptors; return in each worker when its program has ended."""
+def main(sock_fd: int, board_fd: int, preload_file: str, at_start: Container[str]) -> None:
+    """Run as the zygote on the given descriptors; return in each worker when its program has ended.
+
+    ``at_start``: the modules that the interpreter had loaded before DLRover's.
+    """
     zygote_pid = os.getpid()
+    loaded = [
+        name for name in sys.modules if name not in at_start and name in sys.stdlib_module_names
+    ]
     started = time.monotonic()
     # This process may be stopped (SIGSTOP): when the agent dies, it must continue in order to end.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
     imported = Preloaded()
-    if sys.path[0] == "":
-        del sys.path[0]  # a program would not import from the current directory
     if preload_file:
         with open(preload_file, encoding="utf-8") as file:
             imported = preload(**json.load(file))
@@ -246,4 +253,4 @@ def main(sock_fd: int, board_fd: int, preload_file: str) -> None:
         os._exit(0)  # only the workers run the imported modules' exit handlers
     leave_zygote(order, sock, zygote_pid)
     imported.generators.renew()
-    become_worker(order, board, imported.variables)
+    become_worker(order, board, imported.variables, loaded)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import signal
@@ -14,8 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-import dlrover
-from dlrover._util import procs
+from dlrover._util import kernel, procs, start
 from dlrover.agent.workers.modules import ModuleList, content
 from dlrover.agent.workers.zygote import COMMAND_LINE_ROOM, StartOrder, frames, pack
 from dlrover.errors import ConfigurationError
@@ -24,13 +22,12 @@ from dlrover.training.worker.progress import BOARD_BYTES
 
 logger = logging.getLogger(__name__)
 
-PACKAGE_ROOT = str(Path(dlrover.__file__).parent.parent)
-
-# This package may not be installed in the interpreter (PYTHON_EXEC): the zygote imports its own
-# modules from here, and then the path is restored.
+# As `dlrover._util.start` starts a process, but with the search path of the program in the end. This package may not be
+# installed in the interpreter (PYTHON_EXEC).
 _START = (
-    "import sys; sys.path.insert(0, {root!r}); from dlrover.agent.workers import zygote; del sys.path[0]; "
-    "zygote.main({sock}, {board}, {preload!r})"
+    "import sys; first = set(sys.modules); sys.path[:1] = filter(None, sys.path[:1]); path = sys.path[:]; "
+    "import runpy; start = runpy.run_path({start!r}); start['standard_library_first'](); start['load_package'](); "
+    "from dlrover.agent.workers import zygote; sys.path[:] = path; zygote.main({sock}, {board}, {preload!r}, first)"
 )
 
 END_WAIT = 1.0
@@ -76,7 +73,7 @@ class ZygoteProcess:
         self._buffer, self._unsent = bytearray(), bytearray()
         ours, theirs = socket.socketpair()
         code = _START.format(
-            root=PACKAGE_ROOT, sock=theirs.fileno(), board=board_fd, preload=preload_file
+            start=start.__file__, sock=theirs.fileno(), board=board_fd, preload=preload_file
         )
         with theirs:
             self.process = subprocess.Popen(
@@ -366,8 +363,8 @@ def make_board() -> int:
 
     The agent maps it, and would end by SIGBUS where memory is missing.
     """
-    fd = os.memfd_create("dlrover-progress", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = kernel.memfd_create("dlrover-progress", kernel.MFD_CLOEXEC | kernel.MFD_ALLOW_SEALING)
     os.ftruncate(fd, BOARD_BYTES)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    kernel.fix_size(fd)
     os.set_inheritable(fd, True)
     return fd

@@ -8,15 +8,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-import dlrover
+from dlrover._util import start
 from dlrover.checkpoint.engine.buffers import pin
 from dlrover.checkpoint.machine import policies
 from dlrover.checkpoint.machine.layout import PackedLayout
@@ -54,11 +52,9 @@ class SaverClient:
     ) -> None:
         self._store = store
         self._address = protocol.address(store.location, identity, node)
-        root = str(Path(dlrover.__file__).parent.parent)
-        path = [root, env["PYTHONPATH"]] if env.get("PYTHONPATH") else [root]
-        self._env = {**env, "PYTHONPATH": os.pathsep.join(path)}
+        self._env = dict(env)
         self._command = [
-            sys.executable, "-m", "dlrover.checkpoint.saver.saver",
+            *start.command("dlrover.checkpoint.saver.saver"),
             "--directory", store.location, "--identity", identity, "--node", node,
             "--keep", policies.encode(keep), "--linger", str(linger),
         ]  # fmt: skip

@@ -11,11 +11,11 @@ import datetime as dt
 import functools
 import hashlib
 import hmac
-import os
 import socket
 import ssl
 
 from dlrover import extras
+from dlrover._util import kernel
 from dlrover.errors import ProtocolError
 
 _BEGIN = "-----BEGIN CERTIFICATE-----"
@@ -97,7 +97,7 @@ def _server(pem: str, kind: type[ssl.SSLSocket]) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.sslsocket_class = kind
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    fd = os.memfd_create("dlrover-saver", os.MFD_CLOEXEC)  # certificates load from files only
+    fd = kernel.memfd_create("dlrover-saver")  # certificates load from files only
     with open(fd, "w") as file:
         file.write(pem)
         file.flush()

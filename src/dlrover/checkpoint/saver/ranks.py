@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from dlrover._util import kernel
 from dlrover.checkpoint.machine.layout import name
 from dlrover.checkpoint.machine.saves import Newest, SaveId
 from dlrover.checkpoint.saver import memory, protocol
@@ -320,7 +321,7 @@ def _provide(fd: int, nbytes: int, rank: int) -> None:
 
 
 def _new_slot(rank: int, number: int) -> GenerationSlot:
-    fd = os.memfd_create(f"dlrover-checkpoint-{FORMAT}-{rank}-{number}", os.MFD_CLOEXEC)
+    fd = kernel.memfd_create(f"dlrover-checkpoint-{FORMAT}-{rank}-{number}")
     return GenerationSlot(fd, Generation(fd))
 
 

@@ -82,9 +82,11 @@ def _python(machine: Machine) -> Finding:
 
 
 def _kernel(machine: Machine) -> Finding:
-    level = Level.OK if machine.pidfd else Level.PROBLEM
+    level = Level.OK if machine.memfd else Level.PROBLEM
     fact = f"The kernel is {machine.kernel}"
-    advice = "it refuses pidfd_open, by which processes are watched; Linux 5.3 or later allows it"
+    advice = (
+        "it, or a sandbox, refuses memfd_create, by which agent and workers share memory; allow it"
+    )
     return _finding(level, "kernel", fact, advice)
 
 

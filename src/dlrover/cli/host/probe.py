@@ -25,6 +25,7 @@ import psutil
 
 from dlrover import accelerators
 from dlrover._native import library
+from dlrover._util import kernel
 from dlrover.config import native
 
 T = TypeVar("T")
@@ -81,8 +82,8 @@ class Machine:
     python: str
     executable: str
     kernel: str
-    pidfd: bool
-    """True if this process may call ``pidfd_open`` (Linux 5.3 or later; some sandboxes refuse it)."""
+    memfd: bool
+    """True if this process may call ``memfd_create``; some sandboxes refuse it."""
     torch: str | None
     """PyTorch's version, from its metadata, without importing it."""
     accelerators: tuple[Accelerator, ...]
@@ -156,7 +157,7 @@ def collect(
         python=platform.python_version(),
         executable=sys.executable,
         kernel=f"{platform.system()} {platform.release()}",
-        pidfd=_has_pidfd(),
+        memfd=_has_memfd(),
         torch=_torch_version(),
         accelerators=_accelerators(root / "dev"),
         memory_total=memory.total,
@@ -242,9 +243,9 @@ def _rlimit(which: int) -> tuple[int | None, int | None]:
     return soft, hard
 
 
-def _has_pidfd() -> bool:
+def _has_memfd() -> bool:
     try:
-        os.close(os.pidfd_open(os.getpid()))
+        os.close(kernel.memfd_create("dlrover"))
     except OSError:
         return False
     return True

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from dlrover import config, extras
-from dlrover._util import procs
+from dlrover._util import kernel, procs
 from dlrover.agent.ports import PortReservation
 from dlrover.cli import jobs
 from dlrover.cli.run import arguments, nodes, onray, report
@@ -104,6 +104,13 @@ def run(options: RunOptions, env: Mapping[str, str]) -> Outcome:
 
 def _check_machine(launch: LaunchSpec) -> None:
     """Refuse at once what would make every start of a worker fail on this machine."""
+    try:
+        os.close(kernel.memfd_create("dlrover"))
+    except OSError as error:
+        raise ConfigurationError(
+            f"The system call memfd_create is refused ({error.strerror}): agent and workers share memory by it; allow it "
+            "in the sandbox or container that dlrover-run runs in."
+        ) from error
     if launch.python and shutil.which(launch.python) is None:
         raise ConfigurationError(
             f"PYTHON_EXEC={launch.python}: must be an interpreter that this user may run."

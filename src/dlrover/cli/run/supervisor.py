@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlrover._util import procs, tasks
+from dlrover._util import procs, start, tasks
 from dlrover.agent import savers
 from dlrover.cli.run import progress
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
@@ -158,7 +158,7 @@ class Supervisor:
 
     def add_dashboard(self, port: int) -> None:
         """Show the job in a browser at a port of this machine; the job does not depend on it."""
-        command = [sys.executable, "-m", "dlrover.cli.main", "dashboard", "--port", str(port)]
+        command = [*start.command("dlrover.cli.main"), "dashboard", "--port", str(port)]
         command += ["--job-dir", str(self._job_dir.path), "--lifeline-fd"]
         self._dashboard = [*command, str(self._lifeline.read_fd)]
 
@@ -180,7 +180,7 @@ class Supervisor:
             self.agent.last_resort = Outcome(exit_code=ExitCode.INFRASTRUCTURE, reason=reason)
 
     def _child(self, name: str, module: str, outcome: Path, arguments: Sequence[str]) -> Child:
-        command = [sys.executable, "-m", module, "--job-dir", str(self._job_dir.path), *arguments]
+        command = [*start.command(module), "--job-dir", str(self._job_dir.path), *arguments]
         return Child(name, command, outcome, self._env, self._lifeline.read_fd)
 
     async def run(self, signals: Sequence[signal.Signals], patience: float) -> Outcome:

@@ -9,11 +9,10 @@ import hashlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from dlrover._util import decoding, procs, tasks
+from dlrover._util import decoding, procs, start, tasks
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.master.files import read_outcome
 from dlrover.roles.spec import EntryForm, EntryPoint, RoleKind, RolesConfig, RoleSpec
@@ -182,7 +181,7 @@ class RoleJobs:
 
     def _command(self, directory: JobDir) -> list[str]:
         launcher = LAUNCHERS[self._config.platform]
-        return [sys.executable, "-m", launcher, "--job-dir", str(directory.path)]
+        return [*start.command(launcher), "--job-dir", str(directory.path)]
 
     def _variables(self) -> dict[str, str]:
         """Return the variables of all roles beside those of the command: modules beside the job's file are found."""

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from dlrover import config
-from dlrover._util import procs
+from dlrover._util import procs, start
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.roles.messages import HOLDER, MemberEnded, MemberPlace, MemberStarted
 from dlrover.roles.runtime import worker
@@ -103,7 +103,7 @@ def end(service: RolesService, place: MemberPlace, reason: str) -> None:
 def _start(variables: Mapping[str, str], lifeline_fd: int) -> int:
     """Start the process and return its pid; it is not tied to this one."""
     os.set_inheritable(lifeline_fd, True)
-    words = [sys.executable, "-m", MODULE, "--lifeline-fd", str(lifeline_fd)]
+    words = [*start.command(MODULE), "--lifeline-fd", str(lifeline_fd)]
     null = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
     env = {**config.environ(), **variables}
     return os.posix_spawn(sys.executable, words, env, file_actions=[null], setsid=True)

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from dlrover._util import cgroup, decoding
+from dlrover._util import cgroup, decoding, kernel
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.roles.messages import JobView, MemberPlace
 
@@ -224,7 +224,7 @@ class HeldParts:
                     f"The weights need {size >> 20} MiB more memory, and {left >> 20} MiB are available: give the machine"
                     " or the container more, or publish less."
                 )
-            fd = os.memfd_create("dlrover-weights", os.MFD_CLOEXEC)
+            fd = kernel.memfd_create("dlrover-weights")
             try:
                 os.posix_fallocate(fd, 0, size)
             except OSError as error:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from dlrover._util import procs
+from dlrover._util import procs, start
 
 MARK = "DLROVER_CHAOS_MARK"
 """Variable that identifies the processes of a run, whatever their parent is by now."""
@@ -38,7 +38,7 @@ class Guard:
     def __init__(self, mark: str, env: Mapping[str, str]) -> None:
         fd, self._held = os.pipe2(os.O_CLOEXEC)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, "--fd", str(fd), "--mark", mark],
+            [*start.command(__name__), "--fd", str(fd), "--mark", mark],
             env=dict(env),
             pass_fds=(fd,),
             stdin=subprocess.DEVNULL,
@@ -67,9 +67,7 @@ class Launch:
         self._guard = Guard(mark, env)
         output.parent.mkdir(parents=True, exist_ok=True)
         command = [
-            sys.executable,
-            "-m",
-            "dlrover.cli.run.run",
+            *start.command("dlrover.cli.run.run"),
             "--job-dir",
             str(job_dir),
             *arguments,

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from dlrover import config
+from dlrover._util import start
 from dlrover.errors import InfrastructureError
 
 CLONE_NEWNET = 0x40000000
@@ -54,7 +55,7 @@ def enter() -> None:
 
 def environ() -> dict[str, str]:
     """Return the variables of a launcher whose local nodes have separate networks."""
-    own = shlex.join([sys.executable, "-m", __name__])
+    own = shlex.join(start.command(__name__))
     families = ("GLOO", "TP", "NCCL", "HCCL")
     interfaces = {f"{family}_SOCKET_IFNAME": INTERFACE for family in families}
     return {"DLROVER_NODE_COMMAND": own, **interfaces}

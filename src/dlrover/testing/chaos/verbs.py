@@ -8,7 +8,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import ClassVar, NamedTuple
 import msgspec
 import psutil
 
+from dlrover._util import start
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.testing.chaos import network
 from dlrover.testing.chaos.targets import Targets, TargetWorker, choose, savers_of
@@ -267,7 +267,7 @@ class _MemoryHog(Verb):
         room = psutil.virtual_memory().available * 9 // 10
         nbytes = min(self._settings.memory_mb * MIB, room)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "dlrover.testing.chaos.hog", str(nbytes)],
+            [*start.command("dlrover.testing.chaos.hog"), str(nbytes)],
             env=self._settings.hog_environ,
             start_new_session=True,
         )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from dlrover._util import decoding, framing, procs
+from dlrover._util import decoding, framing, procs, start
 from dlrover.errors import InfrastructureError
 from dlrover.spec.check import CheckOrder, Component, ProbeResult, ProbeState
 from dlrover.training.probes.wire import (
@@ -39,7 +38,7 @@ class CheckProcess:
             env: Environment of the process.
             python: Interpreter of the process; empty: this process's own.
         """
-        command = [python or sys.executable, "-m", "dlrover.training.probes", *arguments]
+        command = [*start.command("dlrover.training.probes", python), *arguments]
         self._command, self._env = command, dict(env)
         self._process: subprocess.Popen[bytes] | None = None
         self._replies: asyncio.StreamReader | None = None

@@ -62,11 +62,15 @@ class Program:
     """The worker's slot on the progress board."""
     modules_file: str = ""
     """File that lists the imported modules after the first step; empty: none."""
+    steps_file: str = ""
+    """File in which the program itself records its steps; empty: none."""
     given: launched.Given = field(default_factory=launched.Given)
 
 
-def run(program: Program, board: Board | None) -> None:
+def run(program: Program, board: Board | None, loaded: Sequence[str] = ()) -> None:
     """Run the program to its end; record any exception and re-raise it for the interpreter.
+
+    ``loaded``: the modules that DLRover has loaded here, which a new process would not have.
 
     Call it last in a process that runs nothing else. The interpreter then prints the error, chooses the
     exit code and waits for threads, as for any program.
@@ -91,7 +95,7 @@ def run(program: Program, board: Board | None) -> None:
     launched.leaves = lambda: signals.leaves
     try:
         try:
-            execute(program)
+            execute(program, loaded)
         except Exception as error:
             launched.failed(error)
             raise
@@ -158,11 +162,8 @@ def _first_step(watched: tracker.Tracker, board: Board, program: Program) -> Cal
         if program.modules_file:
             _write_atomically(program.modules_file, json.dumps(loaded_modules()))
             board.mark_modules_listed(program.slot)
-        from dlrover import config  # noqa: PLC0415 - not needed at start
-
-        path = config.steps_file(config.environ())
-        if path:
-            watched.recorded(recorded_step(Path(path)))
+        if program.steps_file:
+            watched.recorded(recorded_step(Path(program.steps_file)))
 
     return first_step
 
@@ -180,22 +181,27 @@ def recorded_step(path: Path) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
-def execute(program: Program) -> None:
-    """Run the program as ``python`` does: its ``__main__``, its arguments and its search path."""
+def execute(program: Program, loaded: Sequence[str] = ()) -> None:
+    """Run the program as ``python`` does: its ``__main__``, its arguments and its search path; ``loaded`` as for `run`."""
     sys.argv = [program.target, *program.args]
-    if program.entry == "run_path":
+    is_folder = program.entry == "script" and pkgutil.get_importer(program.target) is not None
+    if program.entry in ("run_path", "module"):
         _add_to_path(os.getcwd())
-        runpy.run_path(program.target, run_name="__main__")
-    elif program.entry == "module":
-        _new_main()
-        _add_to_path(os.getcwd())
-        _run_module(program.target, alter_argv=True)
-    elif pkgutil.get_importer(program.target) is not None:  # a directory or a zip file
-        _new_main()
+    elif is_folder:  # a directory or a zip file
         sys.path.insert(0, _absolute(program.target))
+    else:
+        _add_to_path(str(Path(program.target).resolve().parent))
+    _forget_hidden(loaded)
+    if program.entry == "run_path":
+        runpy.run_path(program.target, run_name="__main__")
+        return
+    namespace = _new_main()
+    if program.entry == "module":
+        _run_module(program.target, alter_argv=True)
+    elif is_folder:
         _run_module("__main__", alter_argv=False)
     else:
-        _run_script(program.target)
+        _run_script(program.target, namespace)
 
 
 def _run_module(name: str, *, alter_argv: bool) -> None:
@@ -204,10 +210,8 @@ def _run_module(name: str, *, alter_argv: bool) -> None:
     runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
-def _run_script(target: str) -> None:
-    _add_to_path(str(Path(target).resolve().parent))
+def _run_script(target: str, namespace: dict[str, Any]) -> None:
     path = _absolute(target)
-    namespace = _new_main()
     namespace["__file__"] = path
     namespace["__cached__"] = None
     with io.open_code(path) as file:
@@ -232,6 +236,18 @@ def _add_to_path(directory: str) -> None:
     """Let the program import from its own directory, unless the interpreter runs in safe-path mode."""
     if not getattr(sys.flags, "safe_path", False):  # new in Python 3.11
         sys.path.insert(0, directory)
+
+
+def _forget_hidden(loaded: Sequence[str]) -> None:
+    """Let the program import what its search path has in place of modules that are loaded, such as its own ``secrets.py``."""
+    for name in loaded:
+        ours = getattr(sys.modules.get(name), "__spec__", None)
+        if ours is None or not ours.has_location:
+            continue  # built-in modules come before the search path
+        found = importlib.machinery.PathFinder.find_spec(name)
+        if found is not None and found.has_location and found.origin != ours.origin:
+            for part in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
+                del sys.modules[part]
 
 
 def _new_main() -> dict[str, Any]:

@@ -11,6 +11,8 @@ import fcntl
 import os
 import signal
 
+from dlrover._util import kernel
+
 SIGNAL = signal.SIGRTMAX - 5
 """A real-time signal without known other users; without a handler, it would end the process."""
 FILE_NAME = "dlrover-stacks"
@@ -21,7 +23,7 @@ FIRST_FD = 500
 def prepare() -> None:
     """Write stacks on `SIGNAL`; do nothing if no descriptor is free."""
     try:
-        low = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC)
+        low = kernel.memfd_create(FILE_NAME)
         try:
             fd = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
         finally:

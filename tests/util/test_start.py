@@ -1,0 +1,39 @@
+"""Processes of DLRover's own start whatever modules the user's directories have."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlrover._util import start
+
+MODULES = ["dlrover.agent", "dlrover.master", "dlrover.checkpoint.saver.saver", "dlrover.cli.main"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("safe", ["", "1"])
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_is_run_as_by_python_m(tmp_path: Path, module: str, safe: str) -> None:
+    for name in ("secrets", "pathlib", "asyncio", "json", "sqlite3"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the user')")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    env = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": safe}
+    command = [*start.command(module), "--help"]
+    shown = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "usage" in shown.stdout.lower()
+
+
+@pytest.mark.slow
+def test_the_package_of_the_parent_is_run(tmp_path: Path) -> None:
+    """Another one may be in the search path, or none."""
+    (tmp_path / "dlrover").mkdir()
+    (tmp_path / "dlrover/__init__.py").write_text("raise SystemExit('another package')")
+    path = [entry for entry in sys.path if entry != start.ROOT]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *path])}
+    command = [*start.command("dlrover.agent"), "--help"]
+    subprocess.run(command, env=env, cwd=tmp_path, check=True, timeout=60, stdout=subprocess.PIPE)
