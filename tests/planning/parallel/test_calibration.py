@@ -103,6 +103,49 @@ def test_an_outlier_counts_little():
     assert off[len(off) // 2] < 0.05
 
 
+def predicted(cluster, one):
+    return predict(MODEL, one, cluster, sequence=2048, global_batch=128).step_seconds
+
+
+def test_what_most_runs_of_a_kind_take_longer_holds_for_this_kind_alone():
+    larger = replace(CLUSTER, nodes=4)
+    doubled = [replace(one, dp_replicate=2 * one.dp_replicate) for one in STRATEGIES]
+    seen = observed(STRATEGIES) + observed(doubled, cluster=larger)
+    # pipelines are late on four nodes, and not on two: no term knows such a time
+    seen = [
+        each._replace(step_seconds=5 * each.step_seconds)
+        if each.strategy in doubled and each.strategy.pp > 1
+        else each
+        for each in seen
+    ]
+    fitted = calibrate(CLUSTER, seen)
+    for one in STRATEGIES:
+        assert predicted(fitted, one) == pytest.approx(predicted(CLUSTER, one), rel=0.1)
+    on_four = replace(fitted, nodes=4)
+    for one in doubled:
+        late = 5 if one.pp > 1 else 1
+        assert predicted(on_four, one) == pytest.approx(late * predicted(larger, one), rel=0.15)
+
+
+def test_residuals_are_those_of_the_ranks_and_the_ways_to_communicate():
+    [one] = [each for each in STRATEGIES if each.pp == 4 and each.tp == 2][:1]
+    slow = replace(CLUSTER, residuals=((16, False, True, 3.0),))
+    assert predicted(slow, one) == pytest.approx(3 * predicted(CLUSTER, one))
+    for other, cluster in (
+        (replace(one, tp=8, pp=1), slow),
+        (replace(one, dp_replicate=4), replace(slow, nodes=4)),
+        (replace(one, tp=16, dp_replicate=1, pp=2), replace(slow, nodes=4)),
+    ):
+        alone = replace(cluster, residuals=())
+        assert predicted(cluster, other) == predicted(alone, other)
+
+
+def test_one_late_run_of_a_kind_moves_its_kind_by_little():
+    seen = observed(STRATEGIES)
+    seen[3] = seen[3]._replace(step_seconds=20 * seen[3].step_seconds)
+    assert all(0.95 < each.factor < 1.05 for each in calibrate(CLUSTER, seen).residuals)
+
+
 @pytest.mark.parametrize(
     ("observations", "sentence"),
     [

@@ -107,6 +107,9 @@ def test_two_matrices_and_ties_follow_from_the_type():
         (lambda: Cluster(coefficients=(float("nan"),) * 15), "not a tuple of 15 numbers"),
         (lambda: Cluster(coefficients=(0.0,) * 15), "some above 0"),
         (lambda: Cluster(coefficients=[1.0] * 15), "not a tuple of 15 numbers"),
+        (lambda: Cluster(residuals=[(8, False, True, 2.0)]), "not a tuple of residuals"),
+        (lambda: Cluster(residuals=((8, False, 2.0),)), "not a tuple of residuals"),
+        (lambda: Cluster(residuals=((8, False, True, 0.0),)), "a positive factor"),
         (lambda: Cluster(spread=-1.0), "spread is -1.0, not a number of 0 or more"),
     ],
 )

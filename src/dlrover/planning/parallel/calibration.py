@@ -19,6 +19,7 @@ from dlrover.planning.parallel.records import (
     Transformer,
     is_number,
 )
+from dlrover.planning.parallel.residuals import factors, kinds, medians
 from dlrover.planning.parallel.rules import PlannedJob
 from dlrover.planning.parallel.timing import timed
 
@@ -35,10 +36,10 @@ LEAST_SPREAD = 0.05
 
 
 def calibrate(cluster: Cluster, observations: Iterable[Any]) -> Cluster:
-    """Return the cluster with coefficients fitted to measured steps.
+    """Return the cluster with coefficients fitted to measured steps, and the residuals of the kinds of runs that were measured.
 
     The fit is one of non-negative least squares of relative errors. Coefficients that the observations say nothing
-    about stay as they are.
+    about stay as they are. What most runs of a kind take longer than the fit says is the residual of this kind.
 
     Args:
         cluster: The accelerators that were measured.
@@ -54,20 +55,23 @@ def calibrate(cluster: Cluster, observations: Iterable[Any]) -> Cluster:
     measured = np.array([each.step_seconds for each in seen], dtype=float)
     weights, design = start, _design(cluster, seen, start)
     for _ in range(ROUNDS):
-        fitted = _fit(design, measured, weights, start)
+        found = _fit(design, measured, weights, start)
         # halfway, in ratios: the terms that count depend on the coefficients
         least = 1e-4 * np.maximum(start, LEAST)
-        weights = np.sqrt(np.maximum(fitted, least) * np.maximum(weights, least))
+        weights = np.sqrt(np.maximum(found, least) * np.maximum(weights, least))
         design = _design(cluster, seen, weights)
     weights = _fit(design, measured, weights, start)
-    errors = np.abs(_design(cluster, seen, weights) @ weights / measured - 1)
-    # few observations say little about the errors of others
-    spread = np.quantile(errors, 0.85) * (1 + len(start) / (2 * len(seen)))
-    return replace(
+    predicted = _design(cluster, seen, weights) @ weights
+    of = Columns.of([each.strategy for each in seen])
+    fitted = replace(
         cluster,
         coefficients=tuple(float(weight) for weight in weights),
-        spread=float(max(spread, LEAST_SPREAD)),
+        residuals=medians(kinds(of, cluster), measured / predicted),
     )
+    errors = np.abs(predicted * factors(of, fitted) / measured - 1)
+    # few observations say little about the errors of others
+    spread = np.quantile(errors, 0.85) * (1 + len(start) / (2 * len(seen)))
+    return replace(fitted, spread=float(max(spread, LEAST_SPREAD)))
 
 
 def _observation(each: Any) -> Observation:

@@ -9,6 +9,7 @@ from dlrover.planning.parallel.accelerators import accelerator
 from dlrover.planning.parallel.columns import Columns
 from dlrover.planning.parallel.memory import GIB, MemoryUse, interval, memory
 from dlrover.planning.parallel.records import Cluster, Prediction, Strategy, Transformer
+from dlrover.planning.parallel.residuals import factors
 from dlrover.planning.parallel.rules import PlannedJob, first_broken
 from dlrover.planning.parallel.timing import timed
 
@@ -72,7 +73,7 @@ def predict_all(job: PlannedJob, of: Columns) -> Predicted:
     model, cluster = job.model, job.cluster
     needed = memory(model, of, job.sequence, job.global_batch)
     time = timed(model, of, cluster, job.sequence, job.global_batch)
-    return Predicted(job, of, needed, time.seconds)
+    return Predicted(job, of, needed, time.seconds * factors(of, cluster))
 
 
 def predict(

@@ -32,6 +32,11 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _is_residual(value: Any) -> bool:
+    fits = isinstance(value, tuple) and len(value) == len(Residual._fields)
+    return fits and all(map(is_number, (value[0], value[3]))) and value[3] > 0
+
+
 def _flags(record: object, *names: str) -> None:
     for name in names:
         value = getattr(record, name)
@@ -185,6 +190,17 @@ class Transformer:
         return self.layers * each + swapped + self.vocab * self.hidden * (1 if self.tied else 2)
 
 
+class Residual(NamedTuple):
+    """How much longer than the time model says the steps of one kind of runs take."""
+
+    ranks: int
+    between: bool
+    """True if the ranks that share a layer (tp and cp) are on several nodes."""
+    pipeline: bool
+    factor: float
+    """Measured time as a multiple of the predicted one."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Accelerators of one kind in equal nodes."""
@@ -197,6 +213,8 @@ class Cluster:
     """Coefficients of the time model; empty for the accelerator's defaults. :func:`calibrate` sets them."""
     spread: float = 0.0
     """Relative error of step times that 80 % of runs stay within; 0 for the default."""
+    residuals: tuple[Residual, ...] = ()
+    """Kinds of runs that were measured; :func:`calibrate` sets them."""
 
     def __post_init__(self) -> None:
         _whole(self, 1, "nodes", "per_node")
@@ -209,6 +227,11 @@ class Cluster:
         if not (is_number(self.spread) and self.spread >= 0):
             raise ConfigurationError(
                 f"Cluster: spread is {self.spread!r}, not a number of 0 or more."
+            )
+        kinds: Any = self.residuals
+        if not isinstance(kinds, tuple) or not all(map(_is_residual, kinds)):
+            raise ConfigurationError(
+                f"Cluster: residuals is {kinds!r}, not a tuple of residuals, each of ranks, between, pipeline and a positive factor."
             )
 
     @property
