@@ -29,8 +29,10 @@ READY = 60.0
 
 
 @contextlib.contextmanager
-def running(command: list[str], port: int, folder: Path, **env: str) -> Iterator[None]:
-    """A broker, from when it listens until the end of the block."""
+def running(
+    command: list[str], port: int, folder: Path, **env: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A broker's process, from when it listens until the end of the block."""
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *command],
@@ -42,7 +44,7 @@ def running(command: list[str], port: int, folder: Path, **env: str) -> Iterator
             assert process.poll() is None, (folder / "log").read_text()
             assert time.monotonic() < end, f"{command[0]} does not listen"
             time.sleep(0.02)
-        yield
+        yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

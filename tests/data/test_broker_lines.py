@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -353,6 +355,27 @@ def test_why_the_tls_of_nats_fails_is_told(tmp_path, read, monkeypatch) -> None:
         monkeypatch.setenv("SSL_CERT_FILE", ours.ca)
         with pytest.raises(InfrastructureError, match="stream not found"):
             list(read(f"tls://127.0.0.1:{port}/S"))
+
+
+def test_a_connection_to_nats_that_does_not_answer_ends_in_a_moment(
+    tmp_path, monkeypatch, caplog
+) -> None:
+    pytest.importorskip("nats")
+    port, ours, _ = free_port(), *authorities(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", ours.ca)
+    command = [program("nats-server"), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", "data"]
+    tls = ["--tls", "--tlscert", ours.cert, "--tlskey", ours.key]
+    with running([*command, *tls], port, tmp_path) as server:
+        broker = Stream(f"tls://127.0.0.1:{port}/S").broker()
+        with_jetstream(port, lambda stream: stream.add_stream(name="S", subjects=["S.*"]))
+        with_jetstream(port, lambda stream: stream.publish("S.x", b"0"))
+        assert len(broker.fetch(0, 1, 2, 10).messages) == 1
+        server.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        broker.close()
+        assert time.monotonic() - began < 10
+    gc.collect()
+    assert "Task was destroyed" not in caplog.text
 
 
 def test_why_the_tls_of_kafka_fails_is_told_and_not_logged_again_and_again(

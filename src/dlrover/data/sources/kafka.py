@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from dlrover.data.sources.stream import TIMEOUT, Address, Bounds, Broker, Fetched, Message
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, InfrastructureError
 
 _WAIT = 1.0
 """Seconds of one wait for a full request."""
@@ -124,7 +124,8 @@ class Kafka(Broker):
         """Return the exception for a broker's error; some errors are permanent."""
         names = _HOPELESS if self._found else _HOPELESS + _ABSENT
         if error.code() in {getattr(self._kafka.KafkaError, name) for name in names}:
-            return ConfigurationError(f"{self.address} cannot be read: {error.str()}.")
+            # Perhaps only now, as of a broker that has just started: the worker starts again.
+            return InfrastructureError(f"{self.address} cannot be read: {error.str()}.")
         found: Exception = self._kafka.KafkaException(error)
         return found
 

@@ -11,6 +11,7 @@ from concurrent import futures
 from datetime import datetime, timezone
 from typing import Any, TypeVar
 
+from dlrover._util import tasks
 from dlrover.data.sources.stream import TIMEOUT, Address, Bounds, Broker, Fetched, Message
 from dlrover.errors import ConfigurationError, InfrastructureError
 
@@ -19,7 +20,7 @@ _WAIT = TIMEOUT
 _INACTIVE = 300.0
 """Seconds after which the server forgets a reader that died, or asked for nothing."""
 _CLOSE = 1.0
-"""Seconds that closing a failed connection may take."""
+"""Seconds that closing a connection may take."""
 _NOWHERE = -1
 """Place of a reader that cannot go on."""
 _OURS = "DLRover: where the last stored checkpoint ends"
@@ -232,7 +233,7 @@ class Nats(Broker):
         if self._connection is not None:
             # The broker may be away; it forgets idle readers by itself.
             with contextlib.suppress(Exception):
-                self._run(self._end())
+                self._run(asyncio.wait_for(self._end(), _CLOSE))
         self._connection, self._readers = None, {}
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(TIMEOUT)
@@ -339,6 +340,9 @@ def _client(address: Address) -> Any:
 
 def _turn(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
+    loop.run_until_complete(
+        tasks.stop(asyncio.all_tasks(loop))
+    )  # of connections that did not close in time
     loop.close()
 
 
