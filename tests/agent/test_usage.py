@@ -38,6 +38,17 @@ def test_memory_of_a_container_is_what_the_kernel_cannot_drop(tmp_path, version)
     assert cgroup.available(proc, root) == 250 * MIB
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_is_limited_by_the_groups_around_a_process_too(tmp_path, version):
+    proc, root = container(tmp_path, version, str(400 * MIB))
+    proc.write_text(f"{proc.read_text().strip()}/task/step\n")
+    inside = root / ("box" if version == 2 else "memory/box") / "task"
+    inside.mkdir()
+    limit = "memory.max" if version == 2 else "memory.limit_in_bytes"
+    (inside / limit).write_text("max\n" if version == 2 else "9223372036854771712\n")
+    assert cgroup.available(proc, root) == 250 * MIB
+
+
 @pytest.mark.parametrize(("version", "limit"), [(2, "max"), (1, "9223372036854771712")])
 def test_without_a_limit_it_is_no_container(tmp_path, version, limit):
     assert cgroup.memory(*container(tmp_path, version, limit)) is None

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from dlrover._util import cgroup
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.layout import TensorSpec
 from dlrover.checkpoint.machine.saves import SaveId
-from dlrover.checkpoint.saver import memory
+from dlrover.checkpoint.saver import memory, ranks
 from dlrover.checkpoint.saver.memory import PAGE, Generation, State
-from dlrover.checkpoint.saver.ranks import available_memory
 from dlrover.errors import InfrastructureError
 
 ENTRIES = layouts.place(
@@ -115,14 +115,12 @@ def test_a_state_that_does_not_fit_is_not_sealed(fd, generation):
         Generation(fd).seal(PACKED, rank=0, world_size=1, save=SaveId(0, 1, 1, 1))
 
 
-def test_the_control_group_limits_the_memory(tmp_path):
-    proc = tmp_path / "proc"
-    proc.write_text("0::/job/task\n")
-    group = tmp_path / "job" / "task"
-    group.mkdir(parents=True)
-    (group / "memory.max").write_text("max\n")
-    (group / "memory.current").write_text("10\n")
-    (tmp_path / "job" / "memory.max").write_text("5000\n")
-    (tmp_path / "job" / "memory.current").write_text("1000\n")
-    assert available_memory(proc, tmp_path) == 4000
-    assert available_memory(tmp_path / "none", tmp_path) > 4000
+def test_no_generation_gets_more_than_the_control_group_has_left(monkeypatch):
+    monkeypatch.setattr(cgroup, "available", lambda: 10 << 20)
+    fd = os.memfd_create("generation")
+    slot = ranks.GenerationSlot(fd, Generation(fd))
+    with pytest.raises(ranks.NoMemoryError, match=r"need 19 MiB more.*; 10 MiB are available"):
+        ranks.reserve([slot], 20 << 20, 0)
+    ranks.reserve([slot], 5 << 20, 0)
+    assert os.fstat(fd).st_size == 5 << 20
+    os.close(fd)

@@ -16,7 +16,7 @@ from dlrover.cli.run import arguments
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.resources import validation
 from dlrover.ray import places
-from dlrover.ray.machine import job as jobs
+from dlrover.ray.machine import job as jobs, words
 from dlrover.spec.job import Entry, JobSpec, LaunchSpec
 from dlrover.spec.jobdir import AgentConfig, MasterConfig
 from dlrover.spec.node import FIRST_SERVER, LaunchNode
@@ -198,10 +198,10 @@ def test_rays_reason_is_one_line_without_ids() -> None:
         "\tnode_ip: 10.0.0.1\nThe actor died because its node has died. Node Id: ab\n\tthe actor's node was terminated: "
         "health check failed."
     )
-    assert jobs.why_died(message) == (
+    assert words.why_died(message) == (
         "The actor died because its node has died. Node Id: ab the actor's node was terminated: health check failed"
     )
-    assert jobs.why_died("") == "Ray gives no reason"
+    assert words.why_died("") == "Ray gives no reason"
 
 
 def test_another_version_is_one_sentence() -> None:
@@ -209,7 +209,7 @@ def test_another_version_is_one_sentence() -> None:
         "Version mismatch: The cluster was started with:\n    Ray: 2.50.0\n    Python: 3.11.7\n"
         "This process on node 1 was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n"
     )
-    assert jobs.why_refused("h:1", message) == (
+    assert words.why_refused("h:1", message) == (
         "--ray-address h:1: the cluster runs Ray 2.50.0 Python 3.11.7 and this environment has Ray 2.60.0 Python "
         "3.11.7; both must be the same."
     )
@@ -220,7 +220,7 @@ def test_what_a_server_of_another_version_cannot_read_is_one_sentence() -> None:
         'Initialization failure from server:\nTraceback (most recent call last):\n  File "proxier.py", line 765, in Datapath\n'
         "AttributeError: 'JobConfig' object has no attribute '_lineage'\n"
     )
-    assert jobs.why_refused("ray://h:1", message, "Ray 2.50.1 and Python 3.11.7") == (
+    assert words.why_refused("ray://h:1", message, "Ray 2.50.1 and Python 3.11.7") == (
         "--ray-address ray://h:1: the cluster cannot begin to serve this command (AttributeError: 'JobConfig' object has no"
         " attribute '_lineage'); it must run Ray 2.50.1 and Python 3.11.7, as this environment does."
     )
@@ -237,7 +237,7 @@ def test_what_a_server_of_another_version_cannot_read_is_one_sentence() -> None:
     ],
 )
 def test_the_version_of_a_cluster_is_read_from_its_answer(body: bytes, version: str) -> None:
-    assert jobs.version_in(body) == version
+    assert words.version_in(body) == version
 
 
 def test_a_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ def test_a_ray_that_is_too_old_is_refused_in_one_sentence(
 
 @pytest.mark.parametrize("version", ["2.50.0", "2.60.1", "3.0.0.dev0", "unknown"])
 def test_a_ray_of_this_time_is_used(version: str) -> None:
-    jobs.check_version(version, "pip install")
+    words.check_version(version, "pip install")
 
 
 def test_an_address_where_nothing_listens_is_named() -> None:

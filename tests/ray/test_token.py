@@ -11,7 +11,7 @@ import pytest
 
 from dlrover.errors import ConfigurationError
 from dlrover.ray import cluster
-from dlrover.ray.machine import job as jobs
+from dlrover.ray.machine import words
 
 TOKEN = "a-token-of-tests"
 VARIABLES = (
@@ -137,6 +137,6 @@ def test_a_token_behind_another_error_of_ray_is_found() -> None:
         "Failed to connect to GCS: InvalidAuthToken: Authentication token is missing or incorrect"
     )
     assert cluster.is_about_tokens(error)
-    assert jobs.why_unauthenticated("", "token", has_token=False).startswith(
+    assert words.why_unauthenticated("", "token", has_token=False).startswith(
         "The Ray cluster: the cluster asks for a Ray token, and this environment has none; set "
     )

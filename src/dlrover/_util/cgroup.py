@@ -41,37 +41,55 @@ def _kills(path: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def memory(
-    proc: Path = PROC_CGROUP, root: Path = ROOT, dropped: tuple[str, ...] = ("inactive_file",)
-) -> tuple[int, int] | None:
+def memory(proc: Path = PROC_CGROUP, root: Path = ROOT) -> tuple[int, int] | None:
     """Return the bytes in use by this process's memory cgroup, without droppable pages, and its limit.
 
     Return None if there is no limit, or nothing is known.
     """
-    for directory in _memory_directories(proc, root):
-        for used, limit, prefix in (
-            ("memory.current", "memory.max", ""),
-            ("memory.usage_in_bytes", "memory.limit_in_bytes", "total_"),
-        ):
-            try:
-                most = (directory / limit).read_text().strip()
-                if not most.isdecimal() or int(most) > NO_LIMIT:
-                    continue
-                now = int((directory / used).read_text())
-                counts = dict(
-                    line.split() for line in (directory / "memory.stat").read_text().splitlines()
-                )
-                cached = sum(int(counts.get(f"{prefix}{kind}", 0)) for kind in dropped)
-            except (OSError, ValueError):
-                continue
-            return max(0, now - cached), int(most)
-    return None
+    groups = (_memory_of(directory) for directory in _memory_directories(proc, root))
+    return next(filter(None, groups), None)
 
 
 def available(proc: Path = PROC_CGROUP, root: Path = ROOT) -> int:
-    """Return the bytes that this process's memory cgroup can still take, with all cached files dropped."""
-    found = memory(proc, root, ("inactive_file", "active_file"))
-    return NO_LIMIT if found is None else max(0, found[1] - found[0])
+    """Return the bytes that this process's memory cgroup and its ancestors can still take, without cached files."""
+    groups = dict.fromkeys(
+        group
+        for directory in _memory_directories(proc, root)
+        for group in (directory, *directory.parents)
+        if group.is_relative_to(root)
+    )
+    found = (_memory_of(group, ("inactive_file", "active_file")) for group in groups)
+    return min((max(0, most - used) for used, most in filter(None, found)), default=NO_LIMIT)
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that are left for this process: beyond them, the kernel kills instead of refusing."""
+    import psutil  # noqa: PLC0415 - slow to import: not all who ask for control groups need it
+
+    return min(int(psutil.virtual_memory().available), available())
+
+
+def _memory_of(
+    directory: Path, dropped: tuple[str, ...] = ("inactive_file",)
+) -> tuple[int, int] | None:
+    """Return the bytes in use by one group, without pages of the kinds that are dropped, and its limit."""
+    for used, limit, prefix in (
+        ("memory.current", "memory.max", ""),
+        ("memory.usage_in_bytes", "memory.limit_in_bytes", "total_"),
+    ):
+        try:
+            most = (directory / limit).read_text().strip()
+            if not most.isdecimal() or int(most) > NO_LIMIT:
+                continue
+            now = int((directory / used).read_text())
+            counts = dict(
+                line.split() for line in (directory / "memory.stat").read_text().splitlines()
+            )
+            cached = sum(int(counts.get(f"{prefix}{kind}", 0)) for kind in dropped)
+        except (OSError, ValueError):
+            continue
+        return max(0, now - cached), int(most)
+    return None
 
 
 def cpu_seconds(proc: Path = PROC_CGROUP, root: Path = ROOT) -> float | None:

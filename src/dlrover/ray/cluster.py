@@ -17,7 +17,7 @@ from dlrover import config, extras
 from dlrover._util import decoding
 from dlrover._util.doors import install
 from dlrover.errors import ConfigurationError, InfrastructureError, causes
-from dlrover.ray.machine import job as jobs
+from dlrover.ray.machine import job as jobs, words
 from dlrover.ray.machine.job import NAMESPACE, Resources
 from dlrover.rpc import foreign
 
@@ -45,7 +45,7 @@ def connect(address: str, working_dir: str = "") -> None:
     with extras.needed("--platform ray", "ray"):
         import ray  # noqa: PLC0415 - needs the extra
 
-    jobs.check_version(ray.__version__, install("ray"))
+    words.check_version(ray.__version__, install("ray"))
     if ray.is_initialized():
         return
     check_port(address)
@@ -61,7 +61,7 @@ def connect(address: str, working_dir: str = "") -> None:
         if is_about_tokens(error):
             raise ConfigurationError(why_unauthenticated(address)) from error
         ours = f"Ray {ray.__version__} and Python {platform.python_version()}"
-        raise ConfigurationError(jobs.why_refused(address, str(error), ours)) from error
+        raise ConfigurationError(words.why_refused(address, str(error), ours)) from error
 
 
 def check_port(address: str) -> None:
@@ -79,7 +79,7 @@ def check_port(address: str) -> None:
         with socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT):
             pass
     except (OSError, ValueError) as error:
-        raise ConfigurationError(jobs.why_refused(address, str(error))) from error
+        raise ConfigurationError(words.why_refused(address, str(error))) from error
     env = config.environ()
     mode = env.get("RAY_AUTH_MODE", "")
     if mode not in ("", "token", "disabled") or "RAY_ENABLE_K8S_TOKEN_AUTH" in env:
@@ -96,9 +96,9 @@ def check_port(address: str) -> None:
     answer = foreign.ask(f"{host}:{port}", method, token)
     if answer.turned_away:
         raise ConfigurationError(why_unauthenticated(address))
-    theirs, ours = jobs.version_in(answer.body), _version()
+    theirs, ours = words.version_in(answer.body), _version()
     if theirs and ours and theirs != ours:
-        raise ConfigurationError(jobs.why_other(address, f"Ray {theirs}", f"Ray {ours}"))
+        raise ConfigurationError(words.why_other(address, f"Ray {theirs}", f"Ray {ours}"))
 
 
 def _version() -> str:
@@ -111,13 +111,13 @@ def _version() -> str:
 
 def is_about_tokens(error: BaseException | None) -> bool:
     """Return whether an error of Ray comes of a token that is missing or wrong."""
-    return any(jobs.is_about_tokens(f"{type(one).__name__}: {one}") for one in causes(error))
+    return any(words.is_about_tokens(f"{type(one).__name__}: {one}") for one in causes(error))
 
 
 def why_unauthenticated(address: str) -> str:
     """Return, in one sentence, why a cluster turns this process away, and what to do."""
     mode = config.environ().get("RAY_AUTH_MODE", "")
-    return jobs.why_unauthenticated(address, mode, has_token=bool(_token()))
+    return words.why_unauthenticated(address, mode, has_token=bool(_token()))
 
 
 def _token() -> str:
@@ -302,5 +302,5 @@ def answer(call: Callable[[], Any], timeout: float) -> Any:
                 ) from error
             away = isinstance(error, ray.exceptions.ActorUnavailableError)
             if not away or time.monotonic() > until:
-                raise InfrastructureError(f"Ray: {jobs.why_died(str(error))}.") from error
+                raise InfrastructureError(f"Ray: {words.why_died(str(error))}.") from error
             time.sleep(RETRY_DELAY)  # noqa: TID251 - Ray restarts the actor meanwhile

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from dlrover._util import tasks
 from dlrover.platform.base import PlatformJob, Setup
 from dlrover.ray import cluster
-from dlrover.ray.machine import job as jobs
+from dlrover.ray.machine import job as jobs, words
 from dlrover.ray.machine.job import RayJob
 from dlrover.ray.node import NodeActor
 from dlrover.spec.node import FoundNode, LaunchNode
@@ -93,7 +93,7 @@ class RayPlatform:
             try:
                 await asyncio.to_thread(_create, name, bundle, node, self._data)
             except ray.exceptions.RayError as error:
-                self._master.on_node_wait(node.node_id, f"Ray: {jobs.why_died(str(error))}")
+                self._master.on_node_wait(node.node_id, f"Ray: {words.why_died(str(error))}")
                 with contextlib.suppress(ray.exceptions.RayError):
                     await asyncio.to_thread(_remove, name)  # half of it, which has the name
                 await asyncio.sleep(RETRY_DELAY)
@@ -140,7 +140,7 @@ async def _end(actor: Any) -> str:
         except ray.exceptions.ActorUnavailableError:
             await asyncio.sleep(RETRY_DELAY)
         except ray.exceptions.RayActorError as error:
-            return f"its actor died: {jobs.why_died(str(error))}"
+            return f"its actor died: {words.why_died(str(error))}"
 
 
 def _create(name: str, bundle: jobs.Resources, node: LaunchNode, data: bytes) -> None:

@@ -115,13 +115,6 @@ def decode_hold(data: bytes) -> HoldRequest:
     return request
 
 
-def available() -> int:
-    """Return the bytes of memory that are left for this process: beyond them, the kernel kills instead of refusing."""
-    import psutil  # noqa: PLC0415 - slow to import: only who keeps weights needs it
-
-    return min(int(psutil.virtual_memory().available), cgroup.available())
-
-
 @dataclass
 class _Buffer:
     number: int
@@ -217,9 +210,9 @@ class HeldParts:
         """Allocate memory, which may take seconds; meanwhile others use theirs."""
         size = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         with self._allocating:
-            if size > available():
+            if size > cgroup.available_memory():
                 self._release()
-            if size > (left := available()):
+            if size > (left := cgroup.available_memory()):
                 raise InfrastructureError(
                     f"The weights need {size >> 20} MiB more memory, and {left >> 20} MiB are available: give the machine"
                     " or the container more, or publish less."
