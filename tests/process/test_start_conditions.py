@@ -119,6 +119,12 @@ def test_a_loopback_that_is_down_is_named(run) -> None:
     assert "unreachable" in line
 
 
+def test_a_working_directory_that_has_been_deleted_is_named(run) -> None:
+    gone = ("sh", "-c", 'mkdir gone && cd gone && rmdir ../gone && exec "$@"', "sh")
+    _, errors = run("program.py", inside=gone).end_with(ExitCode.USAGE)
+    assert errors.splitlines()[-1].endswith("has been deleted: change to one that exists.")
+
+
 def test_what_the_encoding_of_the_terminal_lacks_is_escaped(run) -> None:
     (program := run.directory / "fails.py").write_text("raise ValueError('zu groß')")
     launch = run(program, env={"PYTHONIOENCODING": "ascii"})

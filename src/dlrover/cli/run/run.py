@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="dlrover: %(message)s", level=logging.WARNING)
     env = config.environ()
     try:
+        _check_directory()
         options = arguments.parse(sys.argv[1:] if argv is None else argv, env)
         outcome = run(options, env)
     except DLRoverError as error:
@@ -50,6 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.lifeline_fd < 0:
         show(outcome, options.output)
     return outcome.exit_code
+
+
+def _check_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            "The working directory has been deleted: change to one that exists."
+        ) from error
 
 
 def show(outcome: Outcome, output: str) -> None:
