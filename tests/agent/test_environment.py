@@ -1,10 +1,18 @@
 """The workers' environment, piece by piece; `tests/process` compares the whole with torchrun's."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from dlrover import config
-from dlrover.agent.workers.environment import secrets, worker_arguments, worker_environment
+from dlrover.agent.workers.environment import (
+    StartOrders,
+    secrets,
+    worker_arguments,
+    worker_environment,
+)
+from dlrover.agent.workers.logs import AttemptLogs
 from dlrover.errors import ConfigurationError
 from dlrover.spec.job import Entry, LaunchSpec
 from dlrover.spec.world import World
@@ -80,3 +88,12 @@ def test_all_nodes_of_a_world_with_tls_have_a_secret_which_no_other_world_has():
     found = {secrets(*each)[config.REPLICA_SECRET] for each in [(world, "token"), *others]}
     assert len(found) == 4
     assert secrets(world, "") == {}
+
+
+def test_the_worker_of_rank_0_alone_has_the_file_of_steps(tmp_path: Path) -> None:
+    orders = StartOrders(launch(), {"DLROVER_STEPS_FILE": "steps.jsonl"})
+    world = msgspec.structs.replace(WORLD, first_rank=0, node_rank=0)
+    logs = AttemptLogs(launch(), tmp_path, {0: 0, 1: 1})
+    files = [orders.order(1, rank, world, logs).program.steps_file for rank in (0, 1)]
+    logs.stop()
+    assert files == ["steps.jsonl", ""]

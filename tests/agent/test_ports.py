@@ -70,4 +70,6 @@ def test_a_node_offers_another_port_once_its_workers_may_use_the_last_one() -> N
     second = port.reserve()
     bind(first, reuse=False).close()
     assert port.reserve() == second
-    port._reservation.release()
+    port.close()
+    bind(second, reuse=False).close()
+    port.close()

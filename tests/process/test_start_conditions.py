@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def test_files_of_a_user_are_not_taken_for_modules_of_dlrover(
 ) -> None:
     """torchrun starts there, too."""
     here = run.directory / "project"
-    names = ["secrets", "hmac", "decimal", "sqlite3", "shlex"]
+    names = ["secrets", "hmac", "decimal", "sqlite3", "shlex", "queue", "pkgutil"]
     if not variable:  # else Python itself does not start
         names += ["types", "json", "runpy", "socket", "pathlib", "dlrover/__init__"]
     for name in names:
@@ -105,6 +106,39 @@ def test_a_program_has_modules_of_its_own_with_the_names_of_the_standard_library
         (here / f"{name}.py").write_text(program)
     args = {"script": ["program.py"], "-m": ["-m", "program"], "folder": ["."]}[entry]
     assert run(*args, launcher=installed, cwd=here).succeed() == "of the program of the program 4\n"
+
+
+def test_a_loopback_that_is_down_is_named(run) -> None:
+    unshare = ("unshare", "--net")
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not make a network namespace")
+    launch = run(run.scripts / "hello.py", inside=unshare)
+    _, errors = launch.end_with(ExitCode.USAGE, timeout=30)
+    (line,) = errors.splitlines()
+    assert "127.0.0.1" in line
+    assert "unreachable" in line
+
+
+def test_a_working_directory_that_has_been_deleted_is_named(run) -> None:
+    gone = ("sh", "-c", 'mkdir gone && cd gone && rmdir ../gone && exec "$@"', "sh")
+    _, errors = run("program.py", inside=gone).end_with(ExitCode.USAGE)
+    assert errors.splitlines()[-1].endswith("has been deleted: change to one that exists.")
+
+
+def test_what_the_encoding_of_the_terminal_lacks_is_escaped(run) -> None:
+    (program := run.directory / "fails.py").write_text("raise ValueError('zu groß')")
+    launch = run(program, env={"PYTHONIOENCODING": "ascii"})
+    launch.wait(60)
+    command = [sys.executable, "-m", "dlrover.cli.main", "events", "--job-dir", launch.job_dir]
+    env = {**run.env, "PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60)
+    assert r"zu gro\xdf" in shown.stdout
+
+
+def test_warnings_that_are_errors_say_nothing(run) -> None:
+    launch = run(run.scripts / "hello.py", env={"PYTHONWARNINGS": "error"})
+    launch.succeed()
+    assert not launch.stderr
 
 
 SPARE = "import os\nfor name in dir(os):\n    if name.startswith(('memfd', 'MFD_', 'pidfd')):\n        delattr(os, name)\n"

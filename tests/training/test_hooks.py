@@ -26,7 +26,7 @@ import os
 {before}
 from dlrover.training.worker import bootstrap
 from dlrover.training.worker.progress import Board
-program = bootstrap.Program("script", "program.py", [], "", 3)
+program = bootstrap.Program("script", "program.py", [], "", 3, steps_file={steps!r})
 bootstrap.run(program, Board(os.open("/proc/{pid}/fd/{fd}", os.O_RDWR)))
 """
 
@@ -48,13 +48,13 @@ class Worked:
     """A worker that has ended: its output, and what the board says of it."""
 
     def __init__(
-        self, directory: Path, forks: Forks | None, *sources: str, before: str = ""
+        self, directory: Path, forks: Forks | None, *sources: str, before: str = "", steps: str = ""
     ) -> None:
         """Run a program in a fork of a process that has imported PyTorch, or in a new interpreter."""
         text = "\n".join(map(textwrap.dedent, sources))
         (directory / "program.py").write_text(text)
         start, fd = directory / "start.py", make_board()
-        start.write_text(START.format(pid=os.getpid(), fd=fd, before=before))
+        start.write_text(START.format(pid=os.getpid(), fd=fd, before=before, steps=steps))
         try:
             process = (
                 forks.start(start, cwd=directory)
@@ -266,18 +266,16 @@ def test_our_own_checkpointer_tells_the_first_step(work: Callable[..., Worked]) 
 
 
 def test_a_file_of_steps_tells_the_first_step_of_a_training_that_saves_by_itself(
-    work: Callable[..., Worked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    work: Callable[..., Worked], tmp_path: Path
 ) -> None:
     path = tmp_path / "losses.jsonl"
     path.write_text('{"step": 40}\n')
-    monkeypatch.setenv("DLROVER_STEPS_FILE", str(path))
     record = """
     step()
     open("losses.jsonl", "a").write('{"step": 41}\\n')
     step()
     """
-    assert work(TRAINING, record).did.first_step == 40
-    monkeypatch.setenv("RANK", "1")
+    assert work(TRAINING, record, steps=str(path)).did.first_step == 40
     assert work(TRAINING, record).did.first_step == -1
 
 

@@ -37,3 +37,23 @@ def test_the_package_of_the_parent_is_run(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *path])}
     command = [*start.command("dlrover.agent"), "--help"]
     subprocess.run(command, env=env, cwd=tmp_path, check=True, timeout=60, stdout=subprocess.PIPE)
+
+
+@pytest.mark.slow
+def test_the_search_path(tmp_path: Path) -> None:
+    """A relative directory in PYTHONPATH is another one where a saver runs."""
+    env = {**os.environ, "PYTHONPATH": "modules"}
+    shown = subprocess.run(
+        start.command("site"),
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    found = [line.strip(" ,'") for line in shown.stdout.splitlines() if line.startswith("    ")]
+    assert found[0] == str(Path(os.__file__).parent)
+    assert str(tmp_path / "modules") in found
+    assert start.ROOT in found
+    assert str(Path(start.__file__).parent) not in found

@@ -11,7 +11,7 @@ class LogFile(logging.FileHandler):
     """A log file that drops records while its disk is full, and notes the loss once there is space again."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self._full = False
 
     def emit(self, record: logging.LogRecord) -> None:

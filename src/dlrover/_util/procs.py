@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import io
 import os
 import select
 import signal
@@ -28,7 +29,8 @@ def become_subreaper() -> None:
 def open_standard_streams() -> None:
     """Open the null device in place of each standard stream that this process was started without.
 
-    Call it first: otherwise another file gets the number, and children use that file as their stream.
+    Call it first: otherwise another file gets the number, and children use that file as their stream. What the
+    locale's encoding lacks is written as escapes, as Python does on standard error.
     """
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is not None:
@@ -39,6 +41,8 @@ def open_standard_streams() -> None:
             os.close(null)
         os.set_inheritable(fd, True)
         setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115 - open for the process's lifetime
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def leave(number: int, _frame: object) -> None:

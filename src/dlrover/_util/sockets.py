@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import socket
 import struct
 import threading
@@ -44,6 +45,16 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing; only looks up the route
         return str(probe.getsockname()[0])
+
+
+def loopback_problem(seconds: float) -> str:
+    """Return why 127.0.0.1 cannot be reached within some seconds; empty if it can."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=seconds).close()
+    except OSError as error:
+        return os.strerror(error.errno) if error.errno else str(error)
+    return ""
 
 
 def send_all(sock: socket.socket, parts: Sequence[memoryview]) -> None:

@@ -53,6 +53,8 @@ def _main() -> None:
     standard_library_first()
     unblock_signals()
     load_package()
+    if ROOT not in sys.path:  # what DLRover needs may be there, too
+        sys.path.append(ROOT)
     import runpy  # noqa: PLC0415
 
     del sys.argv[:2]

@@ -99,9 +99,10 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
         workers.orders.relay = relay.address
         workers.orders.token = token if tls.ca else ""
         usage = UsageMeter(settings.limits.usage_interval, alone=bool(settings.master_address))
+        port = StorePort(settings.store_port)
         agent = Agent(
             client,
-            NodeControls(hostname, workers, checker, usage, StorePort(settings.store_port)),
+            NodeControls(hostname, workers, checker, usage, port),
             settings,
             node_id=args.node_id,
             node_rank=args.node_rank,
@@ -109,7 +110,8 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
             notify=None if job_dir.master.exists() else _notify,
         )
         _handle_ends(agent, launch.signals_to_handle, args.lifeline_fd)
-        return await agent.run()
+        with contextlib.closing(port):
+            return await agent.run()
 
 
 def _notify(line: str) -> None:

@@ -39,13 +39,18 @@ class StorePort:
 
     def reserve(self) -> int:
         """Return a reserved port: the same one until `use`."""
-        if self._reservation is not None and self._used:
-            self._reservation.release()
-            self._reservation = None
+        if self._used:
+            self.close()
         if self._reservation is None:
             self._reservation = PortReservation(self._wanted)
             self._used = False
         return self._reservation.port
+
+    def close(self) -> None:
+        """Release the port."""
+        if self._reservation is not None:
+            self._reservation.release()
+            self._reservation = None
 
     def use(self) -> None:
         """Note that workers start, whose store may take the port."""

@@ -23,10 +23,12 @@ from dlrover.training.worker.progress import BOARD_BYTES
 logger = logging.getLogger(__name__)
 
 # As `dlrover._util.start` starts a process, but with the search path of the program in the end. This package may not be
-# installed in the interpreter (PYTHON_EXEC).
+# installed in the interpreter (PYTHON_EXEC). Nothing else is imported before the standard library is first.
 _START = (
     "import sys; first = set(sys.modules); sys.path[:1] = filter(None, sys.path[:1]); path = sys.path[:]; "
-    "import runpy; start = runpy.run_path({start!r}); start['standard_library_first'](); start['load_package'](); "
+    "import _frozen_importlib_external as files; start = dict(__name__='start', __file__={start!r}); "
+    "exec(files.SourceFileLoader('start', {start!r}).get_code('start'), start); "
+    "start['standard_library_first'](); start['load_package'](); "
     "from dlrover.agent.workers import zygote; sys.path[:] = path; zygote.main({sock}, {board}, {preload!r}, first)"
 )
 

@@ -25,7 +25,7 @@ import psutil
 
 from dlrover import accelerators
 from dlrover._native import library
-from dlrover._util import kernel
+from dlrover._util import kernel, sockets
 from dlrover.config import native
 
 T = TypeVar("T")
@@ -147,7 +147,7 @@ def collect(
     """
     wall, start = time.time(), time.monotonic()
     localhost, hostname, reverse = _names(limit)
-    loopback_error = _loopback_error(limit)
+    loopback_error = sockets.loopback_problem(limit)
     place = within(limit, [partial(_state_dir, state_dir)])[0] or _StateDir(Path(), None, False)
     seconds, wall_seconds = time.monotonic() - start, time.time() - wall
     memory = psutil.virtual_memory()
@@ -307,15 +307,6 @@ def _ports(proc: Path) -> Ports | None:
 def _may_trace(status: str) -> bool:
     effective = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
     return effective is not None and bool(int(effective[1], base=16) >> SYS_PTRACE & 1)
-
-
-def _loopback_error(limit: float) -> str:
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=limit).close()
-    except OSError as error:
-        return str(error)
-    return ""
 
 
 def _names(limit: float) -> tuple[Lookup, Lookup, tuple[Lookup, ...]]:

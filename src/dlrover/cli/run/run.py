@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from dlrover import config, extras
-from dlrover._util import kernel, procs
+from dlrover._util import kernel, procs, sockets
 from dlrover.agent.ports import PortReservation
 from dlrover.cli import jobs
 from dlrover.cli.run import arguments, nodes, onray, report
@@ -32,6 +32,8 @@ from dlrover.spec.words import printable_lines
 
 DEFAULT_PORT = 29400
 """Port of a master's address that names none; torchrun's rendezvous port."""
+LOOPBACK_TIMEOUT = 5.0
+"""Seconds that a connection to this machine itself may take."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="dlrover: %(message)s", level=logging.WARNING)
     env = config.environ()
     try:
+        _check_directory()
         options = arguments.parse(sys.argv[1:] if argv is None else argv, env)
         outcome = run(options, env)
     except DLRoverError as error:
@@ -48,6 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.lifeline_fd < 0:
         show(outcome, options.output)
     return outcome.exit_code
+
+
+def _check_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            "The working directory has been deleted: change to one that exists."
+        ) from error
 
 
 def show(outcome: Outcome, output: str) -> None:
@@ -150,6 +162,11 @@ class _Plan:
         """Plan a job of this machine alone: a master that launches one or more local nodes."""
         count = self._options.local_nodes or 1
         address = self._options.local_addr or "127.0.0.1"
+        if problem := sockets.loopback_problem(LOOPBACK_TIMEOUT):
+            raise ConfigurationError(
+                f"127.0.0.1, where master and agents of one machine meet, cannot be reached ({problem}): bring it up with "
+                "ip link set lo up and ip address add 127.0.0.1/8 dev lo."
+            )
         apart = bool(config.node_command(self._env))  # each node has its own address
         if not apart:
             _check_store_port(self._options.master_port)
