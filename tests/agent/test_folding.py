@@ -35,6 +35,11 @@ def shown(*streams: tuple[int, bytes], size: int = 1 << 16) -> list[bytes]:
     return found
 
 
+def test_a_taken_port_is_no_lost_peer() -> None:
+    taken = MINE.replace(b"KeyError: 'missing'", b"DistNetworkError: failed to listen: EADDRINUSE")
+    assert shown((0, taken)) == [taken]
+
+
 @pytest.mark.parametrize("size", [1, 7, 1 << 16])
 def test_a_traceback_is_shown_once(size: int) -> None:
     later = MINE.replace(b"\n", b"\n[rank1]: ").join([b"[rank1]: ", b""]).removesuffix(b"[rank1]: ")

@@ -8,11 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from dlrover.cli import diagnose, main
+from dlrover.cli.run import report
 from dlrover.errors import ConfigurationError
 from dlrover.spec.events import Event, JobEnded, WorkerFailed
 from dlrover.spec.failure import Failure, FailureKind, Origin, Rule, Verdict
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir, MasterConfig
+from dlrover.spec.outcome import Outcome
 
 OUT_OF_MEMORY = """\
 [rank0]: Traceback (most recent call last):
@@ -27,6 +29,31 @@ OWN = Rule(
     title="got no license",
     advice="Ask for more.",
 )
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_the_output_of_dlrover_run_has_its_verdict_in_the_last_screen(tmp_path, colour):
+    """It knows more than the lines above it, in which only the peer of the rank that left has a traceback."""
+    verdict = Verdict(
+        title="rank 1 left with exit code 3 (the program called exit)",
+        origin=Origin.USER,
+        evidence="/home/ann/train.py:4: in <module>: sys.exit(3)",
+        advice="Look in the program.",
+    )
+    outcome = Outcome(
+        exit_code=1,
+        reason="--max-restarts is 0",
+        verdict=verdict,
+        seconds=3.0,
+        job_dir=str(tmp_path),
+    )
+    screen = report.render(outcome, width=80, colour=colour)
+    log = tmp_path / "a.log"
+    log.write_text(
+        f"dlrover: rank 0 lost a peer: RuntimeError: Connection closed by peer\n{screen}\n"
+    )
+    assert diagnose.of_log(str(log), ()).verdict == verdict
+    assert "Action:" not in diagnose.render(diagnose.of_log(str(log), ()))
 
 
 @pytest.mark.parametrize(

@@ -341,6 +341,7 @@ def test_words_of_libraries_and_tools_are_known(text, cause, origin):
 
 
 ENDED = "rank 0 ended without an error"
+LATE = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete"
 RESET = "[pair.cc:537] Read error [127.0.0.1]:28071: Connection reset by peer."
 
 
@@ -349,6 +350,8 @@ RESET = "[pair.cc:537] Read error [127.0.0.1]:28071: Connection reset by peer."
     [
         (failed(exception="RuntimeError", message=RESET, node_facts=(ENDED,)), "peer_ended"),
         (failed(exception="RuntimeError", message=RESET), "peer_lost"),
+        (failed(exception="RuntimeError", message=LATE, node_facts=(ENDED,)), "peer_ended"),
+        (failed(exception="RuntimeError", message=LATE), "collective_timeout"),
         (
             failed(
                 FailureKind.SIGNAL,

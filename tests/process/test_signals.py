@@ -166,6 +166,35 @@ def test_background_processes_end_before_a_restart(run, tmp_path: Path) -> None:
     launch.succeed()
 
 
+SHARES = """
+import os, pathlib, signal, sys, time
+from multiprocessing import shared_memory
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+names, first = pathlib.Path(sys.argv[1]), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+if not first:
+    left = [file.read_text() for file in names.iterdir() if pathlib.Path("/dev/shm", file.read_text()).exists()]
+    assert not left, left
+memory = shared_memory.SharedMemory(create=True, size=4096)
+(names / f"{first}-{os.environ['RANK']}").write_text(memory.name)
+time.sleep(999 if first else 0)
+os._exit(0)
+"""
+
+
+def test_shared_memory_of_ended_workers_is_freed(run, tmp_path: Path) -> None:
+    """Python's tracker of a worker frees it, whether the worker was killed, would not end, or succeeded."""
+    script, names = tmp_path / "shares.py", tmp_path / "names"
+    script.write_text(SHARES)
+    names.mkdir()
+    launch = run("--nproc-per-node=2", "--shutdown-timeout=1", script, names)
+    run.until(lambda: [f for f in names.iterdir() if f.read_text()][1:], 20, "shared memory")
+    launch.of_kind("worker")[0].kill()
+    launch.succeed()
+    assert len(list(names.iterdir())) == 4
+    assert not [f for f in names.iterdir() if Path("/dev/shm", f.read_text()).exists()]
+
+
 @pytest.mark.torch
 def test_training_resumes_in_the_same_job_directory(train, undisturbed) -> None:
     first = train(30, 0.05, "--nproc-per-node=2")

@@ -51,6 +51,41 @@ def test_start_time_tells_processes_apart():
     assert procs.start_time(2**22 + 1) == 0
 
 
+# A script that becomes a subreaper, and kills a process with shared memory and one that has left its group.
+TRACKED = textwrap.dedent(
+    """
+    import os, subprocess, sys
+    from dlrover._util import procs
+
+    procs.become_subreaper()
+    program = subprocess.Popen(
+        [sys.executable, "-c",
+         "import os, subprocess, time; from multiprocessing import shared_memory;"
+         "memory = shared_memory.SharedMemory(create=True, size=64);"
+         "subprocess.Popen(['sleep', '60']); subprocess.Popen(['sleep', '60'], start_new_session=True);"
+         "print(memory.name, flush=True); time.sleep(60)"],
+        stdout=subprocess.PIPE, text=True, start_new_session=True)
+    memory = os.path.join("/dev/shm", program.stdout.readline().strip())
+    assert os.path.exists(memory)
+    procs.kill_group(program.pid)
+    program.wait()
+    assert procs.end_orphans((), 5.0) == []
+    assert procs.wait_for_cleaners(5.0) == []
+    assert procs.children() == []
+    assert not os.path.exists(memory)
+    print("done")
+    """
+)
+
+
+@pytest.mark.slow
+def test_what_cleans_up_after_a_killed_group_may_do_so():
+    result = subprocess.run(
+        [sys.executable, "-c", TRACKED], check=False, capture_output=True, text=True
+    )
+    assert result.stdout.strip() == "done", result.stderr
+
+
 NAMED = """
 import ctypes, sys
 ctypes.CDLL(None).prctl(15, b"caf\\xe9) R 1 (", 0, 0, 0)

@@ -19,6 +19,11 @@ from dlrover._util import kernel
 PR_SET_CHILD_SUBREAPER = 36
 LOOK_INTERVAL = 0.05
 """Seconds between looks at a process where the kernel does not say when it ends: a sandbox may refuse that."""
+CLEANERS = ("resource_tracker import main", "torch_shm_manager")
+"""Parts of the commands of multiprocessing's, joblib's and PyTorch's processes that clean up after a program.
+
+They free its shared memory and semaphores when all processes that use them have ended, and then end by themselves.
+"""
 
 
 def become_subreaper() -> None:
@@ -163,9 +168,25 @@ def kill(pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def kill_group(pid: int) -> None:
-    """Kill every process of the group that ``pid`` leads or led."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+    """Kill every process of the group that ``pid`` leads or led, except those that clean up after it."""
+    try:
+        os.killpg(pid, signal.SIGSTOP)  # none forks meanwhile
+    except (ProcessLookupError, PermissionError):
+        return
+    for member in pids():
+        if _group(member) == pid:
+            with contextlib.suppress(PermissionError):
+                kill([member], signal.SIGCONT if _cleans_up(member) else signal.SIGKILL)
+
+
+def _group(pid: int) -> int:
+    fields = stat(pid)
+    return int(fields[2]) if fields else 0
+
+
+def _cleans_up(pid: int) -> bool:
+    words = " ".join(command(pid))
+    return any(name in words for name in CLEANERS)
 
 
 def reap_orphans(own: Container[int]) -> None:
@@ -179,10 +200,10 @@ def reap_orphans(own: Container[int]) -> None:
 def end_orphans(own: Container[int], timeout: float) -> list[int]:
     """Kill and reap orphans, and their orphans in turn; return the pids left after ``timeout`` seconds.
 
-    A process that hangs in the kernel cannot be killed, so its pid is returned.
+    A process that hangs in the kernel cannot be killed, so its pid is returned. Those that clean up are spared.
     """
     until = time.monotonic() + timeout
-    while orphans := [pid for pid in children() if pid not in own]:
+    while orphans := [pid for pid in children() if pid not in own and not _cleans_up(pid)]:
         for pid in orphans:
             kill_group(pid)
             kill([pid])
@@ -190,6 +211,14 @@ def end_orphans(own: Container[int], timeout: float) -> list[int]:
         if time.monotonic() >= until:
             return orphans
     return []
+
+
+def wait_for_cleaners(timeout: float) -> list[int]:
+    """Wait until the children that clean up have ended, and reap them; return the pids left after ``timeout`` seconds."""
+    until = time.monotonic() + timeout
+    for pid in [pid for pid in children() if _cleans_up(pid)]:
+        _reap(pid, until - time.monotonic())
+    return [pid for pid in children() if _cleans_up(pid)]
 
 
 def _reap(pid: int, seconds: float) -> None:

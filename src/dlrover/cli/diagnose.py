@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -11,12 +12,25 @@ from dlrover.errors import ConfigurationError, readable
 from dlrover.master import diagnosis_rules
 from dlrover.master.journal import history
 from dlrover.master.machine.diagnosis.diagnosis import root_cause
+from dlrover.master.machine.diagnosis.log import plain
 from dlrover.spec.events import WorkerFailed
-from dlrover.spec.failure import Rule, Verdict
+from dlrover.spec.failure import Origin, Rule, Verdict
 from dlrover.spec.jobdir import JobDir, MasterConfig, decode
 
 LOG_BYTES = 256 * 1024
 """Bytes at the end of a log that are examined."""
+_LAST_SCREEN = re.compile(
+    rf"""^(?P<title>.+)\n
+         Fault:[ ]+(?P<origin>{"|".join(re.escape(origin.value) for origin in Origin)})\n
+         (?:Evidence:[ ](?P<evidence>.+)\n)?
+         (?:.*\n)*?
+         Ended:[ ].*\n
+         (?:(?:Data|Goodput):[ ].*\n)*
+         (?:Next:[ ]+(?P<advice>.+)\n)?
+         Job:[ ]""",
+    re.VERBOSE | re.MULTILINE,
+)
+"""The verdict in the output of ``dlrover-run`` (`dlrover.cli.run.report`)."""
 
 
 class LogVerdict(msgspec.Struct, frozen=True):
@@ -36,11 +50,23 @@ def of_log(path: str, own: tuple[Rule, ...]) -> LogVerdict:
     source, text = _read(path)
     if not text.strip():
         raise ConfigurationError(f"{source} is empty; diagnose takes what a program printed.")
+    if not own and (screens := list(_LAST_SCREEN.finditer(plain(text)))):
+        return LogVerdict(source, _shown(screens[-1]))
     chosen = diagnosis_rules.table(own).diagnose_log(text)
     title = chosen.title.replace("rank -1 ", "The program ").replace(" on node -1", "")
     title = title.replace("left with exit code -1: a program that it ran ", "")
     title = title.replace("left with exit code -1", "left no error that is known")
     return LogVerdict(source, msgspec.structs.replace(chosen, title=title))
+
+
+def _shown(screen: re.Match[str]) -> Verdict:
+    """Return the verdict of a last screen, which names no cause: it knows more than the lines above it tell."""
+    return Verdict(
+        title=screen["title"],
+        origin=Origin(screen["origin"]),
+        evidence=screen["evidence"] or "",
+        advice=screen["advice"] or "",
+    )
 
 
 def of_job(job_dir: JobDir, own: tuple[Rule, ...]) -> tuple[LogVerdict, ...]:
@@ -77,7 +103,7 @@ def render(finding: LogVerdict) -> str:
         "Cause": verdict.cause,
         "Fault": verdict.origin.value,
         "Evidence": verdict.evidence.replace("\n", "\n          "),
-        "Action": verdict.action.value,
+        "Action": verdict.action.value if verdict.cause else "",
         "Next": verdict.advice,
         "Log": finding.source,
     }

@@ -19,6 +19,8 @@ ECHO = re.compile(
     rb"remote process exited|NCCL communicator was aborted|Connection refused"
 )
 """Part of an exception's line that tells of a peer's end."""
+TAKEN = b"EADDRINUSE"
+"""Part of the line of an error of the same type that tells of a port that is taken."""
 INTERRUPT = b"KeyboardInterrupt"
 """The exception's line of a worker that Ctrl-C ends: each rank is at a line of its own."""
 CHAINS = (
@@ -45,7 +47,7 @@ class Tracebacks:
 
     def meaning(self, rank: int, text: bytes, exception: bytes) -> str:
         """Return why a rank's traceback need not be shown; empty if it is to be shown."""
-        if ECHO.search(exception):
+        if ECHO.search(exception) and TAKEN not in exception:
             return "lost a peer"
         interrupt = exception == INTERRUPT
         known = INTERRUPT if interrupt else _NUMBERS.sub(b"", text)

@@ -40,6 +40,8 @@ REAP_INTERVAL = 5.0
 """Seconds between two searches for orphans to reap."""
 KILL_WAIT = 10.0
 """Seconds to wait for a process after SIGKILL; one that takes longer hangs in the kernel."""
+CLEANUP_WAIT = 0.5
+"""Seconds to wait until the names of shared memory are free for the next round; PyTorch's are random, and take longer."""
 
 _STARTING_AGAIN = WorkerActivity(0, Activity.START, 0.0, (0.0,) * len(Activity))
 """Activity of a worker that was started again and has not begun yet."""
@@ -360,6 +362,7 @@ class WorkerGroup:
                 worker.rank, worker.pid, KILL_WAIT,
             )  # fmt: skip
         procs.end_orphans(self._own_pids() | procs.running(savers.SAVER), KILL_WAIT)
+        procs.wait_for_cleaners(CLEANUP_WAIT)
         if self._logs is not None:
             self._logs.stop()
             self._logs = None

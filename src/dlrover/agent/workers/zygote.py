@@ -119,9 +119,10 @@ class Zygote:
                     os.close(wake_write)
                     return order
             self._reap()
+        from dlrover._util import procs  # noqa: PLC0415 - it loads asyncio, and a program decides what its process loads
+
         for pid in self._workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            procs.kill_group(pid)
         return None
 
     def _fork(self, order: StartOrder) -> bool:

@@ -47,6 +47,8 @@ STOP_RETRY = 0.1
 """Seconds between attempts to ask the master to stop the job."""
 KILL_WAIT = 10.0
 """Seconds to wait for processes after SIGKILL."""
+CLEANUP_WAIT = 5.0
+"""Seconds that processes which clean up after a program have to end; PyTorch's takes 2 s."""
 LEAVE_WAIT = 10.0
 """Seconds that an agent has to exit after its master has exited."""
 RELAY_WAIT = 5.0
@@ -351,6 +353,7 @@ class Supervisor:
         procs.end_in_order(procs.running(savers.SAVER), savers.WAIT)  # savers of a killed agent
         for pid in procs.end_orphans((), KILL_WAIT):
             logger.error("Process %d hangs in the kernel and could not be ended", pid)
+        procs.kill(procs.wait_for_cleaners(CLEANUP_WAIT))
 
 
 def stopping_line(number: signal.Signals, patience: float) -> str:
