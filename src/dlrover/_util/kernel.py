@@ -25,7 +25,7 @@ def memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:
         OSError: The kernel or a sandbox refuses it, or the C library is older than glibc 2.27.
     """
     if hasattr(os, "memfd_create"):
-        return os.memfd_create(name, flags)
+        return os.memfd_create(name, flags)  # noqa: TID251
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "memfd_create"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -45,7 +45,7 @@ def pidfd_open(pid: int) -> int:
         OSError: The kernel (before Linux 5.3) or a sandbox refuses it.
     """
     if hasattr(os, "pidfd_open"):
-        return os.pidfd_open(pid)
+        return os.pidfd_open(pid)  # noqa: TID251
     return _descriptor(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_OPEN, pid, 0))
 
 
