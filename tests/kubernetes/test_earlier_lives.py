@@ -705,6 +705,37 @@ def test_a_leader_whose_lease_another_took_names_it() -> None:
     asyncio.run(story())
 
 
+def test_a_leader_that_took_a_lease_outlasts_a_renewal_that_fails() -> None:
+    """The first one, before it has read its own Lease."""
+
+    async def story() -> None:
+        server = MemoryServer()
+        spec = {"holderIdentity": "old", "leaseDurationSeconds": 1}
+        server.put(LEASES, {"metadata": {"name": "lease"}, "spec": spec})
+        now = 0.0
+        leader = Leader(
+            server, "default", "lease", "me", LeaseTerms(renew=0.001), clock=lambda: now
+        )
+        assert not await leader._attempt()
+        now = 2.0
+        await leader.acquire()
+        failed = 0
+
+        def away(_method: str, _path: str) -> None:
+            nonlocal failed
+            failed += 1
+            if failed == 1:
+                raise InfrastructureError("The API server is away.")
+
+        server.before = away
+        holding = asyncio.create_task(leader.hold())
+        await until(lambda: failed > 4 or holding.done())
+        assert not holding.done()
+        await stop(holding)
+
+    asyncio.run(story())
+
+
 def test_a_lease_is_given_back_though_a_renewal_is_under_way() -> None:
     async def story() -> None:
         server = MemoryServer()
