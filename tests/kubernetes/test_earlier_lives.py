@@ -550,7 +550,9 @@ def test_a_pod_that_another_has_the_name_of_was_deleted() -> None:
 
 @pytest.mark.parametrize("earlier", [True, False])
 @pytest.mark.parametrize("late", [True, False])
-def test_a_pod_on_a_lost_machine_does_not_keep_its_name_for_ever(earlier: bool, late: bool) -> None:
+def test_a_pod_on_a_lost_machine_does_not_keep_its_name_for_ever(
+    earlier: bool, late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """The master that had made it is lost with the same machine, and its successor has no journal."""
 
     async def story() -> None:
@@ -571,6 +573,12 @@ def test_a_pod_on_a_lost_machine_does_not_keep_its_name_for_ever(earlier: bool, 
                 await asyncio.sleep(0.05)
                 assert uid(server) == lost
             assert nodes.exits == {}
+        warned = [one.message for one in caplog.records if one.levelname == "WARNING"]
+        assert (
+            warned
+            == [f"Pod {POD} did not end in time and is deleted by force; its machine may be lost."]
+            * late
+        )
 
     asyncio.run(story())
 
