@@ -17,8 +17,8 @@ from dlrover.original import names
 ROOT = Path(__file__).parent.parent.parent
 DOORS = {
     "dlrover.accelerate": {
-        "Cluster", "Explanation", "Observation", "Prediction", "Strategy", "Transformer", "calibrate",
-        "predict", "search", "traced", "why_not", "AutoAccelerateResult", "auto_accelerate", "clip_grad_norm_",
+        "Cluster", "Explanation", "Observation", "Prediction", "Residual", "Strategy", "Transformer",
+        "calibrate", "predict", "search", "traced", "why_not", "AutoAccelerateResult", "auto_accelerate", "clip_grad_norm_",
     },
     "dlrover.accelerators": {
         "CPU", "RESOURCES", "VENDORS", "DeviceHealth", "DeviceUse", "Vendor", "pci_addresses", "present",

@@ -77,6 +77,7 @@ class MemoryServer(Client):
     ) -> AsyncIterator[tuple[str, Manifest]]:
         seen, last = 0, int(resource_version)
         known: set[str] = set()
+        yield "BOOKMARK", {"metadata": {"resourceVersion": resource_version}}
         while True:
             while seen < len(self._log) and not (self.silent and seen >= last):
                 kind, path, obj = self._log[seen]

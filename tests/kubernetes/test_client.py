@@ -102,8 +102,8 @@ def test_a_watch_tells_what_happens_and_ends_in_time(
             await client.delete(CONFIG_MAPS, namespace, "one")
             watch = client.watch(CONFIG_MAPS, namespace, version, "a=b", timeout=2)
             seen = [kind async for kind, _ in watch]
-            assert seen[:2] == ["ADDED", "DELETED"]
-            assert set(seen[2:]) <= {"BOOKMARK"}
+            assert seen[:3] == ["BOOKMARK", "ADDED", "DELETED"]
+            assert set(seen[3:]) <= {"BOOKMARK"}
 
     asyncio.run(story())
 

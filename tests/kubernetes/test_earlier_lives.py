@@ -550,7 +550,9 @@ def test_a_pod_that_another_has_the_name_of_was_deleted() -> None:
 
 @pytest.mark.parametrize("earlier", [True, False])
 @pytest.mark.parametrize("late", [True, False])
-def test_a_pod_on_a_lost_machine_does_not_keep_its_name_for_ever(earlier: bool, late: bool) -> None:
+def test_a_pod_on_a_lost_machine_does_not_keep_its_name_for_ever(
+    earlier: bool, late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """The master that had made it is lost with the same machine, and its successor has no journal."""
 
     async def story() -> None:
@@ -571,6 +573,12 @@ def test_a_pod_on_a_lost_machine_does_not_keep_its_name_for_ever(earlier: bool, 
                 await asyncio.sleep(0.05)
                 assert uid(server) == lost
             assert nodes.exits == {}
+        warned = [one.message for one in caplog.records if one.levelname == "WARNING"]
+        assert (
+            warned
+            == [f"Pod {POD} did not end in time and is deleted by force; its machine may be lost."]
+            * late
+        )
 
     asyncio.run(story())
 
@@ -701,6 +709,37 @@ def test_a_leader_whose_lease_another_took_names_it() -> None:
         server.change(LEASES, "lease", spec={"holderIdentity": "operator-b"})
         why = await leader.hold()
         assert why == "The Lease default/lease belongs to another operator, operator-b."
+
+    asyncio.run(story())
+
+
+def test_a_leader_that_took_a_lease_outlasts_a_renewal_that_fails() -> None:
+    """The first one, before it has read its own Lease."""
+
+    async def story() -> None:
+        server = MemoryServer()
+        spec = {"holderIdentity": "old", "leaseDurationSeconds": 1}
+        server.put(LEASES, {"metadata": {"name": "lease"}, "spec": spec})
+        now = 0.0
+        leader = Leader(
+            server, "default", "lease", "me", LeaseTerms(renew=0.001), clock=lambda: now
+        )
+        assert not await leader._attempt()
+        now = 2.0
+        await leader.acquire()
+        failed = 0
+
+        def away(_method: str, _path: str) -> None:
+            nonlocal failed
+            failed += 1
+            if failed == 1:
+                raise InfrastructureError("The API server is away.")
+
+        server.before = away
+        holding = asyncio.create_task(leader.hold())
+        await until(lambda: failed > 4 or holding.done())
+        assert not holding.done()
+        await stop(holding)
 
     asyncio.run(story())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api import client as api
+from dlrover.kubernetes.api.access import Access, Token
 from dlrover.kubernetes.api.client import ApiError, Client
 from dlrover.kubernetes.api.informer import BLIND, RETRY, Informer
 from tests.kubernetes.controlplane import ControlPlane
@@ -278,4 +280,47 @@ def test_objects_that_cannot_be_seen_any_more_are_named_with_the_reason(
     clock = SimpleNamespace(monotonic=lambda: now)
     monkeypatch.setattr("dlrover.kubernetes.api.informer.time", clock)
     monkeypatch.setattr("dlrover.kubernetes.api.informer.RETRY", (0.001, 0.001))
+    asyncio.run(story())
+
+
+def test_a_silent_watch_that_a_proxy_cuts_is_an_answer_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, watches, pauses, pause = 1000.0, 0, [], asyncio.sleep
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal now, watches
+        asked = await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n")
+        if b"watch=true" in asked:
+            writer.write(b"Transfer-Encoding: chunked\r\n\r\n")
+            watches, now = watches + 1, now + 50.0
+        else:
+            writer.write(b'\r\n{"metadata": {"resourceVersion": "1"}, "items": []}')
+        writer.close()
+        await writer.wait_closed()
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        await pause(0.001)
+
+    async def story() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        access = Access(
+            f"http://127.0.0.1:{port}", "default", ssl.create_default_context(), Token("")
+        )
+        client = Client(access)
+        informer = Informer(client, CONFIG_MAPS, "default", "", print)
+        running = asyncio.create_task(informer.run())
+        await until(lambda: watches == 8)
+        assert informer.obstacle == ""
+        assert max(pauses) < 2 * RETRY[0]
+        await stop(running)
+        await client.close()
+        server.close()
+
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("dlrover.kubernetes.api.informer.time", clock)
+    monkeypatch.setattr("dlrover.kubernetes.api.informer.asyncio.sleep", sleep)
     asyncio.run(story())

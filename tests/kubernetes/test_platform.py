@@ -166,7 +166,10 @@ def test_why_a_node_was_lost_is_told(
 @pytest.mark.long
 @pytest.mark.timeout(180)
 def test_nodes_on_a_machine_that_goes_dark_are_lost(
-    make: Callable[..., Nodes], kubelet: StartKubelet, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Nodes],
+    kubelet: StartKubelet,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(pods, "FORCE_AFTER", 2.0)
     machines = kubelet(nodes=2)
@@ -187,6 +190,7 @@ def test_nodes_on_a_machine_that_goes_dark_are_lost(
             machines.lose(dark)
             await here.until(lambda: set(here.exits) == lost, timeout=120)
             await here.until(lambda: len(here.pods()) == 4 - len(lost), timeout=30)
+            assert sum("is deleted by force" in one.message for one in caplog.records) >= len(lost)
 
     asyncio.run(story())
 

@@ -158,8 +158,10 @@ def test_a_suspended_job_resumes_though_the_machine_of_a_worker_is_lost() -> Non
     world.gone(world.master)
     world.settle()
     lost, other = world.workers
+    assert world.status["message"] == "2 pods are ending."
     world.gone(other)
     world.settle()
+    assert world.status["message"] == "1 pod is ending."
     assert world.decision.again == 90.0
     world.now += 89.0
     world.settle()

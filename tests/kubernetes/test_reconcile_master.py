@@ -268,6 +268,11 @@ def test_a_missing_service_is_made_again() -> None:
     assert ("Service", MASTER) in world.objects
 
 
+EARLIER = {
+    "apiVersion": names.API_VERSION, "kind": "ElasticJob", "name": "digits", "uid": "uid-0"
+}  # fmt: skip
+
+
 def foreign_pod(world: World, **owner: str) -> dict[str, Any]:
     """A pod with the name of the master's, which runs."""
     manifest = objects.master_pod(validation.parse(job()), "old")
@@ -279,7 +284,7 @@ def foreign_pod(world: World, **owner: str) -> dict[str, Any]:
 
 def test_the_master_of_an_earlier_job_of_the_name_is_removed() -> None:
     world = World()
-    old = foreign_pod(world, kind="ElasticJob", name="digits", uid="uid-0")
+    old = foreign_pod(world, **EARLIER)
     world.settle()
     assert "deletionTimestamp" in old["metadata"]
     assert world.master is old
@@ -291,7 +296,7 @@ def test_the_master_of_an_earlier_job_of_the_name_is_removed() -> None:
 
 def test_the_master_of_an_earlier_job_of_the_name_goes_though_its_machine_is_lost() -> None:
     world = World()
-    foreign_pod(world, kind="ElasticJob", name="digits", uid="uid-0")
+    foreign_pod(world, **EARLIER)
     world.settle()
     world.now += 30.0 + 59.0
     world.settle()
@@ -302,14 +307,23 @@ def test_the_master_of_an_earlier_job_of_the_name_goes_though_its_machine_is_los
     assert world.master["metadata"]["ownerReferences"][0]["uid"] == "uid-1"
 
 
-def test_a_pod_of_somebody_else_with_the_masters_name_has_to_go_first() -> None:
+@pytest.mark.parametrize(
+    "owner", [{"kind": "ReplicaSet"}, {"apiVersion": "other.io/v1"}, {"name": "letters"}]
+)
+def test_a_pod_of_somebody_else_with_the_masters_name_has_to_go_first(
+    owner: dict[str, str],
+) -> None:
     world = World()
-    old = foreign_pod(world, kind="ReplicaSet", name="digits", uid="uid-0")
+    old = foreign_pod(world, **{**EARLIER, **owner})
     world.settle()
     assert world.master is old
     assert "deletionTimestamp" not in old["metadata"], "it is not ours to delete"
     assert world.decision.again == 5.0
     assert "does not belong to this job and must be deleted first." in world.status["message"]
+    world.delete(old)
+    world.now += 1000.0
+    world.settle()
+    assert world.master is old, "nor to delete by force"
 
 
 def test_a_start_that_was_not_written_down_is_remembered() -> None:

@@ -21,6 +21,7 @@ class World:
     def __init__(self, manifest: Manifest | None = None) -> None:
         self.now = START
         self.job: Manifest | None = copy.deepcopy(manifest or job())
+        self.job["metadata"].setdefault("creationTimestamp", times.written(START))
         self.objects: dict[tuple[str, str], Manifest] = {}
         self.events: list[str] = []
         self.uids = 0

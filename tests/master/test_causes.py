@@ -134,6 +134,8 @@ def test_without_a_file_there_are_no_rows_of_the_user():
         ),
         ({"types": "OSError"}, "types = 'OSError'; it takes a list, each entry a text"),
         ({"codes": ["x"]}, "codes = ['x']; it takes a list, each entry a whole number"),
+        ({"codes": [1, 256]}, "codes = [1, 256]; it takes exit codes, from 0 to 255"),
+        ({"codes": [-9]}, "codes = [-9]; it takes exit codes, from 0 to 255"),
         ({"echo": 1}, "echo = 1; it takes true or false"),
         ({"signals": ["SIGFOO"]}, "signals = ['SIGFOO']; it takes names of signals, as SIGKILL is"),
         (

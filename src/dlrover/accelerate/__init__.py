@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         Cluster,
         Observation,
         Prediction,
+        Residual,
         Strategy,
         Transformer,
     )
@@ -26,6 +27,7 @@ __all__ = [
     "Explanation",
     "Observation",
     "Prediction",
+    "Residual",
     "Strategy",
     "Transformer",
     "auto_accelerate",
@@ -49,6 +51,7 @@ __getattr__ = lazy(
         "Explanation": "dlrover.planning.parallel.explain",
         "Observation": _RECORDS,
         "Prediction": _RECORDS,
+        "Residual": _RECORDS,
         "Strategy": _RECORDS,
         "Transformer": _RECORDS,
         "calibrate": "dlrover.planning.parallel.calibration",

@@ -12,7 +12,7 @@ import functools
 import re
 import signal
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,21 @@ BUILT_IN = Path(__file__).with_name("diagnosis_rules.toml")
 
 _EXPRESSIONS = ("text", "facts", "raised_in", "subject")
 _TEMPLATES = ("title", "advice", "otherwise")
+_CONTENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "cause": (
+        lambda name: re.fullmatch(r"[a-z][a-z0-9_]*", name),
+        "lower-case letters, digits and underscores",
+    ),
+    "codes": (
+        lambda codes: all(0 <= code <= 255 for code in codes),
+        "exit codes, from 0 to 255",
+    ),
+    "signals": (
+        lambda signals: set(signals) <= set(signal.Signals.__members__),
+        "names of signals, as SIGKILL is",
+    ),
+}
+"""Whether a value of the field's type is accepted, and what is."""
 _TEMPLATE_FIELDS = ("error", "code", "signal", "place", "subject")
 _REQUIRED = ("cause", "origin", "title", "advice")
 _TYPES: dict[str, Any] = typing.get_type_hints(Rule)
@@ -112,10 +127,9 @@ def _problem(name: str, value: Any) -> str:
         decoding.convert(value, _TYPES[name])
     except msgspec.ValidationError:
         return f"it takes {_accepted(_TYPES[name])}"
-    if name == "cause" and not re.fullmatch(r"[a-z][a-z0-9_]*", value):
-        return "it takes lower-case letters, digits and underscores"
-    if name == "signals" and not set(value) <= set(signal.Signals.__members__):
-        return "it takes names of signals, as SIGKILL is"
+    if name in _CONTENTS:
+        fits, accepted = _CONTENTS[name]
+        return "" if fits(value) else f"it takes {accepted}"
     if name in _EXPRESSIONS:
         return _expression_problem(value)
     return _template_problem(value) if name in _TEMPLATES else ""

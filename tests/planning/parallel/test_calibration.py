@@ -121,10 +121,22 @@ def test_what_most_runs_of_a_kind_take_longer_holds_for_this_kind_alone():
     fitted = calibrate(CLUSTER, seen)
     for one in STRATEGIES:
         assert predicted(fitted, one) == pytest.approx(predicted(CLUSTER, one), rel=0.1)
-    on_four = replace(fitted, nodes=4)
-    for one in doubled:
-        late = 5 if one.pp > 1 else 1
-        assert predicted(on_four, one) == pytest.approx(late * predicted(larger, one), rel=0.15)
+    one_node = [replace(one, dp_replicate=4) for one in STRATEGIES if one.tp == 2 and one.pp == 1]
+    again = calibrate(fitted, observed(one_node, cluster=replace(CLUSTER, nodes=1)))
+    for known in (fitted, again):
+        on_four = replace(known, nodes=4)
+        for one in doubled:
+            late = 5 if one.pp > 1 else 1
+            assert predicted(on_four, one) == pytest.approx(late * predicted(larger, one), rel=0.15)
+
+
+def test_a_kind_that_is_measured_again_has_its_new_residual():
+    late = calibrate(CLUSTER, observed(STRATEGIES, 3.0))
+    kinds = [each[:3] for each in calibrate(CLUSTER, observed(STRATEGIES)).residuals]
+    wrong = tuple((*kind, 7.0) for kind in kinds)
+    again = calibrate(replace(late, residuals=wrong), observed(STRATEGIES, 3.0))
+    assert [each[:3] for each in again.residuals] == kinds
+    assert all(each.factor < 2 for each in again.residuals)
 
 
 def test_residuals_are_those_of_the_ranks_and_the_ways_to_communicate():

@@ -110,6 +110,15 @@ def test_two_matrices_and_ties_follow_from_the_type():
         (lambda: Cluster(residuals=[(8, False, True, 2.0)]), "not a tuple of residuals"),
         (lambda: Cluster(residuals=((8, False, 2.0),)), "not a tuple of residuals"),
         (lambda: Cluster(residuals=((8, False, True, 0.0),)), "a positive factor"),
+        (lambda: Cluster(residuals=((-3, False, True, 2.0),)), "each of positive ranks"),
+        (lambda: Cluster(residuals=((8.5, False, True, 2.0),)), "each of positive ranks"),
+        (lambda: Cluster(residuals=((True, False, True, 2.0),)), "each of positive ranks"),
+        (lambda: Cluster(residuals=((16, "x", True, 2.0),)), "True or False"),
+        (lambda: Cluster(residuals=((16, True, 1, 2.0),)), "True or False"),
+        (
+            lambda: Cluster(residuals=((16, True, True, 2.0), (16, True, True, 3.0))),
+            "of different kinds",
+        ),
         (lambda: Cluster(spread=-1.0), "spread is -1.0, not a number of 0 or more"),
     ],
 )

@@ -233,6 +233,7 @@ class Client:
     ) -> AsyncIterator[tuple[str, Manifest]]:
         """Yield the events after ``resource_version``: ``ADDED``, ``MODIFIED``, ``DELETED``, ``BOOKMARK``.
 
+        The first is a bookmark of ``resource_version`` itself: the server has accepted the watch, which may stay silent.
         The watch ends after ``timeout`` seconds. A bookmark contains only a resource version.
 
         Raises:
@@ -250,6 +251,7 @@ class Client:
         wait = httpx2.Timeout(timeout + STALL_GRACE, connect=CONNECT_TIMEOUT, pool=CONNECT_TIMEOUT)
         path = resource.path(namespace)
         async with self._stream("WATCH", resource.plural, path, query, {}, wait) as answer:
+            yield "BOOKMARK", {"metadata": {"resourceVersion": resource_version}}
             async for line in answer.aiter_lines():
                 if line.strip():
                     yield _event(line)

@@ -172,10 +172,7 @@ def _restarting(
 
 def _name_taken(view: View, foreign: Manifest) -> Decision:
     """Handle a foreign pod with the master's name; delete one of an earlier job of this name."""
-    references = foreign["metadata"].get("ownerReferences") or ()
-    earlier = any(
-        one.get("kind") == "ElasticJob" and one.get("name") == view.job.name for one in references
-    )
+    earlier = pods.of_earlier(foreign, view.job)
     delete: tuple[Deletion, ...] = ()
     if earlier and not pods.leaving(foreign):
         delete = (deletion(foreign),)

@@ -92,7 +92,8 @@ def removing(view: View) -> bool:
 def suspended(view: View) -> Decision:
     """Remove the pods of a suspended job."""
     left = len(view.others) + (view.master is not None)
-    message = f"{left} pods are ending." if left else "The job is suspended and has no pods."
+    ending = "1 pod is ending." if left == 1 else f"{left} pods are ending."
+    message = ending if left else "The job is suspended and has no pods."
     if view.old.phase != "Suspended":
         view.report("Suspended", "spec.suspend is true: the job's pods are removed.")
     changed = [

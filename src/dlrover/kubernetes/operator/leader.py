@@ -119,14 +119,17 @@ class Leader:
 
     def _free(self, lease: Manifest) -> bool:
         spec = lease.get("spec") or {}
-        seen = (spec.get("holderIdentity"), spec.get("renewTime"), spec.get("leaseTransitions"))
-        if seen != self._seen:
-            self._seen, self._seen_at = seen, self._clock()
+        self._see(spec)
         duration = float(spec.get("leaseDurationSeconds") or self._terms.duration)
         return (
             spec.get("holderIdentity") in (None, "", self._identity)
             or self._clock() - self._seen_at > duration
         )
+
+    def _see(self, spec: Manifest) -> None:
+        seen = (spec.get("holderIdentity"), spec.get("renewTime"), spec.get("leaseTransitions"))
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, self._clock()
 
     def _seen_other(self) -> bool:
         return bool(self._seen) and self._seen[0] not in (None, "", self._identity)
@@ -148,3 +151,4 @@ class Leader:
             await self._client.create(LEASES, {"metadata": metadata, "spec": spec})
         else:  # its resource version makes this fail after another write
             await self._client.replace(LEASES, {**lease, "spec": spec})
+        self._see(spec)

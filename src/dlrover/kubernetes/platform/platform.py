@@ -47,6 +47,7 @@ SWEEP_INTERVAL = 5.0
 """Seconds between checks for pods that vanished unseen or whose deletion does not end."""
 CLOSE_TIMEOUT = 10.0
 """Seconds allowed for pending server calls when the master exits."""
+_FORCED = "Pod %s did not end in time and is deleted by force; its machine may be lost."
 
 
 @dataclass
@@ -263,6 +264,7 @@ class KubernetesPlatform:
             if not pods.leaving(pod):
                 await self._client.delete(PODS, self._namespace, name, uid)  # it may save first
             elif pods.force_after(pod, time.time()) <= 0:
+                logger.warning(_FORCED, name)
                 await self._client.delete(PODS, self._namespace, name, uid, grace=0)
         except InfrastructureError as error:
             logger.info("Pod %s: %s", name, error)
@@ -279,6 +281,8 @@ class KubernetesPlatform:
                 uid = pod["metadata"]["uid"]
                 if only not in ("", uid):
                     return
+                if not grace:
+                    logger.warning(_FORCED, name)
                 async with self._slots:
                     await self._client.delete(PODS, self._namespace, name, uid, grace)
             except InfrastructureError as error:

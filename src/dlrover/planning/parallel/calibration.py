@@ -38,8 +38,8 @@ LEAST_SPREAD = 0.05
 def calibrate(cluster: Cluster, observations: Iterable[Any]) -> Cluster:
     """Return the cluster with coefficients fitted to measured steps, and the residuals of the kinds of runs that were measured.
 
-    The fit is one of non-negative least squares of relative errors. Coefficients that the observations say nothing
-    about stay as they are. What most runs of a kind take longer than the fit says is the residual of this kind.
+    The fit is one of non-negative least squares of relative errors. What most runs of a kind take longer than the fit
+    says is the residual of this kind. Coefficients and residuals that the observations say nothing about stay as they are.
 
     Args:
         cluster: The accelerators that were measured.
@@ -63,10 +63,11 @@ def calibrate(cluster: Cluster, observations: Iterable[Any]) -> Cluster:
     weights = _fit(design, measured, weights, start)
     predicted = _design(cluster, seen, weights) @ weights
     of = Columns.of([each.strategy for each in seen])
+    known = (*cluster.residuals, *medians(kinds(of, cluster), measured / predicted))
     fitted = replace(
         cluster,
         coefficients=tuple(float(weight) for weight in weights),
-        residuals=medians(kinds(of, cluster), measured / predicted),
+        residuals=tuple({each[:3]: each for each in known}.values()),
     )
     errors = np.abs(predicted * factors(of, fitted) / measured - 1)
     # few observations say little about the errors of others

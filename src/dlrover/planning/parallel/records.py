@@ -19,10 +19,14 @@ CONTEXTS = ("all_gather", "ulysses")
 SCHEDULES = ("", "gpipe", "1f1b", "interleaved_1f1b")
 
 
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def _whole(record: object, least: int, *names: str) -> None:
     for name in names:
         value = getattr(record, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if not _is_whole(value, least):
             wanted = "a positive integer" if least else "an integer of 0 or more"
             raise ConfigurationError(f"{type(record).__name__}: {name} is {value!r}, not {wanted}.")
 
@@ -32,9 +36,20 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _are_residuals(values: Any) -> bool:
+    return (
+        isinstance(values, tuple)
+        and all(map(_is_residual, values))
+        and len({each[:3] for each in values}) == len(values)
+    )
+
+
 def _is_residual(value: Any) -> bool:
-    fits = isinstance(value, tuple) and len(value) == len(Residual._fields)
-    return fits and all(map(is_number, (value[0], value[3]))) and value[3] > 0
+    if not isinstance(value, tuple) or len(value) != len(Residual._fields):
+        return False
+    ranks, between, pipeline, factor = value
+    flags = isinstance(between, bool) and isinstance(pipeline, bool)
+    return _is_whole(ranks, 1) and flags and is_number(factor) and factor > 0
 
 
 def _flags(record: object, *names: str) -> None:
@@ -228,10 +243,10 @@ class Cluster:
             raise ConfigurationError(
                 f"Cluster: spread is {self.spread!r}, not a number of 0 or more."
             )
-        kinds: Any = self.residuals
-        if not isinstance(kinds, tuple) or not all(map(_is_residual, kinds)):
+        if not _are_residuals(self.residuals):
             raise ConfigurationError(
-                f"Cluster: residuals is {kinds!r}, not a tuple of residuals, each of ranks, between, pipeline and a positive factor."
+                f"Cluster: residuals is {self.residuals!r}, not a tuple of residuals of different kinds,"
+                " each of positive ranks, between and pipeline (True or False), and a positive factor."
             )
 
     @property
