@@ -324,3 +324,30 @@ def test_a_silent_watch_that_a_proxy_cuts_is_an_answer_all_the_same(
     monkeypatch.setattr("dlrover.kubernetes.api.informer.time", clock)
     monkeypatch.setattr("dlrover.kubernetes.api.informer.asyncio.sleep", sleep)
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("error", [None, InfrastructureError("broken")])
+def test_watches_that_are_accepted_and_end_at_once_come_ever_later(
+    monkeypatch: pytest.MonkeyPatch, error: InfrastructureError | None
+) -> None:
+    pauses: list[float] = []
+
+    class Server:
+        async def list(self, *_: object) -> tuple[list[dict[str, Any]], str]:
+            return [], "1"
+
+        async def watch(self, *_: object, **__: object) -> AsyncIterator[Any]:
+            yield "BOOKMARK", {"metadata": {"resourceVersion": "1"}}
+            if error is not None:
+                raise error
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 12:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    informer = Informer(Server(), CONFIG_MAPS, "n", "", lambda _: None)  # type: ignore[arg-type]
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(informer.run())
+    assert max(pauses) > 30 * max(pauses[:2])

@@ -18,6 +18,8 @@ RESYNC = 600.0
 """Seconds after which all objects are listed and reported again, changed or not."""
 RETRY = 0.2, 30.0
 """First and maximum seconds before a retry after a failure."""
+SHORT_WATCH = 0.5
+"""Seconds that an accepted watch lasts at least if something between here and the server does not cut it at once."""
 BLIND = 120.0
 """Seconds without an answer after which the objects count as unseen; a watch without news ends earlier."""
 
@@ -85,7 +87,10 @@ class Informer:
                 await asyncio.sleep(pause)
             else:
                 self._answered = time.monotonic()
-                delays = backoff.delays(*RETRY)
+                if self._healthy:
+                    delays = backoff.delays(*RETRY)
+                else:
+                    await asyncio.sleep(next(delays))
 
     @property
     def obstacle(self) -> str:
@@ -114,7 +119,8 @@ class Informer:
         self.synced.set()
 
     async def _watch(self) -> None:
-        left = self._resync - (time.monotonic() - self._listed)
+        began = time.monotonic()
+        left = self._resync - (began - self._listed)
         events = self._client.watch(
             self._resource,
             self._namespace,
@@ -123,17 +129,24 @@ class Informer:
             self._fields,
             timeout=max(1.0, min(self._watch_timeout, left)),
         )
-        async for kind, obj in events:
-            self._healthy = True
-            self._answered = time.monotonic()
-            if kind != "BOOKMARK":
-                key = key_of(obj)
-                if kind == "DELETED":
-                    self.cache.pop(key, None)
-                else:
-                    self.cache[key] = obj
-                self._on_change(key)
-            self._version = obj["metadata"]["resourceVersion"]
+        try:
+            async for kind, obj in events:
+                self._answered = time.monotonic()
+                if kind != "BOOKMARK":
+                    self._healthy = True
+                    self._change(kind, obj)
+                self._version = obj["metadata"]["resourceVersion"]
+        finally:
+            ended = time.monotonic()
+            self._healthy |= self._answered >= began and ended - began >= SHORT_WATCH
+
+    def _change(self, kind: str, obj: Manifest) -> None:
+        key = key_of(obj)
+        if kind == "DELETED":
+            self.cache.pop(key, None)
+        else:
+            self.cache[key] = obj
+        self._on_change(key)
 
 
 def key_of(obj: Manifest) -> str:
