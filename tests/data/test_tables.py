@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import pytest
 
+from dlrover import launched
 from dlrover.data import Table
 from dlrover.data.records import Records
 from dlrover.data.sources import tables, waiting
@@ -227,6 +228,48 @@ def test_a_table_is_opened_once_its_database_is_there(request, server, caplog, m
     finally:
         found.stop()
         found.start()
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "away"),
+    [
+        ("postgresql", "FATAL:  the database system is starting up", True),
+        ("postgresql", "FATAL:  the database system is not yet accepting connections", True),
+        ("postgresql", "FATAL:  server login has been failing, try again later", True),
+        ("postgresql", 'FATAL:  password authentication failed for user "me"', False),
+        ("mysql", (1040, "Too many connections"), True),
+        ("mysql", (1203, "User me already has more than 'max_user_connections'"), True),
+        ("mysql", (1226, "User 'me' has exceeded the 'max_user_connections' resource"), True),
+        ("mysql", (1045, "Access denied for user 'me'"), False),
+    ],
+)
+def test_a_refusal_that_may_pass_is_told_apart(monkeypatch, kind: str, error, away: bool) -> None:
+    monkeypatch.setattr(waiting, "PATIENCE", 0.05)
+    arguments = error if isinstance(error, tuple) else (error,)
+    refused = sa.exc.OperationalError("connect", {}, Exception(*arguments))
+
+    def refuse(*_: object) -> None:
+        raise refused
+
+    monkeypatch.setattr(Table, "_engine", refuse)
+    with pytest.raises(InfrastructureError if away else ConfigurationError, match="cannot be read"):
+        Table(f"{kind}://host/base", "users")
+
+
+@pytest.mark.parametrize("kind", ["mysql", "postgresql"])
+def test_a_host_that_no_name_server_knows_is_waited_for_at_a_restart_only(
+    monkeypatch, kind: str
+) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ConfigurationError, match="Name or service not known"):
+        Table(f"{kind}://nowhere/base", "users")
+    monkeypatch.setattr(waiting, "PATIENCE", 0.05)
+    monkeypatch.setattr(launched, "given", launched.Given(round=2))
+    with pytest.raises(InfrastructureError, match="Name or service not known"):
+        Table(f"{kind}://nowhere/base", "users")
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from dlrover import launched
 from dlrover.data.sources import waiting
 from dlrover.errors import ConfigurationError, InfrastructureError
 
@@ -120,7 +119,7 @@ def opened(path: str, call: Callable[[], Result]) -> Result:
         ConfigurationError: the path is wrong.
         InfrastructureError: its disk or file server fails or, for a worker that starts again, the path stays away.
     """
-    again = launched.given.round > 1 or launched.given.attempt > 0
+    again = waiting.starts_again()
     try:
         return waiting.insist(call, path, lambda error: again and isinstance(error, OSError), told)
     except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError) as error:

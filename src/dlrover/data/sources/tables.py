@@ -17,10 +17,20 @@ PAGE = 1000
 """Rows to read at once."""
 KEPT = 4
 """Pages that a process keeps."""
-_MYSQL_AWAY = 1040, 1053, 2003, 2006, 2013
-"""Errors of MariaDB and MySQL: too many connections, a shutdown, no server, a lost connection."""
-_STARTING = "starting up", "shutting down", "in recovery", "too many", "connection slots"
-"""Words of a PostgreSQL server that refuses a connection for now."""
+_MYSQL_AWAY = 1040, 1053, 1203, 1226, 2003, 2006, 2013
+"""Errors of MariaDB and MySQL: too many connections in all or of a user, a shutdown, no server, a lost connection."""
+_STARTING = (
+    "starting up",
+    "shutting down",
+    "in recovery",
+    "not yet accepting",
+    "too many",
+    "connection slots",
+    "try again later",
+)
+"""Words of a PostgreSQL server, or a PgBouncer before it, that refuses a connection for now."""
+_NO_HOST = "Name or service not known"
+"""Words of a name server that does not know a host."""
 Result = TypeVar("Result")
 _DRIVERS = {
     "mysql": "mysql+pymysql",
@@ -244,6 +254,8 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
     def _is_away(self, error: Any) -> bool:
         """Return whether a database that is to be opened is away, rather than refuses."""
         told = str(error.orig)
+        if _NO_HOST in told and not waiting.starts_again():
+            return False
         match self._url.get_backend_name():
             case "mysql" | "mariadb":
                 return error.orig.args[:1] in [(code,) for code in _MYSQL_AWAY]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from dlrover import launched
 from dlrover._util import backoff
 from dlrover.errors import InfrastructureError
 
@@ -18,6 +19,11 @@ PATIENCE = 60.0
 RETRY = 0.1, 1.0
 """Seconds until the first retry, and between later ones."""
 Result = TypeVar("Result")
+
+
+def starts_again() -> bool:
+    """Return whether this worker takes the place of an earlier one: what it cannot find was there before."""
+    return launched.given.round > 1 or launched.given.attempt > 0
 
 
 def insist(
