@@ -17,6 +17,7 @@ import pytest
 from dlrover.data import Message, Stream, feed
 from dlrover.data.feed import Feed
 from dlrover.data.records import Records
+from dlrover.data.sources.stream import Bounds
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.jobdir import TlsFiles
 from dlrover.spec.requests.shards import Span
@@ -403,6 +404,16 @@ def test_a_connection_to_nats_that_does_not_answer_ends_in_a_moment(
         assert time.monotonic() - began < 10
     gc.collect()
     assert "Task was destroyed" not in caplog.text
+
+
+def test_why_kafka_cannot_be_asked_for_a_time_is_told(monkeypatch) -> None:
+    pytest.importorskip("confluent_kafka")
+    from dlrover.data.sources import kafka
+
+    monkeypatch.setattr(kafka, "TIMEOUT", 1.0)
+    broker = Stream(f"kafka://127.0.0.1:{free_port()}/topic").broker()
+    with contextlib.closing(broker), pytest.raises(ConnectionError, match="Connection refused"):
+        broker.offsets_at(datetime.now(timezone.utc), [Bounds(0, 5)])
 
 
 def test_why_the_tls_of_kafka_fails_is_told_and_not_logged_again_and_again(
