@@ -17,6 +17,7 @@ import pytest
 from dlrover.data import Message, Stream, feed
 from dlrover.data.feed import Feed
 from dlrover.data.records import Records
+from dlrover.data.sources.stream import Bounds
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.jobdir import TlsFiles
 from dlrover.spec.requests.shards import Span
@@ -67,12 +68,13 @@ def by(url: str, port: int, other: int) -> str:
     return url.replace(f":{port}/", f":{other}/")
 
 
-def with_jetstream(port: int, work) -> object:
-    """Do something with a NATS server."""
+def with_jetstream(server: int | str, work) -> object:
+    """Do something with a NATS server, of a port of this machine or of an address with a user."""
     import nats
 
     async def do() -> object:
-        client = await nats.connect(f"nats://127.0.0.1:{port}")
+        where = server if isinstance(server, str) else f"127.0.0.1:{server}"
+        client = await nats.connect(f"nats://{where}")
         try:
             return await work(client.jetstream())
         finally:
@@ -309,6 +311,32 @@ def test_credentials_that_nats_refuses_are_told_at_once(tmp_path, read, who: str
     assert "secret" not in str(told.value)
 
 
+def test_a_permission_that_nats_refuses_is_named(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("nats")
+    from dlrover.data.sources import nats
+
+    monkeypatch.setattr(nats, "TIMEOUT", 1.0)
+    port = free_port()
+    (tmp_path / "conf").write_text(
+        f"""
+        listen: "127.0.0.1:{port}"
+        jetstream {{ store_dir: "{tmp_path}/data" }}
+        authorization {{ users: [
+          {{ user: all, password: x }}
+          {{ user: some, password: x, permissions: {{ publish: {{ deny: "$JS.API.STREAM.MSG.GET.>" }} }} }}
+        ] }}
+        """
+    )
+    with running([program("nats-server"), "-c", "conf"], port, tmp_path):
+        made = f"all:x@127.0.0.1:{port}"
+        with_jetstream(made, lambda stream: stream.add_stream(name="S", subjects=["S.*"]))
+        with_jetstream(made, lambda stream: stream.publish("S.x", b"0"))
+        with contextlib.closing(Feed(Stream(f"nats://some:x@127.0.0.1:{port}/S"))) as reader:
+            named = r"cannot be read: .*violation.* to .\$js\.api\.stream\.msg\.get\.s"
+            with pytest.raises(InfrastructureError, match=f"(?i){named}"):
+                list(reader.read(Span(0, 1, 10), lambda _: None))
+
+
 def test_no_password_goes_to_a_server_of_nats_without_the_tls_that_its_address_demands(
     tmp_path, read
 ) -> None:
@@ -376,6 +404,16 @@ def test_a_connection_to_nats_that_does_not_answer_ends_in_a_moment(
         assert time.monotonic() - began < 10
     gc.collect()
     assert "Task was destroyed" not in caplog.text
+
+
+def test_why_kafka_cannot_be_asked_for_a_time_is_told(monkeypatch) -> None:
+    pytest.importorskip("confluent_kafka")
+    from dlrover.data.sources import kafka
+
+    monkeypatch.setattr(kafka, "TIMEOUT", 1.0)
+    broker = Stream(f"kafka://127.0.0.1:{free_port()}/topic").broker()
+    with contextlib.closing(broker), pytest.raises(ConnectionError, match="Connection refused"):
+        broker.offsets_at(datetime.now(timezone.utc), [Bounds(0, 5)])
 
 
 def test_why_the_tls_of_kafka_fails_is_told_and_not_logged_again_and_again(

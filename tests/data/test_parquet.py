@@ -1,14 +1,18 @@
 """Parquet files by row, and the shuffling of records that are read in blocks."""
 
+import errno
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from dlrover import launched
 from dlrover.data import Parquet
 from dlrover.data.machine import order
 from dlrover.data.records import Records
+from dlrover.data.sources import waiting
 from dlrover.data.sources.blocks import shard_of
 from dlrover.errors import ConfigurationError, InfrastructureError
 
@@ -54,7 +58,7 @@ def test_urls_of_fsspec(folder) -> None:
     pytest.importorskip("fsspec")
     assert ids(Parquet(f"file://{folder}")) == list(range(60))
     assert ids(Parquet(f"file://{folder}/day=1/*.parquet")) == list(range(25, 60))
-    with pytest.raises(ConfigurationError, match=r"nowhere\.parquet does not exist"):
+    with pytest.raises(ConfigurationError, match=r"nowhere\.parquet cannot be read: No such"):
         Parquet(f"file://{folder}/nowhere.parquet")
 
 
@@ -73,9 +77,11 @@ def test_what_is_no_parquet_file_is_told(tmp_path) -> None:
     (tmp_path / "a.parquet").write_text("id,name\n")
     with pytest.raises(ConfigurationError, match=r"a\.parquet is no Parquet file"):
         Parquet(tmp_path)
-    with pytest.raises(ConfigurationError, match=r"b\*\.parquet names no Parquet file"):
+    with pytest.raises(
+        ConfigurationError, match=r"b\*\.parquet cannot be read: it names no Parquet file\.$"
+    ):
         Parquet(tmp_path / "b*.parquet")
-    with pytest.raises(ConfigurationError, match="nowhere does not exist"):
+    with pytest.raises(ConfigurationError, match="nowhere cannot be read: No such file"):
         Parquet(tmp_path / "nowhere")
 
 
@@ -89,16 +95,81 @@ def test_a_file_that_has_changed_is_told(tmp_path) -> None:
         rows[15]
 
 
-def test_a_file_that_is_away_costs_no_row(tmp_path) -> None:
+def test_a_file_that_is_away_costs_no_row(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(waiting, "PATIENCE", 0.05)
     paths = [write(tmp_path / f"{n}.parquet", range(20 * n, 20 * n + 20)) for n in range(2)]
     rows = Parquet(paths)
     (tmp_path / "1.parquet").rename(tmp_path / "away")
     data, got = Records(rows), []
-    with pytest.raises(InfrastructureError, match=r"Row group 0 of .*1.parquet cannot be read: "):
+    with pytest.raises(InfrastructureError, match=r"1.parquet cannot be read: .*No such .*[^.]\.$"):
         got.extend(ids(data))
     (tmp_path / "away").rename(tmp_path / "1.parquet")
     assert ids(data) == list(range(20, 40))
     data.close()
+
+
+@pytest.fixture
+def quick(monkeypatch) -> None:
+    monkeypatch.setattr(waiting, "RETRY", (0.001, 0.001))
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_rows_of_a_damaged_row_group_are_skipped_and_no_others(tmp_path) -> None:
+    path = write(tmp_path / "a.parquet", range(60), group=20, text=["x" * 100] * 60)
+    begin = pq.read_metadata(path).row_group(1).column(0).data_page_offset
+    with open(path, "r+b") as file:
+        file.seek(begin + 40)
+        file.write(b"\xff" * 200)
+    rows, opened = Parquet(path), []
+    whole = rows._file
+    rows._file = lambda number: (opened.append(number), whole(number))[1]
+    data = Records(rows, attempts=1, max_skipped=1000)
+    assert ids(data) == [*range(20), *range(40, 60)]
+    data.close()
+    assert len(opened) < 60, "a group is tried again and again for its first row alone"
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    "errors",
+    [
+        [OSError("AWS Error NETWORK_CONNECTION")] * 3,
+        [OSError(errno.ETIMEDOUT, "Connection timed out")] * 20,
+    ],
+)
+def test_errors_that_pass_cost_no_row(tmp_path, monkeypatch, errors) -> None:
+    whole, left = pq.ParquetFile.read_row_group, list(errors)
+
+    def read_row_group(self, *args, **options):
+        if left:
+            raise left.pop()
+        return whole(self, *args, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", read_row_group)
+    data = Records(Parquet(write(tmp_path / "a.parquet", range(60), group=20)), attempts=1)
+    assert ids(data) == list(range(60))
+    assert not left
+    data.close()
+
+
+def test_a_worker_that_starts_again_waits_for_its_files(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(waiting, "PATIENCE", 0.05)
+    folder, pattern = tmp_path / "data", tmp_path / "data" / "*.parquet"
+    folder.mkdir()
+    for path in (folder, pattern, folder / "a.parquet"):
+        monkeypatch.setattr(launched, "given", launched.Given(round=1))
+        with pytest.raises(ConfigurationError, match="cannot be read"):
+            Parquet(path)
+        for later in (launched.Given(round=2), launched.Given(round=1, attempt=1)):
+            monkeypatch.setattr(launched, "given", later)
+            with pytest.raises(InfrastructureError, match="cannot be read"):
+                Parquet(path)
+    monkeypatch.setattr(waiting, "PATIENCE", 20.0)
+    with ThreadPoolExecutor(3) as threads:
+        made = [threads.submit(Parquet, path) for path in (folder, pattern, folder / "a.parquet")]
+        write(tmp_path / "a", range(20))
+        (tmp_path / "a").rename(folder / "a.parquet")
+        assert [len(rows.result()) for rows in made] == [20, 20, 20]
 
 
 def test_each_row_group_is_read_once_in_an_epoch(tmp_path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -107,6 +108,28 @@ def test_a_dataset_with_epochs_takes_a_folder_when_its_pipeline_has_ended(folder
         Parquet(folder.path)
     folder.finish(2)
     assert [row["n"] for row in Parquet(folder.path)] == [0, 1]
+
+
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.ENOENT])
+def test_a_part_that_is_away_is_waited_for(folder, monkeypatch, error: int) -> None:
+    folder.add(0, table(0, 1))
+    folder.add(1, table(2, 3))
+    folder.finish(2)
+    left = 3
+    whole = Parquet._file
+
+    def _file(self, number: int):
+        nonlocal left
+        if "part-000001" in str(self.paths[number]) and left:
+            left -= 1
+            raise OSError(error, os.strerror(error))
+        return whole(self, number)
+
+    monkeypatch.setattr(Parquet, "_file", _file)
+    data = read(folder)
+    assert list(data) == list(range(4))
+    assert not left
+    data.close()
 
 
 @pytest.mark.parametrize("url", ["parquet://host/rows", "parquet:///", "parquet:///rows?group=a"])

@@ -5,13 +5,15 @@ import io
 import os
 import pickle
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, strategies as st
 
+from dlrover import launched
 from dlrover.data import Csv, JsonLines, Lines, TfRecords
 from dlrover.data.records import Records
-from dlrover.data.sources import files, text
+from dlrover.data.sources import files, text, waiting
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=8)
@@ -115,17 +117,39 @@ def test_a_disk_that_fails_is_no_mistake_of_the_program() -> None:
         Lines("/proc/self/mem")
 
 
-def test_a_file_that_is_away_costs_no_line(tmp_path) -> None:
+def test_a_file_that_is_away_costs_no_line(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(waiting, "PATIENCE", 0.05)
     for number in range(2):
         (tmp_path / f"{number}").write_text("".join(f"{n}\n" for n in range(20)))
     lines = Lines([tmp_path / "0", tmp_path / "1"])
     (tmp_path / "1").rename(tmp_path / "away")
     data, got = Records(lines), []
-    with pytest.raises(InfrastructureError, match=r"/1 cannot be read: .*No such file"):
+    with pytest.raises(
+        InfrastructureError, match=r"/1 cannot be read: No such file or directory\.$"
+    ):
         got.extend(data)
     (tmp_path / "away").rename(tmp_path / "1")
     assert [*got, *data] == [str(n) for n in (*range(20), *range(20))]
     data.close()
+
+
+def test_a_file_that_comes_back_is_waited_for(tmp_path, caplog) -> None:
+    (tmp_path / "a").write_text("one\ntwo\n")
+    lines = Lines(tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / "away")
+    with ThreadPoolExecutor(1) as thread:
+        line = thread.submit(lines.__getitem__, 1)
+        while "a cannot be read; retrying: No such file" not in caplog.text:
+            assert not line.done(), line.exception()
+        (tmp_path / "away").rename(tmp_path / "a")
+        assert line.result() == "two"
+
+
+def test_a_worker_that_starts_again_waits_for_its_files(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(waiting, "PATIENCE", 0.05)
+    monkeypatch.setattr(launched, "given", launched.Given(round=2))
+    with pytest.raises(InfrastructureError, match="nowhere cannot be read: No such file"):
+        Lines(tmp_path / "nowhere")
 
 
 def test_a_source_goes_to_another_process(tmp_path) -> None:

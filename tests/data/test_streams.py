@@ -15,7 +15,7 @@ from dlrover import launched
 from dlrover.data import feed, records, services
 from dlrover.data.records import Records, acknowledged
 from dlrover.data.services import LocalService
-from dlrover.data.sources.stream import Message, Stream
+from dlrover.data.sources.stream import Fetched, Message, Stream
 from dlrover.errors import ConfigurationError, InfrastructureError, UserCodeError
 from dlrover.spec.requests.shards import Span
 from tests.data.shelf import MemoryStream, Shelf, fast_and_clean, read
@@ -351,6 +351,27 @@ def test_several_hosts_have_a_port_each() -> None:
     broker = Stream("kafka://me:secret@host:9092,other:9093/topic").broker()
     assert broker.address.servers == "host:9092,other:9093"
     assert str(broker.address) == "kafka://host:9092,other:9093/topic"
+
+
+@pytest.mark.parametrize(
+    ("came", "first", "told"),
+    [
+        (range(30), 25, ""),
+        (range(30), 60, ""),
+        (range(20, 30), 20, "offsets 0 to 19 of partition 0"),
+        ([*range(10), *range(20, 30)], 25, "offsets 10 to 24 of partition 0"),
+        (range(10), 60, "offsets 10 to 29 of partition 0"),
+    ],
+)
+def test_what_came_before_it_was_removed_is_not_lost(caplog, came, first: int, told: str) -> None:
+    """A broker that removes messages while they are fetched: afterwards, ``first`` is the first that it has."""
+    reader = feed.Feed(MemoryStream(Shelf(), lost="skip"))
+    fetched = Fetched([Message(0, offset, b"") for offset in came], 30, first)
+    reader._broker.fetch = lambda *_: fetched
+    read = [message for _, message in reader.read(Span(0, 0, 30), lambda _: None) if message]
+    assert read == fetched.messages
+    assert told in caplog.text
+    assert ("were removed" in caplog.text) == bool(told)
 
 
 @pytest.mark.parametrize(

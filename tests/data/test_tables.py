@@ -10,9 +10,10 @@ from urllib.parse import quote
 
 import pytest
 
+from dlrover import launched
 from dlrover.data import Table
 from dlrover.data.records import Records
-from dlrover.data.sources import tables
+from dlrover.data.sources import tables, waiting
 from dlrover.errors import ConfigurationError, InfrastructureError
 from tests.databases import PASSWORD, Server, mariadb, postgresql
 from tests.support.children import Child
@@ -184,12 +185,12 @@ def test_a_database_that_is_away_is_waited_for_and_its_password_is_not_told(
         found.start()
         assert row.result()["id"] == 19
     table.close()
-    assert "Waiting for the table users of" in caplog.text
+    assert "cannot be read; retrying" in caplog.text
 
     wrong = url.replace(QUOTED, f"{QUOTED}x")
     with pytest.raises(ConfigurationError, match="cannot be read") as refused:
         Table(wrong, "users")
-    monkeypatch.setattr(tables, "PATIENCE", 0.2)
+    monkeypatch.setattr(waiting, "PATIENCE", 0.2)
     found.stop()
     try:
         with pytest.raises(InfrastructureError, match="cannot be read") as away:
@@ -213,7 +214,7 @@ def test_a_table_is_opened_once_its_database_is_there(request, server, caplog, m
     try:
         with ThreadPoolExecutor(1) as thread, caplog.at_level(logging.WARNING):
             table = thread.submit(Table, url, "users")
-            while "Waiting for the table users of" not in caplog.text:
+            while "cannot be read; retrying" not in caplog.text:
                 assert not table.done(), table.exception()
                 time.sleep(0.01)
             found.start()
@@ -221,12 +222,54 @@ def test_a_table_is_opened_once_its_database_is_there(request, server, caplog, m
         with pytest.raises(ConfigurationError, match="cannot be read"):
             Table(url.rpartition("/")[0] + "/nowhere", "users")
         found.stop()
-        monkeypatch.setattr(tables, "PATIENCE", 0.2)
+        monkeypatch.setattr(waiting, "PATIENCE", 0.2)
         with pytest.raises(InfrastructureError, match="cannot be read"):
             Table(url, "users")
     finally:
         found.stop()
         found.start()
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "away"),
+    [
+        ("postgresql", "FATAL:  the database system is starting up", True),
+        ("postgresql", "FATAL:  the database system is not yet accepting connections", True),
+        ("postgresql", "FATAL:  server login has been failing, try again later", True),
+        ("postgresql", 'FATAL:  password authentication failed for user "me"', False),
+        ("mysql", (1040, "Too many connections"), True),
+        ("mysql", (1203, "User me already has more than 'max_user_connections'"), True),
+        ("mysql", (1226, "User 'me' has exceeded the 'max_user_connections' resource"), True),
+        ("mysql", (1045, "Access denied for user 'me'"), False),
+    ],
+)
+def test_a_refusal_that_may_pass_is_told_apart(monkeypatch, kind: str, error, away: bool) -> None:
+    monkeypatch.setattr(waiting, "PATIENCE", 0.05)
+    arguments = error if isinstance(error, tuple) else (error,)
+    refused = sa.exc.OperationalError("connect", {}, Exception(*arguments))
+
+    def refuse(*_: object) -> None:
+        raise refused
+
+    monkeypatch.setattr(Table, "_engine", refuse)
+    with pytest.raises(InfrastructureError if away else ConfigurationError, match="cannot be read"):
+        Table(f"{kind}://host/base", "users")
+
+
+@pytest.mark.parametrize("kind", ["mysql", "postgresql"])
+def test_a_host_that_no_name_server_knows_is_waited_for_at_a_restart_only(
+    monkeypatch, kind: str
+) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ConfigurationError, match="Name or service not known"):
+        Table(f"{kind}://nowhere/base", "users")
+    monkeypatch.setattr(waiting, "PATIENCE", 0.05)
+    monkeypatch.setattr(launched, "given", launched.Given(round=2))
+    with pytest.raises(InfrastructureError, match="Name or service not known"):
+        Table(f"{kind}://nowhere/base", "users")
 
 
 @pytest.mark.slow
@@ -265,13 +308,13 @@ def test_a_server_that_does_not_answer_is_asked_again(request, server, caplog) -
     finally:
         table.close()
         proxy.close()
-    assert "Waiting for the table users of" in caplog.text
+    assert "cannot be read; retrying" in caplog.text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mysql", "postgresql"])
 def test_a_server_that_never_answers_is_no_endless_wait(kind, monkeypatch) -> None:
-    monkeypatch.setattr(tables, "PATIENCE", 1.0)
+    monkeypatch.setattr(waiting, "PATIENCE", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"{kind}://me:geheim@127.0.0.1:{silent.getsockname()[1]}/base"
         with pytest.raises(InfrastructureError, match=r"cannot be read: .*time"):

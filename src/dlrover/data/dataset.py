@@ -193,9 +193,9 @@ class _CatchingSource:
     def __getitem__(self, item: Any) -> Any:
         try:
             return self._source[item]
-        except InfrastructureError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the source may raise anything
+        except Exception as error:
+            if isinstance(error, InfrastructureError):
+                raise
             return _Unreadable(f"{type(error).__name__}: {error}")
 
     def __getitems__(self, items: Sequence[Any]) -> list[Any] | _OneByOne | _Away:
@@ -210,9 +210,9 @@ class _CatchingSource:
         many = getattr(source, "__getitems__", None)
         try:
             return [source[item] for item in items] if many is None else list(many(list(items)))
-        except InfrastructureError:
-            raise
-        except Exception:  # noqa: BLE001 - the source may raise anything; retried one by one
+        except Exception as error:
+            if isinstance(error, InfrastructureError):
+                raise
             return _OneByOne(self[item] for item in items)
 
 

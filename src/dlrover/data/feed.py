@@ -166,8 +166,12 @@ class Feed:
             start = at
             fetched = self._insist(self._fetch(span, at))
             self._adapt(fetched.messages)
-            if fetched.first > start:
-                self._lose(span.partition, start, min(fetched.first, span.stop))
+            lost = start
+            for message in fetched.messages:  # which were there, and may be removed by now
+                lost += message.offset == lost
+            removed = min(fetched.first, fetched.stop, span.stop)
+            if removed > lost:
+                self._lose(span.partition, lost, removed)
             for message in fetched.messages:
                 yield Span(span.partition, at, message.offset + 1), message
                 at = message.offset + 1

@@ -13,14 +13,17 @@ from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
-from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
+from dlrover.data.sources import waiting
+from dlrover.errors import ConfigurationError, InfrastructureError
 
 MAX_OPEN = 100
 """Maximum number of files that one reader keeps open; a process may have 1,024 in all."""
 Record = TypeVar("Record")
+Result = TypeVar("Result")
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -29,7 +32,7 @@ class FileRecords(ABC, Generic[Record]):
 
     Raises:
         ConfigurationError: a file cannot be read, or there is none.
-        InfrastructureError: its disk or file server fails.
+        InfrastructureError: its disk or file server fails, or a file stays away from a worker that starts again.
     """
 
     def __init__(self, paths: Paths) -> None:
@@ -42,10 +45,7 @@ class FileRecords(ABC, Generic[Record]):
         self._files = OrderedDict[int, _OpenFile]()
         """Open files by number, the ones used last at the end."""
         for path in self.paths:
-            try:
-                bounds = array("q", self._index(path))
-            except OSError as error:
-                raise unreadable(path, error) from error
+            bounds = opened(path, partial(self._indexed, path))
             self._bounds.append(bounds)
             self._ends.append((self._ends[-1] if self._ends else 0) + len(bounds) - 1)
 
@@ -66,12 +66,17 @@ class FileRecords(ABC, Generic[Record]):
         return self._record(data, number)
 
     def _data(self, number: int, start: int, stop: int) -> bytes:
-        try:
-            return self._file(number).read(start, stop)
-        except OSError as error:
-            if error.errno == errno.EIO:
-                raise  # perhaps this place of the disk alone
-            raise InfrastructureError(f"{self.paths[number]} cannot be read: {error}.") from error
+        def read() -> bytes:
+            try:
+                return self._file(number).read(start, stop)
+            except OSError:
+                self._files.pop(number, None)
+                raise
+
+        return waiting.insist(read, self.paths[number], is_away, told)
+
+    def _indexed(self, path: str) -> array[int]:
+        return array("q", self._index(path))
 
     @abstractmethod
     def _index(self, path: str) -> Iterator[int]:
@@ -96,11 +101,31 @@ class FileRecords(ABC, Generic[Record]):
         return {**self.__dict__, "_files": OrderedDict()}
 
 
-def unreadable(path: str, error: OSError) -> DLRoverError:
-    """Return the error for a file that cannot be opened: its path is wrong, or its disk or file server fails."""
-    wrong = FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError
-    kind = ConfigurationError if isinstance(error, wrong) else InfrastructureError
-    return kind(f"{path} cannot be read: {error.strerror or error}.")
+def is_away(error: Exception) -> bool:
+    """Return whether a file that was there cannot be reached, rather than is damaged at one place."""
+    return isinstance(error, OSError) and error.errno not in (None, errno.EIO)
+
+
+def told(error: Exception) -> str:
+    """Return an error's text, as the end of a sentence."""
+    text = (isinstance(error, OSError) and error.strerror) or str(error)
+    return f"{text.rstrip('.')}."
+
+
+def opened(path: str, call: Callable[[], Result]) -> Result:
+    """Return what a call finds at a path. Workers that start again have found it before, and wait for it.
+
+    Raises:
+        ConfigurationError: the path is wrong.
+        InfrastructureError: its disk or file server fails or, for a worker that starts again, the path stays away.
+    """
+    again = waiting.starts_again()
+    try:
+        return waiting.insist(call, path, lambda error: again and isinstance(error, OSError), told)
+    except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {told(error)}") from error
+    except OSError as error:
+        raise InfrastructureError(f"{path} cannot be read: {told(error)}") from error
 
 
 class _OpenFile:

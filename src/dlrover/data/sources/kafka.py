@@ -100,10 +100,11 @@ class Kafka(Broker):
         """Return, by the messages' time stamps, the first offsets that are not earlier."""
         at = int(when.timestamp() * 1000)
         asked = self._places([at] * len(bounds))
-        found = self._connected().offsets_for_times(asked, timeout=TIMEOUT)
-        for place in found:
-            if place.error is not None:
-                raise self._refusal(place.error)
+        with self._explained():
+            found = self._connected().offsets_for_times(asked, timeout=TIMEOUT)
+            for place in found:
+                if place.error is not None:
+                    raise self._refusal(place.error)
         return [
             place.offset if place.offset >= 0 else end
             for place, (_, end) in zip(found, bounds, strict=True)
@@ -111,10 +112,11 @@ class Kafka(Broker):
 
     def commit(self, offsets: list[int]) -> None:
         """Commit the group's offsets; a broker refuses this if the group has consumers."""
-        consumer = self._connected()
-        for place in consumer.commit(offsets=self._places(offsets), asynchronous=False):
-            if place.error is not None:
-                raise self._refusal(place.error)
+        with self._explained():
+            consumer = self._connected()
+            for place in consumer.commit(offsets=self._places(offsets), asynchronous=False):
+                if place.error is not None:
+                    raise self._refusal(place.error)
 
     def _places(self, offsets: list[int]) -> list[Any]:
         make = self._kafka.TopicPartition

@@ -59,12 +59,15 @@ class Nats(Broker):
             nats.errors.AuthorizationError,
             errors.NotFoundError,
             errors.BadRequestError,
+            PermissionError,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: Any = None
         self._readers: dict[int, _Consumer] = {}
         self._created: dict[str, Any] = {}
         """By stream: when it was created."""
+        self._refusal = ""
+        """A permission that a call lacks: the server reports it to the connection and does not answer the call."""
 
     @property
     def identity(self) -> str:
@@ -198,7 +201,7 @@ class Nats(Broker):
                     [f"{scheme}://{server}" for server in self.address.servers.split(",")],
                     connect_timeout=int(TIMEOUT),
                     allow_reconnect=False,
-                    error_cb=_quiet,
+                    error_cb=self._note,
                     **credentials,
                 )
             except BaseException as error:
@@ -219,12 +222,20 @@ class Nats(Broker):
                 target=_turn, args=(self._loop,), name="dlrover-nats", daemon=True
             )
             self._thread.start()
+        self._refusal = ""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(3 * TIMEOUT)
-        except BaseException:
+        except BaseException as error:
             future.cancel()
+            if self._refusal and isinstance(error, self.transient):
+                raise PermissionError(self._refusal) from error
             raise
+
+    async def _note(self, error: Exception) -> None:
+        """Keep a refused permission; the failed call raises all other errors."""
+        if "permissions violation" in str(error).lower():
+            self._refusal = str(error)
 
     def close(self) -> None:
         """Close the connection, and end the event loop."""
@@ -344,7 +355,3 @@ def _turn(loop: asyncio.AbstractEventLoop) -> None:
         tasks.stop(asyncio.all_tasks(loop))
     )  # of connections that did not close in time
     loop.close()
-
-
-async def _quiet(_: Exception) -> None:
-    """Ignore an error; the failed call raises it."""

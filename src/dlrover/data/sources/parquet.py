@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import importlib
 import json
 import os
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from dlrover import extras
+from dlrover.data.sources import waiting
 from dlrover.data.sources.blocks import BlockRecords
-from dlrover.data.sources.files import Paths, unreadable
+from dlrover.data.sources.files import Paths, is_away, opened, told
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 KEPT = 2
 """Row groups that a process keeps."""
+TRIES = 5
+"""Attempts to read a row group of a file that can be opened each time; a failure of the line has passed by then."""
 _SUFFIX = ".parquet"
 MARK = "_stream.json"
 """File in a folder that a pipeline fills: `dlrover.data.sources.parts`."""
@@ -36,16 +41,21 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
     Raises:
         ConfigurationError: there is no file, one is no Parquet file or lacks a column, or a package
             is missing: ``dlrover[parquet]``, and ``dlrover[remote]`` for URLs.
+        InfrastructureError: the disk or file server fails, or a path stays away from a worker that starts again.
     """
 
     def __init__(
         self, paths: Paths, *, columns: Sequence[str] | None = None, kept: int = KEPT
     ) -> None:
         alone = [paths] if isinstance(paths, str | os.PathLike) else paths
-        self.paths = [file for path in alone for file in _files(os.fspath(path))]
+        self.paths: list[str] = []
+        for path in [os.fspath(path) for path in alone]:
+            self.paths += opened(path, partial(_files, path))
         self.columns = None if columns is None else list(columns)
         self._groups: list[tuple[int, int]] = []
         self._opened: tuple[int, int, Any] | None = None
+        self._damaged: set[int] = set()
+        """Row groups that could not be read though their file can."""
         blocks: list[int] = []
         for number in range(len(self.paths)):
             metadata = self._checked(number).metadata
@@ -58,13 +68,26 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
 
     def _read(self, number: int) -> Any:
         file, group = self._groups[number]
+        left = 1 if number in self._damaged else TRIES
+
+        def read() -> Any:
+            nonlocal left
+            opened = self._file(file)  # which reads the file's end
+            try:
+                return opened.read_row_group(group, columns=self.columns, use_threads=False)
+            except OSError as error:
+                self._opened = None
+                left -= not is_away(error)
+                raise
+
         try:
-            table = self._file(file).read_row_group(group, columns=self.columns, use_threads=False)
-        except OSError as error:
-            self._opened = None
-            raise InfrastructureError(
-                f"Row group {group} of {self.paths[file]} cannot be read: {error}."
-            ) from error
+            table = waiting.insist(
+                read, self.paths[file], lambda error: isinstance(error, OSError) and left > 0, told
+            )
+        except OSError:
+            self._damaged.add(number)
+            raise
+        self._damaged.discard(number)
         if table.num_rows != self.blocks[number]:
             raise InfrastructureError(
                 f"Row group {group} of {self.paths[file]} has {table.num_rows} rows, and had"
@@ -82,11 +105,7 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
         """Return a file after checking that it has the columns."""
         path = self.paths[number]
         try:
-            file = self._file(number)
-        except FileNotFoundError as error:
-            raise ConfigurationError(f"{path} does not exist.") from error
-        except OSError as error:
-            raise unreadable(path, error) from error
+            file = opened(path, lambda: self._file(number))
         except ValueError as error:  # pyarrow raises it for invalid files
             raise ConfigurationError(f"{path} is no Parquet file: {error}") from error
         names = file.schema_arrow.names
@@ -122,19 +141,21 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
 
 def _files(path: str) -> list[str]:
     """Return the files that a path stands for, in order."""
-    if "://" in path:
-        found = _remote_files(path)
-    elif os.path.isdir(path):
+    found = _remote_files(path) if "://" in path else _local_files(path)
+    if not found:
+        raise FileNotFoundError(errno.ENOENT, "it names no Parquet file")
+    return found
+
+
+def _local_files(path: str) -> list[str]:
+    if os.path.isdir(path):
         _check_complete(path)
         below = glob.glob(os.path.join(glob.escape(path), "**", f"*{_SUFFIX}"), recursive=True)
-        found = _visible(path, below)
-    elif glob.has_magic(path) and not os.path.exists(path):
-        found = sorted(glob.glob(path, recursive=True))
-    else:
-        return [path]
-    if not found:
-        raise ConfigurationError(f"{path} names no Parquet file.")
-    return found
+        return _visible(path, below)
+    if glob.has_magic(path) and not os.path.exists(path):
+        return sorted(glob.glob(path, recursive=True))
+    os.stat(path)
+    return [path]
 
 
 def _check_complete(folder: str) -> None:
@@ -153,15 +174,12 @@ def _check_complete(folder: str) -> None:
 
 def _remote_files(url: str) -> list[str]:
     system, path = _remote(url)
-    try:
-        if glob.has_magic(path):
-            found = sorted(system.glob(path))
-        elif system.isdir(path):
-            found = _visible(path, (file for file in system.find(path) if file.endswith(_SUFFIX)))
-        else:
-            return [url]
-    except OSError as error:
-        raise unreadable(url, error) from error
+    if glob.has_magic(path):
+        found = sorted(system.glob(path))
+    elif system.isdir(path):
+        found = _visible(path, (file for file in system.find(path) if file.endswith(_SUFFIX)))
+    else:
+        return [url]
     return [system.unstrip_protocol(file) for file in found]
 
 

@@ -21,7 +21,7 @@ from dlrover._util import decoding
 from dlrover._util.files import write_atomically
 from dlrover.data.sources.parquet import MARK, Parquet, package
 from dlrover.data.sources.stream import Address, Bounds, Broker, Fetched, Message
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 
 ROWS = 1000
 """Rows of a row group."""
@@ -187,12 +187,14 @@ class PartFolder(Broker):
         if start >= self._end and start >= self.bounds()[0].end:
             raise TimeoutError(f"row {start} is not there")  # perhaps not yet on this machine
         number = bisect_right(self._ends, start)
-        part = self._part(number)
-        first = self._ends[number] - len(part)
         reached = min(stop, self._ends[number], start + most)
         try:
+            part = self._part(number)
+            first = self._ends[number] - len(part)
             messages = [Message(0, at, part[at - first]) for at in range(start, reached)]
-        except InfrastructureError as error:
+        except DLRoverError as error:
+            if not isinstance(error.__context__, OSError):
+                raise
             raise TimeoutError(str(error)) from error  # a shared folder may be away for a moment
         return Fetched(messages, reached, start)
 

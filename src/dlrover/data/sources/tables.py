@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import os
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from dlrover import extras
-from dlrover._util import backoff, databases
+from dlrover._util import databases
+from dlrover.data.sources import waiting
 from dlrover.data.sources.blocks import BlockRecords
 from dlrover.errors import ConfigurationError, InfrastructureError
-
-logger = logging.getLogger(__name__)
 
 PAGE = 1000
 """Rows to read at once."""
 KEPT = 4
 """Pages that a process keeps."""
-PATIENCE = 60.0
-"""Seconds that a database may be away, or need for an answer."""
-RETRY = 0.1, 1.0
-"""Seconds until the first retry after the database could not be reached, and between later ones."""
-_MYSQL_AWAY = 1040, 1053, 2003, 2006, 2013
-"""Errors of MariaDB and MySQL: too many connections, a shutdown, no server, a lost connection."""
-_STARTING = "starting up", "shutting down", "in recovery", "too many", "connection slots"
-"""Words of a PostgreSQL server that refuses a connection for now."""
+_MYSQL_AWAY = 1040, 1053, 1203, 1226, 2003, 2006, 2013
+"""Errors of MariaDB and MySQL: too many connections in all or of a user, a shutdown, no server, a lost connection."""
+_STARTING = (
+    "starting up",
+    "shutting down",
+    "in recovery",
+    "not yet accepting",
+    "too many",
+    "connection slots",
+    "try again later",
+)
+"""Words of a PostgreSQL server, or a PgBouncer before it, that refuses a connection for now."""
+_NO_HOST = "Name or service not known"
+"""Words of a name server that does not know a host."""
 Result = TypeVar("Result")
 _DRIVERS = {
     "mysql": "mysql+pymysql",
@@ -43,7 +45,7 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
 
     Opening looks up every ``page``-th key in the key's index; a page is then read by its range of keys,
     without counting from the table's beginning. Rows added behind the last key are ignored; rows before it
-    must not be added or removed. Opening and reads wait for a database that is away for less than `PATIENCE`, and as long
+    must not be added or removed. Opening and reads wait for a database that is away for less than a minute, and as long
     for an answer of PyMySQL or psycopg: ``read_timeout`` in the URL is another limit for it, in seconds.
 
     Args:
@@ -236,32 +238,24 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
             raise InfrastructureError(f"The {self!r} cannot be read: {self._told(error)}") from None
 
     def _insist(self, call: Callable[[], Result], may_pass: Callable[[Any], bool]) -> Result:
-        """Call until there is a result, up to `PATIENCE` seconds; errors that do not pass are raised.
+        """Call until there is a result; wait for a database that is away.
 
         Raises:
             InfrastructureError: the database stays away.
         """
-        until, waiting = time.monotonic() + PATIENCE, False
-        delays = backoff.delays(*RETRY)
-        while True:
-            try:
-                return call()
-            except self._sql.exc.DBAPIError as error:
-                if not may_pass(error):
-                    raise
-                delay = next(delays)
-                if time.monotonic() + delay > until:
-                    raise InfrastructureError(
-                        f"The {self!r} cannot be read: {self._told(error)}"
-                    ) from None
-                if not waiting:
-                    logger.warning("Waiting for the %r: %s", self, self._told(error))
-            waiting = True
-            threading.Event().wait(delay)
+        refuses = self._sql.exc.DBAPIError
+        return waiting.insist(
+            call,
+            f"The {self!r}",
+            lambda error: isinstance(error, refuses) and may_pass(error),
+            self._told,
+        )
 
     def _is_away(self, error: Any) -> bool:
         """Return whether a database that is to be opened is away, rather than refuses."""
         told = str(error.orig)
+        if _NO_HOST in told and not waiting.starts_again():
+            return False
         match self._url.get_backend_name():
             case "mysql" | "mariadb":
                 return error.orig.args[:1] in [(code,) for code in _MYSQL_AWAY]
@@ -277,7 +271,10 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
                 self._engines[1].dispose(close=False)  # they are the parent's
             with extras.needed(f"The {self!r}", "sql"):
                 try:
-                    self._engines = os.getpid(), databases.create_engine(self._url, PATIENCE)
+                    self._engines = (
+                        os.getpid(),
+                        databases.create_engine(self._url, waiting.PATIENCE),
+                    )
                 except ValueError as error:
                     raise ConfigurationError(f"The {self!r}: {error}") from None
         return self._engines[1]

@@ -59,7 +59,7 @@ class Csv(_Text["dict[str, str]"]):
         for number, bounds in enumerate(self._bounds):
             if len(bounds) < 2:
                 raise ConfigurationError(f"{self.paths[number]} has no row with column names.")
-            head = self._file(number).read(bounds[0], bounds[1])
+            head = self._data(number, bounds[0], bounds[1])
             self._columns.append(self._split(head.decode("utf-8-sig").rstrip("\r\n")))
             del bounds[0]
         total = 0

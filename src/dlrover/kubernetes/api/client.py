@@ -533,7 +533,7 @@ def _error(answer: httpx2.Response) -> ApiError:
     message = status.get("message") or f"The API server answered {answer.status_code}."
     if answer.status_code == 401:
         where = f"{answer.url.scheme}://{answer.url.netloc.decode()}"
-        message = f"The Kubernetes API server {where} refuses the credentials, which may have expired: {message}."
+        message = f"The Kubernetes API server {where} refuses the credentials, which may have expired: {message.rstrip('.')}."
     after = answer.headers.get("Retry-After", "")
     return ApiError(
         answer.status_code,
