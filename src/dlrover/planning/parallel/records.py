@@ -231,7 +231,8 @@ class Cluster:
         kinds: Any = self.residuals
         if not isinstance(kinds, tuple) or not all(map(_is_residual, kinds)):
             raise ConfigurationError(
-                f"Cluster: residuals is {kinds!r}, not a tuple of residuals, each of ranks, between, pipeline and a positive factor."
+                f"Cluster: residuals is {kinds!r}, not a tuple of residuals, "
+                "each of ranks, between, pipeline and a positive factor."
             )
 
     @property
