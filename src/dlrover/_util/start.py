@@ -16,9 +16,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 """Directory of the package's directory."""
 
 
-def command(module: str, python: str = "") -> list[str]:
-    """Return the start of the command that runs ``module``; ``python`` is the interpreter, by default this one."""
-    return [python or sys.executable, os.path.abspath(__file__), "-m", module]
+def command(module: str) -> list[str]:
+    """Return the start of the command that runs ``module``."""
+    return [sys.executable, os.path.abspath(__file__), "-m", module]
 
 
 def standard_library_first() -> None:
