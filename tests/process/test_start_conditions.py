@@ -108,6 +108,15 @@ def test_a_program_has_modules_of_its_own_with_the_names_of_the_standard_library
     assert run(*args, launcher=installed, cwd=here).succeed() == "of the program of the program 4\n"
 
 
+def test_the_standard_library_by_way_of_a_symbolic_link_is_the_same(run) -> None:
+    (linked := run.directory / "linked").symlink_to(Path(os.__file__).parent)
+    (program := run.directory / "program.py").write_text(
+        "import dataclasses\nfrom dlrover import launched\nprint(bool(dataclasses.fields(launched.given)))\n"
+    )
+    path = os.pathsep.join([str(linked), *sys.path])
+    assert run(program, env={"PYTHONPATH": path}).succeed() == "True\n"
+
+
 def test_a_loopback_that_is_down_is_named(run) -> None:
     unshare = ("unshare", "--net")
     if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
