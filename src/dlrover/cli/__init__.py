@@ -10,7 +10,7 @@ from dlrover._util import start
 def launcher() -> int:
     """Run ``dlrover-run``; on Ctrl-C during imports, exit without a traceback."""
     start.standard_library_first()
-    start.unblock_signals()
+    start.take_signals()
     try:
         from dlrover.cli.run.run import main  # noqa: PLC0415
 
@@ -22,7 +22,7 @@ def launcher() -> int:
 def command() -> int:
     """Run ``dlrover``; on Ctrl-C during imports, exit without a traceback."""
     start.standard_library_first()
-    start.unblock_signals()
+    start.take_signals()
     try:
         from dlrover.cli.main import main  # noqa: PLC0415
 
