@@ -82,8 +82,9 @@ def test_files_of_a_user_are_not_taken_for_modules_of_dlrover(
     """torchrun starts there, too."""
     here = run.directory / "project"
     names = ["secrets", "hmac", "decimal", "sqlite3", "shlex", "queue", "pkgutil"]
+    names += ["types", "enum", "functools", "collections/__init__", "signal"]
     if not variable:  # else Python itself does not start
-        names += ["types", "json", "runpy", "socket", "pathlib", "dlrover/__init__"]
+        names += ["json", "runpy", "socket", "pathlib", "dlrover/__init__"]
     for name in names:
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / f"{name}.py").write_text(FAILS)
