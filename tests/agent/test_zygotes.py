@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from dlrover._util import procs
 from dlrover.agent.workers import zygotes
 from dlrover.agent.workers.zygote import StartOrder
 from dlrover.agent.workers.zygotes import ZygoteProcess
 from dlrover.training.worker.bootstrap import Program
+from tests.waiting import until
 
 WAIT = 0.05
 MANY = 400
@@ -130,6 +132,47 @@ def test_a_zygote_whose_agent_has_left_says_nothing() -> None:
     theirs.close()
     os.close(board)
     assert (process.returncode, output) == (0, b"")
+
+
+FORKS = """
+import os, signal, sys
+child = os.fork()
+if child:
+    print(child, flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.slow
+def test_the_processes_of_workers_end_with_the_agent(tmp_path: Path) -> None:
+    """Files of the program's directories are not taken for modules of the standard library."""
+    for name in ("asyncio", "logging", "ssl", "heapq", "locale", "string"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the user')")
+    (tmp_path / "forks.py").write_text(FORKS)
+    output = tmp_path / "output"
+
+    async def main() -> int:
+        loop = asyncio.get_running_loop()
+        board = zygotes.make_board()
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        started = zygotes.ZygoteProcess(
+            sys.executable, env, board, "", lambda *_: None, lambda *_: None, lambda _: None
+        )
+        os.close(board)
+        program = Program("script", str(tmp_path / "forks.py"), [], "", 0)
+        started.spawn(StartOrder(1, program, env, str(output), os.devnull))
+        try:
+            text = await loop.run_in_executor(
+                None, lambda: until(lambda: output.exists() and output.read_text())
+            )
+        finally:
+            started.close()
+            await started.wait()
+        assert started.process.returncode == 0
+        return int(text)
+
+    child = asyncio.run(main())
+    until(lambda: procs.stat(child)[:1] in ([], ["Z"]), 10)
 
 
 @pytest.mark.slow

@@ -31,8 +31,16 @@ OWN = Rule(
 )
 
 
+BEFORE = {
+    "lines of a worker": "step 1\nFault:    user code\nstep 2\n",
+    "the output of dlrover diagnose": "rank 0 was killed\nFault:    infrastructure\nLog:      a.log\n",
+    "a screen that was cut off": "rank 0 was killed\nFault:    infrastructure\nEvidence: none\n\nstep",
+}
+
+
+@pytest.mark.parametrize("before", ["", *BEFORE.values()], ids=["nothing", *BEFORE])
 @pytest.mark.parametrize("colour", [False, True])
-def test_the_output_of_dlrover_run_has_its_verdict_in_the_last_screen(tmp_path, colour):
+def test_the_output_of_dlrover_run_has_its_verdict_in_the_last_screen(tmp_path, colour, before):
     """It knows more than the lines above it, in which only the peer of the rank that left has a traceback."""
     verdict = Verdict(
         title="rank 1 left with exit code 3 (the program called exit)",
@@ -50,7 +58,7 @@ def test_the_output_of_dlrover_run_has_its_verdict_in_the_last_screen(tmp_path, 
     screen = report.render(outcome, width=80, colour=colour)
     log = tmp_path / "a.log"
     log.write_text(
-        f"dlrover: rank 0 lost a peer: RuntimeError: Connection closed by peer\n{screen}\n"
+        f"{before}dlrover: rank 0 lost a peer: RuntimeError: Connection closed by peer\n{screen}\n"
     )
     assert diagnose.of_log(str(log), ()).verdict == verdict
     assert "Action:" not in diagnose.render(diagnose.of_log(str(log), ()))

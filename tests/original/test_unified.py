@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dlrover.errors import ConfigurationError
-from dlrover.original import runtime
+from dlrover.original import runtime, unified
 from dlrover.original.runtime import VARIABLE
 from dlrover.original.unified import ENTRY, DLJobBuilder, RLJobBuilder
 from tests.process.conftest import Launch, Runner
@@ -230,6 +231,20 @@ def test_a_job_of_the_original_runs(tmp_path: Path) -> None:
         "queue": [4, [0, 1, 2], [3], []],
         "job": ["pair", {"n": 7}, "CPU"],
     }
+
+
+def test_a_job_that_fails_fails_where_the_parent_ignores_how_children_end() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert unified._run(["sh", "-c", "exit 3"]) == 3
+        with (
+            ThreadPoolExecutor() as pool,
+            pytest.raises(ConfigurationError, match="SIGCHLD is ign"),
+        ):
+            pool.submit(unified._run, ["true"]).result()
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 LONG = """

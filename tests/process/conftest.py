@@ -21,6 +21,7 @@ import msgspec
 import psutil
 import pytest
 
+from dlrover.agent.workers.zygotes import ZYGOTE
 from dlrover.spec.events import Event
 from tests.waiting import POLL, until
 
@@ -73,9 +74,9 @@ def kind_of(process: psutil.Process) -> str:
             return "launcher"
         parent = process.parent()
         above = parent.cmdline() if parent is not None else []
-        if any("zygote.main(" in word for word in above):
+        if any(ZYGOTE in word for word in above):
             return "worker"
-        if any("zygote.main(" in word for word in command):
+        if any(ZYGOTE in word for word in command):
             return "zygote" if "dlrover.agent" in above else "other"
         return "other"
     return ""

@@ -173,7 +173,7 @@ from multiprocessing import shared_memory
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 names, first = pathlib.Path(sys.argv[1]), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 if not first:
-    left = [file.read_text() for file in names.iterdir() if pathlib.Path("/dev/shm", file.read_text()).exists()]
+    left = [file.read_text() for file in names.glob("True-*") if pathlib.Path("/dev/shm", file.read_text()).exists()]
     assert not left, left
 memory = shared_memory.SharedMemory(create=True, size=4096)
 (names / f"{first}-{os.environ['RANK']}").write_text(memory.name)

@@ -82,8 +82,9 @@ def test_files_of_a_user_are_not_taken_for_modules_of_dlrover(
     """torchrun starts there, too."""
     here = run.directory / "project"
     names = ["secrets", "hmac", "decimal", "sqlite3", "shlex", "queue", "pkgutil"]
+    names += ["types", "enum", "functools", "collections/__init__", "signal"]
     if not variable:  # else Python itself does not start
-        names += ["types", "json", "runpy", "socket", "pathlib", "dlrover/__init__"]
+        names += ["json", "runpy", "socket", "pathlib", "dlrover/__init__"]
     for name in names:
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / f"{name}.py").write_text(FAILS)
@@ -106,6 +107,15 @@ def test_a_program_has_modules_of_its_own_with_the_names_of_the_standard_library
         (here / f"{name}.py").write_text(program)
     args = {"script": ["program.py"], "-m": ["-m", "program"], "folder": ["."]}[entry]
     assert run(*args, launcher=installed, cwd=here).succeed() == "of the program of the program 4\n"
+
+
+def test_the_standard_library_by_way_of_a_symbolic_link_is_the_same(run) -> None:
+    (linked := run.directory / "linked").symlink_to(Path(os.__file__).parent)
+    (program := run.directory / "program.py").write_text(
+        "import dataclasses\nfrom dlrover import launched\nprint(bool(dataclasses.fields(launched.given)))\n"
+    )
+    path = os.pathsep.join([str(linked), *sys.path])
+    assert run(program, env={"PYTHONPATH": path}).succeed() == "True\n"
 
 
 def test_a_loopback_that_is_down_is_named(run) -> None:

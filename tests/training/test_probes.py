@@ -80,12 +80,12 @@ def test_faults_strike_only_the_node_and_component_that_they_name():
     assert InjectedFaults({}, 1).slowed(result) is result
 
 
-def probe(orders, faults: str = "", **settings: object) -> list[tuple[ProbeResult, ...]]:
+def probe(orders, faults: str = "") -> list[tuple[ProbeResult, ...]]:
     """What check processes answer to orders for nodes 0, 1, ..., all at the same time."""
 
     async def main() -> list[tuple[ProbeResult, ...]]:
         env = {**os.environ, "DLROVER_PROBE_FAULTS": faults}
-        processes = [CheckProcess(["--directory", "/tmp"], env, **settings) for _ in orders]
+        processes = [CheckProcess(["--directory", "/tmp"], env) for _ in orders]
         try:
             asked = [
                 p.probe(o, node) for node, (p, o) in enumerate(zip(processes, orders, strict=True))
@@ -113,8 +113,9 @@ def test_a_probe_that_does_not_end_or_dies_is_named(how, words):
 
 
 @pytest.mark.slow
-def test_a_check_process_that_cannot_run_is_a_fault_of_the_agent():
-    (results,) = probe([order()], python=sys.executable + "-gone")
+def test_a_check_process_that_cannot_run_is_a_fault_of_the_agent(monkeypatch):
+    monkeypatch.setattr(sys, "executable", sys.executable + "-gone")
+    (results,) = probe([order()])
     assert [(r.component, r.state) for r in results] == [(Component.AGENT, ProbeState.FAILED)]
 
 

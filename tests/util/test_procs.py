@@ -1,18 +1,21 @@
 """Processes: orphans are ended and reaped, lifelines notice a death."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from dlrover._util import procs
 from dlrover.agent.workers import evidence
 from dlrover.agent.workers.membership import is_stopped
+from tests import waiting
 
 # A script that becomes a subreaper, leaves an orphan in a session of its own, and ends it.
 ORPHAN = textwrap.dedent(
@@ -84,6 +87,107 @@ def test_what_cleans_up_after_a_killed_group_may_do_so():
         [sys.executable, "-c", TRACKED], check=False, capture_output=True, text=True
     )
     assert result.stdout.strip() == "done", result.stderr
+
+
+# A program with a tracker and a torch_shm_manager, and two processes that only look like these.
+GROUP = """
+import os, signal, subprocess, sys
+fd = os.dup(0)
+tracker = f"from multiprocessing.resource_tracker import main; main({fd})"  # as joblib's
+subprocess.Popen([sys.executable, "-c", tracker], pass_fds=[fd])
+subprocess.Popen(["/torch/bin/torch_shm_manager", "60"], executable="/bin/sleep")
+for _ in range(2):
+    subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", *sys.argv[1:]])
+print("started", flush=True)
+signal.pause()
+"""
+LIKE_A_TRACKER = ["torch_shm_manager_repro/train.py", "from a.resource_tracker import main;"]
+
+
+class Group:
+    """The processes of a program in a group of its own."""
+
+    def __init__(self, code: str) -> None:
+        command = [sys.executable, "-c", code, *LIKE_A_TRACKER]
+        self.program = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        assert self.program.stdout is not None
+        assert self.program.stdout.readline() == b"started\n"
+
+    def states(self) -> dict[int, str]:
+        fields = {pid: procs.stat(pid) for pid in procs.pids()}
+        leader = str(self.program.pid)
+        return {pid: them[0] for pid, them in fields.items() if them and them[2] == leader}
+
+    def run(self) -> set[int]:
+        """Return the pids of those that have not ended."""
+        return {pid for pid, state in self.states().items() if state not in "ZX"}
+
+
+@pytest.fixture
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    made = Group(request.param)
+    yield made
+    os.killpg(made.program.pid, signal.SIGKILL)
+    made.program.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [GROUP], indirect=True)
+def test_what_only_looks_as_if_it_cleans_up_is_killed(group: Group) -> None:
+    procs.kill_group(group.program.pid)
+    waiting.until(lambda: len(group.run()) == 2, 10)
+    commands = [" ".join(procs.command(pid)) for pid in sorted(group.run())]
+    assert "import main; main(" in commands[0]
+    assert "torch_shm_manager 60" in commands[1]
+
+
+class Killed(BaseException):
+    """The end of the process that kills a group."""
+
+
+def _killed(*_: object) -> None:
+    raise Killed
+
+
+ALONE = "import signal; print('started', flush=True); signal.pause()"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [ALONE, GROUP], indirect=True)
+def test_a_killer_that_dies_while_it_looks_leaves_no_stopped_process(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("stat", "pids", "command"):
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            patch.setattr(procs, name, _killed)
+            procs.kill_group(group.program.pid)
+        assert "T" not in group.states().values()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", range(5))
+@pytest.mark.parametrize("group", [GROUP], indirect=True)
+def test_a_group_whose_killer_dies_has_its_leader(
+    group: Group, monkeypatch: pytest.MonkeyPatch, kills: int
+) -> None:
+    """Whoever waits for the leader then kills the group again."""
+    kill, sent = os.kill, []
+
+    def send(*signal_to: int) -> None:
+        if len(sent) == kills:
+            raise Killed
+        sent.append(kill(*signal_to))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "kill", send)
+        with pytest.raises(Killed):
+            procs.kill_group(group.program.pid)
+    assert group.program.poll() is None
+    procs.kill_group(group.program.pid)
+    waiting.until(lambda: len(group.run()) == 2, 10)
+    assert "T" not in group.states().values()
 
 
 NAMED = """

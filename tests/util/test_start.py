@@ -39,6 +39,18 @@ def test_the_package_of_the_parent_is_run(tmp_path: Path) -> None:
     subprocess.run(command, env=env, cwd=tmp_path, check=True, timeout=60, stdout=subprocess.PIPE)
 
 
+IGNORES = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+ASKS = "import subprocess; raise SystemExit(subprocess.call(['false']))"
+
+
+@pytest.mark.slow
+def test_how_children_end_is_known_where_the_parent_ignores_it(tmp_path: Path) -> None:
+    (tmp_path / "asks.py").write_text(ASKS)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-c", IGNORES, *start.command("asks")]
+    assert subprocess.run(command, env=env, check=False, timeout=60).returncode == 1
+
+
 @pytest.mark.slow
 def test_the_search_path(tmp_path: Path) -> None:
     """A relative directory in PYTHONPATH is another one where a saver runs."""

@@ -15,7 +15,7 @@ MFD_ALLOW_SEALING = 2
 _F_ADD_SEALS = 1033
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _PIDFD_OPEN = 434
-"""Number of the system call, the same on all architectures."""
+"""Number of the system call on x86-64, 64-bit ARM, POWER, s390x and RISC-V."""
 
 
 def memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:

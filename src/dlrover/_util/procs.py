@@ -1,8 +1,10 @@
-"""Process helpers: signals, ends, orphans and lifelines."""
+"""Process helpers: signals, ends, orphans and lifelines.
+
+Zygotes import this module, so it loads asyncio only where an event loop runs.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import io
@@ -19,11 +21,6 @@ from dlrover._util import kernel
 PR_SET_CHILD_SUBREAPER = 36
 LOOK_INTERVAL = 0.05
 """Seconds between looks at a process where the kernel does not say when it ends: a sandbox may refuse that."""
-CLEANERS = ("resource_tracker import main", "torch_shm_manager")
-"""Parts of the commands of multiprocessing's, joblib's and PyTorch's processes that clean up after a program.
-
-They free its shared memory and semaphores when all processes that use them have ended, and then end by themselves.
-"""
 
 
 def become_subreaper() -> None:
@@ -133,6 +130,8 @@ def _words_after_m(pid: int) -> list[str]:
 
 async def end(pids: Iterable[int], timeout: float) -> None:
     """Ask processes to end; after ``timeout`` seconds, kill those still running. Reap children."""
+    import asyncio  # noqa: PLC0415 - not in zygotes
+
     pids = list(pids)
     kill(pids, signal.SIGTERM)
     waits = [asyncio.ensure_future(ended(pid)) for pid in pids]
@@ -169,24 +168,37 @@ def kill(pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
 
 def kill_group(pid: int) -> None:
     """Kill every process of the group that ``pid`` leads or led, except those that clean up after it."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if not any(_cleans_up(member) for member in _group(pid) if member != pid):
+            os.killpg(pid, signal.SIGKILL)
+            return
         os.killpg(pid, signal.SIGSTOP)  # none forks meanwhile
-    except (ProcessLookupError, PermissionError):
-        return
-    for member in pids():
-        if _group(member) == pid:
-            with contextlib.suppress(PermissionError):
-                kill([member], signal.SIGCONT if _cleans_up(member) else signal.SIGKILL)
+    members = _group(pid)
+    spared = {member for member in members if member != pid and _cleans_up(member)}
+    # The leader last: if this process dies before, whoever waits for the leader kills the group again.
+    for member in sorted(members, key=lambda member: (member not in spared, member == pid)):
+        with contextlib.suppress(PermissionError):
+            kill([member], signal.SIGCONT if member in spared else signal.SIGKILL)
 
 
-def _group(pid: int) -> int:
-    fields = stat(pid)
-    return int(fields[2]) if fields else 0
+def _group(leader: int) -> list[int]:
+    """Return the members of the group that ``leader`` leads or led."""
+    members = []
+    for pid in pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(pid) == leader:
+                members.append(pid)
+    return members
 
 
 def _cleans_up(pid: int) -> bool:
-    words = " ".join(command(pid))
-    return any(name in words for name in CLEANERS)
+    """Return whether this is a process of multiprocessing, joblib or PyTorch that cleans up after a program.
+
+    It frees the program's shared memory and semaphores when all processes that use them have ended, and then ends.
+    """
+    words = command(pid)
+    is_tracker = option(words, "-c").partition(";")[0].endswith(".resource_tracker import main")
+    return is_tracker or os.path.basename("".join(words[:1])) == "torch_shm_manager"
 
 
 def reap_orphans(own: Container[int]) -> None:
@@ -214,7 +226,7 @@ def end_orphans(own: Container[int], timeout: float) -> list[int]:
 
 
 def wait_for_cleaners(timeout: float) -> list[int]:
-    """Wait until the children that clean up have ended, and reap them; return the pids left after ``timeout`` seconds."""
+    """Wait until the children that clean up have ended; reap them. Return the pids left after ``timeout`` seconds."""
     until = time.monotonic() + timeout
     for pid in [pid for pid in children() if _cleans_up(pid)]:
         _reap(pid, until - time.monotonic())
@@ -243,6 +255,8 @@ def _reap(pid: int, seconds: float) -> None:
 
 async def ended(pid: int) -> None:
     """Wait until a process ends, without reaping it."""
+    import asyncio  # noqa: PLC0415 - not in zygotes
+
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     try:
@@ -281,6 +295,8 @@ class Lifeline:
     @staticmethod
     def watch(fd: int, gone: Callable[[], None]) -> None:
         """Call ``gone`` on the running event loop when the holder dies."""
+        import asyncio  # noqa: PLC0415 - not in zygotes
+
         loop = asyncio.get_running_loop()
 
         def closed() -> None:

@@ -16,9 +16,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 """Directory of the package's directory."""
 
 
-def command(module: str, python: str = "") -> list[str]:
-    """Return the start of the command that runs ``module``; ``python`` is the interpreter, by default this one."""
-    return [python or sys.executable, os.path.abspath(__file__), "-m", module]
+def command(module: str) -> list[str]:
+    """Return the start of the command that runs ``module``."""
+    return [sys.executable, os.path.abspath(__file__), "-m", module]
 
 
 def standard_library_first() -> None:
@@ -28,11 +28,15 @@ def standard_library_first() -> None:
     sys.path.sort(key=lambda entry: entry not in standard)
 
 
-def unblock_signals() -> None:
-    """Take all signals: one that this process's parent has blocked, such as SIGCHLD, would never arrive."""
+def take_signals() -> None:
+    """Take the signals that this process's parent has blocked, which would never arrive, and SIGCHLD if it is ignored.
+
+    While it is ignored, every child seems to end with exit code 0.
+    """
     import signal  # noqa: PLC0415 - after `standard_library_first`
 
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def load_package() -> None:
@@ -51,7 +55,7 @@ def _main() -> None:
     if not getattr(sys.flags, "safe_path", False):  # new in Python 3.11
         del sys.path[0]  # the directory of this file
     standard_library_first()
-    unblock_signals()
+    take_signals()
     load_package()
     if ROOT not in sys.path:  # what DLRover needs may be there, too
         sys.path.append(ROOT)

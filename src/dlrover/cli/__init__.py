@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import signal
-
 from dlrover._util import start
+
+start.standard_library_first()
+
+import signal  # noqa: E402 - a user's directory may have what it imports, such as a types.py
 
 
 def launcher() -> int:
     """Run ``dlrover-run``; on Ctrl-C during imports, exit without a traceback."""
-    start.standard_library_first()
-    start.unblock_signals()
+    start.take_signals()
     try:
         from dlrover.cli.run.run import main  # noqa: PLC0415
 
@@ -21,8 +22,7 @@ def launcher() -> int:
 
 def command() -> int:
     """Run ``dlrover``; on Ctrl-C during imports, exit without a traceback."""
-    start.standard_library_first()
-    start.unblock_signals()
+    start.take_signals()
     try:
         from dlrover.cli.main import main  # noqa: PLC0415
 

@@ -19,11 +19,12 @@ from dlrover.spec.jobdir import JobDir, MasterConfig, decode
 
 LOG_BYTES = 256 * 1024
 """Bytes at the end of a log that are examined."""
+_ORIGIN = "|".join(re.escape(origin.value) for origin in Origin)
 _LAST_SCREEN = re.compile(
     rf"""^(?P<title>.+)\n
-         Fault:[ ]+(?P<origin>{"|".join(re.escape(origin.value) for origin in Origin)})\n
+         Fault:[ ]+(?P<origin>{_ORIGIN})\n
          (?:Evidence:[ ](?P<evidence>.+)\n)?
-         (?:.*\n)*?
+         (?:(?!Fault:[ ]+(?:{_ORIGIN})\n).*\n)*?
          Ended:[ ].*\n
          (?:(?:Data|Goodput):[ ].*\n)*
          (?:Next:[ ]+(?P<advice>.+)\n)?

@@ -145,7 +145,8 @@ class Commits:
     """Group commit of requests, which are journalled and then handled in the same order: replies are durable.
 
     Those that arrive at about the same time are journalled in one transaction: one per request would cost a busy
-    master more than all its other work for the request. ``append`` adds entries to the journal, all or none, at a time in seconds, which ``clock`` returns.
+    master more than all its other work for the request. ``append`` adds entries to the journal, all or none,
+    at a time in seconds, which ``clock`` returns.
     """
 
     def __init__(

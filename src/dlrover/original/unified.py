@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import enum
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,29 @@ class DLJob:
             return _run([*start.command("dlrover.cli.main"), "roles", str(file)])
 
 
+@contextlib.contextmanager
+def _takes_ends() -> Iterator[None]:
+    """Take SIGCHLD if it is ignored: else every child seems to end with exit code 0.
+
+    Raises:
+        ConfigurationError: It is ignored, and this is no main thread.
+    """
+    ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    if ignored and threading.current_thread() is not threading.main_thread():
+        raise ConfigurationError(
+            "submit: SIGCHLD is ignored, which hides how a job ends; take it in the main thread: "
+            "signal.signal(signal.SIGCHLD, signal.SIG_DFL)."
+        )
+    if ignored:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if ignored:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+@_takes_ends()
 def _run(command: list[str]) -> int:
     """Run a job's command to its end, and return its exit code; it gets the signals of this process, and dies with it."""
     lifeline = procs.Lifeline()

@@ -41,7 +41,10 @@ REAP_INTERVAL = 5.0
 KILL_WAIT = 10.0
 """Seconds to wait for a process after SIGKILL; one that takes longer hangs in the kernel."""
 CLEANUP_WAIT = 0.5
-"""Seconds to wait until the names of shared memory are free for the next round; PyTorch's are random, and take longer."""
+"""Seconds to wait until the names of shared memory are free for the next round.
+
+PyTorch's are random, and take longer.
+"""
 
 _STARTING_AGAIN = WorkerActivity(0, Activity.START, 0.0, (0.0,) * len(Activity))
 """Activity of a worker that was started again and has not begun yet."""

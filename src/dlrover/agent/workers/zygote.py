@@ -30,11 +30,10 @@ import time
 import warnings
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 from dlrover import launched
-from dlrover._util import framing
+from dlrover._util import framing, procs
 from dlrover.agent.workers import output
 from dlrover.agent.workers.preload import Preloaded, preload
 from dlrover.training.worker import bootstrap
@@ -119,8 +118,6 @@ class Zygote:
                     os.close(wake_write)
                     return order
             self._reap()
-        from dlrover._util import procs  # noqa: PLC0415 - it loads asyncio, and a program decides what its process loads
-
         for pid in self._workers:
             procs.kill_group(pid)
         return None
@@ -180,8 +177,7 @@ def show_command_line(words: list[str]) -> None:
     The kernel reads a process's command line from its arguments in memory. The new one is cut to the size
     of the zygote's own arguments, which include the padding of `COMMAND_LINE_ROOM`.
     """
-    # Not by dlrover._util.procs, which loads asyncio: the program decides what its process loads.
-    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    fields = procs.stat(os.getpid())
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
     text = b"\0".join(os.fsencode(word) for word in words)[: end - start - 1]
     ctypes.memset(start, 0, end - start)

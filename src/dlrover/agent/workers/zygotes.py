@@ -22,6 +22,9 @@ from dlrover.training.worker.progress import BOARD_BYTES
 
 logger = logging.getLogger(__name__)
 
+ZYGOTE = "zygote.main("
+"""Text in the command line of every zygote, but of no worker."""
+
 # As `dlrover._util.start` starts a process, but with the search path of the program in the end. This package may not be
 # installed in the interpreter (PYTHON_EXEC). Nothing else is imported before the standard library is first.
 _START = (
@@ -29,7 +32,9 @@ _START = (
     "import _frozen_importlib_external as files; start = dict(__name__='start', __file__={start!r}); "
     "exec(files.SourceFileLoader('start', {start!r}).get_code('start'), start); "
     "start['standard_library_first'](); start['load_package'](); "
-    "from dlrover.agent.workers import zygote; sys.path[:] = path; zygote.main({sock}, {board}, {preload!r}, first)"
+    "from dlrover.agent.workers import zygote; sys.path[:] = path; "
+    + ZYGOTE
+    + "{sock}, {board}, {preload!r}, first)"
 )
 
 END_WAIT = 1.0

@@ -120,8 +120,8 @@ def _check_machine(launch: LaunchSpec) -> None:
         os.close(kernel.memfd_create("dlrover"))
     except OSError as error:
         raise ConfigurationError(
-            f"The system call memfd_create is refused ({error.strerror}): agent and workers share memory by it; allow it "
-            "in the sandbox or container that dlrover-run runs in."
+            f"The system call memfd_create is refused ({error.strerror}): agent and workers share memory by it; "
+            "allow it in the sandbox or container that dlrover-run runs in."
         ) from error
     if launch.python and shutil.which(launch.python) is None:
         raise ConfigurationError(
@@ -164,8 +164,8 @@ class _Plan:
         address = self._options.local_addr or "127.0.0.1"
         if problem := sockets.loopback_problem(LOOPBACK_TIMEOUT):
             raise ConfigurationError(
-                f"127.0.0.1, where master and agents of one machine meet, cannot be reached ({problem}): bring it up with "
-                "ip link set lo up and ip address add 127.0.0.1/8 dev lo."
+                f"127.0.0.1, where master and agents of one machine meet, cannot be reached ({problem}): "
+                "bring it up with ip link set lo up and ip address add 127.0.0.1/8 dev lo."
             )
         apart = bool(config.node_command(self._env))  # each node has its own address
         if not apart:

@@ -36,7 +36,7 @@ LEAST_SPREAD = 0.05
 
 
 def calibrate(cluster: Cluster, observations: Iterable[Any]) -> Cluster:
-    """Return the cluster with coefficients fitted to measured steps, and the residuals of the kinds of runs that were measured.
+    """Return the cluster with coefficients fitted to measured steps, and the residuals of the measured kinds of runs.
 
     The fit is one of non-negative least squares of relative errors. What most runs of a kind take longer than the fit
     says is the residual of this kind. Coefficients and residuals that the observations say nothing about stay as they are.

@@ -1,7 +1,8 @@
 """What the time model misses of whole kinds of runs. Needs numpy.
 
 Some clusters are slow at one size, or for one way to communicate, by much more than a sum of terms can say: a fit that
-took such runs in would be wrong for all others. The runs of a kind that were measured say it for the others of this kind.
+took such runs in would be wrong for all others. The runs of a kind that were measured say it for the others of this
+kind.
 """
 
 from __future__ import annotations

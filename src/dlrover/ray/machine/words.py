@@ -79,7 +79,7 @@ def check_version(version: str, install: str) -> None:
 
 
 def version_in(body: bytes) -> str:
-    """Return the version of Ray in a cluster's answer to ``CheckAlive``, whose second field it is; empty if it has none."""
+    """Return the version of Ray in a cluster's answer to ``CheckAlive``, its second field; empty if it has none."""
     found = _VERSION.search(body)
     size, version = (found[1][0], found[2]) if found else (0, b"")
     return version.decode() if len(version) == size else ""

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dlrover._util import decoding, procs, start, tasks
+from dlrover.agent.workers.zygotes import ZYGOTE
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.master.files import read_outcome
 from dlrover.roles.spec import EntryForm, EntryPoint, RoleKind, RolesConfig, RoleSpec
@@ -33,8 +34,8 @@ CONNECT_PAUSE = 0.2
 """Seconds between attempts to reach the master of a role's job, which may be starting."""
 SERVE = "dlrover.roles.runtime.serve"
 """Module that runs the objects and functions of roles."""
-AGENT, ZYGOTE = "dlrover.agent", "zygote.main("
-"""What the command lines of agents have in them, and those of the processes that fork workers."""
+AGENT = "dlrover.agent"
+"""What the command lines of agents have in them."""
 TEMPLATE, PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${role_name}${rank}]:"
 MOST_NAME = 48
 """Characters of the names of job and role in the name of a role's job on a cluster."""

@@ -11,11 +11,10 @@ from typing import TypeVar
 import psutil
 
 from dlrover._util import procs
+from dlrover.agent.workers.zygotes import ZYGOTE
 from dlrover.errors import InfrastructureError
 
 MASTER, AGENT, SAVER = "dlrover.master", "dlrover.agent", "dlrover.checkpoint.saver.saver"
-ZYGOTE = "zygote.main("
-"""Text in the command line of every zygote, but of no worker."""
 
 Candidate = TypeVar("Candidate")
 

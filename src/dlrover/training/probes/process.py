@@ -30,15 +30,14 @@ START_SECONDS = 30.0
 class CheckProcess:
     """A check process, started on demand and restarted after its end."""
 
-    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], python: str = "") -> None:
+    def __init__(self, arguments: Sequence[str], env: Mapping[str, str]) -> None:
         """Set up without starting the process.
 
         Args:
             arguments: Arguments of ``python -m dlrover.training.probes``.
             env: Environment of the process.
-            python: Interpreter of the process; empty: this process's own.
         """
-        command = [*start.command("dlrover.training.probes", python), *arguments]
+        command = [*start.command("dlrover.training.probes"), *arguments]
         self._command, self._env = command, dict(env)
         self._process: subprocess.Popen[bytes] | None = None
         self._replies: asyncio.StreamReader | None = None

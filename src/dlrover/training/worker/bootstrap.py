@@ -182,7 +182,10 @@ def recorded_step(path: Path) -> int:
 
 
 def execute(program: Program, loaded: Sequence[str] = ()) -> None:
-    """Run the program as ``python`` does: its ``__main__``, its arguments and its search path; ``loaded`` as for `run`."""
+    """Run the program as ``python`` does: its ``__main__``, its arguments and its search path.
+
+    ``loaded`` as for `run`.
+    """
     sys.argv = [program.target, *program.args]
     is_folder = program.entry == "script" and pkgutil.get_importer(program.target) is not None
     if program.entry in ("run_path", "module"):
@@ -239,15 +242,25 @@ def _add_to_path(directory: str) -> None:
 
 
 def _forget_hidden(loaded: Sequence[str]) -> None:
-    """Let the program import what its search path has in place of modules that are loaded, such as its own ``secrets.py``."""
+    """Let the program import what its search path has in place of loaded modules, such as its own ``secrets.py``."""
     for name in loaded:
         ours = getattr(sys.modules.get(name), "__spec__", None)
         if ours is None or not ours.has_location:
             continue  # built-in modules come before the search path
         found = importlib.machinery.PathFinder.find_spec(name)
-        if found is not None and found.has_location and found.origin != ours.origin:
+        if found is not None and found.has_location and not _is_same(found.origin, ours.origin):
             for part in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
                 del sys.modules[part]
+
+
+def _is_same(one: str | None, other: str | None) -> bool:
+    """Return whether these origins of modules are one, perhaps by way of a symbolic link."""
+    if one is None or other is None or one == other:
+        return one == other
+    try:
+        return os.path.samefile(one, other)
+    except OSError:  # in a zip file
+        return False
 
 
 def _new_main() -> dict[str, Any]:
