@@ -55,7 +55,7 @@ def warm_zygotes(launch) -> int:
     logs = "".join(path.read_text() for path in launch.job_dir.glob("agent-*.log"))
     ready = {int(pid) for pid in re.findall(r"Zygote (\d+) is ready after", logs)}
     return sum(
-        ".json')" in " ".join(process.cmdline())
+        ".json'" in " ".join(process.cmdline())
         for process in launch.of_kind("zygote")
         if process.pid in ready
     )

@@ -19,7 +19,7 @@ def bodies(launch, kind: type) -> list[events.EventBody]:
 def zygotes_of(launch, node: int) -> list:
     """The zygotes of a node's agent that load modules."""
     (agent,) = (p for p in launch.of_kind("agent") if _argument(p, "--node-id") == str(node))
-    return [child for child in agent.children() if "modules" in " ".join(child.cmdline())]
+    return [child for child in agent.children() if ".json" in " ".join(child.cmdline())]
 
 
 def _argument(process, name: str) -> str:
