@@ -9,11 +9,12 @@ import threading
 
 import pytest
 
-from dlrover._util import decoding, encoding, framing
+from dlrover._util import decoding, framing
 from dlrover.embedding.machine.placement import Placement
 from dlrover.embedding.remote.directory import JobDirectory
 from dlrover.embedding.remote.holding import HeldSlots
 from dlrover.embedding.remote.server import EmbeddingServer
+from dlrover.rpc import encoding
 from dlrover.spec.requests import Unanswered, WorkerRequest
 from dlrover.spec.requests.placement import Announce
 

@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from dlrover._util import encoding, framing
+from dlrover._util import framing
+from dlrover.rpc import encoding
 from dlrover.rpc.relayed import RelayedMaster
 from dlrover.spec.requests import Unanswered
 from dlrover.spec.requests.shards import LookShards

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import grpc.aio
 
 from dlrover._util import framing
-from dlrover._util.localserver import LocalServer
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError, ProtocolError
 from dlrover.rpc import messages, wire
+from dlrover.rpc.localserver import LocalServer
 from dlrover.spec.requests import Unanswered
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,10 @@ import socket
 
 import msgspec
 
-from dlrover._util import decoding, encoding, framing
+from dlrover._util import decoding, framing
 from dlrover._util.sockets import peer
 from dlrover.errors import InfrastructureError
+from dlrover.rpc import encoding
 from dlrover.spec.requests import Unanswered, WorkerReply, WorkerRequest
 
 CALL_TIMEOUT = 30.0

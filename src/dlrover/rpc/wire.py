@@ -11,8 +11,9 @@ from typing import Any
 import grpc
 import msgspec
 
-from dlrover._util import decoding, encoding
+from dlrover._util import decoding
 from dlrover.errors import ConfigurationError, ProtocolError, readable
+from dlrover.rpc import encoding
 from dlrover.spec.jobdir import TlsFiles
 
 SERVICE = "dlrover.Master"

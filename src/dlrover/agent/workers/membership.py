@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dlrover._util import framing, procs
-from dlrover._util.localserver import LocalServer
+from dlrover.rpc.localserver import LocalServer
 from dlrover.spec.requests.membership import Members
 
 STOPPED_STEPS = 3.0

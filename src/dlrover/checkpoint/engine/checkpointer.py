@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from dlrover import config, launched
-from dlrover._util.collection import no_collection
+from dlrover.checkpoint.collection import no_collection
 from dlrover.checkpoint.engine import buffers, direct, joining, losses, pace, shared, tree
 from dlrover.checkpoint.engine.client import SaverClient
 from dlrover.checkpoint.engine.joining import Wishes

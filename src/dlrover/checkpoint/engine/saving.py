@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from dlrover._util.collection import no_collection
+from dlrover.checkpoint.collection import no_collection
 from dlrover.checkpoint.engine import direct, losses
 from dlrover.checkpoint.engine.client import GenerationPool, SaverClient
 from dlrover.checkpoint.engine.copying import Copier

@@ -21,7 +21,7 @@ import msgspec
 import xxhash
 
 from dlrover._util import decoding
-from dlrover._util.collection import no_collection
+from dlrover.checkpoint.collection import no_collection
 from dlrover.checkpoint.machine.layout import Layout, TensorEntry, TensorRef
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import dcp, faults, formats, storage

@@ -73,7 +73,7 @@ class FileRecords(ABC, Generic[Record]):
                 self._files.pop(number, None)
                 raise
 
-        return waiting.insist(read, self.paths[number], is_away, told)
+        return waiting.insist(read, self.paths[number], is_away, error_text)
 
     def _indexed(self, path: str) -> array[int]:
         return array("q", self._index(path))
@@ -106,7 +106,7 @@ def is_away(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno not in (None, errno.EIO)
 
 
-def told(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Return an error's text, as the end of a sentence."""
     text = (isinstance(error, OSError) and error.strerror) or str(error)
     return f"{text.rstrip('.')}."
@@ -121,11 +121,13 @@ def opened(path: str, call: Callable[[], Result]) -> Result:
     """
     again = waiting.starts_again()
     try:
-        return waiting.insist(call, path, lambda error: again and isinstance(error, OSError), told)
+        return waiting.insist(
+            call, path, lambda error: again and isinstance(error, OSError), error_text
+        )
     except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {told(error)}") from error
+        raise ConfigurationError(f"{path} cannot be read: {error_text(error)}") from error
     except OSError as error:
-        raise InfrastructureError(f"{path} cannot be read: {told(error)}") from error
+        raise InfrastructureError(f"{path} cannot be read: {error_text(error)}") from error
 
 
 class _OpenFile:

@@ -14,7 +14,7 @@ from typing import Any
 from dlrover import extras
 from dlrover.data.sources import waiting
 from dlrover.data.sources.blocks import BlockRecords
-from dlrover.data.sources.files import Paths, is_away, opened, told
+from dlrover.data.sources.files import Paths, error_text, is_away, opened
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 KEPT = 2
@@ -82,7 +82,10 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
 
         try:
             table = waiting.insist(
-                read, self.paths[file], lambda error: isinstance(error, OSError) and left > 0, told
+                read,
+                self.paths[file],
+                lambda error: isinstance(error, OSError) and left > 0,
+                error_text,
             )
         except OSError:
             self._damaged.add(number)

@@ -91,7 +91,9 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
                 lambda: self._pages(first, last, page), self._is_away
             )
         except self._sql.exc.SQLAlchemyError as error:
-            raise ConfigurationError(f"{self!r} cannot be read: {self._told(error)}") from None
+            raise ConfigurationError(
+                f"{self!r} cannot be read: {self._error_text(error)}"
+            ) from None
         finally:
             self._disconnect()
         super().__init__(blocks, max(1, kept))
@@ -235,7 +237,9 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
         except self._sql.exc.DataError:
             raise  # a value that cannot be read
         except self._sql.exc.DBAPIError as error:
-            raise InfrastructureError(f"The {self!r} cannot be read: {self._told(error)}") from None
+            raise InfrastructureError(
+                f"The {self!r} cannot be read: {self._error_text(error)}"
+            ) from None
 
     def _insist(self, call: Callable[[], Result], may_pass: Callable[[Any], bool]) -> Result:
         """Call until there is a result; wait for a database that is away.
@@ -248,21 +252,21 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
             call,
             f"The {self!r}",
             lambda error: isinstance(error, refuses) and may_pass(error),
-            self._told,
+            self._error_text,
         )
 
     def _is_away(self, error: Any) -> bool:
         """Return whether a database that is to be opened is away, rather than refuses."""
-        told = str(error.orig)
-        if _NO_HOST in told and not waiting.starts_again():
+        text = str(error.orig)
+        if _NO_HOST in text and not waiting.starts_again():
             return False
         match self._url.get_backend_name():
             case "mysql" | "mariadb":
                 return error.orig.args[:1] in [(code,) for code in _MYSQL_AWAY]
             case "postgresql":
                 operational = isinstance(error, self._sql.exc.OperationalError)
-                return operational and ("FATAL" not in told or any(w in told for w in _STARTING))
-        return "locked" in told
+                return operational and ("FATAL" not in text or any(w in text for w in _STARTING))
+        return "locked" in text
 
     def _engine(self) -> Any:
         """Return this process's own connections."""
@@ -279,7 +283,7 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
                     raise ConfigurationError(f"The {self!r}: {error}") from None
         return self._engines[1]
 
-    def _told(self, error: Any) -> str:
+    def _error_text(self, error: Any) -> str:
         """Return an error in one line, without secrets of the URL."""
         text = " ".join(str(getattr(error, "orig", None) or error).split())
         secrets = [str(v) for k, v in self._url.query.items() if "pass" in k.lower()]

@@ -30,7 +30,7 @@ def insist(
     call: Callable[[], Result],
     source: str,
     may_pass: Callable[[Exception], bool],
-    told: Callable[[Exception], str] = str,
+    describe: Callable[[Exception], str] = str,
 ) -> Result:
     """Call until there is a result, up to `PATIENCE` seconds; errors that do not pass are raised.
 
@@ -38,7 +38,7 @@ def insist(
         call: reads the source.
         source: its name, as the subject of a sentence.
         may_pass: returns whether an error may be gone at the next call.
-        told: returns an error's text.
+        describe: returns an error's text.
 
     Raises:
         InfrastructureError: the source stays away.
@@ -54,8 +54,8 @@ def insist(
             delay = next(delays)
             if time.monotonic() + delay > until:
                 # Other texts of the error may have secrets.
-                raise InfrastructureError(f"{source} cannot be read: {told(error)}") from None
+                raise InfrastructureError(f"{source} cannot be read: {describe(error)}") from None
             if not waiting:
-                logger.warning("%s cannot be read; retrying: %s", source, told(error))
+                logger.warning("%s cannot be read; retrying: %s", source, describe(error))
         waiting = True
         threading.Event().wait(delay)
