@@ -26,6 +26,8 @@ PASSWORD = "pa@ss:w/rd%1"
 DRIVERS = {"mysql": "mysql+pymysql", "postgresql": "postgresql+psycopg"}
 FAST = Path("/dev/shm")
 """Where a server's files are, if there is such a place: tests do not wait for a disk."""
+PREFIX = "dlrover-test-databases-"
+"""Of the names of the servers' folders, before the pid of the tests."""
 START = 30.0
 """Seconds that a server may take until it answers."""
 END = 5.0
@@ -174,8 +176,14 @@ def _run(account: str, command: list[str]) -> None:
 
 @contextlib.contextmanager
 def _folder(account: str) -> Iterator[Path]:
-    where = FAST if os.access(FAST, os.W_OK) else None
-    path = Path(tempfile.mkdtemp(prefix="dlrover-test-", dir=where))
+    where = FAST if os.access(FAST, os.W_OK) else Path(tempfile.gettempdir())
+    for left in where.glob(f"{PREFIX}*-*"):
+        owner = left.name.removeprefix(PREFIX).partition("-")[0]
+        if not Path(
+            "/proc", owner
+        ).exists():  # those tests were killed, and their servers with them
+            shutil.rmtree(left, ignore_errors=True)
+    path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=where))
     try:
         if os.getuid() == 0:
             owner = pwd.getpwnam(account)

@@ -338,7 +338,7 @@ def test_secrets_of_the_url_are_cut_out_of_errors(tmp_path) -> None:
     fill(f"sqlite:///{tmp_path}/base", range(3))
     table = Table(f"sqlite:///{tmp_path}/base", "users")
     table._url = sa.engine.make_url("postgresql://me:geheim@host/base?sslpassword=tief")
-    assert table._told(Exception("no geheim\nor tief")) == "no *** or ***"
+    assert table._error_text(Exception("no geheim\nor tief")) == "no *** or ***"
     assert repr(table) == "table users of postgresql://host/base"
     table.close()
 
