@@ -49,7 +49,7 @@ class PodJob:
     ) -> None:
         self._kubeconfig, self._namespace, self._name = kubeconfig, namespace, name
         self._history = history
-        self._told: set[str] = set()
+        self._sent: set[str] = set()
         """Parts that a master has sent; ``outcome``: that of its end is among them."""
         self._over = False
         self._feed = PageFeed(f"{namespace}/{name}", lambda: (self._follow(), self._list_logs()))
@@ -109,7 +109,7 @@ class PodJob:
         }
 
     async def _follow(self) -> None:
-        self._told, self._over = set(), False
+        self._sent, self._over = set(), False
         while True:
             try:
                 if await self._tell_end():
@@ -139,19 +139,19 @@ class PodJob:
         if ended is None:
             if self._over:  # it runs again, or another job has its name
                 self._over = False
-                self._told.clear()
+                self._sent.clear()
                 self._feed.publish("known", None)
             return False
         self._over = True
-        if "outcome" not in self._told:
+        if "outcome" not in self._sent:
             story, why = None, ""
             if self._history is not None:
                 story, why = await self._history.of_origin(job["metadata"]["uid"])
             parts = of_elastic_job(ended, story, why)
-            for name in ("status",) if "report" in self._told else tuple(parts):
+            for name in ("status",) if "report" in self._sent else tuple(parts):
                 self._feed.publish(name, parts[name])
             if story is not None or self._history is None:
-                self._told.add("outcome")
+                self._sent.add("outcome")
         self._files = []  # which were the master's
         self._publish_logs()
         return True
@@ -165,9 +165,9 @@ class PodJob:
         name = name.removeprefix("event: ")
         if name not in PARTS:
             return
-        self._told.add(name)
+        self._sent.add(name)
         if name in ("status", "roles") and value["outcome"]:
-            self._told.add("outcome")
+            self._sent.add("outcome")
         if name == "logs":
             self._files = [*value]
             self._publish_logs()

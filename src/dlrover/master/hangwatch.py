@@ -77,7 +77,7 @@ class HangWatch:
         self._detector = hangs.HangDetector()
         self._speed = SpeedWatch()
         self._nodes: dict[int, int] = {}
-        self._told: dict[int, tuple[WorkerActivity, ...]] = {}
+        self._reported: dict[int, tuple[WorkerActivity, ...]] = {}
         self._questions: dict[int, _Question] = {}
         self._last_question = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -90,7 +90,7 @@ class HangWatch:
         world = self._machine.rounds.worlds.get(node_id)
         if world is None or message.round != self._detector.round or not message.workers:
             return
-        self._told[node_id] = message.workers
+        self._reported[node_id] = message.workers
         workers = {world.first_rank + i: worker for i, worker in enumerate(message.workers)}
         self._nodes.update(dict.fromkeys(workers, node_id))
         if node_id in self._machine.rendezvous.servers:
@@ -111,7 +111,7 @@ class HangWatch:
         limits = machine.job.limits
         self._detector.limits = self._speed.limits = limits
         self._nodes.clear()
-        self._told.clear()
+        self._reported.clear()
         self._speed.begin()
         formed = hangs.WorldFormed(
             rdzv.round, machine.rounds.workers, machine.progress.total_steps > 0
@@ -180,7 +180,7 @@ class HangWatch:
         worlds = self._machine.rounds.worlds
         found = [
             messages.RankActivity(worlds[node].first_rank + place, node, worker)
-            for node, workers in self._told.items()
+            for node, workers in self._reported.items()
             if node in worlds
             for place, worker in enumerate(workers)
         ]
@@ -218,7 +218,7 @@ class HangWatch:
     def doing(self) -> dict[int, str]:
         """Return each node's latest reported activity and how long it has lasted."""
         found = {}
-        for node_id, workers in self._told.items():
+        for node_id, workers in self._reported.items():
             living = [worker for worker in workers if not worker.ended]
             if living:
                 longest = max(living, key=lambda worker: worker.since)
