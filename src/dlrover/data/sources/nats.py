@@ -351,7 +351,6 @@ def _client(address: Address) -> Any:
 
 def _turn(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
-    loop.run_until_complete(
-        tasks.stop(asyncio.all_tasks(loop))
-    )  # of connections that did not close in time
+    # Those of connections that did not close in time.
+    loop.run_until_complete(tasks.stop(asyncio.all_tasks(loop)))
     loop.close()

@@ -72,9 +72,9 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
 
         def read() -> Any:
             nonlocal left
-            opened = self._file(file)  # which reads the file's end
+            parquet = self._file(file)  # which reads the file's end
             try:
-                return opened.read_row_group(group, columns=self.columns, use_threads=False)
+                return parquet.read_row_group(group, columns=self.columns, use_threads=False)
             except OSError as error:
                 self._opened = None
                 left -= not is_away(error)
