@@ -256,10 +256,12 @@ def test_a_refusal_that_may_pass_is_told_apart(monkeypatch, kind: str, error, aw
         Table(f"{kind}://host/base", "users")
 
 
-@pytest.mark.parametrize("kind", ["mysql", "postgresql"])
+@pytest.mark.parametrize(("kind", "driver"), [("mysql", "pymysql"), ("postgresql", "psycopg")])
 def test_a_host_that_no_name_server_knows_is_waited_for_at_a_restart_only(
-    monkeypatch, kind: str
+    monkeypatch, kind: str, driver: str
 ) -> None:
+    pytest.importorskip(driver)
+
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
