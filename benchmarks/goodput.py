@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dlrover.planning.spares import spares_for
+from dlrover.master.machine.spares import spares_for
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec, Limits
 from tests.simulation.cluster import Cluster

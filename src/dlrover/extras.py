@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Iterator
+from typing import Any
 
 from dlrover._util.doors import install
 from dlrover.errors import ConfigurationError
@@ -31,6 +32,16 @@ def needed(what: str, extra: str) -> Iterator[None]:
         if package in ("", "dlrover"):
             raise
         raise ConfigurationError(_missing(what, package, extra)) from error
+
+
+def load(module: str, what: str, extra: str) -> Any:
+    """Return a module that needs an extra, or is in a package of one; the arguments are as for `needed`.
+
+    Raises:
+        ConfigurationError: a package is missing.
+    """
+    with needed(what, extra):
+        return importlib.import_module(module)
 
 
 def require(what: str, extra: str, packages: tuple[str, ...]) -> None:

@@ -355,7 +355,7 @@ UNLIMITED = "9223372036854771712"
         ),
         pytest.param(
             "9:cpu,memory:/a\n",
-            {"cpu,memory/a/memory.limit_in_bytes": "3000", "memory.max": "1"},
+            {"cpu,memory/a/memory.limit_in_bytes": "3000"},
             3000,
             None,
             id="v1 joint mount",

@@ -68,3 +68,11 @@ def test_after_something_was_done_it_looks_anew():
     made = watch((1.9, 2.0), (0.5, 2.0))
     made.begin(1)
     assert made.look(2, rebalance=True) is None
+
+
+def test_a_single_peak_is_not_heat():
+    made = ServerWatch()
+    for used in (3.0, 7.9, 3.1):
+        made.note(10, used, 8.0)
+        made.note(11, 3.0, 8.0)
+    assert made.look(2, rebalance=False) is None

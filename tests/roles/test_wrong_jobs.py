@@ -8,11 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from dlrover.accelerators import Vendor
+from dlrover.cli import roles
 from dlrover.cli.cluster import rolesonkubernetes
 from dlrover.cli.main import app
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.resources import validation
-from dlrover.roles import Job, capacity
+from dlrover.roles import Job
 from dlrover.roles.loading import load, of_options, tls_of, to_options
 from dlrover.roles.spec import EntryForm, Failover, RoleKind
 from dlrover.spec.jobdir import TlsFiles
@@ -161,11 +162,11 @@ def test_more_than_the_machine_has_is_said_at_once_for_each_role(folder: Path) -
     job.role("trainer", "work.py", resources={"cpu": 1.5})
     job.role("free", "work.py")
     with pytest.raises(ConfigurationError) as caught:
-        capacity.check(job.spec(), 8, 1 << 30)
+        roles.check_size(job.spec(), 8, 1 << 30, 0)
     assert str(caught.value) == (
         "resources: the roles need 9.5 cores, and this machine has 8: rollout 4 x 2, trainer 1 x 1.5."
     )
-    capacity.check(job.spec(), 10, 1 << 30)
+    roles.check_size(job.spec(), 10, 1 << 30, 0)
 
 
 def test_more_gpus_than_the_machine_has_are_refused(
@@ -175,11 +176,11 @@ def test_more_gpus_than_the_machine_has_are_refused(
     job.role("rollout", "work.py", instances=2, resources={"gpu": 0.5}, collocate="gpu")
     job.role("trainer", "work.py", resources={"gpu": 3}, collocate="gpu")
     job.role("free", "work.py")
-    capacity.check(job.spec(), 1, 1, gpus=3)
+    roles.check_size(job.spec(), 1, 1, 3)
     for files, has in (((), 0), (("/dev/nvidia0", "/dev/nvidia1"), 2)):
         monkeypatch.setattr(Vendor, "device_files", lambda _, *__, found=files: found)
         with pytest.raises(ConfigurationError) as caught:
-            capacity.check_here(job.spec())
+            roles.check_here(job.spec())
         assert str(caught.value) == (
             f"resources: the roles need 3 GPUs, and this machine has {has}: rollout 2 x 0.5, trainer 1 x 3."
         )
@@ -189,10 +190,10 @@ def test_roles_of_one_group_take_turns_with_what_they_need(folder: Path) -> None
     job = Job("x", directory=folder)
     for name in ("rollout", "trainer"):
         job.role(name, "work.py", resources={"memory": "6Gi"}, collocate="gpu")
-    capacity.check(job.spec(), 1, 8 << 30)
+    roles.check_size(job.spec(), 1, 8 << 30, 0)
     job.role("reward", "work.py", resources={"memory": "3Gi"})
     with pytest.raises(ConfigurationError, match="need 9Gi of memory, and this machine has 8Gi"):
-        capacity.check(job.spec(), 1, 8 << 30)
+        roles.check_size(job.spec(), 1, 8 << 30, 0)
 
 
 def test_the_command_exits_with_2(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from dlrover.training.shares import REST, Shares
+from dlrover.training.shares import REST, Shares, by_speed
 
 
 def windows(shares: Shares, count: int, seconds) -> list[str]:
@@ -77,3 +77,22 @@ def test_shares_are_those_of_the_whole_batch_and_no_rank_is_left_without(each, m
     windows(shares, 4, [per_sample(s) for s in each])
     assert sum(shares.now) == batch
     assert min(shares.now) >= 1
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), st.integers(0, 200))
+def test_shares_are_whole_and_no_single_move_makes_the_step_shorter(each, extra) -> None:
+    batch = len(each) + extra
+    shares = by_speed(batch, each)
+    assert sum(shares) == batch
+    assert min(shares) >= 1
+    times = [share * seconds for share, seconds in zip(shares, each, strict=True)]
+    slowest = times.index(max(times))
+    for other, seconds in enumerate(each):
+        if other != slowest and shares[slowest] > 1:
+            assert (shares[other] + 1) * seconds >= max(times) * (1 - 1e-9)
+
+
+def test_the_slow_rank_takes_less() -> None:
+    shares = by_speed(400, [1.0, 1.0, 1.0, 2.0])
+    assert shares[3] == 57
+    assert sorted(shares) == [57, 114, 114, 115]

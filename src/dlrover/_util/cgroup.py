@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -19,26 +20,21 @@ _USAGE = re.compile(r"^usage_usec (\d+)$", re.MULTILINE)
 
 def oom_kills(proc: Path = PROC_CGROUP, root: Path = ROOT) -> int:
     """Return the out-of-memory kills in this process's memory cgroup; 0 if unknown."""
-    for path in _event_files(proc, root):
-        count = _kills(path)
-        if count is not None:
-            return count
-    return 0
+    counts = map(_kills, _folders("memory", proc, root))
+    return next((count for count in counts if count is not None), 0)
 
 
 def oom_kills_of(group: Path) -> int:
     """Return the out-of-memory kills in the cgroup in a directory; 0 if unknown."""
-    return next(
-        filter(None, map(_kills, (group / "memory.events", group / "memory.oom_control"))), 0
-    )
+    return _kills(group) or 0
 
 
-def _kills(path: Path) -> int | None:
-    try:
-        found = _OOM_KILL.search(path.read_text())
-    except OSError:
-        return None
-    return int(found[1]) if found else None
+def _kills(group: Path) -> int | None:
+    for name in ("memory.events", "memory.oom_control"):
+        with contextlib.suppress(OSError):
+            if found := _OOM_KILL.search((group / name).read_text()):
+                return int(found[1])
+    return None
 
 
 def memory(proc: Path = PROC_CGROUP, root: Path = ROOT) -> tuple[int, int] | None:
@@ -46,20 +42,26 @@ def memory(proc: Path = PROC_CGROUP, root: Path = ROOT) -> tuple[int, int] | Non
 
     Return None if there is no limit, or nothing is known.
     """
-    groups = (_memory_of(directory) for directory in _memory_directories(proc, root))
-    return next(filter(None, groups), None)
+    return next(filter(None, map(_memory_of, _folders("memory", proc, root))), None)
 
 
 def available(proc: Path = PROC_CGROUP, root: Path = ROOT) -> int:
     """Return the bytes that this process's memory cgroup and its ancestors can still take, without cached files."""
-    groups = dict.fromkeys(
-        group
-        for directory in _memory_directories(proc, root)
-        for group in (directory, *directory.parents)
-        if group.is_relative_to(root)
-    )
+    groups = _with_parents("memory", proc, root)
     found = (_memory_of(group, ("inactive_file", "active_file")) for group in groups)
     return min((max(0, most - used) for used, most in filter(None, found)), default=NO_LIMIT)
+
+
+def least_limit(
+    controller: str, files: tuple[str, ...], proc: Path = PROC_CGROUP, root: Path = ROOT
+) -> int | None:
+    """Return the least number in such files of this process's cgroup and its ancestors; None: no limit, or unknown."""
+    limits = []
+    for group in _with_parents(controller, proc, root):
+        for file in files:
+            with contextlib.suppress(OSError, ValueError):  # version 2 has "max" for no limit
+                limits.append(int((group / file).read_text()))
+    return min((limit for limit in limits if limit <= NO_LIMIT), default=None)
 
 
 def available_memory() -> int:
@@ -114,7 +116,7 @@ def processors(proc: Path = PROC_CGROUP, root: Path = ROOT) -> int:
 def cores(proc: Path = PROC_CGROUP, root: Path = ROOT) -> float:
     """Return the cores' time this process may use: the smaller of its affinity and its quota."""
     usable = float(len(os.sched_getaffinity(0)))
-    for folder in _processor_folders(proc, root):
+    for folder in _folders("cpu", proc, root):
         try:
             quota, period = _quota(folder)
         except (OSError, ValueError):
@@ -149,10 +151,6 @@ def _lines(proc: Path) -> Iterator[tuple[str, str]]:
         yield controllers, group.lstrip("/")
 
 
-def _memory_directories(proc: Path, root: Path) -> list[Path]:
-    return list(dict.fromkeys(path.parent for path in _event_files(proc, root)))
-
-
 def _quota(folder: Path) -> tuple[int, int]:
     """Return the quota of processor time per period, and the period, in microseconds; -1: no limit."""
     if (folder / "cpu.max").exists():
@@ -162,24 +160,25 @@ def _quota(folder: Path) -> tuple[int, int]:
     return int(quota), int((folder / "cpu.cfs_period_us").read_text())
 
 
-def _processor_folders(proc: Path, root: Path) -> list[Path]:
-    """Return the directories that may hold the quota, for versions 1 and 2 of the interface."""
-    folders = [root, root / "cpu"]
+def _folders(controller: str, proc: Path, root: Path) -> list[Path]:
+    """Return the directories that may be this process's cgroup, for versions 1 and 2 of the interface.
+
+    Inside a container, the group's own directory is often mounted at the root.
+    """
+    folders = []
     for controllers, relative in _lines(proc):
         if controllers == "":
-            folders.append(root / relative)
-        elif "cpu" in controllers.split(","):
-            folders.append(root / "cpu" / relative)
-    return folders
+            folders += [root / relative, root / "unified" / relative]
+        elif controller in controllers.split(","):
+            folders += [root / controller / relative, root / controllers / relative]
+    return [*folders, root, root / controller]
 
 
-def _event_files(proc: Path, root: Path) -> list[Path]:
-    """Return the files that may count the kills, for versions 1 and 2 of the interface."""
-    files = []
-    for controllers, relative in _lines(proc):
-        if controllers == "":
-            files.append(root / relative / "memory.events")
-        elif "memory" in controllers.split(","):
-            files.append(root / "memory" / relative / "memory.oom_control")
-    # Inside a container, the group's own directory is often mounted at the root.
-    return [*files, root / "memory.events", root / "memory" / "memory.oom_control"]
+def _with_parents(controller: str, proc: Path, root: Path) -> dict[Path, None]:
+    """Return these directories and their ancestors."""
+    return dict.fromkeys(
+        group
+        for folder in _folders(controller, proc, root)
+        for group in (folder, *folder.parents)
+        if group.is_relative_to(root)
+    )

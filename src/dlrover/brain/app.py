@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import signal
 from collections.abc import Awaitable, Callable
@@ -117,8 +116,7 @@ def open_inventory(kind: str, source: str) -> Inventory:
             f"--monitor {kind}: is unknown; accepted is {', '.join(sorted(INVENTORIES))}."
         )
     module, _, attribute = INVENTORIES[kind].partition(":")
-    with extras.needed(f"--monitor {kind}", kind):
-        found: Any = getattr(importlib.import_module(module), attribute)
+    found: Any = getattr(extras.load(module, f"--monitor {kind}", kind), attribute)
     opened: Inventory = found(source)
     return opened
 

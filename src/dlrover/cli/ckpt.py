@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from enum import Enum
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ from dlrover.errors import ConfigurationError, ExitCode
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.words import counted
 
+TOOLS, NEEDS = "dlrover.checkpoint.tools.tools", ("dlrover ckpt", "torch")
 SHOWN = 20
 """Problems of a step that the text output prints; JSON has all of them."""
 
@@ -44,7 +44,7 @@ Directory = Annotated[
 @app.command("list")
 def list_(path: Directory, output: Output = Form.TEXT) -> None:
     """List the stored steps, the newest first. Reads only names and sizes."""
-    tools = _load("tools")
+    tools = extras.load(TOOLS, *NEEDS)
     found = tools.listing(path)
     if output is Form.JSON:
         print_json(found)
@@ -83,7 +83,7 @@ def show(
     output: Output = Form.TEXT,
 ) -> None:
     """Show a step's tensors and the names of its plain values."""
-    tools = _load("tools")
+    tools = extras.load(TOOLS, *NEEDS)
     found = tools.describe(path, tools.chosen(path, step))
     if output is Form.JSON:
         print_json(found)
@@ -109,7 +109,7 @@ def verify(
     output: Output = Form.TEXT,
 ) -> None:
     """Read all of a step and compare it with its checksums. Exit code 3 if it is damaged."""
-    tools = _load("tools")
+    tools = extras.load(TOOLS, *NEEDS)
     if step == "all":
         tools.chosen(path, None)
         steps = tools.finished(path)
@@ -165,7 +165,8 @@ def convert(
     output: Output = Form.TEXT,
 ) -> None:
     """Convert a checkpoint to another format; the parts of each tensor are joined."""
-    found = _load("convert").convert(source, destination, to.value, step, trusted=trusted)
+    conversion = extras.load("dlrover.checkpoint.tools.convert", *NEEDS)
+    found = conversion.convert(source, destination, to.value, step, trusted=trusted)
     if output is Form.JSON:
         print_json(found)
         return
@@ -186,7 +187,7 @@ def prune(
     output: Output = Form.TEXT,
 ) -> None:
     """Delete old steps, but never the newest whole one, which is verified first."""
-    found = _load("tools").prune(path, keep, dry_run=dry_run)
+    found = extras.load(TOOLS, *NEEDS).prune(path, keep, dry_run=dry_run)
     if output is Form.JSON:
         print_json(found)
         return
@@ -197,16 +198,3 @@ def prune(
     if not found.deleted:
         print("There is nothing to delete.")
     print(f"Steps kept: {kept}.")
-
-
-# ---- output
-
-
-def _load(module: str) -> Any:
-    """Import a module of `dlrover.checkpoint.tools`; its dependencies are an extra.
-
-    Raises:
-        ConfigurationError: the extra is not installed.
-    """
-    with extras.needed("dlrover ckpt", "torch"):
-        return importlib.import_module(f"dlrover.checkpoint.tools.{module}")

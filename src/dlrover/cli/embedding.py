@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import secrets
 import signal
 import threading
@@ -18,6 +17,7 @@ from dlrover.cli import jobs
 from dlrover.cli.output import Form, Output, print_json, print_table, size
 from dlrover.spec.words import counted
 
+NEEDS = "dlrover embedding", "embedding"
 REMIND = 60.0
 """Seconds between two messages about a checkpoint that is waited for."""
 app = typer.Typer(
@@ -48,7 +48,7 @@ Checkpoint = Annotated[
 @app.command()
 def show(checkpoint: Checkpoint, output: Output = Form.TEXT) -> None:
     """Show the stored checkpoints, the newest first, and the tables."""
-    found = _load("tools.listing").listing(checkpoint)
+    found = extras.load("dlrover.embedding.tools.listing", *NEEDS).listing(checkpoint)
     if output is Form.JSON:
         print_json(found)
         return
@@ -74,7 +74,9 @@ def export(
     output: Output = Form.TEXT,
 ) -> None:
     """Write keys and values to a file, without the states of the optimizers."""
-    found = _load("tools.export").export(checkpoint, destination, to.value, table=table, step=step)
+    found = extras.load("dlrover.embedding.tools.export", *NEEDS).export(
+        checkpoint, destination, to.value, table=table, step=step
+    )
     if output is Form.JSON:
         print_json(found)
         return
@@ -108,7 +110,7 @@ def serve(
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    kind = _load("serving.app").ReadOnlyServer
+    kind = extras.load("dlrover.embedding.serving.app", *NEEDS).ReadOnlyServer
     server = _when_stored(
         lambda: kind(checkpoint, token, host=host, port=port, raw_port=raw_port, poll=poll),
         wait,
@@ -140,7 +142,7 @@ def _when_stored(make: Callable[[], Any], wait: float, poll: float, ended: threa
     while not ended.is_set():
         try:
             return make()
-        except _load("serving.follower").NoCheckpointError as error:
+        except extras.load("dlrover.embedding.serving.follower", *NEEDS).NoCheckpointError as error:
             waited = time.monotonic() - began
             if waited >= wait:
                 raise
@@ -152,13 +154,3 @@ def _when_stored(make: Callable[[], Any], wait: float, poll: float, ended: threa
                 )
         ended.wait(min(poll, wait - waited))
     return None
-
-
-def _load(module: str) -> Any:
-    """Import a module of `dlrover.embedding`; its dependencies are an extra.
-
-    Raises:
-        ConfigurationError: the extra is not installed.
-    """
-    with extras.needed("dlrover embedding", "embedding"):
-        return importlib.import_module(f"dlrover.embedding.{module}")

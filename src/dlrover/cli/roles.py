@@ -17,21 +17,22 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from dlrover import config
+from dlrover import accelerators, config
+from dlrover._util import cgroup
 from dlrover.cli import jobs
 from dlrover.cli.cluster import rolesonray, submit
 from dlrover.cli.cluster.kube import Kubeconfig, extra
 from dlrover.cli.output import Form, Output, print_table
+from dlrover.cli.run.nodes import machine_memory
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.roles import capacity
 from dlrover.roles.coordinator.jobs import directory_of
 from dlrover.roles.loading import load, tls_of
 from dlrover.roles.messages import weights_in_words
-from dlrover.roles.spec import RoleKind, RolesConfig, RolesJob
+from dlrover.roles.spec import RoleKind, RolesConfig, RolesJob, RoleSpec
 from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import CAUSES, Outcome
-from dlrover.spec.words import counted
+from dlrover.spec.words import counted, gib
 
 if TYPE_CHECKING:
     from dlrover.dashboard.inspect.roles import RolesReport
@@ -85,11 +86,52 @@ def roles(  # noqa: PLR0913 - each is an option of the command
         content = rolesonray.content(job, ray_address, ray_working_dir, config.environ())
     else:
         rolesonray.refuse(ray_address, ray_working_dir)
-        capacity.check_here(job)
+        check_here(job)
         content = RolesConfig(job=job)
     outcome = run(content, job_dir, lifeline_fd)
     show(outcome, output.value)
     raise typer.Exit(outcome.exit_code)
+
+
+def check_here(job: RolesJob) -> None:
+    """Refuse a job that needs more than this machine has; name what each role needs.
+
+    Raises:
+        ConfigurationError: the cores, the memory or the accelerators do not suffice.
+    """
+    gpus = len(accelerators.present().device_files())
+    check_size(job, cgroup.cores(), machine_memory(), gpus)
+
+
+def check_size(job: RolesJob, cores: float, memory: int, gpus: int) -> None:
+    """Refuse a job that needs more cores, bytes of memory or accelerators than these; roles of a group take turns."""
+    for what, has, needs, words in (
+        ("cores", cores, lambda role: role.size.cpu, "{:g}".format),
+        ("of memory", memory, lambda role: float(role.size.memory), gib),
+        ("GPUs", gpus, lambda role: role.gpus, "{:g}".format),
+    ):
+        wanted = {role.name: role.most * needs(role) for role in job.roles if needs(role)}
+        if _together(job, wanted) > has:
+            each = ", ".join(
+                f"{name} {job.role(name).most} x {words(needs(job.role(name)))}" for name in wanted
+            )
+            raise ConfigurationError(
+                f"resources: the roles need {words(_together(job, wanted))} {what}, and this machine has "
+                f"{words(has)}: {each}."
+            )
+
+
+def _together(job: RolesJob, wanted: dict[str, float]) -> float:
+    """Return the sum over groups of what their largest role wants."""
+    groups: dict[str, float] = {}
+    for name, amount in wanted.items():
+        group = _group(job.role(name))
+        groups[group] = max(groups.get(group, 0.0), amount)
+    return sum(groups.values())
+
+
+def _group(role: RoleSpec) -> str:
+    return f"group {role.collocate}" if role.collocate else role.name
 
 
 class Where(NamedTuple):

@@ -8,9 +8,9 @@ A change that does not shorten the steps is reverted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from dlrover.planning.balance import Split, split_batch
 from dlrover.training import batch
 
 WORTH = 0.05
@@ -52,16 +52,27 @@ class Shares:
         if taken_back or self._rest:
             self._rest -= not taken_back
             return taken_back
-        each = {
-            _name(rank): s / n for rank, (s, n) in enumerate(zip(seconds, self.now, strict=True))
-        }
-        split = split_batch(self._batch_size, each)
-        wanted = self._shares_of(split)
-        expected = max(n * each[_name(rank)] for rank, n in enumerate(wanted))
-        if expected > (1 - WORTH) * slowest:
+        each = [s / n for s, n in zip(seconds, self.now, strict=True)]
+        wanted, reason = self._split(each)
+        if _step(wanted, each) > (1 - WORTH) * slowest:
             return ""
         self._before, self.now = (self.now, slowest), wanted
-        return split.reason
+        return reason
+
+    def _split(self, each: Sequence[float]) -> tuple[tuple[int, ...], str]:
+        """Return the shares for seconds per sample, and why; equal ones where others would gain little."""
+        shares = by_speed(self._batch_size, each)
+        gain = 1 - _step(shares, each) / _step(self._equal, each)
+        if gain < WORTH:
+            return (
+                self._equal,
+                f"equal shares: a split by speed gains {max(gain, 0.0):.1%} of a step",
+            )
+        slowest = max(range(len(each)), key=lambda rank: each[rank])
+        return shares, (
+            f"rank {slowest} is the slowest and takes {shares[slowest]} of {self._batch_size} samples instead of "
+            f"{self._equal[slowest]}: steps get {gain:.0%} shorter than with equal shares"
+        )
 
     def _judged(self, slowest: float) -> str:
         """Revert the last change if the slowest rank is no faster; return the reason, or an empty string."""
@@ -76,11 +87,27 @@ class Shares:
             f" and {before:.3g} s before"
         )
 
-    def _shares_of(self, split: Split) -> tuple[int, ...]:
-        if not split.gain:
-            return self._equal
-        return tuple(split.shares[_name(rank)] for rank in range(len(self._equal)))
+
+def by_speed(size: int, each: Sequence[float]) -> tuple[int, ...]:
+    """Divide a batch so that all ranks need about the same time, and each has a sample.
+
+    Each next sample goes to the rank that would finish it first, which makes the slowest one as fast as whole
+    samples allow.
+
+    Args:
+        size: Samples of the batch, at least one for each rank.
+        each: Seconds per sample of each rank.
+    """
+    rate = sum(1 / seconds for seconds in each)
+    shares = [max(1, math.floor(size / seconds / rate)) for seconds in each]
+    ranks = range(len(each))
+    while sum(shares) > size:
+        shares[max((r for r in ranks if shares[r] > 1), key=lambda r: shares[r] * each[r])] -= 1
+    while sum(shares) < size:
+        shares[min(ranks, key=lambda r: (shares[r] + 1) * each[r])] += 1
+    return tuple(shares)
 
 
-def _name(rank: int) -> str:
-    return f"rank {rank}"
+def _step(shares: Sequence[int], each: Sequence[float]) -> float:
+    """Return the seconds of a step: those of its slowest rank."""
+    return max(share * seconds for share, seconds in zip(shares, each, strict=True))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import errno
-import importlib
 import math
 import re
 import time
@@ -81,8 +80,7 @@ class _RemoteStore:
         self.url = url
         self.location = location_of(url)
         self._secret = login(url)
-        with extras.needed(self.location, "remote"):
-            core: Any = importlib.import_module("fsspec.core")
+        core = extras.load("fsspec.core", self.location, "remote")
         try:
             self._fs, self._root = core.url_to_fs(url)
         except (ImportError, ValueError) as error:

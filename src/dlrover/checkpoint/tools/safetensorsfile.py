@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import importlib
 import json
 import math
 import os
@@ -38,8 +37,7 @@ def read(path: Path) -> Content:
         ConfigurationError: the file holds a type that is not supported, or the package is missing.
         InfrastructureError: the file is damaged.
     """
-    with extras.needed(f"{path}", "safetensors"):
-        library: Any = importlib.import_module("safetensors")
+    library = extras.load("safetensors", f"{path}", "safetensors")
     try:
         file = library.safe_open(path, framework="pt")
         held = {key: _tensor(file, key) for key in file.keys()}  # noqa: SIM118 - no dict

@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import psutil
 
 from dlrover import accelerators
 from dlrover._native import library
-from dlrover._util import kernel, sockets
+from dlrover._util import cgroup, kernel, sockets
 from dlrover.config import native
 
 T = TypeVar("T")
@@ -151,6 +151,7 @@ def collect(
     place = within(limit, [partial(_state_dir, state_dir)])[0] or _StateDir(Path(), None, False)
     seconds, wall_seconds = time.monotonic() - start, time.time() - wall
     memory = psutil.virtual_memory()
+    groups = root / "proc/self/cgroup", root / "sys/fs/cgroup"
     compiled = library.load(native(environ))
     open_files, open_files_hard = _rlimit(resource.RLIMIT_NOFILE)
     return Machine(
@@ -162,7 +163,7 @@ def collect(
         accelerators=_accelerators(root / "dev"),
         memory_total=memory.total,
         memory_available=memory.available,
-        memory_limit=_cgroup_limit(root, "memory", ("memory.max", "memory.limit_in_bytes")),
+        memory_limit=cgroup.least_limit("memory", ("memory.max", "memory.limit_in_bytes"), *groups),
         shm=_space(root / "dev/shm"),
         state_dir=str(state_dir),
         state=place.space,
@@ -171,7 +172,7 @@ def collect(
         open_files=open_files,
         open_files_hard=open_files_hard,
         processes=_rlimit(resource.RLIMIT_NPROC)[0],
-        processes_cgroup=_cgroup_limit(root, "pids", ("pids.max", "pids.max")),
+        processes_cgroup=cgroup.least_limit("pids", ("pids.max",), *groups),
         core_limit=_rlimit(resource.RLIMIT_CORE)[0],
         core_pattern=_text(root / "proc/sys/kernel/core_pattern"),
         ports=_ports(root / "proc"),
@@ -267,29 +268,6 @@ def _accelerators(dev: Path) -> tuple[Accelerator, ...]:
         if files:
             found.append(Accelerator(vendor.name, tuple(map(str, files)), tuple(denied)))
     return tuple(found)
-
-
-def _cgroup_limit(root: Path, controller: str, files: tuple[str, str]) -> int | None:
-    """Return the least limit that a cgroup of this process or an ancestor sets, in version 1 or 2.
-
-    ``files`` names the limit's file in version 2 and in version 1. In a container the path in
-    ``/proc/self/cgroup`` may be the host's; the container's own cgroup is then the root.
-    """
-    limits = []
-    base = root / "sys/fs/cgroup"
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            mounts, file = (base, base / "unified"), files[0]
-        elif controller in controllers.split(","):
-            mounts, file = (base / controller, base / controllers), files[1]
-        else:
-            continue
-        group = PurePosixPath(path.lstrip("/"))
-        for mount in mounts:
-            limits += [_number(_text(mount / part / file)) for part in (group, *group.parents)]
-    # Version 1 writes "no limit" as the largest multiple of the page size below 2**63.
-    return min((n for n in limits if n is not None and n < 1 << 62), default=None)
 
 
 def _ports(proc: Path) -> Ports | None:

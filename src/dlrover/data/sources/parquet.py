@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import glob
-import importlib
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -123,7 +122,7 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
         """Return an open file of this process; the last one stays open."""
         if self._opened is not None and self._opened[:2] == (os.getpid(), number):
             return self._opened[2]
-        parquet = package("pyarrow.parquet", "parquet")
+        parquet = extras.load("pyarrow.parquet", "Parquet", "parquet")
         path = self.paths[number]
         if "://" in path:
             system, inner = _remote(path)
@@ -196,7 +195,7 @@ def _visible(folder: str, files: Iterable[str]) -> list[str]:
 
 
 def _remote(url: str) -> tuple[Any, str]:
-    core = package("fsspec.core", "remote")
+    core = extras.load("fsspec.core", "Parquet", "remote")
     try:
         system, path = core.url_to_fs(url)
     except ImportError as error:
@@ -204,9 +203,3 @@ def _remote(url: str) -> tuple[Any, str]:
     except ValueError as error:
         raise ConfigurationError(f"{url} is no URL that fsspec knows: {error}.") from error
     return system, path
-
-
-def package(name: str, extra: str) -> Any:
-    """Return a module of a package that ``dlrover[extra]`` installs."""
-    with extras.needed("Parquet", extra):
-        return importlib.import_module(name)

@@ -17,9 +17,10 @@ from typing import Any
 
 import msgspec
 
+from dlrover import extras
 from dlrover._util import decoding
 from dlrover._util.files import write_atomically
-from dlrover.data.sources.parquet import MARK, Parquet, package
+from dlrover.data.sources.parquet import MARK, Parquet
 from dlrover.data.sources.stream import Address, Bounds, Broker, Fetched, Message
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 
@@ -47,7 +48,7 @@ class Folder:
             raise ConfigurationError(
                 f"The address {address} names no folder; {SCHEME}:///FOLDER is accepted, with its absolute path."
             )
-        self._parquet = package("pyarrow.parquet", "parquet")
+        self._parquet = extras.load("pyarrow.parquet", "Parquet", "parquet")
         self.path = Path("/", address.path)
 
     def mark(self) -> Mark | None:

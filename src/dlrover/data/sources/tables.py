@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -79,7 +78,7 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
     ) -> None:
         if page < 1:
             raise ConfigurationError(f"page is {page}; it must be at least 1.")
-        self._sql = _package()
+        self._sql = extras.load("sqlalchemy", "A table", "sql")
         self._url = _url(self._sql, url)
         self._name = table
         self._engines: tuple[int, Any] | None = None
@@ -296,7 +295,7 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._sql = _package()
+        self._sql = extras.load("sqlalchemy", "A table", "sql")
 
 
 def _url(sql: Any, given: Any) -> Any:
@@ -311,8 +310,3 @@ def _url(sql: Any, given: Any) -> Any:
     if url.get_backend_name() == "sqlite" and not os.path.exists(url.database or ""):
         raise ConfigurationError(f"There is no file {url.database or ':memory:'} of SQLite.")
     return url
-
-
-def _package() -> Any:
-    with extras.needed("A table", "sql"):
-        return importlib.import_module("sqlalchemy")

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 REPLY_TIMEOUT = 600.0
 """Seconds that a server may take to copy, to write or to read its rows."""
+TIMEOUT = 600.0
+"""Seconds to wait for servers that start or slots that move."""
 SETTLE = 0.05, 1.0
 """Seconds between looks for servers that start or slots that move."""
 CHAIN = 20
@@ -49,15 +51,12 @@ class TableCheckpoints:
         directory: Source of the placement.
         place: Directory or URL, which all servers reach.
         keep: Checkpoints to keep; older ones are deleted, unless a kept one adds to them.
-        timeout: Seconds to wait for servers that start or slots that move.
     """
 
-    def __init__(
-        self, directory: Directory, place: str, *, keep: int = 3, timeout: float = 600.0
-    ) -> None:
+    def __init__(self, directory: Directory, place: str, *, keep: int = 3) -> None:
         if keep < 1:
             raise ConfigurationError(f"keep is {keep}; it must be 1 or more.")
-        self._directory, self._keep, self._timeout = directory, keep, timeout
+        self._directory, self._keep = directory, keep
         self._store = open_store(place)
         self._place = self._store.url  # servers may have another working directory
         self._last: TableManifest | None = None
@@ -84,7 +83,7 @@ class TableCheckpoints:
         id_ = stored.begin(self._store)
         if parent is None:
             self._note_times(stored.manifests(self._store))
-        until = time.monotonic() + self._timeout
+        until = time.monotonic() + TIMEOUT
         delays = backoff.delays(*SETTLE)
         while True:
             links: dict[int, _OrderLink] = {}
@@ -192,7 +191,7 @@ class TableCheckpoints:
     def _load(self, manifest: TableManifest, attempt: str) -> None:
         self._open(manifest)
         load = LoadTables(attempt, manifest.step)
-        until = time.monotonic() + self._timeout
+        until = time.monotonic() + TIMEOUT
         delays = backoff.delays(*SETTLE)
         while True:
             try:
@@ -292,13 +291,13 @@ class TableCheckpoints:
             waiting = [str(i) for i, server in placement.servers.items() if not server.ready]
             if placement.owners and not waiting and not placement.moves:
                 return placement
-            if time.monotonic() - began > self._timeout:
+            if time.monotonic() - began > TIMEOUT:
                 what = (
                     f"embedding server {waiting[0]}"
                     if waiting
                     else f"{len(placement.moves)} slots that move"
                 )
-                raise InfrastructureError(f"Waited {self._timeout:.0f} s for {what}.")
+                raise InfrastructureError(f"Waited {TIMEOUT:.0f} s for {what}.")
             threading.Event().wait(delay)
         raise AssertionError("delays end")
 

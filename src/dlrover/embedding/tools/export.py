@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,12 +102,15 @@ def _npz(path: Path, tables: values.Tables, step: int) -> None:
 
 
 def _safetensors(path: Path, tables: values.Tables, step: int) -> None:
-    library = _library("safetensors.numpy", "safetensors")
+    library = extras.load("safetensors.numpy", "This format", "safetensors")
     library.save_file(_arrays(tables), str(path), metadata={"step": str(step)})
 
 
 def _parquet(path: Path, tables: values.Tables, step: int) -> None:
-    arrow, parquet = _library("pyarrow", "parquet"), _library("pyarrow.parquet", "parquet")
+    arrow, parquet = (
+        extras.load("pyarrow", "This format", "parquet"),
+        extras.load("pyarrow.parquet", "This format", "parquet"),
+    )
     ((name, table),) = tables.items()
     keys, rows = _sorted(table)
     columns = {
@@ -123,11 +125,6 @@ def _table(path: Path, tables: values.Tables, step: int) -> None:
     (table,) = tables.values()
     table.step = step
     table.save(path)
-
-
-def _library(module: str, extra: str) -> Any:
-    with extras.needed("This format", extra):
-        return importlib.import_module(module)
 
 
 _WRITERS: dict[Format, Callable[[Path, values.Tables, int], None]] = {

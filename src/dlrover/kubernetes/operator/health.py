@@ -116,10 +116,6 @@ class HealthServer(Collector):
         self._server.server_close()
         self._thread.join()
 
-    def describe(self) -> list[Metric]:
-        """Return nothing: the registry has no other collector whose names could clash."""
-        return []
-
     def collect(self) -> list[Metric]:
         """Return all metrics, read on the event loop."""
         return self._ask(lambda: list(metrics(self._operator)))

@@ -5,15 +5,19 @@ is kept here, apart from those of the rounds: no world counts on it. When a node
 gets the lost node's wanted rank and joins the round with the offer that it made before, and another spare is
 launched. Where nodes come by themselves, those that find a full world are spares: their offers stay with the
 rounds.
+
+How many a job needs follows from the binomial rule of ByteRobust (arXiv 2509.16293, section 6.2): while a spare is
+replaced, each of the job's nodes fails with probability ``1 - exp(-rate * time)``. The number of spares is the smallest
+one that is enough for the failures of that time in 99 % of all cases.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dlrover.planning.spares import SpareFacts, next_spares
 from dlrover.spec.events import SparesDecided
 from dlrover.spec.job import JobSpec
 from dlrover.spec.world import Offer
@@ -21,10 +25,21 @@ from dlrover.spec.world import Offer
 if TYPE_CHECKING:
     from dlrover.master.machine.state import Node
 
+COVERAGE = 0.99
+"""Probability with which the spares are enough until they are replaced."""
+PRIOR_RATE = 2.34e-3
+"""Failures per node and day before the job has measured its own: Meta's RSC-2 (arXiv 2410.21680)."""
+PRIOR_SECONDS = 600.0
+"""Seconds to replace a node before the job has measured them: from the order to the node's readiness."""
+PRIOR_WEIGHT = 1.0
+"""Failures that the prior rate counts for beside the measured ones."""
+HYSTERESIS = 1.5
+"""Factor on rate and time with which fewer spares must still be enough before their number falls."""
 REPLACEMENTS = 16
 """Number of the latest nodes whose time from order to readiness counts."""
 REVIEW = 3600.0
 """Seconds between two reviews of an automatic number: without failures, the rate falls with time."""
+_DAY = 86400.0
 
 
 @dataclass
@@ -53,13 +68,17 @@ class Spares:
     # ---- queries
 
     @property
-    def facts(self) -> SpareFacts:
-        """What the job has measured."""
-        return SpareFacts(
-            failures=self.failures,
-            node_seconds=self.node_seconds,
-            replacements=tuple(self.replacements),
-        )
+    def rate(self) -> float:
+        """Failures per node and day: the measured ones, and the prior with the weight of one failure."""
+        weight = PRIOR_WEIGHT / PRIOR_RATE
+        return (PRIOR_WEIGHT + self.failures) / (weight + self.node_seconds / _DAY)
+
+    @property
+    def seconds(self) -> float:
+        """Mean seconds to replace a node; the prior before any was measured."""
+        if not self.replacements:
+            return PRIOR_SECONDS
+        return sum(self.replacements) / len(self.replacements)
 
     def of(self, node_id: int) -> bool:
         """Return whether a node is a spare that can take another one's place now."""
@@ -124,11 +143,10 @@ class Spares:
         if not self.job.auto_spares:
             return None
         self.review_at = now + REVIEW
-        facts = self.facts
-        number = next_spares(current, nodes, facts)
+        number = next_spares(current, nodes, self.rate, self.seconds)
         if number == current:
             return None
-        return SparesDecided(current, number, nodes, facts.rate, facts.seconds)
+        return SparesDecided(current, number, nodes, self.rate, self.seconds)
 
     def validate(self, nodes: Mapping[int, Node]) -> None:
         """Check the invariants; raise AssertionError on the first broken one."""
@@ -137,3 +155,33 @@ class Spares:
             assert nodes[node_id].connected, "a spare without a connection"
         assert len(self.replacements) <= REPLACEMENTS
         assert self.node_seconds >= 0
+
+
+def spares_for(nodes: int, rate: float, seconds: float) -> int:
+    """Return the smallest number of spares that covers the failures of ``seconds`` with `COVERAGE`.
+
+    Args:
+        nodes: Nodes that train.
+        rate: Failures per node and day.
+        seconds: Time to replace a spare.
+    """
+    exposure = rate * seconds / _DAY
+    if exposure <= 0:
+        return 0
+    fails, survives = math.log(-math.expm1(-exposure)), -exposure
+    covered = 0.0
+    for count in range(nodes + 1):
+        ways = math.lgamma(nodes + 1) - math.lgamma(count + 1) - math.lgamma(nodes - count + 1)
+        covered += math.exp(ways + count * fails + (nodes - count) * survives)
+        if covered >= COVERAGE:
+            return count
+    return nodes
+
+
+def next_spares(current: int, nodes: int, rate: float, seconds: float) -> int:
+    """Return the number of spares to have after ``current``: more at once, fewer only by a margin."""
+    wanted = spares_for(nodes, rate, seconds)
+    if wanted >= current:
+        return wanted
+    margin = spares_for(nodes, HYSTERESIS * rate, HYSTERESIS * seconds)
+    return min(current, margin)

@@ -29,10 +29,6 @@ class JobCollector(Collector):
         self._master = master
         self._loop = loop
 
-    def describe(self) -> list[Metric]:
-        """Return nothing: the registry holds no other collector whose names might be the same."""
-        return []
-
     def collect(self) -> list[Metric]:
         """Return all metrics, read on the master's event loop because that loop changes their sources."""
 

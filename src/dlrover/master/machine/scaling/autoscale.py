@@ -150,10 +150,10 @@ class AutoScaling:
         known = self.samples.get(size, ())
         return sum(sample.throughput for sample in known) / len(known) if known else 0.0
 
-    def free(self, kind: ScaleKind, most: int = MAX_REPLACED) -> bool:
+    def free(self, kind: ScaleKind) -> bool:
         """Return whether a change of this kind, which keeps the numbers of nodes, may begin."""
         idle = self.active and self.change is None and self.latest is not None
-        return idle and self.done.get(kind, 0) < most
+        return idle and self.done.get(kind, 0) < MAX_REPLACED
 
     # ---- inputs
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
 from dlrover.master.machine.inputs import ServersBusy
-from dlrover.planning.balance import UNEVEN, WINDOW, ServerLoad, advise_servers
 
+HOT = 0.8
+"""Median share of its cores in the last samples above which a server is hot."""
+WINDOW = 3
+"""Number of last samples that count."""
+UNEVEN = 1.3
+"""Ratio of the busiest server's load to the mean above which servers are unbalanced."""
 BUSY = 0.5
 """Cores, or share of a server's cores if that is less, below which the busiest server slows no worker."""
 GROWTH = 4.0
@@ -49,36 +56,40 @@ class ServerWatch:
         """
         if not servers or not self.knows(servers) or not all(self.cores.values()):
             return None
-        loads = {
-            node: ServerLoad(f"the server on node {node}", self.cores[node], list(used))
-            for node, used in sorted(self.used.items())
-        }
-        busiest = max(loads.values(), key=lambda load: load.level)
-        if busiest.level < BUSY * min(1.0, busiest.cpu):
+        levels = {node: median(used) for node, used in sorted(self.used.items())}
+        busiest = max(levels, key=lambda node: levels[node])
+        if levels[busiest] < BUSY * min(1.0, self.cores[busiest]):
             return None
-        times_mean = busiest.level * servers / sum(load.level for load in loads.values())
+        times_mean = levels[busiest] * servers / sum(levels.values())
         if rebalance and times_mean > UNEVEN:
-            reason = f"{busiest.name} has {times_mean:.1f} times the mean load of the servers"
-            return ServersBusy(
-                self.round, {}, more=False, rebalance=True, gain=(times_mean - 1) / 2, reason=reason
-            )
-        advice = advise_servers(list(loads.values()), (GROWTH if migrate else 1.0) * busiest.cpu)
-        if advice.more:
-            return ServersBusy(
-                self.round,
-                {},
-                more=True,
-                rebalance=False,
-                gain=1 / (2 * servers),
-                reason=advice.reason,
-            )
-        nodes = {load.name: node for node, load in loads.items()}
-        factors = {
-            nodes[name]: cores / self.cores[nodes[name]] for name, cores in advice.migrate.items()
-        }
-        if not factors:
+            reason = f"the server on node {busiest} has {times_mean:.1f} times the mean load of the servers"
+            return self._found((times_mean - 1) / 2, reason, rebalance=True)
+        hot = {node: level for node, level in levels.items() if level > HOT * self.cores[node]}
+        if not hot:
             return None
-        gain = max(times_mean, min(factors.values())) / 2 - 0.5
-        return ServersBusy(
-            self.round, factors, more=False, rebalance=False, gain=gain, reason=advice.reason
+        most = (GROWTH if migrate else 1.0) * self.cores[busiest]
+        wanted = {node: min(most, math.ceil(level / HOT)) for node, level in hot.items()}
+        factors = {n: w / self.cores[n] for n, w in wanted.items() if w > self.cores[n]}
+        names = ", ".join(
+            f"the server on node {node} ({level / self.cores[node]:.0%} of its cores)"
+            for node, level in hot.items()
         )
+        if len(hot) == servers:
+            reason = f"all {servers} servers use more than {HOT:.0%} of their cores"
+        elif factors:
+            gain = max(times_mean, min(factors.values())) / 2 - 0.5
+            return self._found(gain, f"hot: {names}; the others are not", factors)
+        else:
+            reason = f"hot: {names}; no node has more, so more servers are needed"
+        return self._found(1 / (2 * servers), reason, more=True)
+
+    def _found(
+        self,
+        gain: float,
+        reason: str,
+        migrate: dict[int, float] | None = None,
+        *,
+        more: bool = False,
+        rebalance: bool = False,
+    ) -> ServersBusy:
+        return ServersBusy(self.round, migrate or {}, more, rebalance, gain, reason)

@@ -6,13 +6,14 @@ import math
 
 import pytest
 
-from dlrover.planning.spares import (
+from dlrover.master.machine.spares import (
     PRIOR_RATE,
     PRIOR_SECONDS,
-    SpareFacts,
+    Spares,
     next_spares,
     spares_for,
 )
+from dlrover.spec.job import JobSpec
 
 HOURS = (1, 6, 24, 72)
 RSC_1, RSC_2 = 6.5e-3, 2.34e-3
@@ -55,24 +56,30 @@ def test_extremes() -> None:
     assert 63_500 < many < 63_700
 
 
-def test_the_prior_counts_as_one_failure() -> None:
-    assert SpareFacts().rate == pytest.approx(PRIOR_RATE)
-    assert SpareFacts().seconds == PRIOR_SECONDS
-    calm = SpareFacts(node_seconds=86400.0 / PRIOR_RATE)
-    assert calm.rate == pytest.approx(PRIOR_RATE / 2)
-    assert SpareFacts(failures=9, node_seconds=8640000.0).rate == pytest.approx(
-        10 / (427.35 + 100), rel=1e-3
+def measured(
+    failures: int = 0, node_seconds: float = 0.0, replacements: tuple[float, ...] = ()
+) -> Spares:
+    return Spares(
+        JobSpec(name="job"),
+        failures=failures,
+        node_seconds=node_seconds,
+        replacements=[*replacements],
     )
-    assert SpareFacts(replacements=(10.0, 30.0)).seconds == 20.0
+
+
+def test_the_prior_counts_as_one_failure() -> None:
+    assert measured().rate == pytest.approx(PRIOR_RATE)
+    assert measured().seconds == PRIOR_SECONDS
+    assert measured(node_seconds=86400.0 / PRIOR_RATE).rate == pytest.approx(PRIOR_RATE / 2)
+    some = measured(failures=9, node_seconds=8640000.0)
+    assert some.rate == pytest.approx(10 / (427.35 + 100), rel=1e-3)
+    assert measured(replacements=(10.0, 30.0)).seconds == 20.0
 
 
 def test_the_number_rises_at_once_and_falls_by_a_margin() -> None:
-    slow = SpareFacts(replacements=(86400.0,))
-    assert next_spares(0, 512, slow) == 4
-    a_little_faster = SpareFacts(replacements=(70000.0,))
+    assert next_spares(0, 512, PRIOR_RATE, 86400.0) == 4
     assert spares_for(512, PRIOR_RATE, 70000.0) == 4
-    faster = SpareFacts(replacements=(50000.0,))
     assert spares_for(512, PRIOR_RATE, 50000.0) == 3
-    assert next_spares(4, 512, a_little_faster) == 4
-    assert next_spares(4, 512, faster) == 4  # three are enough, but barely
-    assert next_spares(4, 512, SpareFacts(replacements=(3600.0,))) == 1
+    assert next_spares(4, 512, PRIOR_RATE, 70000.0) == 4
+    assert next_spares(4, 512, PRIOR_RATE, 50000.0) == 4  # three are enough, but barely
+    assert next_spares(4, 512, PRIOR_RATE, 3600.0) == 1
