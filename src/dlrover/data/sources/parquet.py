@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import glob
 import importlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -72,7 +73,12 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
 
         def read() -> Any:
             nonlocal left
-            parquet = self._file(file)  # which reads the file's end
+            try:
+                parquet = self._file(file)  # which reads the file's end
+            except ValueError as error:  # pyarrow raises it for invalid files
+                raise InfrastructureError(
+                    f"{self.paths[file]} is no Parquet file any more; the file must not change."
+                ) from error
             try:
                 return parquet.read_row_group(group, columns=self.columns, use_threads=False)
             except OSError as error:
@@ -127,7 +133,9 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
         path = self.paths[number]
         if "://" in path:
             system, inner = _remote(path)
-            file = parquet.ParquetFile(system.open(inner, "rb"))
+            with _as_os_errors():
+                remote = system.open(inner, "rb")
+            file = parquet.ParquetFile(_RemoteFile(remote))
         else:
             file = parquet.ParquetFile(path)
         self._opened = os.getpid(), number, file
@@ -177,12 +185,13 @@ def _check_complete(folder: str) -> None:
 
 def _remote_files(url: str) -> list[str]:
     system, path = _remote(url)
-    if glob.has_magic(path):
-        found = sorted(system.glob(path))
-    elif system.isdir(path):
-        found = _visible(path, (file for file in system.find(path) if file.endswith(_SUFFIX)))
-    else:
-        return [url]
+    with _as_os_errors():
+        if glob.has_magic(path):
+            found = sorted(system.glob(path))
+        elif system.isdir(path):
+            found = _visible(path, (file for file in system.find(path) if file.endswith(_SUFFIX)))
+        else:
+            return [url]
     return [system.unstrip_protocol(file) for file in found]
 
 
@@ -204,6 +213,42 @@ def _remote(url: str) -> tuple[Any, str]:
     except ValueError as error:
         raise ConfigurationError(f"{url} is no URL that fsspec knows: {error}.") from error
     return system, path
+
+
+class _RemoteFile:
+    """A file of fsspec that is whole, or away: what pyarrow raises itself is then damage."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next ``size`` bytes, or all that follow; fewer at the end of the file."""
+        with _as_os_errors():
+            data: bytes = self._file.read(size)
+            if len(data) < size and self._file.tell() < (self._file.size or 0):
+                raise ConnectionError(errno.ECONNABORTED, "its server sends less than it has")
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+@contextlib.contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Raise as an `OSError` what a client of a remote file system raises: each has classes of its own."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EIO:  # of a server, not of one place on a disk
+            raise ConnectionError(errno.ECONNABORTED, str(error.strerror)) from error
+        if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+            raise FileNotFoundError(errno.ENOENT, str(error.__cause__)) from error
+        raise
+    except Exception as error:
+        text = str(error) or type(error).__name__
+        if "credentials" in text.lower():
+            raise PermissionError(errno.EACCES, text) from error
+        raise ConnectionError(errno.ECONNABORTED, text) from error
 
 
 def package(name: str, extra: str) -> Any:
