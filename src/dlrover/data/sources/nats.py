@@ -115,6 +115,8 @@ class Nats(Broker):
             for m in got
         ]
         info = await (await self._jetstream()).stream_info(self._streams[partition])
+        if info.state.last_seq + 1 < stop:
+            raise TimeoutError(_BEHIND)
         return Fetched(messages, reached, max(start, info.state.first_seq))
 
     async def _reader(self, partition: int, start: int) -> _Consumer:

@@ -52,6 +52,7 @@ class Redis(Broker):
         if not (address.path or "0").isdigit():
             raise ConfigurationError(f"The address {address} names no number of a data base.")
         self.transient = (
+            TimeoutError,
             redis.ConnectionError,
             redis.TimeoutError,
             redis.BusyLoadingError,
@@ -133,7 +134,12 @@ class Redis(Broker):
             for entry, fields in entries
         ]
         reached = stop if len(messages) < most else messages[-1].offset + 1
-        return Fetched(messages, reached, max(start, self._left(key, info)))
+        left = self._left(key, info)
+        if _end(info) < stop:
+            raise TimeoutError(
+                f"it does not have the last entries of {key}: a replica may be behind"
+            )
+        return Fetched(messages, reached, max(start, left))
 
     def _left(self, key: str, info: dict[str, Any]) -> int:
         """Return the offset from which on nothing was removed, as far as known.
