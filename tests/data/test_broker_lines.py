@@ -462,6 +462,16 @@ def test_a_connection_to_nats_that_does_not_answer_ends_in_a_moment(
     assert "Task was destroyed" not in caplog.text
 
 
+@pytest.mark.parametrize("address", ["amqp://{}/q", "nats://{}/S", "redis://{}/0?stream=s"])
+def test_why_a_broker_cannot_be_reached_is_told(read, monkeypatch, address: str) -> None:
+    url = address.format(f"me:secret@127.0.0.1:{free_port()}")
+    module = sys.modules[Stream(url).broker().__module__]
+    monkeypatch.setattr(feed, "PATIENCE", 0.2)
+    monkeypatch.setattr(module, "TIMEOUT", 1.0)
+    with pytest.raises(InfrastructureError, match=r"[Cc]onnection refused|Connect call failed"):
+        list(read(url))
+
+
 def test_why_kafka_cannot_be_asked_for_a_time_is_told(monkeypatch) -> None:
     pytest.importorskip("confluent_kafka")
     from dlrover.data.sources import kafka
