@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import threading
+import traceback
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -131,6 +132,27 @@ def test_a_server_that_fails_at_first_is_no_mistake_of_the_program(server: Serve
     server.fail("404")
     with pytest.raises(ConfigurationError, match="Not Found"):
         Parquet(server.url)
+
+
+@pytest.mark.parametrize("failure", ["404", "503"])
+def test_no_password_of_a_url_is_shown(server: Server, monkeypatch, caplog, failure: str) -> None:
+    monkeypatch.setattr(waiting, "PATIENCE", 0.2)
+    secret = "geheim"
+    url = server.url.replace("http://", f"http://me:{secret}@")
+    rows = Parquet(url)
+    rows.close()
+    server.fail(failure)
+    for read in (
+        lambda: rows[0],
+        lambda: Parquet(url),
+        lambda: Parquet(f"{url}?signature={secret}"),
+    ):
+        with pytest.raises((ConfigurationError, InfrastructureError)) as raised:
+            read()
+        told = "".join(traceback.format_exception(raised.value))
+        assert "127.0.0.1" in told
+        assert secret not in told
+    assert secret not in caplog.text
 
 
 def test_a_file_that_is_replaced_by_something_else_costs_no_row(server: Server) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from dlrover import extras
 from dlrover.data.sources import waiting
 from dlrover.data.sources.blocks import BlockRecords
-from dlrover.data.sources.files import Paths, error_text, is_away, opened
+from dlrover.data.sources.files import Paths, error_text, is_away, opened, shown
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 KEPT = 2
@@ -69,6 +69,7 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
 
     def _read(self, number: int) -> Any:
         file, group = self._groups[number]
+        name = shown(self.paths[file])
         left = 1 if number in self._damaged else TRIES
 
         def read() -> Any:
@@ -77,7 +78,7 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
                 parquet = self._file(file)  # which reads the file's end
             except ValueError as error:  # pyarrow raises it for invalid files
                 raise InfrastructureError(
-                    f"{self.paths[file]} is no Parquet file any more; the file must not change."
+                    f"{name} is no Parquet file any more; the file must not change."
                 ) from error
             try:
                 return parquet.read_row_group(group, columns=self.columns, use_threads=False)
@@ -89,7 +90,7 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
         try:
             table = waiting.insist(
                 read,
-                self.paths[file],
+                name,
                 lambda error: isinstance(error, OSError) and left > 0,
                 error_text,
             )
@@ -99,7 +100,7 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
         self._damaged.discard(number)
         if table.num_rows != self.blocks[number]:
             raise InfrastructureError(
-                f"Row group {group} of {self.paths[file]} has {table.num_rows} rows, and had"
+                f"Row group {group} of {name} has {table.num_rows} rows, and had"
                 f" {self.blocks[number]}; the file must not change."
             )
         return table
@@ -116,12 +117,12 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
         try:
             file = opened(path, lambda: self._file(number))
         except ValueError as error:  # pyarrow raises it for invalid files
-            raise ConfigurationError(f"{path} is no Parquet file: {error}") from error
+            raise ConfigurationError(f"{shown(path)} is no Parquet file: {error}") from error
         names = file.schema_arrow.names
         missing = [name for name in self.columns or () if name not in names]
         if missing:
             raise ConfigurationError(
-                f"{path} has no column {missing[0]}; it has {', '.join(names)}."
+                f"{shown(path)} has no column {missing[0]}; it has {', '.join(names)}."
             )
         return file
 
@@ -209,9 +210,9 @@ def _remote(url: str) -> tuple[Any, str]:
     try:
         system, path = core.url_to_fs(url)
     except ImportError as error:
-        raise ConfigurationError(f"{url} needs another package: {error}.") from error
+        raise ConfigurationError(f"{shown(url)} needs another package: {error}.") from error
     except ValueError as error:
-        raise ConfigurationError(f"{url} is no URL that fsspec knows: {error}.") from error
+        raise ConfigurationError(f"{shown(url)} is no URL that fsspec knows: {error}.") from error
     return system, path
 
 
@@ -235,20 +236,23 @@ class _RemoteFile:
 
 @contextlib.contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Raise as an `OSError` what a client of a remote file system raises: each has classes of its own."""
+    """Raise as an `OSError` what a client of a remote file system raises: each has classes of its own.
+
+    The client's error is not kept beside it: it may have the password of a URL.
+    """
     try:
         yield
     except OSError as error:
         if error.errno == errno.EIO:  # of a server, not of one place on a disk
-            raise ConnectionError(errno.ECONNABORTED, str(error.strerror)) from error
+            raise ConnectionError(errno.ECONNABORTED, str(error.strerror)) from None
         if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
-            raise FileNotFoundError(errno.ENOENT, str(error.__cause__)) from error
+            raise FileNotFoundError(errno.ENOENT, str(error.__cause__)) from None
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever a client raises
         text = str(error) or type(error).__name__
         if "credentials" in text.lower():
-            raise PermissionError(errno.EACCES, text) from error
-        raise ConnectionError(errno.ECONNABORTED, text) from error
+            raise PermissionError(errno.EACCES, text) from None
+        raise ConnectionError(errno.ECONNABORTED, text) from None
 
 
 def package(name: str, extra: str) -> Any:
