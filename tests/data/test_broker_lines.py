@@ -265,11 +265,25 @@ def test_a_stream_of_nats_that_is_made_again_is_told_though_it_is_longer(nats_po
     made_again(topic, 20, 30, lambda: with_jetstream(nats_port, again))
 
 
+@pytest.mark.parametrize("after", [10, 20, 30])
 def test_a_stream_of_redis_that_is_made_again_is_told_though_its_ids_are_later(
-    redis_port: int,
+    redis_port: int, after: int
 ) -> None:
     topic = redis_topic(redis_port)
-    made_again(topic, 20, 10, topic.delete)
+    made_again(topic, 20, after, topic.delete)
+
+
+def test_a_stream_of_redis_that_was_empty_for_a_while_is_the_same(redis_port: int) -> None:
+    topic = redis_topic(redis_port)
+    with contextlib.closing(Feed(Stream(topic.url))) as reader:
+        ends = [0]
+        for _ in range(3):
+            topic.send(range(20))
+            ends += reader.ends((0,))
+            topic.keep(0)
+            ends += reader.ends((0,))
+    assert ends == sorted(ends)
+    assert len(set(ends)) == 4
 
 
 def test_a_queue_of_rabbitmq_that_is_made_again_is_told(rabbitmq_port: int) -> None:

@@ -72,6 +72,8 @@ class Redis(Broker):
         self._length = 0
         self._added: dict[str, int] = {}
         """By key: number of entries that it ever had."""
+        self._oldest: dict[str, int] = {}
+        """By key: its first entry, which stays the first one while none is removed."""
         self._removed: dict[str, tuple[int, int]] = {}
         """By key: number of removed entries, and the offset from which on none was removed then."""
 
@@ -152,14 +154,18 @@ class Redis(Broker):
                 "Redis before 7.0 does not tell what was removed; it is not supported."
             )
         added = info["entries-added"]
-        if added < self._added.get(key, 0):
-            raise InfrastructureError(
-                f"The stream {key} of {self.address} had {self._added[key]} entries so far and has {added}: it was"
-                " recreated or has lost messages."
-            )
-        self._added[key] = added
         removed, first = added - info["length"], _first(info)
         known, before = self._removed.get(key, (removed, first))
+        another = removed == known and first != self._oldest.get(key, first)
+        if added < self._added.get(key, 0) or removed < known or another:
+            raise InfrastructureError(
+                f"The stream {key} of {self.address}, which had {self._added[key]} entries so far, has {added} that do not"
+                " continue these: it was recreated or has lost messages."
+            )
+        self._added[key] = added
+        self._oldest.pop(key, None)
+        if info["first-entry"]:
+            self._oldest[key] = first
         left = min(before, first) if known == removed else first
         left = left if removed else 0  # no entry was ever removed
         self._removed[key] = removed, left
