@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -122,6 +123,41 @@ def test_migrations_make_the_tables_of_the_code(database: str) -> None:
     engine.dispose()
 
 
+def cut_off(_connection, _cursor, statement: str, *_: object) -> None:
+    """Lose the connection behind a statement that MariaDB commits by itself."""
+    if statement.split(maxsplit=1)[0] == "CREATE":
+        raise sa.exc.OperationalError(statement, {}, Exception("cut off"))
+
+
+@pytest.mark.slow
+def test_a_migration_that_was_cut_off_is_done_again(servers) -> None:
+    database = servers("mariadb").create("cut_off")
+    sa.event.listen(sa.Engine, "after_cursor_execute", cut_off)
+    try:
+        for _ in range(100):
+            with contextlib.suppress(InfrastructureError):
+                open_database(database).dispose()
+                break
+    finally:
+        sa.event.remove(sa.Engine, "after_cursor_execute", cut_off)
+    engine = open_database(database)
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": False})
+        assert compare_metadata(context, tables.metadata) == []
+    engine.dispose()
+
+
+@pytest.mark.slow
+def test_a_table_of_another_program_is_left_alone(servers) -> None:
+    database = servers("mariadb").create("anothers")
+    engine = sa.create_engine(database)
+    with engine.begin() as connection:
+        connection.execute(sa.text("CREATE TABLE jobs (id INT)"))
+    engine.dispose()
+    with pytest.raises(InfrastructureError, match="'jobs' already exists"):
+        open_database(database)
+
+
 def test_a_database_of_a_newer_version_is_refused(database: str) -> None:
     engine = open_database(database)
     with engine.begin() as connection:
@@ -189,6 +225,8 @@ async def test_reports_beyond_the_limit_are_dropped_the_oldest_first() -> None:
         ("oracle://a@b/c", "accepted are sqlite"),
         ("sqlite://", "names no file"),
         ("mysql://root:hidden@127.0.0.1:1/brain", "cannot be opened"),
+        ("postgresql://root@127.0.0.1:1/brain?password=hidden", "cannot be opened"),
+        ("mysql://root:p@ss:hidden@127.0.0.1:1/brain", "not the URL of a database"),
         ("sqlite:////proc/brain/x.db", "cannot be opened"),
     ],
 )

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from tests.brokers import (
     kafka_running,
     nats_topic,
     rabbitmq_topic,
+    redis_running,
     redis_topic,
     running,
 )
@@ -187,6 +189,60 @@ def test_a_time_is_looked_up_where_all_messages_are(
     assert not behind["times"]
 
 
+def test_what_a_replica_of_redis_does_not_have_yet_is_waited_for(tmp_path, caplog) -> None:
+    """As one that a balancer reads from, or that has replaced its primary without the last entries."""
+    redis = pytest.importorskip("redis")
+    ports = [free_port(), free_port()]
+    folders = [tmp_path / "primary", tmp_path / "replica"]
+    with contextlib.ExitStack() as stack:
+        for folder, port in zip(folders, ports, strict=True):
+            folder.mkdir()
+            stack.enter_context(redis_running(folder, port))
+        primary, replica = [stack.enter_context(redis.Redis(port=port)) for port in ports]
+        primary.config_set("repl-diskless-sync-delay", 0)
+        for at in range(20):
+            primary.xadd("s", {"n": at})
+        replica.replicaof("127.0.0.1", ports[0])
+        until(lambda: replica.exists("s"))
+        replica.replicaof("NO", "ONE")
+        for at in range(20, 40):
+            primary.xadd("s", {"n": at})
+        known, behind = [
+            stack.enter_context(
+                contextlib.closing(Feed(Stream(f"redis://127.0.0.1:{port}/0?stream=s")))
+            )
+            for port in ports
+        ]
+        ((first, end),) = known._broker.bounds()
+        with ThreadPoolExecutor(1) as thread:
+            reading = thread.submit(lambda: list(behind.read(Span(0, first, end), lambda _: None)))
+            until(lambda: "replica may be behind" in caplog.text)
+            replica.replicaof("127.0.0.1", ports[0])
+            parts = reading.result()
+    got = [number(message) for _, message in parts if message is not None]
+    assert got == list(range(40))
+
+
+def until(holds) -> None:
+    """Wait until something holds."""
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_messages_that_nats_has_lost_are_not_taken_for_offsets_without_messages(
+    nats_port: int, monkeypatch
+) -> None:
+    """As of a server that was restored from an earlier state."""
+    monkeypatch.setattr(feed, "PATIENCE", 0.3)
+    topic = nats_topic(nats_port)
+    topic.send(range(20))
+    missing = pytest.raises(InfrastructureError, match="does not have all of its messages")
+    with contextlib.closing(Feed(Stream(topic.url))) as reader, missing:
+        list(reader.read(Span(0, 1, 31), lambda _: None))
+
+
 def made_again(topic: Topic, before: int, after: int, remove) -> None:
     """Look at a stream, remove and make it, and look again."""
     topic.send(range(before))
@@ -209,11 +265,25 @@ def test_a_stream_of_nats_that_is_made_again_is_told_though_it_is_longer(nats_po
     made_again(topic, 20, 30, lambda: with_jetstream(nats_port, again))
 
 
+@pytest.mark.parametrize("after", [10, 20, 30])
 def test_a_stream_of_redis_that_is_made_again_is_told_though_its_ids_are_later(
-    redis_port: int,
+    redis_port: int, after: int
 ) -> None:
     topic = redis_topic(redis_port)
-    made_again(topic, 20, 10, topic.delete)
+    made_again(topic, 20, after, topic.delete)
+
+
+def test_a_stream_of_redis_that_was_empty_for_a_while_is_the_same(redis_port: int) -> None:
+    topic = redis_topic(redis_port)
+    with contextlib.closing(Feed(Stream(topic.url))) as reader:
+        ends = [0]
+        for _ in range(3):
+            topic.send(range(20))
+            ends += reader.ends((0,))
+            topic.keep(0)
+            ends += reader.ends((0,))
+    assert ends == sorted(ends)
+    assert len(set(ends)) == 4
 
 
 def test_a_queue_of_rabbitmq_that_is_made_again_is_told(rabbitmq_port: int) -> None:
@@ -404,6 +474,16 @@ def test_a_connection_to_nats_that_does_not_answer_ends_in_a_moment(
         assert time.monotonic() - began < 10
     gc.collect()
     assert "Task was destroyed" not in caplog.text
+
+
+@pytest.mark.parametrize("address", ["amqp://{}/q", "nats://{}/S", "redis://{}/0?stream=s"])
+def test_why_a_broker_cannot_be_reached_is_told(read, monkeypatch, address: str) -> None:
+    url = address.format(f"me:secret@127.0.0.1:{free_port()}")
+    module = sys.modules[Stream(url).broker().__module__]
+    monkeypatch.setattr(feed, "PATIENCE", 0.2)
+    monkeypatch.setattr(module, "TIMEOUT", 1.0)
+    with pytest.raises(InfrastructureError, match=r"[Cc]onnection refused|Connect call failed"):
+        list(read(url))
 
 
 def test_why_kafka_cannot_be_asked_for_a_time_is_told(monkeypatch) -> None:

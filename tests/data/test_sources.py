@@ -1,6 +1,7 @@
 """Records of text files by number are those that the standard library reads in order."""
 
 import csv
+import gzip
 import io
 import os
 import pickle
@@ -8,7 +9,7 @@ import struct
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from dlrover import launched
 from dlrover.data import Csv, JsonLines, Lines, TfRecords
@@ -77,6 +78,38 @@ def test_csv_is_what_the_standard_library_reads(tmp_path_factory, rows) -> None:
     writer.writerows([("key", "va\nlue"), *rows])
     path.write_bytes(buffer.getvalue().encode())
     assert list(Csv(path)) == [{"key": key, "va\nlue": value} for key, value in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_chunks")
+@given(st.text('ab,"\n', max_size=30))
+@example('5" pipe,1\nb,2\n')
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_quotes_within_a_field_join_no_rows(tmp_path_factory, body: str) -> None:
+    body = f'key,"va\nlue"\n{body}\nlast'
+    path = tmp_path_factory.mktemp("csv") / "a.csv"
+    path.write_text(body)
+    rows = Csv(path)
+    expected = list(csv.reader(io.StringIO(body, newline="")))[1:]
+    assert len(rows) == len(expected)
+    for number, values in enumerate(expected):
+        if len(values) == 2:
+            assert list(rows[number].values()) == values
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path) -> None:
+    (tmp_path / "a").write_text('\ufeff{"x": 1}\r\n{"x": 2}\r\n')
+    (tmp_path / "b").write_text('\ufeff"x y"\n')
+    assert list(JsonLines(tmp_path / "a")) == [{"x": 1}, {"x": 2}]
+    assert list(Lines([tmp_path / "b", tmp_path / "a"])) == ['"x y"', '{"x": 1}', '{"x": 2}']
+    assert len(Csv(tmp_path / "b")) == 0
+
+
+def test_a_compressed_file_is_refused(tmp_path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}\n"))
+    for kind in (Lines, JsonLines, Csv):
+        with pytest.raises(ConfigurationError, match="gz is compressed; decompress it"):
+            kind(tmp_path / "a.jsonl.gz")
 
 
 def test_rows_of_several_files_with_other_columns(tmp_path) -> None:

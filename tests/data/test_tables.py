@@ -276,6 +276,29 @@ def test_a_host_that_no_name_server_knows_is_waited_for_at_a_restart_only(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["maria_server", "postgres_server"])
+def test_what_is_refused_to_a_worker_that_starts_again_is_no_mistake_of_the_program(
+    request, server, monkeypatch
+) -> None:
+    """As during the rotation of a password, or while a table is replaced."""
+    url = request.getfixturevalue(server).url()
+    fill(url, range(20))
+    refused = url.replace(QUOTED, f"{QUOTED}x"), "users"
+    missing = url, "elsewhere"
+    monkeypatch.setattr(waiting, "PATIENCE", 0.2)
+    for given, error in (
+        (launched.Given(round=1), ConfigurationError),
+        (launched.Given(round=2), InfrastructureError),
+    ):
+        monkeypatch.setattr(launched, "given", given)
+        with pytest.raises(error, match="cannot be read") as told:
+            Table(*refused)
+        assert QUOTED not in str(told.value)
+        with pytest.raises(error, match=r"(?i)there is no"):
+            Table(*missing)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["maria_server", "postgres_server"])
 def test_a_table_that_is_gone_costs_no_sample(request, server) -> None:
     url = request.getfixturevalue(server).url()
     fill(url, range(200))

@@ -42,6 +42,12 @@ def create_engine(url: Any, timeout: float, **options: Any) -> Any:
     return engine
 
 
+def shown(url: Any) -> str:
+    """Return a URL of SQLAlchemy as text, without passwords: they may also be among its parameters."""
+    secret = [name for name in url.query if "pass" in name.lower()]
+    return str(url.difference_update_query(secret).render_as_string(hide_password=True))
+
+
 def _seconds(given: Any) -> float:
     try:
         seconds = float(given)

@@ -61,7 +61,7 @@ def open_database(url: str) -> Engine:
         InfrastructureError: the database cannot be reached or migrated.
     """
     parsed = _parsed(url)
-    shown = parsed.render_as_string(hide_password=True)
+    shown = databases.shown(parsed)
     with extras.needed(f"--database {shown}", f"brain-{parsed.get_backend_name()}"):
         try:
             engine: Engine = databases.create_engine(parsed, LOCK_TIMEOUT, **_options(parsed))
@@ -98,10 +98,12 @@ def _parsed(url: str) -> URL:
         driver = DRIVERS.get(parsed.drivername, parsed.drivername)
         parsed = parsed.set(drivername=driver)
         parsed.get_dialect()
-    except (ArgumentError, NoSuchModuleError) as error:
+    except (ArgumentError, NoSuchModuleError, ValueError):
+        # The error may contain a part of the password.
         raise ConfigurationError(
-            f"--database is not the URL of a database that is known; accepted are {accepted}."
-        ) from error
+            f"--database is not the URL of a database that is known; accepted are {accepted}, with %-escapes for"
+            " other characters of the password than letters and digits."
+        ) from None
     if parsed.get_backend_name() not in ("sqlite", "mysql", "postgresql"):
         raise ConfigurationError(f"--database {parsed.drivername}://…: accepted are {accepted}.")
     if parsed.get_backend_name() == "sqlite" and parsed.database in (None, "", ":memory:"):

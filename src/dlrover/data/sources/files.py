@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import struct
 from abc import ABC, abstractmethod
 from array import array
@@ -112,6 +113,13 @@ def error_text(error: Exception) -> str:
     return f"{text.rstrip('.')}."
 
 
+def shown(path: str) -> str:
+    """Return a path for messages: a URL without its user and password, and without a signature."""
+    if "://" not in path:
+        return path
+    return re.sub(r"\?[^?]*=.*", "", re.sub(r"://[^/?#]*@", "://", path))
+
+
 def opened(path: str, call: Callable[[], Result]) -> Result:
     """Return what a call finds at a path. Workers that start again have found it before, and wait for it.
 
@@ -122,12 +130,12 @@ def opened(path: str, call: Callable[[], Result]) -> Result:
     again = waiting.starts_again()
     try:
         return waiting.insist(
-            call, path, lambda error: again and isinstance(error, OSError), error_text
+            call, shown(path), lambda error: again and isinstance(error, OSError), error_text
         )
     except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error_text(error)}") from error
+        raise ConfigurationError(f"{shown(path)} cannot be read: {error_text(error)}") from error
     except OSError as error:
-        raise InfrastructureError(f"{path} cannot be read: {error_text(error)}") from error
+        raise InfrastructureError(f"{shown(path)} cannot be read: {error_text(error)}") from error
 
 
 class _OpenFile:

@@ -66,8 +66,8 @@ class Nats(Broker):
         self._readers: dict[int, _Consumer] = {}
         self._created: dict[str, Any] = {}
         """By stream: when it was created."""
-        self._refusal = ""
-        """A permission that a call lacks: the server reports it to the connection and does not answer the call."""
+        self._refusal = self._cause = ""
+        """What the client meets during a call that is not answered: a permission that it lacks; and anything else."""
 
     @property
     def identity(self) -> str:
@@ -115,6 +115,8 @@ class Nats(Broker):
             for m in got
         ]
         info = await (await self._jetstream()).stream_info(self._streams[partition])
+        if info.state.last_seq + 1 < stop:
+            raise TimeoutError(_BEHIND)
         return Fetched(messages, reached, max(start, info.state.first_seq))
 
     async def _reader(self, partition: int, start: int) -> _Consumer:
@@ -222,7 +224,7 @@ class Nats(Broker):
                 target=_turn, args=(self._loop,), name="dlrover-nats", daemon=True
             )
             self._thread.start()
-        self._refusal = ""
+        self._refusal = self._cause = ""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(3 * TIMEOUT)
@@ -230,12 +232,15 @@ class Nats(Broker):
             future.cancel()
             if self._refusal and isinstance(error, self.transient):
                 raise PermissionError(self._refusal) from error
+            if self._cause and not str(error):
+                raise ConnectionError(self._cause) from error
             raise
 
     async def _note(self, error: Exception) -> None:
-        """Keep a refused permission; the failed call raises all other errors."""
+        """Keep what the client does not raise: refused permissions, and why it connects again and again."""
         if "permissions violation" in str(error).lower():
             self._refusal = str(error)
+        self._cause = str(error)
 
     def close(self) -> None:
         """Close the connection, and end the event loop."""

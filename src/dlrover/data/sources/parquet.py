@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import glob
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from dlrover import extras
 from dlrover.data.sources import waiting
 from dlrover.data.sources.blocks import BlockRecords
-from dlrover.data.sources.files import Paths, error_text, is_away, opened
+from dlrover.data.sources.files import Paths, error_text, is_away, opened, shown
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 KEPT = 2
@@ -67,11 +68,17 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
 
     def _read(self, number: int) -> Any:
         file, group = self._groups[number]
+        name = shown(self.paths[file])
         left = 1 if number in self._damaged else TRIES
 
         def read() -> Any:
             nonlocal left
-            parquet = self._file(file)  # which reads the file's end
+            try:
+                parquet = self._file(file)  # which reads the file's end
+            except ValueError as error:  # pyarrow raises it for invalid files
+                raise InfrastructureError(
+                    f"{name} is no Parquet file any more; the file must not change."
+                ) from error
             try:
                 return parquet.read_row_group(group, columns=self.columns, use_threads=False)
             except OSError as error:
@@ -82,7 +89,7 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
         try:
             table = waiting.insist(
                 read,
-                self.paths[file],
+                name,
                 lambda error: isinstance(error, OSError) and left > 0,
                 error_text,
             )
@@ -92,7 +99,7 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
         self._damaged.discard(number)
         if table.num_rows != self.blocks[number]:
             raise InfrastructureError(
-                f"Row group {group} of {self.paths[file]} has {table.num_rows} rows, and had"
+                f"Row group {group} of {name} has {table.num_rows} rows, and had"
                 f" {self.blocks[number]}; the file must not change."
             )
         return table
@@ -109,12 +116,12 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
         try:
             file = opened(path, lambda: self._file(number))
         except ValueError as error:  # pyarrow raises it for invalid files
-            raise ConfigurationError(f"{path} is no Parquet file: {error}") from error
+            raise ConfigurationError(f"{shown(path)} is no Parquet file: {error}") from error
         names = file.schema_arrow.names
         missing = [name for name in self.columns or () if name not in names]
         if missing:
             raise ConfigurationError(
-                f"{path} has no column {missing[0]}; it has {', '.join(names)}."
+                f"{shown(path)} has no column {missing[0]}; it has {', '.join(names)}."
             )
         return file
 
@@ -126,7 +133,9 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
         path = self.paths[number]
         if "://" in path:
             system, inner = _remote(path)
-            file = parquet.ParquetFile(system.open(inner, "rb"))
+            with _as_os_errors():
+                remote = system.open(inner, "rb")
+            file = parquet.ParquetFile(_RemoteFile(remote))
         else:
             file = parquet.ParquetFile(path)
         self._opened = os.getpid(), number, file
@@ -176,12 +185,13 @@ def _check_complete(folder: str) -> None:
 
 def _remote_files(url: str) -> list[str]:
     system, path = _remote(url)
-    if glob.has_magic(path):
-        found = sorted(system.glob(path))
-    elif system.isdir(path):
-        found = _visible(path, (file for file in system.find(path) if file.endswith(_SUFFIX)))
-    else:
-        return [url]
+    with _as_os_errors():
+        if glob.has_magic(path):
+            found = sorted(system.glob(path))
+        elif system.isdir(path):
+            found = _visible(path, (file for file in system.find(path) if file.endswith(_SUFFIX)))
+        else:
+            return [url]
     return [system.unstrip_protocol(file) for file in found]
 
 
@@ -199,7 +209,46 @@ def _remote(url: str) -> tuple[Any, str]:
     try:
         system, path = core.url_to_fs(url)
     except ImportError as error:
-        raise ConfigurationError(f"{url} needs another package: {error}.") from error
+        raise ConfigurationError(f"{shown(url)} needs another package: {error}.") from error
     except ValueError as error:
-        raise ConfigurationError(f"{url} is no URL that fsspec knows: {error}.") from error
+        raise ConfigurationError(f"{shown(url)} is no URL that fsspec knows: {error}.") from error
     return system, path
+
+
+class _RemoteFile:
+    """A file of fsspec that is whole, or away: what pyarrow raises itself is then damage."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next ``size`` bytes, or all that follow; fewer at the end of the file."""
+        with _as_os_errors():
+            data: bytes = self._file.read(size)
+            if len(data) < size and self._file.tell() < (self._file.size or 0):
+                raise ConnectionError(errno.ECONNABORTED, "its server sends less than it has")
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+@contextlib.contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Raise as an `OSError` what a client of a remote file system raises: each has classes of its own.
+
+    The client's error is not kept beside it: it may have the password of a URL.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EIO:  # of a server, not of one place on a disk
+            raise ConnectionError(errno.ECONNABORTED, str(error.strerror)) from None
+        if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+            raise FileNotFoundError(errno.ENOENT, str(error.__cause__)) from None
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a client raises
+        text = str(error) or type(error).__name__
+        if "credentials" in text.lower():
+            raise PermissionError(errno.EACCES, text) from None
+        raise ConnectionError(errno.ECONNABORTED, text) from None

@@ -52,6 +52,7 @@ class Redis(Broker):
         if not (address.path or "0").isdigit():
             raise ConfigurationError(f"The address {address} names no number of a data base.")
         self.transient = (
+            TimeoutError,
             redis.ConnectionError,
             redis.TimeoutError,
             redis.BusyLoadingError,
@@ -71,6 +72,8 @@ class Redis(Broker):
         self._length = 0
         self._added: dict[str, int] = {}
         """By key: number of entries that it ever had."""
+        self._oldest: dict[str, int] = {}
+        """By key: its first entry, which stays the first one while none is removed."""
         self._removed: dict[str, tuple[int, int]] = {}
         """By key: number of removed entries, and the offset from which on none was removed then."""
 
@@ -133,7 +136,12 @@ class Redis(Broker):
             for entry, fields in entries
         ]
         reached = stop if len(messages) < most else messages[-1].offset + 1
-        return Fetched(messages, reached, max(start, self._left(key, info)))
+        left = self._left(key, info)
+        if _end(info) < stop:
+            raise TimeoutError(
+                f"it does not have the last entries of {key}: a replica may be behind"
+            )
+        return Fetched(messages, reached, max(start, left))
 
     def _left(self, key: str, info: dict[str, Any]) -> int:
         """Return the offset from which on nothing was removed, as far as known.
@@ -146,14 +154,18 @@ class Redis(Broker):
                 "Redis before 7.0 does not tell what was removed; it is not supported."
             )
         added = info["entries-added"]
-        if added < self._added.get(key, 0):
-            raise InfrastructureError(
-                f"The stream {key} of {self.address} had {self._added[key]} entries so far and has {added}: it was"
-                " recreated or has lost messages."
-            )
-        self._added[key] = added
         removed, first = added - info["length"], _first(info)
         known, before = self._removed.get(key, (removed, first))
+        another = removed == known and first != self._oldest.get(key, first)
+        if added < self._added.get(key, 0) or removed < known or another:
+            raise InfrastructureError(
+                f"The stream {key} of {self.address}, which had {self._added[key]} entries so far, has {added} that do not"
+                " continue these: it was recreated or has lost messages."
+            )
+        self._added[key] = added
+        self._oldest.pop(key, None)
+        if info["first-entry"]:
+            self._oldest[key] = first
         left = min(before, first) if known == removed else first
         left = left if removed else 0  # no entry was ever removed
         self._removed[key] = removed, left

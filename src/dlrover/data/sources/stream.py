@@ -157,7 +157,7 @@ class Address:
 
     def scrubbed(self, error: BaseException) -> str:
         """Return an error's text without the password, or the token in its place."""
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}" if str(error) else repr(error)
         secret = self.password or self.user
         return text.replace(secret, "***") if secret else text
 

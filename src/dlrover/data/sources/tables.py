@@ -131,6 +131,8 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
                 resolve_fks=False,
             )
         except sql.exc.NoSuchTableError:
+            if waiting.starts_again():
+                raise sql.exc.NoSuchTableError("there is no such table") from None
             raise ConfigurationError(f"There is no {self!r}.") from None
         key = key or self._primary(found)
         for column in (key, *(columns or ())):
@@ -246,7 +248,7 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
         Raises:
             InfrastructureError: the database stays away.
         """
-        refuses = self._sql.exc.DBAPIError
+        refuses = self._sql.exc.DBAPIError, self._sql.exc.NoSuchTableError
         return waiting.insist(
             call,
             f"The {self!r}",
@@ -255,9 +257,14 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
         )
 
     def _is_away(self, error: Any) -> bool:
-        """Return whether a database that is to be opened is away, rather than refuses."""
+        """Return whether a database that is to be opened is away, rather than refuses.
+
+        To a worker that starts again it has refused nothing before.
+        """
+        if waiting.starts_again():
+            return True
         text = str(error.orig)
-        if _NO_HOST in text and not waiting.starts_again():
+        if _NO_HOST in text:
             return False
         match self._url.get_backend_name():
             case "mysql" | "mariadb":

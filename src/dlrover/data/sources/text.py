@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
+import re
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -13,17 +14,30 @@ from dlrover.data.sources.files import FileRecords, Paths, Record
 from dlrover.errors import ConfigurationError
 
 CHUNK = 1 << 22
-"""Bytes to search at a time."""
+"""Bytes to read at a time."""
+_BOM = b"\xef\xbb\xbf"
+_COMPRESSED = b"\x1f\x8b", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd"
+"""Beginnings of files of gzip, xz and Zstandard."""
 
 
 class _Text(FileRecords[Record]):
-    """Records of text."""
-
-    _quoted = False
-    """True if a record may continue behind a line end within quotes."""
+    """Records of text in UTF-8."""
 
     def _index(self, path: str) -> Iterator[int]:
-        return _bounds(path, quoted=self._quoted)
+        with open(path, "rb", buffering=CHUNK) as file:
+            head = file.read(6)
+            if head.startswith(_COMPRESSED):
+                raise ConfigurationError(f"{path} is compressed; decompress it.")
+            start = len(_BOM) if head.startswith(_BOM) else 0
+            file.seek(start)
+            yield start
+            yield from self._stops(file, start)
+
+    def _stops(self, file: BinaryIO, start: int) -> Iterator[int]:
+        """Yield where the records of a file end that begin at ``start``."""
+        for line in file:
+            start += len(line)
+            yield start
 
     def _record(self, data: bytes, number: int) -> Record:
         return self._decoded(data.decode().rstrip("\r\n"), number)
@@ -50,22 +64,48 @@ class JsonLines(_Text[Any]):
 class Csv(_Text["dict[str, str]"]):
     """Rows of CSV files as dicts; the first row of each names the columns. Quoted fields may span lines."""
 
-    _quoted = True
-
     def __init__(self, paths: Paths, *, delimiter: str = ",") -> None:
         self._delimiter = delimiter
+        self._opening = re.compile(b"(?:^|" + re.escape(delimiter.encode()) + b')"')
         self._columns: list[list[str]] = []
         super().__init__(paths)
         for number, bounds in enumerate(self._bounds):
             if len(bounds) < 2:
                 raise ConfigurationError(f"{self.paths[number]} has no row with column names.")
             head = self._data(number, bounds[0], bounds[1])
-            self._columns.append(self._split(head.decode("utf-8-sig").rstrip("\r\n")))
+            self._columns.append(self._split(head.decode().rstrip("\r\n")))
             del bounds[0]
         total = 0
         for number, bounds in enumerate(self._bounds):
             total += len(bounds) - 1
             self._ends[number] = total
+
+    def _stops(self, file: BinaryIO, start: int) -> Iterator[int]:
+        quoted = False
+        for line in file:
+            start += len(line)
+            quoted = self._quoted_behind(line, quoted) if b'"' in line else quoted
+            if not quoted:
+                yield start
+        if quoted:
+            yield start
+
+    def _quoted_behind(self, line: bytes, quoted: bool) -> bool:
+        """Return whether quotes are open at a line's end. Only the beginning of a field opens them."""
+        at = 0
+        while True:
+            while quoted:
+                at = line.find(b'"', at) + 1
+                if not at:
+                    return True
+                if line[at : at + 1] == b'"':
+                    at += 1
+                else:
+                    quoted = False
+            opening = self._opening.search(line, at)
+            if opening is None:
+                return False
+            at, quoted = opening.end(), True
 
     def _split(self, text: str) -> list[str]:
         return next(csv.reader([text], delimiter=self._delimiter), [])
@@ -75,25 +115,3 @@ class Csv(_Text["dict[str, str]"]):
         if len(values) != len(columns):
             raise ValueError(f"a row has {len(values)} values for {len(columns)} columns")
         return dict(zip(columns, values, strict=True))
-
-
-def _bounds(path: str, *, quoted: bool) -> Iterator[int]:
-    """Yield where the records of a file begin, and where the last one ends."""
-    yield 0
-    position, quotes, last = 0, 0, 0
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            at = -1
-            counted = 0
-            while (at := chunk.find(b"\n", at + 1)) >= 0:
-                if quoted:
-                    quotes += chunk.count(b'"', counted, at)
-                    counted = at
-                if quotes % 2 == 0:
-                    last = position + at + 1
-                    yield last
-            if quoted:
-                quotes += chunk.count(b'"', counted)
-            position += len(chunk)
-    if last < position:
-        yield position

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import sqlalchemy as sa
-from alembic import op
 from sqlalchemy.dialects.mysql import MEDIUMTEXT
+
+from dlrover.brain.migrations.steps import create_index, create_table
 
 revision = "0001"
 down_revision = None
@@ -49,7 +50,7 @@ def upgrade() -> None:
 
 
 def _jobs() -> None:
-    op.create_table(
+    create_table(
         "jobs",
         sa.Column("id", ID, primary_key=True),
         _id("mode"),
@@ -63,27 +64,27 @@ def _jobs() -> None:
         _number("done"),
         **OPTIONS,
     )
-    op.create_index("jobs_by_state", "jobs", ["state", "mode"])
-    op.create_index("jobs_by_time", "jobs", ["registered"])
-    op.create_index("jobs_by_end", "jobs", ["ended"])
+    create_index("jobs_by_state", "jobs", ["state", "mode"])
+    create_index("jobs_by_time", "jobs", ["registered"])
+    create_index("jobs_by_end", "jobs", ["ended"])
     numbers = ("heard", "cpu", "most_cpu", "memory", "most_memory", "accelerator")
-    op.create_table("nodes", _job(), _id("node"), _id("kind"), *map(_number, numbers), **OPTIONS)
-    op.create_index("nodes_of_job", "nodes", ["job", "node"], unique=True)
+    create_table("nodes", _job(), _id("node"), _id("kind"), *map(_number, numbers), **OPTIONS)
+    create_index("nodes_of_job", "nodes", ["job", "node"], unique=True)
 
 
 def _measurements() -> None:
     sample = sa.Column("sample", JSON, nullable=False)
-    op.create_table("samples", _row(), _job(), _number("at"), sample, **OPTIONS)
-    op.create_index("samples_of_job", "samples", ["job", "id"])
-    op.create_index("samples_by_time", "samples", ["at"])
+    create_table("samples", _row(), _job(), _number("at"), sample, **OPTIONS)
+    create_index("samples_of_job", "samples", ["job", "id"])
+    create_index("samples_by_time", "samples", ["at"])
     numbers = ("at", "cpu", "memory", "accelerator", "progress")
-    op.create_table("usages", _row(), _job(), _id("node"), *map(_number, numbers), **OPTIONS)
-    op.create_index("usages_of_job", "usages", ["job", "node", "id"])
-    op.create_index("usages_by_time", "usages", ["at"])
+    create_table("usages", _row(), _job(), _id("node"), *map(_number, numbers), **OPTIONS)
+    create_index("usages_of_job", "usages", ["job", "node", "id"])
+    create_index("usages_by_time", "usages", ["at"])
 
 
 def _plans() -> None:
-    op.create_table(
+    create_table(
         "plans",
         sa.Column("id", ID, primary_key=True),
         _job(),
@@ -93,8 +94,8 @@ def _plans() -> None:
         sa.Column("shape", JSON),
         **OPTIONS,
     )
-    op.create_index("plans_of_job", "plans", ["job", "at"])
-    op.create_table(
+    create_index("plans_of_job", "plans", ["job", "at"])
+    create_table(
         "outcomes",
         sa.Column("plan", ID, sa.ForeignKey("plans.id"), primary_key=True),
         _number("at"),
@@ -106,18 +107,18 @@ def _plans() -> None:
 
 
 def _cluster() -> None:
-    op.create_table(
+    create_table(
         "cluster_nodes",
         sa.Column("name", sa.String(253), primary_key=True),
         _number("at"),
         sa.Column("node", JSON, nullable=False),
         **OPTIONS,
     )
-    op.create_table(
+    create_table(
         "quotas",
         sa.Column("queue", ID, primary_key=True),
         sa.Column("limits", JSON, nullable=False),
         **OPTIONS,
     )
-    op.create_table("requests", sa.Column("id", ID, primary_key=True), _number("at"), **OPTIONS)
-    op.create_index("requests_by_time", "requests", ["at"])
+    create_table("requests", sa.Column("id", ID, primary_key=True), _number("at"), **OPTIONS)
+    create_index("requests_by_time", "requests", ["at"])

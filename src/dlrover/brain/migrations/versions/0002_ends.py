@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sqlalchemy as sa
-from alembic import op
 from sqlalchemy.dialects.mysql import MEDIUMTEXT
+
+from dlrover.brain.migrations.steps import create_table
 
 revision = "0002"
 down_revision = "0001"
@@ -14,7 +15,7 @@ depends_on = None
 
 def upgrade() -> None:
     """Create the table."""
-    op.create_table(
+    create_table(
         "ends",
         sa.Column(
             "job",
