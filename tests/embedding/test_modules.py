@@ -239,6 +239,41 @@ def test_rows_of_bags_that_were_fetched_ahead_are_used() -> None:
         assert len(asked) == 5, "each batch is fetched once"
 
 
+def test_rows_that_were_fetched_ahead_for_evaluation_are_not_used_in_training() -> None:
+    ours, batches = HashEmbedding(plain()), [torch.tensor([step]) for step in range(3)]
+    ours.eval()
+    for batch in prefetched(batches, ours, lambda batch: batch):
+        ours.train()
+        before = ours(batch)
+        before.sum().backward()
+        assert (ours.table.peek(batch) == before.detach() - 1).all()
+        ours.eval()
+
+
+def test_weights_have_the_shape_of_the_keys() -> None:
+    keys, features = torch.tensor([[1, 2, 3], [4, 5, 6]]), ["user", "item"]
+    one, two = HashEmbeddingBag(plain()), HashEmbeddingBag(plain(), features)
+    bags = {"user": keys, "item": (torch.tensor([1, 2]), torch.tensor([0, 1]))}
+    weights = {"user": torch.ones(2, 3), "item": torch.ones(2)}
+    torch.testing.assert_close(two(bags, weights), two(bags))
+    shape = r"have shape \(3, 2\); that of the keys, \(2, 3\), is accepted"
+    for bag, given, weight, words in (
+        (one, keys, torch.ones(3, 2), "weights " + shape),
+        (two, bags, weights | {"user": torch.ones(3, 2)}, "weights of user " + shape),
+        (two, bags, torch.ones(2, 3), "weights has Tensor; the features user, item are expected"),
+        (two, bags, {"user": torch.ones(2, 3)}, "weights has user; the features user, item are"),
+        (HashEmbeddingBag(plain(), mode="max"), keys, torch.ones(2, 3), "mode is 'max'; weights"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            bag(given, weight)
+
+
+def test_a_pair_of_keys_and_offsets_may_be_a_list() -> None:
+    ours = HashEmbeddingBag(plain())
+    keys, offsets = torch.tensor([3, 4, 3]), torch.tensor([0, 2])
+    torch.testing.assert_close(ours([keys, offsets]), ours((keys, offsets)))
+
+
 def test_texts_are_keys_of_features() -> None:
     table = plain()
     ours = HashEmbeddingBag(table, ["user", "item"])
@@ -269,6 +304,9 @@ def test_keys_are_integers() -> None:
         ConfigurationError, match=r"keys have type torch.float32; int64 is accepted"
     ):
         HashEmbedding(plain())(torch.ones(2))
+    for keys in (torch.zeros(2, 0), (torch.ones(2), torch.tensor([0]))):
+        with pytest.raises(ConfigurationError, match=r"keys have type torch.float32; int64 is"):
+            HashEmbeddingBag(plain(), ["user"])({"user": keys})
 
 
 def test_what_torch_modules_take_and_these_do_not_is_named() -> None:

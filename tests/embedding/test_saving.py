@@ -66,6 +66,20 @@ def test_a_chain_is_restored_on_any_number_of_servers(tmp_path: Path, count: int
         train(group, saved, 2, seed=10)
 
 
+def test_a_step_is_an_integer_of_any_type(tmp_path: Path) -> None:
+    with cluster(1) as (made, group):
+        group.open("users", OPTIONS)
+        checkpoints = TableCheckpoints(made.directory, str(tmp_path))
+        checkpoints.save(np.int64(7))
+        for step in (1.5, "5", np.float32(7)):
+            for use in (checkpoints.save, checkpoints.load):
+                with pytest.raises(ConfigurationError, match=r"step is .*; an integer is accepted"):
+                    use(step)
+        with pytest.raises(ConfigurationError, match="step is None; an integer is accepted"):
+            checkpoints.save(None)
+        assert checkpoints.load() == checkpoints.load(np.int32(7)) == 7
+
+
 def test_an_increment_holds_what_changed(tmp_path: Path) -> None:
     with cluster(2) as (made, group):
         checkpoints = TableCheckpoints(made.directory, str(tmp_path))

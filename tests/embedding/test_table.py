@@ -211,6 +211,16 @@ def test_a_wrong_option_is_named(arguments: dict[str, object], message: str) -> 
         HashTable(**({"dim": 4} | arguments))
 
 
+def test_options_may_be_numbers_of_numpy() -> None:
+    table = HashTable(np.int64(4), learning_rate=np.float32(0.5), memory_bytes=np.int32(1 << 20))
+    assert table.options == HashTable(4, learning_rate=0.5, memory_bytes=1 << 20).options
+    assert table.dim == table.lookup(np.array([1])).shape[1] == 4
+    with pytest.raises(ConfigurationError, match=r"`float` - at `\$.dim`"):
+        HashTable(np.float64(4.5))
+    with pytest.raises(ConfigurationError, match=r"array\(.* is no option"):
+        HashTable(np.array([4]))
+
+
 def test_wrong_keys_and_gradients_are_named() -> None:
     table = HashTable(4)
     with pytest.raises(ConfigurationError, match="keys are of type float64 in 1 dimensions"):

@@ -1,12 +1,16 @@
 """Trainings with TensorFlow's parameter servers go on when tasks are killed, added, moved or removed."""
 
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("tensorflow")
 
 from dlrover.spec import events
+from tests.tensorflow.conftest import SCRIPTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
 SAMPLES, EPOCHS = 4000, 2
@@ -56,7 +60,7 @@ def test_servers_and_workers_come_and_go(job) -> None:
 
 
 def test_a_program_with_its_own_checkpoints_needs_the_guard_only(job) -> None:
-    training = job("own.py", 500)
+    training = job("own.py", 2000)
     training.train(30)
     training.scale("ps", 3)
     training.begun(lambda cluster: len(cluster["ps"]) == 3, "three servers")
@@ -64,7 +68,7 @@ def test_a_program_with_its_own_checkpoints_needs_the_guard_only(job) -> None:
     before = training.cluster
     training.kill("ps")
     training.begun(lambda cluster: cluster != before, "another cluster")
-    assert training.end() == {"steps": 500}
+    assert training.end() == {"steps": 2000}
     began = [note[2] for note in training.notes("begin")]
     assert began[1] >= 20
     assert began[2] >= began[1]
@@ -108,3 +112,17 @@ def test_a_server_that_hangs_is_replaced_once_its_node_is_lost(job) -> None:
     agent.kill()
     training.begun(lambda cluster: cluster != before, "another cluster")
     assert training.end() == COUNTED
+
+
+def test_each_call_of_fit_goes_on_where_it_was(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "refitted.py", tmp_path],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    fits = {"short": (0, 1), "again": (0, 1), "later": (2,)}
+    places = [f"{fit} {epoch} {batch}" for fit in fits for epoch in fits[fit] for batch in range(3)]
+    assert done.stdout.splitlines() == [
+        *(f"step {number}: {place}" for number, place in enumerate(places, 1)),
+        f"end {len(places)}: {len(places)}",
+    ]

@@ -19,7 +19,7 @@ from dlrover.embedding.gradients import EmbeddingTable, HeldGradients
 from dlrover.errors import ConfigurationError
 
 Mode = Literal["sum", "mean", "max"]
-Bag: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+Bag: TypeAlias = "Tensor | Sequence[Tensor]"
 Batch = TypeVar("Batch")
 Keys = TypeVar("Keys", Tensor, "NDArray[np.int64]")
 
@@ -39,6 +39,15 @@ class _Fetched(NamedTuple):
     """``(n, dim)``."""
 
 
+class _Ahead(NamedTuple):
+    """A batch whose rows are fetched ahead."""
+
+    given: object
+    insert: bool
+    """Whether new keys get rows."""
+    found: Future[_Fetched]
+
+
 class _Rows(nn.Module):  # type: ignore[misc]
     """Rows of a table as a leaf of the gradient's graph, whose gradient updates the table."""
 
@@ -53,7 +62,7 @@ class _Rows(nn.Module):  # type: ignore[misc]
         """Factor of the gradients; None: 1 / the number of ranks, as DistributedDataParallel has it."""
         self.held: HeldGradients | None = None
         """Gradients that wait for an `EmbeddingOptimizer`; None: each backward pass applies its own at its end."""
-        self._ahead: dict[int, tuple[object, Future[_Fetched]]] = {}
+        self._ahead: dict[int, _Ahead] = {}
         self._pool: ThreadPoolExecutor | None = None
 
     def extra_repr(self) -> str:
@@ -63,8 +72,8 @@ class _Rows(nn.Module):  # type: ignore[misc]
     def _distinct(self, given: object, keys: Tensor) -> _Fetched:
         """Look rows up, or take those that were fetched ahead for what was given."""
         ahead = self._ahead.pop(id(given), None)
-        if ahead is not None and ahead[0] is given:
-            found = ahead[1].result()
+        if ahead is not None and ahead.given is given and ahead.insert == self.training:
+            found = ahead.found.result()
         else:
             found = self._fetch(keys, insert=self.training)
         if self.training and torch.is_grad_enabled():
@@ -75,8 +84,6 @@ class _Rows(nn.Module):  # type: ignore[misc]
 
     def _fetch(self, keys: Tensor, *, insert: bool) -> _Fetched:
         _check(keys)
-        if keys.dtype != torch.int64:
-            raise ConfigurationError(f"keys have type {keys.dtype}; int64 is accepted.")
         distinct, inverse = torch.unique(keys, return_inverse=True)
         read = self.table.lookup if insert else self.table.peek
         rows = torch.from_numpy(read(distinct.cpu().numpy())).to(keys.device)
@@ -96,7 +103,7 @@ class _Rows(nn.Module):  # type: ignore[misc]
         while len(self._ahead) >= AHEAD:
             del self._ahead[next(iter(self._ahead))]
         fetched = self._pool.submit(self._fetch, keys, insert=self.training)
-        self._ahead[id(given)] = given, fetched
+        self._ahead[id(given)] = _Ahead(given, self.training, fetched)
 
 
 class HashEmbedding(_Rows):
@@ -162,17 +169,19 @@ class HashEmbeddingBag(_Rows):
             weights: Weights of the keys in the shape of the keys, for mode ``sum``.
         """
         parts = self._parts(bags)
-        if weights is not None and not self.features:
-            weights = {"": weights}
+        factors = {} if weights is None else self._factors(bags, weights)
         found = self._distinct(bags, self._keys(parts))
         outputs, first = [], 0
         for name, (flat, offsets) in parts.items():
             places = found.inverse[first : first + len(flat)]
             first += len(flat)
-            given = None if weights is None else weights[name].reshape(-1)
             outputs.append(
                 functional.embedding_bag(
-                    places, found.rows, offsets, mode=self.mode, per_sample_weights=given
+                    places,
+                    found.rows,
+                    offsets,
+                    mode=self.mode,
+                    per_sample_weights=factors.get(name),
                 )
             )
         return torch.cat(outputs, 1) if self.features else outputs[0]
@@ -200,12 +209,7 @@ class HashEmbeddingBag(_Rows):
                     "bags is a mapping, and this HashEmbeddingBag has no features."
                 )
             return {"": _flat(bags)}
-        given = sorted(bags) if isinstance(bags, Mapping) else [type(bags).__name__]
-        if not isinstance(bags, Mapping) or given != sorted(self.features):
-            raise ConfigurationError(
-                f"bags has {', '.join(given)}; the features {', '.join(self.features)} are expected."
-            )
-        parts = {name: _flat(bags[name]) for name in self.features}
+        parts = {name: _flat(bag) for name, bag in self._of_features("bags", bags).items()}
         counts = {name: len(offsets) for name, (_, offsets) in parts.items()}
         if len(set(counts.values())) > 1:
             raise ConfigurationError(
@@ -213,6 +217,30 @@ class HashEmbeddingBag(_Rows):
                 " the same number for each feature is accepted."
             )
         return parts
+
+    def _of_features(self, what: str, given: Any) -> dict[str, Any]:
+        """Return the value of each feature, in the order of the features."""
+        names = sorted(given) if isinstance(given, Mapping) else [type(given).__name__]
+        if not isinstance(given, Mapping) or names != sorted(self.features):
+            raise ConfigurationError(
+                f"{what} has {', '.join(names)}; the features {', '.join(self.features)} are expected."
+            )
+        return {name: given[name] for name in self.features}
+
+    def _factors(self, bags: Any, weights: Any) -> dict[str, Tensor]:
+        """Return the weights of the keys ``(n,)``, by feature."""
+        if self.mode != "sum":
+            raise ConfigurationError(f"mode is {self.mode!r}; weights are accepted with 'sum'.")
+        bags = bags if self.features else {"": bags}
+        given = self._of_features("weights", weights) if self.features else {"": weights}
+        for name, factors in given.items():
+            keys = bags[name] if isinstance(bags[name], Tensor) else bags[name][0]
+            if factors.shape != keys.shape:
+                raise ConfigurationError(
+                    f"weights{' of ' * bool(name)}{name} have shape {tuple(factors.shape)}; that of the keys,"
+                    f" {tuple(keys.shape)}, is accepted."
+                )
+        return {name: factors.reshape(-1) for name, factors in given.items()}
 
     def _keys(self, parts: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
         return torch.cat([keys ^ self._salts.get(name, 0) for name, (keys, _) in parts.items()])
@@ -273,12 +301,16 @@ def _check(keys: Any) -> None:
         raise ConfigurationError(
             f"keys are of type {type(keys).__name__}; an int64 tensor is accepted: text_keys returns the keys of texts."
         )
+    if keys.dtype != torch.int64:
+        raise ConfigurationError(f"keys have type {keys.dtype}; int64 is accepted.")
 
 
-def _flat(bag: Bag) -> tuple[Tensor, Tensor]:
+def _flat(bag: Any) -> tuple[Tensor, Tensor]:
     """Return the keys ``(n,)`` and the offset of each bag."""
-    if isinstance(bag, tuple):
-        return bag
+    if isinstance(bag, tuple | list) and [isinstance(part, Tensor) for part in bag] == [True, True]:
+        keys, offsets = bag  # a list where a DataLoader with pin_memory passed a tuple on
+        _check(keys)
+        return keys, offsets
     _check(bag)
     if bag.dim() != 2:
         raise ConfigurationError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal, TypeAlias, get_args
 
 import msgspec
+import numpy as np
 
 from dlrover._native import tables
 from dlrover._native.tables import Hyper
@@ -167,7 +168,7 @@ def decoded(given: TableOptions | str) -> TableOptions:
     if not isinstance(given, str):
         _check_choices(given)
     try:
-        text = given if isinstance(given, str) else msgspec.json.encode(given)
+        text = given if isinstance(given, str) else msgspec.json.encode(given, enc_hook=_plain)
         made = decoding.json(text, TableOptions)
     except (msgspec.MsgspecError, TypeError) as error:
         raise ConfigurationError(
@@ -182,6 +183,13 @@ def decoded(given: TableOptions | str) -> TableOptions:
     if made.spill is not None and not made.memory_bytes:
         raise ConfigurationError("memory_bytes is 0; with a spill, a limit is needed.")
     return made
+
+
+def _plain(value: object) -> object:
+    """Return a number of NumPy as one of Python."""
+    if isinstance(value, np.number):
+        return value.item()
+    raise TypeError(f"{value!r} is no option")
 
 
 def _check_choices(given: TableOptions) -> None:

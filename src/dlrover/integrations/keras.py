@@ -19,7 +19,8 @@ class HashEmbedding(keras.layers.Layer):
     """Embedding of any int64 keys; a key's row is made when it is first looked up in training.
 
     The table's own optimizer updates the rows in the backward pass, so they are no weights of the model. The layer's
-    one weight, a zero, is what gradients are asked for. Outside of training, keys without a row read zeros.
+    one weight, a zero, is what gradients are asked for. Outside of training, and where ``trainable`` is False, no row is
+    made or updated, and keys without a row read zeros.
 
     Args:
         table: A `HashTable`, or a table on servers.
@@ -48,9 +49,14 @@ class HashEmbedding(keras.layers.Layer):
             ConfigurationError: The keys are no int64.
         """
         if keras.backend.standardize_dtype(keys.dtype) != "int64":
-            raise ConfigurationError(f"keys have type {keys.dtype}; int64 is accepted.")
+            raise ConfigurationError(
+                f"keys have type {keys.dtype}; int64 is accepted, as of keras.Input(shape, dtype='int64')."
+            )
         anchor = keras.ops.convert_to_tensor(self.anchor)
-        read, learns = (self._read, self.table) if training else (self._peek, None)
+        learning = (
+            training and self.trainable
+        )  # TensorFlow asks for gradients of what is frozen, too
+        read, learns = (self._read, self.table) if learning else (self._peek, None)
         rows = self._rows(read, learns, keys, anchor, self.table.dim)
         return keras.ops.cast(rows, self.compute_dtype)
 
@@ -78,6 +84,18 @@ class HashEmbedding(keras.layers.Layer):
             f"{self.name} is a HashEmbedding, whose table is no part of a model's file: save the model with save_weights,"
             " and the table with its own save."
         )
+
+    def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> Any:
+        """Refuse to be exported by TensorFlow, whose file would call into this process.
+
+        Raises:
+            ConfigurationError: ``save_type`` is ``savedmodel``.
+        """
+        if save_type == "savedmodel":
+            raise ConfigurationError(
+                f"{self.name} is a HashEmbedding, which a SavedModel cannot hold: export its rows with dlrover embedding."
+            )
+        return super()._trackable_children(save_type, **options)
 
 
 def _update(table: HashTable | None, keys: Any, gradients: Any) -> Any:

@@ -98,7 +98,7 @@ class Present:
 
 
 class _State(tf.train.experimental.PythonState):  # type: ignore[misc]
-    """The step and the samples, as a checkpoint holds them."""
+    """The step, the samples and the calls of ``fit``, as a checkpoint holds them."""
 
     def __init__(self, progress: TrainingProgress) -> None:
         self._progress = progress
@@ -108,7 +108,10 @@ class _State(tf.train.experimental.PythonState):  # type: ignore[misc]
         """Return the state for a checkpoint."""
         records = self._progress.records
         data = records.state_dict() if records is not None else None
-        return msgspec.msgpack.encode({"step": self._progress.step, "records": data})
+        made = self._progress
+        return msgspec.msgpack.encode(
+            {"step": made.step, "records": data, "fits": made.fits, "build": made.build}
+        )
 
     def deserialize(self, data: bytes) -> None:
         """Take the state from a checkpoint."""
@@ -128,6 +131,10 @@ class TrainingProgress:
     ) -> None:
         self.step = 0
         """Steps that were scheduled, from the start of the training."""
+        self.fits: list[int] = []
+        """For each call of Keras's ``fit`` that has begun, the step at which its epoch 0 begins."""
+        self.build: dict[str, Any] | None = None
+        """How the variables of Keras's model are made without data; None: not known."""
         self.records = records
         self.coordinator = coordinator
         self._cluster, self._options = cluster, options
@@ -140,11 +147,15 @@ class TrainingProgress:
         self._restore()
         launched.loaded(self.step)
         self._saved_at, self._saved_step = time.monotonic(), self.step
+        self._fits_begun = 0  # in this call of the training function
 
     def _restore(self) -> None:
         path = stored.restore(self._manager)
         if path is not None:
             self.step = self._state.found["step"]
+            # An earlier version of DLRover knew of one call of fit.
+            self.fits = self._state.found.get("fits", [0] if self.step else [])
+            self.build = self._state.found.get("build")
             logger.info("Restored step %d from %s", self.step, path)
         records, began = self.records, self._cluster.began
         if records is None:
@@ -196,6 +207,17 @@ class TrainingProgress:
         if self.step != self._saved_step or self._manager.latest_checkpoint is None:
             self._manager.save(checkpoint_number=self.step)
         self._saved_at, self._saved_step = time.monotonic(), self.step
+
+    def begin_fit(self, skipped: int) -> tuple[int, bool]:
+        """Return the step at which epoch 0 of the next call of ``fit`` begins, and whether a later call has begun.
+
+        Args:
+            skipped: steps of the epochs before its ``initial_epoch``.
+        """
+        number, self._fits_begun = self._fits_begun, self._fits_begun + 1
+        if number == len(self.fits):
+            self.fits.append(self.step - skipped)
+        return self.fits[number], self._fits_begun < len(self.fits)
 
     def callback(self) -> Any:
         """Return a callback for ``fit`` of a Keras model with the same strategy: it counts and saves."""

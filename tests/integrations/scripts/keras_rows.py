@@ -60,6 +60,16 @@ half.fit(KEYS, np.zeros((2, 2, 3), np.float32), batch_size=2, verbose=0)
 assert np.allclose(table.peek(np.array([1])), 0.0), table.peek(np.array([1]))
 keras.config.set_dtype_policy("float32")
 
+frozen = HashEmbedding(table)
+hidden = keras.layers.Flatten()(frozen(inputs))
+model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+frozen.trainable = False
+model.compile(optimizer="sgd", loss="mse")
+count, before = len(table), table.peek(KEYS.reshape(-1))
+model.fit(np.concatenate([KEYS, KEYS + 7]), np.ones(4, np.float32), batch_size=2, verbose=0)
+assert len(table) == count, "a frozen layer makes no rows"
+assert np.array_equal(table.peek(KEYS.reshape(-1)), before), "a frozen layer does not learn"
+
 steps = table.step
 twice = HashEmbedding(table)
 model = keras.Model(inputs, keras.ops.sum(twice(inputs) + twice(inputs), axis=(1, 2)))
@@ -70,6 +80,7 @@ assert table.step - steps == (1 if keras.backend.backend() == "torch" else 2)
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
+    refused(lambda: model.export(Path(os.environ["KERAS_HOME"]) / "exported"), "SavedModel")
     assert not twice.supports_jit, "a model with the layer is not compiled by XLA, even with a GPU"
     before = table.peek(np.array([2**40]))
     with tf.GradientTape() as tape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import secrets
 import threading
 import time
@@ -69,9 +70,11 @@ class TableCheckpoints:
         """Copy all tables as they are now, and begin to write them.
 
         Raises:
+            ConfigurationError: The step is no integer.
             InfrastructureError: The last save has failed, other than by the loss of a server, or servers do not
                 answer in time.
         """
+        step = _integer(step)
         failed = self._joined()
         if isinstance(failed, _ServerLostError):
             logger.warning("The last save of the embedding tables is given up: %s", failed)
@@ -149,11 +152,12 @@ class TableCheckpoints:
             None if there is no checkpoint; nothing has changed then.
 
         Raises:
-            ConfigurationError: There is no checkpoint of that step, or a table is open with another ``dim``, ``dtype``
+            ConfigurationError: The step is no integer, there is no checkpoint of that step, or a table is open with another ``dim``, ``dtype``
                 or optimizer.
             NoRoomError: The rows exceed the limits of a table.
             InfrastructureError: All are damaged, or servers do not answer.
         """
+        step = None if step is None else _integer(step)
         self.wait()
         there = stored.manifests(self._store)
         self._note_times(there)
@@ -339,6 +343,14 @@ class _OrderLink:
     def close(self) -> None:
         """Close the connection, also if a thread waits for a reply."""
         sockets.end(self._sock)
+
+
+def _integer(step: object) -> int:
+    """Return a step as a number that checkpoints can hold; that of an array or a tensor is of another type."""
+    try:
+        return operator.index(step)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ConfigurationError(f"step is {step!r}; an integer is accepted.") from error
 
 
 def _failure(error: Exception) -> InfrastructureError:
