@@ -31,6 +31,13 @@ def test_storage_brings_back_the_seeds(training):
     }
 
 
+def test_each_epoch_has_its_own_order_if_the_program_does_not_set_it(training, undisturbed):
+    losses = {}
+    for last in (3, 8, 18):  # within an epoch, at its end
+        losses |= training.run("acc.py", -1, last, 1, 1, "uncounted", ranks=1).losses
+    assert losses == undisturbed.run("acc.py", -1, 18, 1, 1, "uncounted", ranks=1).losses
+
+
 def test_an_order_that_cannot_be_restored_is_told(training):
     output = training.run("acc.py", -1, 1, 1, 1, "unseeded", ranks=1).output
     assert "use_seedable_sampler=True" in output

@@ -34,3 +34,8 @@ def test_a_stopped_training_continues_from_storage(training):
     training.end_saver()
     error = training.run("trainer.py", -1, LAST, "forgetful", ranks=1, fails=True).output
     assert "holds step 10, but the Trainer begins at step 0" in error
+
+
+def test_the_last_step_of_a_training_that_is_stopped_early_is_stored(training):
+    training.run("trainer.py", -1, LAST, "early")
+    assert {path.name for path in training.flash.glob("step-*")} == {"step-8"}

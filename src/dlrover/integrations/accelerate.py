@@ -52,6 +52,8 @@ class FlashAccelerator:
             )
         self._accelerator = accelerator
         self._random_states: dict[str, Any] | None = None
+        self._continued: tuple[Any, Any] | None = None
+        """A prepared loader and the one that yields the rest of its epoch."""
         self._checkpointer = Checkpointer(path, keep=keep, local=("rng",))
 
     def save_state(self, step: int, to: Literal["memory", "storage"] = "memory") -> None:
@@ -93,11 +95,15 @@ class FlashAccelerator:
         if not batches:
             yield from loader
             return
-        for batch in self._accelerator.skip_first_batches(loader, batches):
+        rest = self._accelerator.skip_first_batches(loader, batches)
+        self._continued = loader, rest
+        for batch in rest:
             if saved is not None:
                 randomness.restore(saved)
                 saved = None
             yield batch
+        if hasattr(loader, "iteration"):
+            loader.iteration += 1  # as the loader itself does at the end of an epoch
 
     def close(self) -> None:
         """Wait until all steps for storage are durable, and disconnect.
@@ -116,25 +122,31 @@ class FlashAccelerator:
             "schedulers": [Portable(scheduler) for scheduler in of._schedulers],
             "scaler": None if of.scaler is None else Portable(of.scaler),
             "objects": [Portable(item) for item in of._custom_objects],
-            "loaders": [objects.encode(_loader_state(loader)) for loader in of._dataloaders],
+            "loaders": [objects.encode(self._loader_state(loader)) for loader in of._dataloaders],
             "step": of.step,
             "rng": objects.encode(randomness.states(every_device=True)),
         }
+
+    def _loader_state(self, loader: Any) -> dict[str, Any]:
+        sampler = get_sampler(loader)
+        stateful = getattr(loader, "use_stateful_dataloader", False)
+        return {
+            "iteration": getattr(loader, "iteration", 0) + self._has_yielded_all(loader),
+            "seed": sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
+            "state": loader.state_dict() if stateful else None,
+        }
+
+    def _has_yielded_all(self, loader: Any) -> bool:
+        """Return whether the program is at the last batch of the loader's epoch, which it has not counted yet."""
+        of, iterated = self._accelerator.gradient_state, [loader]
+        if self._continued is not None and self._continued[0] is loader:
+            iterated.append(self._continued[1])
+        return any(one in of.dataloader_references and one.end_of_dataloader for one in iterated)
 
 
 def _cannot_repeat(loader: Any) -> bool:
     sampler = get_sampler(loader)
     return isinstance(sampler, RandomSampler) and not isinstance(sampler, SeedableRandomSampler)
-
-
-def _loader_state(loader: Any) -> dict[str, Any]:
-    sampler = get_sampler(loader)
-    stateful = getattr(loader, "use_stateful_dataloader", False)
-    return {
-        "iteration": getattr(loader, "iteration", 0),
-        "seed": sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
-        "state": loader.state_dict() if stateful else None,
-    }
 
 
 def _restore_loader(loader: Any, saved: dict[str, Any]) -> None:

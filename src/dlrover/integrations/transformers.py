@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,8 @@ class FlashCallback(TrainerCallback):
         self._memory_every, self._storage_every = memory_every, storage_every
         self._opened: Checkpointer | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._saved: int | None = None
+        """The newest step that this training has saved; -1 before its first, None outside of a training."""
         self._stored = -1
         self._history: list[str] = []
         """Entries of the Trainer's log as JSON, kept so that only new ones are encoded."""
@@ -84,6 +86,7 @@ class FlashCallback(TrainerCallback):
         if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
             raise ConfigurationError(f"FlashCallback does not work with {kind}.")
         self._history.clear()
+        self._saved = self._stored = -1
         record = self._checkpointer().load({**self._state(args, state, live), "rng": None})
         if record is not None and record.step != state.global_step:
             raise ConfigurationError(
@@ -97,22 +100,27 @@ class FlashCallback(TrainerCallback):
         if control.should_training_stop or (every is not None and step % every == 0):
             self.on_save(args, state, control, **live)
         elif step % self._memory_every == 0:
-            self._checkpointer().save(step, self._state(args, state, live))
+            self._save("memory", args, state, live)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **live: Any) -> None:
+        """Save a saved step again: evaluating has drawn random numbers, and is not repeated."""
+        if self._saved == state.global_step:
+            to_storage = control.should_training_stop or self._stored == self._saved
+            self._save("storage" if to_storage else "memory", args, state, live)
 
     def on_save(self, args: Any, state: Any, control: Any, **live: Any) -> None:
         """Save to storage, unless this step was saved there already."""
         if self._stored != state.global_step:
-            self._stored = state.global_step
-            self._checkpointer().save(self._stored, self._state(args, state, live), to="storage")
+            self._save("storage", args, state, live)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **live: Any) -> None:
-        """Save to storage if the training is about to stop."""
-        if control.should_training_stop:
+    def on_log(self, args: Any, state: Any, control: Any, **live: Any) -> None:
+        """Save to storage if the training is about to stop; the Trainer's last entry comes before the best model."""
+        if control.should_training_stop and self._saved is not None:
             self.on_save(args, state, control, **live)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **live: Any) -> None:
         """Wait until all steps for storage are durable, and disconnect."""
-        checkpointer, self._opened, self._stored = self._checkpointer(), None, -1
+        checkpointer, self._opened, self._saved = self._checkpointer(), None, None
         if self._folder is not None:
             self._folder.cleanup()
         with contextlib.closing(checkpointer):
@@ -122,6 +130,14 @@ class FlashCallback(TrainerCallback):
         if self._opened is None:
             self._opened = Checkpointer(self._path, keep=self._keep, local=("rng",))
         return self._opened
+
+    def _save(
+        self, to: Literal["memory", "storage"], args: Any, state: Any, live: dict[str, Any]
+    ) -> None:
+        step = self._saved = state.global_step
+        if to == "storage":
+            self._stored = step
+        self._checkpointer().save(step, self._state(args, state, live), to=to)
 
     def _state(self, args: Any, state: Any, live: dict[str, Any]) -> dict[str, Any]:
         self._history += [json.dumps(entry) for entry in state.log_history[len(self._history) :]]

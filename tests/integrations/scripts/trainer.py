@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 from mortal import RANK, die_once, tell
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from dlrover.integrations.transformers import FlashCallback
 
 directory, deadly, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-forgetful = "forgetful" in sys.argv
+forgetful, early = "forgetful" in sys.argv, "early" in sys.argv
 logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.WARNING)
 if RANK == 0:
     logging.getLogger("dlrover.checkpoint.engine.checkpointer").setLevel(logging.INFO)
@@ -53,10 +53,13 @@ trainer = Trainer(
     args=TrainingArguments(
         output_dir=str(directory / "out"), max_steps=10, per_device_train_batch_size=3,
         gradient_accumulation_steps=2, logging_steps=1, use_cpu=True, report_to=[], seed=3,
-        disable_tqdm=True, learning_rate=0.01, save_strategy="steps", save_steps=4, save_total_limit=1,
+        disable_tqdm=True, learning_rate=0.01, save_steps=4, save_total_limit=1,
+        save_strategy="no" if early else "steps", eval_strategy="epoch" if early else "steps", eval_steps=3,
+        metric_for_best_model="loss",
     ),
     train_dataset=data,
-    callbacks=[Fate(), flash],
+    eval_dataset=data[:6],
+    callbacks=[Fate(), flash, *([EarlyStoppingCallback(1, 100.0)] if early else [])],
 )  # fmt: skip
 trainer.train(resume_from_checkpoint=None if forgetful else flash.resume())
 if RANK == 0:
