@@ -268,6 +268,14 @@ def test_whether_the_cluster_ended_a_pod(pod: dict[str, Any], removed: bool) -> 
     assert nodes.removed(pod | {"spec": {"containers": [{"name": "main"}]}}) is removed
 
 
+@pytest.mark.parametrize("kind", ["initContainerStatuses", "containerStatuses"])
+def test_a_pod_whose_image_has_no_name_that_can_be_is_impossible(kind: str) -> None:
+    wrong = {"waiting": {"reason": "InvalidImageName", "message": "Failed to parse a:b:c."}}
+    pod = pod_with({"phase": "Pending", kind: [{"name": "main", "state": wrong}]})
+    expected = "its pod cannot start: InvalidImageName: Failed to parse a:b:c"
+    assert nodes.impossible(pod) == expected
+
+
 def test_the_main_container_says_how_its_pod_ended() -> None:
     ends = {"a-proxy": 2, "main": 1}
     pod = {

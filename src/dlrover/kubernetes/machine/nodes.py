@@ -255,7 +255,7 @@ def removed(obj: Manifest) -> bool:
 
 def impossible(obj: Manifest) -> str:
     """Return why a pod can never start on any machine; empty if it can."""
-    for _, waiting in pods.states(obj, "waiting"):
+    for waiting in pods.waits(obj):
         if waiting.get("reason") == "InvalidImageName":
             return _words("its pod cannot start", waiting)
     return ""

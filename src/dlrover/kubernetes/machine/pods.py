@@ -12,7 +12,7 @@ from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ReplicaStat
 _DECISIVE = {
     ExitCode.USER_CODE: ("UserCode", "The training program failed"),
     ExitCode.USAGE: ("Usage", "An option, a file or a setting is invalid"),
-    ExitCode.INFRASTRUCTURE: ("Infrastructure", "No restarts are left for failed machines"),
+    ExitCode.INFRASTRUCTURE: ("Infrastructure", "The infrastructure failed"),
     ExitCode.NO_PROGRESS: ("NoProgress", "Restarts no longer lead to new steps"),
     ExitCode.STOPPED: ("Stopped", "The job was stopped"),
 }
@@ -90,12 +90,21 @@ def condition(pod: Manifest, kind: str) -> Manifest:
     return next((one for one in conditions if one.get("type") == kind), {})
 
 
-def states(pod: Manifest, kind: str) -> Iterator[tuple[str, Manifest]]:
+def states(
+    pod: Manifest, kind: str, among: str = "containerStatuses"
+) -> Iterator[tuple[str, Manifest]]:
     """Yield the containers in the state ``waiting`` or ``terminated``: name and details."""
-    for container in _status(pod).get("containerStatuses") or ():
+    for container in _status(pod).get(among) or ():
         details = (container.get("state") or {}).get(kind)
         if details:
             yield container.get("name", ""), details
+
+
+def waits(pod: Manifest) -> Iterator[Manifest]:
+    """Yield why containers wait, in the order in which they start: the first ones prepare the pod."""
+    for among in ("initContainerStatuses", "containerStatuses"):
+        for _, details in states(pod, "waiting", among):
+            yield details
 
 
 def owned(pod: Manifest, uid: str) -> bool:
@@ -201,7 +210,7 @@ def _obstacle(pod: Manifest) -> str:
     scheduled = condition(pod, "PodScheduled")
     if scheduled.get("status") == "False":
         return _sentence(str(scheduled.get("message") or scheduled.get("reason") or ""))
-    for _, waiting in states(pod, "waiting"):
+    for waiting in waits(pod):
         if waiting.get("reason") in _STUCK:
             detail = str(waiting.get("message") or "")
             return _sentence(": ".join(filter(None, (str(waiting["reason"]), detail))))
