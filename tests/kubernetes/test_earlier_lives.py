@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -574,7 +573,8 @@ def test_a_pod_on_a_lost_machine_does_not_keep_its_name_for_ever(
         async with watched(server, job) as nodes:
             nodes.platform.launch(LaunchNode(0, 0))
             await until(lambda: POD in str(server.objects))
-        since = time.time() - pods.FORCE_AFTER + (-1.0 if late else 20.0)
+        server.ahead = 7200.0 if late else -7200.0
+        since = server.server_time() - pods.FORCE_AFTER + (-1.0 if late else 20.0)
         server.change(PODS, POD, metadata={"deletionTimestamp": times.written(since)})
         lost = uid(server)
         async with watched(server, again(server) if earlier else job) as nodes:

@@ -9,7 +9,7 @@ import pytest
 
 from dlrover.kubernetes.machine import objects
 from dlrover.kubernetes.machine.reconcile import QUICK, QUICK_ENDS
-from dlrover.kubernetes.resources import names, validation
+from dlrover.kubernetes.resources import names, times, validation
 from tests.kubernetes.manifests import job
 from tests.kubernetes.world import World, running
 
@@ -335,6 +335,18 @@ def test_a_start_that_was_not_written_down_is_remembered() -> None:
     world.settle()
     assert world.status["master"]["starts"] == 1
     assert world.status["startTime"] == world.status["master"]["lastStartTime"]
+    assert world.events.count("MasterStarted") == 2
+
+
+def test_a_master_that_was_made_late_after_its_decision_counts_once() -> None:
+    world = World()
+    world.step()
+    assert world.master is not None
+    late = times.written(world.now + 60.0)  # or by the clock of another machine
+    world.master["metadata"]["creationTimestamp"] = late
+    world.settle()
+    assert world.status["master"]["starts"] == 1
+    assert world.events.count("MasterStarted") == 1
 
 
 @pytest.mark.parametrize("label", [names.JOB_LABEL, names.ROLE_LABEL])

@@ -231,8 +231,10 @@ def variables(
     ]
 
 
-def master_pod(job: ElasticJob, image: str, memory_factor: float = 1.0) -> Manifest:
-    """Return the master's pod, from the job's role ``dlrover-master`` if present.
+def master_pod(
+    job: ElasticJob, image: str, number: int = 1, memory_factor: float = 1.0
+) -> Manifest:
+    """Return the pod of the job's master with this number, from the role ``dlrover-master`` if present.
 
     Its memory is multiplied by ``memory_factor``.
     """
@@ -260,6 +262,7 @@ def master_pod(job: ElasticJob, image: str, memory_factor: float = 1.0) -> Manif
         {"name": "dlrover-tmp", "emptyDir": {}},
     ]
     tls.give_master(spec, container, job)
+    made["metadata"]["annotations"][names.MASTER_NUMBER] = str(number)
     if memory_factor != 1.0:
         made["metadata"]["annotations"][names.MEMORY_FACTOR] = str(memory_factor)
     return made

@@ -170,6 +170,12 @@ def memory_factor(pod: Manifest) -> float:
     return _factor(pod, names.MEMORY_FACTOR)
 
 
+def number_of_master(pod: Manifest) -> int:
+    """Return which of its job's masters a pod is, from 1; 0 if it is of a release that did not say so."""
+    text = (pod["metadata"].get("annotations") or {}).get(names.MASTER_NUMBER, "")
+    return int(text) if text.isdecimal() else 0
+
+
 def cpu_factor(pod: Manifest) -> float:
     """Return a pod's CPU multiplier relative to its template."""
     return _factor(pod, names.CPU_FACTOR)

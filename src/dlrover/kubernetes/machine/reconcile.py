@@ -38,8 +38,6 @@ MOST_MEMORY = 8.0
 """Maximum memory multiplier relative to the first master."""
 QUICK_ENDS = 5
 """Consecutive short-lived masters after which another infrastructure failure within `QUICK` fails the job."""
-CREATION_SLACK = 5.0
-"""Seconds allowed between the decision to start a master and its pod's creation."""
 FOREIGN_CHECK = 5.0
 """Seconds before checking again whether another owner's pod has gone."""
 _NOT_READY = "MasterNotReady"
@@ -230,7 +228,7 @@ def _start(view: View, master_image: str, token: str) -> Decision:
             *([group] if group is not None else []),
         ),
         certificate=None if certificate is None else Certificate(certificate, tls.hosts(job)),
-        start=objects.master_pod(job, master_image, before.memory_factor),
+        start=objects.master_pod(job, master_image, number, before.memory_factor),
     )
 
 
@@ -310,11 +308,8 @@ def _patience(view: View, after: int) -> float:
 def _remembered(view: View, master: Manifest) -> Manifest:
     """Return the status fields for a master whose start was not recorded; empty if it was."""
     created = times.read(str(master["metadata"].get("creationTimestamp") or ""))
-    before = view.old.master
-    last = times.read(before.last_start_time)
-    if created is None or (last is not None and created <= last + CREATION_SLACK):
+    before, number = view.old.master, pods.number_of_master(master)
+    if created is None or number <= before.starts:
         return {}
-    started = msgspec.structs.replace(
-        before, starts=before.starts + 1, last_start_time=times.written(created)
-    )
+    started = msgspec.structs.replace(before, starts=number, last_start_time=times.written(created))
     return {"master": started, "start_time": view.old.start_time or started.last_start_time}

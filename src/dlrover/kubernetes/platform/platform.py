@@ -278,7 +278,7 @@ class KubernetesPlatform:
                 return ""
             if not pods.leaving(pod):
                 await self._client.delete(PODS, self._namespace, name, uid)  # it may save first
-            elif pods.force_after(pod, time.time()) <= 0:
+            elif pods.force_after(pod, self._client.server_time()) <= 0:
                 logger.warning(_FORCED, name)
                 await self._client.delete(PODS, self._namespace, name, uid, grace=0)
         except InfrastructureError as error:
