@@ -191,6 +191,20 @@ def test_a_master_on_a_lost_machine_is_deleted_by_force_after_its_time() -> None
     assert "deletionTimestamp" not in world.master["metadata"]
 
 
+def test_a_master_has_a_probe_unless_its_template_brings_a_command_or_a_probe() -> None:
+    def probe(**container: Any) -> Any:
+        template = {"spec": {"containers": [{"name": "main", **container}]}}
+        made = job()
+        made["spec"]["replicaSpecs"]["dlrover-master"] = {"template": template}
+        pod = objects.master_pod(validation.parse(made), "dlrover:1")
+        return pod["spec"]["containers"][0].get("livenessProbe")
+
+    assert probe()["exec"]["command"][0] == "python3"
+    assert probe(command=["dlrover", "master"]) is None
+    own = {"tcpSocket": {"port": 1}}
+    assert probe(livenessProbe=own) == own
+
+
 def test_a_master_whose_machine_does_not_answer_is_not_said_to_start() -> None:
     """Kubernetes leaves its pod there for its toleration time, minutes, and takes the condition Ready."""
     world = running()
