@@ -79,6 +79,31 @@ def test_a_job_may_be_deleted_and_made_again_at_once(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
+def test_the_operators_clock_may_be_wrong(
+    cluster: Cluster,
+    kubelet: Callable[..., Kubelet],
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: float,
+) -> None:
+    """A master has its time to end, and counts once."""
+    kubelet()
+    own = time.time
+    monkeypatch.setattr(time, "time", lambda: own() + ahead)
+    slowly = "trap 'sleep 2; exit 143' TERM; sleep 1000 & wait"
+
+    async def scenario() -> None:
+        async with cluster.operator():
+            master = cluster.submit(["sh", "-c", slowly], grace=20)
+            await cluster.until(lambda: cluster.master_ready(1))
+            cluster.plane.call("DELETE", cluster.path("pods", master))
+            await cluster.until(lambda: cluster.master_ready(2))
+        assert cluster.told["MasterStarted"] == 2
+        assert "MasterForced" not in cluster.told
+
+    asyncio.run(scenario())
+
+
 def test_a_wrong_manifest_that_a_server_lets_through_gets_a_sentence(cluster: Cluster) -> None:
     async def scenario() -> None:
         manifest = job()

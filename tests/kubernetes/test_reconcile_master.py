@@ -120,6 +120,17 @@ def test_a_lost_master_comes_back_and_its_workers_stay(code: int | None, reason:
     assert "completionTime" not in world.status
 
 
+def test_of_an_evicted_master_the_pods_reason_is_told() -> None:
+    """Its container was killed, too."""
+    world = running()
+    assert world.master is not None
+    world.end(world.master, 137, "Error")
+    low = "The node was low on resource: memory."
+    world.master["status"] |= {"reason": "Evicted", "message": low}
+    world.step()
+    assert world.status["message"] == f"The master's pod failed: Evicted: {low}"
+
+
 def memory_of(master: dict[str, Any] | None) -> tuple[str, str]:
     assert master is not None
     (container,) = master["spec"]["containers"]

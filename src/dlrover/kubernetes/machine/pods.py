@@ -158,10 +158,11 @@ def _lived(terminated: Manifest) -> float:
 def _fate(pod: Manifest, code: int | None, why: str) -> str:
     if why == "OOMKilled":
         return "The master used more memory than its limit."
-    if code is not None and code > ExitCode.SIGNAL_BASE:
+    of_pod = _status(pod).get("reason")
+    if code is not None and code > ExitCode.SIGNAL_BASE and not of_pod:
         return f"The master was killed by signal {code - ExitCode.SIGNAL_BASE}."
-    detail = str(_status(pod).get("message") or "").strip()
-    known = " ".join(part for part in (why, detail) if part)
+    detail = str(_status(pod).get("message") or "").strip().rstrip(".")
+    known = ": ".join(part for part in (of_pod or why, detail) if part)
     return f"The master's pod failed: {known or f'exit code {code}'}."
 
 
