@@ -95,6 +95,7 @@ LOSSES: list[tuple[int | None, str]] = [
     (137, "Error"),
     (143, "Error"),
     (139, "Error"),
+    (70, "Error"),
     (None, "Evicted"),
     (None, "NodeLost"),
     (None, ""),
@@ -268,7 +269,8 @@ def test_a_master_comes_back_at_once_though_the_clock_was_set_back() -> None:
     assert (world.status["master"]["starts"], world.status["phase"]) == (2, "Restarting")
 
 
-def test_a_master_that_cannot_work_yet_is_tried_some_times_before_the_job_fails() -> None:
+@pytest.mark.parametrize("code", [3, 70])
+def test_a_master_that_cannot_work_yet_is_tried_some_times_before_the_job_fails(code: int) -> None:
     world = World()
     tries = 0
     while "completionTime" not in world.status:
@@ -280,7 +282,7 @@ def test_a_master_that_cannot_work_yet_is_tried_some_times_before_the_job_fails(
         if world.status.get("completionTime"):
             break
         tries += 1
-        world.end(world.master, 3, ran=QUICK - 1)
+        world.end(world.master, code, ran=QUICK - 1)
         world.step()
     assert tries == QUICK_ENDS + 1
     assert world.status["phase"] == "Failed"

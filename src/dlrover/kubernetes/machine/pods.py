@@ -12,6 +12,7 @@ from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ReplicaStat
 _DECISIVE = {
     ExitCode.USER_CODE: ("UserCode", "The training program failed"),
     ExitCode.USAGE: ("Usage", "An option, a file or a setting is invalid"),
+    ExitCode.INTERNAL: ("Infrastructure", "The master ended before its job"),
     ExitCode.INFRASTRUCTURE: ("Infrastructure", "The infrastructure failed"),
     ExitCode.NO_PROGRESS: ("NoProgress", "Restarts no longer lead to new steps"),
     ExitCode.STOPPED: ("Stopped", "The job was stopped"),
@@ -34,6 +35,8 @@ class End:
     message: str
     lived: float = 0.0
     """Seconds that it ran; 0 if unknown."""
+    of_job: bool = True
+    """False if a master ended although its job had not."""
 
 
 def name(pod: Manifest) -> str:
@@ -138,8 +141,14 @@ def end_of_master(pod: Manifest) -> End:
     if why != "OOMKilled" and code in list(_DECISIVE):
         reason, what = _DECISIVE[ExitCode(code)]
         what = f"{what}: {said}" if said else f"{what}."
-        lived = _lived(terminated)
-        return End(final=True, succeeded=False, reason=reason, message=what, lived=lived)
+        return End(
+            final=True,
+            succeeded=False,
+            reason=reason,
+            message=what,
+            lived=_lived(terminated),
+            of_job=code != ExitCode.INTERNAL,
+        )
     return End(final=False, succeeded=False, reason=why or "Lost", message=_fate(pod, code, why))
 
 

@@ -46,12 +46,16 @@ def waiting_for(machine: JobMachine, now: float) -> str:
 def too_few(machine: JobMachine) -> str:
     """Return why a round failed that did not get enough nodes in time."""
     rdzv, limit = machine.rendezvous, machine.job.limits.join_timeout
-    there, least = f"{len(rdzv.offers)}", f"{rdzv.least.nodes} nodes"
+    why = _obstacle(machine)
     if rdzv.most.servers:
         there, least = rdzv.joined.by_role(), rdzv.least.by_role()
+        return (
+            f"only {there} of at least {least} joined round {rdzv.round} within {limit:g} s "
+            f"(join_timeout).{why}"
+        )
     return (
-        f"only {there} of at least {least} joined round {rdzv.round} within {limit:g} s (join_timeout)."
-        f"{_obstacle(machine)}"
+        f"only {len(rdzv.offers)} of at least {rdzv.least.nodes} nodes joined round {rdzv.round} within "
+        f"{limit:g} s (join_timeout).{why}"
     )
 
 
