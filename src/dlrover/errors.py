@@ -58,6 +58,8 @@ class ExitCode(enum.IntEnum):
     """A user stopped the job with ``dlrover stop``."""
     NOT_MET = 6
     """The job succeeded, but an assertion of ``dlrover chaos`` does not hold."""
+    INTERNAL = 70
+    """The master in a pod ended before its job did, by an unexpected error; another one takes over."""
     SIGNAL_BASE = 128
     """128 + n: signal n ended ``dlrover-run``."""
 

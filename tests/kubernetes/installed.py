@@ -85,12 +85,12 @@ class Cluster:
         found: list[dict[str, Any]] = self.plane.call("GET", self.path(plural))["items"]
         return found
 
-    def submit(self, command: list[str], **spec: Any) -> str:
+    def submit(self, command: list[str], grace: int = 1, **spec: Any) -> str:
         """Create a job whose master runs ``command``; the name of the master's pod."""
         manifest = job(**spec)
         manifest["metadata"] = {"name": "digits"}
         container = {"name": "main", "command": command}
-        template = {"spec": {"containers": [container], "terminationGracePeriodSeconds": 1}}
+        template = {"spec": {"containers": [container], "terminationGracePeriodSeconds": grace}}
         manifest["spec"]["replicaSpecs"]["dlrover-master"] = {"template": template}
         self.create(manifest)
         return names.master_name("digits")

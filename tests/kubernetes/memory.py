@@ -23,6 +23,7 @@ class MemoryServer(Client):
     def __init__(self) -> None:
         self.namespace = "default"
         self.now = START
+        self.ahead = 0.0
         self.objects: dict[str, Manifest] = {}
         self.calls: list[tuple[str, str]] = []
         """The method and the path of each call."""

@@ -199,6 +199,33 @@ def test_what_may_pass_is_tried_again(answer: tuple[int, str] | None) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("date", "ahead"),
+    [
+        ("Tue, 01 Jan 2030 00:00:00 GMT", 1893456000.0 - 1893459600.0),
+        ("Tue, 01 Jan 2030 00:59:57 GMT", 0.0),
+        ("Tue, 01 Jan 2030 02:00:00 GMT", 3600.0),
+        ("no date", 0.0),
+        ("Tue, 01 Jan 999999 00:00:00 GMT", 0.0),
+    ],
+)
+def test_the_servers_clock_is_known_from_its_answers(
+    date: str, ahead: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = 1893459600.0
+    monkeypatch.setattr(api.time, "time", lambda: own)
+    server = Server((200, f"Date: {date}\r\n"))
+
+    async def story() -> None:
+        async with server.client() as client:
+            assert client.server_time() == own
+            await client.get(PODS, "n", "x")
+            assert client.server_time() == own + ahead
+
+    asyncio.run(story())
+
+
+@pytest.mark.slow
 def test_a_token_that_is_refused_is_read_again() -> None:
     server = Server((401, ""), (200, ""))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -469,13 +468,26 @@ class Nodes:
 
     def __init__(self, server: MemoryServer, job: ElasticJob) -> None:
         self.exits: dict[int, str] = {}
-        self.platform = KubernetesPlatform(server, job, "m:1", self._ended, lambda *_: None)
+        self.waits: list[str] = []
+        self.removed: list[int] = []
+        self.platform = KubernetesPlatform(server, job, "m:1", self._ended, self._waits)
 
     def _ended(
-        self, node_id: int, reason: str, /, *, exit_code: int = 0, refused: bool = False
+        self,
+        node_id: int,
+        reason: str,
+        /,
+        *,
+        exit_code: int = 0,
+        refused: bool = False,
+        removed: bool = False,
     ) -> None:
         assert node_id not in self.exits, "reported once"
         self.exits[node_id] = reason
+        self.removed += [node_id] if removed else []
+
+    def _waits(self, _node_id: int, reason: str) -> None:
+        self.waits += [reason] if reason else []
 
 
 @contextlib.asynccontextmanager
@@ -561,7 +573,8 @@ def test_a_pod_on_a_lost_machine_does_not_keep_its_name_for_ever(
         async with watched(server, job) as nodes:
             nodes.platform.launch(LaunchNode(0, 0))
             await until(lambda: POD in str(server.objects))
-        since = time.time() - pods.FORCE_AFTER + (-1.0 if late else 20.0)
+        server.ahead = 7200.0 if late else -7200.0
+        since = server.server_time() - pods.FORCE_AFTER + (-1.0 if late else 20.0)
         server.change(PODS, POD, metadata={"deletionTimestamp": times.written(since)})
         lost = uid(server)
         async with watched(server, again(server) if earlier else job) as nodes:
@@ -758,5 +771,54 @@ def test_a_lease_is_given_back_though_a_renewal_is_under_way() -> None:
         server.before = renewed
         await leader.release()
         assert server.there(LEASES, "lease")["spec"]["holderIdentity"] == ""
+
+    asyncio.run(story())
+
+
+def test_pods_that_the_cluster_removes_at_once_are_made_ever_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    delays = [0.0, 0.0, 0.005, 0.01, 0.02]
+    monkeypatch.setattr(platform, "delay", delays.__getitem__)
+    rejected = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "No device."}
+
+    async def story() -> None:
+        server = MemoryServer()
+        async with watched(server, submit(server)) as nodes:
+            for number in range(4):
+                nodes.platform.launch(LaunchNode(number, 0))
+                name = f"digits-edljob-worker-{number}"
+                await until(lambda name=name: name in str(server.objects))
+                server.change(PODS, name, status=rejected)
+                await until(lambda number=number: number in nodes.exits)
+            nodes.platform.launch(LaunchNode(9, 1))
+            await until(lambda: "digits-edljob-worker-9" in str(server.objects))
+            assert nodes.removed == [0, 1, 2, 3]
+            why = "its pod failed: UnexpectedAdmissionError: No device"
+            assert nodes.waits == [
+                f"it is made after {delays[count]} s: {count} pods in its place were removed at once, the last one "
+                f"because {why}"
+                for count in (2, 3)
+            ]
+
+    asyncio.run(story())
+
+
+def test_a_pod_that_ends_by_itself_lets_the_count_of_removed_ones_begin_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(platform, "delay", {0: 0.0, 1: 0.0}.__getitem__)
+    evicted = {"phase": "Failed", "reason": "Evicted", "message": "Low on resource: memory."}
+
+    async def story() -> None:
+        server = MemoryServer()
+        async with watched(server, submit(server)) as nodes:
+            for number, end in enumerate([evicted, FAILED, evicted, FAILED, evicted, FAILED]):
+                nodes.platform.launch(LaunchNode(number, 0))
+                name = f"digits-edljob-worker-{number}"
+                await until(lambda name=name: name in str(server.objects))
+                server.change(PODS, name, status=end)
+                await until(lambda number=number: number in nodes.exits)
+            assert nodes.removed == [0, 2, 4]
 
     asyncio.run(story())

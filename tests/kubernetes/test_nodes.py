@@ -244,6 +244,38 @@ def test_how_a_pod_ended_is_told(pod: dict[str, Any], said: str) -> None:
     assert nodes.ending(pod) == said
 
 
+DISRUPTED = {"conditions": [{"type": "DisruptionTarget", "status": "True"}]}
+LOW = "The node was low on resource: memory. Container main was using 5Gi, which exceeds its request of 1Gi."
+FULL = "Container main exceeded its local ephemeral storage limit 1Gi."
+
+
+@pytest.mark.parametrize(
+    ("pod", "removed"),
+    [
+        (pod_with({"phase": "Running"}), False),
+        (pod_with({"phase": "Running"}, deletionTimestamp="now"), True),
+        (pod_with(terminated(143) | DISRUPTED), True),
+        (pod_with({"phase": "Failed", "reason": "UnexpectedAdmissionError"}), True),
+        (pod_with(terminated(143) | {"reason": "Terminated"}), True),
+        (pod_with(terminated(137) | {"reason": "Evicted", "message": LOW}), True),
+        (pod_with(terminated(137) | {"reason": "Evicted", "message": FULL}), False),
+        (pod_with(terminated(137, "OOMKilled")), False),
+        (pod_with(terminated(2)), False),
+        (pod_with({"phase": "Succeeded"}), False),
+    ],
+)
+def test_whether_the_cluster_ended_a_pod(pod: dict[str, Any], removed: bool) -> None:
+    assert nodes.removed(pod | {"spec": {"containers": [{"name": "main"}]}}) is removed
+
+
+@pytest.mark.parametrize("kind", ["initContainerStatuses", "containerStatuses"])
+def test_a_pod_whose_image_has_no_name_that_can_be_is_impossible(kind: str) -> None:
+    wrong = {"waiting": {"reason": "InvalidImageName", "message": "Failed to parse a:b:c."}}
+    pod = pod_with({"phase": "Pending", kind: [{"name": "main", "state": wrong}]})
+    expected = "its pod cannot start: InvalidImageName: Failed to parse a:b:c"
+    assert nodes.impossible(pod) == expected
+
+
 def test_the_main_container_says_how_its_pod_ended() -> None:
     ends = {"a-proxy": 2, "main": 1}
     pod = {

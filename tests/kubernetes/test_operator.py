@@ -79,6 +79,51 @@ def test_a_job_may_be_deleted_and_made_again_at_once(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
+def test_the_operators_clock_may_be_wrong(
+    cluster: Cluster,
+    kubelet: Callable[..., Kubelet],
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: float,
+) -> None:
+    """A master has its time to end, and counts once."""
+    kubelet()
+    own = time.time
+    monkeypatch.setattr(time, "time", lambda: own() + ahead)
+    slowly = "trap 'sleep 2; exit 143' TERM; sleep 1000 & wait"
+
+    async def scenario() -> None:
+        async with cluster.operator():
+            master = cluster.submit(["sh", "-c", slowly], grace=20)
+            await cluster.until(lambda: cluster.master_ready(1))
+            cluster.plane.call("DELETE", cluster.path("pods", master))
+            await cluster.until(lambda: cluster.master_ready(2))
+        assert cluster.told["MasterStarted"] == 2
+        assert "MasterForced" not in cluster.told
+
+    asyncio.run(scenario())
+
+
+def test_an_unexpected_error_of_a_master_is_not_the_end_of_its_job(
+    cluster: Cluster, kubelet: Callable[..., Kubelet]
+) -> None:
+    """Python's own exit code would blame the training program."""
+    kubelet()
+    damage = "mkdir ../once && mkdir -p $DLROVER_JOB_DIR/events.jsonl"  # of the first pod
+    container = {"name": "main", "image": "train:1", "command": SLEEP}
+    worker = {"template": {"spec": {"containers": [container]}}}
+    serve = "exec dlrover master --platform kubernetes --port 50001"
+
+    async def scenario() -> None:
+        async with cluster.operator():
+            cluster.submit(["sh", "-c", f"{damage}; {serve}"], replicaSpecs={"worker": worker})
+            await cluster.until(lambda: cluster.master_ready(2), timeout=60)
+            messages = [one["message"] for one in cluster.list("events")]
+            assert any("ended before its job: IsADirectoryError" in one for one in messages)
+
+    asyncio.run(scenario())
+
+
 def test_a_wrong_manifest_that_a_server_lets_through_gets_a_sentence(cluster: Cluster) -> None:
     async def scenario() -> None:
         manifest = job()

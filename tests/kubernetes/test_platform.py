@@ -59,6 +59,7 @@ class Nodes:
         self.exits: dict[int, str] = {}
         self.codes: dict[int, int] = {}
         self.refused: set[int] = set()
+        self.removed: set[int] = set()
         self.waits: dict[int, str] = {}
 
     @contextlib.asynccontextmanager
@@ -73,13 +74,22 @@ class Nodes:
             await one.close()
 
     def _ended(
-        self, node_id: int, reason: str, /, *, exit_code: int = 0, refused: bool = False
+        self,
+        node_id: int,
+        reason: str,
+        /,
+        *,
+        exit_code: int = 0,
+        refused: bool = False,
+        removed: bool = False,
     ) -> None:
         assert node_id not in self.exits, "reported once"
         self.exits[node_id] = reason
         self.codes[node_id] = exit_code
         if refused:
             self.refused.add(node_id)
+        if removed:
+            self.removed.add(node_id)
 
     def pods(self) -> dict[str, dict[str, Any]]:
         path = f"/api/v1/namespaces/{self.namespace}/pods"
@@ -159,6 +169,7 @@ def test_why_a_node_was_lost_is_told(
                 kubelets.kill(name, "OOMKilled" if how == "oom" else "")
             await here.until(lambda: here.exits)
             assert here.exits == {0: reason}
+            assert here.removed == ({0} if how in ("delete", "force", "evict") else set())
 
     asyncio.run(story())
 

@@ -95,6 +95,14 @@ def test_a_pod_that_cannot_be_placed_is_explained() -> None:
     world.settle()
     expected = "Pod digits-edljob-worker-2 waits: ImagePullBackOff: Back-off pulling image."
     assert world.status["message"] == expected
+    preparing = {"waiting": {"reason": "PodInitializing"}}
+    waiting["status"] = {
+        "phase": "Pending",
+        "initContainerStatuses": [{"state": stuck}],
+        "containerStatuses": [{"state": preparing}],
+    }
+    world.settle()
+    assert world.status["message"] == expected
 
 
 def test_a_condition_keeps_the_time_of_its_last_change() -> None:

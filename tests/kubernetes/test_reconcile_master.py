@@ -9,7 +9,7 @@ import pytest
 
 from dlrover.kubernetes.machine import objects
 from dlrover.kubernetes.machine.reconcile import QUICK, QUICK_ENDS
-from dlrover.kubernetes.resources import names, validation
+from dlrover.kubernetes.resources import names, times, validation
 from tests.kubernetes.manifests import job
 from tests.kubernetes.world import World, running
 
@@ -95,6 +95,7 @@ LOSSES: list[tuple[int | None, str]] = [
     (137, "Error"),
     (143, "Error"),
     (139, "Error"),
+    (70, "Error"),
     (None, "Evicted"),
     (None, "NodeLost"),
     (None, ""),
@@ -118,6 +119,17 @@ def test_a_lost_master_comes_back_and_its_workers_stay(code: int | None, reason:
     world.settle()
     assert world.status["phase"] == "Running"
     assert "completionTime" not in world.status
+
+
+def test_of_an_evicted_master_the_pods_reason_is_told() -> None:
+    """Its container was killed, too."""
+    world = running()
+    assert world.master is not None
+    world.end(world.master, 137, "Error")
+    low = "The node was low on resource: memory."
+    world.master["status"] |= {"reason": "Evicted", "message": low}
+    world.step()
+    assert world.status["message"] == f"The master's pod failed: Evicted: {low}"
 
 
 def memory_of(master: dict[str, Any] | None) -> tuple[str, str]:
@@ -191,6 +203,20 @@ def test_a_master_on_a_lost_machine_is_deleted_by_force_after_its_time() -> None
     assert "deletionTimestamp" not in world.master["metadata"]
 
 
+def test_a_master_has_a_probe_unless_its_template_brings_a_command_or_a_probe() -> None:
+    def probe(**container: Any) -> Any:
+        template = {"spec": {"containers": [{"name": "main", **container}]}}
+        made = job()
+        made["spec"]["replicaSpecs"]["dlrover-master"] = {"template": template}
+        pod = objects.master_pod(validation.parse(made), "dlrover:1")
+        return pod["spec"]["containers"][0].get("livenessProbe")
+
+    assert probe()["exec"]["command"][0] == "python3"
+    assert probe(command=["dlrover", "master"]) is None
+    own = {"tcpSocket": {"port": 1}}
+    assert probe(livenessProbe=own) == own
+
+
 def test_a_master_whose_machine_does_not_answer_is_not_said_to_start() -> None:
     """Kubernetes leaves its pod there for its toleration time, minutes, and takes the condition Ready."""
     world = running()
@@ -243,7 +269,8 @@ def test_a_master_comes_back_at_once_though_the_clock_was_set_back() -> None:
     assert (world.status["master"]["starts"], world.status["phase"]) == (2, "Restarting")
 
 
-def test_a_master_that_cannot_work_yet_is_tried_some_times_before_the_job_fails() -> None:
+@pytest.mark.parametrize("code", [3, 70])
+def test_a_master_that_cannot_work_yet_is_tried_some_times_before_the_job_fails(code: int) -> None:
     world = World()
     tries = 0
     while "completionTime" not in world.status:
@@ -255,7 +282,7 @@ def test_a_master_that_cannot_work_yet_is_tried_some_times_before_the_job_fails(
         if world.status.get("completionTime"):
             break
         tries += 1
-        world.end(world.master, 3, ran=QUICK - 1)
+        world.end(world.master, code, ran=QUICK - 1)
         world.step()
     assert tries == QUICK_ENDS + 1
     assert world.status["phase"] == "Failed"
@@ -335,6 +362,18 @@ def test_a_start_that_was_not_written_down_is_remembered() -> None:
     world.settle()
     assert world.status["master"]["starts"] == 1
     assert world.status["startTime"] == world.status["master"]["lastStartTime"]
+    assert world.events.count("MasterStarted") == 2
+
+
+def test_a_master_that_was_made_late_after_its_decision_counts_once() -> None:
+    world = World()
+    world.step()
+    assert world.master is not None
+    late = times.written(world.now + 60.0)  # or by the clock of another machine
+    world.master["metadata"]["creationTimestamp"] = late
+    world.settle()
+    assert world.status["master"]["starts"] == 1
+    assert world.events.count("MasterStarted") == 1
 
 
 @pytest.mark.parametrize("label", [names.JOB_LABEL, names.ROLE_LABEL])

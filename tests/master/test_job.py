@@ -107,6 +107,18 @@ def test_a_round_that_lacks_nodes_expires_and_says_so():
     )
 
 
+def test_a_round_that_lacks_nodes_names_what_keeps_one_from_starting():
+    job = JobDriver(2, 2, managed_nodes=2)
+    job.connect(0, claims=0)
+    job.join(0)
+    job.give(events.NodeWaits(1, "Pod digits-1 waits: ImagePullBackOff: Back-off pulling image."))
+    end = job.give(DeadlinePassed(), at=600.0)[-1]
+    assert end.outcome.reason == (
+        "only 1 of at least 2 nodes joined round 1 within 600 s (join_timeout). "
+        "Node 1: Pod digits-1 waits: ImagePullBackOff: Back-off pulling image."
+    )
+
+
 def test_a_node_that_joins_a_moment_too_late_is_called_and_taken_in():
     job = JobDriver.running(2)
     job.connect(2)

@@ -201,6 +201,15 @@ def test_nodes_that_cannot_be_started_end_the_job():
     )
 
 
+def test_nodes_that_something_else_ends_before_they_join_do_not_end_the_job():
+    job = JobDriver(1, 1, managed_nodes=1)
+    for node in range(9):
+        preempted = NodeExited(node, "its pod was deleted: PreemptionByScheduler", removed=True)
+        assert job.give(preempted) == [LaunchNode(node + 1, 0)]
+    late = job.give(DeadlinePassed(), at=700.0)[-1].outcome
+    assert late.exit_code == ExitCode.INFRASTRUCTURE
+
+
 def test_a_node_that_has_run_lets_the_attempts_begin_anew():
     job = JobDriver(1, 1, managed_nodes=1)
     for attempt in range(3):

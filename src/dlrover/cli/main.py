@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 import secrets
 import signal
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -30,6 +33,8 @@ from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.node import WORKER
 from dlrover.spec.words import printable_lines
+
+logger = logging.getLogger(__name__)
 
 PROG = "dlrover"
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
@@ -321,7 +326,6 @@ def master(  # noqa: PLR0913 - each is an option of the command
     the job is the ElasticJob that DLROVER_KUBERNETES_JOB names, and the master makes its pods.
     """
     from dlrover.master.app import main as run_master  # noqa: PLC0415 - loads grpc
-    from dlrover.master.files import read_outcome  # noqa: PLC0415
 
     env = config.environ()
     settings = config.settings(env, config_file, parse_rdzv_conf(rdzv_conf))
@@ -364,12 +368,28 @@ def master(  # noqa: PLR0913 - each is an option of the command
             print(f"The token is in {directory.token}; give it to the nodes as DLROVER_TOKEN.")
         sys.stdout.flush()
         signal.signal(signal.SIGTERM, procs.leave)
-        log = ["--stderr"] if platform else []  # a pod's log is what its users see
-        code = run_master(["--job-dir", str(directory.path), *log])
-    outcome = read_outcome(directory.outcome) if platform else None
-    if outcome is not None:
-        print(outcome.reason, file=sys.stderr)  # the end of the pod's log
-    raise typer.Exit(code)
+        run = _run_in_pod if platform else run_master
+        raise typer.Exit(run(["--job-dir", str(directory.path)]))
+
+
+def _run_in_pod(arguments: Sequence[str]) -> int:
+    """Run a master in its pod; return the exit code, by which the operator learns whether and how the job ended.
+
+    An unexpected error must not count as one of the program, as by Python's own exit code.
+    """
+    from dlrover.master.app import main as run_master  # noqa: PLC0415 - loads grpc
+    from dlrover.master.files import read_outcome  # noqa: PLC0415
+
+    try:
+        code = run_master([*arguments, "--stderr"])  # a pod's log is what its users see
+    except Exception:
+        logger.exception("The master ends")
+        code = ExitCode.INFRASTRUCTURE
+    outcome = read_outcome(JobDir(Path(arguments[-1])).outcome)
+    if outcome is None:
+        return ExitCode.INTERNAL if code == ExitCode.INFRASTRUCTURE else code
+    print(outcome.reason, file=sys.stderr)  # the end of the pod's log
+    return outcome.exit_code
 
 
 def _version(show: bool) -> None:

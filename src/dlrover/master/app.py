@@ -26,6 +26,7 @@ from dlrover.errors import (
     FormatError,
     InfrastructureError,
 )
+from dlrover.master import liveness
 from dlrover.master.files import load_config, read_token
 from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import DEFAULT, Journal, open_journal
@@ -205,7 +206,8 @@ async def _serve(
             job = await brain.first(job)
     master.begin(job, str(job_dir.path), platform)
     try:
-        outcome = await _until_ended(master, job_dir, orphaned)
+        async with liveness.answering(port):
+            outcome = await _until_ended(master, job_dir, orphaned)
         if outcome is None:
             return ExitCode.INFRASTRUCTURE
         if brain is not None:

@@ -82,10 +82,17 @@ class PlatformSide:
                 self._platform.kill(node.handle)
 
     def on_node_exit(
-        self, node_id: int, reason: str, /, *, exit_code: int = 0, refused: bool = False
+        self,
+        node_id: int,
+        reason: str,
+        /,
+        *,
+        exit_code: int = 0,
+        refused: bool = False,
+        removed: bool = False,
     ) -> None:
         """Process the platform's report of a node's end."""
-        self._report(inputs.NodeExited(node_id, reason, exit_code, refused))
+        self._report(inputs.NodeExited(node_id, reason, exit_code, refused, removed))
 
     def on_node_wait(self, node_id: int, reason: str) -> None:
         """Process the platform's report of what keeps a node from starting; empty: nothing any more."""

@@ -16,9 +16,20 @@ class OnExit(Protocol):
     """Callback for a node's end, with the node's id and the reason in words."""
 
     def __call__(
-        self, node_id: int, reason: str, /, *, exit_code: int = 0, refused: bool = False
+        self,
+        node_id: int,
+        reason: str,
+        /,
+        *,
+        exit_code: int = 0,
+        refused: bool = False,
+        removed: bool = False,
     ) -> None:
-        """Report the end. ``exit_code``: the agent's, if known; ``refused``: the node can never start."""
+        """Report the end.
+
+        ``exit_code``: the agent's, if known; ``refused``: the node can never start; ``removed``: something else ended
+        the node, such as a preemption.
+        """
 
 
 OnWait = Callable[[int, str], None]

@@ -23,6 +23,11 @@ OUTCOME_ROOM = 256 * 1024
 """Bytes reserved for an outcome: more than the longest texts of a failure take."""
 
 
+def liveness_socket(port: int) -> str:
+    """Return the abstract Unix socket, without a file, at which the master on a port shows that it runs."""
+    return f"\0dlrover-master-{port}"
+
+
 class JobDir:
     """Paths in the job directory at ``path``. Creates and reads nothing."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import email.utils
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,6 +46,8 @@ LOG_SILENCE = 300.0
 """Seconds without a new line after which a followed log ends, so that a lost connection is noticed."""
 PAGE = 500
 """Objects per page of a list."""
+CLOCK_NOISE = 5.0
+"""Seconds by which an answer's date may differ from this machine's clock that agrees with the server's."""
 CONNECTIONS = 64
 """Maximum concurrent connections to the server; each watch holds one."""
 
@@ -152,6 +155,8 @@ class Client:
         self.on_call: Callable[[str, str], None] = lambda _method, _code: None
         """Callback after each attempt at a call, with its method (including ``WATCH``) and the HTTP status,
         which is empty without a response."""
+        self.ahead = 0.0
+        """Seconds by which the server's clock is ahead of this machine's."""
         self._access = access
         self._http = httpx2.AsyncClient(
             base_url=access.server,
@@ -169,6 +174,10 @@ class Client:
             ConfigurationError: there is no access to a server.
         """
         return cls(find_access(kubeconfig))
+
+    def server_time(self) -> float:
+        """Return the time by the server's clock, which sets the times of objects, in seconds since 1970."""
+        return time.time() + self.ahead
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Manifest:
         """Return one object.
@@ -472,9 +481,15 @@ class Client:
                 method, path, params=query, headers=headers, content=content
             )
             self.on_call(method, str(answer.status_code))
+            self._compare_clocks(answer.headers.get("Date", ""))
             if answer.status_code >= 400:
                 raise _error(answer)
             return _decode(answer.content)
+
+    def _compare_clocks(self, date: str) -> None:
+        with contextlib.suppress(ValueError, OverflowError):
+            ahead = email.utils.parsedate_to_datetime(date).timestamp() - time.time()
+            self.ahead = ahead if abs(ahead) > CLOCK_NOISE else 0.0
 
     async def _headers(self) -> dict[str, str]:
         token = self._access.token.current()

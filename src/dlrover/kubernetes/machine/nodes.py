@@ -238,9 +238,24 @@ def exit_code(obj: Manifest) -> int:
     return 0
 
 
+def removed(obj: Manifest) -> bool:
+    """Return whether the cluster ended a pod: it was deleted, preempted, evicted, or refused by its machine.
+
+    A pod that is evicted because it exceeds its own limit of storage is not.
+    """
+    if pods.condition(obj, "DisruptionTarget").get("status") == "True":
+        return True
+    status = obj.get("status") or {}
+    if not pods.finished(obj):
+        return pods.leaving(obj)
+    said = str(status.get("message") or "")
+    own = status.get("reason") == "Evicted" and "exceed" in said and "low on resource" not in said
+    return bool(status.get("reason")) and not own
+
+
 def impossible(obj: Manifest) -> str:
     """Return why a pod can never start on any machine; empty if it can."""
-    for _, waiting in pods.states(obj, "waiting"):
+    for waiting in pods.waits(obj):
         if waiting.get("reason") == "InvalidImageName":
             return _words("its pod cannot start", waiting)
     return ""

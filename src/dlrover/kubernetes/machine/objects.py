@@ -10,9 +10,12 @@ from typing import Any
 from dlrover.kubernetes.machine import podgroups, tls
 from dlrover.kubernetes.resources import commands, names, quantities as resources
 from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ReplicaSpec
+from dlrover.spec.jobdir import liveness_socket
 
 HOME = "/var/lib/dlrover"
 """Where the master keeps the job's directory: an empty volume per pod, or the volume of ``journalClaim``."""
+PROBE_TIMEOUT = 10
+"""Seconds that a master has for its sign of life."""
 USER = 65532
 """User and group id of the master, as in distroless images."""
 
@@ -231,8 +234,10 @@ def variables(
     ]
 
 
-def master_pod(job: ElasticJob, image: str, memory_factor: float = 1.0) -> Manifest:
-    """Return the master's pod, from the job's role ``dlrover-master`` if present.
+def master_pod(
+    job: ElasticJob, image: str, number: int = 1, memory_factor: float = 1.0
+) -> Manifest:
+    """Return the pod of the job's master with this number, from the role ``dlrover-master`` if present.
 
     Its memory is multiplied by ``memory_factor``.
     """
@@ -260,6 +265,7 @@ def master_pod(job: ElasticJob, image: str, memory_factor: float = 1.0) -> Manif
         {"name": "dlrover-tmp", "emptyDir": {}},
     ]
     tls.give_master(spec, container, job)
+    made["metadata"]["annotations"][names.MASTER_NUMBER] = str(number)
     if memory_factor != 1.0:
         made["metadata"]["annotations"][names.MEMORY_FACTOR] = str(memory_factor)
     return made
@@ -269,8 +275,10 @@ def _complete(container: Manifest, job: ElasticJob, image: str) -> None:
     """Fill in what the template of the master's container leaves out."""
     container.setdefault("name", "main")
     container["image"] = job.spec.master.image or container.get("image") or image
-    command = ["dlrover", "master", "--platform", "kubernetes", "--port", str(names.MASTER_PORT)]
-    container.setdefault("command", command)
+    if "command" not in container:
+        port = str(names.MASTER_PORT)
+        container["command"] = ["dlrover", "master", "--platform", "kubernetes", "--port", port]
+        container.setdefault("livenessProbe", liveness_probe(names.MASTER_PORT))
     container["env"] = [*(container.get("env") or []), *_environment(job)]
     container["ports"] = [
         *(container.get("ports") or []),
@@ -297,6 +305,32 @@ def _complete(container: Manifest, job: ElasticJob, image: str) -> None:
             "capabilities": {"drop": ["ALL"]},
         },
     )
+
+
+def liveness_probe(port: int) -> Manifest:
+    """Return the probe that ends a master on ``port`` once it has stood still for five minutes.
+
+    A busy one answers in time. A socket that is not there says nothing: the master may wait for the API server, be of a
+    release without one, or run where none is allowed.
+    """
+    code = (
+        "import socket, sys\n"
+        "alive = socket.socket(socket.AF_UNIX)\n"
+        f"alive.settimeout({PROBE_TIMEOUT})\n"
+        "try:\n"
+        f"    alive.connect({liveness_socket(port)!r})\n"
+        "except (TimeoutError, BlockingIOError):\n"
+        "    raise\n"
+        "except OSError:\n"
+        "    sys.exit()\n"
+        "alive.recv(1)\n"
+    )
+    return {
+        "exec": {"command": ["python3", "-ISc", code]},
+        "periodSeconds": 30,
+        "timeoutSeconds": 2 * PROBE_TIMEOUT,  # a process has to start, too
+        "failureThreshold": 10,
+    }
 
 
 def _environment(job: ElasticJob) -> list[Manifest]:

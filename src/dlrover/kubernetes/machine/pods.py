@@ -12,7 +12,8 @@ from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ReplicaStat
 _DECISIVE = {
     ExitCode.USER_CODE: ("UserCode", "The training program failed"),
     ExitCode.USAGE: ("Usage", "An option, a file or a setting is invalid"),
-    ExitCode.INFRASTRUCTURE: ("Infrastructure", "No restarts are left for failed machines"),
+    ExitCode.INTERNAL: ("Infrastructure", "The master ended before its job"),
+    ExitCode.INFRASTRUCTURE: ("Infrastructure", "The infrastructure failed"),
     ExitCode.NO_PROGRESS: ("NoProgress", "Restarts no longer lead to new steps"),
     ExitCode.STOPPED: ("Stopped", "The job was stopped"),
 }
@@ -34,6 +35,8 @@ class End:
     message: str
     lived: float = 0.0
     """Seconds that it ran; 0 if unknown."""
+    of_job: bool = True
+    """False if a master ended although its job had not."""
 
 
 def name(pod: Manifest) -> str:
@@ -90,12 +93,21 @@ def condition(pod: Manifest, kind: str) -> Manifest:
     return next((one for one in conditions if one.get("type") == kind), {})
 
 
-def states(pod: Manifest, kind: str) -> Iterator[tuple[str, Manifest]]:
+def states(
+    pod: Manifest, kind: str, among: str = "containerStatuses"
+) -> Iterator[tuple[str, Manifest]]:
     """Yield the containers in the state ``waiting`` or ``terminated``: name and details."""
-    for container in _status(pod).get("containerStatuses") or ():
+    for container in _status(pod).get(among) or ():
         details = (container.get("state") or {}).get(kind)
         if details:
             yield container.get("name", ""), details
+
+
+def waits(pod: Manifest) -> Iterator[Manifest]:
+    """Yield why containers wait, in the order in which they start: the first ones prepare the pod."""
+    for among in ("initContainerStatuses", "containerStatuses"):
+        for _, details in states(pod, "waiting", among):
+            yield details
 
 
 def owned(pod: Manifest, uid: str) -> bool:
@@ -129,8 +141,14 @@ def end_of_master(pod: Manifest) -> End:
     if why != "OOMKilled" and code in list(_DECISIVE):
         reason, what = _DECISIVE[ExitCode(code)]
         what = f"{what}: {said}" if said else f"{what}."
-        lived = _lived(terminated)
-        return End(final=True, succeeded=False, reason=reason, message=what, lived=lived)
+        return End(
+            final=True,
+            succeeded=False,
+            reason=reason,
+            message=what,
+            lived=_lived(terminated),
+            of_job=code != ExitCode.INTERNAL,
+        )
     return End(final=False, succeeded=False, reason=why or "Lost", message=_fate(pod, code, why))
 
 
@@ -149,16 +167,23 @@ def _lived(terminated: Manifest) -> float:
 def _fate(pod: Manifest, code: int | None, why: str) -> str:
     if why == "OOMKilled":
         return "The master used more memory than its limit."
-    if code is not None and code > ExitCode.SIGNAL_BASE:
+    of_pod = _status(pod).get("reason")
+    if code is not None and code > ExitCode.SIGNAL_BASE and not of_pod:
         return f"The master was killed by signal {code - ExitCode.SIGNAL_BASE}."
-    detail = str(_status(pod).get("message") or "").strip()
-    known = " ".join(part for part in (why, detail) if part)
+    detail = str(_status(pod).get("message") or "").strip().rstrip(".")
+    known = ": ".join(part for part in (of_pod or why, detail) if part)
     return f"The master's pod failed: {known or f'exit code {code}'}."
 
 
 def memory_factor(pod: Manifest) -> float:
     """Return a pod's memory multiplier relative to its template; for a master, to the job's first master."""
     return _factor(pod, names.MEMORY_FACTOR)
+
+
+def number_of_master(pod: Manifest) -> int:
+    """Return which of its job's masters a pod is, from 1; 0 if it is of a release that did not say so."""
+    text = (pod["metadata"].get("annotations") or {}).get(names.MASTER_NUMBER, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def cpu_factor(pod: Manifest) -> float:
@@ -201,7 +226,7 @@ def _obstacle(pod: Manifest) -> str:
     scheduled = condition(pod, "PodScheduled")
     if scheduled.get("status") == "False":
         return _sentence(str(scheduled.get("message") or scheduled.get("reason") or ""))
-    for _, waiting in states(pod, "waiting"):
+    for waiting in waits(pod):
         if waiting.get("reason") in _STUCK:
             detail = str(waiting.get("message") or "")
             return _sentence(": ".join(filter(None, (str(waiting["reason"]), detail))))

@@ -38,8 +38,6 @@ MOST_MEMORY = 8.0
 """Maximum memory multiplier relative to the first master."""
 QUICK_ENDS = 5
 """Consecutive short-lived masters after which another infrastructure failure within `QUICK` fails the job."""
-CREATION_SLACK = 5.0
-"""Seconds allowed between the decision to start a master and its pod's creation."""
 FOREIGN_CHECK = 5.0
 """Seconds before checking again whether another owner's pod has gone."""
 _NOT_READY = "MasterNotReady"
@@ -145,8 +143,11 @@ def _goes_on(view: View, master: Manifest) -> Decision:
 
 def _master_ended(view: View, master: Manifest) -> Decision:
     end, before = pods.end_of_master(master), view.old.master
-    quick = end.lived < QUICK and before.quick_ends < QUICK_ENDS
-    if end.final and not (end.reason == "Infrastructure" and quick):
+    quick = end.lived < QUICK
+    may_work = quick or not end.of_job
+    if quick and before.quick_ends >= QUICK_ENDS:
+        may_work = False
+    if end.final and not (end.reason == "Infrastructure" and may_work):
         return removal.complete(view, end)
     factor, more = before.memory_factor, ""
     if end.reason == "OOMKilled":  # read from the pod, so that a repeated decision is the same
@@ -230,7 +231,7 @@ def _start(view: View, master_image: str, token: str) -> Decision:
             *([group] if group is not None else []),
         ),
         certificate=None if certificate is None else Certificate(certificate, tls.hosts(job)),
-        start=objects.master_pod(job, master_image, before.memory_factor),
+        start=objects.master_pod(job, master_image, number, before.memory_factor),
     )
 
 
@@ -310,11 +311,8 @@ def _patience(view: View, after: int) -> float:
 def _remembered(view: View, master: Manifest) -> Manifest:
     """Return the status fields for a master whose start was not recorded; empty if it was."""
     created = times.read(str(master["metadata"].get("creationTimestamp") or ""))
-    before = view.old.master
-    last = times.read(before.last_start_time)
-    if created is None or (last is not None and created <= last + CREATION_SLACK):
+    before, number = view.old.master, pods.number_of_master(master)
+    if created is None or number <= before.starts:
         return {}
-    started = msgspec.structs.replace(
-        before, starts=before.starts + 1, last_start_time=times.written(created)
-    )
+    started = msgspec.structs.replace(before, starts=number, last_start_time=times.written(created))
     return {"master": started, "start_time": view.old.start_time or started.last_start_time}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
 
 import msgspec
@@ -156,7 +155,7 @@ async def _report_obstacle(
         old,
         phase=old.phase if old.running_spec else waits,
         message=message,
-        conditions=merged(old.conditions, [obstacle], time.time()),
+        conditions=merged(old.conditions, [obstacle], client.server_time()),
     )
     await elasticjobs.write_status(client, job, status)
     if not known:

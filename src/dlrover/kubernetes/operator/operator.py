@@ -243,7 +243,9 @@ class Operator:
             self._manifest(f"{job['metadata']['namespace']}/{above['name']}") if above else None
         )
         seen = Observed(job, pods, services[0] if services else None, rivals, parent)
-        decision = reconcile(seen, time.time(), self._master_image, secrets.token_hex(16))
+        decision = reconcile(
+            seen, self._client.server_time(), self._master_image, secrets.token_hex(16)
+        )
         if decision.claim is None:
             self._claims.pop(key, None)
         else:

@@ -25,6 +25,7 @@ from dlrover.kubernetes.api.client import (
 )
 from dlrover.kubernetes.api.informer import Informer
 from dlrover.kubernetes.machine import nodes, pods
+from dlrover.kubernetes.machine.reconcile import QUICK, delay
 from dlrover.kubernetes.platform import job as jobs
 from dlrover.kubernetes.platform.reporting import Reporter
 from dlrover.kubernetes.platform.scaling import Scaler
@@ -55,6 +56,8 @@ class _Watched:
     """A node's pod, from the request for it to its end."""
 
     node_id: int
+    #: rank that its node prefers; None of a pod that an earlier master requested
+    node_rank: int | None = None
     #: uid of the pod made; other pods may have its name before or after
     uid: str = ""
     #: when the server accepted it; None until then
@@ -85,6 +88,8 @@ class KubernetesPlatform:
         self._namespace = job.namespace
         self._uid = job.uid
         self._watched: dict[str, _Watched] = {}
+        self._removed: dict[int, tuple[int, str]] = {}
+        """By rank: number of consecutive pods that the cluster removed within `QUICK`, and why the last one."""
         self._slots = asyncio.Semaphore(PARALLEL)
         self._closing = asyncio.Event()
         self._creations: set[asyncio.Task[None]] = set()
@@ -168,7 +173,7 @@ class KubernetesPlatform:
     def launch(self, node: LaunchNode) -> str:
         """Request a node's pod, made in the background; the handle is the pod's name."""
         name = nodes.pod_name(self._job, node)
-        watched = self._watched[name] = _Watched(node.node_id)
+        watched = self._watched[name] = _Watched(node.node_id, node.node_rank)
         tasks.start(self._create(name, node, watched), self._creations)
         return name
 
@@ -210,6 +215,7 @@ class KubernetesPlatform:
     # ---- making and deleting
 
     async def _create(self, name: str, launch: LaunchNode, watched: _Watched) -> None:
+        await self._wait_after_removals(launch.node_rank, watched)
         manifest = nodes.pod(self._job, launch, self._master)
         delays, began = backoff.delays(*RETRY), time.monotonic()
         while not watched.unwanted:
@@ -242,6 +248,15 @@ class KubernetesPlatform:
             await self._delete(name)
             self._report(watched, "it was no longer wanted")
 
+    async def _wait_after_removals(self, node_rank: int, watched: _Watched) -> None:
+        """Wait ever longer where the cluster removes each pod at once, as a machine does whose device is broken."""
+        count, why = self._removed.get(node_rank, (0, ""))
+        seconds = delay(count)
+        if seconds:
+            last = f"{count} pods in its place were removed at once, the last one because {why.rstrip('.')}"
+            self._report_wait(watched, f"it is made after {seconds:g} s: {last}")
+            await self._pause(seconds)
+
     async def _pause(self, seconds: float) -> None:
         """Wait unless the master exits."""
         await tasks.signalled(self._closing, seconds)
@@ -263,7 +278,7 @@ class KubernetesPlatform:
                 return ""
             if not pods.leaving(pod):
                 await self._client.delete(PODS, self._namespace, name, uid)  # it may save first
-            elif pods.force_after(pod, time.time()) <= 0:
+            elif pods.force_after(pod, self._client.server_time()) <= 0:
                 logger.warning(_FORCED, name)
                 await self._client.delete(PODS, self._namespace, name, uid, grace=0)
         except InfrastructureError as error:
@@ -329,19 +344,41 @@ class KubernetesPlatform:
             watched.leaving_until = min(until, watched.leaving_until or until)
         reason, impossible = nodes.ending(pod), nodes.impossible(pod)
         if reason:
-            self._report(watched, reason, exit_code=nodes.exit_code(pod))
+            self._report(watched, reason, pod)
         elif impossible:
             self._report(watched, impossible, refused=True)
         else:
             self._report_wait(watched, nodes.waiting(pod))
 
     def _report(
-        self, watched: _Watched, reason: str, *, exit_code: int = 0, refused: bool = False
+        self,
+        watched: _Watched,
+        reason: str,
+        pod: dict[str, Any] | None = None,
+        *,
+        refused: bool = False,
     ) -> None:
-        if not watched.reported:
-            watched.reported = True
-            self._on_exit(watched.node_id, reason, exit_code=exit_code, refused=refused)
-            self._wake_reporter()
+        """Report a node's end with its last ``pod``; without one, the pod was deleted."""
+        if watched.reported:
+            return
+        watched.reported = True
+        removed = not refused and (pod is None or nodes.removed(pod))
+        self._count_removals(watched, reason if removed else "")
+        self._on_exit(
+            watched.node_id,
+            reason,
+            exit_code=0 if pod is None else nodes.exit_code(pod),
+            refused=refused,
+            removed=removed,
+        )
+        self._wake_reporter()
+
+    def _count_removals(self, watched: _Watched, reason: str) -> None:
+        if watched.node_rank is None:
+            return
+        count, _ = self._removed.pop(watched.node_rank, (0, ""))
+        if reason and watched.created is not None and time.monotonic() - watched.created < QUICK:
+            self._removed[watched.node_rank] = (count + 1, reason)
 
     def _report_wait(self, watched: _Watched, reason: str) -> None:
         if reason != watched.waits and not watched.reported:

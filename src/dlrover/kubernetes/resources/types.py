@@ -270,7 +270,7 @@ class ElasticJobSpec(_Base, frozen=True):
     ] = SparesSpec()
     envs: Annotated[
         dict[str, EnvVar],
-        Meta(max_length=256, description="Variables of every pod, under any keys."),
+        Meta(max_length=256, description="Variables of every node's pod, under any keys."),
     ] = {}
     resource_limits: Annotated[
         dict[str, Quantity], Meta(description="Accepted for compatibility; use a ResourceQuota.")

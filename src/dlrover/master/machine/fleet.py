@@ -232,7 +232,7 @@ class Fleet:
 
     def _failed_too_often(self, node: Node) -> bool:
         """Count a node that ended before it was part of a world; return whether it was one too many."""
-        if node.has_run:
+        if node.has_run or node.removed:
             return False
         attempts = self.failed_starts.get(node.node_rank, 0) + 1
         self.failed_starts[node.node_rank] = attempts

@@ -83,6 +83,8 @@ class NodeExited(msgspec.Struct, frozen=True, tag="node_exited"):
     """Exit code of the agent, if the platform knows it."""
     refused: bool = False
     """True if the platform can make neither this node nor another one in its place."""
+    removed: bool = False
+    """True if something else ended the node, such as a preemption; that says nothing about its command."""
 
 
 class NodeDisconnected(msgspec.Struct, frozen=True, tag="node_disconnected"):

@@ -140,9 +140,13 @@ class JobMachine:
                 self._node_placed(event)
             case events.NodeWaits():
                 self._node_waits(event)
-            case inputs.NodeExited(node_id, reason, exit_code, refused):
+            case inputs.NodeExited(node_id, reason):
                 node = self.nodes[node_id]
-                node.exit_code, node.refused = exit_code, refused
+                node.exit_code, node.refused, node.removed = (
+                    event.exit_code,
+                    event.refused,
+                    event.removed,
+                )
                 self.recovery.lose(node_id, reason, now)
             case Hello():
                 self._node_connected(event, now)

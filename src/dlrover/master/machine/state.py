@@ -119,6 +119,8 @@ class Node:
     excluded: bool = False
     #: True if the platform can make neither this node nor another one in its place
     refused: bool = False
+    #: True if its agent did not end by itself, for instance because of a preemption
+    removed: bool = False
     #: exit code of its agent, if its platform knows it
     exit_code: int = 0
     #: what keeps it from starting, according to its platform

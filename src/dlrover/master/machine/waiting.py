@@ -46,16 +46,25 @@ def waiting_for(machine: JobMachine, now: float) -> str:
 def too_few(machine: JobMachine) -> str:
     """Return why a round failed that did not get enough nodes in time."""
     rdzv, limit = machine.rendezvous, machine.job.limits.join_timeout
+    why = _obstacle(machine)
     if rdzv.most.servers:
         there, least = rdzv.joined.by_role(), rdzv.least.by_role()
         return (
             f"only {there} of at least {least} joined round {rdzv.round} within {limit:g} s "
-            "(join_timeout)."
+            f"(join_timeout).{why}"
         )
     return (
         f"only {len(rdzv.offers)} of at least {rdzv.least.nodes} nodes joined round {rdzv.round} within "
-        f"{limit:g} s (join_timeout)."
+        f"{limit:g} s (join_timeout).{why}"
     )
+
+
+def _obstacle(machine: JobMachine) -> str:
+    """Return what keeps the first node from starting that its platform knows a reason of, as a sentence."""
+    for node in machine.nodes.values():
+        if node.status is NodeStatus.PENDING and node.waits:
+            return f" Node {node.id}: {node.waits.rstrip('.')}."
+    return ""
 
 
 def _joining(rdzv: Rendezvous, waited: str) -> str:
