@@ -402,7 +402,7 @@ def test_a_small_message_that_unpacks_to_a_large_one_costs_no_memory(tmp_path: P
             ) as channel,
         ):
             await client.status()
-            call = channel.unary_unary(f"/{wire.SERVICE}/Store")(
+            call = channel.unary_unary(f"/{wire.SERVICE}/Scale")(
                 bytes(128 * MIB),
                 metadata=((wire.TOKEN_KEY, master.token),),
                 compression=grpc.Compression.Gzip,
