@@ -79,13 +79,13 @@ async def attending(channel: grpc.aio.Channel) -> list[Any]:
 async def saturation(seconds: float) -> Row:
     """The master's methods beside the same traffic to bare grpc.aio."""
     heartbeat = wire.encode(messages.Heartbeat(1, 1000))
-    get = wire.encode(messages.GetKey("absent"))
+    refused = wire.encode(messages.DrainRequest(-1, "probe"))
     rows: Row = {}
     with bare_grpc.bare_server() as (pid, address):
         async with grpc.aio.insecure_channel(address) as channel:
             path = f"/{bare_grpc.SERVICE}"
             rows["bare unary echo"] = await bare_grpc.measured(
-                pid, bare_grpc.flood_unary(channel, f"{path}/Unary", get, seconds)
+                pid, bare_grpc.flood_unary(channel, f"{path}/Unary", refused, seconds)
             )
             rows["bare stream echo"] = await bare_grpc.measured(
                 pid, bare_grpc.flood_echo(channel, f"{path}/Echo", heartbeat, seconds)
@@ -98,8 +98,8 @@ async def saturation(seconds: float) -> Row:
         master_of(bare_grpc.STREAMS, reconnect_grace=60) as master,
         grpc.aio.insecure_channel(master.address) as channel,
     ):
-        rows["master unary (store get)"] = await bare_grpc.measured(
-            master.pid, bare_grpc.flood_unary(channel, f"/{wire.SERVICE}/Store", get, seconds)
+        rows["master unary (drain)"] = await bare_grpc.measured(
+            master.pid, bare_grpc.flood_unary(channel, f"/{wire.SERVICE}/Drain", refused, seconds)
         )
         streams = await attending(channel)
         rows["master heartbeats"] = await bare_grpc.measured(
@@ -194,7 +194,7 @@ async def steady(nodes: int, connections: int, seconds: float) -> Row:
 
 async def probe_unary(client: MasterClient, seconds: float) -> list[float]:
     """Latencies of small requests sent at a low rate."""
-    return await repeat(lambda: client.store(messages.GetKey("absent")), PROBE_INTERVAL, seconds)
+    return await repeat(lambda: client.drain(-1, "probe"), PROBE_INTERVAL, seconds)
 
 
 async def probe_stream(client: MasterClient, seconds: float) -> list[float]:
@@ -265,7 +265,7 @@ async def restart(master: MasterProcess, fleet: Fleet) -> Row:
     pin(master.pid, SERVER_CORE)
     used = psutil.Process(master.pid)
     async with master.client() as client:
-        await client.store(messages.GetKey("absent"))
+        await client.drain(-1, "probe")
         answered = time.perf_counter() - began
         connected = round_ = 0
         while connected < len(fleet.agents):
@@ -311,8 +311,7 @@ def ratios(results: Row) -> Row:
     flood = results["saturation"]
     cost = {name: row["server_us_per_message"] for name, row in flood.items()}
     found = {
-        "unary: cost / bare grpc.aio unary": cost["master unary (store get)"]
-        / cost["bare unary echo"],
+        "unary: cost / bare grpc.aio unary": cost["master unary (drain)"] / cost["bare unary echo"],
         "heartbeat: cost / bare grpc.aio stream sink": cost["master heartbeats"]
         / cost["bare stream sink"],
         "heartbeat: cost / bare grpc.aio stream echo": cost["master heartbeats"]

@@ -82,7 +82,6 @@ def actions_of(
         "copy": lambda: run.copy(source, destination, sizes, threads),
         "hash": lambda: run.hash(source, sizes, threads),
         "copy_hash": lambda: run.copy_hash(source, destination, sizes, threads),
-        "equal": lambda: run.equal(source, destination, sizes, threads),
     }
 
 

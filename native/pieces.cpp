@@ -103,15 +103,4 @@ DLROVER_EXPORT void dlrover_copy_hash(size_t count, const uint64_t* from, const 
   });
 }
 
-// Write to `equal`, for each piece, 1 if source and destination have the same bytes, else 0.
-DLROVER_EXPORT void dlrover_equal(size_t count, const uint64_t* from, const uint64_t* to, const uint64_t* sizes,
-                                  uint8_t* equal, size_t threads) {
-  handle(count, sizes, false, threads, sum(count, sizes), [=](const Run& run) {
-    for (size_t i = run.first; i < run.last; ++i) {
-      fetch(from, i + kAhead, run.last, sizes);
-      equal[i] = sizes[i] == 0 || std::memcmp(source_at(from[i]), destination_at(to[i]), sizes[i]) == 0;
-    }
-  });
-}
-
 }  // namespace dlrover

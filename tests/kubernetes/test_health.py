@@ -65,7 +65,7 @@ def test_durations_are_counted_in_the_buckets_below_which_they_are() -> None:
     buckets = dict(durations.buckets())
     assert (buckets["0.001"], buckets["0.0025"], buckets["0.5"]) == (1, 2, 3)
     assert (buckets[str(BOUNDS[-1])], buckets["+Inf"]) == (3, 4)
-    assert (durations.count, durations.sum) == (4, 1000.303)
+    assert durations.sum == 1000.303
 
 
 def test_the_queue_tells_how_long_a_key_waited_since_it_was_first_added() -> None:
@@ -77,7 +77,7 @@ def test_the_queue_tells_how_long_a_key_waited_since_it_was_first_added() -> Non
         queue.add("a")
         assert queue.depth == 1
         await queue.get()
-        assert (queue.depth, waits.count) == (0, 1)
+        assert (queue.depth, dict(waits.buckets())["+Inf"]) == (0, 1)
         assert waits.sum >= 0.02
 
     asyncio.run(story())

@@ -64,9 +64,9 @@ def test_a_report_counts_once_and_only_for_its_round():
     machine.take(0, answer(given[0], SPEED, TIME), 1.0)
     machine.take(0, answer(given[0]), 1.0)
     assert machine.again(0) == []
-    assert machine.conclude(1.0) is None
+    assert machine.conclude() is None
     machine.take(1, answer(given[1], SPEED, TIME), 1.0)
-    assert machine.conclude(1.0) == ([], {})
+    assert machine.conclude() == ([], {})
     assert machine.passed == {0, 1}
 
 
@@ -80,7 +80,7 @@ def test_a_slow_part_is_measured_again_and_the_better_figure_counts():
         3: (2, True, (3,))
     }
     machine.take(3, answer(again[3], SPEED), 2.0)
-    assert machine.conclude(2.0) == ([], {})
+    assert machine.conclude() == ([], {})
 
 
 def test_what_failed_once_has_failed():
@@ -89,7 +89,7 @@ def test_what_failed_once_has_failed():
     given = begin(machine, 0, 1)
     machine.take(0, answer(given[0], broken, TIME), 1.0)
     machine.take(1, answer(given[1], SPEED, TIME), 1.0)
-    found, out = machine.conclude(1.0)
+    found, out = machine.conclude()
     assert [(f.kind, f.nodes, f.message) for f in found] == [(FindingKind.FAULT, (0,), "full")]
     assert out.keys() == {0}
     assert machine.passed == {1}
@@ -101,9 +101,9 @@ def test_silence_is_a_fault_when_the_time_is_up_and_not_before():
     assert machine.deadline() == 160.0 + ANSWER_GRACE
     assert given.keys() == {0}
     machine.time_out(159.0 + ANSWER_GRACE)
-    assert machine.conclude(159.0) is None
+    assert machine.conclude() is None
     machine.time_out(160.0 + ANSWER_GRACE)
-    found, out = machine.conclude(176.0)
+    found, out = machine.conclude()
     assert [(f.component, f.message) for f in found] == [
         (Component.AGENT, "it did not answer within 60 s")
     ]
@@ -116,7 +116,7 @@ def test_a_node_that_is_lost_is_no_reason_to_suspect_the_one_it_met():
     failed = ProbeResult(component=Component.NETWORK, state=ProbeState.FAILED, message="gone")
     machine.take(0, answer(given[0], SPEED, failed), 1.0)
     machine.lose(1, 2.0)
-    assert machine.conclude(2.0) == ([], {})
+    assert machine.conclude() == ([], {})
 
 
 class Counted(int):
@@ -146,7 +146,7 @@ def looks(count: int) -> int:
     while machine.run is not None and machine.run.orders:
         for node, order in list(machine.run.orders.items()):
             machine.take(node, answer(order, SPEED, TIME), 1.0)
-    machine.conclude(1.0)
+    machine.conclude()
     return Counted.looks
 
 
@@ -168,7 +168,7 @@ def test_a_clock_is_told_to_be_off_only_where_delays_do_not_explain_it(received,
     machine = checks(clock_offset=1.0)
     given = begin(machine, 0, now=10.0)
     machine.take(0, answer(given[0], SPEED, received_at=received, sent_at=sent), 14.0)
-    found, out = machine.conclude(14.0)
+    found, out = machine.conclude()
     assert [f.message for f in found] == ([words] if words else [])
     assert out == {}
 

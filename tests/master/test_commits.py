@@ -12,8 +12,8 @@ import pytest
 from dlrover.errors import FencedError, InfrastructureError, ProtocolError
 from dlrover.master import requests
 from dlrover.master.journal.file import FileJournal
+from dlrover.master.machine.inputs import NodePlaced
 from dlrover.master.requests import Commits
-from dlrover.rpc.messages import SetKey
 
 
 class Log:
@@ -27,7 +27,7 @@ class Log:
     def _append(self, entries, now):
         if self.error is not None:
             raise self.error
-        self.done.append([entry.key for entry in entries])
+        self.done.append([entry.handle for entry in entries])
 
     def ask(self, key: str) -> asyncio.Task:
         def handle(now: float) -> str:
@@ -36,7 +36,7 @@ class Log:
             self.done.append(key)
             return f"{key} at {now}"
 
-        return asyncio.ensure_future(self.commits.commit(SetKey(key, b""), handle))
+        return asyncio.ensure_future(self.commits.commit(NodePlaced(0, key), handle))
 
 
 def test_requests_that_come_together_are_one_append_and_handled_after_it_in_order():
@@ -111,7 +111,7 @@ import asyncio, sys
 from pathlib import Path
 from dlrover.master.journal.file import FileJournal
 from dlrover.master.requests import Commits
-from dlrover.rpc.messages import SetKey
+from dlrover.master.machine.inputs import NodePlaced
 
 async def main():
     journal = FileJournal(Path(sys.argv[1]))
@@ -119,7 +119,7 @@ async def main():
     async def ask(partition):
         for number in range(10**9):
             key = f"{partition}-{number}"
-            await commits.commit(SetKey(key, b""), lambda now: None)
+            await commits.commit(NodePlaced(0, key), lambda now: None)
             print(key, flush=True)
     await asyncio.gather(*map(ask, range(5)))
 
@@ -139,7 +139,7 @@ def test_whatever_was_answered_survives_a_master_that_is_killed(tmp_path, answer
         process.kill()
         told += [line.strip() for line in process.stdout if line.endswith("\n")]
     with contextlib.closing(FileJournal(path)) as journal:
-        keys = [entry.key for _, entry in journal.entries()]
+        keys = [entry.handle for _, entry in journal.entries()]
     assert set(told) <= set(keys)
     assert len(keys) == len(set(keys)) <= len(told) + 5
 
@@ -147,11 +147,11 @@ def test_whatever_was_answered_survives_a_master_that_is_killed(tmp_path, answer
 def test_a_master_that_was_followed_adds_nothing_of_several_entries(tmp_path):
     path = tmp_path / "journal.sqlite"
     with contextlib.closing(FileJournal(path)) as first:
-        first.append_all([SetKey("a", b""), SetKey("b", b"")], 1.0)
+        first.append_all([NodePlaced(0, "a"), NodePlaced(0, "b")], 1.0)
         with contextlib.closing(FileJournal(path)) as second:
             with pytest.raises(FencedError):
-                first.append_all([SetKey("c", b""), SetKey("d", b"")], 2.0)
-            assert [entry.key for _, entry in second.entries()] == ["a", "b"]
+                first.append_all([NodePlaced(0, "c"), NodePlaced(0, "d")], 2.0)
+            assert [entry.handle for _, entry in second.entries()] == ["a", "b"]
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def small_disk(tmp_path: Path):
 
 def seven_more(journal: FileJournal, number: int) -> str:
     """Add seven entries; what is wrong."""
-    entries = [SetKey(f"{number}-{each}", bytes(1000)) for each in range(7)]
+    entries = [NodePlaced(each, f"{number} {1000 * 'x'}") for each in range(7)]
     try:
         journal.append_all(entries, float(number))
     except InfrastructureError as error:

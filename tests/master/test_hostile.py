@@ -84,10 +84,8 @@ class Peers:
         choice = self.random.random()
         if choice < 0.5:
             self.say(self.random.choice(SAID))
-        elif choice < 0.7:
-            await self.work()
         elif choice < 0.8:
-            await self.store()
+            await self.work()
         elif choice < 0.95:
             self.clock.now += self.random.choice((0.0, 0.1, 5.0, 700.0))
             self.pass_time()
@@ -122,12 +120,6 @@ class Peers:
         if request is not None:
             reply = await self.master.requests.use(request)
             assert wire.decode(wire.encode(reply), WorkerReply) is not None
-
-    async def store(self) -> None:
-        request = self.message(messages.StoreRequest)
-        if request is not None:
-            with contextlib.suppress(DLRoverError, asyncio.TimeoutError):
-                await asyncio.wait_for(self.master.requests.use_store(request), 0.01)
 
     def pass_time(self) -> None:
         """What the master does by itself, now and then."""
@@ -164,7 +156,6 @@ def known_to(master: Master) -> list[Any]:
         master.machine,
         datasets,
         placement,
-        master.services.store,
         master.services.strategies,
     ]
 

@@ -19,7 +19,6 @@ from dlrover.errors import (
     FencedError,
     FormatError,
     InfrastructureError,
-    ProtocolError,
 )
 from dlrover.master import app
 from dlrover.master.diagnosis_rules import built_in
@@ -29,13 +28,13 @@ from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import JOURNALS, Journal, open_journal
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
-from dlrover.master.machine.store import KeyValueStore
 from dlrover.master.service import Master
-from dlrover.rpc.messages import AddToKey, DeleteKeys, EnterBarrier, Hello, SetKey, StoreRequest
+from dlrover.rpc.messages import Hello
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Origin, Rule
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.jobdir import FORMAT
+from dlrover.spec.requests.cluster import UseCluster
 from tests.simulation.cluster import WORKER_KINDS, Cluster
 from tests.simulation.nodes import Delays
 
@@ -54,20 +53,16 @@ def journal(path: Path):
         yield opened
 
 
-def replayed(path: Path, into: History | None = None) -> tuple[JobMachine, KeyValueStore]:
-    """The machines as a new master finds them."""
-    machine, store = JobMachine(), KeyValueStore()
+def replayed(path: Path, into: History | None = None) -> JobMachine:
+    """The machine as a new master finds it."""
+    machine = JobMachine()
     with contextlib.closing(FileJournal(path, read_only=True)) as journal:
         for time, entry in journal.entries():
-            if isinstance(entry, StoreRequest):
-                store.apply(entry)
-                continue
             for command in machine.handle(entry, time):
                 if into is not None and isinstance(command, inputs.Emit):
                     into.add(command.body, time)
     machine.validate()
-    store.validate()
-    return machine, store
+    return machine
 
 
 # ---- what every store does
@@ -133,14 +128,14 @@ def test_a_master_goes_beyond_the_epochs_that_its_agents_have_met(store):
 def test_inputs_and_requests_are_taken(store):
     journal = store.open()
     journal.append(inputs.Submitted(JobSpec(name="job"), "/tmp/job"), 1.0)
-    journal.append(AddToKey("key", 1, "request"), 2.0)
+    journal.append(UseCluster((), b"note"), 2.0)
     assert len(list(journal.entries())) in (0, 2)
 
 
 @on_those_that_keep
 def test_a_later_master_finds_the_entries(store):
     first = store.open()
-    written = [(1.0, inputs.MasterStarted(3)), (0.5, SetKey("key", b"value"))]
+    written = [(1.0, inputs.MasterStarted(3)), (0.5, UseCluster((), b"note"))]
     for time, entry in written:
         first.append(entry, time)
     assert list(store.open().entries()) == written
@@ -236,10 +231,10 @@ def test_a_file_that_was_deleted_and_made_again_belongs_to_the_later_master(jour
 def test_entries_come_back_in_order_with_their_times(journal, path):
     written = [
         (1.5, inputs.Submitted(JobSpec(name="jöb"), "/tmp/job")),
-        (2.5, SetKey("key", b"\x00\xff")),
+        (2.5, UseCluster((), b"\x00\xff")),
         (2.5, Hello("uid", -1, 2**63 - 1, "host", 0)),
         (0.5, inputs.DeadlinePassed()),
-        (3.0, EnterBarrier("gate", "node 0", 2, 1.0)),
+        (3.0, UseCluster(())),
     ]
     for time, entry in written:
         journal.append(entry, time)
@@ -263,26 +258,12 @@ def test_entries_survive_a_master_that_closed_nothing(journal, path):
 def test_the_replayed_state_equals_the_live_one(seed, journal, path, tmp_path):
     """After any history of faults, in every field, and with the same events."""
     cluster = eventful(seed)
-    chance = cluster.time.random
-    store = KeyValueStore()
     for time, entry in cluster.journal:
         journal.append(entry, time)
-        request = chance.choice(
-            [
-                SetKey(chance.choice("ab"), chance.choice([b"1", b"word"])),
-                AddToKey(chance.choice("abc"), 3, chance.choice("pqrst")),
-                DeleteKeys(chance.choice("abc")),
-                EnterBarrier(chance.choice("ab"), chance.choice("pqrst"), 3, 0.0),
-            ]
-        )
-        with contextlib.suppress(ProtocolError):
-            store.apply(request)
-            journal.append(request, time)
     recorder = History(tmp_path / "events.jsonl")
     with contextlib.closing(recorder):
-        machine, restored = replayed(path, recorder)
+        machine = replayed(path, recorder)
     assert machine == cluster.machine
-    assert restored == store
     assert recorder.events == cluster.events == history.read(tmp_path / "events.jsonl")
     for field in vars(machine):  # equality compares them all: none may be left out of it
         assert getattr(machine, field) == getattr(cluster.machine, field), field
@@ -303,7 +284,7 @@ def test_a_journal_of_another_release_replays_by_its_own_rules(journal, path):
     submitted = inputs.Submitted(JobSpec(name="job", max_restarts=3), rules=(KILLS_RELAUNCH,))
     journal.append(submitted, 1.0)
     journal.append(inputs.MasterStarted(1), 2.0)
-    machine, _ = replayed(path)
+    machine = replayed(path)
     assert machine.state.table.rules == (KILLS_RELAUNCH,) != built_in()
 
 
@@ -418,12 +399,12 @@ def test_a_full_disk_is_an_infrastructure_error_and_loses_nothing_before_it(tmp_
 from pathlib import Path
 from dlrover.errors import InfrastructureError
 from dlrover.master.journal.file import FileJournal
-from dlrover.rpc.messages import SetKey
+from dlrover.spec.requests.cluster import UseCluster
 
 journal = FileJournal(Path({str(path)!r}))
 for number in range(1000):
     try:
-        journal.append(SetKey(str(number), bytes(1000)), float(number))
+        journal.append(UseCluster((), bytes(1000)), float(number))
     except InfrastructureError as error:
         print(number, error)
         break
@@ -444,7 +425,7 @@ for number in range(1000):
     assert message.startswith(f"The journal {path} cannot be written: ")
     with contextlib.closing(FileJournal(path)) as journal:
         assert [time for time, _ in journal.entries()] == [float(n) for n in range(int(number))]
-        journal.append(SetKey("more", b""), 0.0)
+        journal.append(UseCluster(()), 0.0)
 
 
 # ---- events

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, final
@@ -24,6 +23,7 @@ from dlrover.rpc.client import MasterClient
 from dlrover.rpc.server import Server
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec, Limits
+from dlrover.spec.requests.cluster import UseCluster
 from tests.support.agents import SimulatedAgent
 
 TOKEN = "right"
@@ -418,70 +418,6 @@ def test_notices_of_many_long_failures_fit_into_messages(tmp_path: Path) -> None
     run(tmp_path, test, max_restarts=1)
 
 
-# ---- the store
-
-
-def test_the_store_is_idempotent_over_the_wire(tmp_path: Path) -> None:
-    async def test(job: Job) -> None:
-        store = job.client.store
-        assert await store(messages.GetKey("key")) is None
-        assert await store(messages.SetKey("key", b"value")) == b"value"
-        assert await store(messages.GetKey("key")) == b"value"
-        add = messages.AddToKey("counter", 2, "request-1")
-        assert [await store(add), await store(add)] == [b"2", b"2"]
-        assert await store(messages.AddToKey("counter", -3, "request-2")) == b"-1"
-        await store(messages.DeleteKeys("k"))
-        assert await store(messages.GetKey("key")) is None
-        assert await store(messages.GetKey("counter")) == b"-1"
-
-    run(tmp_path, test)
-
-
-def test_what_the_store_refuses_is_told_in_one_sentence(tmp_path: Path) -> None:
-    async def test(job: Job) -> None:
-        await job.client.store(messages.SetKey("key", b"text"))
-        with pytest.raises(ProtocolError, match="Key key holds no number"):
-            await job.client.store(messages.AddToKey("key", 1, "request"))
-        with contextlib.closing(History(tmp_path / "events.jsonl")) as history:
-            assert Master(job.journal, history).services.store == job.master.services.store
-
-    run(tmp_path, test)
-
-
-def test_waits_end_when_there_is_an_answer_or_no_time_left(tmp_path: Path) -> None:
-    async def test(job: Job) -> None:
-        began = time.monotonic()
-        assert await job.client.store(messages.GetKey("key", wait=0.05)) is None
-        assert await job.client.store(messages.EnterBarrier("b", "m1", 2, wait=0.05)) is None
-        assert 0.1 <= time.monotonic() - began < 1.0
-        waiting = asyncio.create_task(job.client.store(messages.GetKey("key", wait=30.0)))
-        other = asyncio.create_task(job.client.store(messages.GetKey("other", wait=30.0)))
-        await eventually(lambda: len(job.master.requests.awaited) == 2)
-        await job.client.store(messages.SetKey("key", b"value"))
-        assert await waiting == b"value"
-        assert not other.done()
-        await job.client.store(messages.AddToKey("other", 1, "request"))
-        assert await other == b"1"
-        assert not job.master.requests.awaited
-
-    run(tmp_path, test)
-
-
-def test_a_barrier_opens_for_all_when_the_last_one_enters(tmp_path: Path) -> None:
-    async def test(job: Job) -> None:
-        def enter(member: str) -> asyncio.Task[bytes | None]:
-            request = messages.EnterBarrier("barrier", member, 3, wait=30.0)
-            return asyncio.create_task(job.client.store(request))
-
-        waiting = [enter("a"), enter("a"), enter("b")]
-        await eventually(lambda: len(job.inputs(messages.EnterBarrier)) == 3)
-        assert not any(task.done() for task in waiting)
-        assert await enter("c") == b"3"
-        assert await asyncio.gather(*waiting) == [b"3"] * 3
-
-    run(tmp_path, test)
-
-
 # ---- replay
 
 
@@ -495,9 +431,7 @@ def test_the_journal_replays_to_the_same_machines(tmp_path: Path) -> None:
         await job.event(events.NodeLost)
         agents[1].fail()
         await agents[1].running(3)
-        await job.client.store(messages.SetKey("key", b"value"))
-        await job.client.store(messages.AddToKey("counter", 1, "request"))
-        await job.client.store(messages.EnterBarrier("barrier", "m", 1, wait=0.0))
+        await job.master.requests.use(UseCluster((), b"note"))
         size = (tmp_path / "events.jsonl").stat().st_size
         journal = FileJournal(tmp_path / "journal.sqlite", read_only=True)
         history = History(tmp_path / "events.jsonl")
@@ -505,7 +439,7 @@ def test_the_journal_replays_to_the_same_machines(tmp_path: Path) -> None:
             again = Master(journal, history)
             again.machine.state.commands = job.master.machine.state.commands
             assert again.machine == job.master.machine
-            assert again.services.store == job.master.services.store
+            assert again.services.cluster == job.master.services.cluster
             assert history.events == job.history.events
         assert (tmp_path / "events.jsonl").stat().st_size == size
 
@@ -570,10 +504,8 @@ def test_what_happens_while_the_disk_is_full_is_not_forgotten(
         for agent in agents:
             await agent.running()
         with full_disk(tmp_path / "journal.sqlite"):
-            with pytest.raises(
-                InfrastructureError, match=r"failed: The journal .* cannot be written"
-            ):
-                await job.client.store(messages.SetKey("key", b"value"))
+            with pytest.raises(InfrastructureError, match=r"The journal .* cannot be written"):
+                await job.master.requests.use(UseCluster((), b"note"))
             agents[0].life.cancel()
             agents[1].life.cancel()
             await eventually(lambda: len(job.master.streams._queues) == 1)
@@ -586,7 +518,7 @@ def test_what_happens_while_the_disk_is_full_is_not_forgotten(
         assert lost.node == agents[0].node_id
         worlds = [await agent.running(2) for agent in agents[1:]]
         assert {world.node_count for world in worlds} == {2}
-        assert await job.client.store(messages.GetKey("key")) is None
+        assert not job.inputs(UseCluster)
         assert len(job.bodies(events.NodeLost)) == 1
         assert (await job.client.status()).waiting_for == ""
         agents[1].life.cancel()

@@ -377,7 +377,7 @@ class Flood:
             self.ended = True
 
 
-@pytest.mark.parametrize("method", ["Store", "Watch", "Attend"])
+@pytest.mark.parametrize("method", ["Scale", "Watch", "Attend"])
 def test_a_message_of_a_gibibyte_costs_no_memory(tmp_path: Path, method: str) -> None:
     async def test(master: MasterProcess) -> None:
         async with master.client() as client:
@@ -402,7 +402,7 @@ def test_a_small_message_that_unpacks_to_a_large_one_costs_no_memory(tmp_path: P
             ) as channel,
         ):
             await client.status()
-            call = channel.unary_unary(f"/{wire.SERVICE}/Store")(
+            call = channel.unary_unary(f"/{wire.SERVICE}/Scale")(
                 bytes(128 * MIB),
                 metadata=((wire.TOKEN_KEY, master.token),),
                 compression=grpc.Compression.Gzip,
@@ -471,7 +471,7 @@ def test_thousands_of_failure_reports_are_taken_while_others_are_served(tmp_path
             async with master.client() as other:
                 for _ in range(20):
                     began = time.monotonic()
-                    await other.store(messages.GetKey("key"))
+                    await other.ranks()
                     waits.append(time.monotonic() - began)
             for agent in agents:
                 agent.fail()

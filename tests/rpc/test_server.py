@@ -31,6 +31,22 @@ TOKEN = "right"
 DISMISS = messages.Dismiss(Outcome(exit_code=0, reason="done"))
 
 
+class Ask(msgspec.Struct, frozen=True):
+    """A request that may wait, and may be large."""
+
+    text: str = ""
+    wait: float = 0.0
+
+
+class Answer(msgspec.Struct, frozen=True):
+    value: bytes
+
+
+async def ask(client: MasterClient, request: Ask) -> bytes:
+    reply: Answer = await client._call("Ask", request, Answer, request.wait)
+    return reply.value
+
+
 class Service:
     """Methods with the master's names, and what they were called with."""
 
@@ -43,7 +59,7 @@ class Service:
     def register(self, server: Server) -> None:
         server.unary("Status", messages.StatusRequest, self.stop)
         server.unary("Stop", messages.StopRequest, self.stop)
-        server.unary("Store", messages.StoreRequest, self.store)
+        server.unary("Ask", Ask, self.ask)
         server.server_stream("Watch", messages.WatchRequest, self.watch)
         server.stream("Attend", messages.AgentMessage, self.attend)
 
@@ -53,10 +69,10 @@ class Service:
             raise self.error
         return messages.Done()
 
-    async def store(self, request: messages.StoreRequest) -> messages.StoreReply:
+    async def ask(self, request: Ask) -> Answer:
         self.calls.append(request)
         await self.hold.wait()
-        return messages.StoreReply(self.value)
+        return Answer(self.value)
 
     async def watch(self, request: messages.WatchRequest) -> AsyncIterator[messages.Done]:
         self.calls.append(request)
@@ -108,7 +124,7 @@ async def raw(address: str, method: str, data: bytes, token: str | None = TOKEN)
 
 
 @pytest.mark.parametrize("token", [None, "", "wrong", "righ", "right2", "RIGHT"])
-@pytest.mark.parametrize("method", ["Stop", "Store", "Watch", "Attend"])
+@pytest.mark.parametrize("method", ["Stop", "Ask", "Watch", "Attend"])
 def test_nothing_is_served_without_the_token(method: str, token: str | None) -> None:
     async def test() -> None:
         async with serving() as (service, address):
@@ -127,7 +143,7 @@ def test_a_client_with_another_token_is_told_so_by_every_method() -> None:
             for attempt in (
                 client.status(),
                 client.stop("r", 1),
-                client.store(messages.GetKey("key")),
+                ask(client, Ask()),
                 anext(client.watch()),
                 anext(client.attend(says(messages.Hello("uid")))),
             ):
@@ -143,13 +159,13 @@ def test_every_kind_of_method_works() -> None:
         async with serving() as (service, address), MasterClient(address, TOKEN) as client:
             service.hold.set()
             await client.stop("r", 1)
-            assert await client.store(messages.GetKey("key", 1.0)) == b"value"
+            assert await ask(client, Ask(wait=1.0)) == b"value"
             stream = client.attend(says(messages.Hello("uid"), messages.Heartbeat(1, 2)))
             assert [await anext(stream), await anext(stream)] == [DISMISS, DISMISS]
             await stream.aclose()
             assert service.calls == [
                 messages.StopRequest("r", 1),
-                messages.GetKey("key", 1.0),
+                Ask(wait=1.0),
                 messages.Hello("uid"),
                 messages.Heartbeat(1, 2),
             ]
@@ -195,11 +211,11 @@ def test_a_message_that_is_too_large_is_refused() -> None:
     async def test() -> None:
         size = wire.MAX_MESSAGE_BYTES
         async with serving() as (service, address):
-            code, _ = await raw(address, f"/{wire.SERVICE}/Store", b"\x00" * (size + 1))
+            code, _ = await raw(address, f"/{wire.SERVICE}/Ask", b"\x00" * (size + 1))
             assert code == "RESOURCE_EXHAUSTED"
             async with MasterClient(address, TOKEN) as client:
                 with pytest.raises(ProtocolError, match="refused a message"):
-                    await client.store(messages.SetKey("key", b"\x00" * size))
+                    await ask(client, Ask("x" * size))
                 assert not service.calls
                 await client.stop("the connection still works", 1)
 
@@ -211,10 +227,10 @@ def test_a_reply_may_list_what_came_in_many_messages() -> None:
         async with serving() as (service, address), MasterClient(address, TOKEN) as client:
             service.hold.set()
             service.value = b"x" * (5 * wire.MAX_MESSAGE_BYTES)
-            assert await client.store(messages.GetKey("key")) == service.value
+            assert await ask(client, Ask()) == service.value
             service.value = b"x" * wire.MAX_REPLY_BYTES
             with pytest.raises(ProtocolError, match="a reply of more than 64 MiB; ask for less"):
-                await client.store(messages.GetKey("key"))
+                await ask(client, Ask())
 
     run(test)
 
@@ -265,7 +281,7 @@ def test_thousands_of_calls_at_once_are_all_served() -> None:
     async def test() -> None:
         async with serving() as (service, address), MasterClient(address, TOKEN) as client:
             service.hold.set()
-            calls = [client.store(messages.GetKey(str(i))) for i in range(4000)]
+            calls = [ask(client, Ask(str(i))) for i in range(4000)]
             assert await asyncio.gather(*calls) == [b"value"] * 4000
 
     run(test)
@@ -396,7 +412,7 @@ def test_a_request_that_is_not_answered_in_time_ends() -> None:
         ):
             began = time.monotonic()
             with pytest.raises(InfrastructureError, match="reached: Deadline Exceeded"):
-                await client.store(messages.GetKey("key", wait=0.1))
+                await ask(client, Ask(wait=0.1))
             assert 0.2 <= time.monotonic() - began < 2.0
 
     run(test)

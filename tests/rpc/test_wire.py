@@ -48,16 +48,10 @@ EXAMPLES: list[tuple[Any, msgspec.Struct]] = [
     (messages.MasterMessage, messages.CallToRound(3, "node 2 was lost")),
     (messages.MasterMessage, messages.AssignWorld(World(2, 1, 0, 2, 0, 16, "host", 1234))),
     (messages.MasterMessage, messages.Dismiss(Outcome(exit_code=0, reason="done"))),
-    (messages.StoreRequest, messages.SetKey("key", b"\x00\xff")),
-    (messages.StoreRequest, messages.GetKey("key", 1.5)),
-    (messages.StoreRequest, messages.AddToKey("key", -1, "request")),
-    (messages.StoreRequest, messages.DeleteKeys("k")),
-    (messages.StoreRequest, messages.EnterBarrier("b", "m", 2, 0.0)),
-    (messages.StoreReply, messages.StoreReply(None)),
     (messages.Status, STATUS),
     (messages.Notice, messages.Notice((Event(1, 2.5, WorkerFailed(FAILURE, VERDICT)),), STATUS)),
 ]
-KINDS = [messages.AgentMessage, messages.MasterMessage, messages.StoreRequest, messages.Status]
+KINDS = [messages.AgentMessage, messages.MasterMessage, messages.Status]
 
 
 def refusal(data: bytes, kind: Any) -> str:
@@ -133,13 +127,14 @@ def test_nan_and_infinity_are_refused_in_any_place(
     ("number", "accepted"), [(1e150, True), (-1e150, True), (1.1e150, False), (-1e308, False)]
 )
 def test_numbers_of_any_use_are_accepted(number: float, accepted: bool) -> None:
-    data = msgspec.msgpack.encode({"type": "get", "key": "key", "wait": number})
-    assert (refusal(data, messages.StoreRequest) == "") == accepted
+    data = msgspec.msgpack.encode({"type": "heartbeat", "round": 1, "steps": 2, "mood": number})
+    assert (refusal(data, messages.AgentMessage) == "") == accepted
 
 
 def test_bytes_like_those_of_an_infinite_number_are_accepted() -> None:
     endless = b"\xcb" + struct.pack(">d", math.inf)
-    assert refusal(wire.encode(messages.SetKey("key", endless)), messages.StoreRequest) == ""
+    listed = wire.encode(messages.ModulesListed(endless))
+    assert refusal(listed, messages.AgentMessage) == ""
 
 
 def test_a_text_that_is_no_unicode_arrives_readable() -> None:
@@ -149,8 +144,10 @@ def test_a_text_that_is_no_unicode_arrives_readable() -> None:
     failed = wire.decode(wire.encode(messages.Failed(facts)), messages.AgentMessage)
     expected = {"message": "caf?.bin is damaged", "node_facts": ("caf?.bin",)}
     assert failed == messages.Failed(msgspec.structs.replace(FAILURE, **expected))
-    request = wire.encode(messages.SetKey(name, b"\xe9"))
-    assert wire.decode(request, messages.StoreRequest) == messages.SetKey("caf?.bin", b"\xe9")
+    stored = messages.MemoryStored(name, ())
+    assert wire.decode(wire.encode(stored), messages.AgentMessage) == messages.MemoryStored(
+        "caf?.bin", ()
+    )
 
 
 def test_a_refusal_names_what_is_wrong() -> None:

@@ -28,16 +28,15 @@ class _Functions:
     copy: Callable[..., None]
     hash: Callable[..., None]
     copy_hash: Callable[..., None]
-    equal: Callable[..., None]
 
 
-_TWIN = _Functions(twin.copy, twin.hash_pieces, twin.copy_hash, twin.equal)
+_TWIN = _Functions(twin.copy, twin.hash_pieces, twin.copy_hash)
 
 
 def _compiled(loaded: ctypes.CDLL) -> _Functions:
     forms = {
         name: (None, (ctypes.c_size_t, *(ctypes.c_void_p,) * arrays, ctypes.c_size_t))
-        for name, arrays in {"copy": 3, "hash": 3, "copy_hash": 4, "equal": 4}.items()
+        for name, arrays in {"copy": 3, "hash": 3, "copy_hash": 4}.items()
     }
     made = library.functions(loaded, "dlrover_", forms)
     return _Functions(**{name: taking_arrays(function) for name, function in made.items()})
@@ -56,7 +55,7 @@ def taking_arrays(function: Callable[..., None]) -> Callable[..., None]:
 
 
 class Kernels:
-    """Copies, hashes and compares pieces of memory."""
+    """Copies and hashes pieces of memory."""
 
     def __init__(self, loaded: library.Loaded) -> None:
         self.native = loaded.library is not None
@@ -85,13 +84,6 @@ class Kernels:
         hashes = np.empty(count, np.uint64)
         self._functions.copy_hash(count, source, destination, sizes, hashes, threads)
         return hashes
-
-    def equal(self, source: Any, destination: Any, sizes: Any, threads: int = 1) -> Any:
-        """Return for each piece whether source and destination have the same bytes, as an array of bool."""
-        count = checked(sizes, threads, source=source, destination=destination)
-        result = np.empty(count, np.bool_)
-        self._functions.equal(count, source, destination, sizes, result, threads)
-        return result
 
 
 def checked(sizes: Any, threads: int, **addresses: Any) -> int:

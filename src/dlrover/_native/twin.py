@@ -69,12 +69,3 @@ def _copy_hash(source: int, destination: int, size: int) -> int:
         ctypes.memmove(destination + start, source + start, part)
         digest.update(memory(destination + start, part))
     return digest.intdigest()
-
-
-def equal(
-    _count: int, source: Any, destination: Any, sizes: Any, result: Any, _threads: int
-) -> None:
-    """Write to ``result`` for each piece whether source and destination have the same bytes."""
-    pairs = zip(_views(source, sizes), _views(destination, sizes), strict=True)
-    for index, (one, other) in enumerate(pairs):
-        result[index] = np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))

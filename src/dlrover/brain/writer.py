@@ -117,7 +117,6 @@ class Writer:
         self._queue: queue.Queue[_Item | None] = queue.Queue(WAITING)
         self._thread = threading.Thread(target=self._run, name="brain-writer", daemon=True)
         self._thread.start()
-        self.commits = 0
         self._failing = False
 
     def submit(self, write: Write, request: str = "", job: str = "") -> Future[Any]:
@@ -207,7 +206,6 @@ class Writer:
             )
             results = [_outcome(item, together) for item in batch]
             together.flush()
-        self.commits += 1
         for item, result in zip(batch, results, strict=True):
             if isinstance(result, DLRoverError):
                 item.done.set_exception(result)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
-from weakref import WeakValueDictionary
 
 import msgspec
 
-from dlrover._util import tasks
 from dlrover.embedding.machine.hot import HotServers
 from dlrover.embedding.machine.placement import Placement
 from dlrover.errors import DLRoverError, InfrastructureError, ProtocolError
@@ -22,7 +19,6 @@ from dlrover.master.journal.writing import JournalWriter
 from dlrover.master.machine import inputs
 from dlrover.master.machine.cluster import TaskCluster
 from dlrover.master.machine.job import JobMachine
-from dlrover.master.machine.store import KeyValueStore
 from dlrover.master.machine.strategies import Strategies
 from dlrover.master.meeting import Meeting
 from dlrover.master.shards import ShardsService
@@ -73,7 +69,6 @@ class Services:
         self.placement = Placement()
         self.cluster = TaskCluster()
         self.strategies = Strategies()
-        self.store = KeyValueStore()
         self._machine = machine
         self._history = history
         self._secret = b""
@@ -81,14 +76,6 @@ class Services:
     def use_token(self, token: str) -> None:
         """Derive the secret of embedding servers and their clients from the job's token."""
         self._secret = hmac.digest(token.encode(), b"embedding", "sha256")
-
-    def replay(self, request: WorkerRequest | messages.StoreRequest, at: float) -> None:
-        """Handle a request from the journal again."""
-        if isinstance(request, WorkerRequest):
-            self.answer(request, at)
-            return
-        with contextlib.suppress(ProtocolError):  # it was refused the first time, too
-            self.store.apply(request)
 
     def answer(self, request: WorkerRequest, now: float) -> WorkerReply:
         """Answer a request that is in the journal or changes nothing; one that fails is refused alone."""
@@ -237,29 +224,6 @@ class Requests:
         self._clock = clock
         self._dealing: set[asyncio.Task[object]] = set()
         self._hot = HotServers()
-        # set when there is an answer; kept alive by the requests that wait for it
-        self.awaited: WeakValueDictionary[tuple[str, int], asyncio.Event] = WeakValueDictionary()
-
-    async def use_store(self, request: messages.StoreRequest) -> messages.StoreReply:
-        """Apply a request to the key-value store, waiting no longer than it asks for."""
-        store, topic = self._services.store, _topic(request)
-        until = self._clock() + getattr(request, "wait", 0.0)
-
-        def carry_out(_now: float) -> bytes | None:
-            store.apply(request)
-            return store.reply(request)
-
-        if isinstance(request, messages.GetKey):
-            value = store.reply(request)
-        else:
-            value = await self._commits.commit(request, carry_out)
-        while value is None and self._clock() < until:
-            answered = self.awaited.setdefault(topic, asyncio.Event())
-            await tasks.signalled(answered, until - self._clock())
-            value = store.reply(request)
-        if value is not None and topic in self.awaited:
-            self.awaited.pop(topic).set()
-        return messages.StoreReply(value)
 
     async def deal(
         self, frames: AsyncIterator[messages.RequestFrame]
@@ -377,17 +341,3 @@ async def _outcome(reply: Begun) -> WorkerReply:
         return Unanswered(away=f"The master failed: {error}")
     except DLRoverError as error:
         return Unanswered(refused=str(error))
-
-
-def _topic(request: messages.StoreRequest) -> tuple[str, int]:
-    """Return what a request waits for or may bring about: a key, or a number of members at a barrier.
-
-    Requests that would have to keep waiting are not woken; else a barrier of n members costs n * n wake-ups.
-    """
-    match request:
-        case messages.EnterBarrier():
-            return request.name, request.size
-        case messages.DeleteKeys():
-            return "", 0
-        case _:
-            return request.key, 0

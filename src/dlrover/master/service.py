@@ -108,7 +108,7 @@ class Master:
                 self.ledger.handle(entry, last, self.machine)
                 self.services.shards.note(entry, last)
             else:
-                self.services.replay(entry, last)
+                self.services.answer(entry, last)
         return last
 
     # ---- life
@@ -151,7 +151,6 @@ class Master:
         server.unary("Save", messages.SaveRequest, self.saves.save)
         server.unary("Ranks", messages.RanksRequest, self.hangs.ranks)
         server.unary("Stacks", messages.StacksRequest, self.hangs.stacks)
-        server.unary("Store", messages.StoreRequest, self.requests.use_store)
         server.stream("Deal", messages.RequestFrame, self.requests.deal)
 
     async def run(self) -> bool:

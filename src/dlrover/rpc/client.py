@@ -85,12 +85,6 @@ class MasterClient(Connection):
         """Return the current stacks of every rank, collected by the nodes for this call."""
         return await self._call("Stacks", messages.StacksRequest(), messages.Stacks, STACKS_WAIT)
 
-    async def store(self, request: messages.StoreRequest) -> bytes | None:
-        """Carry out a request on the job's key-value store; return the value, None after a timeout."""
-        wait = getattr(request, "wait", 0.0)
-        reply = await self._call("Store", request, messages.StoreReply, wait)
-        return reply.value
-
     def requests(self) -> RequestBatcher:
         """Return a batcher of encoded `WorkerRequest`s, whose replies are encoded `WorkerReply`s."""
         return RequestBatcher(self._deal, self._described, self._timeout)

@@ -362,52 +362,6 @@ class Done(msgspec.Struct, frozen=True):
     """Confirmation that the request was carried out."""
 
 
-class SetKey(msgspec.Struct, frozen=True, tag="set"):
-    """Store request to set a key."""
-
-    key: str
-    value: bytes
-
-
-class GetKey(msgspec.Struct, frozen=True, tag="get"):
-    """Store request to read a key, waiting up to ``wait`` seconds until it is set."""
-
-    key: str
-    wait: float = 0.0
-
-
-class AddToKey(msgspec.Struct, frozen=True, tag="add"):
-    """Store request to add to a counter, which starts at 0; repeats with a ``request_id`` count once."""
-
-    key: str
-    amount: int
-    request_id: str
-
-
-class DeleteKeys(msgspec.Struct, frozen=True, tag="delete"):
-    """Store request to delete every key that starts with ``prefix``."""
-
-    prefix: str
-
-
-class EnterBarrier(msgspec.Struct, frozen=True, tag="barrier"):
-    """Store request to wait up to ``wait`` seconds until ``size`` different members are in the barrier."""
-
-    name: str
-    member: str
-    size: int
-    wait: float
-
-
-StoreRequest: TypeAlias = SetKey | GetKey | AddToKey | DeleteKeys | EnterBarrier
-
-
-class StoreReply(msgspec.Struct, frozen=True):
-    """The answer to a store request: the value, or None if the key is not set or the wait timed out."""
-
-    value: bytes | None
-
-
 # ---- batched requests
 
 MAX_RECORDS = 1000

@@ -27,7 +27,7 @@ class ColdRows:
     def __init__(
         self, spill: Spill, sizes: SegmentLayout, width: int, choice: str, lock: threading.RLock
     ) -> None:
-        self._lock, self._sizes, self._width = lock, sizes, width
+        self._lock, self._sizes = lock, sizes
         self._index = cold.cold_index(choice)
         self._segments = Segments(spill, sizes, width, choice)
         self._busy: set[int] = set()

@@ -17,11 +17,6 @@ class Durations:
         self.sum = 0.0
         self._counts = [0] * (len(BOUNDS) + 1)
 
-    @property
-    def count(self) -> int:
-        """Number of durations."""
-        return sum(self._counts)
-
     def add(self, seconds: float) -> None:
         """Add a duration."""
         self.sum += seconds

@@ -21,20 +21,12 @@ import msgspec
 from dlrover._util import decoding
 from dlrover.errors import ConfigurationError, FencedError
 from dlrover.master.machine import inputs
-from dlrover.rpc import messages
 from dlrover.spec.requests.cluster import ClusterRequest
 from dlrover.spec.requests.placement import PlacementRequest
 from dlrover.spec.requests.shards import ShardRequest
 from dlrover.spec.requests.strategies import StrategyRequest
 
-Entry = (
-    inputs.Input
-    | messages.StoreRequest
-    | ShardRequest
-    | PlacementRequest
-    | ClusterRequest
-    | StrategyRequest
-)
+Entry = inputs.Input | ShardRequest | PlacementRequest | ClusterRequest | StrategyRequest
 
 JOURNALS = {
     "file": "dlrover.master.journal.file:open_file",
@@ -50,7 +42,6 @@ DEFAULT = "file:"
 
 _KINDS: dict[str, Any] = {
     "input": inputs.Input,
-    "store": messages.StoreRequest,
     "cluster": ClusterRequest,
     "placement": PlacementRequest,
     "shards": ShardRequest,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -43,19 +42,15 @@ class Healer:
         self._parts = parts
         self.mesh: Any = None
         """Device mesh over which the state's ``DTensor``s are spread; None: there are none."""
-        self.seconds = 0.0
-        """Duration of the last healing on this rank."""
 
     def heal(self, group: Peers, source: int, joining: list[int], rank: int) -> None:
         """Send the state of ``source`` to the ranks ``joining``; all ranks of the group call this."""
-        began = time.monotonic()
         if rank == source:
             self._send(group, source, joining)
         else:
             taken = _receive(group, source, joining, takes=rank in joining)
             if taken is not None:
                 self._load(taken)
-        self.seconds = time.monotonic() - began
 
     def _send(self, group: Peers, source: int, joining: list[int]) -> None:
         flat = self._flat()

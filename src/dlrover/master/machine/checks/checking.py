@@ -64,8 +64,6 @@ class Checks:
     #: nodes that passed and need no further check before their next fault
     passed: set[int] = field(default_factory=set)
     run: CheckRun | None = None
-    #: when the last check ended
-    ended: float = 0.0
 
     def due(self, nodes: Collection[int]) -> set[int]:
         """Return the nodes that have to be checked before they join a world."""
@@ -156,13 +154,12 @@ class Checks:
         self.run.missing.clear()
         return self._go_on(now)
 
-    def conclude(self, now: float) -> tuple[list[CheckFinding], dict[int, CheckFinding]] | None:
+    def conclude(self) -> tuple[list[CheckFinding], dict[int, CheckFinding]] | None:
         """Return the findings of a completed check and the nodes to exclude; None while it runs."""
         run = self.run
         if run is None or run.orders:
             return None
         self.run = None
-        self.ended = now
         found = nodecheck.findings(run.evidence, self.job.limits.straggler_ratio) + run.clocks
         found = [f for f in found if not set(f.nodes) <= run.gone]
         out = nodecheck.left_out(found, stragglers=self.job.exclude_stragglers)

@@ -39,7 +39,7 @@ class Screening:
             checks.cancel()  # a round has opened
         if checks.run is None:
             return self._begin_check(now)
-        run, conclusion = checks.run, checks.conclude(now)
+        run, conclusion = checks.run, checks.conclude()
         if conclusion is None:
             return not run.aside
         found, out = conclusion
