@@ -223,6 +223,45 @@ def test_what_a_replica_of_redis_does_not_have_yet_is_waited_for(tmp_path, caplo
     assert got == list(range(40))
 
 
+def test_a_slow_script_of_another_client_of_redis_is_waited_for(redis_port: int, caplog) -> None:
+    import redis
+
+    topic = redis_topic(redis_port)
+    topic.send(range(20))
+    with (
+        redis.Redis(port=redis_port) as slow,
+        redis.Redis(port=redis_port) as client,
+        ThreadPoolExecutor(3) as thread,
+        contextlib.closing(Feed(Stream(topic.url))) as reader,
+        contextlib.closing(Feed(Stream(topic.url))) as looker,
+    ):
+
+        def is_busy() -> bool:
+            try:
+                client.ping()
+            except redis.ResponseError:
+                return True
+            return False
+
+        ((first, end),) = reader._broker.bounds()
+        limit = client.config_get("busy-reply-threshold")
+        client.config_set("busy-reply-threshold", 1)
+        script = thread.submit(slow.eval, "while true do end", 0)
+        until(is_busy)
+        try:
+            span = Span(0, first, end)
+            reading = thread.submit(lambda: list(reader.read(span, lambda _: None)))
+            looking = thread.submit(looker.ends, (0,))
+            until(lambda: caplog.text.count("busy running a script") == 2)
+        finally:
+            client.script_kill()
+        assert isinstance(script.exception(), redis.ResponseError)
+        got = [number(message) for _, message in reading.result() if message is not None]
+        assert got == list(range(20))
+        assert looking.result() == (end,)
+        client.config_set(*limit.popitem())
+
+
 def until(holds) -> None:
     """Wait until something holds."""
     end = time.monotonic() + 30

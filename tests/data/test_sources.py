@@ -97,6 +97,12 @@ def test_quotes_within_a_field_join_no_rows(tmp_path_factory, body: str) -> None
             assert list(rows[number].values()) == values
 
 
+def test_a_field_of_csv_may_be_long(tmp_path) -> None:
+    long = "x" * (csv.field_size_limit() + 1)
+    (tmp_path / "a").write_text(f"text,n\n{long},1\n")
+    assert list(Csv(tmp_path / "a")) == [{"text": long, "n": "1"}]
+
+
 def test_a_byte_order_mark_is_no_text(tmp_path) -> None:
     (tmp_path / "a").write_text('\ufeff{"x": 1}\r\n{"x": 2}\r\n')
     (tmp_path / "b").write_text('\ufeff"x y"\n')

@@ -225,7 +225,8 @@ class _RemoteFile:
         """Return the next ``size`` bytes, or all that follow; fewer at the end of the file."""
         with _as_os_errors():
             data: bytes = self._file.read(size)
-            if len(data) < size and self._file.tell() < (self._file.size or 0):
+            whole = getattr(self._file, "size", None) or 0  # not every implementation knows it
+            if len(data) < size and self._file.tell() < whole:
                 raise ConnectionError(errno.ECONNABORTED, "its server sends less than it has")
         return data
 

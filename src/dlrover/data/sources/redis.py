@@ -59,6 +59,7 @@ class Redis(Broker):
             redis.exceptions.MasterDownError,
         )
         self.hopeless = (redis.AuthenticationError,)
+        self._error = redis.ResponseError
         self._redis = redis.Redis(
             host=address.host,
             port=address.port or 6379,
@@ -93,7 +94,7 @@ class Redis(Broker):
         for answer in answers:
             if isinstance(answer, Exception):
                 if "no such key" not in str(answer):
-                    raise answer
+                    raise self._refusal(answer)
                 found.append(Bounds(0, 0))
                 continue
             self._left(self._keys[len(found)], answer)
@@ -128,7 +129,10 @@ class Redis(Broker):
         with self._redis.pipeline(transaction=True) as pipe:
             pipe.xrange(key, _id(start), _id(stop - 1), most)
             pipe.xinfo_stream(key)
-            entries, info = pipe.execute()
+            try:
+                entries, info = pipe.execute()
+            except self._error as error:
+                raise self._refusal(error) from error
         messages = [
             Message(
                 partition, _offset(entry), {_text(name): value for name, value in fields.items()}
@@ -142,6 +146,11 @@ class Redis(Broker):
                 f"it does not have the last entries of {key}: a replica may be behind"
             )
         return Fetched(messages, reached, max(start, left))
+
+    def _refusal(self, error: Exception) -> Exception:
+        """Return the exception for an error reply; another client's slow script passes."""
+        busy = "BUSY Redis is busy" in str(error)  # of no class of its own
+        return TimeoutError("it is busy running a script") if busy else error
 
     def _left(self, key: str, info: dict[str, Any]) -> int:
         """Return the offset from which on nothing was removed, as far as known.

@@ -108,6 +108,9 @@ class Csv(_Text["dict[str, str]"]):
             at, quoted = opening.end(), True
 
     def _split(self, text: str) -> list[str]:
+        csv.field_size_limit(
+            max(csv.field_size_limit(), len(text))
+        )  # of the whole process; 128 KiB
         return next(csv.reader([text], delimiter=self._delimiter), [])
 
     def _decoded(self, text: str, number: int) -> dict[str, str]:
