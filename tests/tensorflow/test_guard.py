@@ -42,6 +42,27 @@ def test_an_error_that_is_its_own_cause_is_raised_once() -> None:
     assert len(calls) == 1
 
 
+def test_an_attempt_that_fails_in_the_context_of_a_lost_server_is_repeated_in_another_one() -> None:
+    chiefs: list[str] = []
+
+    def train(cluster: Present) -> None:
+        chiefs.extend(cluster.spec["chief"])
+        if len(chiefs) == 1:
+            raise ClusterChangedError("ps 0 is gone.")
+        if len(chiefs) in fails:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence from /job:worker/task:0")
+
+    fails = {2}
+    resilient(train)()
+    assert len(chiefs) == 3
+    assert chiefs[0] == chiefs[1] != chiefs[2]
+    chiefs.clear()
+    fails = {2, 3}
+    with pytest.raises(tf.errors.OutOfRangeError):
+        resilient(train)()
+    assert len(chiefs) == 3
+
+
 def test_a_first_parameter_that_the_caller_leaves_out_is_the_cluster() -> None:
     @resilient
     def alone(argv: Any = None, *more: Any, rate: float = 0.1) -> tuple[Any, ...]:
