@@ -12,6 +12,7 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 
 from dlrover.data import Records  # noqa: E402
+from dlrover.errors import ConfigurationError  # noqa: E402
 from dlrover.spec.requests.cluster import (  # noqa: E402
     ClusterReply,
     ClusterRequest,
@@ -20,6 +21,7 @@ from dlrover.spec.requests.cluster import (  # noqa: E402
 )
 from dlrover.tensorflow import resilient, serving, watch  # noqa: E402
 from dlrover.tensorflow.cluster import Present  # noqa: E402
+from dlrover.tensorflow.machine.options import GuardOptions  # noqa: E402
 from dlrover.tensorflow.registry import free_port, joined  # noqa: E402
 from dlrover.tensorflow.watch import ClusterChangedError  # noqa: E402
 
@@ -40,6 +42,27 @@ def test_an_error_that_is_its_own_cause_is_raised_once() -> None:
     assert len(calls) == 1
 
 
+def test_an_attempt_that_fails_in_the_context_of_a_lost_server_is_repeated_in_another_one() -> None:
+    chiefs: list[str] = []
+
+    def train(cluster: Present) -> None:
+        chiefs.extend(cluster.spec["chief"])
+        if len(chiefs) == 1:
+            raise ClusterChangedError("ps 0 is gone.")
+        if len(chiefs) in fails:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence from /job:worker/task:0")
+
+    fails = {2}
+    resilient(train)()
+    assert len(chiefs) == 3
+    assert chiefs[0] == chiefs[1] != chiefs[2]
+    chiefs.clear()
+    fails = {2, 3}
+    with pytest.raises(tf.errors.OutOfRangeError):
+        resilient(train)()
+    assert len(chiefs) == 3
+
+
 def test_a_first_parameter_that_the_caller_leaves_out_is_the_cluster() -> None:
     @resilient
     def alone(argv: Any = None, *more: Any, rate: float = 0.1) -> tuple[Any, ...]:
@@ -54,6 +77,12 @@ def test_a_first_parameter_that_the_caller_leaves_out_is_the_cluster() -> None:
 
     assert train("a") == train(data="a") == ("chief", "a", 0.1)
     assert train("a", rate=1) == ("chief", "a", 1)
+
+
+def test_an_evaluator_has_no_strategy(tmp_path: Path) -> None:
+    options = GuardOptions(str(tmp_path), 60, 0, 3, 0, 600, 10)
+    with pytest.raises(ConfigurationError, match="role is 'evaluator', which uses no parameter"):
+        Present("evaluator", {}, options).strategy()
 
 
 def test_records_made_outside_are_read_again_after_a_loss_before_the_first_checkpoint(

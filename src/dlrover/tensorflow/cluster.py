@@ -54,7 +54,14 @@ class Present:
 
         Args:
             options: those of ``tf.distribute.ParameterServerStrategy``, as ``variable_partitioner``.
+
+        Raises:
+            ConfigurationError: this is an evaluator.
         """
+        if self.role != CHIEF:
+            raise ConfigurationError(
+                f"cluster.role is {self.role!r}, which uses no parameter servers; cluster.strategy is for the chief."
+            )
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(self.spec), task_type=self.role, task_id=0, rpc_layer="grpc"
         )

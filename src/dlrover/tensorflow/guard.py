@@ -136,6 +136,8 @@ class TrainingGuard:
         self._address = ""
         self._attempts = 0
         self._failures = 0
+        self._in_vain = False
+        """Whether the last attempt went on with the server of TensorFlow's context, and failed before long."""
         self._reached = -1
         self._began: dict[str, Any] = {}
         self._delays = backoff.delays(*RETRY)
@@ -157,7 +159,10 @@ class TrainingGuard:
                 with same_server() if stays else contextlib.nullcontext():
                     result = self._attempt(call, cluster, choice, registry)
             except Exception as error:
-                worked = time.monotonic() - began > SETTLED or cluster.step > self._reached
+                settled = time.monotonic() - began > SETTLED
+                worked = settled or cluster.step > self._reached
+                changed = isinstance(error, ClusterChangedError)
+                self._in_vain = stays and not settled and not changed
                 why = self._why(error, choice)
                 if not why or not self._may_repeat(worked=worked):
                     raise
@@ -224,7 +229,7 @@ class TrainingGuard:
     def _can_stay(self, choice: ClusterChoice) -> bool:
         """Return whether the next strategy can go on with the server of TensorFlow's context."""
         used = self._used
-        stuck = self._failures > 1 or is_stuck()
+        stuck = self._failures > 1 or self._in_vain or is_stuck()
         return used is not None and choice.extends(used) and not stuck
 
     def _new_address(self) -> str:
@@ -251,7 +256,9 @@ class TrainingGuard:
             return f"no connection to {named(gone)}."
         for cause in causes(error, "original_exception"):
             text = str(cause)
-            known = isinstance(cause, FAULTS) or any(part in text for part in FORGOTTEN)
+            # What a lost server leaves in the context shows in errors of all kinds, such as an OutOfRangeError.
+            known = self._in_vain or isinstance(cause, FAULTS)
+            known = known or any(part in text for part in FORGOTTEN)
             if isinstance(cause, tf.errors.OpError) and known and "/job:" in text:
                 return text.partition("\n")[0]
         return ""
