@@ -31,6 +31,13 @@ def test_storage_brings_back_the_seeds(training):
     }
 
 
+def test_a_training_continues_before_the_gradients_that_it_has_lost(training, undisturbed):
+    losses = training.run("acc.py", 7, LAST, 5, 1, "accumulated").losses
+    assert training.loaded == (6, "memory")
+    assert losses == undisturbed.run("acc.py", -1, LAST, LAST, 1, "accumulated").losses
+    assert {path.name for path in training.flash.glob("step-*")} == {"step-6", "step-10"}, "not 5"
+
+
 def test_each_epoch_has_its_own_order_if_the_program_does_not_set_it(training, undisturbed):
     losses = {}
     for last in (3, 8, 18):  # within an epoch, at its end
@@ -38,6 +45,7 @@ def test_each_epoch_has_its_own_order_if_the_program_does_not_set_it(training, u
     assert losses == undisturbed.run("acc.py", -1, 18, 1, 1, "uncounted", ranks=1).losses
 
 
-def test_an_order_that_cannot_be_restored_is_told(training):
-    output = training.run("acc.py", -1, 1, 1, 1, "unseeded", ranks=1).output
+def test_what_cannot_be_restored_is_named(training):
+    output = training.run("acc.py", -1, 1, 1, 1, "unseeded", "hooked", ranks=1).output
     assert "use_seedable_sampler=True" in output
+    assert "register_save_state_pre_hook are not called" in output

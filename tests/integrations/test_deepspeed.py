@@ -3,6 +3,7 @@
 import importlib.util
 
 import pytest
+import torch
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(400),
@@ -19,6 +20,8 @@ def test_a_killed_rank_continues_from_memory(training, undisturbed, stage):
     losses = training.losses
     assert len(losses) == LAST * 2
     assert losses == undisturbed.run("zero.py", -1, LAST, stage, LAST).losses
+    weights = torch.load(training.directory / "weights" / "pytorch_model.bin")
+    assert {*weights} == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
 def test_without_its_memory_the_newest_stored_tag_is_the_latest(training):
@@ -35,7 +38,17 @@ def test_without_its_memory_the_newest_stored_tag_is_the_latest(training):
     assert len([*(training.directory / "out").glob("global_step*")]) == 1, "old marks are removed"
 
 
+def test_a_tag_that_is_not_the_latest_can_be_continued_if_it_is_the_newest(training):
+    training.run("zero.py", -1, 3, 2, 1, "best")
+    losses = training.run("zero.py", -1, 5, 2, 1).losses
+    assert {step for step, _ in losses} == {3, 4}
+
+
 def test_a_checkpoint_of_deepspeed_itself_can_be_continued(training):
     training.run("zero.py", -1, 3, 2, 1, "plain")
     losses = training.run("zero.py", -1, 5, 2, 1).losses
     assert {step for step, _ in losses} == {3, 4}
+    losses = training.run("zero.py", -1, 6, 2, 1).losses
+    assert {step for step, _ in losses} == {5}, (
+        "save_16bit_model has left the newest step as it was"
+    )

@@ -50,7 +50,14 @@ class FlashAccelerator:
                 "The order of shuffled data cannot be restored within an epoch; use"
                 " Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))"
             )
+        if accelerator._save_model_state_pre_hook:
+            logger.warning(
+                "The functions of register_save_state_pre_hook are not called; what they save, such as averaged"
+                " weights, is not in the checkpoints unless it is passed to register_for_checkpointing"
+            )
         self._accelerator = accelerator
+        self._due = False
+        """True if the next save goes to storage, whatever it is for."""
         self._random_states: dict[str, Any] | None = None
         self._continued: tuple[Any, Any] | None = None
         """A prepared loader and the one that yields the rest of its epoch."""
@@ -59,11 +66,17 @@ class FlashAccelerator:
     def save_state(self, step: int, to: Literal["memory", "storage"] = "memory") -> None:
         """Copy everything to memory; with ``to="storage"`` also store it, in the background.
 
+        Within an accumulation of gradients, which a checkpoint does not hold, this saves nothing; the next
+        save then goes to storage, if this one was for storage.
+
         Raises:
             ConfigurationError: something cannot be kept.
             InfrastructureError: the saver failed, or lacks memory after a restart.
         """
-        self._checkpointer.save(step, self._state(), to=to)
+        self._due |= to == "storage"
+        if self._accelerator.sync_gradients:
+            self._checkpointer.save(step, self._state(), to="storage" if self._due else "memory")
+            self._due = False
 
     def load_state(self) -> LoadRecord | None:
         """Restore the newest step that all ranks can load; None if nothing was ever saved. Collective.

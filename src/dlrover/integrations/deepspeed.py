@@ -81,13 +81,17 @@ class FlashCheckpointEngine(CheckpointEngine):
         self._folder, self._files = Path(info.save_dir, info.tag).absolute(), {}
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Add a file to the tag."""
-        self._files[str(Path(path).absolute().relative_to(self._folder))] = objects.encode(
-            state_dict
-        )
+        """Add a file to the tag; write one that is none of its files, as that of ``save_16bit_model``."""
+        file = Path(path).absolute()
+        if file.is_relative_to(self._folder):
+            self._files[str(file.relative_to(self._folder))] = objects.encode(state_dict)
+        else:
+            torch.save(state_dict, file)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Save the collected files."""
+        if not self._files:
+            return True
         self._saves += 1
         about = {
             "folder": str(self._folder),
@@ -138,7 +142,8 @@ class FlashCheckpointEngine(CheckpointEngine):
         folder = Path(about["folder"])
         self._mark(folder, about["names"])
         latest = folder.parent / "latest"
-        if torch.distributed.get_rank() == 0 and about["latest"] and _is_ours(latest):
+        wanted = about["latest"] or latest.exists()  # its tag has no files any more
+        if torch.distributed.get_rank() == 0 and wanted and _is_ours(latest):
             latest.write_text(folder.name)
         torch.distributed.barrier()
 

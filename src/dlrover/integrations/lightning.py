@@ -13,6 +13,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
+from dlrover._util.files import NO_ROOM
 from dlrover.checkpoint.engine.checkpointer import Checkpointer
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.integrations import objects
@@ -64,9 +65,16 @@ class FlashCheckpointIO(TorchCheckpointIO):
         self.save_in_every_rank(checkpoint, path)
 
     def save_in_every_rank(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        """Save; all ranks must call this. A second file of the same state costs nothing."""
+        """Save; all ranks must call this. A second file of the same state costs nothing.
+
+        A checkpoint of weights only becomes a file of Lightning: no training could continue from it.
+        """
+        if "optimizer_states" not in checkpoint:
+            if _is_first():
+                super().save_checkpoint(checkpoint, path)
+            return
         step = checkpoint["global_step"]
-        this = step, repr(checkpoint.get("loops")), "optimizer_states" in checkpoint
+        this = step, repr(checkpoint.get("loops"))
         if this != self._last:
             self._last, self._saves = this, self._saves + 1
             to_storage = self._saves % self._storage_every == 0
@@ -75,12 +83,8 @@ class FlashCheckpointIO(TorchCheckpointIO):
                 {"checkpoint": objects.encode(checkpoint)},
                 to="storage" if to_storage else "memory",
             )
-        if _ranks() == 1 or dist.get_rank() == 0:
-            file = Path(path)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            new = file.with_name(f"{file.name}.new")
-            new.write_text(f"{_MARK}{step}\n")
-            new.replace(file)
+        if _is_first():
+            _write_mark(Path(path), step)
 
     def load_checkpoint(
         self,
@@ -146,3 +150,24 @@ class FlashDDPStrategy(DDPStrategy):
 
 def _ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _is_first() -> bool:
+    return _ranks() == 1 or dist.get_rank() == 0
+
+
+def _write_mark(path: Path, step: int) -> None:
+    """Write the file that names a step; on a full disk only warn, because ``last.ckpt`` loads newer steps, too."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(f"{_MARK}{step}\n")
+        new.replace(path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        if error.errno not in NO_ROOM:
+            raise
+        logger.warning(
+            "%s was not written: %s. Training goes on; step %d is saved without it",
+            path, error.strerror, step,
+        )  # fmt: skip

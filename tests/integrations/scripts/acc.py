@@ -29,7 +29,10 @@ class Seen:
 
 
 configuration = DataLoaderConfiguration(use_seedable_sampler="unseeded" not in sys.argv)
-accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+accumulated = 2 if "accumulated" in sys.argv else 1
+accelerator = Accelerator(
+    cpu=True, dataloader_config=configuration, gradient_accumulation_steps=accumulated
+)
 torch.manual_seed(seed)
 model = torch.nn.Sequential(torch.nn.Linear(8, 17), torch.nn.Dropout(0.3), torch.nn.Linear(17, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -39,6 +42,8 @@ loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
 model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 seen = Seen()
 accelerator.register_for_checkpointing(seen)
+if "hooked" in sys.argv:
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
 flash = FlashAccelerator(accelerator, directory / "flash")
 record = flash.load_state()
 step = record.step if record is not None else 0
@@ -48,14 +53,15 @@ while step < last:
     if "uncounted" not in sys.argv:
         loader.set_epoch(epoch)
     for batch in flash.skip_first_batches(loader, batches):
-        loss = (model(batch)[:, 0] - batch.sum(1)).square().mean()
-        tell(f"loss {step} {RANK} {loss.item():.17g}@{batch.sum().item():.9g}")
-        if step == deadly:
-            die_once(directory)
-        accelerator.backward(loss)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        with accelerator.accumulate(model):
+            loss = (model(batch)[:, 0] - batch.sum(1)).square().mean()
+            tell(f"loss {step} {RANK} {loss.item():.17g}@{batch.sum().item():.9g}")
+            if step == deadly:
+                die_once(directory)
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
         seen.numbers.add(step)
         step += 1
         flash.save_state(step, to="memory" if step % storage_every else "storage")

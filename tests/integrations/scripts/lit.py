@@ -42,15 +42,21 @@ class Model(pl.LightningModule):
 
 pl.seed_everything(1)
 flash = FlashCheckpointIO(directory / "flash", storage_every=storage_every)
-files = directory / "files"
+files, weights = directory / "files", directory / "weights"
 plain = "plain-ddp" in sys.argv
 trainer = pl.Trainer(
     max_steps=last, accelerator="cpu", devices=RANKS, default_root_dir=directory, logger=False,
     strategy="ddp" if plain else FlashDDPStrategy() if RANKS > 1 else "auto",
     plugins=[flash], enable_progress_bar=False, enable_model_summary=False,
-    callbacks=[ModelCheckpoint(files, every_n_train_steps=1, save_last=True)],
+    callbacks=[
+        ModelCheckpoint(files, every_n_train_steps=1, save_last=True),
+        ModelCheckpoint(weights, every_n_train_steps=5, save_weights_only=True, filename="{step}"),
+    ],
 )  # fmt: skip
 data = torch.utils.data.DataLoader(torch.zeros(RANKS * 4, 1))
 path = "last" if resume == "last" else None if resume == "none" else str(files / resume)
 trainer.fit(Model(), data, ckpt_path=path, weights_only=False)
 tell(f"files {sorted(path.name for path in files.iterdir())}")
+if RANK == 0:
+    for path in weights.glob("*"):
+        tell(f"weights {path.name} {[*torch.load(path)['state_dict']]}")

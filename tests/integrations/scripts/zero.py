@@ -27,7 +27,7 @@ engine, *_ = deepspeed.initialize(
     lr_scheduler=schedule,
     config={
         "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     },
@@ -48,6 +48,11 @@ for step in range(engine.global_steps, last):
     engine.step()
     seen = {"steps": engine.global_steps, "size": torch.Size([2])}
     engine.save_checkpoint(str(directory / "out"), client_state={"seen": seen})
+    if "best" in sys.argv:
+        engine.save_checkpoint(
+            str(directory / "out"), "best", client_state={"seen": seen}, save_latest=False
+        )
+engine.save_16bit_model(str(directory / "weights"))
 if flash is not None:
     flash.cleanup()
 torch.distributed.destroy_process_group()
