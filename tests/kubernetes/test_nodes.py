@@ -276,6 +276,23 @@ def test_a_pod_whose_image_has_no_name_that_can_be_is_impossible(kind: str) -> N
     assert nodes.impossible(pod) == expected
 
 
+@pytest.mark.parametrize("name", ["main", "trainer"])
+def test_the_main_container_is_known_though_admission_puts_another_one_first(name: str) -> None:
+    container = {"name": name, "image": "training:1", "command": COMMAND}
+    pod = nodes.pod(elastic_job(templated([container])), LaunchNode(0, 0), "m:1")
+    pod["spec"]["containers"].insert(0, {"name": "istio-proxy"})
+    end = {"terminated": {"exitCode": 1, "reason": "Error"}}
+    pod["status"] = {
+        "phase": "Running",
+        "containerStatuses": [
+            {"name": "istio-proxy", "state": {"running": {}}},
+            {"name": name, "state": end},
+        ],
+    }
+    assert nodes.ending(pod) == f"its container {name} ended with exit code 1"
+    assert nodes.exit_code(pod) == 1
+
+
 def test_the_main_container_says_how_its_pod_ended() -> None:
     ends = {"a-proxy": 2, "main": 1}
     pod = {
