@@ -194,6 +194,22 @@ def test_a_deleted_master_comes_back_once_it_is_gone() -> None:
     assert world.master is not first
 
 
+def test_why_a_master_is_being_deleted_is_told() -> None:
+    world = running()
+    assert world.master is not None
+    world.delete(world.master)
+    world.step()
+    assert world.status["message"] == "The master's pod is being deleted."
+    drained = {"reason": "EvictionByEvictionAPI", "message": "Eviction API: evicting."}
+    world.master["status"]["conditions"] = [
+        {"type": "DisruptionTarget", "status": "True", **drained}
+    ]
+    world.step()
+    assert world.status["message"] == (
+        "The master's pod is being deleted: EvictionByEvictionAPI: Eviction API: evicting."
+    )
+
+
 def test_a_master_that_ended_its_job_while_it_was_deleted_has_ended_it() -> None:
     world = running()
     assert world.master is not None

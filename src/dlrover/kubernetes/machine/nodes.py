@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -203,9 +203,7 @@ def ending(obj: Manifest) -> str:
     if pods.finished(obj):
         return _end(obj)
     if obj["metadata"].get("deletionTimestamp"):
-        disruption = pods.condition(obj, "DisruptionTarget")
-        known = disruption.get("status") == "True"
-        return _words("its pod was deleted", disruption if known else {})
+        return pods.words("its pod was deleted", pods.disruption(obj))
     return ""
 
 
@@ -225,7 +223,7 @@ def _end(obj: Manifest) -> str:
             said = f": {last}" if last and (code in WRONG_COMMAND or also) else ""
             return f"its container {container['name']} ended with exit code {code}{also}{said}"
     if status.get("reason"):
-        return _words("its pod failed", status)
+        return pods.words("its pod failed", status)
     return "its pod failed" if status["phase"] == "Failed" else "its pod ended"
 
 
@@ -243,7 +241,7 @@ def removed(obj: Manifest) -> bool:
 
     A pod that is evicted because it exceeds its own limit of storage is not.
     """
-    if pods.condition(obj, "DisruptionTarget").get("status") == "True":
+    if pods.disruption(obj):
         return True
     status = obj.get("status") or {}
     if not pods.finished(obj):
@@ -257,13 +255,8 @@ def impossible(obj: Manifest) -> str:
     """Return why a pod can never start on any machine; empty if it can."""
     for waiting in pods.waits(obj):
         if waiting.get("reason") == "InvalidImageName":
-            return _words("its pod cannot start", waiting)
+            return pods.words("its pod cannot start", waiting)
     return ""
-
-
-def _words(what: str, said: Mapping[str, Any]) -> str:
-    detail = str(said.get("message") or "").strip().rstrip(".")
-    return ": ".join(part for part in (what, said.get("reason"), detail) if part)
 
 
 def waiting(obj: Manifest) -> str:

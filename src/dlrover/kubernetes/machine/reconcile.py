@@ -132,7 +132,8 @@ def _goes_on(view: View, master: Manifest) -> Decision:
     if pods.leaving(master):
         forced = view.forced()
         again = None if forced else view.force_after(master)
-        return _restarting(view, "The master's pod is being deleted.", forced, again)
+        why = pods.words("The master's pod is being deleted", pods.disruption(master))
+        return _restarting(view, f"{why}.", forced, again)
     missing = objects.missing_labels(view.job, master)
     if missing:
         message = f"The master's pod lost its label {', '.join(missing)} and cannot be found."
