@@ -244,6 +244,26 @@ def test_how_a_pod_ended_is_told(pod: dict[str, Any], said: str) -> None:
     assert nodes.ending(pod) == said
 
 
+@pytest.mark.parametrize(
+    ("code", "output", "said"),
+    [
+        (
+            3,
+            "Loading.\nNo DLRover master answered.\n\nJob:  /j\nEvents:  e\n",
+            ": No DLRover master answered",
+        ),
+        (3, "dlrover-run: The host m is not known.", ": dlrover-run: The host m is not known"),
+        (3, "", ""),
+        (2, "a\n\ndlrover-run: t.py does not exist", ": dlrover-run: t.py does not exist"),
+        (1, "ValueError", ""),
+    ],
+)
+def test_the_output_says_why_a_node_did_not_start(code: int, output: str, said: str) -> None:
+    pod = pod_with(terminated(code))
+    pod["status"]["containerStatuses"][0]["state"]["terminated"]["message"] = output
+    assert nodes.ending(pod) == f"its container main ended with exit code {code}{said}"
+
+
 DISRUPTED = {"conditions": [{"type": "DisruptionTarget", "status": "True"}]}
 LOW = "The node was low on resource: memory. Container main was using 5Gi, which exceeds its request of 1Gi."
 FULL = "Container main exceeded its local ephemeral storage limit 1Gi."
