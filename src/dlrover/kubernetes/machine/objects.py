@@ -14,7 +14,7 @@ from dlrover.spec.jobdir import liveness_socket
 
 HOME = "/var/lib/dlrover"
 """Where the master keeps the job's directory: an empty volume per pod, or the volume of ``journalClaim``."""
-PROBE_TIMEOUT = 10
+PROBE_TIMEOUT = 15
 """Seconds that a master has for its sign of life."""
 USER = 65532
 """User and group id of the master, as in distroless images."""
