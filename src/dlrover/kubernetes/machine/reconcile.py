@@ -145,9 +145,7 @@ def _goes_on(view: View, master: Manifest) -> Decision:
 def _master_ended(view: View, master: Manifest) -> Decision:
     end, before = pods.end_of_master(master), view.old.master
     quick = end.lived < QUICK
-    may_work = quick or not end.of_job
-    if quick and before.quick_ends >= QUICK_ENDS:
-        may_work = False
+    may_work = before.quick_ends < QUICK_ENDS if quick else not end.of_job
     if end.final and not (end.reason == "Infrastructure" and may_work):
         return removal.complete(view, end)
     factor, more = before.memory_factor, ""
