@@ -244,6 +244,26 @@ def test_how_a_pod_ended_is_told(pod: dict[str, Any], said: str) -> None:
     assert nodes.ending(pod) == said
 
 
+@pytest.mark.parametrize(
+    ("code", "output", "said"),
+    [
+        (
+            3,
+            "Loading.\nNo DLRover master answered.\n\nJob:  /j\nEvents:  e\n",
+            ": No DLRover master answered",
+        ),
+        (3, "dlrover-run: The host m is not known.", ": dlrover-run: The host m is not known"),
+        (3, "", ""),
+        (2, "a\n\ndlrover-run: t.py does not exist", ": dlrover-run: t.py does not exist"),
+        (1, "ValueError", ""),
+    ],
+)
+def test_the_output_says_why_a_node_did_not_start(code: int, output: str, said: str) -> None:
+    pod = pod_with(terminated(code))
+    pod["status"]["containerStatuses"][0]["state"]["terminated"]["message"] = output
+    assert nodes.ending(pod) == f"its container main ended with exit code {code}{said}"
+
+
 DISRUPTED = {"conditions": [{"type": "DisruptionTarget", "status": "True"}]}
 LOW = "The node was low on resource: memory. Container main was using 5Gi, which exceeds its request of 1Gi."
 FULL = "Container main exceeded its local ephemeral storage limit 1Gi."
@@ -274,6 +294,23 @@ def test_a_pod_whose_image_has_no_name_that_can_be_is_impossible(kind: str) -> N
     pod = pod_with({"phase": "Pending", kind: [{"name": "main", "state": wrong}]})
     expected = "its pod cannot start: InvalidImageName: Failed to parse a:b:c"
     assert nodes.impossible(pod) == expected
+
+
+@pytest.mark.parametrize("name", ["main", "trainer"])
+def test_the_main_container_is_known_though_admission_puts_another_one_first(name: str) -> None:
+    container = {"name": name, "image": "training:1", "command": COMMAND}
+    pod = nodes.pod(elastic_job(templated([container])), LaunchNode(0, 0), "m:1")
+    pod["spec"]["containers"].insert(0, {"name": "istio-proxy"})
+    end = {"terminated": {"exitCode": 1, "reason": "Error"}}
+    pod["status"] = {
+        "phase": "Running",
+        "containerStatuses": [
+            {"name": "istio-proxy", "state": {"running": {}}},
+            {"name": name, "state": end},
+        ],
+    }
+    assert nodes.ending(pod) == f"its container {name} ended with exit code 1"
+    assert nodes.exit_code(pod) == 1
 
 
 def test_the_main_container_says_how_its_pod_ended() -> None:

@@ -67,6 +67,22 @@ def test_the_job_ends_with_its_master_though_a_container_beside_it_runs_on(
     assert "deletionTimestamp" in world.master["metadata"], "what runs on is removed"
 
 
+def test_the_job_ends_with_its_master_though_admission_put_another_container_first() -> None:
+    container = {"name": "coordinator", "image": "i"}
+    spec = job()["spec"]
+    spec["replicaSpecs"]["dlrover-master"] = {"template": {"spec": {"containers": [container]}}}
+    world = running(**spec)
+    assert world.master is not None
+    world.master["spec"]["containers"].insert(0, {"name": "istio-proxy"})
+    ended = {"exitCode": 0, "startedAt": "", "finishedAt": ""}
+    world.master["status"]["containerStatuses"] = [
+        {"name": "istio-proxy", "state": {"running": {}}},
+        {"name": "coordinator", "state": {"terminated": ended}},
+    ]
+    world.settle()
+    assert world.status["phase"] == "Succeeded"
+
+
 def test_a_master_that_ran_out_of_memory_beside_another_container_is_replaced() -> None:
     world = running()
     end_beside(world, 137, "OOMKilled")
@@ -176,6 +192,22 @@ def test_a_deleted_master_comes_back_once_it_is_gone() -> None:
     world.settle()
     assert world.master is not None
     assert world.master is not first
+
+
+def test_why_a_master_is_being_deleted_is_told() -> None:
+    world = running()
+    assert world.master is not None
+    world.delete(world.master)
+    world.step()
+    assert world.status["message"] == "The master's pod is being deleted."
+    drained = {"reason": "EvictionByEvictionAPI", "message": "Eviction API: evicting."}
+    world.master["status"]["conditions"] = [
+        {"type": "DisruptionTarget", "status": "True", **drained}
+    ]
+    world.step()
+    assert world.status["message"] == (
+        "The master's pod is being deleted: EvictionByEvictionAPI: Eviction API: evicting."
+    )
 
 
 def test_a_master_that_ended_its_job_while_it_was_deleted_has_ended_it() -> None:

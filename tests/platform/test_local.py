@@ -37,6 +37,18 @@ def test_an_exit_is_reported_with_its_reason():
     run(body, LEAVER)  # the node's id is its second argument
 
 
+def test_an_agent_that_aborts_may_lack_threads():
+    async def body(platform: LocalPlatform, exits) -> None:
+        platform.launch(LaunchNode(0, 0))
+        assert await exits.get() == (
+            0,
+            "its agent ended: it was killed by SIGABRT, as where no thread can be started (see processes in dlrover "
+            "doctor)",
+        )
+
+    run(body, [sys.executable, "-c", "import os; os.abort()"])
+
+
 def test_a_killed_node_is_reported_once():
     async def body(platform: LocalPlatform, exits) -> None:
         handle = platform.launch(LaunchNode(0, 0))

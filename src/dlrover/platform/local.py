@@ -159,6 +159,8 @@ class LocalPlatform:
             return "another process has its exit code"  # adopted, so not a child of this process
         code = process.wait()
         reason = procs.exit_reason(-code if code < 0 else code << 8)
+        if code == -signal.SIGABRT:  # gRPC says nothing more
+            return f"{reason}, as where no thread can be started (see processes in dlrover doctor)"
         if code == -signal.SIGKILL and self._groups is not None and self._groups.oom_kills(node_id):
             return f"{reason} for want of memory (OOMKilled)"
         return reason

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +24,8 @@ RANK_LABEL = f"{names.GROUP}/node-rank"
 """Label with the rank that a pod's node prefers; a pod and its replacement share it."""
 WRONG_COMMAND = (ExitCode.USAGE, 126, 127)
 """Exit codes of a wrong command; the container's last output line gives the details."""
+TELLING = (*WRONG_COMMAND, ExitCode.INFRASTRUCTURE)
+"""Exit codes whose reason is in the output; the reason of a failed program comes from its agent."""
 HOST_LABEL = "kubernetes.io/hostname"
 
 
@@ -203,9 +205,7 @@ def ending(obj: Manifest) -> str:
     if pods.finished(obj):
         return _end(obj)
     if obj["metadata"].get("deletionTimestamp"):
-        disruption = pods.condition(obj, "DisruptionTarget")
-        known = disruption.get("status") == "True"
-        return _words("its pod was deleted", disruption if known else {})
+        return pods.words("its pod was deleted", pods.disruption(obj))
     return ""
 
 
@@ -221,12 +221,20 @@ def _end(obj: Manifest) -> str:
         if code and not status.get("reason"):
             reason = end.get("reason")
             also = f" ({reason})" if reason not in (None, "", "Error") else ""
-            last = str(end.get("message") or "").strip().rpartition("\n")[2].rstrip(".")
-            said = f": {last}" if last and (code in WRONG_COMMAND or also) else ""
+            last = _last_words(end) if also or code in TELLING else ""
+            said = f": {last}" if last else ""
             return f"its container {container['name']} ended with exit code {code}{also}{said}"
     if status.get("reason"):
-        return _words("its pod failed", status)
+        return pods.words("its pod failed", status)
     return "its pod failed" if status["phase"] == "Failed" else "its pod ended"
+
+
+def _last_words(end: Manifest) -> str:
+    """Return why a container ended, as the last line of its output says; ``dlrover-run`` puts where to look below that."""
+    text = str(end.get("message") or "").strip()
+    if end["exitCode"] == ExitCode.INFRASTRUCTURE:
+        text = text.rpartition("\n\n")[0] or text
+    return text.rpartition("\n")[2].rstrip(".")
 
 
 def exit_code(obj: Manifest) -> int:
@@ -243,7 +251,7 @@ def removed(obj: Manifest) -> bool:
 
     A pod that is evicted because it exceeds its own limit of storage is not.
     """
-    if pods.condition(obj, "DisruptionTarget").get("status") == "True":
+    if pods.disruption(obj):
         return True
     status = obj.get("status") or {}
     if not pods.finished(obj):
@@ -257,13 +265,8 @@ def impossible(obj: Manifest) -> str:
     """Return why a pod can never start on any machine; empty if it can."""
     for waiting in pods.waits(obj):
         if waiting.get("reason") == "InvalidImageName":
-            return _words("its pod cannot start", waiting)
+            return pods.words("its pod cannot start", waiting)
     return ""
-
-
-def _words(what: str, said: Mapping[str, Any]) -> str:
-    detail = str(said.get("message") or "").strip().rstrip(".")
-    return ": ".join(part for part in (what, said.get("reason"), detail) if part)
 
 
 def waiting(obj: Manifest) -> str:

@@ -14,7 +14,7 @@ from dlrover.spec.jobdir import liveness_socket
 
 HOME = "/var/lib/dlrover"
 """Where the master keeps the job's directory: an empty volume per pod, or the volume of ``journalClaim``."""
-PROBE_TIMEOUT = 10
+PROBE_TIMEOUT = 15
 """Seconds that a master has for its sign of life."""
 USER = 65532
 """User and group id of the master, as in distroless images."""
@@ -201,10 +201,14 @@ def pod(job: ElasticJob, role: str, name: str, index: int = 0) -> Manifest:
     priority = _priority(replica, index)
     if priority:
         spec.setdefault("priorityClassName", priority)
+    annotations = {**(given.get("annotations") or {})}
+    main = commands.main({"spec": spec}).get("name", "main")
+    if main != "main":
+        annotations[names.MAIN_CONTAINER] = main
     made = _object("v1", "Pod", job, name, spec=spec)
     made["metadata"] |= {
         "labels": {**(given.get("labels") or {}), **names.labels(job.name, role)},
-        "annotations": {**(given.get("annotations") or {})},
+        "annotations": annotations,
     }
     return made
 

@@ -93,6 +93,18 @@ def condition(pod: Manifest, kind: str) -> Manifest:
     return next((one for one in conditions if one.get("type") == kind), {})
 
 
+def disruption(pod: Manifest) -> Manifest:
+    """Return why the cluster ends a pod, such as a preemption or a drain; empty if it does not, or does not say so."""
+    found = condition(pod, "DisruptionTarget")
+    return found if found.get("status") == "True" else {}
+
+
+def words(what: str, said: Manifest) -> str:
+    """Return a statement with a condition's or a state's reason and message, without a full stop."""
+    detail = str(said.get("message") or "").strip().rstrip(".")
+    return ": ".join(str(part) for part in (what, said.get("reason"), detail) if part)
+
+
 def states(
     pod: Manifest, kind: str, among: str = "containerStatuses"
 ) -> Iterator[tuple[str, Manifest]]:

@@ -132,7 +132,8 @@ def _goes_on(view: View, master: Manifest) -> Decision:
     if pods.leaving(master):
         forced = view.forced()
         again = None if forced else view.force_after(master)
-        return _restarting(view, "The master's pod is being deleted.", forced, again)
+        why = pods.words("The master's pod is being deleted", pods.disruption(master))
+        return _restarting(view, f"{why}.", forced, again)
     missing = objects.missing_labels(view.job, master)
     if missing:
         message = f"The master's pod lost its label {', '.join(missing)} and cannot be found."
@@ -144,9 +145,7 @@ def _goes_on(view: View, master: Manifest) -> Decision:
 def _master_ended(view: View, master: Manifest) -> Decision:
     end, before = pods.end_of_master(master), view.old.master
     quick = end.lived < QUICK
-    may_work = quick or not end.of_job
-    if quick and before.quick_ends >= QUICK_ENDS:
-        may_work = False
+    may_work = before.quick_ends < QUICK_ENDS if quick else not end.of_job
     if end.final and not (end.reason == "Infrastructure" and may_work):
         return removal.complete(view, end)
     factor, more = before.memory_factor, ""

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dlrover.kubernetes.resources.names import MASTER_ROLE
+from dlrover.kubernetes.resources.names import MAIN_CONTAINER, MASTER_ROLE
 from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ReplicaSpec
 from dlrover.spec.node import SERVER
 
@@ -50,9 +50,14 @@ class LaunchCommand(NamedTuple):
 
 
 def main(template: Mapping[str, Any]) -> Manifest:
-    """Return the container that runs ``dlrover-run``: ``main`` if there is one, else the first."""
+    """Return the container that runs ``dlrover-run``: ``main`` if there is one, else the first.
+
+    A pod that was made of the template names it where it is not ``main``.
+    """
     found: list[Manifest] = (template.get("spec") or {}).get("containers") or [{}]
-    return next((one for one in found if one.get("name") == "main"), found[0])
+    annotations = (template.get("metadata") or {}).get("annotations") or {}
+    name = annotations.get(MAIN_CONTAINER, "main")
+    return next((one for one in found if one.get("name") == name), found[0])
 
 
 def launched(template: Mapping[str, Any]) -> list[str]:
