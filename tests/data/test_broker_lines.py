@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ import pytest
 from dlrover.data import Message, Stream, feed
 from dlrover.data.feed import Feed
 from dlrover.data.records import Records
+from dlrover.data.sources.redis import _offset
 from dlrover.data.sources.stream import Bounds
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.jobdir import TlsFiles
@@ -189,38 +192,70 @@ def test_a_time_is_looked_up_where_all_messages_are(
     assert not behind["times"]
 
 
-def test_what_a_replica_of_redis_does_not_have_yet_is_waited_for(tmp_path, caplog) -> None:
-    """As one that a balancer reads from, or that has replaced its primary without the last entries."""
+@pytest.fixture
+def two_redis(tmp_path) -> Iterator[tuple[list[int], list[object]]]:
+    """Ports of two servers, and a client of each."""
     redis = pytest.importorskip("redis")
     ports = [free_port(), free_port()]
-    folders = [tmp_path / "primary", tmp_path / "replica"]
     with contextlib.ExitStack() as stack:
-        for folder, port in zip(folders, ports, strict=True):
-            folder.mkdir()
-            stack.enter_context(redis_running(folder, port))
-        primary, replica = [stack.enter_context(redis.Redis(port=port)) for port in ports]
-        primary.config_set("repl-diskless-sync-delay", 0)
-        for at in range(20):
-            primary.xadd("s", {"n": at})
-        replica.replicaof("127.0.0.1", ports[0])
-        until(lambda: replica.exists("s"))
-        replica.replicaof("NO", "ONE")
-        for at in range(20, 40):
-            primary.xadd("s", {"n": at})
-        known, behind = [
-            stack.enter_context(
-                contextlib.closing(Feed(Stream(f"redis://127.0.0.1:{port}/0?stream=s")))
-            )
-            for port in ports
+        for port in ports:
+            (tmp_path / str(port)).mkdir()
+            stack.enter_context(redis_running(tmp_path / str(port), port))
+        yield ports, [stack.enter_context(redis.Redis(port=port)) for port in ports]
+
+
+@pytest.mark.parametrize(
+    ("work", "lacks"),
+    [
+        *itertools.product(
+            ["read", "read what is there", "look"], ["entries", "entries, trim", "trim"]
+        ),
+        ("read first", "entries"),
+    ],
+)
+def test_what_a_replica_of_redis_does_not_have_yet_is_waited_for(
+    two_redis, caplog, work: str, lacks: str
+) -> None:
+    """As one that a balancer reads from, or that has replaced its primary without the last entries."""
+    ports, (primary, replica) = two_redis
+    primary.config_set("repl-diskless-sync-delay", 0)
+    both = 20 if "entries" in lacks else 40
+    ids = [primary.xadd("s", {"n": at}) for at in range(both)]
+    replica.replicaof("127.0.0.1", ports[0])
+    until(lambda: replica.exists("s"))
+    replica.replicaof("NO", "ONE")
+    ids += [primary.xadd("s", {"n": at}) for at in range(both, 40)]
+    if "trim" in lacks:
+        primary.xtrim("s", minid=ids[19], approximate=False)
+    with contextlib.ExitStack() as stack:
+        balancer = stack.enter_context(contextlib.closing(Line(ports[0])))
+        url = f"redis://127.0.0.1:{balancer.port}/0?stream=s"
+        reader, another = [
+            stack.enter_context(contextlib.closing(Feed(Stream(url)))) for _ in range(2)
         ]
-        ((first, end),) = known._broker.bounds()
+        ((first, end),) = (another if work == "read first" else reader)._broker.bounds()
+        reader.close()
+        balancer.to = ports[1]
+        if work == "read what is there":
+            end = _offset(ids[19]) + 1
         with ThreadPoolExecutor(1) as thread:
-            reading = thread.submit(lambda: list(behind.read(Span(0, first, end), lambda _: None)))
-            until(lambda: "replica may be behind" in caplog.text)
+            if work == "look":
+                doing = thread.submit(reader.ends, (0,))
+            else:
+                doing = thread.submit(
+                    lambda: list(reader.read(Span(0, first, end), lambda _: None))
+                )
+            until(lambda: doing.done() or "replica may be behind" in caplog.text)
             replica.replicaof("127.0.0.1", ports[0])
-            parts = reading.result()
-    got = [number(message) for _, message in parts if message is not None]
-    assert got == list(range(40))
+            result = doing.result()
+    assert "replica may be behind" in caplog.text
+    if work == "look":
+        assert result == (end,)
+    else:
+        got = [number(message) for _, message in result if message is not None]
+        assert got == list(
+            range(19 if "trim" in lacks else 0, 20 if work == "read what is there" else 40)
+        )
 
 
 def test_a_slow_script_of_another_client_of_redis_is_waited_for(redis_port: int, caplog) -> None:
@@ -523,6 +558,20 @@ def test_why_a_broker_cannot_be_reached_is_told(read, monkeypatch, address: str)
     monkeypatch.setattr(module, "TIMEOUT", 1.0)
     with pytest.raises(InfrastructureError, match=r"[Cc]onnection refused|Connect call failed"):
         list(read(url))
+
+
+def test_ctrl_c_ends_a_wait_for_nats() -> None:
+    pytest.importorskip("nats")
+    broker = Stream(f"nats://127.0.0.1:{free_port()}/S").broker()
+
+    def interrupt() -> None:
+        until(lambda: broker._cause)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    with contextlib.closing(broker), ThreadPoolExecutor(1) as thread:
+        thread.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            broker.bounds()
 
 
 def test_why_kafka_cannot_be_asked_for_a_time_is_told(monkeypatch) -> None:
