@@ -89,7 +89,7 @@ def with_jetstream(server: int | str, work) -> object:
 
 
 @pytest.mark.parametrize("kind", ["redis", "nats", "rabbitmq"])
-def test_a_broker_that_accepts_and_does_not_answer_is_told(
+def test_a_broker_that_accepts_and_does_not_answer_is_an_error(
     request, read, monkeypatch, kind: str
 ) -> None:
     port = request.getfixturevalue(f"{kind}_port")
@@ -328,7 +328,9 @@ def made_again(topic: Topic, before: int, after: int, remove) -> None:
             reader.ends((0,))
 
 
-def test_a_stream_of_nats_that_is_made_again_is_told_though_it_is_longer(nats_port: int) -> None:
+def test_a_stream_of_nats_that_is_made_again_is_an_error_though_it_is_longer(
+    nats_port: int,
+) -> None:
     topic = nats_topic(nats_port)
     name = topic.url.rpartition("/")[2]
 
@@ -340,7 +342,7 @@ def test_a_stream_of_nats_that_is_made_again_is_told_though_it_is_longer(nats_po
 
 
 @pytest.mark.parametrize("after", [10, 20, 30])
-def test_a_stream_of_redis_that_is_made_again_is_told_though_its_ids_are_later(
+def test_a_stream_of_redis_that_is_made_again_is_an_error_though_its_ids_are_later(
     redis_port: int, after: int
 ) -> None:
     topic = redis_topic(redis_port)
@@ -360,7 +362,7 @@ def test_a_stream_of_redis_that_was_empty_for_a_while_is_the_same(redis_port: in
     assert len(set(ends)) == 4
 
 
-def test_a_queue_of_rabbitmq_that_is_made_again_is_told(rabbitmq_port: int) -> None:
+def test_a_queue_of_rabbitmq_that_is_made_again_is_an_error(rabbitmq_port: int) -> None:
     import pika
 
     topic = rabbitmq_topic(rabbitmq_port)
@@ -403,7 +405,7 @@ def test_kafka_may_take_longer_than_a_second(read) -> None:
 
 
 @pytest.mark.parametrize("before", [0, 30])
-def test_what_kafka_has_removed_within_a_shard_is_told_and_can_be_skipped(
+def test_what_kafka_has_removed_within_a_shard_is_named_and_can_be_skipped(
     kafka_port: int, before: int
 ) -> None:
     """The mock keeps 5 MiB of a partition."""
@@ -443,16 +445,16 @@ def test_an_entry_of_redis_with_bytes_that_are_no_text_is_read(redis_port: int) 
 
 
 @pytest.mark.parametrize("who", ["", "secret@", "me:secret@"])
-def test_credentials_that_nats_refuses_are_told_at_once(tmp_path, read, who: str) -> None:
+def test_credentials_that_nats_refuses_are_an_error_at_once(tmp_path, read, who: str) -> None:
     pytest.importorskip("nats")
     port = free_port()
     command = [program("nats-server"), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", "data"]
     with running([*command, "--user", "me", "--pass", "another"], port, tmp_path):
         began = time.monotonic()
-        with pytest.raises(InfrastructureError, match="AuthorizationError") as told:
+        with pytest.raises(InfrastructureError, match="AuthorizationError") as said:
             list(read(f"nats://{who}127.0.0.1:{port}/S"))
         assert time.monotonic() - began < 30, "it is not waited for"
-    assert "secret" not in str(told.value)
+    assert "secret" not in str(said.value)
 
 
 def test_a_permission_that_nats_refuses_is_named(tmp_path, monkeypatch) -> None:
@@ -512,7 +514,7 @@ def authorities(folder: Path) -> list[TlsFiles]:
     return made
 
 
-def test_why_the_tls_of_nats_fails_is_told(tmp_path, read, monkeypatch) -> None:
+def test_why_the_tls_of_nats_fails_is_said(tmp_path, read, monkeypatch) -> None:
     pytest.importorskip("nats")
     monkeypatch.setattr(feed, "PATIENCE", 0.5)
     port, ours, other = free_port(), *authorities(tmp_path)
@@ -551,7 +553,7 @@ def test_a_connection_to_nats_that_does_not_answer_ends_in_a_moment(
 
 
 @pytest.mark.parametrize("address", ["amqp://{}/q", "nats://{}/S", "redis://{}/0?stream=s"])
-def test_why_a_broker_cannot_be_reached_is_told(read, monkeypatch, address: str) -> None:
+def test_why_a_broker_cannot_be_reached_is_said(read, monkeypatch, address: str) -> None:
     url = address.format(f"me:secret@127.0.0.1:{free_port()}")
     module = sys.modules[Stream(url).broker().__module__]
     monkeypatch.setattr(feed, "PATIENCE", 0.2)
@@ -574,7 +576,7 @@ def test_ctrl_c_ends_a_wait_for_nats() -> None:
             broker.bounds()
 
 
-def test_why_kafka_cannot_be_asked_for_a_time_is_told(monkeypatch) -> None:
+def test_why_kafka_cannot_be_asked_for_a_time_is_said(monkeypatch) -> None:
     pytest.importorskip("confluent_kafka")
     from dlrover.data.sources import kafka
 
@@ -584,7 +586,7 @@ def test_why_kafka_cannot_be_asked_for_a_time_is_told(monkeypatch) -> None:
         broker.offsets_at(datetime.now(timezone.utc), [Bounds(0, 5)])
 
 
-def test_why_the_tls_of_kafka_fails_is_told_and_not_logged_again_and_again(
+def test_why_the_tls_of_kafka_fails_is_said_and_not_logged_again_and_again(
     tmp_path, read, monkeypatch, caplog
 ) -> None:
     pytest.importorskip("confluent_kafka")
@@ -596,7 +598,7 @@ def test_why_the_tls_of_kafka_fails_is_told_and_not_logged_again_and_again(
     tls = ["--tls-port", str(port), "--tls-cert-file", ours.cert, "--tls-key-file", ours.key]
     command = [program("redis-server"), "--port", "0", *tls, "--tls-ca-cert-file", ours.ca]
     options = f"security.protocol=SSL&ssl.ca.location={other.ca}"
-    told = pytest.raises(InfrastructureError, match="certificate verify failed")
-    with running(command, port, tmp_path), told:
+    said = pytest.raises(InfrastructureError, match="certificate verify failed")
+    with running(command, port, tmp_path), said:
         list(read(f"kafka://127.0.0.1:{port}/topic?{options}"))
     assert len(caplog.records) < 5

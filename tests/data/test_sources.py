@@ -50,7 +50,7 @@ def test_a_reader_of_many_files_keeps_few_open(tmp_path, monkeypatch) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_pattern_without_files_is_told() -> None:
+def test_paths_without_files_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="paths is empty"):
         Lines([])
 
@@ -141,7 +141,7 @@ def test_a_row_with_too_few_values_is_an_error_of_that_row(tmp_path) -> None:
         rows[1]
 
 
-def test_what_cannot_be_read_is_told(tmp_path) -> None:
+def test_what_cannot_be_read_is_named(tmp_path) -> None:
     with pytest.raises(ConfigurationError, match="nowhere cannot be read: No such file"):
         Lines(tmp_path / "nowhere")
     (tmp_path / "empty").touch()
@@ -149,7 +149,7 @@ def test_what_cannot_be_read_is_told(tmp_path) -> None:
         Csv(tmp_path / "empty")
 
 
-def test_a_file_that_has_become_shorter_is_told(tmp_path) -> None:
+def test_a_file_that_has_become_shorter_is_named(tmp_path) -> None:
     (tmp_path / "a").write_text("one\ntwo\n")
     lines = Lines(tmp_path / "a")
     (tmp_path / "a").write_text("one\n")
