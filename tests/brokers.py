@@ -200,7 +200,9 @@ class Line:
     """A line to the broker at a port of this machine, by a port of its own; it may be slow or fall silent."""
 
     def __init__(self, to: int, piece: int = 1 << 16, every: float = 0.0) -> None:
-        self._to, self._piece, self._every = to, piece, every
+        #: the broker's port for new connections
+        self.to = to
+        self._piece, self._every = piece, every
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._server.getsockname()[1])
         #: nothing more comes back
@@ -219,7 +221,7 @@ class Line:
             if select.select([self._server], [], [], 0.05)[0]:
                 near, far = (
                     self._server.accept()[0],
-                    socket.create_connection(("127.0.0.1", self._to)),
+                    socket.create_connection(("127.0.0.1", self.to)),
                 )
                 self._ends += (near, far)
                 self._start(self._copy, near, far, False)

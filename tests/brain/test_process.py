@@ -230,7 +230,7 @@ async def test_reports_beyond_the_limit_are_dropped_the_oldest_first() -> None:
         ("sqlite:////proc/brain/x.db", "cannot be opened"),
     ],
 )
-def test_wrong_databases_are_told(url: str, said: str) -> None:
+def test_wrong_databases_are_refused(url: str, said: str) -> None:
     with pytest.raises(DLRoverError, match=said) as raised:
         open_database(url)
     assert "hidden" not in str(raised.value)

@@ -391,9 +391,9 @@ async def test_measurements_from_the_future_are_those_of_now(database: str, serv
             await client.report(report)
         node = brain.Usage(node="worker-0", at=1e18)
         await client.report(brain.ReportUsage(request=request_id(), job="one", nodes=(node,)))
-        told = await client.explain("one")
-    assert [sample.at / DAY for sample in told.samples] == [5, 4, 5, 5]
-    assert told.nodes[0].heard == 5 * DAY
+        found = await client.explain("one")
+    assert [sample.at / DAY for sample in found.samples] == [5, 4, 5, 5]
+    assert found.nodes[0].heard == 5 * DAY
 
 
 def prune_all(engine: sa.Engine, now: float) -> int:

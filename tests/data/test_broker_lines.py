@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ import pytest
 from dlrover.data import Message, Stream, feed
 from dlrover.data.feed import Feed
 from dlrover.data.records import Records
+from dlrover.data.sources.redis import _offset
 from dlrover.data.sources.stream import Bounds
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.jobdir import TlsFiles
@@ -86,7 +89,7 @@ def with_jetstream(server: int | str, work) -> object:
 
 
 @pytest.mark.parametrize("kind", ["redis", "nats", "rabbitmq"])
-def test_a_broker_that_accepts_and_does_not_answer_is_told(
+def test_a_broker_that_accepts_and_does_not_answer_is_an_error(
     request, read, monkeypatch, kind: str
 ) -> None:
     port = request.getfixturevalue(f"{kind}_port")
@@ -189,38 +192,70 @@ def test_a_time_is_looked_up_where_all_messages_are(
     assert not behind["times"]
 
 
-def test_what_a_replica_of_redis_does_not_have_yet_is_waited_for(tmp_path, caplog) -> None:
-    """As one that a balancer reads from, or that has replaced its primary without the last entries."""
+@pytest.fixture
+def two_redis(tmp_path) -> Iterator[tuple[list[int], list[object]]]:
+    """Ports of two servers, and a client of each."""
     redis = pytest.importorskip("redis")
     ports = [free_port(), free_port()]
-    folders = [tmp_path / "primary", tmp_path / "replica"]
     with contextlib.ExitStack() as stack:
-        for folder, port in zip(folders, ports, strict=True):
-            folder.mkdir()
-            stack.enter_context(redis_running(folder, port))
-        primary, replica = [stack.enter_context(redis.Redis(port=port)) for port in ports]
-        primary.config_set("repl-diskless-sync-delay", 0)
-        for at in range(20):
-            primary.xadd("s", {"n": at})
-        replica.replicaof("127.0.0.1", ports[0])
-        until(lambda: replica.exists("s"))
-        replica.replicaof("NO", "ONE")
-        for at in range(20, 40):
-            primary.xadd("s", {"n": at})
-        known, behind = [
-            stack.enter_context(
-                contextlib.closing(Feed(Stream(f"redis://127.0.0.1:{port}/0?stream=s")))
-            )
-            for port in ports
+        for port in ports:
+            (tmp_path / str(port)).mkdir()
+            stack.enter_context(redis_running(tmp_path / str(port), port))
+        yield ports, [stack.enter_context(redis.Redis(port=port)) for port in ports]
+
+
+@pytest.mark.parametrize(
+    ("work", "lacks"),
+    [
+        *itertools.product(
+            ["read", "read what is there", "look"], ["entries", "entries, trim", "trim"]
+        ),
+        ("read first", "entries"),
+    ],
+)
+def test_what_a_replica_of_redis_does_not_have_yet_is_waited_for(
+    two_redis, caplog, work: str, lacks: str
+) -> None:
+    """As one that a balancer reads from, or that has replaced its primary without the last entries."""
+    ports, (primary, replica) = two_redis
+    primary.config_set("repl-diskless-sync-delay", 0)
+    both = 20 if "entries" in lacks else 40
+    ids = [primary.xadd("s", {"n": at}) for at in range(both)]
+    replica.replicaof("127.0.0.1", ports[0])
+    until(lambda: replica.exists("s"))
+    replica.replicaof("NO", "ONE")
+    ids += [primary.xadd("s", {"n": at}) for at in range(both, 40)]
+    if "trim" in lacks:
+        primary.xtrim("s", minid=ids[19], approximate=False)
+    with contextlib.ExitStack() as stack:
+        balancer = stack.enter_context(contextlib.closing(Line(ports[0])))
+        url = f"redis://127.0.0.1:{balancer.port}/0?stream=s"
+        reader, another = [
+            stack.enter_context(contextlib.closing(Feed(Stream(url)))) for _ in range(2)
         ]
-        ((first, end),) = known._broker.bounds()
+        ((first, end),) = (another if work == "read first" else reader)._broker.bounds()
+        reader.close()
+        balancer.to = ports[1]
+        if work == "read what is there":
+            end = _offset(ids[19]) + 1
         with ThreadPoolExecutor(1) as thread:
-            reading = thread.submit(lambda: list(behind.read(Span(0, first, end), lambda _: None)))
-            until(lambda: "replica may be behind" in caplog.text)
+            if work == "look":
+                doing = thread.submit(reader.ends, (0,))
+            else:
+                doing = thread.submit(
+                    lambda: list(reader.read(Span(0, first, end), lambda _: None))
+                )
+            until(lambda: doing.done() or "replica may be behind" in caplog.text)
             replica.replicaof("127.0.0.1", ports[0])
-            parts = reading.result()
-    got = [number(message) for _, message in parts if message is not None]
-    assert got == list(range(40))
+            result = doing.result()
+    assert "replica may be behind" in caplog.text
+    if work == "look":
+        assert result == (end,)
+    else:
+        got = [number(message) for _, message in result if message is not None]
+        assert got == list(
+            range(19 if "trim" in lacks else 0, 20 if work == "read what is there" else 40)
+        )
 
 
 def test_a_slow_script_of_another_client_of_redis_is_waited_for(redis_port: int, caplog) -> None:
@@ -293,7 +328,9 @@ def made_again(topic: Topic, before: int, after: int, remove) -> None:
             reader.ends((0,))
 
 
-def test_a_stream_of_nats_that_is_made_again_is_told_though_it_is_longer(nats_port: int) -> None:
+def test_a_stream_of_nats_that_is_made_again_is_an_error_though_it_is_longer(
+    nats_port: int,
+) -> None:
     topic = nats_topic(nats_port)
     name = topic.url.rpartition("/")[2]
 
@@ -305,7 +342,7 @@ def test_a_stream_of_nats_that_is_made_again_is_told_though_it_is_longer(nats_po
 
 
 @pytest.mark.parametrize("after", [10, 20, 30])
-def test_a_stream_of_redis_that_is_made_again_is_told_though_its_ids_are_later(
+def test_a_stream_of_redis_that_is_made_again_is_an_error_though_its_ids_are_later(
     redis_port: int, after: int
 ) -> None:
     topic = redis_topic(redis_port)
@@ -325,7 +362,7 @@ def test_a_stream_of_redis_that_was_empty_for_a_while_is_the_same(redis_port: in
     assert len(set(ends)) == 4
 
 
-def test_a_queue_of_rabbitmq_that_is_made_again_is_told(rabbitmq_port: int) -> None:
+def test_a_queue_of_rabbitmq_that_is_made_again_is_an_error(rabbitmq_port: int) -> None:
     import pika
 
     topic = rabbitmq_topic(rabbitmq_port)
@@ -368,7 +405,7 @@ def test_kafka_may_take_longer_than_a_second(read) -> None:
 
 
 @pytest.mark.parametrize("before", [0, 30])
-def test_what_kafka_has_removed_within_a_shard_is_told_and_can_be_skipped(
+def test_what_kafka_has_removed_within_a_shard_is_named_and_can_be_skipped(
     kafka_port: int, before: int
 ) -> None:
     """The mock keeps 5 MiB of a partition."""
@@ -408,16 +445,16 @@ def test_an_entry_of_redis_with_bytes_that_are_no_text_is_read(redis_port: int) 
 
 
 @pytest.mark.parametrize("who", ["", "secret@", "me:secret@"])
-def test_credentials_that_nats_refuses_are_told_at_once(tmp_path, read, who: str) -> None:
+def test_credentials_that_nats_refuses_are_an_error_at_once(tmp_path, read, who: str) -> None:
     pytest.importorskip("nats")
     port = free_port()
     command = [program("nats-server"), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", "data"]
     with running([*command, "--user", "me", "--pass", "another"], port, tmp_path):
         began = time.monotonic()
-        with pytest.raises(InfrastructureError, match="AuthorizationError") as told:
+        with pytest.raises(InfrastructureError, match="AuthorizationError") as said:
             list(read(f"nats://{who}127.0.0.1:{port}/S"))
         assert time.monotonic() - began < 30, "it is not waited for"
-    assert "secret" not in str(told.value)
+    assert "secret" not in str(said.value)
 
 
 def test_a_permission_that_nats_refuses_is_named(tmp_path, monkeypatch) -> None:
@@ -477,7 +514,7 @@ def authorities(folder: Path) -> list[TlsFiles]:
     return made
 
 
-def test_why_the_tls_of_nats_fails_is_told(tmp_path, read, monkeypatch) -> None:
+def test_why_the_tls_of_nats_fails_is_said(tmp_path, read, monkeypatch) -> None:
     pytest.importorskip("nats")
     monkeypatch.setattr(feed, "PATIENCE", 0.5)
     port, ours, other = free_port(), *authorities(tmp_path)
@@ -516,7 +553,7 @@ def test_a_connection_to_nats_that_does_not_answer_ends_in_a_moment(
 
 
 @pytest.mark.parametrize("address", ["amqp://{}/q", "nats://{}/S", "redis://{}/0?stream=s"])
-def test_why_a_broker_cannot_be_reached_is_told(read, monkeypatch, address: str) -> None:
+def test_why_a_broker_cannot_be_reached_is_said(read, monkeypatch, address: str) -> None:
     url = address.format(f"me:secret@127.0.0.1:{free_port()}")
     module = sys.modules[Stream(url).broker().__module__]
     monkeypatch.setattr(feed, "PATIENCE", 0.2)
@@ -525,7 +562,21 @@ def test_why_a_broker_cannot_be_reached_is_told(read, monkeypatch, address: str)
         list(read(url))
 
 
-def test_why_kafka_cannot_be_asked_for_a_time_is_told(monkeypatch) -> None:
+def test_ctrl_c_ends_a_wait_for_nats() -> None:
+    pytest.importorskip("nats")
+    broker = Stream(f"nats://127.0.0.1:{free_port()}/S").broker()
+
+    def interrupt() -> None:
+        until(lambda: broker._cause)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    with contextlib.closing(broker), ThreadPoolExecutor(1) as thread:
+        thread.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            broker.bounds()
+
+
+def test_why_kafka_cannot_be_asked_for_a_time_is_said(monkeypatch) -> None:
     pytest.importorskip("confluent_kafka")
     from dlrover.data.sources import kafka
 
@@ -535,7 +586,7 @@ def test_why_kafka_cannot_be_asked_for_a_time_is_told(monkeypatch) -> None:
         broker.offsets_at(datetime.now(timezone.utc), [Bounds(0, 5)])
 
 
-def test_why_the_tls_of_kafka_fails_is_told_and_not_logged_again_and_again(
+def test_why_the_tls_of_kafka_fails_is_said_and_not_logged_again_and_again(
     tmp_path, read, monkeypatch, caplog
 ) -> None:
     pytest.importorskip("confluent_kafka")
@@ -547,7 +598,7 @@ def test_why_the_tls_of_kafka_fails_is_told_and_not_logged_again_and_again(
     tls = ["--tls-port", str(port), "--tls-cert-file", ours.cert, "--tls-key-file", ours.key]
     command = [program("redis-server"), "--port", "0", *tls, "--tls-ca-cert-file", ours.ca]
     options = f"security.protocol=SSL&ssl.ca.location={other.ca}"
-    told = pytest.raises(InfrastructureError, match="certificate verify failed")
-    with running(command, port, tmp_path), told:
+    said = pytest.raises(InfrastructureError, match="certificate verify failed")
+    with running(command, port, tmp_path), said:
         list(read(f"kafka://127.0.0.1:{port}/topic?{options}"))
     assert len(caplog.records) < 5

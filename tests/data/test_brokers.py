@@ -38,7 +38,7 @@ def topic(request) -> Topic:
 
 @pytest.fixture(params=["redis", "nats", "pulsar"])
 def trimmed(request) -> Topic:
-    """One that can be told how many messages to keep."""
+    """One that keeps as many messages as the test wants."""
     return TOPICS[request.param](request.getfixturevalue(f"{request.param}_port"))
 
 
@@ -164,7 +164,7 @@ def test_a_broker_that_is_killed_and_comes_back_changes_nothing(
     assert got == list(range(1020))
 
 
-def test_what_the_broker_has_removed_is_told(trimmed: Topic, read) -> None:
+def test_what_the_broker_has_removed_is_named(trimmed: Topic, read) -> None:
     trimmed.send(range(2000))
     first = read(trimmed.url)
     samples = iter(first)
@@ -200,7 +200,7 @@ def test_single_messages_that_somebody_deleted_are_no_loss(redis_port: int, read
     assert got == [n for n in range(500) if not (100 <= n < 200 and n % 10 == 0)]
 
 
-def test_what_rabbitmq_has_removed_is_told(rabbitmq_port: int, read) -> None:
+def test_what_rabbitmq_has_removed_is_named(rabbitmq_port: int, read) -> None:
     limits = {"x-max-length-bytes": 20_000, "x-stream-max-segment-size-bytes": 10_000}
     topic = rabbitmq_topic(rabbitmq_port, **limits)
     topic.send(range(20))
@@ -271,7 +271,7 @@ def test_a_stream_of_redis_is_made_by_its_first_entry(redis_port: int, read) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "path", "told"),
+    ("kind", "path", "said"),
     [
         ("nats", "nowhere", "cannot be read: NotFoundError"),
         ("rabbitmq", "nowhere", "cannot be read: ChannelClosedByBroker: .*no queue 'nowhere'"),
@@ -285,24 +285,24 @@ def test_a_stream_of_redis_is_made_by_its_first_entry(redis_port: int, read) -> 
         ),
     ],
 )
-def test_what_is_not_there_is_told_at_once(request, read, kind: str, path: str, told: str) -> None:
+def test_what_is_not_there_is_named_at_once(request, read, kind: str, path: str, said: str) -> None:
     scheme = "amqp" if kind == "rabbitmq" else kind
     port = request.getfixturevalue(f"{kind}_port")
     began = time.monotonic()
-    wrong = "refuses the options" in told
-    with pytest.raises(ConfigurationError if wrong else InfrastructureError, match=told):
+    wrong = "refuses the options" in said
+    with pytest.raises(ConfigurationError if wrong else InfrastructureError, match=said):
         list(read(f"{scheme}://127.0.0.1:{port}/{path}"))
     assert time.monotonic() - began < 30, "it is not waited for"
 
 
-def test_a_subject_that_a_stream_has_not_is_told(nats_port: int, read) -> None:
+def test_a_subject_that_a_stream_has_not_is_named(nats_port: int, read) -> None:
     topic = nats_topic(nats_port)
     topic.send(range(3))
     with pytest.raises(InfrastructureError, match=r"cannot be read: BadRequestError: .*subject"):
         list(read(f"{topic.url}?subject=elsewhere.x", until="now"))
 
 
-def test_a_stream_that_is_deleted_meanwhile_is_told(trimmed: Topic, read) -> None:
+def test_a_stream_that_is_deleted_meanwhile_is_named(trimmed: Topic, read) -> None:
     trimmed.send(range(20))
     data = iter(read(trimmed.url))
     assert [next(data) for _ in range(20)] == list(range(20))
@@ -311,7 +311,7 @@ def test_a_stream_that_is_deleted_meanwhile_is_told(trimmed: Topic, read) -> Non
         next(data)
 
 
-def test_a_key_that_holds_something_else_is_told(redis_port: int, read) -> None:
+def test_a_key_that_holds_something_else_is_named(redis_port: int, read) -> None:
     import redis
 
     topic = redis_topic(redis_port)

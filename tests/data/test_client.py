@@ -29,7 +29,7 @@ def claimed(client: ShardClient) -> list[Span]:
     return spans
 
 
-def test_what_is_done_is_told_though_the_stream_grows_at_the_same_moment() -> None:
+def test_what_is_done_is_reported_though_the_stream_grows_at_the_same_moment() -> None:
     service = LocalService()
     spec = DataSpec(name="data", begins=(0,), shard=10)
     client = ShardClient(spec, service, 0, Incarnation())
@@ -41,7 +41,7 @@ def test_what_is_done_is_told_though_the_stream_grows_at_the_same_moment() -> No
             client.extend((20,))
         end = time.monotonic() + 5
         while service.ask(LookShards("data")).acknowledged < 10:
-            assert time.monotonic() < end, "it is never told"
+            assert time.monotonic() < end, "it is never reported"
             time.sleep(0.01)
     finally:
         client.close()

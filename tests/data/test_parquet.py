@@ -73,7 +73,7 @@ def test_columns_and_nested_values(tmp_path) -> None:
         Parquet(path, columns=["size"])
 
 
-def test_what_is_no_parquet_file_is_told(tmp_path) -> None:
+def test_what_is_no_parquet_file_is_named(tmp_path) -> None:
     (tmp_path / "a.parquet").write_text("id,name\n")
     with pytest.raises(ConfigurationError, match=r"a\.parquet is no Parquet file"):
         Parquet(tmp_path)
@@ -85,7 +85,7 @@ def test_what_is_no_parquet_file_is_told(tmp_path) -> None:
         Parquet(tmp_path / "nowhere")
 
 
-def test_a_file_that_has_changed_is_told(tmp_path) -> None:
+def test_a_file_that_has_changed_is_named(tmp_path) -> None:
     path = write(tmp_path / "a", range(20))
     rows = pickle.loads(pickle.dumps(Parquet(path)))
     assert rows[19]["id"] == 19

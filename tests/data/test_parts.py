@@ -133,7 +133,7 @@ def test_a_part_that_is_away_is_waited_for(folder, monkeypatch, error: int) -> N
 
 
 @pytest.mark.parametrize("url", ["parquet://host/rows", "parquet:///", "parquet:///rows?group=a"])
-def test_a_wrong_address_is_told(url: str) -> None:
+def test_a_wrong_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigurationError, match="parquet:"):
         Records(Stream(url))
 

@@ -175,7 +175,7 @@ def test_nothing_is_lost_of_a_topic_that_was_empty_and_is_read_by_several(
             fetched = broker.fetch(0, start, start + 409_600, 50)
             assert fetched.messages == []
             assert fetched.first == start
-            assert fetched.stop > 1 << 32, "all that is empty is told at once"
+            assert fetched.stop > 1 << 32, "all that is empty is reported at once"
         assert len(broker.fetch(0, fetched.stop, end, 50).messages) == 3
 
 
@@ -194,7 +194,7 @@ def test_the_end_of_a_ledger_is_no_loss_and_its_removal_is_one(pulsar_port: int)
         assert fetched.messages == messages[10:15]
 
 
-def test_what_is_removed_in_front_of_a_reader_is_told(pulsar_port: int, read) -> None:
+def test_what_is_removed_in_front_of_a_reader_is_named(pulsar_port: int, read) -> None:
     """A reader that is open jumps over ledgers that are removed, and says nothing."""
     topic = pulsar_topic(pulsar_port, entries=10)
     topic.send(range(10))
@@ -206,7 +206,7 @@ def test_what_is_removed_in_front_of_a_reader_is_told(pulsar_port: int, read) ->
         list(data)
 
 
-def test_all_of_a_topic_that_is_removed_before_it_was_read_is_told(pulsar_port: int, read) -> None:
+def test_all_of_a_topic_that_is_removed_before_it_was_read_is_named(pulsar_port: int, read) -> None:
     topic = pulsar_topic(pulsar_port, entries=10)
     topic.send(range(30))
     with broker_of(topic.url) as broker:
@@ -220,7 +220,7 @@ def test_all_of_a_topic_that_is_removed_before_it_was_read_is_told(pulsar_port: 
         assert fetched.first == bounds.end
 
 
-def test_what_is_removed_behind_what_a_reader_has_already_is_told_by_the_next_fetch(
+def test_what_is_removed_behind_what_a_reader_has_already_is_named_by_the_next_fetch(
     pulsar_port: int,
 ) -> None:
     topic = pulsar_topic(pulsar_port, entries=10)
@@ -242,7 +242,7 @@ def test_what_is_removed_behind_what_a_reader_has_already_is_told_by_the_next_fe
         assert fetched.first == fetched.messages[0].offset
 
 
-def test_all_messages_that_are_removed_are_told(pulsar_port: int) -> None:
+def test_all_messages_that_are_removed_are_named(pulsar_port: int) -> None:
     topic = pulsar_topic(pulsar_port, entries=10, retained=False)
     topic.send(range(10))
     with broker_of(topic.url) as broker:
@@ -458,7 +458,7 @@ def test_addresses(path: str, topic: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "said"),
     [
         ("pulsar://h", "has the path ''; accepted: a topic, or tenant/namespace/topic"),
         ("pulsar://h/a/b", "has the path 'a/b'"),
@@ -469,18 +469,18 @@ def test_addresses(path: str, topic: str) -> None:
         ("pulsar://h:6650,i:x/a", "has a wrong port"),
     ],
 )
-def test_addresses_that_are_wrong(url: str, told: str) -> None:
-    with pytest.raises(ConfigurationError, match=told):
+def test_addresses_that_are_wrong(url: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
         Stream(url).broker()
 
 
 def test_an_address_that_the_client_refuses() -> None:
     with (
         broker_of("pulsar://secret@[::1]:6650,h/a") as broker,
-        pytest.raises(ConfigurationError, match="is not accepted by pulsar-client") as told,
+        pytest.raises(ConfigurationError, match="is not accepted by pulsar-client") as said,
     ):
         broker.bounds()
-    assert "secret" not in str(told.value)
+    assert "secret" not in str(said.value)
 
 
 @pytest.mark.parametrize(
@@ -523,7 +523,7 @@ def test_a_token_or_a_password_comes_to_the_broker(
         assert list(read(f"pulsar://{user}127.0.0.1:{port}/{name}", until="now")) == []
 
 
-def test_a_wrong_token_is_told_late_and_never_shown(
+def test_a_wrong_token_is_an_error_late_and_never_shown(
     tmp_path: Path, read, monkeypatch, caplog, capfd
 ) -> None:
     """The client takes a broker that refuses it for one that is away, and tries again."""
@@ -532,10 +532,10 @@ def test_a_wrong_token_is_told_late_and_never_shown(
     port = free_port()
     with (
         pulsar_running(tmp_path, port, "right"),
-        pytest.raises(InfrastructureError, match="did not answer for 1 s: Timeout") as told,
+        pytest.raises(InfrastructureError, match="did not answer for 1 s: Timeout") as said,
     ):
         list(read(f"pulsar://hidden@127.0.0.1:{port}/a"))
-    shown = "".join(capfd.readouterr()) + caplog.text + str(told.value)
+    shown = "".join(capfd.readouterr()) + caplog.text + str(said.value)
     assert "hidden" not in shown
 
 

@@ -36,7 +36,7 @@ TIMEOUT = 100.0
 
 @dataclass
 class Rank:
-    """A worker: what it has taken, handed to the model, and not yet told."""
+    """A worker: what it has taken, handed to the model, and not yet reported."""
 
     name: str
     heard: float
@@ -611,7 +611,7 @@ def test_a_checkpoint_of_a_larger_data_set_is_refused() -> None:
         Shards().handle(OpenShards(DataSpec(name="data", size=100), "a", Incarnation(1), done), 0.0)
 
 
-def test_a_data_set_that_is_not_known_is_told() -> None:
+def test_a_data_set_that_is_not_known_is_named() -> None:
     with pytest.raises(ProtocolError, match="lost its journal"):
         take(Shards(), "a", 1)
 

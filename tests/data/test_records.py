@@ -269,14 +269,14 @@ def test_states_that_overlap_are_refused(read) -> None:
     assert records.acknowledged([data.state_dict()]).count == 1
 
 
-def test_what_cannot_be_read_is_skipped_and_told(read, caplog) -> None:
+def test_what_cannot_be_read_is_skipped_and_logged(read, caplog) -> None:
     caplog.set_level(logging.WARNING)
     data = read(Rotten(range(100)), epochs=2, shuffle=True)
     assert Counter(everything(data)) == {n: 2 for n in range(100) if n not in Rotten.bad}
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 4
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 4
     assert (
-        sum("after 3 attempts" in line and "record 5: ValueError: rotten" in line for line in told)
+        sum("after 3 attempts" in line and "record 5: ValueError: rotten" in line for line in said)
         == 2
     )
 
@@ -329,7 +329,7 @@ def test_endless_epochs_without_samples_are_refused(read) -> None:
         assert everything(read(source, epochs=2, **options)) == []
 
 
-def test_wrong_arguments_are_told(read) -> None:
+def test_wrong_arguments_are_refused(read) -> None:
     with pytest.raises(ConfigurationError, match=r"`int` >= 1 - at `\$.shard`"):
         read(shard=0)
     data = read()

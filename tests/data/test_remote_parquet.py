@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import ftplib
 import io
+import os
 import re
+import ssl
 import threading
 import traceback
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -19,6 +25,7 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 fsspec = pytest.importorskip("fsspec")
+FSTimeoutError = pytest.importorskip("fsspec.exceptions").FSTimeoutError
 pytest.importorskip("aiohttp")
 
 pytestmark = pytest.mark.slow
@@ -27,7 +34,7 @@ ROWS = 60
 
 
 class Server(ThreadingHTTPServer):
-    """A web server with one file, which fails as told."""
+    """A web server with one file, which fails at will."""
 
     daemon_threads = True
 
@@ -37,15 +44,15 @@ class Server(ThreadingHTTPServer):
         columns = {"id": list(range(ROWS)), "text": [str(row) * 1000 for row in range(ROWS)]}
         pq.write_table(pa.table(columns), buffer, row_group_size=10, compression="none")
         self.file = buffer.getvalue()
-        #: how it fails, and how often
-        self.failure, self.times = "", 0
+        #: how it fails, how often, and after how many answers
+        self.failure, self.times, self.after = "", 0, 0
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/a.parquet"
 
-    def fail(self, how: str, times: int = 1_000_000) -> None:
-        self.failure, self.times = how, times
+    def fail(self, how: str, times: int = 1_000_000, after: int = 0) -> None:
+        self.failure, self.times, self.after = how, times, after
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -60,7 +67,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         server, failure = self.server, ""
-        if server.times:
+        if server.after:
+            server.after -= 1
+        elif server.times:
             server.times, failure = server.times - 1, server.failure
         if failure.isdigit():
             self.send_response(int(failure))
@@ -124,35 +133,46 @@ def test_a_server_that_fails_costs_no_row(server: Server, monkeypatch, failure: 
     assert got == list(range(ROWS))
 
 
-def test_a_server_that_fails_at_first_is_no_mistake_of_the_program(server: Server) -> None:
+@pytest.mark.parametrize("query", ["", "?signature=x*"])
+@pytest.mark.parametrize("after", range(3))
+def test_a_server_that_fails_at_first_is_no_mistake_of_the_program(
+    server: Server, query: str, after: int
+) -> None:
     for failure in ("429", "503", "cut"):
-        server.fail(failure)
+        server.fail(failure, after=after)
         with pytest.raises(InfrastructureError, match=FAILURES[failure]):
-            Parquet(server.url)
-    server.fail("404")
+            Parquet(server.url + query)
+    server.fail("404", after=after)
     with pytest.raises(ConfigurationError, match="Not Found"):
-        Parquet(server.url)
+        Parquet(server.url + query)
 
 
 @pytest.mark.parametrize("failure", ["404", "503"])
 def test_no_password_of_a_url_is_shown(server: Server, monkeypatch, caplog, failure: str) -> None:
     monkeypatch.setattr(waiting, "PATIENCE", 0.2)
     secret = "geheim"
-    url = server.url.replace("http://", f"http://me:{secret}@")
+    url = server.url.replace("http://", f"http://me:{secret}@") + f"?signature={secret}"
     rows = Parquet(url)
-    rows.close()
-    server.fail(failure)
-    for read in (
-        lambda: rows[0],
-        lambda: Parquet(url),
-        lambda: Parquet(f"{url}?signature={secret}"),
-    ):
+    for read in (lambda: rows[0], lambda: Parquet(url)):
+        server.fail("")
+        rows.close()
+        assert rows[0]["id"] == 0
+        rows.close()
+        server.fail(failure)
         with pytest.raises((ConfigurationError, InfrastructureError)) as raised:
             read()
-        told = "".join(traceback.format_exception(raised.value))
-        assert "127.0.0.1" in told
-        assert secret not in told
+        said = "".join(traceback.format_exception(raised.value))
+        assert re.search("127.0.0.1.*(Service Unavailable|Not Found)", said)
+        assert secret not in said
+    assert "retrying" in caplog.text
     assert secret not in caplog.text
+
+
+def test_no_password_of_a_wrong_url_is_shown() -> None:
+    secret = "geheim"
+    with pytest.raises(ConfigurationError, match=r"^ftp://host:x/a is no URL") as raised:
+        Parquet(f"ftp://me:{secret}@host:x/a")
+    assert secret not in "".join(traceback.format_exception(raised.value))
 
 
 def test_a_file_that_is_replaced_by_something_else_costs_no_row(server: Server) -> None:
@@ -163,3 +183,80 @@ def test_a_file_that_is_replaced_by_something_else_costs_no_row(server: Server) 
     with pytest.raises(InfrastructureError, match="is no Parquet file any more"):
         list(data)
     data.close()
+
+
+class Flaky(fsspec.AbstractFileSystem):
+    """Local files of a client that fails with an error of its own, when it is made or when it opens a file."""
+
+    protocol = "flaky"
+    cachable = False
+    error: Exception | None = None
+    at_once = False
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        if self.error and self.at_once:
+            raise self.error
+
+    def info(self, path: str, **_) -> dict:
+        return {"name": path, "size": os.path.getsize(path), "type": "file"}
+
+    def _open(self, path: str, mode: str = "rb", **_) -> BinaryIO:
+        if self.error:
+            raise self.error
+        return io.BytesIO(Path(path).read_bytes())
+
+
+@pytest.fixture(params=[False, True], ids=["opens", "made"])
+def flaky(request, monkeypatch, tmp_path) -> str:
+    """The URL of a file."""
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    monkeypatch.setattr(Flaky, "at_once", request.param)
+    monkeypatch.setattr(Flaky, "error", None)
+    pq.write_table(pa.table({"id": list(range(ROWS))}), tmp_path / "a.parquet", row_group_size=10)
+    return f"flaky://{tmp_path}/a.parquet"
+
+
+ERRORS = [
+    (ftplib.error_temp("421 Service not available"), "421 Service not available"),
+    (FSTimeoutError(), "FSTimeoutError"),
+    (RuntimeError("credentials.parquet is away"), "credentials.parquet is away"),
+    (ssl.SSLError(1, "handshake failure"), "handshake failure"),
+    (OSError(errno.EIO, "InternalError"), "InternalError"),
+]
+
+
+@pytest.mark.parametrize(("error", "text"), ERRORS)
+def test_a_client_that_fails_costs_no_row(flaky: str, monkeypatch, error, text: str) -> None:
+    monkeypatch.setattr(waiting, "PATIENCE", 0.01)
+    Flaky.error = error
+    with pytest.raises(InfrastructureError, match=rf"parquet cannot be read: {text}\.$"):
+        Parquet(flaky)
+    Flaky.error = None
+    rows = Parquet(flaky)
+    data = Records(rows)
+    reader = iter(data)
+    got = [next(reader)["id"] for _ in range(15)]
+    rows.close()
+    Flaky.error = error
+    with pytest.raises(InfrastructureError, match=rf"parquet cannot be read: {text}\.$"):
+        got.extend(row["id"] for row in reader)
+    Flaky.error = None
+    got.extend(row["id"] for row in data)
+    data.close()
+    assert got == list(range(ROWS))
+
+
+def test_an_expired_token_costs_no_row_and_is_the_program_s_at_first(
+    flaky: str, monkeypatch
+) -> None:
+    exceptions = pytest.importorskip("botocore.exceptions")
+    monkeypatch.setattr(waiting, "PATIENCE", 0.01)
+    rows = Parquet(flaky)
+    rows.close()
+    for error in (PermissionError("ExpiredToken"), exceptions.NoCredentialsError()):
+        Flaky.error = error
+        with pytest.raises(InfrastructureError, match="cannot be read"):
+            rows[0]
+        with pytest.raises(ConfigurationError, match="cannot be read"):
+            Parquet(flaky)

@@ -8,16 +8,16 @@ from dlrover.errors import ConfigurationError
 
 def state(monkeypatch, role: str, rank: int, of_role: int, samples: int) -> dict:
     """Of one process of a world of three, after it has read so many samples of the first epoch."""
-    told = {"ROLE_NAME": role, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": of_role, "WORLD_SIZE": 3}
+    given = {"ROLE_NAME": role, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": of_role, "WORLD_SIZE": 3}
     data = Records(list(range(10)), epochs=3)
     if role == "worker":  # one that runs alone deals to itself
         for _ in zip(range(samples), data, strict=False):
             pass
         data.epoch = 1
-    for name, value in told.items():
+    for name, value in given.items():
         monkeypatch.setenv(name, str(value))
     found = data.state_dict()
-    for name in told:
+    for name in given:
         monkeypatch.delenv(name)
     data.close()
     return found

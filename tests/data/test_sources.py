@@ -1,31 +1,28 @@
 """Records of text files by number are those that the standard library reads in order."""
 
+import bz2
 import csv
 import gzip
 import io
+import lzma
 import os
 import pickle
 import struct
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 
 from dlrover import launched
 from dlrover.data import Csv, JsonLines, Lines, TfRecords
 from dlrover.data.records import Records
-from dlrover.data.sources import files, text, waiting
+from dlrover.data.sources import files, waiting
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=8)
 
 
-@pytest.fixture
-def small_chunks(monkeypatch) -> None:
-    monkeypatch.setattr(text, "CHUNK", 5)
-
-
-@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])
 def test_lines(tmp_path, end: str) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
@@ -53,7 +50,7 @@ def test_a_reader_of_many_files_keeps_few_open(tmp_path, monkeypatch) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_pattern_without_files_is_told() -> None:
+def test_paths_without_files_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="paths is empty"):
         Lines([])
 
@@ -63,7 +60,6 @@ def test_an_empty_file_has_no_lines(tmp_path) -> None:
     assert len(Lines(tmp_path / "a")) == 0
 
 
-@pytest.mark.usefixtures("small_chunks")
 def test_json(tmp_path) -> None:
     (tmp_path / "a").write_text('{"x": 1}\n[2]\n"three"\n')
     assert list(JsonLines(tmp_path / "a")) == [{"x": 1}, [2], "three"]
@@ -81,10 +77,8 @@ def test_csv_is_what_the_standard_library_reads(tmp_path_factory, rows) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_chunks")
 @given(st.text('ab,"\n', max_size=30))
 @example('5" pipe,1\nb,2\n')
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_quotes_within_a_field_join_no_rows(tmp_path_factory, body: str) -> None:
     body = f'key,"va\nlue"\n{body}\nlast'
     path = tmp_path_factory.mktemp("csv") / "a.csv"
@@ -111,11 +105,24 @@ def test_a_byte_order_mark_is_no_text(tmp_path) -> None:
     assert len(Csv(tmp_path / "b")) == 0
 
 
-def test_a_compressed_file_is_refused(tmp_path) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}\n"))
+def zipped(data: bytes) -> bytes:
+    with zipfile.ZipFile(file := io.BytesIO(), "w") as archive:
+        archive.writestr("a", data)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress, zipped])
+@pytest.mark.parametrize("data", [b"{}\n", b""])
+def test_a_compressed_file_is_refused(tmp_path, compress, data: bytes) -> None:
+    (tmp_path / "a.jsonl").write_bytes(compress(data))
     for kind in (Lines, JsonLines, Csv):
-        with pytest.raises(ConfigurationError, match="gz is compressed; decompress it"):
-            kind(tmp_path / "a.jsonl.gz")
+        with pytest.raises(ConfigurationError, match="jsonl is compressed; decompress it"):
+            kind(tmp_path / "a.jsonl")
+
+
+def test_a_text_may_begin_like_a_compressed_one(tmp_path) -> None:
+    (tmp_path / "a").write_text("BZh9 and PK\n")
+    assert list(Lines(tmp_path / "a")) == ["BZh9 and PK"]
 
 
 def test_rows_of_several_files_with_other_columns(tmp_path) -> None:
@@ -134,7 +141,7 @@ def test_a_row_with_too_few_values_is_an_error_of_that_row(tmp_path) -> None:
         rows[1]
 
 
-def test_what_cannot_be_read_is_told(tmp_path) -> None:
+def test_what_cannot_be_read_is_named(tmp_path) -> None:
     with pytest.raises(ConfigurationError, match="nowhere cannot be read: No such file"):
         Lines(tmp_path / "nowhere")
     (tmp_path / "empty").touch()
@@ -142,7 +149,7 @@ def test_what_cannot_be_read_is_told(tmp_path) -> None:
         Csv(tmp_path / "empty")
 
 
-def test_a_file_that_has_become_shorter_is_told(tmp_path) -> None:
+def test_a_file_that_has_become_shorter_is_named(tmp_path) -> None:
     (tmp_path / "a").write_text("one\ntwo\n")
     lines = Lines(tmp_path / "a")
     (tmp_path / "a").write_text("one\n")

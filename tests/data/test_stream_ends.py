@@ -251,7 +251,7 @@ def test_what_a_loader_has_read_ahead_does_not_count(fast_and_clean, num_workers
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "said"),
     [
         (
             {"until": "tomorrow"},
@@ -265,8 +265,8 @@ def test_what_a_loader_has_read_ahead_does_not_count(fast_and_clean, num_workers
         ({"max_samples": 0}, "max_samples is 0; it must be 1 or more"),
     ],
 )
-def test_wrong_ends_are_told(options: dict, told: str) -> None:
-    with pytest.raises(ConfigurationError, match=told):
+def test_wrong_ends_are_refused(options: dict, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
         Stream("redis://host/0?stream=a", **options)
 
 

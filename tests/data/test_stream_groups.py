@@ -1,4 +1,4 @@
-"""What a consumer group is told of stored checkpoints."""
+"""What a consumer group gets of stored checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def take(data: Records, count: int) -> dict:
     return data.state_dict()
 
 
-def test_only_a_group_is_told(read) -> None:
+def test_only_a_group_gets_offsets(read) -> None:
     shelf = Shelf()
     shelf.send(10)
     data = read(shelf)
@@ -44,7 +44,7 @@ def test_what_a_checkpoint_contains_from_the_beginning_on_is_committed(read) -> 
         data.commit_rank_states([state])
     assert shelf.committed[0] == [30, 30, 0]
     assert sum(shelf.committed[1]) == 25
-    assert len(shelf.committed) == 2, "of nothing nothing is told"
+    assert len(shelf.committed) == 2, "of nothing nothing is committed"
 
 
 def test_the_first_gap_counts_whoever_has_read_behind_it(read, monkeypatch) -> None:
@@ -86,7 +86,7 @@ def test_what_is_skipped_does_not_hold_the_group_up(read) -> None:
     assert shelf.committed == [[20]]
 
 
-def test_a_refusal_is_told_once(read, caplog) -> None:
+def test_a_refusal_is_logged_once(read, caplog) -> None:
     caplog.set_level(logging.WARNING)
     shelf = Shelf()
     shelf.send(20)

@@ -1,4 +1,4 @@
-"""Streams with a broker in memory: what is read, where reading goes on, and what is told when it cannot."""
+"""Streams with a broker in memory: what is read, where reading goes on, and what is said when it cannot."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_new_partition_is_read_from_its_first_message(read) -> None:
     assert list(again) == shelf.sent[10:]
 
 
-def test_a_partition_that_is_added_is_told_and_read_by_the_next_start(read, caplog) -> None:
+def test_a_partition_that_is_added_is_named_and_read_by_the_next_start(read, caplog) -> None:
     shelf = Shelf()
     shelf.send(10)
     data = read(shelf, idle=0.2)
@@ -251,7 +251,7 @@ def test_a_broker_that_is_away_for_a_moment_changes_nothing(read, caplog) -> Non
     assert "secret" not in caplog.text
 
 
-def test_a_broker_that_stays_away_is_told(read, monkeypatch) -> None:
+def test_a_broker_that_stays_away_is_an_error(read, monkeypatch) -> None:
     monkeypatch.setattr(feed, "PATIENCE", 0.05)
     shelf = Shelf()
     shelf.send(30)
@@ -338,7 +338,7 @@ def test_a_job_that_begins_again_without_a_checkpoint_does_not_skip(read, monkey
         ("nats://host", "must name a stream as its path"),
     ],
 )
-def test_wrong_addresses_are_told(url: str, message: str) -> None:
+def test_wrong_addresses_are_refused(url: str, message: str) -> None:
     for module in ("redis", "nats", "pika", "confluent_kafka"):
         pytest.importorskip(module)
     with pytest.raises(ConfigurationError, match=message) as raised:
@@ -354,7 +354,7 @@ def test_several_hosts_have_a_port_each() -> None:
 
 
 @pytest.mark.parametrize(
-    ("came", "first", "told"),
+    ("came", "first", "said"),
     [
         (range(30), 25, ""),
         (range(30), 60, ""),
@@ -363,15 +363,15 @@ def test_several_hosts_have_a_port_each() -> None:
         (range(10), 60, "offsets 10 to 29 of partition 0"),
     ],
 )
-def test_what_came_before_it_was_removed_is_not_lost(caplog, came, first: int, told: str) -> None:
+def test_what_came_before_it_was_removed_is_not_lost(caplog, came, first: int, said: str) -> None:
     """A broker that removes messages while they are fetched: afterwards, ``first`` is the first that it has."""
     reader = feed.Feed(MemoryStream(Shelf(), lost="skip"))
     fetched = Fetched([Message(0, offset, b"") for offset in came], 30, first)
     reader._broker.fetch = lambda *_: fetched
     read = [message for _, message in reader.read(Span(0, 0, 30), lambda _: None) if message]
     assert read == fetched.messages
-    assert told in caplog.text
-    assert ("were removed" in caplog.text) == bool(told)
+    assert said in caplog.text
+    assert ("were removed" in caplog.text) == bool(said)
 
 
 @pytest.mark.parametrize(
@@ -384,15 +384,15 @@ def test_what_came_before_it_was_removed_is_not_lost(caplog, came, first: int, t
         ("kafka://host/a", "confluent_kafka", "kafka"),
     ],
 )
-def test_a_client_that_is_not_installed_is_told(monkeypatch, url, package, extra) -> None:
+def test_a_client_that_is_not_installed_is_named(monkeypatch, url, package, extra) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     scheme = url.partition(":")[0]
-    told = rf"{scheme}:// needs the package {package}: pip install 'dlrover\[{extra}\]>="
-    with pytest.raises(ConfigurationError, match=told):
+    said = rf"{scheme}:// needs the package {package}: pip install 'dlrover\[{extra}\]>="
+    with pytest.raises(ConfigurationError, match=said):
         Records(url)
 
 
-def test_wrong_options_are_told() -> None:
+def test_wrong_options_are_refused() -> None:
     with pytest.raises(
         ConfigurationError, match="start is 'first'; accepted: 'earliest', 'latest', or a time with"
     ):

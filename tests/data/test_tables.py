@@ -117,7 +117,7 @@ def test_keys_that_are_text(url, open_table) -> None:
     assert ids(open_table(page=4)) == keys
 
 
-def test_rows_that_come_are_not_seen_and_those_that_go_are_told(url, open_table) -> None:
+def test_rows_that_come_are_not_seen_and_those_that_go_are_an_error(url, open_table) -> None:
     fill(url, range(20))
     table = open_table(page=8)
     execute(url, "INSERT INTO users (id, name, size) VALUES (20, 'n20', 0.5)")
@@ -169,7 +169,7 @@ def test_dealing_a_table(url, open_table) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["maria_server", "postgres_server"])
-def test_a_database_that_is_away_is_waited_for_and_its_password_is_not_told(
+def test_a_database_that_is_away_is_waited_for_and_its_password_is_not_shown(
     request, server, caplog, monkeypatch
 ) -> None:
     found = request.getfixturevalue(server)
@@ -198,9 +198,9 @@ def test_a_database_that_is_away_is_waited_for_and_its_password_is_not_told(
     finally:
         found.start()
         table.close()
-    told = f"{refused.value}{away.value}{table!r}{caplog.text}"
-    assert PASSWORD not in told
-    assert QUOTED not in told
+    said = f"{refused.value}{away.value}{table!r}{caplog.text}"
+    assert PASSWORD not in said
+    assert QUOTED not in said
 
 
 @pytest.mark.slow
@@ -243,7 +243,9 @@ def test_a_table_is_opened_once_its_database_is_there(request, server, caplog, m
         ("mysql", (1045, "Access denied for user 'me'"), False),
     ],
 )
-def test_a_refusal_that_may_pass_is_told_apart(monkeypatch, kind: str, error, away: bool) -> None:
+def test_a_refusal_that_may_pass_is_distinguished(
+    monkeypatch, kind: str, error, away: bool
+) -> None:
     monkeypatch.setattr(waiting, "PATIENCE", 0.05)
     arguments = error if isinstance(error, tuple) else (error,)
     refused = sa.exc.OperationalError("connect", {}, Exception(*arguments))
@@ -290,9 +292,9 @@ def test_what_is_refused_to_a_worker_that_starts_again_is_no_mistake_of_the_prog
         (launched.Given(round=2), InfrastructureError),
     ):
         monkeypatch.setattr(launched, "given", given)
-        with pytest.raises(error, match="cannot be read") as told:
+        with pytest.raises(error, match="cannot be read") as said:
             Table(*refused)
-        assert QUOTED not in str(told.value)
+        assert QUOTED not in str(said.value)
         with pytest.raises(error, match=r"(?i)there is no"):
             Table(*missing)
 
@@ -348,7 +350,7 @@ def test_a_server_that_never_answers_is_no_endless_wait(kind, monkeypatch) -> No
         Table(f"{url}?read_timeout=soon", "users")
 
 
-def test_wrong_urls_are_told_without_their_secrets(tmp_path) -> None:
+def test_wrong_urls_are_named_without_their_secrets(tmp_path) -> None:
     with pytest.raises(ConfigurationError, match="URL of a database cannot be read") as error:
         Table("geheim@host", "users")
     assert "geheim" not in str(error.value)

@@ -120,6 +120,11 @@ def shown(path: str) -> str:
     return re.sub(r"\?[^?]*=.*", "", re.sub(r"://[^/?#]*@", "://", path))
 
 
+def scrubbed(text: str) -> str:
+    """Return an error's text, in which URLs have no user, password and signature."""
+    return re.sub(r"\?\S*=\S*", "", re.sub(r"://[^/?#\s]*@", "://", text))
+
+
 def opened(path: str, call: Callable[[], Result]) -> Result:
     """Return what a call finds at a path. Workers that start again have found it before, and wait for it.
 

@@ -230,10 +230,11 @@ class Nats(Broker):
             return future.result(3 * TIMEOUT)
         except BaseException as error:
             future.cancel()
-            if self._refusal and isinstance(error, self.transient):
-                raise PermissionError(self._refusal) from error
-            if self._cause and not str(error):
-                raise ConnectionError(self._cause) from error
+            if isinstance(error, self.transient):  # not Ctrl-C
+                if self._refusal:
+                    raise PermissionError(self._refusal) from error
+                if self._cause and not str(error):
+                    raise ConnectionError(self._cause) from error
             raise
 
     async def _note(self, error: Exception) -> None:

@@ -9,12 +9,14 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 from dlrover import extras
 from dlrover.data.sources import waiting
 from dlrover.data.sources.blocks import BlockRecords
-from dlrover.data.sources.files import Paths, error_text, is_away, opened, shown
+from dlrover.data.sources.files import Paths, error_text, is_away, opened, scrubbed, shown
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 KEPT = 2
@@ -24,6 +26,15 @@ TRIES = 5
 _SUFFIX = ".parquet"
 MARK = "_stream.json"
 """File in a folder that a pipeline fills: `dlrover.data.sources.parts`."""
+_NUMBERS = {
+    FileNotFoundError: errno.ENOENT,
+    PermissionError: errno.EACCES,
+    IsADirectoryError: errno.EISDIR,
+    NotADirectoryError: errno.ENOTDIR,
+}
+"""Numbers of what clients raise without one."""
+_NO_CREDENTIALS = "NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"
+"""Classes of botocore and google-auth."""
 
 
 class Parquet(BlockRecords[Any, "dict[str, Any]"]):
@@ -186,7 +197,8 @@ def _check_complete(folder: str) -> None:
 def _remote_files(url: str) -> list[str]:
     system, path = _remote(url)
     with _as_os_errors():
-        if glob.has_magic(path):
+        is_http = "://" in path  # there a ? begins a query, and [ the address of a host
+        if glob.has_magic(urlsplit(path).path if is_http else path):
             found = sorted(system.glob(path))
         elif system.isdir(path):
             found = _visible(path, (file for file in system.find(path) if file.endswith(_SUFFIX)))
@@ -206,13 +218,16 @@ def _visible(folder: str, files: Iterable[str]) -> list[str]:
 
 def _remote(url: str) -> tuple[Any, str]:
     core = extras.load("fsspec.core", "Parquet", "remote")
-    try:
-        system, path = core.url_to_fs(url)
-    except ImportError as error:
-        raise ConfigurationError(f"{shown(url)} needs another package: {error}.") from error
-    except ValueError as error:
-        raise ConfigurationError(f"{shown(url)} is no URL that fsspec knows: {error}.") from error
-    return system, path
+    with _as_os_errors():  # some connect at once
+        try:
+            system, path = core.url_to_fs(url)
+        except ImportError as error:
+            wrong = f"needs another package: {error}"
+        except ValueError as error:
+            wrong = f"is no URL that fsspec knows: {scrubbed(str(error))}"
+        else:
+            return system, path
+    raise ConfigurationError(f"{shown(url)} {wrong}.")
 
 
 class _RemoteFile:
@@ -236,20 +251,33 @@ class _RemoteFile:
 
 @contextlib.contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Raise as an `OSError` what a client of a remote file system raises: each has classes of its own.
+    """Raise as an `OSError` with a number what a client of a remote file system raises: each has classes of its own.
 
     The client's error is not kept beside it: it may have the password of a URL.
     """
     try:
         yield
-    except OSError as error:
-        if error.errno == errno.EIO:  # of a server, not of one place on a disk
-            raise ConnectionError(errno.ECONNABORTED, str(error.strerror)) from None
-        if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
-            raise FileNotFoundError(errno.ENOENT, str(error.__cause__)) from None
-        raise
     except Exception as error:  # noqa: BLE001 - whatever a client raises
-        text = str(error) or type(error).__name__
-        if "credentials" in text.lower():
-            raise PermissionError(errno.EACCES, text) from None
-        raise ConnectionError(errno.ECONNABORTED, text) from None
+        why: BaseException = error
+        if isinstance(error, FileNotFoundError) and error.__cause__ and "://" in str(error):
+            why = error.__cause__  # for HTTP, each file whose size is not answered is not found
+        raise OSError(_number(why), _text(why)) from None
+
+
+def _number(error: BaseException) -> int:
+    """Return the number of a client's error; what names no reason is of its server."""
+    known = error.errno if isinstance(error, OSError) else None
+    # EIO: of a server, not of one place on a disk. The numbers of TLS are others, and so are their classes.
+    if known not in (None, errno.EIO) and isinstance(error, type(OSError(known, ""))):
+        return known
+    if getattr(error, "status", None) == HTTPStatus.NOT_FOUND:
+        return errno.ENOENT
+    if type(error).__name__ in _NO_CREDENTIALS:
+        return errno.EACCES
+    kinds = [number for kind, number in _NUMBERS.items() if isinstance(error, kind)]
+    return kinds[0] if kinds else errno.ECONNABORTED
+
+
+def _text(error: BaseException) -> str:
+    text = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+    return scrubbed(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from dlrover.data.sources.stream import (
     SHARD,
@@ -28,11 +28,26 @@ _PAGE = 1000
 """Entries to count at a time."""
 _PAGES = 1000
 """Maximum number of pages to count for one commit."""
+_BEHIND = "it does not have the last changes of {} yet: a replica may be behind"
 _COUNT = """
 local found = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[2], 'COUNT', ARGV[3])
 return {#found, #found > 0 and found[#found][1] or ''}
 """
 """Script that counts entries in the server, which has no command for that."""
+
+
+class _Seen(NamedTuple):
+    """What a stream had when it was looked at."""
+
+    added: int
+    """Number of entries that it ever had."""
+    removed: int
+    """Number of those that it has no more."""
+    first: int
+    """Offset of its first entry; ``end`` if it is empty."""
+    end: int
+    left: int
+    """The offset from which on none was removed; 0 if none ever was."""
 
 
 class Redis(Broker):
@@ -71,12 +86,8 @@ class Redis(Broker):
             socket_connect_timeout=TIMEOUT,
         )
         self._length = 0
-        self._added: dict[str, int] = {}
-        """By key: number of entries that it ever had."""
-        self._oldest: dict[str, int] = {}
-        """By key: its first entry, which stays the first one while none is removed."""
-        self._removed: dict[str, tuple[int, int]] = {}
-        """By key: number of removed entries, and the offset from which on none was removed then."""
+        self._seen: dict[str, _Seen] = {}
+        """By key."""
 
     @property
     def identity(self) -> str:
@@ -142,9 +153,7 @@ class Redis(Broker):
         reached = stop if len(messages) < most else messages[-1].offset + 1
         left = self._left(key, info)
         if _end(info) < stop:
-            raise TimeoutError(
-                f"it does not have the last entries of {key}: a replica may be behind"
-            )
+            raise TimeoutError(_BEHIND.format(key))
         return Fetched(messages, reached, max(start, left))
 
     def _refusal(self, error: Exception) -> Exception:
@@ -156,28 +165,30 @@ class Redis(Broker):
         """Return the offset from which on nothing was removed, as far as known.
 
         Redis reports how many entries were removed, but not which. A first entry that is not the expected one
-        is no loss while that number is unchanged.
+        is no loss while that number is unchanged. An earlier number of a stream that begins where it did, or
+        earlier, is of a replica that is behind; one that begins later is another stream.
         """
         if "entries-added" not in info:
             raise ConfigurationError(
                 "Redis before 7.0 does not tell what was removed; it is not supported."
             )
-        added = info["entries-added"]
-        removed, first = added - info["length"], _first(info)
-        known, before = self._removed.get(key, (removed, first))
-        another = removed == known and first != self._oldest.get(key, first)
-        if added < self._added.get(key, 0) or removed < known or another:
-            raise InfrastructureError(
-                f"The stream {key} of {self.address}, which had {self._added[key]} entries so far, has {added} that do not"
-                " continue these: it was recreated or has lost messages."
-            )
-        self._added[key] = added
-        self._oldest.pop(key, None)
-        if info["first-entry"]:
-            self._oldest[key] = first
-        left = min(before, first) if known == removed else first
-        left = left if removed else 0  # no entry was ever removed
-        self._removed[key] = removed, left
+        added, first, end = info["entries-added"], _first(info), _end(info)
+        removed = added - info["length"]
+        left = first if removed else 0
+        if key in self._seen:
+            known = self._seen[key]
+            earlier = added < known.added or removed < known.removed
+            if earlier and first <= known.first:
+                raise TimeoutError(_BEHIND.format(key))
+            another = removed == known.removed and known.first not in (first, known.end)
+            if earlier or another:
+                raise InfrastructureError(
+                    f"The stream {key} of {self.address}, which had {known.added} entries so far, has {added} that do"
+                    " not continue these: it was recreated or has lost messages."
+                )
+            if removed == known.removed:
+                left = known.left
+        self._seen[key] = _Seen(added, removed, first, end, left)
         return left
 
     def commit(self, offsets: list[int]) -> None:

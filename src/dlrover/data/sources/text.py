@@ -16,8 +16,12 @@ from dlrover.errors import ConfigurationError
 CHUNK = 1 << 22
 """Bytes to read at a time."""
 _BOM = b"\xef\xbb\xbf"
-_COMPRESSED = b"\x1f\x8b", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd"
-"""Beginnings of files of gzip, xz and Zstandard."""
+_HEAD = 10
+"""Bytes by which a compressed file is known."""
+_COMPRESSED = re.compile(
+    rb"\x1f\x8b|\xfd7zXZ\0|\x28\xb5\x2f\xfd|PK\x03\x04|BZh[1-9](1AY&SY|\x17\x72\x45\x38\x50\x90)"
+)
+"""Beginnings of files of gzip, xz, Zstandard, zip and bzip2, whose first letters a text may have, too."""
 
 
 class _Text(FileRecords[Record]):
@@ -25,8 +29,8 @@ class _Text(FileRecords[Record]):
 
     def _index(self, path: str) -> Iterator[int]:
         with open(path, "rb", buffering=CHUNK) as file:
-            head = file.read(6)
-            if head.startswith(_COMPRESSED):
+            head = file.read(_HEAD)
+            if _COMPRESSED.match(head):
                 raise ConfigurationError(f"{path} is compressed; decompress it.")
             start = len(_BOM) if head.startswith(_BOM) else 0
             file.seek(start)
