@@ -822,3 +822,37 @@ def test_a_pod_that_ends_by_itself_lets_the_count_of_removed_ones_begin_anew(
             assert nodes.removed == [0, 2, 4]
 
     asyncio.run(story())
+
+
+def test_pods_that_the_master_ends_are_not_removed_by_the_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    delays = [0.0, 0.0, 1000.0]
+    monkeypatch.setattr(platform, "delay", delays.__getitem__)
+    evicted = {"phase": "Failed", "reason": "Evicted", "message": "Low on resource: memory."}
+
+    async def story() -> None:
+        server = MemoryServer()
+        async with watched(server, submit(server)) as nodes:
+
+            async def made(number: int) -> str:
+                name = nodes.platform.launch(LaunchNode(number, 0))
+                await until(lambda: name in str(server.objects))
+                return name
+
+            for number in range(3):
+                nodes.platform.kill(await made(number))
+                await until(lambda number=number: number in nodes.exits)
+            for number in (3, 4):
+                server.change(PODS, await made(number), status=evicted)
+                await until(lambda number=number: number in nodes.exits)
+            assert nodes.waits == []
+            for number in (5, 6):
+                waiting = nodes.platform.launch(LaunchNode(number, 0))
+                await until(lambda number=number: len(nodes.waits) == number - 4)
+                nodes.platform.kill(waiting)
+                await until(lambda number=number: number in nodes.exits)
+            assert nodes.exits[6] == "it was no longer wanted"
+            assert "2 pods in its place were removed at once" in nodes.waits[1]
+
+    asyncio.run(story())

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dlrover._util import backoff, tasks
@@ -68,6 +68,8 @@ class _Watched:
     reported: bool = False
     #: True if it must no longer run
     unwanted: bool = False
+    #: set once nothing is waited for before it is made: it is unwanted, or the master exits
+    hurried: asyncio.Event = field(default_factory=asyncio.Event)
     #: last reported reason for waiting
     waits: str = ""
     #: deadline of its deletion; None while it is not being deleted
@@ -162,6 +164,8 @@ class KubernetesPlatform:
         Creations not yet started are dropped; the next master requests those pods.
         """
         self._closing.set()
+        for watched in self._watched.values():
+            watched.hurried.set()
         under_way = {*self._creations, *self._deletions}
         if under_way:
             await asyncio.wait(under_way, timeout=CLOSE_TIMEOUT)
@@ -209,6 +213,7 @@ class KubernetesPlatform:
         watched = self._watched.get(handle)
         if watched is not None:
             watched.unwanted = True
+            watched.hurried.set()
         if watched is None or watched.created is not None:  # else `_create` handles it
             tasks.start(self._delete(handle), self._deletions)
 
@@ -240,7 +245,7 @@ class KubernetesPlatform:
                 )
             except InfrastructureError as error:
                 self._report_wait(watched, f"its pod cannot be created: {str(error).rstrip('.')}")
-            await self._pause(next(delays))
+            await tasks.signalled(watched.hurried, next(delays))
         watched.created = time.monotonic()
         self._wake_reporter()
         self._changed(self._key(name))  # the informer may have seen it first
@@ -255,11 +260,7 @@ class KubernetesPlatform:
         if seconds:
             last = f"{count} pods in its place were removed at once, the last one because {why.rstrip('.')}"
             self._report_wait(watched, f"it is made after {seconds:g} s: {last}")
-            await self._pause(seconds)
-
-    async def _pause(self, seconds: float) -> None:
-        """Wait unless the master exits."""
-        await tasks.signalled(self._closing, seconds)
+            await tasks.signalled(watched.hurried, seconds)
 
     async def _made(self, name: str) -> str:
         """Return the uid of the node's live pod, made by an attempt with a lost response; empty if none.
@@ -374,7 +375,7 @@ class KubernetesPlatform:
         self._wake_reporter()
 
     def _count_removals(self, watched: _Watched, reason: str) -> None:
-        if watched.node_rank is None:
+        if watched.node_rank is None or watched.unwanted:
             return
         count, _ = self._removed.pop(watched.node_rank, (0, ""))
         if reason and watched.created is not None and time.monotonic() - watched.created < QUICK:
