@@ -378,6 +378,41 @@ def test_a_plan_for_one_pod_more_adds_one_though_its_master_is_lost_in_the_midst
     asyncio.run(story())
 
 
+def test_the_times_of_a_plan_are_the_api_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the next master may differ from that of the last one by more than the plan's time."""
+    monkeypatch.setattr(scaling, "PLAN_TIMEOUT", 1000.0)
+
+    async def story() -> None:
+        server = MemoryServer()
+
+        def since(time: str) -> float:
+            return server.server_time() - (times.read(time) or 0.0)
+
+        job, numbers = submit(server), Numbers()
+        plan(server)
+        async with scaler(server, job, numbers):
+            await until(lambda: replicas(server) == 4)
+        began = {"createTime": times.written(server.server_time() - 2000.0)}
+        server.change(SCALE_PLANS, "grow", status=began)
+        server.ahead = -2000.0
+        async with scaler(server, job, numbers):
+            await asyncio.sleep(0.02)
+            assert status(server, "grow")["phase"] == "Scaling"
+            plan(server, "later", replicaResourceSpecs={"worker": {"replicas": 5}})
+            numbers.size = numbers.size._replace(complete=True)
+            await until(lambda: status(server, "later"))
+        assert status(server, "grow")["phase"] == "Succeeded"
+        ended = [one for one in server.objects.values() if one.get("reason") == "Scaled"]
+        for time in (
+            status(server, "grow")["finishTime"],
+            status(server, "later")["createTime"],
+            ended[0]["lastTimestamp"],
+        ):
+            assert abs(since(time)) < 60.0
+
+    asyncio.run(story())
+
+
 # ---- plans of an earlier job
 
 
