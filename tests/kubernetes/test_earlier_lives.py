@@ -814,7 +814,7 @@ def test_pods_that_the_cluster_removes_at_once_are_made_ever_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     delays = [0.0, 0.0, 0.005, 0.01, 0.02]
-    monkeypatch.setattr(platform, "delay", delays.__getitem__)
+    monkeypatch.setattr(pods, "delay", delays.__getitem__)
     rejected = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "No device."}
 
     async def story() -> None:
@@ -842,7 +842,7 @@ def test_pods_that_the_cluster_removes_at_once_are_made_ever_later(
 def test_a_pod_that_ends_by_itself_lets_the_count_of_removed_ones_begin_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(platform, "delay", {0: 0.0, 1: 0.0}.__getitem__)
+    monkeypatch.setattr(pods, "delay", {0: 0.0, 1: 0.0}.__getitem__)
     evicted = {"phase": "Failed", "reason": "Evicted", "message": "Low on resource: memory."}
 
     async def story() -> None:
@@ -863,7 +863,7 @@ def test_pods_that_the_master_ends_are_not_removed_by_the_cluster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     delays = [0.0, 0.0, 1000.0]
-    monkeypatch.setattr(platform, "delay", delays.__getitem__)
+    monkeypatch.setattr(pods, "delay", delays.__getitem__)
     evicted = {"phase": "Failed", "reason": "Evicted", "message": "Low on resource: memory."}
 
     async def story() -> None:

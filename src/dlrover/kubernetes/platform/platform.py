@@ -25,7 +25,6 @@ from dlrover.kubernetes.api.client import (
 )
 from dlrover.kubernetes.api.informer import Informer
 from dlrover.kubernetes.machine import nodes, pods
-from dlrover.kubernetes.machine.reconcile import QUICK, delay
 from dlrover.kubernetes.platform import job as jobs
 from dlrover.kubernetes.platform.reporting import Reporter
 from dlrover.kubernetes.platform.scaling import Scaler
@@ -91,7 +90,7 @@ class KubernetesPlatform:
         self._uid = job.uid
         self._watched: dict[str, _Watched] = {}
         self._removed: dict[int, tuple[int, str]] = {}
-        """By rank: number of consecutive pods that the cluster removed within `QUICK`, and why the last one."""
+        """By rank: number of consecutive pods that the cluster removed within `pods.QUICK`, and why the last one."""
         self._slots = asyncio.Semaphore(PARALLEL)
         self._closing = asyncio.Event()
         self._creations: set[asyncio.Task[None]] = set()
@@ -256,7 +255,7 @@ class KubernetesPlatform:
     async def _wait_after_removals(self, node_rank: int, watched: _Watched) -> None:
         """Wait ever longer where the cluster removes each pod at once, as a machine does whose device is broken."""
         count, why = self._removed.get(node_rank, (0, ""))
-        seconds = delay(count)
+        seconds = pods.delay(count)
         if seconds:
             last = f"{count} pods in its place were removed at once, the last one because {why.rstrip('.')}"
             self._report_wait(watched, f"it is made after {seconds:g} s: {last}")
@@ -378,7 +377,11 @@ class KubernetesPlatform:
         if watched.node_rank is None or watched.unwanted:
             return
         count, _ = self._removed.pop(watched.node_rank, (0, ""))
-        if reason and watched.created is not None and time.monotonic() - watched.created < QUICK:
+        if (
+            reason
+            and watched.created is not None
+            and time.monotonic() - watched.created < pods.QUICK
+        ):
             self._removed[watched.node_rank] = (count + 1, reason)
 
     def _report_wait(self, watched: _Watched, reason: str) -> None:
