@@ -104,6 +104,8 @@ def test_the_state_of_an_earlier_run_is_put_aside(env: dict[str, str], tmp_path:
         job.logs.mkdir()
     with jobs.locked(job, resume=True):
         assert job.journal.read_text() == "old"
+        assert not job.outcome.exists(), "it may be of a master that could not begin"
+        job.outcome.write_text("old")
     with jobs.locked(job):
         assert not job.journal.exists()
         assert job.logs.is_dir()
@@ -313,10 +315,39 @@ def test_a_journal_elsewhere_is_put_aside_though_the_first_attempt_failed(
 
     with monkeypatch.context() as patch:
         patch.setattr(jobs.shutil, "move", until_full)
-        with pytest.raises(ConfigurationError, match="No space left"), jobs.locked(job):
+        with pytest.raises(InfrastructureError, match="No space left"), jobs.locked(job):
             pass
     with jobs.locked(job):
         assert not journal.exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "of_new", "of_begun"),
+    [
+        (errno.EACCES, ConfigurationError, ConfigurationError),
+        (errno.EROFS, ConfigurationError, InfrastructureError),
+        (errno.ENOSPC, ConfigurationError, InfrastructureError),
+        (errno.ESTALE, InfrastructureError, InfrastructureError),
+    ],
+)
+def test_a_directory_where_a_job_has_begun_was_the_right_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    of_new: type[Exception],
+    of_begun: type[Exception],
+) -> None:
+    job = JobDir(tmp_path)
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(jobs.files, "write_atomically", fails)
+    with pytest.raises(of_new, match=f"--job-dir {tmp_path} cannot be used"):
+        jobs.write(job, job.token, b"")
+    job.journal.touch()
+    with pytest.raises(of_begun, match=f"--job-dir {tmp_path} cannot be used"):
+        jobs.write(job, job.token, b"")
 
 
 def test_runs_of_which_some_were_deleted_are_numbered_on(tmp_path: Path) -> None:

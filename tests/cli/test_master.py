@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,9 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from dlrover.cli import main
+from dlrover.dashboard.inspect import queries
 from dlrover.errors import ConfigurationError, ExitCode
 from dlrover.master import app
+from dlrover.master.files import read_outcome
 from dlrover.spec.jobdir import JobDir
+from tests.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -33,6 +37,32 @@ def test_the_token_of_the_environment_is_checked_before_the_master_runs(
     assert (token.read_text() if token.exists() else "") == kept
     assert said in str(done.exception or "")
     assert isinstance(done.exception, ConfigurationError) is bool(said)
+
+
+def ran(job_dir: JobDir, port: int) -> subprocess.Popen[bytes]:
+    command = ["master", f"--port={port}", "--host=127.0.0.1", f"--job-dir={job_dir.path}"]
+    return subprocess.Popen([sys.executable, "-m", "dlrover.cli.main", *command])
+
+
+@pytest.mark.slow
+def test_of_the_masters_of_a_directory_the_last_one_says_how_the_job_ended(tmp_path: Path) -> None:
+    """One could not begin, the next one is stopped by a user, and one starts although the job has ended."""
+    job_dir = JobDir(tmp_path / "job")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with ran(job_dir, port) as process:
+            assert process.wait(20) == ExitCode.INFRASTRUCTURE
+    assert job_dir.outcome.exists()
+    with ran(job_dir, port) as process:
+        until(job_dir.master.exists, 20)
+        assert not job_dir.outcome.exists()
+        queries.stop(job_dir, "Enough.")
+        assert process.wait(20) == ExitCode.STOPPED
+    with ran(job_dir, port) as process:
+        assert process.wait(20) == ExitCode.STOPPED
+    outcome = read_outcome(job_dir.outcome)
+    assert outcome is not None
+    assert (outcome.exit_code, outcome.reason) == (ExitCode.STOPPED, "Enough.")
 
 
 @pytest.mark.slow

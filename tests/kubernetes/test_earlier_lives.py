@@ -378,6 +378,41 @@ def test_a_plan_for_one_pod_more_adds_one_though_its_master_is_lost_in_the_midst
     asyncio.run(story())
 
 
+def test_the_times_of_a_plan_are_the_api_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the next master may differ from that of the last one by more than the plan's time."""
+    monkeypatch.setattr(scaling, "PLAN_TIMEOUT", 1000.0)
+
+    async def story() -> None:
+        server = MemoryServer()
+
+        def since(time: str) -> float:
+            return server.server_time() - (times.read(time) or 0.0)
+
+        job, numbers = submit(server), Numbers()
+        plan(server)
+        async with scaler(server, job, numbers):
+            await until(lambda: replicas(server) == 4)
+        began = {"createTime": times.written(server.server_time() - 2000.0)}
+        server.change(SCALE_PLANS, "grow", status=began)
+        server.ahead = -2000.0
+        async with scaler(server, job, numbers):
+            await asyncio.sleep(0.02)
+            assert status(server, "grow")["phase"] == "Scaling"
+            plan(server, "later", replicaResourceSpecs={"worker": {"replicas": 5}})
+            numbers.size = numbers.size._replace(complete=True)
+            await until(lambda: status(server, "later"))
+        assert status(server, "grow")["phase"] == "Succeeded"
+        ended = [one for one in server.objects.values() if one.get("reason") == "Scaled"]
+        for time in (
+            status(server, "grow")["finishTime"],
+            status(server, "later")["createTime"],
+            ended[0]["lastTimestamp"],
+        ):
+            assert abs(since(time)) < 60.0
+
+    asyncio.run(story())
+
+
 # ---- plans of an earlier job
 
 
@@ -779,7 +814,7 @@ def test_pods_that_the_cluster_removes_at_once_are_made_ever_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     delays = [0.0, 0.0, 0.005, 0.01, 0.02]
-    monkeypatch.setattr(platform, "delay", delays.__getitem__)
+    monkeypatch.setattr(pods, "delay", delays.__getitem__)
     rejected = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "No device."}
 
     async def story() -> None:
@@ -807,7 +842,7 @@ def test_pods_that_the_cluster_removes_at_once_are_made_ever_later(
 def test_a_pod_that_ends_by_itself_lets_the_count_of_removed_ones_begin_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(platform, "delay", {0: 0.0, 1: 0.0}.__getitem__)
+    monkeypatch.setattr(pods, "delay", {0: 0.0, 1: 0.0}.__getitem__)
     evicted = {"phase": "Failed", "reason": "Evicted", "message": "Low on resource: memory."}
 
     async def story() -> None:
@@ -820,5 +855,39 @@ def test_a_pod_that_ends_by_itself_lets_the_count_of_removed_ones_begin_anew(
                 server.change(PODS, name, status=end)
                 await until(lambda number=number: number in nodes.exits)
             assert nodes.removed == [0, 2, 4]
+
+    asyncio.run(story())
+
+
+def test_pods_that_the_master_ends_are_not_removed_by_the_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    delays = [0.0, 0.0, 1000.0]
+    monkeypatch.setattr(pods, "delay", delays.__getitem__)
+    evicted = {"phase": "Failed", "reason": "Evicted", "message": "Low on resource: memory."}
+
+    async def story() -> None:
+        server = MemoryServer()
+        async with watched(server, submit(server)) as nodes:
+
+            async def made(number: int) -> str:
+                name = nodes.platform.launch(LaunchNode(number, 0))
+                await until(lambda: name in str(server.objects))
+                return name
+
+            for number in range(3):
+                nodes.platform.kill(await made(number))
+                await until(lambda number=number: number in nodes.exits)
+            for number in (3, 4):
+                server.change(PODS, await made(number), status=evicted)
+                await until(lambda number=number: number in nodes.exits)
+            assert nodes.waits == []
+            for number in (5, 6):
+                waiting = nodes.platform.launch(LaunchNode(number, 0))
+                await until(lambda number=number: len(nodes.waits) == number - 4)
+                nodes.platform.kill(waiting)
+                await until(lambda number=number: number in nodes.exits)
+            assert nodes.exits[6] == "it was no longer wanted"
+            assert "2 pods in its place were removed at once" in nodes.waits[1]
 
     asyncio.run(story())

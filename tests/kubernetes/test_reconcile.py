@@ -297,7 +297,7 @@ def test_the_masters_template_is_kept_and_completed() -> None:
     manifest["spec"]["replicaSpecs"]["dlrover-master"] = {"template": template}
     before = copy.deepcopy(manifest)
     pod = objects.master_pod(validation.parse(manifest), "dlrover:2")
-    assert pod["metadata"]["annotations"] == {"a": "b"}
+    assert pod["metadata"]["annotations"] == {"a": "b", names.MASTER_NUMBER: "1"}
     assert pod["spec"]["nodeSelector"] == {"disk": "ssd"}
     (container,) = pod["spec"]["containers"]
     assert container["imagePullPolicy"] == "Always"

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dlrover.kubernetes.machine import objects
-from dlrover.kubernetes.machine.reconcile import QUICK, QUICK_ENDS
+from dlrover.kubernetes.machine.pods import QUICK
+from dlrover.kubernetes.machine.reconcile import LONG, QUICK_ENDS
 from dlrover.kubernetes.resources import names, times, validation
 from tests.kubernetes.manifests import job
 from tests.kubernetes.world import World, running
@@ -137,7 +138,7 @@ def test_a_lost_master_comes_back_and_its_workers_stay(code: int | None, reason:
     assert "completionTime" not in world.status
 
 
-def test_of_an_evicted_master_the_pods_reason_is_told() -> None:
+def test_of_an_evicted_master_the_pods_reason_is_shown() -> None:
     """Its container was killed, too."""
     world = running()
     assert world.master is not None
@@ -194,7 +195,7 @@ def test_a_deleted_master_comes_back_once_it_is_gone() -> None:
     assert world.master is not first
 
 
-def test_why_a_master_is_being_deleted_is_told() -> None:
+def test_why_a_master_is_being_deleted_is_shown() -> None:
     world = running()
     assert world.master is not None
     world.delete(world.master)
@@ -318,6 +319,40 @@ def test_a_master_that_cannot_work_yet_is_tried_some_times_before_the_job_fails(
         world.step()
     assert tries == QUICK_ENDS + 1
     assert world.status["phase"] == "Failed"
+
+
+@pytest.mark.parametrize(
+    ("ran", "tries"), [(QUICK, QUICK_ENDS + 1), (LONG - 1, QUICK_ENDS + 1), (LONG, 20)]
+)
+def test_a_master_that_fails_again_and_again_fails_its_job_unless_it_works_for_long(
+    ran: float, tries: int
+) -> None:
+    world = World()
+    world.settle()
+    tried = 0
+    while tried < 20 and "completionTime" not in world.status:
+        if world.master is None:
+            assert world.decision.again is not None
+            world.now += world.decision.again
+        else:
+            tried += 1
+            world.now += ran
+            world.end(world.master, 70, ran=ran)
+        world.settle()
+    assert tried == tries
+    reasons = [c["reason"] for c in world.status["conditions"] if c["type"] == "Failed"]
+    assert reasons == (["Infrastructure"] if tries < 20 else [])
+
+
+def test_masters_that_are_lost_after_a_minute_do_not_count_with_those_that_fail() -> None:
+    world = running()
+    for code in (70, 137) * QUICK_ENDS:
+        assert world.master is not None
+        world.now += QUICK
+        world.end(world.master, code, ran=QUICK)
+        world.settle()
+    assert "completionTime" not in world.status
+    assert world.status["master"]["quickEnds"] == 0
 
 
 def test_a_missing_service_is_made_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -43,8 +44,9 @@ def reserve(path: Path, size: int) -> None:
 
 
 def release(path: Path) -> None:
-    """Release the space reserved for ``path``, if it is unused."""
-    _reserved(path).unlink(missing_ok=True)
+    """Release the space reserved for ``path``, if it is unused and its volume allows that."""
+    with contextlib.suppress(OSError):  # it takes room, and nothing else
+        _reserved(path).unlink()
 
 
 def _reserved(path: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import os
@@ -17,7 +18,7 @@ import msgspec
 
 from dlrover import config
 from dlrover._util import decoding, files
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 from dlrover.rpc import wire
 from dlrover.spec.jobdir import (
     OUTCOME_ROOM,
@@ -31,6 +32,10 @@ LAST = "last"
 """Name of the link to the job directory that was last made or used."""
 _START = r"-\d{8}-\d{6}-[0-9a-f]{4}"
 """End of a job directory's name: the start time and a random number."""
+_FAILURES = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ENODEV, errno.ENXIO}
+"""Errors of a volume that fails."""
+_LIMITS = {*files.NO_ROOM, errno.EROFS}
+"""Errors of a volume that is full, or that has become read-only, as after an error of its disk."""
 
 
 def job_name(run_id: str, target: str) -> str:
@@ -47,6 +52,7 @@ def create(env: Mapping[str, str], name: str, path: str) -> JobDir:
 
     Raises:
         ConfigurationError: the directory cannot be made or written to.
+        InfrastructureError: its volume fails.
     """
     if path:
         job_dir = JobDir(Path(path).absolute())
@@ -80,12 +86,13 @@ def _make(job_dir: JobDir) -> Path:
 def locked(job_dir: JobDir, *, resume: bool = False) -> Iterator[None]:
     """Hold a job directory for one launcher.
 
-    The files of an earlier run move into ``run-<n>`` unless ``resume`` is set. Space for the outcome is reserved now,
-    because the disk may be full at the end.
+    The files of an earlier run move into ``run-<n>`` unless ``resume`` is set: then only the outcome goes. Space for
+    the next one is reserved now, because the disk may be full at the end.
 
     Raises:
-        ConfigurationError: another launcher holds it, its disk is full, or ``resume`` is set and another
+        ConfigurationError: another launcher holds it, it cannot be written to, or ``resume`` is set and another
             version of DLRover began the job.
+        InfrastructureError: its volume fails.
     """
     outcomes = (job_dir.outcome, job_dir.left)
     with job_dir.lock.open("r+b", buffering=0) as file:
@@ -98,6 +105,8 @@ def locked(job_dir: JobDir, *, resume: bool = False) -> Iterator[None]:
         try:
             if resume:
                 _check_format(job_dir)
+                # It may be of a master that could not begin; if the job has ended, its journal says so.
+                job_dir.outcome.unlink(missing_ok=True)
             else:
                 _archive(job_dir)
             for path in outcomes:
@@ -113,8 +122,11 @@ def locked(job_dir: JobDir, *, resume: bool = False) -> Iterator[None]:
                 files.release(path)
 
 
-def _unusable(job_dir: JobDir, error: OSError) -> ConfigurationError:
-    return ConfigurationError(
+def _unusable(job_dir: JobDir, error: OSError) -> DLRoverError:
+    """Return the error of a directory that cannot be used: where a job has begun, it was the right one."""
+    failed = error.errno in _FAILURES or (error.errno in _LIMITS and _holds_job(job_dir))
+    kind = InfrastructureError if failed else ConfigurationError
+    return kind(
         f"--job-dir {job_dir.path} cannot be used: {error.strerror}; it takes a directory to write to."
     )
 
@@ -165,6 +177,7 @@ def write_token(job_dir: JobDir, token: str) -> None:
 
     Raises:
         ConfigurationError: the token is not valid, or the file cannot be written.
+        InfrastructureError: its volume fails.
     """
     write(job_dir, job_dir.token, wire.checked_token(token).encode())
 
@@ -174,6 +187,7 @@ def write(job_dir: JobDir, path: Path, data: bytes) -> None:
 
     Raises:
         ConfigurationError: the file cannot be written.
+        InfrastructureError: its volume fails.
     """
     try:
         files.write_atomically(path, data, mode=0o600)

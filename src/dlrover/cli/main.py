@@ -10,8 +10,7 @@ import re
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -30,7 +29,7 @@ from dlrover.master.compose import Request, master_config
 from dlrover.master.diagnosis_rules import load_own
 from dlrover.spec.events import Event
 from dlrover.spec.job import JobSpec
-from dlrover.spec.jobdir import JobDir
+from dlrover.spec.jobdir import JobDir, MasterConfig
 from dlrover.spec.node import WORKER
 from dlrover.spec.words import printable_lines
 
@@ -335,57 +334,90 @@ def master(  # noqa: PLR0913 - each is an option of the command
     if metrics_port is not None:
         settings = msgspec.structs.replace(settings, metrics_port=metrics_port)
     if platform:
-        from dlrover.kubernetes.platform import job as elastic_job  # noqa: PLC0415 - an extra
+        raise typer.Exit(_in_pod(env, settings, host, port, job_dir, output))
+    job = JobSpec(
+        name=name,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        node_unit=node_unit,
+        max_restarts=max_restarts,
+        node_check=network_check,
+        exclude_stragglers=exclude_straggler,
+    )
 
-        found = asyncio.run(elastic_job.fetch(env))
-        if found.spec.roles:
-            from dlrover.cli.cluster.rolesonkubernetes import coordinate  # noqa: PLC0415 - loads grpc
+    def run(directory: JobDir) -> int:
+        return run_master(["--job-dir", str(directory.path)])
 
-            raise typer.Exit(coordinate(found, env, job_dir, port))
-        request = elastic_job.request(found)
-        host = env.get("POD_IP") or host
-    else:
-        request = Request(
-            job=JobSpec(
-                name=name,
-                min_nodes=min_nodes,
-                max_nodes=max_nodes,
-                node_unit=node_unit,
-                max_restarts=max_restarts,
-                node_check=network_check,
-                exclude_stragglers=exclude_straggler,
-            )
-        )
-    content = master_config(request, settings, host, port)
-    directory = jobs.create(env, request.job.name, job_dir or env.get("DLROVER_JOB_DIR", ""))
+    raise typer.Exit(
+        _serve(env, master_config(Request(job=job), settings, host, port), job_dir, output, run)
+    )
+
+
+def _serve(
+    env: Mapping[str, str],
+    content: MasterConfig,
+    job_dir: str,
+    output: Output,
+    run: Callable[[JobDir], int],
+) -> int:
+    """Prepare the job directory of a master, and ``run`` the master there; return its exit code."""
+    directory = jobs.create(env, content.job.name, job_dir or env.get("DLROVER_JOB_DIR", ""))
     with jobs.locked(directory, resume=True):
         jobs.write(directory, directory.job, msgspec.json.encode(content))
         token = jobs.given_token(env) or jobs.kept_token(directory) or secrets.token_hex(16)
         jobs.write_token(directory, token)
         if output is Form.JSON:
-            print(msgspec.json.encode({"job_dir": str(directory.path), "port": port}).decode())
+            shown = {"job_dir": str(directory.path), "port": content.port}
+            print(msgspec.json.encode(shown).decode())
         else:
             print(f"The token is in {directory.token}; give it to the nodes as DLROVER_TOKEN.")
         sys.stdout.flush()
         signal.signal(signal.SIGTERM, procs.leave)
-        run = _run_in_pod if platform else run_master
-        raise typer.Exit(run(["--job-dir", str(directory.path)]))
+        return run(directory)
 
 
-def _run_in_pod(arguments: Sequence[str]) -> int:
-    """Run a master in its pod; return the exit code, by which the operator learns whether and how the job ended.
+def _in_pod(
+    env: Mapping[str, str],
+    settings: config.Settings,
+    host: str,
+    port: int,
+    job_dir: str,
+    output: Output,
+) -> int:
+    """Run the master or the coordinator of an ElasticJob; return the exit code.
 
-    An unexpected error must not count as one of the program, as by Python's own exit code.
+    By the code, the operator learns whether and how the job ended. An unexpected error must not count as one of the program, as by Python's own exit code.
     """
+    from dlrover.kubernetes.platform import job as elastic_job  # noqa: PLC0415 - an extra
+
+    try:
+        found = asyncio.run(elastic_job.fetch(env))
+        if found.spec.roles:
+            from dlrover.cli.cluster.rolesonkubernetes import coordinate  # noqa: PLC0415
+
+            return coordinate(found, env, job_dir, port)
+        request = elastic_job.request(found)
+        content = master_config(request, settings, env.get("POD_IP") or host, port)
+        return _serve(env, content, job_dir, output, _run_in_pod)
+    except DLRoverError:
+        raise
+    except Exception:
+        logger.exception("The master ends")
+        return ExitCode.INTERNAL
+
+
+def _run_in_pod(directory: JobDir) -> int:
+    """Run a master in its pod; return the exit code."""
     from dlrover.master.app import main as run_master  # noqa: PLC0415 - loads grpc
     from dlrover.master.files import read_outcome  # noqa: PLC0415
 
     try:
-        code = run_master([*arguments, "--stderr"])  # a pod's log is what its users see
-    except Exception:
+        # A pod's log is what its users see.
+        code = run_master(["--job-dir", str(directory.path), "--stderr"])
+    except Exception:  # the job may have ended before it
         logger.exception("The master ends")
         code = ExitCode.INFRASTRUCTURE
-    outcome = read_outcome(JobDir(Path(arguments[-1])).outcome)
+    outcome = read_outcome(directory.outcome)
     if outcome is None:
         return ExitCode.INTERNAL if code == ExitCode.INFRASTRUCTURE else code
     print(outcome.reason, file=sys.stderr)  # the end of the pod's log

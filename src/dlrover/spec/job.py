@@ -63,7 +63,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Consecutive restarts without a new step, or with the same failure at the same step, that end a job;
     three times as many if the failure is the infrastructure's, or if none gets beyond the furthest step."""
     node_start_attempts: int = 3
-    """Number of times that a node's agent may end before its first join; then the job fails."""
+    """Number of times that a node's agent may end before its first join; then the job fails. Pods that the cluster
+    removes do not count."""
     release_grace: float = 120.0
     """Time that a node that the job no longer needs may take, beyond the workers' shutdown timeout, to
     persist what they have in memory."""

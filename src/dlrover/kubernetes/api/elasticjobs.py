@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -108,7 +107,7 @@ async def record_event(
     logger.info("Job %s/%s: %s", namespace, metadata["name"], event.message)
     about = f"{metadata.get('uid')} {event.reason} {event.message}"
     name = f"{metadata['name']}.{hashlib.sha256(about.encode()).hexdigest()[:16]}"
-    now = times.written(time.time())
+    now = times.written(client.server_time())
     made = {
         "metadata": {"name": name, "namespace": namespace},
         "involvedObject": {

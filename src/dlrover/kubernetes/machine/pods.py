@@ -21,6 +21,10 @@ _NO_PROGRAM = ("ContainerCannotRun", "StartError")
 _STUCK = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError",
           "CreateContainerError", "ErrImageNeverPull", "RunContainerError", "CrashLoopBackOff")  # fmt: skip
 
+QUICK = 60.0
+"""Seconds below which a pod's life counts as short; repeated short lives delay the next pod ever longer."""
+LONGEST_DELAY = 60.0
+"""Maximum seconds of that delay."""
 FORCE_AFTER = 60.0
 """Seconds beyond its grace period after which a node's pod on an unresponsive machine is deleted by force."""
 
@@ -37,6 +41,11 @@ class End:
     """Seconds that it ran; 0 if unknown."""
     of_job: bool = True
     """False if a master ended although its job had not."""
+
+
+def delay(quick_ends: int) -> float:
+    """Return the seconds to wait before a pod starts after this many short-lived ones in a row in its place."""
+    return 0.0 if quick_ends < 2 else min(LONGEST_DELAY, 2.0**quick_ends)
 
 
 def name(pod: Manifest) -> str:
@@ -166,7 +175,7 @@ def end_of_master(pod: Manifest) -> End:
 
 def exit_code_of(reasons: Iterable[str]) -> ExitCode:
     """Return the exit code of a job that failed for one of these reasons of `end_of_master`."""
-    known = {reason: code for code, (reason, _) in _DECISIVE.items()}
+    known = {why: code for code, (why, _) in _DECISIVE.items() if code != ExitCode.INTERNAL}
     return next((known[reason] for reason in reasons if reason in known), ExitCode.INFRASTRUCTURE)
 
 

@@ -24,20 +24,19 @@ from dlrover.kubernetes.machine.decisions import (
     merged,
     status_of,
 )
+from dlrover.kubernetes.machine.pods import QUICK
 from dlrover.kubernetes.machine.view import View, deletion
 from dlrover.kubernetes.resources import names, times
 from dlrover.kubernetes.resources.types import ElasticJobStatus, Manifest, MasterStatus
 
-QUICK = 60.0
-"""Seconds below which a master's life counts as short; repeated short lives delay its restart ever longer."""
-LONGEST_DELAY = 60.0
-"""Maximum seconds before a master is restarted."""
 MEMORY_GROWTH = 2.0
 """Memory multiplier for a master relative to its predecessor that ran out of memory."""
 MOST_MEMORY = 8.0
 """Maximum memory multiplier relative to the first master."""
+LONG = 3600.0
+"""Seconds below which the life of a master that ended by an unexpected error counts as short."""
 QUICK_ENDS = 5
-"""Consecutive short-lived masters after which another infrastructure failure within `QUICK` fails the job."""
+"""Consecutive short-lived masters after which another infrastructure failure of one fails the job."""
 FOREIGN_CHECK = 5.0
 """Seconds before checking again whether another owner's pod has gone."""
 _NOT_READY = "MasterNotReady"
@@ -73,11 +72,6 @@ def reconcile(seen: Observed, now: float, master_image: str, token: str) -> Deci
     view = View(running, seen, old, now)
     view.report_manifest()
     return _decide(view, master_image, token)
-
-
-def delay(quick_ends: int) -> float:
-    """Return the seconds to wait before a master starts after this many short-lived ones in a row."""
-    return 0.0 if quick_ends < 2 else min(LONGEST_DELAY, 2.0**quick_ends)
 
 
 def _is_left(seen: Observed) -> bool:
@@ -144,8 +138,8 @@ def _goes_on(view: View, master: Manifest) -> Decision:
 
 def _master_ended(view: View, master: Manifest) -> Decision:
     end, before = pods.end_of_master(master), view.old.master
-    quick = end.lived < QUICK
-    may_work = before.quick_ends < QUICK_ENDS if quick else not end.of_job
+    short = end.lived < (QUICK if end.of_job else LONG)
+    may_work = before.quick_ends < QUICK_ENDS if short else not end.of_job
     if end.final and not (end.reason == "Infrastructure" and may_work):
         return removal.complete(view, end)
     factor, more = before.memory_factor, ""
@@ -154,7 +148,7 @@ def _master_ended(view: View, master: Manifest) -> Decision:
         more = f" with {factor:g} times the memory of the first one"
     view.report("MasterLost", f"{end.message} It restarts{more}.", warning=True)
     delete = () if pods.leaving(master) else (deletion(master),)
-    remembered = msgspec.structs.replace(before, memory_factor=factor)
+    remembered = msgspec.structs.replace(before, memory_factor=factor, failed=not end.of_job)
     return _restarting(view, end.message, delete, master=remembered)
 
 
@@ -189,13 +183,13 @@ def _start(view: View, master_image: str, token: str) -> Decision:
     if view.foreign is not None:
         return _name_taken(view, view.foreign)
     job, before, suspended = view.job, view.old.master, view.is_true("Suspended")
-    pause, lived = delay(before.quick_ends), _lived(view)
+    pause, lived = pods.delay(before.quick_ends), _lived(view)
     if before.starts and pause > lived:
         return _restarting(view, "The master restarts soon.", again=pause - lived)
     if suspended:
         view.report("Resumed", "spec.suspend is false: the job resumes.")
     fresh_start = suspended or view.old.phase == "Yielded" or not before.starts
-    quick = not fresh_start and lived < QUICK + pause
+    short = not fresh_start and lived < (LONG if before.failed else QUICK) + pause
     number = before.starts + 1
     view.events.append(_started(number))
     decision = view.decision(
@@ -204,7 +198,7 @@ def _start(view: View, master_image: str, token: str) -> Decision:
         master=MasterStatus(
             starts=number,
             last_start_time=times.written(view.now),
-            quick_ends=before.quick_ends + 1 if quick else 0,
+            quick_ends=before.quick_ends + 1 if short else 0,
             memory_factor=before.memory_factor,
         ),
         start_time=("" if suspended else view.old.start_time) or times.written(view.now),
@@ -313,5 +307,7 @@ def _remembered(view: View, master: Manifest) -> Manifest:
     before, number = view.old.master, pods.number_of_master(master)
     if created is None or number <= before.starts:
         return {}
-    started = msgspec.structs.replace(before, starts=number, last_start_time=times.written(created))
+    started = msgspec.structs.replace(
+        before, starts=number, last_start_time=times.written(created), failed=False
+    )
     return {"master": started, "start_time": view.old.start_time or started.last_start_time}

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dlrover._util import backoff, tasks
@@ -25,7 +25,6 @@ from dlrover.kubernetes.api.client import (
 )
 from dlrover.kubernetes.api.informer import Informer
 from dlrover.kubernetes.machine import nodes, pods
-from dlrover.kubernetes.machine.reconcile import QUICK, delay
 from dlrover.kubernetes.platform import job as jobs
 from dlrover.kubernetes.platform.reporting import Reporter
 from dlrover.kubernetes.platform.scaling import Scaler
@@ -68,6 +67,8 @@ class _Watched:
     reported: bool = False
     #: True if it must no longer run
     unwanted: bool = False
+    #: set once nothing is waited for before it is made: it is unwanted, or the master exits
+    hurried: asyncio.Event = field(default_factory=asyncio.Event)
     #: last reported reason for waiting
     waits: str = ""
     #: deadline of its deletion; None while it is not being deleted
@@ -89,7 +90,7 @@ class KubernetesPlatform:
         self._uid = job.uid
         self._watched: dict[str, _Watched] = {}
         self._removed: dict[int, tuple[int, str]] = {}
-        """By rank: number of consecutive pods that the cluster removed within `QUICK`, and why the last one."""
+        """By rank: number of consecutive pods that the cluster removed within `pods.QUICK`, and why the last one."""
         self._slots = asyncio.Semaphore(PARALLEL)
         self._closing = asyncio.Event()
         self._creations: set[asyncio.Task[None]] = set()
@@ -162,6 +163,8 @@ class KubernetesPlatform:
         Creations not yet started are dropped; the next master requests those pods.
         """
         self._closing.set()
+        for watched in self._watched.values():
+            watched.hurried.set()
         under_way = {*self._creations, *self._deletions}
         if under_way:
             await asyncio.wait(under_way, timeout=CLOSE_TIMEOUT)
@@ -209,6 +212,7 @@ class KubernetesPlatform:
         watched = self._watched.get(handle)
         if watched is not None:
             watched.unwanted = True
+            watched.hurried.set()
         if watched is None or watched.created is not None:  # else `_create` handles it
             tasks.start(self._delete(handle), self._deletions)
 
@@ -240,7 +244,7 @@ class KubernetesPlatform:
                 )
             except InfrastructureError as error:
                 self._report_wait(watched, f"its pod cannot be created: {str(error).rstrip('.')}")
-            await self._pause(next(delays))
+            await tasks.signalled(watched.hurried, next(delays))
         watched.created = time.monotonic()
         self._wake_reporter()
         self._changed(self._key(name))  # the informer may have seen it first
@@ -251,15 +255,11 @@ class KubernetesPlatform:
     async def _wait_after_removals(self, node_rank: int, watched: _Watched) -> None:
         """Wait ever longer where the cluster removes each pod at once, as a machine does whose device is broken."""
         count, why = self._removed.get(node_rank, (0, ""))
-        seconds = delay(count)
+        seconds = pods.delay(count)
         if seconds:
             last = f"{count} pods in its place were removed at once, the last one because {why.rstrip('.')}"
             self._report_wait(watched, f"it is made after {seconds:g} s: {last}")
-            await self._pause(seconds)
-
-    async def _pause(self, seconds: float) -> None:
-        """Wait unless the master exits."""
-        await tasks.signalled(self._closing, seconds)
+            await tasks.signalled(watched.hurried, seconds)
 
     async def _made(self, name: str) -> str:
         """Return the uid of the node's live pod, made by an attempt with a lost response; empty if none.
@@ -374,10 +374,14 @@ class KubernetesPlatform:
         self._wake_reporter()
 
     def _count_removals(self, watched: _Watched, reason: str) -> None:
-        if watched.node_rank is None:
+        if watched.node_rank is None or watched.unwanted:
             return
         count, _ = self._removed.pop(watched.node_rank, (0, ""))
-        if reason and watched.created is not None and time.monotonic() - watched.created < QUICK:
+        if (
+            reason
+            and watched.created is not None
+            and time.monotonic() - watched.created < pods.QUICK
+        ):
             self._removed[watched.node_rank] = (count + 1, reason)
 
     def _report_wait(self, watched: _Watched, reason: str) -> None:

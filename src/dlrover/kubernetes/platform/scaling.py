@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -318,7 +317,7 @@ class Scaler:
         elif self._size(WORKER).complete and not moved.missing:
             done = [*([f"The job has {has}."] if has else []), *migration.done(spec)]
             await self._finish(plan, SUCCEEDED, f"{why}{' '.join(done)}")
-        elif time.time() - began > PLAN_TIMEOUT:
+        elif self._client.server_time() - began > PLAN_TIMEOUT:
             waits = moved.refused or self._size(WORKER).waits_for
             late = migration.late(has, moved.missing, waits, PLAN_TIMEOUT)
             await self._finish(plan, FAILED, f"{why}{late}")
@@ -348,14 +347,16 @@ class Scaler:
     # ---- status and events
 
     async def _finish(self, plan: Manifest, phase: str, message: str) -> None:
-        await self._set_status(plan, phase, message, finishTime=times.written(time.time()))
+        await self._set_status(
+            plan, phase, message, finishTime=times.written(self._client.server_time())
+        )
         name, failed = plan["metadata"]["name"], phase == FAILED
         reason = "ScaleFailed" if failed else "Scaled"
         await self._event(reason, f"ScalePlan {name}: {message}", warning=failed)
 
     async def _set_status(self, plan: Manifest, phase: str, message: str, **more: Any) -> None:
         uid, name = plan["metadata"]["uid"], plan["metadata"]["name"]
-        began = {"createTime": times.written(time.time())}
+        began = {"createTime": times.written(self._client.server_time())}
         self._statuses[uid] = {**began, **self._status_of(plan), "phase": phase, "message": message}
         self._statuses[uid] |= more
         self._unwritten[uid] = name

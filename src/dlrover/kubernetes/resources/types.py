@@ -108,7 +108,7 @@ class _Base(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class EnvVar(_Base, frozen=True):
-    """An environment variable for every pod of the job, as in a container."""
+    """An environment variable of every node's pod, as in a container."""
 
     name: Annotated[str, Meta(min_length=1, description="Name of the variable.")]
     value: Annotated[str, Meta(description="Value of the variable.")] = ""
@@ -322,8 +322,14 @@ class MasterStatus(_Base, frozen=True):
     starts: Annotated[int, Meta(description="Number of master pods started.")] = 0
     last_start_time: Annotated[str, Meta(description="Start time of the last one.")] = ""
     quick_ends: Annotated[
-        int, Meta(description="Consecutive masters that ended within a minute.")
+        int,
+        Meta(
+            description="Consecutive masters that ended within a minute, or by an unexpected error within an hour."
+        ),
     ] = 0
+    failed: Annotated[
+        bool, Meta(description="Whether the last one ended by an unexpected error.")
+    ] = False
     memory_factor: Annotated[
         float,
         Meta(

@@ -16,6 +16,7 @@ import msgspec
 from dlrover import config
 from dlrover._util import clocks, decoding, files, logs, procs
 from dlrover.errors import DamagedJournalError, DLRoverError, ExitCode, InfrastructureError
+from dlrover.master import liveness
 from dlrover.master.files import read_token
 from dlrover.master.journal.history import History
 from dlrover.roles.client import load_config
@@ -70,7 +71,8 @@ async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> in
         files.write_atomically(job_dir.master, msgspec.json.encode(address))
         coordinator.begin(address.address, settings.address)
         try:
-            outcome = await _until_ended(coordinator, orphaned)
+            async with liveness.answering(port):
+                outcome = await _until_ended(coordinator, orphaned)
         finally:
             coordinator.close()
             await server.stop(STOP_GRACE)
