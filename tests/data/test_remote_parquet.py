@@ -27,7 +27,7 @@ ROWS = 60
 
 
 class Server(ThreadingHTTPServer):
-    """A web server with one file, which fails as told."""
+    """A web server with one file, whose failures a test sets."""
 
     daemon_threads = True
 

@@ -48,7 +48,7 @@ class ProgressCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
             raise ConfigurationError(
                 "steps_per_epoch is not known; with the callback of a TrainingProgress, fit needs a number."
             )
-        self._steps = math.ceil(steps_per_epoch)  # it may be a number of NumPy
+        self._steps = math.ceil(steps_per_epoch)  # NumPy's numbers cannot be saved
         epochs = int(self.params["epochs"])
         self._fit, place = self._progress.begin_fit(self._steps, (int(initial_epoch), epochs))
         if place is None and not self.model.built and self._fit.build:

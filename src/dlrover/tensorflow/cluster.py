@@ -260,10 +260,10 @@ class TrainingProgress:
         return fit, place if left else None
 
     def check_fits(self) -> None:
-        """Check that each call of ``fit`` because of which earlier ones were skipped has come.
+        """Check that the function has made all restored calls of ``fit``, if it has made any.
 
         Raises:
-            ConfigurationError: one has not, so it may be one that was skipped.
+            ConfigurationError: it has not, so it may have skipped one that has not ended.
         """
         if 0 < self._fits_begun < len(self.fits):
             raise ConfigurationError(
