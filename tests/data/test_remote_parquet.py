@@ -34,7 +34,7 @@ ROWS = 60
 
 
 class Server(ThreadingHTTPServer):
-    """A web server with one file, which fails at will."""
+    """A web server with one file, whose failures a test sets."""
 
     daemon_threads = True
 

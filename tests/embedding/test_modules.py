@@ -268,10 +268,16 @@ def test_weights_have_the_shape_of_the_keys() -> None:
             bag(given, weight)
 
 
-def test_a_pair_of_keys_and_offsets_may_be_a_list() -> None:
+def test_two_bags_are_not_taken_for_keys_and_offsets() -> None:
     ours = HashEmbeddingBag(plain())
     keys, offsets = torch.tensor([3, 4, 3]), torch.tensor([0, 2])
-    torch.testing.assert_close(ours([keys, offsets]), ours((keys, offsets)))
+    torch.testing.assert_close(ours((keys, offsets.int())), ours((keys, offsets)))
+    with pytest.raises(ConfigurationError, match=r"a list of 2 tensors; .* or a tuple of keys and"):
+        ours([keys, offsets])
+    with pytest.raises(
+        ConfigurationError, match=r"offsets have type torch\.float32; int64 or int32"
+    ):
+        ours((keys, offsets.float()))
 
 
 def test_texts_are_keys_of_features() -> None:

@@ -180,7 +180,7 @@ def test_what_was_saved_can_be_listed_and_loaded_without_data(alone):
     assert alone.load(found)["x"].tolist() == [1] * 4
 
 
-def test_keys_that_differ_are_told(alone):
+def test_keys_that_differ_are_named(alone):
     alone.save({"x": alone.part("x", torch.ones(4)), "o": alone.object("o", 5, (1,), (0,))})
     more = {"x": alone.part("x", torch.zeros(4)), "y": alone.part("y", torch.zeros(1))}
     with pytest.raises(ConfigurationError, match="y is not in the checkpoint"):
@@ -189,7 +189,7 @@ def test_keys_that_differ_are_told(alone):
     assert (found["x"].tolist(), missing, unexpected) == ([1] * 4, {"o"}, {"y"})
 
 
-def test_a_directory_that_is_not_held_any_more_is_told(alone, directory):
+def test_a_directory_that_is_not_held_any_more_is_named(alone, directory):
     older = directory / "older"
     older.mkdir()
     alone.save({"x": alone.part("x", torch.ones(1))}, out=older)
@@ -211,7 +211,7 @@ def test_the_newest_directory_is_there_even_if_the_first_save_was_cut_off(alone)
     assert alone.load({"x": alone.part("x", torch.zeros(1))})["step"] == 1
 
 
-def test_mistakes_are_told(alone, directory):
+def test_mistakes_are_named(alone, directory):
     alone.save({"x": alone.part("x", torch.ones(1))})
     with pytest.raises(ConfigurationError, match="must be the common_strategy too"):
         alone.load({}, common_strategy=None)

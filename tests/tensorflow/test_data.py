@@ -97,6 +97,6 @@ def test_keras_learns_from_each_sample_once(read) -> None:
         assert acknowledged([data.state_dict()]).count == 64 * (epoch + 1)
 
 
-def test_wrong_numbers_are_told(read) -> None:
+def test_wrong_numbers_are_named(read) -> None:
     with pytest.raises(ConfigurationError, match="prefetch is -1 and batch_size 3"):
         dataset(read(), NUMBER, batch_size=3, prefetch=-1)

@@ -126,3 +126,28 @@ def test_each_call_of_fit_goes_on_where_it_was(tmp_path: Path) -> None:
         *(f"step {number}: {place}" for number, place in enumerate(places, 1)),
         f"end {len(places)}: {len(places)}",
     ]
+
+
+def test_no_call_of_fit_is_skipped_in_silence_or_fails_for_its_model(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "called.py", tmp_path],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    before = "call 1 before had 0 and 2, and was over at step"
+    again = "a training function must make the same calls in the same order each time, also those that are over."
+    assert done.stdout.splitlines() == [
+        "a dict: (2, [(2, 1), (1,)])",
+        "own with a dict: (2, [(2, 1), (1,)])",
+        "integers: (2, [])",
+        "any rank: (2, [])",
+        "two models: (4, [(2, 1), (1,), (3, 1), (1,)])",
+        f"no warm-up: call 1 of fit has initial_epoch=2 and epochs=6 at step 7; {before} 7; {again}",
+        f"alike: the function made 1 calls of fit, and 2 before, up to step 7; {again}",
+        "warm-up alone: 4",
+        f"followed: call 1 of fit has initial_epoch=0 and epochs=2 at step 8; {before} 6; {again}",
+        "former: None",
+        "former: 10",
+        "longer: 4",
+        "longer: 8",
+    ]

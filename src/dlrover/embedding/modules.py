@@ -19,7 +19,7 @@ from dlrover.embedding.gradients import EmbeddingTable, HeldGradients
 from dlrover.errors import ConfigurationError
 
 Mode = Literal["sum", "mean", "max"]
-Bag: TypeAlias = "Tensor | Sequence[Tensor]"
+Bag: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 Batch = TypeVar("Batch")
 Keys = TypeVar("Keys", Tensor, "NDArray[np.int64]")
 
@@ -308,8 +308,17 @@ def _check(keys: Any) -> None:
 def _flat(bag: Any) -> tuple[Tensor, Tensor]:
     """Return the keys ``(n,)`` and the offset of each bag."""
     if isinstance(bag, tuple | list) and [isinstance(part, Tensor) for part in bag] == [True, True]:
-        keys, offsets = bag  # a list where a DataLoader with pin_memory passed a tuple on
+        if isinstance(bag, list):  # two bags may look like keys and offsets
+            raise ConfigurationError(
+                "bags are a list of 2 tensors; keys of shape (bags, length) or a tuple of keys and offsets are accepted:"
+                " make a tuple of the list that a DataLoader with pin_memory makes of one."
+            )
+        keys, offsets = bag
         _check(keys)
+        if offsets.dtype not in (torch.int32, torch.int64):
+            raise ConfigurationError(
+                f"offsets have type {offsets.dtype}; int64 or int32 is accepted."
+            )
         return keys, offsets
     _check(bag)
     if bag.dim() != 2:

@@ -100,7 +100,7 @@ class FlashAccelerator:
         return record
 
     def skip_first_batches(self, loader: Any, batches: int) -> Iterator[Any]:
-        """Yield the rest of an epoch; restore the loaded random number states before its first batch.
+        """Yield the rest of an epoch, which may be none; restore the loaded random number states before its first batch.
 
         Starting to iterate the data uses random numbers, which the original training did long before.
         """
@@ -110,12 +110,16 @@ class FlashAccelerator:
             return
         rest = self._accelerator.skip_first_batches(loader, batches)
         self._continued = loader, rest
+        left = False
         for batch in rest:
             if saved is not None:
                 randomness.restore(saved)
                 saved = None
+            left = True
             yield batch
-        if hasattr(loader, "iteration"):
+        if saved is not None:  # of the end of an epoch
+            randomness.restore(saved)
+        if left and hasattr(loader, "iteration"):  # else the save has counted the epoch
             loader.iteration += 1  # as the loader itself does at the end of an epoch
 
     def close(self) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import tensorflow as tf
 
 from dlrover.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from dlrover.tensorflow.cluster import TrainingProgress
+    from dlrover.tensorflow.cluster import Fit, TrainingProgress
+
+logger = logging.getLogger(__name__)
 
 
 class ProgressCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
@@ -19,7 +25,8 @@ class ProgressCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         self._progress = progress
         self._supports_tf_logs = True  # without it, Keras would wait for each step's result
-        self._first = 0  # step at which epoch 0 begins
+        self._fit: Fit
+        self._steps = 0  # of an epoch
         self._epoch = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -41,14 +48,19 @@ class ProgressCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
             raise ConfigurationError(
                 "steps_per_epoch is not known; with the callback of a TrainingProgress, fit needs a number."
             )
-        self._first, over = self._progress.begin_fit(initial_epoch * steps_per_epoch)
-        place = divmod(self._progress.step - self._first, steps_per_epoch)
-        if not over and place < (self.params["epochs"], 0):
-            return place
-        if not self.model.built and self._progress.build:
-            # Keras asks for the variables at the end, and no step makes them.
-            self.model.build_from_config(self._progress.build)
-        return self.params["epochs"], 0
+        self._steps = math.ceil(steps_per_epoch)  # NumPy's numbers cannot be saved
+        epochs = int(self.params["epochs"])
+        self._fit, place = self._progress.begin_fit(self._steps, (int(initial_epoch), epochs))
+        if place is None and not self.model.built and self._fit.build:
+            self._build()
+        return place or (epochs, 0)
+
+    def _build(self) -> None:
+        """Make the variables, for which Keras asks at the end of ``fit``: no step does so."""
+        try:
+            self.model.build_from_config(self._fit.build)
+        except Exception as error:  # noqa: BLE001 - of the model's own code; the model may do without
+            logger.warning("%s has no variables before it is called: %s", self.model.name, error)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note the epoch."""
@@ -56,11 +68,29 @@ class ProgressCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count the steps."""
-        self._progress.build = self._progress.build or self.model.get_build_config()
-        done = self._first + self._epoch * self.params["steps"] + batch + 1
-        self._progress.advance(done - self._progress.step)
+        self._fit.build = self._fit.build or _build_config(self.model)
+        done = self._fit.first + self._epoch * self._steps + batch + 1
+        self._progress.advance(int(done) - self._progress.step)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Save."""
         self.model._training_state = None  # noqa: SLF001
         self._progress.save()
+
+
+def _build_config(model: Any) -> Any:
+    """Return a model's ``get_build_config`` as MessagePack has it; None if it has something else."""
+    try:
+        return msgspec.msgpack.decode(
+            msgspec.msgpack.encode(model.get_build_config(), enc_hook=_plain)
+        )
+    except TypeError:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tf.TensorShape):
+        return value.as_list() if value.rank is not None else None
+    if isinstance(value, Mapping):  # Keras wraps what a model has as an attribute
+        return dict(value)
+    raise TypeError(value)

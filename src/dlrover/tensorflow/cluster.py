@@ -19,6 +19,7 @@ from dlrover.tensorflow.machine.options import GuardOptions
 from dlrover.tensorflow.watch import ClusterChangedError, Watch
 
 logger = logging.getLogger(__name__)
+_SAME = "a training function must make the same calls in the same order each time, also those that are over"
 
 
 class Present:
@@ -104,6 +105,17 @@ class Present:
             self.progress.records.close()
 
 
+class Fit(msgspec.Struct):
+    """A call of Keras's ``fit``."""
+
+    first: int
+    """Step at which its epoch 0 begins."""
+    epochs: tuple[int, int]
+    """Its ``initial_epoch`` and ``epochs``."""
+    build: Any = None
+    """How the variables of its model are made without data; None: not known."""
+
+
 class _State(tf.train.experimental.PythonState):  # type: ignore[misc]
     """The step, the samples and the calls of ``fit``, as a checkpoint holds them."""
 
@@ -116,9 +128,7 @@ class _State(tf.train.experimental.PythonState):  # type: ignore[misc]
         records = self._progress.records
         data = records.state_dict() if records is not None else None
         made = self._progress
-        return msgspec.msgpack.encode(
-            {"step": made.step, "records": data, "fits": made.fits, "build": made.build}
-        )
+        return msgspec.msgpack.encode({"step": made.step, "records": data, "fits": made.fits})
 
     def deserialize(self, data: bytes) -> None:
         """Take the state from a checkpoint."""
@@ -138,10 +148,8 @@ class TrainingProgress:
     ) -> None:
         self.step = 0
         """Steps that were scheduled, from the start of the training."""
-        self.fits: list[int] = []
-        """For each call of Keras's ``fit`` that has begun, the step at which its epoch 0 begins."""
-        self.build: dict[str, Any] | None = None
-        """How the variables of Keras's model are made without data; None: not known."""
+        self.fits: list[Fit] = []
+        """The calls of Keras's ``fit`` that have begun."""
         self.records = records
         self.coordinator = coordinator
         self._cluster, self._options = cluster, options
@@ -151,7 +159,10 @@ class TrainingProgress:
         self._manager = stored.manager(
             tf.train.Checkpoint(dlrover=self._state, **objects), options.checkpoint, options.keep
         )
+        self._former = False
+        """Whether an earlier version of DLRover saved the step: the epoch 0 of each call of ``fit`` began at step 0."""
         self._restore()
+        self._restored = self.step
         launched.loaded(self.step)
         self._saved_at, self._saved_step = time.monotonic(), self.step
         self._fits_begun = 0  # in this call of the training function
@@ -160,9 +171,10 @@ class TrainingProgress:
         path = stored.restore(self._manager)
         if path is not None:
             self.step = self._state.found["step"]
-            # An earlier version of DLRover knew of one call of fit.
-            self.fits = self._state.found.get("fits", [0] if self.step else [])
-            self.build = self._state.found.get("build")
+            if "fits" in self._state.found:
+                self.fits = msgspec.convert(self._state.found["fits"], list[Fit])
+            else:
+                self._former = self.step > 0
             logger.info("Restored step %d from %s", self.step, path)
         records, began = self.records, self._cluster.began
         if records is None:
@@ -215,16 +227,49 @@ class TrainingProgress:
             self._manager.save(checkpoint_number=self.step)
         self._saved_at, self._saved_step = time.monotonic(), self.step
 
-    def begin_fit(self, skipped: int) -> tuple[int, bool]:
-        """Return the step at which epoch 0 of the next call of ``fit`` begins, and whether a later call has begun.
+    def begin_fit(self, steps: int, epochs: tuple[int, int]) -> tuple[Fit, tuple[int, int] | None]:
+        """Return the next call of ``fit``, and its next epoch and the step in it; None: nothing is left to do.
 
         Args:
-            skipped: steps of the epochs before its ``initial_epoch``.
+            steps: steps of an epoch.
+            epochs: ``initial_epoch`` and ``epochs``.
+
+        Raises:
+            ConfigurationError: nothing is left of the call that was restored, and this one is another.
         """
         number, self._fits_begun = self._fits_begun, self._fits_begun + 1
-        if number == len(self.fits):
-            self.fits.append(self.step - skipped)
-        return self.fits[number], self._fits_begun < len(self.fits)
+        known = number < len(self.fits)
+        if not known:
+            old = self._former and self.step == self._restored
+            self.fits.append(Fit(0 if old else self.step - epochs[0] * steps, epochs))
+        fit, last = self.fits[number], self._fits_begun == len(self.fits)
+        place = divmod(self.step - fit.first, steps)
+        left = last and place < (epochs[1], 0)
+        other = not last and fit.epochs != epochs
+        if known and not left and (other or self.step != self._restored):
+            raise ConfigurationError(
+                f"call {number + 1} of fit has initial_epoch={epochs[0]} and epochs={epochs[1]} at step {self.step}; call"
+                f" {number + 1} before had {fit.epochs[0]} and {fit.epochs[1]}, and was over at step {self._restored};"
+                f" {_SAME}."
+            )
+        if known:
+            rest = f"continues at epoch {place[0]}" if left else "is over"
+            logger.info("Call %d of fit, for epochs %d to %d, %s", number + 1, *epochs, rest)
+        if last:
+            fit.epochs = epochs
+        return fit, place if left else None
+
+    def check_fits(self) -> None:
+        """Check that the function has made all restored calls of ``fit``, if it has made any.
+
+        Raises:
+            ConfigurationError: it has not, so it may have skipped one that has not ended.
+        """
+        if 0 < self._fits_begun < len(self.fits):
+            raise ConfigurationError(
+                f"the function made {self._fits_begun} calls of fit, and {len(self.fits)} before, up to step"
+                f" {self._restored}; {_SAME}."
+            )
 
     def callback(self) -> Any:
         """Return a callback for ``fit`` of a Keras model with the same strategy: it counts and saves."""

@@ -189,7 +189,10 @@ class TrainingGuard:
             try:
                 with watch:
                     cluster.watch = watch
-                    return call(cluster)
+                    result = call(cluster)
+                    if cluster.progress is not None:
+                        cluster.progress.check_fits()
+                    return result
             finally:
                 keep_stuck(made)
 

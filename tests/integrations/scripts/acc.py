@@ -48,8 +48,10 @@ flash = FlashAccelerator(accelerator, directory / "flash")
 record = flash.load_state()
 step = record.step if record is not None else 0
 assert seen.numbers == set(range(step))
+whole = len(loader) if "whole" in sys.argv and record is not None else 0
 while step < last:
     epoch, batches = divmod(step, len(loader))
+    batches, whole = batches or whole, 0  # the first epoch may be one of which nothing is left
     if "uncounted" not in sys.argv:
         loader.set_epoch(epoch)
     for batch in flash.skip_first_batches(loader, batches):
