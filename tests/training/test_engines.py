@@ -133,13 +133,14 @@ class Training:
 
     def lose(self, victim: int) -> None:
         """Kill a rank; the other one goes on in its process until both train again."""
-        survivor = self.rows(1 - victim)[-1].pid
-        psutil.Process(self.rows(victim)[-1].pid).kill()
+        survivor, killed = (self.rows(rank)[-1].pid for rank in (1 - victim, victim))
+        psutil.Process(killed).kill()
         joined = len(self.launch.events_of(events.ReplicaJoined))
         returned = functools.partial(self.launch.events_of, events.ReplicaJoined)
         self.launch.until(lambda: len(returned()) > joined, 180, "a return")
         self.wait_for_step(self.rows(1 - victim)[-1].step + 5)
         assert self.rows(1 - victim)[-1].pid == survivor
+        assert self.rows(victim)[-1].pid != killed
 
     def end(self) -> int:
         """Let the training end by itself; return its last step."""

@@ -7,6 +7,7 @@ from accelerate import Accelerator
 from survive_common import SAVE_EVERY, Log, Model, Rows, optimizer_of, schedule_of
 
 torch.manual_seed(1)
+log = Log()  # before the process group, so that the replay writes to it, too
 model, rows = Model(), Rows()
 optimizer = optimizer_of(model)
 scheduler = schedule_of(optimizer)
@@ -15,7 +16,6 @@ accelerator = Accelerator(
     cpu=True, gradient_accumulation_steps=2, step_scheduler_with_optimizer=False
 )
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-log = Log()
 step, goes_on = 0, True
 saved = sorted(log.out.glob("saved-*"), key=lambda path: int(path.name[6:]))
 if "resume" in sys.argv and saved:
