@@ -386,7 +386,8 @@ def _in_pod(
 ) -> int:
     """Run the master or the coordinator of an ElasticJob; return the exit code.
 
-    By the code, the operator learns whether and how the job ended. An unexpected error must not count as one of the program, as by Python's own exit code.
+    By the code, the operator learns whether and how the job ended. An unexpected error must not count as one of the
+    program, as by Python's own exit code.
     """
     from dlrover.kubernetes.platform import job as elastic_job  # noqa: PLC0415 - an extra
 

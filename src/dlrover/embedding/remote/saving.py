@@ -152,8 +152,8 @@ class TableCheckpoints:
             None if there is no checkpoint; nothing has changed then.
 
         Raises:
-            ConfigurationError: The step is no integer, there is no checkpoint of that step, or a table is open with another ``dim``, ``dtype``
-                or optimizer.
+            ConfigurationError: The step is no integer, there is no checkpoint of that step, or a table is open with
+                another ``dim``, ``dtype`` or optimizer.
             NoRoomError: The rows exceed the limits of a table.
             InfrastructureError: All are damaged, or servers do not answer.
         """
