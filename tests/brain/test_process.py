@@ -225,7 +225,7 @@ async def test_reports_beyond_the_limit_are_dropped_the_oldest_first() -> None:
         ("oracle://a@b/c", "accepted are sqlite"),
         ("sqlite://", "names no file"),
         ("mysql://root:hidden@127.0.0.1:1/brain", "cannot be opened"),
-        ("postgresql://root@127.0.0.1:1/brain?password=hidden", "cannot be opened"),
+        ("mysql://root@127.0.0.1:1/brain?password=hidden", "cannot be opened"),
         ("mysql://root:p@ss:hidden@127.0.0.1:1/brain", "not the URL of a database"),
         ("sqlite:////proc/brain/x.db", "cannot be opened"),
     ],
