@@ -30,7 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(90)]
 
 NODES = 2
-STEPS = 120
+STEPS = 240
 STEP_SECONDS = 0.05
 
 BASE_UNITS = ("seconds", "bytes", "ratio")
