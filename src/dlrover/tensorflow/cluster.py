@@ -11,6 +11,7 @@ import msgspec
 import tensorflow as tf
 
 from dlrover import launched
+from dlrover._util import decoding
 from dlrover.data.records import Records
 from dlrover.errors import ConfigurationError
 from dlrover.spec.node import CHIEF
@@ -172,7 +173,7 @@ class TrainingProgress:
         if path is not None:
             self.step = self._state.found["step"]
             if "fits" in self._state.found:
-                self.fits = msgspec.convert(self._state.found["fits"], list[Fit])
+                self.fits = decoding.convert(self._state.found["fits"], list[Fit])
             else:
                 self._former = self.step > 0
             logger.info("Restored step %d from %s", self.step, path)
