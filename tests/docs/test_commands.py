@@ -51,6 +51,8 @@ SHORTER = {
     "step % 500": "step % 100",
     "--step-time 0.1": "--step-time 0.05",
     "--nproc-per-node 8": "--nproc-per-node 2",
+    "--epochs 3": "--epochs 2",
+    "--epochs 6": "--epochs 3",
     "examples/01_digits_ddp/train.py": "examples/01_digits_ddp/train.py --epochs 5 --target-accuracy 0",
     "examples/02_char_gpt/train.py": "examples/02_char_gpt/train.py --layers 1 --width 32 --heads 2 "
     "--context 32 --corpus-mb 1 --global-batch-size 12 --steps 60 --eval-every 20 --sample 20",

@@ -170,17 +170,19 @@ def test_a_slow_rank_is_named(run, training, fault: str, cause: str) -> None:
 
 
 def test_a_command_that_is_no_python_gets_no_signal(run) -> None:
+    seen = run.directory / "seen"
     launch = run(
         "--no-python",
         "--rdzv-conf",
         QUICK + ",hang_start_limit=1",
         "bash",
         "-c",
-        "sleep 6; echo ok",
+        f"until [ -e {seen} ]; do sleep 0.1; done; echo ok",
     )
     launch.wait_for("worker")
     time.sleep(1.5)
     looked = run.dlrover("stacks", "--job-dir", launch.job_dir)
+    seen.touch()
     assert "1 of 1 ranks (0) without a stack" in looked.stdout
     assert "ok" in launch.succeed()
     assert not launch.events_of(events.HangFound)
