@@ -150,4 +150,7 @@ def test_no_call_of_fit_is_skipped_in_silence_or_fails_for_its_model(tmp_path: P
         "former: 10",
         "longer: 4",
         "longer: 8",
+        "stopped: (4, 7.0)",
+        "stopped: (4, 7.0)",
+        "stopped: (6, 6.22)",
     ]
