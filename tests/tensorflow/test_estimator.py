@@ -182,3 +182,62 @@ def test_a_session_that_has_lost_its_servers_neither_saves_nor_ends_the_training
     member.end(None)
     assert not member.ended
     assert not list(tmp_path.iterdir())
+
+
+def test_an_estimator_starts_from_the_model_that_it_names(tmp_path: Path) -> None:
+    from dlrover.tensorflow.estimators.session import ClusterMember, Rooted
+    from dlrover.tensorflow.machine.plan import SessionPlan
+
+    def model(features: Any, labels: Any, mode: str, params: Any) -> Any:
+        initializer = tf.constant_initializer(params["weight"])
+        weight = tf.compat.v1.get_variable("weight", [], initializer=initializer)
+        step = tf.compat.v1.train.get_global_step().assign_add(1)
+        return tf.estimator.EstimatorSpec(mode, loss=tf.identity(weight), train_op=step)
+
+    def trained(name: str, initial: float, source: str | None) -> float:
+        config = tf.estimator.RunConfig(model_dir=str(tmp_path / name))
+        params = {"weight": initial}
+        inner = tf.estimator.Estimator(model, None, config, params, warm_start_from=source)
+        feed: Any = None
+        member = ClusterMember(SessionPlan(1), -1, feed, due=lambda: False, began=lambda: None)
+        Rooted(inner, member, lambda: None).train(lambda: tf.data.Dataset.range(2), steps=1)
+        return float(tf.train.load_checkpoint(str(tmp_path / name)).get_tensor("weight"))
+
+    assert trained("former", 7.0, None) == 7.0
+    assert trained("next", 0.0, str(tmp_path / "former")) == 7.0
+
+
+def test_an_evaluator_that_starts_again_knows_the_best_model(tmp_path: Path) -> None:
+    from dlrover.original.tensorflow import Column, FileReader
+    from dlrover.tensorflow.estimators.conf import checked
+    from dlrover.tensorflow.estimators.evaluating import Evaluator
+
+    def model(features: Any, labels: Any, mode: str, config: Any) -> Any:
+        weight = tf.compat.v1.get_variable("weight", [], initializer=tf.zeros_initializer())
+        step = tf.compat.v1.train.get_global_step()
+        trained = tf.group(weight.assign_add(1.0), step.assign_add(1))
+        predictions, loss = features["x"] * weight, (weight - 2.0) ** 2
+        return tf.estimator.EstimatorSpec(mode, predictions, loss, trained)
+
+    def made(model_dir: str, config: Any) -> Any:
+        return tf.estimator.Estimator(model, None, config)
+
+    (tmp_path / "table.csv").write_text("x,y\n1,1\n2,2\n")
+    columns = [Column.create(name=name, dtype="float32", is_label=name == "y") for name in "xy"]
+    data = {"reader": FileReader(str(tmp_path / "table.csv")), "columns": columns}
+
+    class Conf:
+        classifier_class = made
+        model_dir, train_set, eval_set = str(tmp_path / "model"), data, data
+
+    conf, exports = checked([Conf]), tmp_path / "model" / "export" / "best"
+    training = tf.estimator.Estimator(model, Conf.model_dir)
+    found = []
+    for step in range(1, 5):  # their losses are 1, 0, 1, 4
+        training.train(lambda: tf.data.Dataset.from_tensors(({"x": [1.0]}, [1.0])), steps=1)
+        Evaluator(conf).evaluate(f"{Conf.model_dir}/model.ckpt-{step}")
+        found.append(len(list(exports.glob("*/saved_model.pb"))))
+    assert found == [1, 2, 2, 2]
+    (exports / "loss").write_bytes(b"")
+    Evaluator(conf).evaluate(f"{Conf.model_dir}/model.ckpt-2")
+    assert (exports / "loss").read_text() == "0.0"

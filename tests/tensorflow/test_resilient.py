@@ -42,6 +42,7 @@ def test_a_keras_model_learns_the_same_while_servers_are_killed(job, run) -> Non
         training.begun(lambda cluster, before=before: cluster != before, "another cluster")
     end = training.end()
     assert (end["steps"], end["iterations"]) == (600, 600)
+    assert len(training.notes("begin")) == 4, "no call fails for the address of a server before"
     assert end["loss"] == pytest.approx(end["undisturbed"], rel=0.5, abs=0.02)
 
 
@@ -150,4 +151,7 @@ def test_no_call_of_fit_is_skipped_in_silence_or_fails_for_its_model(tmp_path: P
         "former: 10",
         "longer: 4",
         "longer: 8",
+        "stopped: (4, 7.0)",
+        "stopped: (4, 7.0)",
+        "stopped: (6, 6.22)",
     ]

@@ -32,6 +32,8 @@ class ProgressCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: Any = None) -> None:
         """Continue at the progress: Keras asks for the first step as after its own BackupAndRestore."""
         self.model._training_state = self  # noqa: SLF001
+        # Keras's History ends last: the end is saved with what other callbacks change then, as EarlyStopping does.
+        (self.model.history or self).on_train_end = self._end
 
     def maybe_load_initial_counters_from_ckpt(
         self,
@@ -72,10 +74,9 @@ class ProgressCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
         done = self._fit.first + self._epoch * self._steps + batch + 1
         self._progress.advance(int(done) - self._progress.step)
 
-    def on_train_end(self, logs: Any = None) -> None:
-        """Save."""
+    def _end(self, logs: Any = None) -> None:
         self.model._training_state = None  # noqa: SLF001
-        self._progress.save()
+        self._progress.end_fit(self._fit)
 
 
 def _build_config(model: Any) -> Any:

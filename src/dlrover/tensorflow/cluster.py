@@ -115,6 +115,8 @@ class Fit(msgspec.Struct):
     """Its ``initial_epoch`` and ``epochs``."""
     build: Any = None
     """How the variables of its model are made without data; None: not known."""
+    ended: bool = False
+    """Whether it has ended, be it before its last epoch."""
 
 
 class _State(tf.train.experimental.PythonState):  # type: ignore[misc]
@@ -224,8 +226,11 @@ class TrainingProgress:
     def save(self) -> None:
         """Wait for all scheduled steps and save, unless this step is saved."""
         self.coordinator.join()
-        if self.step != self._saved_step or self._manager.latest_checkpoint is None:
-            self._manager.save(checkpoint_number=self.step)
+        latest = self._manager.latest_checkpoint
+        if self.step != self._saved_step or latest is None:
+            # A save that is killed leaves the one before whole, also if both are of the same step.
+            after = int(latest.rpartition("-")[2]) + 1 if latest is not None else 0
+            self._manager.save(checkpoint_number=max(self.step, after))
         self._saved_at, self._saved_step = time.monotonic(), self.step
 
     def begin_fit(self, steps: int, epochs: tuple[int, int]) -> tuple[Fit, tuple[int, int] | None]:
@@ -245,7 +250,7 @@ class TrainingProgress:
             self.fits.append(Fit(0 if old else self.step - epochs[0] * steps, epochs))
         fit, last = self.fits[number], self._fits_begun == len(self.fits)
         place = divmod(self.step - fit.first, steps)
-        left = last and place < (epochs[1], 0)
+        left = last and place < (epochs[1], 0) and not (fit.ended and fit.epochs == epochs)
         other = not last and fit.epochs != epochs
         if known and not left and (other or self.step != self._restored):
             raise ConfigurationError(
@@ -257,8 +262,14 @@ class TrainingProgress:
             rest = f"continues at epoch {place[0]}" if left else "is over"
             logger.info("Call %d of fit, for epochs %d to %d, %s", number + 1, *epochs, rest)
         if last:
-            fit.epochs = epochs
+            fit.epochs, fit.ended = epochs, not left
         return fit, place if left else None
+
+    def end_fit(self, fit: Fit) -> None:
+        """Save that a call of ``fit`` has ended."""
+        if not fit.ended:
+            fit.ended, self._saved_step = True, -1
+        self.save()
 
     def check_fits(self) -> None:
         """Check that the function has made all restored calls of ``fit``, if it has made any.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
@@ -35,10 +34,10 @@ from dlrover.tensorflow.registry import JobRegistry, Registry, answers, free_por
 from dlrover.tensorflow.watch import (
     ClusterChangedError,
     Watch,
+    connecting,
     forget,
     is_stuck,
     keep_stuck,
-    same_server,
     strategies,
 )
 
@@ -156,7 +155,7 @@ class TrainingGuard:
             self._used = choice
             began = time.monotonic()
             try:
-                with same_server() if stays else contextlib.nullcontext():
+                with connecting(same_server=stays):
                     result = self._attempt(call, cluster, choice, registry)
             except Exception as error:
                 settled = time.monotonic() - began > SETTLED

@@ -94,6 +94,13 @@ def newest_first(directory: str, name: str = "ckpt") -> list[str]:
     ]
 
 
+def write(path: str, content: bytes) -> None:
+    """Write a file, so that its path has all of the content or what was there before."""
+    with tf.io.gfile.GFile(f"{path}.new", "wb") as file:
+        file.write(content)
+    tf.io.gfile.rename(f"{path}.new", path, overwrite=True)
+
+
 def _names(directory: str) -> list[str]:
     return tf.io.gfile.listdir(directory) if tf.io.gfile.isdir(directory) else []
 

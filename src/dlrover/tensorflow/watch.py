@@ -17,6 +17,7 @@ from tensorflow.python.distribute.parameter_server_strategy_v2 import ParameterS
 from tensorflow.python.eager import context
 
 from dlrover.errors import InfrastructureError
+from dlrover.spec.node import SERVER
 from dlrover.spec.requests.cluster import ClusterTask, LookCluster
 from dlrover.tensorflow.machine.choice import ClusterChange, ClusterChoice, change
 from dlrover.tensorflow.registry import Registry, answers
@@ -43,13 +44,26 @@ class ClusterChangedError(InfrastructureError):
 
 
 @contextlib.contextmanager
-def same_server() -> Iterator[None]:
-    """Let a strategy made meanwhile change the cluster of TensorFlow's context, not replace the context's server.
+def connecting(*, same_server: bool) -> Iterator[None]:
+    """Change how a strategy made meanwhile connects to its tasks.
 
-    TensorFlow cannot end a server: each one costs about 40 MB and 90 threads for the rest of the process.
+    A parameter server gets the new address of another one only if it sees it, which TensorFlow's strategy does not
+    want: what servers send each other, as the steps of a Keras optimizer do, would go to the address of a lost one.
+
+    Args:
+        same_server: change the cluster of TensorFlow's context, and do not replace the context's server. TensorFlow
+            cannot end a server: each one costs about 40 MB and 90 threads for the rest of the process.
     """
     original = context.set_server_def
-    context.set_server_def = context.update_server_def
+    connect = context.update_server_def if same_server else original
+
+    def connected(server_def: Any) -> None:
+        for job in server_def.cluster_device_filters.jobs:
+            for task in job.tasks.values() if job.name == SERVER else ():
+                task.device_filters.append(f"/job:{SERVER}")
+        connect(server_def)
+
+    context.set_server_def = connected
     try:
         yield
     finally:

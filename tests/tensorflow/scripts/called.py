@@ -137,6 +137,31 @@ def shaped():
     return keras.Sequential([keras.layers.InputLayer([2]), keras.layers.Dense(1)])
 
 
+class Stop(keras.callbacks.Callback):
+    """Ends ``fit`` before its last epoch, and changes the weights then, as EarlyStopping does."""
+
+    def on_epoch_end(self, epoch, logs=None) -> None:
+        self.model.stop_training = epoch == 1
+
+    def on_train_end(self, logs=None) -> None:
+        if self.model.stop_training:
+            self.model.set_weights([tf.fill(weight.shape, 7.0) for weight in self.model.weights])
+
+
+def stopped(name, epochs) -> None:
+    """Let a callback end ``fit``, lose the cluster, and print the step and a weight."""
+
+    def train(cluster):
+        (model,), progress = prepared(cluster, dense)
+        options = {"epochs": epochs, "steps_per_epoch": 2, "verbose": 0}
+        model.fit(samples(x), callbacks=[progress.callback(), Stop()], **options)
+        if not cluster.attempt:
+            raise ClusterChangedError("ps 0 is lost behind fit.")
+        return progress.step, round(float(model.weights[1][0]), 2)
+
+    guarded(name, train)
+
+
 def former(name, step) -> None:
     """Leave a checkpoint as those before the version that knows of several calls."""
 
@@ -174,6 +199,9 @@ CASES = [
     (called, "former", [(99, epoch, epoch + 1) for epoch in range(5)], 8, shaped),
     (called, "longer", [(99, 0, 2)], 3),
     (called, "longer", [(99, 0, 4)], 7),
+    (stopped, "stopped", 5),
+    (stopped, "stopped", 5),
+    (stopped, "stopped", 3),
 ]  # fmt: skip
 for case, *arguments in CASES:  # each in a process of its own, with servers of its own
     process = multiprocessing.get_context("fork").Process(target=case, args=arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import signal
 import threading
@@ -13,7 +12,7 @@ from typing import Any
 import msgspec
 import tensorflow as tf
 
-from dlrover import config, launched
+from dlrover import config
 from dlrover.data.services import connect
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.spec.node import CHIEF, SERVER, WORKER
@@ -27,9 +26,9 @@ from dlrover.spec.requests.cluster import (
     UseCluster,
 )
 from dlrover.spec.requests.shards import ForgetWorker, LookShards, ShardReply
-from dlrover.tensorflow import serving, stored
+from dlrover.tensorflow import serving
 from dlrover.tensorflow.estimators.conf import EstimatorConf
-from dlrover.tensorflow.estimators.feed import BatchFeed
+from dlrover.tensorflow.estimators.evaluating import Evaluator
 from dlrover.tensorflow.estimators.positions import PositionSaver
 from dlrover.tensorflow.estimators.restoring import Restoring
 from dlrover.tensorflow.estimators.session import ClusterMember
@@ -37,7 +36,6 @@ from dlrover.tensorflow.estimators.task import (
     SERVER_NAME,
     TrainingTask,
     check_version,
-    estimator_of,
     reader_name,
     server_at,
 )
@@ -83,7 +81,7 @@ def run(load: Callable[[], EstimatorConf]) -> None:
     elif here.role == WORKER:
         WorkerTask(load(), here).run()
     else:
-        evaluate(load())
+        Evaluator(load()).run()
 
 
 class ChiefTask(TrainingTask):
@@ -263,27 +261,3 @@ class WorkerTask(TrainingTask):
 
     def _is_gone(self) -> bool:
         return self._member is not None and self._number != self._member.plan.number
-
-
-def evaluate(conf: EstimatorConf) -> None:
-    """Evaluate each checkpoint, and export the best; the job ends this process.
-
-    Raises:
-        ConfigurationError: the configuration has no ``eval_set``.
-    """
-    data = conf.eval_set
-    if data is None:
-        raise ConfigurationError("The configuration has no eval_set, and the job has an evaluator.")
-    estimator = estimator_of(conf, tf.estimator.RunConfig(model_dir=conf.model_dir))
-    exporter = tf.estimator.BestExporter(serving_input_receiver_fn=BatchFeed(data, None).served)
-    best = f"{conf.model_dir}/export/best"
-    launched.imported()  # the next start is a fork that has TensorFlow
-    for path in tf.train.checkpoints_iterator(conf.model_dir):
-        feed = BatchFeed(dataclasses.replace(data, epoch=1), None)
-        try:
-            result = estimator.evaluate(feed.dataset, steps=conf.eval_steps, checkpoint_path=path)
-            exporter.export(estimator, best, path, result, is_the_final_export=False)
-        except (ValueError, tf.errors.OpError) as error:
-            if not stored.is_damage(error, path):
-                raise
-            logger.warning("%s is not evaluated; it is damaged, or was removed: %s", path, error)

@@ -16,6 +16,7 @@ from dlrover.data.services import connect
 from dlrover.errors import InfrastructureError
 from dlrover.spec.requests import Unanswered
 from dlrover.spec.requests.shards import LookShards, ShardReply
+from dlrover.tensorflow import stored
 from dlrover.tensorflow.estimators.session import ClusterMember
 from dlrover.tensorflow.machine.plan import Positions, positions_of
 from dlrover.tensorflow.watch import ClusterChangedError
@@ -63,9 +64,7 @@ class PositionSaver(tf.compat.v1.train.CheckpointSaverListener):  # type: ignore
         acknowledged = self._acknowledged(records) if member.step >= 0 else member.plan.base
         known = Positions(records.name, len(records.source), acknowledged)
         path = f"{self._directory}/model.ckpt-{global_step_value}{SUFFIX}"
-        with tf.io.gfile.GFile(f"{path}.new", "wb") as file:
-            file.write(known.packed())
-        tf.io.gfile.rename(f"{path}.new", path, overwrite=True)
+        stored.write(path, known.packed())
 
     def _acknowledged(self, records: Records[int]) -> bytes:
         records.flush()

@@ -165,7 +165,11 @@ class Rooted(tf.estimator.Estimator):  # type: ignore[misc]
 
     def __init__(self, inner: Any, member: ClusterMember, before: Callable[[], None]) -> None:
         self._member, self._before = member, before
-        super().__init__(self._modelled(_model_fn(inner)), config=inner.config)
+        super().__init__(
+            self._modelled(_model_fn(inner)),
+            config=inner.config,
+            warm_start_from=inner._warm_start_settings,  # noqa: SLF001 - no public name leads to it
+        )
 
     def _modelled(self, model_fn: Callable[..., Any]) -> Callable[..., Any]:
         def modelled(features: Any, labels: Any, mode: str, config: Any) -> Any:
