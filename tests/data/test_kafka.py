@@ -54,3 +54,18 @@ def test_a_log_whose_last_transactions_are_aborted_ends() -> None:
         log.add(range(begin, begin + 130), in_transaction=True)
         log.end_transaction(begin, commit=False)
     assert of(log)[0] == list(range(30))
+
+
+def test_what_was_removed_is_said_in_a_few_sentences_however_much_it_is(caplog) -> None:
+    log = Log()
+    log.add([*range(100), 5000, *range(20_000, 20_050)])
+    with contextlib.closing(Kafka(log)) as server:
+        stream = Stream(f"kafka://127.0.0.1:{server.port}/t", until="now", lost="skip")
+        with contextlib.closing(Records(stream)) as data:
+            samples = iter(data)
+            got = [int(next(samples))]
+            log.first = 20_000
+            got += map(int, samples)
+    assert got == [*range(got.index(20_000)), *range(20_000, 20_050)]
+    assert "to 19999 of partition 0" in caplog.text
+    assert caplog.text.count("they are skipped") < 20

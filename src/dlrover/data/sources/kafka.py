@@ -171,7 +171,7 @@ class Kafka(Broker):
                 f"partition {partition} has offsets {first} to {end - 1}, and no {start}: the topic was recreated or"
                 " has lost messages"
             )
-        return Fetched(found, min(at, stop), at)
+        return Fetched(found, at, at)
 
     def _goes_on_at(self, partition: int, start: int) -> bool:
         """Return whether no message lies between the reader's position and an offset."""
