@@ -32,6 +32,8 @@ class Shelf:
         """How many messages each fetch has asked for."""
         self.size = 0
         """Bytes of a message; 0: it is its place."""
+        self.most = 1 << 30
+        """Messages in a request from which on it breaks off."""
         self.committed: list[list[int]] = []
         self.tells_gaps = False
         """Whether a fetch says how far there is nothing behind what was asked for."""
@@ -75,6 +77,8 @@ class Memory(Broker):
     def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
         assert start < stop <= self.bounds()[partition].end, "there is nothing to ask for"
         self.shelf.asked.append(most)
+        if most >= self.shelf.most:
+            raise OSError("the connection is closed")
         removed = self.shelf.removed[partition]
         offsets = self.shelf.offsets[partition]
         at = bisect_left(offsets, max(start, removed))

@@ -20,6 +20,7 @@ import pytest
 from dlrover.data import Message, Stream, feed
 from dlrover.data.feed import Feed
 from dlrover.data.records import Records
+from dlrover.data.sources import rabbitmq
 from dlrover.data.sources.redis import _offset
 from dlrover.data.sources.stream import Bounds
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -392,6 +393,27 @@ def test_the_end_of_a_queue_that_comes_slowly_is_not_taken_for_an_earlier_one(
     with contextlib.closing(Line(rabbitmq_port, 8192, 0.1)) as there:
         got = list(read(by(topic.url, rabbitmq_port, there.port), until="now"))
     assert got == list(range(401))
+
+
+@pytest.mark.parametrize(("piece", "every"), [(1 << 16, 0.1), (1 << 21, 0.4)])
+def test_a_queue_whose_message_comes_slowly_is_not_taken_for_an_empty_one(
+    rabbitmq_port: int, read, monkeypatch, piece: int, every: float
+) -> None:
+    import pika
+
+    monkeypatch.setattr(rabbitmq, "_EMPTY", 0.1)
+    monkeypatch.setattr(rabbitmq, "_FILLED", 1.0)
+    topic = rabbitmq_topic(rabbitmq_port)
+    name = topic.url.rpartition("/")[2]
+    parameters = pika.ConnectionParameters("127.0.0.1", rabbitmq_port)
+    with contextlib.closing(pika.BlockingConnection(parameters)) as connection:
+        channel = connection.channel()
+        channel.confirm_delivery()
+        channel.basic_publish("", name, b"7 " + bytes(1_500_000))
+        until(lambda: channel.queue_declare(name, passive=True).method.message_count)
+    with contextlib.closing(Line(rabbitmq_port, piece, every)) as there:
+        got = list(read(by(topic.url, rabbitmq_port, there.port), until="now"))
+    assert got == [7]
 
 
 def test_kafka_may_take_longer_than_a_second(read) -> None:

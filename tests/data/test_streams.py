@@ -170,6 +170,25 @@ def test_as_many_messages_are_asked_for_as_are_not_too_large(read, monkeypatch) 
     assert max(shelf.asked) > 200, "small ones are read many at a time"
 
 
+def test_fewer_messages_are_asked_for_than_a_broker_has_broken_off(read, monkeypatch) -> None:
+    monkeypatch.setattr(feed, "CHUNK", 500)
+    shelf = Shelf()
+    shelf.most = 4
+    shelf.send(60)
+    assert list(read(shelf, until="now", shard=60)) == shelf.sent
+    assert shelf.asked[:4] == [50, 12, 3, 6]
+
+
+@pytest.mark.parametrize("length", [100, 300])
+def test_long_names_are_told_apart(length: int) -> None:
+    pytest.importorskip("redis")
+    one, other = (Records(f"redis://host/0?stream={'a' * length}{end}") for end in "xy")
+    state = one.state_dict()
+    Records(f"redis://host/0?stream={'a' * length}x").load_state_dict(state)
+    with pytest.raises(ConfigurationError, match="order"):
+        other.load_state_dict(state)
+
+
 def test_what_was_removed_before_it_was_read_is_an_error(read) -> None:
     shelf = Shelf()
     shelf.send(100)

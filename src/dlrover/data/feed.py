@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -15,7 +16,7 @@ from dlrover._util import backoff
 from dlrover.data.machine.spans import Spans
 from dlrover.data.sources.stream import Bounds, Broker, Fetched, Message, Stream
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
-from dlrover.spec.requests.shards import DataSpec, Span
+from dlrover.spec.requests.shards import MAX_NAME, DataSpec, Span
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +28,12 @@ CHUNK = 500
 """Maximum number of messages to request at a time."""
 FIRST_CHUNK = 50
 """Messages to request while their size is unknown."""
+FEWER = 4
+"""Factor by which a retry requests fewer messages."""
 CHUNK_BYTES = 16 * 1024 * 1024
 """Bytes to request at a time, estimated from the last messages."""
+_DIGEST = 16
+"""Digits of a hash that tells long names apart."""
 Result = TypeVar("Result")
 
 
@@ -58,7 +63,10 @@ class Feed:
     @property
     def identity(self) -> str:
         """Name that distinguishes this stream from others in a checkpoint."""
-        return self._broker.identity
+        name = self._broker.identity
+        if len(name) <= MAX_NAME:
+            return name
+        return f"{name[: MAX_NAME - _DIGEST - 1]} {hashlib.sha256(name.encode()).hexdigest()[:_DIGEST]}"
 
     def close(self) -> None:
         """Close the connection."""
@@ -183,8 +191,16 @@ class Feed:
                 at = stop
 
     def _fetch(self, span: Span, start: int) -> Callable[[], Fetched]:
-        most = min(self._chunk, CHUNK)
-        return lambda: self._broker.fetch(span.partition, start, span.stop, most)
+        def fetch() -> Fetched:
+            most = min(self._chunk, CHUNK)
+            try:
+                return self._broker.fetch(span.partition, start, span.stop, most)
+            except self._broker.transient:
+                # A broker may break off what is too large for it or for the line.
+                self._chunk = max(1, most // FEWER)
+                raise
+
+        return fetch
 
     def _adapt(self, messages: list[Message]) -> None:
         """Adapt the number of messages per request to their size."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -14,6 +15,7 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 
 _WAIT = 1.0
 """Seconds of one wait for a full request."""
+_NOWHERE = -1, -1, -1
 logger = logging.getLogger(__name__)
 
 
@@ -58,7 +60,10 @@ class Kafka(Broker):
         self.transient = (kafka.KafkaException, OSError)
         self.hopeless = ()
         self._consumer: Any = None
-        self._at = (-1, -1)
+        self._at = _NOWHERE
+        """Partition, offset behind the last message that was handed out, and offset up to which there are no others."""
+        self._following: deque[tuple[int, Message | None]] = deque()
+        """What the consumer has delivered from there on; see `_taken`."""
         self._found = False
         """True if the topic has been found once."""
         self._cause = ""
@@ -138,51 +143,66 @@ class Kafka(Broker):
 
     def _fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
         consumer = self._connected()
-        if self._at != (partition, start):
+        if not self._goes_on_at(partition, start):
             consumer.assign([self._kafka.TopicPartition(self._topic, partition, start)])
+            self._following.clear()
+            self._at = partition, start, start
         found: list[Message] = []
-        at, until, gone = start, time.monotonic() + TIMEOUT, False
-        while at < stop and len(found) < most and not gone:
-            got = consumer.consume(min(most - len(found), stop - at), _WAIT)
-            if got:
-                until = time.monotonic() + TIMEOUT
-            elif time.monotonic() > until:
-                self._at = (-1, -1)
+        at, behind = max(start, self._at[2]), start
+        self._at, gone = _NOWHERE, False
+        while at < stop and len(found) < most and (self._following or not gone):
+            if not self._following:
+                gone = self._receive(min(most - len(found), stop - at))
+                continue
+            offset, message = self._following[0]
+            at = max(at, offset)
+            if message is None or offset < stop:
+                self._following.popleft()
+            if message is not None and offset < stop:
+                found.append(message)
+                at = behind = offset + 1
+        if not gone:
+            # What a compaction or an aborted transaction leaves out was not removed before it was read.
+            self._at = (partition, behind, at)
+            return Fetched(found, at, start)
+        if at == start:
+            first, end = self._bounds(partition)
+            raise TimeoutError(
+                f"partition {partition} has offsets {first} to {end - 1}, and no {start}: the topic was recreated or"
+                " has lost messages"
+            )
+        return Fetched(found, at, at)
+
+    def _goes_on_at(self, partition: int, start: int) -> bool:
+        """Return whether no message lies between the reader's position and an offset."""
+        known, behind, at = self._at
+        return known == partition and behind <= start <= at
+
+    def _receive(self, most: int) -> bool:
+        """Receive what follows; return True if it does not exist any more and nothing else comes."""
+        until = time.monotonic() + TIMEOUT
+        while not (got := self._connected().consume(most, _WAIT)):
+            if time.monotonic() > until:
                 raise TimeoutError("the messages that it has do not come")
-            for message in got:
-                gone = gone or self._is_gone(message.error())
-                at = max(at, self._taken(message, found, stop))
-        if gone and at == start:
-            raise TimeoutError(f"it has no offset {start}")
-        # Messages fetched from ``stop`` on are fetched again by the worker that gets them.
-        self._at = (partition, at) if at <= stop and not gone else (-1, -1)
-        return Fetched(found, min(at, stop), max(start, self._bounds(partition).first))
+        self._following.extend(map(self._taken, got))
+        return any(self._is_gone(message.error()) for message in got)
 
     def _is_gone(self, error: Any) -> bool:
         """Return whether the requested offset does not exist any more; the consumer then fetches nothing else."""
         reset = self._kafka.KafkaError._AUTO_OFFSET_RESET  # noqa: SLF001 - its name
         return error is not None and error.code() == reset
 
-    def _taken(self, message: Any, found: list[Message], stop: int) -> int:
-        """Keep a message; return the offset up to which all messages have arrived."""
+    def _taken(self, message: Any) -> tuple[int, Message | None]:
+        """Return a message with its offset; or None, and an offset before which there are no more messages."""
         error = message.error()
         if error is None:
-            if message.offset() < stop:
-                headers = dict(message.headers() or ())
-                found.append(
-                    Message(
-                        message.partition(),
-                        message.offset(),
-                        message.value(),
-                        message.key(),
-                        headers,
-                    )
-                )
-            return int(message.offset()) + 1
+            place = message.partition(), message.offset()
+            headers = dict(message.headers() or ())
+            return place[1], Message(*place, message.value(), message.key(), headers)
         if error.code() == self._kafka.KafkaError._PARTITION_EOF:  # noqa: SLF001 - its name
-            return int(message.offset())
+            return int(message.offset()), None
         if self._is_gone(error):
-            return self._bounds(message.partition()).first
+            return self._bounds(message.partition()).first, None
         raise self._refusal(error)
 
     def _bounds(self, partition: int) -> Bounds:
@@ -204,7 +224,8 @@ class Kafka(Broker):
         """Close the connection."""
         if self._consumer is not None:
             self._consumer.close()
-        self._consumer, self._at = None, (-1, -1)
+        self._consumer, self._at = None, _NOWHERE
+        self._following.clear()
 
 
 _OWN = {

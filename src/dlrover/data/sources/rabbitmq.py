@@ -17,7 +17,7 @@ from dlrover.errors import ConfigurationError
 _FILLED = 5.0
 """Seconds that an existing message may take to arrive."""
 _EMPTY = 1.0
-"""Seconds after which a queue that has shown no message yet counts as empty."""
+"""Seconds after which a queue that has no message by the broker's count is empty, and its last chunk complete."""
 _QUIET = 0.05
 """Seconds without a message after which a chunk counts as complete, once it has what was there before."""
 _CHUNK = 5000
@@ -88,7 +88,7 @@ class RabbitMq(Broker):
         """Return the offsets by the broker's write time, which has whole chunks and whole seconds."""
         found = []
         for number, (_, end) in enumerate(bounds):
-            message = self._read(number, when, 1, at_once=True)
+            message = self._read(number, when, 1, at_once=True) if end else []
             found.append(message[0].offset if message else end)
         return found
 
@@ -118,7 +118,7 @@ class RabbitMq(Broker):
         """
         queue, found = self._queues[partition], list[Message]()
         end = self._ends.get(partition, 0) if start == "last" else 0
-        patience = _EMPTY if at_once and not end else _FILLED
+        may_have_none = at_once and not end
 
         def take(_: Any, __: Any, properties: Any, body: bytes) -> None:
             offset = (properties.headers or {}).get("x-stream-offset")
@@ -130,22 +130,37 @@ class RabbitMq(Broker):
 
         with self._channel() as channel:
             with self._answered():
+                patience = _FILLED
+                if may_have_none and start == "last":
+                    # The broker's count may be late for new messages, and only then is it too low.
+                    may_have_none = not channel.queue_declare(
+                        queue, passive=True
+                    ).method.message_count
+                    patience = _EMPTY if may_have_none else _FILLED
                 channel.basic_qos(prefetch_count=count)
                 channel.basic_consume(queue, take, arguments={"x-stream-offset": start})
             until = time.monotonic() + patience
             while len(found) < count and not (found and found[-1].offset >= stop - 1):
-                known = len(found)
+                known, received = len(found), self._received
                 self._connection.process_data_events(_QUIET)
                 if len(found) > known:
+                    patience = _EMPTY if at_once and not end else _FILLED
                     wait = _QUIET if end and found[-1].offset >= end - 1 else patience
                     until = time.monotonic() + wait
+                elif self._received > received:  # a part of a message
+                    until = max(until, time.monotonic() + patience)
                 elif time.monotonic() > until:
                     break
             else:
                 return found
-        if at_once and (found or not end):
+        if at_once and (found or may_have_none):
             return found
         raise TimeoutError("the messages that it has do not come")
+
+    @property
+    def _received(self) -> int:
+        """Number of bytes in whole frames from the broker so far."""
+        return int(self._connection._impl.bytes_received)  # noqa: SLF001 - of no public property
 
     @contextlib.contextmanager
     def _channel(self) -> Iterator[Any]:

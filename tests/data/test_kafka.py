@@ -1,0 +1,71 @@
+"""Logs of Kafka with gaps: compaction, transactions, and their ends."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import pytest
+
+from dlrover.data import Stream
+from dlrover.data.records import Records
+from tests.kafka import Kafka, Log
+
+pytest.importorskip("confluent_kafka")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+
+
+def of(log: Log) -> tuple[list[int], int]:
+    """What a job reads until now, and the fetches that it takes."""
+    with contextlib.closing(Kafka(log)) as server:
+        stream = Stream(f"kafka://127.0.0.1:{server.port}/t", until="now")
+        with contextlib.closing(Records(stream)) as data:
+            return list(map(int, data)), server.fetches
+
+
+def test_offsets_that_a_compaction_has_removed_take_no_time() -> None:
+    log = Log()
+    offsets = sorted(random.Random(1).sample(range(100_000), 300))
+    log.add([*offsets, 3_000_000])
+    got, fetches = of(log)
+    assert got == [*offsets, 3_000_000]
+    assert fetches < 100
+
+
+@pytest.mark.parametrize("length", [9, 99, 100, 150])
+def test_transactions_are_read_once_they_are_committed(length: int) -> None:
+    log, committed = Log(), []
+    for commit in (True, False, True, False, False, True, True):
+        begin = log.end
+        offsets = range(begin, begin + length)
+        log.add(offsets, in_transaction=True)
+        log.end_transaction(begin, commit=commit)
+        committed += offsets if commit else []
+    log.stable = log.end
+    log.add(range(log.end, log.end + length), in_transaction=True)
+    assert of(log)[0] == committed
+
+
+def test_a_log_whose_last_transactions_are_aborted_ends() -> None:
+    log = Log()
+    log.add(range(30))
+    for _ in range(2):
+        begin = log.end
+        log.add(range(begin, begin + 130), in_transaction=True)
+        log.end_transaction(begin, commit=False)
+    assert of(log)[0] == list(range(30))
+
+
+def test_what_was_removed_is_said_in_a_few_sentences_however_much_it_is(caplog) -> None:
+    log = Log()
+    log.add([*range(100), 5000, *range(20_000, 20_050)])
+    with contextlib.closing(Kafka(log)) as server:
+        stream = Stream(f"kafka://127.0.0.1:{server.port}/t", until="now", lost="skip")
+        with contextlib.closing(Records(stream)) as data:
+            samples = iter(data)
+            got = [int(next(samples))]
+            log.first = 20_000
+            got += map(int, samples)
+    assert got == [*range(got.index(20_000)), *range(20_000, 20_050)]
+    assert "to 19999 of partition 0" in caplog.text
+    assert caplog.text.count("they are skipped") < 20
