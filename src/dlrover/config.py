@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dlrover._util import decoding
-from dlrover.errors import ConfigurationError, readable
+from dlrover.errors import ConfigurationError, kind_of, readable
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import MetricsAddress, TlsFiles
 from dlrover.spec.words import did_you_mean
@@ -384,7 +384,7 @@ def in_state_dir(
             logger.warning("%s cannot be written (%s): %s is used.", wanted, problem.strerror, made)
             return other, made
     options = " or ".join(filter(None, (instead, "DLROVER_STATE_DIR")))
-    raise ConfigurationError(
+    raise kind_of(problem)(
         f"{wanted} cannot be written ({problem.strerror}): set {options}."
     ) from problem
 

@@ -18,7 +18,7 @@ import msgspec
 
 from dlrover import config
 from dlrover._util import decoding, files
-from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError, kind_of
 from dlrover.rpc import wire
 from dlrover.spec.jobdir import (
     OUTCOME_ROOM,
@@ -32,8 +32,6 @@ LAST = "last"
 """Name of the link to the job directory that was last made or used."""
 _START = r"-\d{8}-\d{6}-[0-9a-f]{4}"
 """End of a job directory's name: the start time and a random number."""
-_FAILURES = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ENODEV, errno.ENXIO}
-"""Errors of a volume that fails."""
 _LIMITS = {*files.NO_ROOM, errno.EROFS}
 """Errors of a volume that is full, or that has become read-only, as after an error of its disk."""
 
@@ -124,8 +122,8 @@ def locked(job_dir: JobDir, *, resume: bool = False) -> Iterator[None]:
 
 def _unusable(job_dir: JobDir, error: OSError) -> DLRoverError:
     """Return the error of a directory that cannot be used: where a job has begun, it was the right one."""
-    failed = error.errno in _FAILURES or (error.errno in _LIMITS and _holds_job(job_dir))
-    kind = InfrastructureError if failed else ConfigurationError
+    limited = error.errno in _LIMITS and _holds_job(job_dir)
+    kind = InfrastructureError if limited else kind_of(error)
     return kind(
         f"--job-dir {job_dir.path} cannot be used: {error.strerror}; it takes a directory to write to."
     )
@@ -197,7 +195,12 @@ def write(job_dir: JobDir, path: Path, data: bytes) -> None:
 
 def kept_token(job_dir: JobDir) -> str:
     """Return the token in a job directory; empty if there is none."""
-    return job_dir.token.read_text().strip() if job_dir.token.exists() else ""
+    try:
+        return job_dir.token.read_text().strip()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise _unusable(job_dir, error) from error
 
 
 def shared_token(env: Mapping[str, str], run_id: str, host: str, port: int) -> str:

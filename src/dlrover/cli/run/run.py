@@ -20,7 +20,7 @@ from dlrover.agent.ports import PortReservation
 from dlrover.cli import jobs
 from dlrover.cli.run import arguments, nodes, onray, report
 from dlrover.cli.run.launchspec import Endpoint, RunOptions, parse_endpoint
-from dlrover.errors import ConfigurationError, DLRoverError
+from dlrover.errors import ConfigurationError, DLRoverError, kind_of
 from dlrover.master.compose import Request, master_config
 from dlrover.ray.machine.job import FILE, encode
 from dlrover.spec.job import LaunchSpec
@@ -119,7 +119,7 @@ def _check_machine(launch: LaunchSpec) -> None:
     try:
         os.close(kernel.memfd_create("dlrover"))
     except OSError as error:
-        raise ConfigurationError(
+        raise kind_of(error)(
             f"The system call memfd_create is refused ({error.strerror}): agent and workers share memory by it; "
             "allow it in the sandbox or container that dlrover-run runs in."
         ) from error
@@ -132,7 +132,7 @@ def _check_machine(launch: LaunchSpec) -> None:
     try:
         Path(launch.log_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigurationError(
+        raise kind_of(error)(
             f"--log-dir {launch.log_dir} cannot be used: {error.strerror}; it takes a directory to "
             "write to."
         ) from error
