@@ -94,7 +94,7 @@ def run(options: RunOptions, env: Mapping[str, str]) -> Outcome:
         options.launch.run_id if not options.standalone else "", options.launch.target
     )
     job_dir = jobs.create(env, name, options.job_dir)
-    with jobs.locked(job_dir):
+    with jobs.locked(job_dir, patience=settings.limits.master_timeout):
         plan = _Plan(options, settings, env, job_dir, name)
         if options.ray is not None:
             plan.run_on_ray(options.ray)
