@@ -104,6 +104,26 @@ def test_the_operators_clock_may_be_wrong(
     asyncio.run(scenario())
 
 
+def test_finalizers_that_keep_a_masters_pod_are_named(
+    cluster: Cluster, kubelet: Callable[..., Kubelet]
+) -> None:
+    kubelet()
+
+    async def scenario() -> None:
+        async with cluster.operator():
+            master = cluster.path("pods", cluster.submit(SLEEP))
+            await cluster.until(lambda: cluster.master_ready(1))
+            cluster.plane.call("PATCH", master, {"metadata": {"finalizers": ["a.io/held"]}})
+            cluster.plane.call("DELETE", master)
+            await cluster.until(lambda: cluster.status["message"].endswith(" remove: a.io/held."))
+            await cluster.until(lambda: cluster.told.get("PodHeld") == 1)
+            cluster.plane.call("PATCH", master, {"metadata": {"finalizers": None}})
+            await cluster.until(lambda: cluster.master_ready(2))
+        assert "MasterForced" not in cluster.told
+
+    asyncio.run(scenario())
+
+
 def test_an_unexpected_error_of_a_master_is_not_the_end_of_its_job(
     cluster: Cluster, kubelet: Callable[..., Kubelet]
 ) -> None:

@@ -124,7 +124,10 @@ class World:
     def delete(self, pod: Manifest, *, force: bool = False) -> None:
         """A pod with nothing running goes at once; others are leaving."""
         pending = pod["status"]["phase"] == "Pending"
-        if force or pending or pod["status"]["phase"] in ("Succeeded", "Failed"):
+        if pod["metadata"].get("finalizers"):
+            pod["metadata"].setdefault("deletionTimestamp", times.written(self.now + 30))
+            pod["metadata"]["deletionGracePeriodSeconds"] = 0 if force or pending else 30
+        elif force or pending or pod["status"]["phase"] in ("Succeeded", "Failed"):
             self.gone(pod)
         else:
             pod["metadata"].setdefault("deletionTimestamp", times.written(self.now + 30))

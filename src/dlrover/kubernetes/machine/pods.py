@@ -84,8 +84,26 @@ def leaving(pod: Manifest) -> bool:
     return bool(pod["metadata"].get("deletionTimestamp"))
 
 
+def held(pod: Manifest) -> str:
+    """Return which finalizers keep a pod that has nothing else to wait for; empty if none do."""
+    metadata = pod["metadata"]
+    if not leaving(pod) or metadata.get("deletionGracePeriodSeconds") != 0:
+        return ""
+    found = ", ".join(metadata.get("finalizers") or ())
+    return (
+        f"Pod {name(pod)} is deleted but for its finalizers, which their controllers have to remove: {found}."
+        if found
+        else ""
+    )
+
+
 def force_after(pod: Manifest, now: float, after: float = FORCE_AFTER) -> float:
-    """Return the seconds until a leaving pod is deleted by force, ``after`` seconds beyond its grace period."""
+    """Return the seconds until a leaving pod is deleted by force, ``after`` seconds beyond its grace period.
+
+    Force does not help against finalizers: for a pod that only they keep, the time does not pass.
+    """
+    if held(pod):
+        return after
     due = times.read(pod["metadata"].get("deletionTimestamp") or "")
     return (now if due is None else due) + after - now
 

@@ -160,6 +160,7 @@ def _restarting(
     **fields: Any,
 ) -> Decision:
     """Wait for the master's next start."""
+    why = " ".join(filter(None, (why, view.held([view.master]) if view.master else "")))
     changed = [view.condition("MasterReady", False, "Lost", why)]
     return view.decision("Restarting", why, delete=delete, again=again, changed=changed, **fields)
 
@@ -173,8 +174,9 @@ def _name_taken(view: View, foreign: Manifest) -> Decision:
     elif earlier and view.force_after(foreign) <= 0:
         delete = (deletion(foreign, grace=0),)
     message = f"Pod {pods.name(foreign)} does not belong to this job and must be deleted first."
-    if message != view.old.message and not delete:
+    if not (view.old.message.startswith(message) or delete):
         view.report("NameTaken", message, warning=True)
+    message = " ".join(filter(None, (message, view.held([foreign]))))
     return view.decision("Pending", message, delete=delete, again=FOREIGN_CHECK)
 
 

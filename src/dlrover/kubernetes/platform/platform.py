@@ -293,6 +293,8 @@ class KubernetesPlatform:
                 pod = await self._pod(name)
                 if pod is None or pods.ended(pod) or (pods.leaving(pod) and grace):
                     return
+                if pods.held(pod):
+                    return
                 uid = pod["metadata"]["uid"]
                 if only not in ("", uid):
                     return
