@@ -28,6 +28,7 @@ class World:
         self.decision = Decision()
         self.rivals: list[Claim] = []
         self.parent: Manifest | None = None
+        self.noticed: dict[str, str] = {}
 
     @property
     def master(self) -> Manifest | None:
@@ -61,7 +62,12 @@ class World:
             return Decision()
         service = self.objects.get(("Service", names.master_name(self.name)))
         seen = Observed(
-            copy.deepcopy(self.job), copy.deepcopy(self.pods), service, self.rivals, self.parent
+            copy.deepcopy(self.job),
+            copy.deepcopy(self.pods),
+            service,
+            self.rivals,
+            self.noticed,
+            self.parent,
         )
         before = copy.deepcopy(self.objects)
         self.decision = reconcile(seen, self.now, "dlrover:1", f"token-{self.uids}")

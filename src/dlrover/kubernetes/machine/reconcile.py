@@ -39,6 +39,8 @@ QUICK_ENDS = 5
 """Consecutive short-lived masters after which another infrastructure failure of one fails the job."""
 FOREIGN_CHECK = 5.0
 """Seconds before checking again whether another owner's pod has gone."""
+NOTICE_CHECK = 15.0
+"""Seconds between two looks at the Events of pods that their machines prepare."""
 _NOT_READY = "MasterNotReady"
 
 
@@ -243,7 +245,8 @@ def _lived(view: View) -> float:
 def _runs(view: View, master: Manifest) -> Decision:
     """Report the state of a job whose master lives; yield if another job waits ahead of it."""
     ready, job = pods.ready(master), view.job
-    why = pods.obstacle([master, *view.others]) or view.old.training.waits
+    own = [master, *view.others]
+    why = pods.obstacle(own, view.seen.noticed) or view.old.training.waits
     remembered = _remembered(view, master)
     silent = "" if ready or remembered else _silent(view, master)
     phase, message = "Pending", "The workers are starting." if ready else "The master is starting."
@@ -261,12 +264,13 @@ def _runs(view: View, master: Manifest) -> Decision:
         if silent
         else view.condition("MasterReady", ready, "Ready" if ready else "Starting"),
     ]
-    again: float | None = None
+    again = NOTICE_CHECK if any(map(pods.is_preparing, own)) else None
     if view.yields_after is not None and not view.is_true("Placed"):
         if yielding.is_placed(view.job, view.others):
             changed.append(view.condition("Placed", True, "Placed"))
         else:
-            again = _patience(view, view.yields_after)
+            patience = _patience(view, view.yields_after)
+            again = patience if again is None else min(again, patience)
             if again == 0.0:
                 return removal.yields(view, view.yields_after)
     if remembered:  # the server accepted it, but the response was lost
