@@ -93,10 +93,11 @@ def compile_library(root: Path, target: Path, choice: str) -> None:
         build.update(path.read_bytes())
     mark = f"dlrover-build:{build.hexdigest()}"
     for made in (target, root / "src" / LIBRARY):
-        if made.exists() and mark.encode() in made.read_bytes() and _is_whole(made):
+        library, sums = _whole(made)
+        if mark.encode() in library:
             if made != target:
-                shutil.copyfile(made, target)
-                shutil.copyfile(_sums(made), _sums(target))
+                target.write_bytes(library)
+                _sums(target).write_bytes(sums)
             return
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-") as directory:
         made = Path(directory, target.name)
@@ -127,11 +128,14 @@ def _sums(library: Path) -> Path:
     return library.with_name(f"{library.name}.sha256")
 
 
-def _is_whole(library: Path) -> bool:
-    """Return whether a library has the SHA-256 that it was built with."""
-    sums = _sums(library)
-    found = hashlib.sha256(library.read_bytes()).hexdigest().encode()
-    return sums.exists() and sums.read_bytes()[:64] == found
+def _whole(library: Path) -> tuple[bytes, bytes]:
+    """Return a library and its file of sums, each read once: another build may replace them; empty if they do not fit."""
+    try:
+        content, sums = library.read_bytes(), _sums(library).read_bytes()
+    except FileNotFoundError:
+        return b"", b""
+    fits = sums[:64] == hashlib.sha256(content).hexdigest().encode()
+    return (content, sums) if fits else (b"", b"")
 
 
 def _words(name: str, value: str) -> list[str]:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dlrover._util import decoding
-from dlrover.errors import ConfigurationError, readable
+from dlrover.errors import ConfigurationError, kind_of, readable
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import MetricsAddress, TlsFiles
 from dlrover.spec.words import did_you_mean
@@ -99,11 +99,14 @@ _given: dict[str, str] | None = None
 
 
 def environ() -> dict[str, str]:
-    """Return a copy of the environment without grpc's additions; workers get this copy."""
+    """Return a copy of the environment without grpc's additions; workers get this copy.
+
+    It lacks PYTHONINSPECT, by which a program without a terminal would end with exit code 1 instead of its own.
+    """
+    own = {key: value for key, value in os.environ.items() if key != "PYTHONINSPECT"}
     if _given is None:
-        return dict(os.environ)
-    own = {key: value for key, value in os.environ.items() if not key.startswith(_GRPC)}
-    return own | _given
+        return own
+    return {key: value for key, value in own.items() if not key.startswith(_GRPC)} | _given
 
 
 def prepare_for_grpc() -> None:
@@ -384,7 +387,7 @@ def in_state_dir(
             logger.warning("%s cannot be written (%s): %s is used.", wanted, problem.strerror, made)
             return other, made
     options = " or ".join(filter(None, (instead, "DLROVER_STATE_DIR")))
-    raise ConfigurationError(
+    raise kind_of(problem)(
         f"{wanted} cannot be written ({problem.strerror}): set {options}."
     ) from problem
 

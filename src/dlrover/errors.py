@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 from collections.abc import Iterator
 
 __all__ = [
@@ -149,10 +150,39 @@ def causes(error: BaseException | None, attribute: str = "") -> Iterator[BaseExc
         error = getattr(error, attribute, None) or error.__cause__ or error.__context__
 
 
+FAILURES = frozenset(
+    {
+        *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO),
+        *(errno.EUCLEAN, errno.EBADMSG),  # what a damaged file system answers
+        *(
+            errno.ENOTCONN,
+            errno.ESHUTDOWN,
+            errno.ECONNABORTED,
+            errno.ECONNRESET,
+            errno.ECONNREFUSED,
+        ),
+        *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
+        *(errno.ENOMEM, errno.ENOBUFS, errno.EMFILE, errno.ENFILE, errno.ENOLCK),
+    }
+)
+"""Errors of a volume, network or limit that fails, whichever file is used."""
+
+
+def kind_of(error: Exception) -> type[DLRoverError]:
+    """Return the class of error for a file that cannot be used because of ``error``."""
+    failed = isinstance(error, OSError) and error.errno in FAILURES
+    return InfrastructureError if failed else ConfigurationError
+
+
 @contextlib.contextmanager
 def readable(what: str, hint: str = "") -> Iterator[None]:
-    """Raise `ConfigurationError` where the block cannot read ``what``; ``hint`` ends its sentence."""
+    """Raise an error where the block cannot read ``what``; ``hint`` ends its sentence.
+
+    Raises:
+        ConfigurationError: it is not there, or of another kind.
+        InfrastructureError: its volume fails.
+    """
     try:
         yield
     except OSError as error:
-        raise ConfigurationError(f"{what} cannot be read: {error.strerror}{hint}.") from error
+        raise kind_of(error)(f"{what} cannot be read: {error.strerror}{hint}.") from error

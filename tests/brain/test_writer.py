@@ -7,7 +7,9 @@ import time
 import pytest
 
 pytest.importorskip("sqlalchemy")
-from dlrover.brain import database as databases, writer as writing
+import sqlalchemy as sa
+
+from dlrover.brain import database as databases, tables, writer as writing
 from dlrover.brain.database import open_database
 from dlrover.brain.writer import Writer
 from dlrover.errors import InfrastructureError
@@ -115,4 +117,18 @@ def test_a_server_that_has_become_read_only_is_left(database: str) -> None:
         assert writer.submit(write).result(20) == "done"
     finally:
         writer.close()
+        engine.dispose()
+
+
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_a_pooler_may_give_each_transaction_another_connection(database: str) -> None:
+    """As PgBouncer does: a prepared statement there may be another one of the same name."""
+    engine = open_database(database)
+    try:
+        with engine.connect() as connection:
+            for _ in range(20):
+                connection.execute(sa.select(tables.jobs.c.id)).all()
+            prepared = connection.scalar(sa.text("SELECT count(*) FROM pg_prepared_statements"))
+        assert prepared == 0
+    finally:
         engine.dispose()

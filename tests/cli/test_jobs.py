@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,12 +18,16 @@ import msgspec
 import psutil
 import pytest
 
+from dlrover import config
 from dlrover.cli import jobs
 from dlrover.dashboard.inspect import queries
 from dlrover.errors import ConfigurationError, ExitCode, FormatError, InfrastructureError
-from dlrover.master.files import load_config, read_outcome
+from dlrover.master.files import load_config, read_outcome, read_token
+from dlrover.roles import client as roles
+from dlrover.rpc import wire
+from dlrover.rpc.client import connect
 from dlrover.spec.job import JobSpec
-from dlrover.spec.jobdir import FORMAT, JobDir, MasterAddress, MasterConfig
+from dlrover.spec.jobdir import FORMAT, JobDir, MasterAddress, MasterConfig, TlsFiles
 from dlrover.spec.outcome import Outcome
 
 
@@ -386,3 +391,44 @@ def test_a_master_that_finds_the_journal_of_another_version_ends_its_job_at_once
     assert outcome is not None
     assert ended.returncode == outcome.exit_code == ExitCode.USAGE
     assert outcome.reason.startswith(f"{job.journal} has format 1, of another version of DLRover")
+
+
+FAILS = "/proc/self/mem"
+"""A file whose reads fail with an I/O error."""
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_volume_that_fails_is_no_mistake_of_the_user(tmp_path: Path, missing: bool) -> None:
+    job = JobDir(tmp_path)
+    for path in (job.job, job.token, job.master, job.roles):
+        path.symlink_to(tmp_path / "nothing" if missing else FAILS)
+    readers: list[Callable[[], object]] = [
+        lambda: load_config(job),
+        lambda: read_token(job),
+        lambda: connect(job),
+        lambda: roles.connect(job),
+        lambda: roles.load_config(job),
+        lambda: wire.token_in(str(job.token), "--token-file"),
+        lambda: wire.channel_credentials(TlsFiles(ca=str(job.token))),
+        lambda: config.settings({}, str(job.token), {}),
+    ]
+    for read in readers:
+        with pytest.raises(ConfigurationError if missing else InfrastructureError):
+            read()
+    if not missing:
+        with pytest.raises(InfrastructureError, match="cannot be used: Input/output error"):
+            jobs.kept_token(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", ["master", "agent"])
+def test_a_process_that_cannot_read_its_job_directory_ends_as_by_the_infrastructure(
+    tmp_path: Path, process: str
+) -> None:
+    """Another master or node takes over; after exit code 2, the job would end."""
+    job = JobDir(tmp_path)
+    job.master.write_bytes(msgspec.json.encode(MasterAddress("127.0.0.1:1", 1)))  # it has served
+    for path in (job.job, job.agent):
+        path.symlink_to(FAILS)
+    command = [sys.executable, "-m", f"dlrover.{process}", "--job-dir", str(tmp_path)]
+    assert subprocess.run(command, timeout=30, check=False).returncode == ExitCode.INFRASTRUCTURE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import signal
 import socket
 import subprocess
@@ -81,3 +82,33 @@ def test_a_master_that_is_asked_to_stop_ends_in_order(tmp_path: Path) -> None:
             assert process.wait(20) == ExitCode.SIGNAL_BASE + signal.SIGTERM
         finally:
             process.kill()
+
+
+@pytest.mark.slow
+def test_a_lock_of_another_machine_is_waited_for(tmp_path: Path) -> None:
+    """A file server keeps that of a lost machine for a while; here, its process is in another namespace."""
+    elsewhere = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if subprocess.run([*elsewhere, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not make a namespace of processes")
+    job_dir = JobDir(tmp_path)
+    command = [*elsewhere, sys.executable, "-m", "dlrover.cli.main", "master", "--port=0"]
+    command.append(f"--job-dir={tmp_path}")
+
+    def started(*more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen([*command, *more], stderr=subprocess.PIPE, text=True)
+
+    with job_dir.lock.open("w") as file:
+        file.write("7 of lost")
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with started("--rdzv-conf=master_timeout=1") as impatient:
+            _, said = impatient.communicate(timeout=60)
+        assert impatient.returncode == ExitCode.INFRASTRUCTURE
+        assert "(process 7 of lost) has held it for 1 s; end that process" in said
+        next_one = started()
+        assert next_one.stderr is not None
+        assert "(process 7 of lost) holds it; if that machine is lost" in next_one.stderr.readline()
+        assert not job_dir.job.exists()
+    with next_one:
+        until(job_dir.master.exists, 30)
+        next_one.kill()

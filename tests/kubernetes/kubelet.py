@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 import urllib.error
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
@@ -214,12 +215,31 @@ class Kubelet:
         folder = self.folder / f"{obj['metadata']['name']}-{number}"
         folder.mkdir()
         pod = Pod(obj, folder, address)
-        for container in pod.containers:
-            self._start(pod, container)
+        try:
+            for container in pod.containers:
+                self._start(pod, container)
+        except urllib.error.HTTPError as error:
+            self._fail_to_mount(pod, error)
+            return
         if pod.name in self.pods:
             self.pods[pod.name].close()
         self.pods[pod.name] = pod
         self._tell(pod)
+
+    def _fail_to_mount(self, pod: Pod, error: urllib.error.HTTPError) -> None:
+        """Say so once, in an Event alone, as a kubelet does; the next look is another attempt."""
+        kind, name = urllib.parse.urlsplit(error.url or "").path.split("/")[-2:]
+        message = f'MountVolume.SetUp failed for volume "data" : {kind[:-1]} "{name}" not found'
+        about = {"kind": "Pod", "name": pod.name, "namespace": self.namespace, "uid": pod.uid}
+        event = {
+            "metadata": {"name": f"{pod.name}.mount"},
+            "involvedObject": about,
+            "type": "Warning",
+            "reason": "FailedMount",
+            "message": message,
+            "lastTimestamp": now(),
+        }
+        self._quietly("POST", f"/api/v1/namespaces/{self.namespace}/events", event)
 
     def _start(self, pod: Pod, container: Container) -> None:
         paths = self._mounts(pod, container)

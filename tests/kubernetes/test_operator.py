@@ -104,6 +104,51 @@ def test_the_operators_clock_may_be_wrong(
     asyncio.run(scenario())
 
 
+def test_finalizers_that_keep_a_masters_pod_are_named(
+    cluster: Cluster, kubelet: Callable[..., Kubelet]
+) -> None:
+    kubelet()
+
+    async def scenario() -> None:
+        async with cluster.operator():
+            master = cluster.path("pods", cluster.submit(SLEEP))
+            await cluster.until(lambda: cluster.master_ready(1))
+            cluster.plane.call("PATCH", master, {"metadata": {"finalizers": ["a.io/held"]}})
+            cluster.plane.call("DELETE", master)
+            await cluster.until(lambda: cluster.status["message"].endswith(" remove: a.io/held."))
+            await cluster.until(lambda: cluster.told.get("PodHeld") == 1)
+            cluster.plane.call("PATCH", master, {"metadata": {"finalizers": None}})
+            await cluster.until(lambda: cluster.master_ready(2))
+        assert "MasterForced" not in cluster.told
+
+    asyncio.run(scenario())
+
+
+def test_a_volume_that_the_masters_pod_lacks_is_named(
+    cluster: Cluster, kubelet: Callable[..., Kubelet]
+) -> None:
+    """With the operator's own rights."""
+    kubelet()
+    manifest = job()
+    manifest["metadata"] = {"name": "digits"}
+    mounts = [{"name": "data", "mountPath": "/data"}]
+    container = {"name": "main", "command": SLEEP, "volumeMounts": mounts}
+    volume = {"name": "data", "secret": {"secretName": "absent"}}
+    template = {"spec": {"containers": [container], "volumes": [volume]}}
+    manifest["spec"]["replicaSpecs"]["dlrover-master"] = {"template": template}
+
+    async def scenario() -> None:
+        async with cluster.operator():
+            cluster.create(manifest)
+            said = f"Pod {names.master_name('digits')} waits: FailedMount: MountVolume.SetUp failed"
+            await cluster.until(lambda: cluster.status.get("message", "").startswith(said), 60)
+            assert cluster.status["message"].endswith(': secret "absent" not found.')
+            cluster.create({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "absent"}})
+            await cluster.until(lambda: cluster.master_ready(1))
+
+    asyncio.run(scenario())
+
+
 def test_an_unexpected_error_of_a_master_is_not_the_end_of_its_job(
     cluster: Cluster, kubelet: Callable[..., Kubelet]
 ) -> None:

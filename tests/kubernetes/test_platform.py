@@ -253,6 +253,33 @@ def test_a_pod_that_does_not_fit_is_explained(
     asyncio.run(story())
 
 
+def test_a_volume_that_is_missing_is_named(
+    make: Callable[..., Nodes], kubelet: StartKubelet
+) -> None:
+    kubelet()
+    mount = {"volumeMounts": [{"name": "data", "mountPath": "/data"}]}
+    here = make(container=mount)
+    volume = {"name": "data", "configMap": {"name": "absent"}}
+    here.manifest["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["volumes"] = [volume]
+
+    async def story() -> None:
+        async with here.platform() as platform:
+            platform.launch(LaunchNode(0, 0))
+            await here.until(
+                lambda: (
+                    'FailedMount: MountVolume.SetUp failed for volume "data" : '
+                    'configmap "absent" not found' in here.waits.get(0, "")
+                )
+            )
+            absent = {"metadata": {"name": "absent"}}
+            path = f"/api/v1/namespaces/{here.namespace}/configmaps"
+            here.plane.call("POST", path, absent)
+            await here.until(lambda: here.waits[0] == "")
+            assert len(here.running()) == 1
+
+    asyncio.run(story())
+
+
 def test_hosts_are_avoided_and_memory_grows(
     make: Callable[..., Nodes], kubelet: StartKubelet
 ) -> None:

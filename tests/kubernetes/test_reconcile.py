@@ -105,6 +105,55 @@ def test_a_pod_that_cannot_be_placed_is_explained() -> None:
     assert world.status["message"] == expected
 
 
+def noticed(reason: str, message: str, at: str, uid: str = "pod-1") -> Any:
+    return {
+        "involvedObject": {"uid": uid},
+        "reason": reason,
+        "message": message,
+        "lastTimestamp": at,
+    }
+
+
+WHY = 'MountVolume.SetUp failed for volume "data" : configmap "data" not found'
+LATE = "Unable to attach or mount volumes: unmounted volumes=[data], unattached volumes=[data]"
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([("FailedMount", WHY, "1"), ("FailedMount", LATE, "2")], f"FailedMount: {WHY}"),
+        ([("FailedMount", LATE, "2")], f"FailedMount: {LATE}"),
+        (
+            [("FailedMount", WHY, "1"), ("FailedAttachVolume", "x  y", "2")],
+            "FailedAttachVolume: x y",
+        ),
+        ([("FailedMount", WHY, "1"), ("Pulling", "", "2")], None),
+        ([("Pulling", "", "2"), ("Scheduled", "", "0"), ("FailedMount", WHY, "1")], None),
+    ],
+)
+def test_what_a_machine_says_last_about_a_pod_counts(
+    events: list[tuple[str, str, str]], expected: str | None
+) -> None:
+    assert pods.notices(noticed(*event) for event in events).get("pod-1") == expected
+
+
+def test_a_pod_whose_volume_cannot_be_mounted_is_explained() -> None:
+    world = running()
+    waiting = world.create_worker(2)
+    scheduled = {"type": "PodScheduled", "status": "True"}
+    waiting["status"]["conditions"] = [scheduled]
+    world.noticed = {waiting["metadata"]["uid"]: f"FailedMount: {WHY}"}
+    world.settle()
+    assert world.status["message"] == f"Pod digits-edljob-worker-2 waits: FailedMount: {WHY}."
+    assert world.decision.again == 15.0
+    waiting["status"]["initContainerStatuses"] = [
+        {"name": "data", "state": {"running": {"startedAt": "1"}}}
+    ]
+    world.settle()
+    assert world.status["message"] == "2 of 2 workers are running."
+    assert world.decision.again is None
+
+
 def test_a_condition_keeps_the_time_of_its_last_change() -> None:
     world = running()
     world.create_worker(2)

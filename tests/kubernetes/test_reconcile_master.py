@@ -236,6 +236,54 @@ def test_a_master_on_a_lost_machine_is_deleted_by_force_after_its_time() -> None
     assert "deletionTimestamp" not in world.master["metadata"]
 
 
+HELD = f"Pod {MASTER} is deleted but for its finalizers, which their controllers have to remove: a.io/one, b.io/two."
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_finalizers_that_keep_a_masters_pod_are_named(ended: bool) -> None:
+    world = running()
+    assert world.master is not None
+    world.master["metadata"]["finalizers"] = ["a.io/one", "b.io/two"]
+    world.delete(world.master)
+    world.settle()
+    assert "finalizers" not in world.status["message"], "it may still run"
+    if ended:
+        world.end(world.master, None, "Evicted")
+        world.master["metadata"]["deletionGracePeriodSeconds"] = 0
+    else:
+        world.now += 60.0
+        world.step()
+        assert world.events[-1] == "MasterForced"
+    for _ in range(3):
+        world.now += 100.0
+        world.step()
+    assert world.decision.delete == ()
+    assert world.status["phase"] == "Restarting"
+    assert world.status["message"].endswith(f". {HELD}")
+    (ready,) = [c for c in world.status["conditions"] if c["type"] == "MasterReady"]
+    assert ready["message"].endswith(HELD)
+    assert world.events.count("PodHeld") == 1
+    world.gone(world.master)
+    world.settle()
+    assert world.events[-1] == "MasterStarted"
+
+
+def test_finalizers_that_keep_the_pods_of_a_suspended_job_are_named() -> None:
+    world = running()
+    assert world.job is not None
+    assert world.master is not None
+    world.job["spec"]["suspend"] = True
+    world.master["metadata"]["finalizers"] = ["a.io/one", "b.io/two"]
+    world.settle()
+    world.now += 60.0
+    world.settle()
+    assert world.status["message"] == f"3 pods are ending. {HELD}"
+    assert world.events.count("PodHeld") == 1
+    world.gone(world.master)
+    world.settle()
+    assert "finalizers" not in world.status["message"]
+
+
 def test_a_master_has_a_probe_unless_its_template_brings_a_command_or_a_probe() -> None:
     def probe(**container: Any) -> Any:
         template = {"spec": {"containers": [{"name": "main", **container}]}}

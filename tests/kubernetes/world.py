@@ -28,6 +28,7 @@ class World:
         self.decision = Decision()
         self.rivals: list[Claim] = []
         self.parent: Manifest | None = None
+        self.noticed: dict[str, str] = {}
 
     @property
     def master(self) -> Manifest | None:
@@ -61,7 +62,12 @@ class World:
             return Decision()
         service = self.objects.get(("Service", names.master_name(self.name)))
         seen = Observed(
-            copy.deepcopy(self.job), copy.deepcopy(self.pods), service, self.rivals, self.parent
+            copy.deepcopy(self.job),
+            copy.deepcopy(self.pods),
+            service,
+            self.rivals,
+            self.noticed,
+            self.parent,
         )
         before = copy.deepcopy(self.objects)
         self.decision = reconcile(seen, self.now, "dlrover:1", f"token-{self.uids}")
@@ -124,7 +130,10 @@ class World:
     def delete(self, pod: Manifest, *, force: bool = False) -> None:
         """A pod with nothing running goes at once; others are leaving."""
         pending = pod["status"]["phase"] == "Pending"
-        if force or pending or pod["status"]["phase"] in ("Succeeded", "Failed"):
+        if pod["metadata"].get("finalizers"):
+            pod["metadata"].setdefault("deletionTimestamp", times.written(self.now + 30))
+            pod["metadata"]["deletionGracePeriodSeconds"] = 0 if force or pending else 30
+        elif force or pending or pod["status"]["phase"] in ("Succeeded", "Failed"):
             self.gone(pod)
         else:
             pod["metadata"].setdefault("deletionTimestamp", times.written(self.now + 30))

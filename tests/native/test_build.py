@@ -177,6 +177,46 @@ def test_a_damaged_library_is_compiled_again(tree: Path):
     assert beside(tree).read_bytes() == whole
 
 
+BUILDS = """
+import os, sys, time
+from pathlib import Path
+import hatch_build
+root, target, alone = Path("."), Path(sys.argv[1]), sys.argv[2] == "alone"
+until = time.monotonic() + 4.0
+while time.monotonic() < until:
+    if alone:
+        hatch_build._sums(target).unlink(missing_ok=True)  # so that it compiles again
+    else:
+        target.unlink(missing_ok=True)
+    hatch_build.compile_library(root, target, "require")
+    assert alone or target.read_bytes().startswith(b"dlrover-build:")
+"""
+
+
+def test_builds_at_the_same_time_do_not_disturb_each_other(tree: Path) -> None:
+    compiler = tree / "compiler"
+    compiler.write_text(
+        "#!/bin/sh\nfor last; do case $last in -DDLROVER*) build=${last#*=};; esac; done\n"
+        'echo "dlrover-build:$build" | tr -d \\" > $last\n'
+    )
+    compiler.chmod(0o755)
+    places = [(beside(tree), "alone"), (beside(tree), "alone")]
+    for name in ("one", "two"):
+        (tree / name).mkdir()
+        places.append((tree / name / beside(tree).name, "copied"))
+    builds = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUILDS, place, how],
+            cwd=tree,
+            env=os.environ | {"CXX": str(compiler)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for place, how in places
+    ]
+    assert [one.communicate(timeout=50)[1] for one in builds] == [""] * len(builds)
+
+
 def test_the_source_distribution_has_all_that_a_build_needs(tree: Path):
     (beside(tree)).write_bytes(b"compiled here")
     done = build(tree, "build_sdist")

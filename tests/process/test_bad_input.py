@@ -111,7 +111,7 @@ def test_a_job_directory_in_use_is_refused_and_the_job_in_it_unharmed(run) -> No
     first.wait_for("worker")
     second = run(run.scripts / "hello.py")
     (sentence,) = sentences(second.end_with(ExitCode.USAGE)[1])
-    assert f"another dlrover-run uses it (process {first.process.pid})" in sentence
+    assert f"another dlrover-run uses it (process {first.process.pid} of " in sentence
     (first.job_dir.parent / "go").touch()
     first.succeed()
 

@@ -151,6 +151,53 @@ def test_warnings_that_are_errors_say_nothing(run) -> None:
     assert not launch.stderr
 
 
+@pytest.mark.parametrize("code", [0, 7])
+def test_exit_codes_are_the_same_if_python_is_to_be_interactive_at_the_end(run, code: int) -> None:
+    """As dlrover-run and workers leave by sys.exit."""
+    (program := run.directory / "ends.py").write_text(f"import sys\nsys.exit({code})\n")
+    entry = "import sys; from dlrover.cli import launcher; sys.exit(launcher())"
+    done = subprocess.run(
+        [sys.executable, "-c", entry, program],
+        env={**run.env, "PYTHONINSPECT": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == min(code, 1)
+    assert f"exit code {code}" in done.stderr or not done.stderr
+    assert "SystemExit: 0" not in done.stderr
+
+
+NO_THREADS = """
+import ctypes, os, sys
+SECCOMP, NO_NEW_PRIVILEGES, FILTER, CLONE3, EPERM = 22, 38, 2, 435, 1
+class Instruction(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_ushort), ("yes", ctypes.c_ubyte), ("no", ctypes.c_ubyte), ("k", ctypes.c_uint)]
+class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.POINTER(Instruction))]
+rules = [(0x20, 0, 0, 0), (0x15, 0, 1, CLONE3), (0x06, 0, 0, 0x50000 | EPERM), (0x06, 0, 0, 0x7FFF0000)]
+program = Program(len(rules), (Instruction * len(rules))(*rules))
+prctl = ctypes.CDLL(None, use_errno=True).prctl
+if prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0) or prctl(SECCOMP, FILTER, ctypes.byref(program)):
+    sys.exit(99)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+"""Run a command as in a container of an old Docker, whose profile refuses what a newer C library starts threads with."""
+
+
+def test_a_sandbox_in_which_no_thread_starts_is_named(run) -> None:
+    inside = (sys.executable, "-c", NO_THREADS)
+    start = "import threading; threading.Thread(target=bool).start()"
+    tried = subprocess.run([*inside, sys.executable, "-c", start], capture_output=True, check=False)
+    if tried.returncode != 1:
+        pytest.skip("there is no seccomp here, or the C library starts threads without clone3")
+    launch = run(run.scripts / "hello.py", inside=inside)
+    _, errors = launch.end_with(ExitCode.INFRASTRUCTURE, timeout=30)
+    (line,) = errors.splitlines()
+    assert line.startswith("dlrover-run: No thread can be started here (can't start new thread): ")
+
+
 SPARE = "import os\nfor name in dir(os):\n    if name.startswith(('memfd', 'MFD_', 'pidfd')):\n        delattr(os, name)\n"
 """A `sitecustomize` that makes an interpreter as those of uv and conda are, which are built for an old C library."""
 

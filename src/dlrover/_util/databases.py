@@ -32,6 +32,8 @@ def create_engine(url: Any, timeout: float, **options: Any) -> Any:
     if driver == "pymysql":
         arguments |= {"read_timeout": limit, "write_timeout": limit}
         return sql.create_engine(url, **options)
+    # A pooler such as PgBouncer gives each transaction another connection, where the name may be another statement's.
+    arguments["prepare_threshold"] = None
     engine = sql.create_engine(url, **options)
     connection = _bounded(importlib.import_module("psycopg"), limit)
 

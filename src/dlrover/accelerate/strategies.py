@@ -12,7 +12,7 @@ import msgspec
 
 from dlrover._util import decoding
 from dlrover.accelerate.methods import of_methods
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, kind_of
 from dlrover.planning.parallel.records import Strategy
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigurationError(
+        raise kind_of(error)(
             f"load_strategy is {str(path)!r}, which cannot be read ({error.strerror}); accepted are {ACCEPTED}."
         ) from error
 

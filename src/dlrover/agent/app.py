@@ -25,7 +25,7 @@ from dlrover.agent.usage import UsageMeter
 from dlrover.agent.workers.logs import RunLogs
 from dlrover.agent.workers.membership import MembersSocket
 from dlrover.agent.workers.workers import WorkerGroup
-from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, InfrastructureError
+from dlrover.errors import DLRoverError, ExitCode, InfrastructureError, kind_of
 from dlrover.rpc.batches import RequestRelay
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.job import Entry
@@ -65,7 +65,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
         settings = decode(job_dir.agent, job_dir.agent.read_bytes(), AgentConfig)
         token = job_dir.token.read_text().strip()
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
-        raise ConfigurationError(f"{job_dir.path} is not a job directory: {error}.") from error
+        raise kind_of(error)(f"{job_dir.path} is not a job directory: {error}.") from error
     if args.node_id >= 0 and is_server(args.node_rank):  # without an id, any rank may be wanted
         launch = msgspec.structs.replace(settings.launch, nproc_per_node=1, role=SERVER)
         if launch.server_module:
@@ -157,4 +157,4 @@ def _master_address(job_dir: JobDir, last: str = "") -> str:
     except (OSError, msgspec.DecodeError) as error:
         if last:
             return last
-        raise ConfigurationError(f"{job_dir.master} cannot be read: {error}.") from error
+        raise kind_of(error)(f"{job_dir.master} cannot be read: {error}.") from error

@@ -21,7 +21,7 @@ from dlrover.agent.machine.waits import Waits
 from dlrover.agent.ports import StorePort
 from dlrover.agent.usage import UsageMeter
 from dlrover.agent.workers.workers import WorkerGroup
-from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
+from dlrover.errors import DLRoverError, ExitCode, InfrastructureError
 from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.check import CheckOrder, CheckReport
@@ -339,7 +339,7 @@ class Agent:
             if fresh:
                 self._workers.discard_zygotes()
             self._workers.start(world)
-        except (OSError, ConfigurationError) as error:
+        except (OSError, DLRoverError) as error:
             failure = self._spawn_failure(world, error, 0, world.attempt)
             asyncio.get_running_loop().call_soon(self.worker_ended, 0, failure)
 
@@ -350,7 +350,7 @@ class Agent:
             return
         try:
             self._workers.start_again(local_rank, attempt, fresh=fresh)
-        except (OSError, ConfigurationError) as error:
+        except (OSError, DLRoverError) as error:
             failure = self._spawn_failure(world, error, local_rank, attempt)
             asyncio.get_running_loop().call_soon(self.worker_ended, local_rank, failure)
 

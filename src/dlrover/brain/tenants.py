@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from dlrover._util import decoding
-from dlrover.errors import ConfigurationError, ProtocolError
+from dlrover.errors import ConfigurationError, ProtocolError, kind_of
 from dlrover.spec import brain
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,18}[A-Za-z0-9])?")
@@ -62,7 +62,7 @@ def read_tenants(folder: str, operator: str) -> dict[str, Tenant]:
             token, _, limits = path.read_text().strip().partition("\n")
             token = token.strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError(
+            raise kind_of(error)(
                 f"The token of the tenant {path.name} cannot be read: {error}."
             ) from error
         if len(token) < LEAST_TOKEN:

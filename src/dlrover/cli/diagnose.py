@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from dlrover.errors import ConfigurationError, readable
+from dlrover.errors import ConfigurationError, kind_of, readable
 from dlrover.master import diagnosis_rules
 from dlrover.master.journal import history
 from dlrover.master.machine.diagnosis.diagnosis import root_cause
@@ -82,7 +82,7 @@ def of_job(job_dir: JobDir, own: tuple[Rule, ...]) -> tuple[LogVerdict, ...]:
         bodies = [event.body for event in history.read(job_dir.events)]
         config = decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig)
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigurationError(
+        raise kind_of(error)(
             f"--job-dir {job_dir.path} has no readable record of failures: {error}."
         ) from error
     table = diagnosis_rules.table(own or config.job.diagnosis_rules)

@@ -6,10 +6,13 @@ import contextlib
 import errno
 import fcntl
 import glob
+import io
+import logging
 import os
 import re
 import secrets
 import shutil
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,8 +21,9 @@ import msgspec
 
 from dlrover import config
 from dlrover._util import decoding, files
-from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError, kind_of
 from dlrover.rpc import wire
+from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import (
     OUTCOME_ROOM,
     ConfigHeader,
@@ -28,12 +32,14 @@ from dlrover.spec.jobdir import (
 )
 from dlrover.spec.words import did_you_mean
 
+logger = logging.getLogger(__name__)
+
 LAST = "last"
 """Name of the link to the job directory that was last made or used."""
 _START = r"-\d{8}-\d{6}-[0-9a-f]{4}"
 """End of a job directory's name: the start time and a random number."""
-_FAILURES = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ENODEV, errno.ENXIO}
-"""Errors of a volume that fails."""
+LOCK_RETRY = 1.0
+"""Seconds between attempts to lock a job directory that a process of another machine holds."""
 _LIMITS = {*files.NO_ROOM, errno.EROFS}
 """Errors of a volume that is full, or that has become read-only, as after an error of its disk."""
 
@@ -83,25 +89,25 @@ def _make(job_dir: JobDir) -> Path:
 
 
 @contextlib.contextmanager
-def locked(job_dir: JobDir, *, resume: bool = False) -> Iterator[None]:
+def locked(
+    job_dir: JobDir, *, resume: bool = False, patience: float = Limits().master_timeout
+) -> Iterator[None]:
     """Hold a job directory for one launcher.
 
     The files of an earlier run move into ``run-<n>`` unless ``resume`` is set: then only the outcome goes. Space for
     the next one is reserved now, because the disk may be full at the end.
 
+    If a process of another machine holds it, the lock is waited for, at most ``patience`` seconds: a file server keeps
+    that of a lost machine for some time.
+
     Raises:
-        ConfigurationError: another launcher holds it, it cannot be written to, or ``resume`` is set and another
-            version of DLRover began the job.
-        InfrastructureError: its volume fails.
+        ConfigurationError: another launcher of this machine holds it, it cannot be written to, or ``resume`` is set
+            and another version of DLRover began the job.
+        InfrastructureError: its volume fails, or a process of another machine holds it for longer than ``patience``.
     """
     outcomes = (job_dir.outcome, job_dir.left)
-    with job_dir.lock.open("r+b", buffering=0) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigurationError(
-                f"--job-dir {job_dir.path}: another dlrover-run uses it (process {file.read().decode().strip()})."
-            ) from error
+    with _opened(job_dir) as file:
+        _lock(job_dir, file, patience)
         try:
             if resume:
                 _check_format(job_dir)
@@ -112,7 +118,8 @@ def locked(job_dir: JobDir, *, resume: bool = False) -> Iterator[None]:
             for path in outcomes:
                 files.reserve(path, OUTCOME_ROOM)
             file.truncate(0)
-            file.write(str(os.getpid()).encode())
+            file.seek(0)
+            file.write(f"{os.getpid()} of {socket.gethostname()}".encode())
         except OSError as error:
             raise _unusable(job_dir, error) from error
         try:
@@ -122,10 +129,62 @@ def locked(job_dir: JobDir, *, resume: bool = False) -> Iterator[None]:
                 files.release(path)
 
 
+def _opened(job_dir: JobDir) -> io.FileIO:
+    try:
+        return job_dir.lock.open("r+b", buffering=0)
+    except OSError as error:
+        raise _unusable(job_dir, error) from error
+
+
+def _lock(job_dir: JobDir, file: io.FileIO, patience: float) -> None:
+    """Lock the file; wait for a lock that no process of this machine holds."""
+    until, waits = time.monotonic() + patience, False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            process = file.read().decode(errors="replace").strip()
+            if _is_held_here(file):
+                raise ConfigurationError(
+                    f"--job-dir {job_dir.path}: another dlrover-run uses it (process {process})."
+                ) from error
+            if time.monotonic() >= until:
+                raise InfrastructureError(
+                    f"--job-dir {job_dir.path}: a process of another machine or container (process {process}) has "
+                    f"held it for {patience:g} s; end that process, or give another directory."
+                ) from error
+            if not waits:
+                logger.warning(
+                    "--job-dir %s: a process of another machine or container (process %s) holds it; if that machine is "
+                    "lost, its file server frees it after a while. It is waited for, at most %g s.",
+                    job_dir.path,
+                    process,
+                    patience,
+                )
+            waits = True
+        except OSError as error:
+            raise _unusable(job_dir, error) from error
+        else:
+            return
+        time.sleep(LOCK_RETRY)  # noqa: TID251  # nothing announces that a server frees a lock
+
+
+def _is_held_here(file: io.FileIO) -> bool:
+    """Return whether a visible process of this machine holds the lock of a file (proc_locks(5))."""
+    number = os.fstat(
+        file.fileno()
+    ).st_ino  # not the device's, which is another one on some file systems
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/locks").read_text().splitlines()
+        return any(re.search(rf" FLOCK .*:{number} ", line) for line in lines)
+    return False
+
+
 def _unusable(job_dir: JobDir, error: OSError) -> DLRoverError:
     """Return the error of a directory that cannot be used: where a job has begun, it was the right one."""
-    failed = error.errno in _FAILURES or (error.errno in _LIMITS and _holds_job(job_dir))
-    kind = InfrastructureError if failed else ConfigurationError
+    limited = error.errno in _LIMITS and _holds_job(job_dir)
+    kind = InfrastructureError if limited else kind_of(error)
     return kind(
         f"--job-dir {job_dir.path} cannot be used: {error.strerror}; it takes a directory to write to."
     )
@@ -197,7 +256,12 @@ def write(job_dir: JobDir, path: Path, data: bytes) -> None:
 
 def kept_token(job_dir: JobDir) -> str:
     """Return the token in a job directory; empty if there is none."""
-    return job_dir.token.read_text().strip() if job_dir.token.exists() else ""
+    try:
+        return job_dir.token.read_text().strip()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise _unusable(job_dir, error) from error
 
 
 def shared_token(env: Mapping[str, str], run_id: str, host: str, port: int) -> str:

@@ -362,7 +362,8 @@ def _serve(
 ) -> int:
     """Prepare the job directory of a master, and ``run`` the master there; return its exit code."""
     directory = jobs.create(env, content.job.name, job_dir or env.get("DLROVER_JOB_DIR", ""))
-    with jobs.locked(directory, resume=True):
+    signal.signal(signal.SIGTERM, procs.leave)
+    with jobs.locked(directory, resume=True, patience=content.job.limits.master_timeout):
         jobs.write(directory, directory.job, msgspec.json.encode(content))
         token = jobs.given_token(env) or jobs.kept_token(directory) or secrets.token_hex(16)
         jobs.write_token(directory, token)
@@ -372,7 +373,6 @@ def _serve(
         else:
             print(f"The token is in {directory.token}; give it to the nodes as DLROVER_TOKEN.")
         sys.stdout.flush()
-        signal.signal(signal.SIGTERM, procs.leave)
         return run(directory)
 
 

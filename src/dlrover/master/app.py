@@ -232,7 +232,7 @@ def _brain(
     secret = f"{read_token(job_dir)} {job_dir.path}"
     try:
         brain = brainside.connect(settings.brain, settings.job, secret, tls, env)
-    except ConfigurationError:
+    except (ConfigurationError, InfrastructureError):
         if settings.job.auto_scale and not master.replayed:
             raise
         logger.exception("The job goes on without the Brain")

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from dlrover._util import decoding
-from dlrover.errors import ConfigurationError, readable
+from dlrover.errors import kind_of, readable
 from dlrover.spec.jobdir import JobDir, MasterConfig, decode
 from dlrover.spec.outcome import Outcome
 
@@ -17,11 +17,12 @@ def load_config(job_dir: JobDir) -> MasterConfig:
 
     Raises:
         ConfigurationError: it cannot be read, or another version of DLRover wrote it.
+        InfrastructureError: its volume fails.
     """
     try:
         return decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig)
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigurationError(f"{job_dir.job} cannot be read: {error}.") from error
+        raise kind_of(error)(f"{job_dir.job} cannot be read: {error}.") from error
 
 
 def read_token(job_dir: JobDir) -> str:
@@ -29,6 +30,7 @@ def read_token(job_dir: JobDir) -> str:
 
     Raises:
         ConfigurationError: it cannot be read.
+        InfrastructureError: its volume fails.
     """
     with readable(str(job_dir.token)):
         return job_dir.token.read_text().strip()

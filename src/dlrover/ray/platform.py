@@ -106,14 +106,15 @@ class RayPlatform:
     async def _watch(self, node_id: int, name: str, bundle: jobs.Resources) -> None:
         """Report what a node waits for, and its end."""
         actor = await asyncio.to_thread(cluster.actor, name)
+        removed = False
         if actor is None:
             reason = "it was no longer wanted" if name in self._unwanted else "its actor is gone"
         else:
             starting = asyncio.create_task(self._explain(node_id, name, actor, bundle))
-            reason = await _end(actor)
+            reason, removed = await _end(actor)
             starting.cancel()
         await asyncio.to_thread(_remove, name)
-        self._master.on_node_exit(node_id, reason)
+        self._master.on_node_exit(node_id, reason, removed=removed)
 
     async def _explain(self, node_id: int, name: str, actor: Any, bundle: jobs.Resources) -> None:
         """Say what a node waits for, as long as it does not run."""
@@ -132,15 +133,17 @@ class RayPlatform:
             self._master.on_node_wait(node_id, "")
 
 
-async def _end(actor: Any) -> str:
-    """Return how a node ended, once it has."""
+async def _end(actor: Any) -> tuple[str, bool]:
+    """Return how a node ended, once it has, and whether something else ended it, such as the end of its machine."""
     while True:
         try:
-            return str(await asyncio.wrap_future(actor.wait.remote().future()))
+            return str(await asyncio.wrap_future(actor.wait.remote().future())), False
         except ray.exceptions.ActorUnavailableError:
             await asyncio.sleep(RETRY_DELAY)
         except ray.exceptions.RayActorError as error:
-            return f"its actor died: {words.why_died(str(error))}"
+            removed = error.preempted or await asyncio.to_thread(cluster.removed, actor)
+            what = "its machine was preempted" if error.preempted else "its actor died"
+            return f"{what}: {words.why_died(str(error))}", removed
 
 
 def _create(name: str, bundle: jobs.Resources, node: LaunchNode, data: bytes) -> None:

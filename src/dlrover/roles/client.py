@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from dlrover._util import decoding
-from dlrover.errors import ConfigurationError
+from dlrover.errors import kind_of
 from dlrover.roles.coordinator.status import RolesStatus
 from dlrover.roles.coordinator.streaming import Events, EventsRequest
 from dlrover.roles.spec import RolesConfig
@@ -50,7 +50,7 @@ def connect(job_dir: JobDir) -> RolesClient:
         address = decoding.json(job_dir.master.read_bytes(), MasterAddress).address
         token = job_dir.token.read_text().strip()
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
-        raise ConfigurationError(
+        raise kind_of(error)(
             f"{job_dir.path} holds no address of its job's coordinator: {error}."
         ) from error
     return RolesClient(address, token, load_config(job_dir).tls)
@@ -65,4 +65,4 @@ def load_config(job_dir: JobDir) -> RolesConfig:
     try:
         return decoding.json(job_dir.roles.read_bytes(), RolesConfig)
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigurationError(f"{job_dir.roles} cannot be read: {error}.") from error
+        raise kind_of(error)(f"{job_dir.roles} cannot be read: {error}.") from error

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from dlrover import config, extras
-from dlrover.errors import ConfigurationError, DLRoverError
+from dlrover.errors import ConfigurationError, DLRoverError, kind_of
 from dlrover.roles.builder import Job
 from dlrover.roles.spec import EntryForm, RolesJob, RoleSpec, check
 from dlrover.spec.jobdir import TlsFiles
@@ -85,7 +85,7 @@ def _from_yaml(path: Path) -> RolesJob:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         words = " ".join(str(error).split())
-        raise ConfigurationError(f"{path} cannot be read: {words}.") from error
+        raise kind_of(error)(f"{path} cannot be read: {words}.") from error
     if not isinstance(content, dict) or not isinstance(content.get("roles"), dict):
         raise ConfigurationError(
             f"{path}: must have name and roles, a mapping from names to roles."

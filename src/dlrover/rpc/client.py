@@ -11,7 +11,7 @@ import grpc.aio
 import msgspec
 
 from dlrover._util import decoding
-from dlrover.errors import ConfigurationError
+from dlrover.errors import kind_of
 from dlrover.rpc import messages, wire
 from dlrover.rpc.batches import RequestBatcher
 from dlrover.rpc.connection import REQUEST_TIMEOUT, Connection
@@ -136,13 +136,14 @@ def connect(job_dir: JobDir, timeout: float = REQUEST_TIMEOUT) -> MasterClient:
 
     Raises:
         ConfigurationError: the directory does not contain the master's address.
+        InfrastructureError: its volume fails.
     """
     try:
         address = decoding.json(job_dir.master.read_bytes(), MasterAddress).address
         token = job_dir.token.read_text().strip()
         tls = decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig).tls
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
-        raise ConfigurationError(
+        raise kind_of(error)(
             f"{job_dir.path} holds no address of its job's master: {error}."
         ) from error
     return MasterClient(address, token, tls, timeout)

@@ -142,10 +142,8 @@ def channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials | None:
 
 
 def _read(field: str, path: str) -> bytes:
-    try:
+    with readable(f"{field}: {path}"):
         return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigurationError(f"{field}: {path} cannot be read: {error.strerror}.") from error
 
 
 _OPTIONS: tuple[tuple[str, int], ...] = (

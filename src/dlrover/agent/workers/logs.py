@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from dlrover._util import kernel
 from dlrover.agent.workers.copying import GrowingFile, LineFormatter, OutputCopier, Pump, Sink
 from dlrover.agent.workers.folding import FoldingFormatter, Tracebacks
-from dlrover.errors import ConfigurationError
+from dlrover.errors import kind_of
 from dlrover.spec.failure import TEXT_LIMIT
 from dlrover.spec.job import Std
 
@@ -201,13 +201,14 @@ class RunLogs:
 
         Raises:
             ConfigurationError: The directory cannot be created.
+            InfrastructureError: Its volume fails.
         """
         prefix = self._launch.run_id.replace(os.sep, "_") + "_"
         try:
             self._base.mkdir(parents=True, exist_ok=True)
             return Path(tempfile.mkdtemp(prefix=prefix, dir=self._base))
         except OSError as error:
-            raise ConfigurationError(
+            raise kind_of(error)(
                 f"The log directory {str(self._base)!r} cannot be used ({error.strerror}): "
                 "--log-dir takes a directory that this user may write to or create."
             ) from error

@@ -16,7 +16,7 @@ from pathlib import Path
 from dlrover._util import kernel, procs, start
 from dlrover.agent.workers.modules import ModuleList, content
 from dlrover.agent.workers.zygote import COMMAND_LINE_ROOM, StartOrder, frames, pack
-from dlrover.errors import ConfigurationError
+from dlrover.errors import DLRoverError
 from dlrover.spec.job import Entry, LaunchSpec
 from dlrover.training.worker.progress import BOARD_BYTES
 
@@ -262,7 +262,7 @@ class ZygotePool:
         try:
             path.write_bytes(listed)
             self._warm = self._start(str(path))
-        except (OSError, ConfigurationError) as error:  # it starts without them
+        except (OSError, DLRoverError) as error:  # it starts without them
             logger.warning("The spare cannot load what the program needs: %s", error)
 
     def warm_up(self, listed: Path, has_been: Callable[[], bool]) -> None:

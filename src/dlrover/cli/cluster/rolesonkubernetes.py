@@ -193,6 +193,7 @@ def coordinate(job: ElasticJob, env: Mapping[str, str], job_dir: str, port: int)
             " own; set spec.master.tls instead."
         )
     directory = jobs.create(env, job.name, job_dir or env.get("DLROVER_JOB_DIR", ""))
+    signal.signal(signal.SIGTERM, procs.leave)  # the next pod goes on with the job
     with jobs.locked(directory, resume=True):
         if not directory.journal.exists():
             asyncio.run(elasticrole.clear(job))
@@ -209,7 +210,6 @@ def coordinate(job: ElasticJob, env: Mapping[str, str], job_dir: str, port: int)
         jobs.write(directory, directory.roles, msgspec.json.encode(content))
         jobs.write_token(directory, jobs.given_token(env))
         print(f"dlrover: job {job.name} in {directory.path}", file=sys.stderr, flush=True)
-        signal.signal(signal.SIGTERM, procs.leave)  # the next pod goes on with the job
         supervisor = Supervisor(JobDir(directory.path), env, connect=client.connect)
         supervisor.add_coordinator()
         outcome = asyncio.run(supervisor.run([], 0.0))

@@ -14,7 +14,7 @@ import typer
 from dlrover import config, extras
 from dlrover.cli.cluster.kube import IMAGE, Kubeconfig, MasterImage, extra
 from dlrover.cli.output import Form, Output
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, kind_of
 
 Manifest = dict[str, Any]
 LATER = "(set in the cluster)"
@@ -120,7 +120,7 @@ def read(file: str) -> Manifest:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
         found = [document for document in yaml.safe_load_all(text) if document is not None]
     except OSError as error:
-        raise ConfigurationError(f"{file} cannot be read: {error.strerror}.") from error
+        raise kind_of(error)(f"{file} cannot be read: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigurationError(f"{file} is not valid YAML: {error}.") from error
     if len(found) != 1:

@@ -10,7 +10,7 @@ import os
 import subprocess
 from collections.abc import Callable, Mapping
 
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, kind_of
 from dlrover.training.worker.progress import MAX_SLOTS
 
 PROBE_TIMEOUT = 60.0
@@ -125,7 +125,7 @@ def _ask(word: str, python: str, environ: Mapping[str, str] | None, timeout: flo
             check=False,
         )
     except OSError as error:
-        raise ConfigurationError(
+        raise kind_of(error)(
             f"{_FLAG} {word}: cannot start {python} to count the devices ({error.strerror})."
         ) from error
     except subprocess.TimeoutExpired as error:

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from dlrover.agent.ports import PortReservation
 from dlrover.cli import jobs
 from dlrover.cli.run import arguments, nodes, onray, report
 from dlrover.cli.run.launchspec import Endpoint, RunOptions, parse_endpoint
-from dlrover.errors import ConfigurationError, DLRoverError
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError, kind_of
 from dlrover.master.compose import Request, master_config
 from dlrover.ray.machine.job import FILE, encode
 from dlrover.spec.job import LaunchSpec
@@ -94,7 +95,7 @@ def run(options: RunOptions, env: Mapping[str, str]) -> Outcome:
         options.launch.run_id if not options.standalone else "", options.launch.target
     )
     job_dir = jobs.create(env, name, options.job_dir)
-    with jobs.locked(job_dir):
+    with jobs.locked(job_dir, patience=settings.limits.master_timeout):
         plan = _Plan(options, settings, env, job_dir, name)
         if options.ray is not None:
             plan.run_on_ray(options.ray)
@@ -119,10 +120,18 @@ def _check_machine(launch: LaunchSpec) -> None:
     try:
         os.close(kernel.memfd_create("dlrover"))
     except OSError as error:
-        raise ConfigurationError(
+        raise kind_of(error)(
             f"The system call memfd_create is refused ({error.strerror}): agent and workers share memory by it; "
             "allow it in the sandbox or container that dlrover-run runs in."
         ) from error
+    try:
+        (thread := threading.Thread(target=bool)).start()
+    except RuntimeError as error:  # in the master, gRPC would crash
+        raise InfrastructureError(
+            f"No thread can be started here ({error}): raise the limit of processes, which dlrover doctor shows, or let "
+            "the sandbox or container answer ENOSYS to clone3, as Docker does from 20.10.10 on."
+        ) from error
+    thread.join()
     if launch.python and shutil.which(launch.python) is None:
         raise ConfigurationError(
             f"PYTHON_EXEC={launch.python}: must be an interpreter that this user may run."
@@ -132,7 +141,7 @@ def _check_machine(launch: LaunchSpec) -> None:
     try:
         Path(launch.log_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigurationError(
+        raise kind_of(error)(
             f"--log-dir {launch.log_dir} cannot be used: {error.strerror}; it takes a directory to "
             "write to."
         ) from error

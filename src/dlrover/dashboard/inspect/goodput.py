@@ -18,7 +18,7 @@ from dlrover.dashboard.inspect.plans import PlanHistory, records
 from dlrover.dashboard.inspect.queries import ask
 from dlrover.dashboard.inspect.timeline import Timeline
 from dlrover.data.machine.queue import ShardQueue
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError, kind_of
 from dlrover.master.files import load_config
 from dlrover.master.journal.journal import open_journal
 from dlrover.master.machine import inputs
@@ -238,6 +238,6 @@ def write(option: str, path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigurationError(
+        raise kind_of(error)(
             f"{option} {path} cannot be written: {error.strerror}; it takes the name of a file."
         ) from error

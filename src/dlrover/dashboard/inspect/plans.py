@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from dlrover.errors import ConfigurationError
+from dlrover.errors import kind_of
 from dlrover.master.journal import history
 from dlrover.spec import events
 from dlrover.spec.jobdir import JobDir, MasterConfig, decode
@@ -85,7 +85,7 @@ def plans(job_dir: JobDir) -> Plans:
         happened = history.read(job_dir.events)
         job = decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig).job
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigurationError(
+        raise kind_of(error)(
             f"--job-dir {job_dir.path} has no readable record of plans: {error}."
         ) from error
     settled, ended = None, ""

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from dlrover import config
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError, kind_of
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Directory in a pod with the service account's token, the server's CA certificate and the namespace."""
@@ -148,7 +148,7 @@ def _in_cluster(env: Mapping[str, str]) -> Access:
         tls = _trusting((folder / "ca.crt").read_text())
         namespace = (folder / "namespace").read_text().strip()
     except (OSError, ssl.SSLError) as error:
-        raise ConfigurationError(
+        raise kind_of(error)(
             f"{folder} has no service account: {error}; the pod needs automountServiceAccountToken."
         ) from error
     return Access(f"https://{host}:{port}", namespace, tls, FileToken(folder / "token"))
@@ -164,7 +164,7 @@ def _from_kubeconfig(path: Path) -> Access:
         _refuse_unsupported(cluster, user)
         tls = _tls(cluster, user, path.parent)
     except OSError as error:
-        raise ConfigurationError(
+        raise kind_of(error)(
             f"The kubeconfig {path} cannot be read: {error.strerror}; --kubeconfig or KUBECONFIG "
             "names another one."
         ) from error

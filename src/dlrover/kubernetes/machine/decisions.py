@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -23,6 +23,8 @@ class Observed:
     service: Manifest | None = None
     rivals: Sequence[Claim] = ()
     """Claims of other jobs that may yield, as this one may."""
+    noticed: Mapping[str, str] = field(default_factory=dict)
+    """By the uid of a pod, why its machine cannot prepare it."""
     parent: Manifest | None = None
     """The job of several roles to which this job belongs, if there is one."""
 

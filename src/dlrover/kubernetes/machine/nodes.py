@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -269,6 +269,6 @@ def impossible(obj: Manifest) -> str:
     return ""
 
 
-def waiting(obj: Manifest) -> str:
-    """Return why a pod does not run yet; empty if it runs or the reason is unknown."""
-    return pods.obstacle([obj]).rstrip(".")
+def waiting(obj: Manifest, noticed: Mapping[str, str]) -> str:
+    """Return why a pod does not run yet, as for `pods.obstacle`; empty if it runs or the reason is unknown."""
+    return pods.obstacle([obj], noticed).rstrip(".")

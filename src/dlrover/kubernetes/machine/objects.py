@@ -125,7 +125,7 @@ def role_rules(job: str) -> list[Manifest]:
         _rule(names.GROUP, ["elasticjobs/status", "elasticjobs/scale"], ["patch"], job),
         _rule(names.GROUP, ["scaleplans"], ["get", "list", "watch", "create"]),
         _rule(names.GROUP, ["scaleplans/status"], ["patch"]),
-        _rule("", ["events"], ["get", "create", "patch"]),
+        _rule("", ["events"], ["get", "list", "create", "patch"]),
     ]
 
 
@@ -142,7 +142,7 @@ def operator_rules() -> list[Manifest]:
         _rule("", ["serviceaccounts", "secrets"], ["create"]),
         _rule(rbac, ["roles"], ["create", "patch"]),
         _rule(rbac, ["rolebindings"], ["create"]),
-        _rule("", ["events"], ["get", "create", "patch"]),
+        _rule("", ["events"], ["get", "list", "create", "patch"]),
         _rule(podgroups.VOLCANO, ["podgroups"], ["create"]),
         _rule(podgroups.COSCHEDULING, ["podgroups"], ["create"]),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dlrover.errors import ExitCode
@@ -20,6 +20,10 @@ _DECISIVE = {
 _NO_PROGRAM = ("ContainerCannotRun", "StartError")
 _STUCK = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError",
           "CreateContainerError", "ErrImageNeverPull", "RunContainerError", "CrashLoopBackOff")  # fmt: skip
+_BEFORE_START = ("FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox")
+"""Reasons of Events about a pod that has its machine and does not start there, which its status does not have."""
+_TIMED_OUT = "Unable to attach or mount volumes"
+"""What an Event says some minutes after those that say why."""
 
 QUICK = 60.0
 """Seconds below which a pod's life counts as short; repeated short lives delay the next pod ever longer."""
@@ -84,8 +88,26 @@ def leaving(pod: Manifest) -> bool:
     return bool(pod["metadata"].get("deletionTimestamp"))
 
 
+def held(pod: Manifest) -> str:
+    """Return which finalizers keep a pod that has nothing else to wait for; empty if none do."""
+    metadata = pod["metadata"]
+    if not leaving(pod) or metadata.get("deletionGracePeriodSeconds") != 0:
+        return ""
+    found = ", ".join(metadata.get("finalizers") or ())
+    return (
+        f"Pod {name(pod)} is deleted but for its finalizers, which their controllers have to remove: {found}."
+        if found
+        else ""
+    )
+
+
 def force_after(pod: Manifest, now: float, after: float = FORCE_AFTER) -> float:
-    """Return the seconds until a leaving pod is deleted by force, ``after`` seconds beyond its grace period."""
+    """Return the seconds until a leaving pod is deleted by force, ``after`` seconds beyond its grace period.
+
+    Force does not help against finalizers: for a pod that only they keep, the time does not pass.
+    """
+    if held(pod):
+        return after
     due = times.read(pod["metadata"].get("deletionTimestamp") or "")
     return (now if due is None else due) + after - now
 
@@ -233,11 +255,16 @@ def count(pods: Iterable[Manifest]) -> dict[str, ReplicaStatus]:
     return {key: ReplicaStatus(**value) for key, value in sorted(counted.items())}
 
 
-def obstacle(pods: Sequence[Manifest]) -> str:
-    """Return why the first waiting pod with a known reason does not start; empty if there is none."""
+def obstacle(pods: Sequence[Manifest], noticed: Mapping[str, str]) -> str:
+    """Return why the first waiting pod with a known reason does not start; empty if there is none.
+
+    ``noticed``: by the uid of a pod, what `notices` found.
+    """
     for pod in sorted(pods, key=name):
         if phase(pod) == "Pending" and not leaving(pod):
             why = _obstacle(pod)
+            if not why and is_preparing(pod):
+                why = _sentence(noticed.get(pod["metadata"]["uid"], ""))
             if why:
                 return f"Pod {name(pod)} waits: {why}"
     return ""
@@ -252,6 +279,32 @@ def _obstacle(pod: Manifest) -> str:
             detail = str(waiting.get("message") or "")
             return _sentence(": ".join(filter(None, (str(waiting["reason"]), detail))))
     return ""
+
+
+def is_preparing(pod: Manifest) -> bool:
+    """Return whether its machine prepares it, for instance mounts its volumes, and its status has no reason for waiting."""
+    if phase(pod) != "Pending" or leaving(pod) or _obstacle(pod):
+        return False
+    kinds, among = ("running", "terminated"), ("initContainerStatuses", "containerStatuses")
+    began = any(True for kind in kinds for one in among for _ in states(pod, kind, one))
+    return not began and condition(pod, "PodScheduled").get("status") == "True"
+
+
+def notices(events: Iterable[Manifest]) -> dict[str, str]:
+    """Return, by the uid of a pod, why its machine cannot prepare it, as its last Events say."""
+    found: dict[str, str] = {}
+    for event in sorted(events, key=_last_time):
+        uid = str(event["involvedObject"].get("uid", ""))
+        reason, message = str(event.get("reason")), " ".join(str(event.get("message")).split())
+        if reason not in _BEFORE_START:
+            found.pop(uid, None)  # as "Pulling", which follows
+        elif uid not in found or not message.startswith(_TIMED_OUT):
+            found[uid] = f"{reason}: {message}"
+    return found
+
+
+def _last_time(event: Manifest) -> str:
+    return str(event.get("lastTimestamp") or event.get("eventTime") or "")
 
 
 def _sentence(text: str) -> str:

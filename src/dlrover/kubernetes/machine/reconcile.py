@@ -39,6 +39,8 @@ QUICK_ENDS = 5
 """Consecutive short-lived masters after which another infrastructure failure of one fails the job."""
 FOREIGN_CHECK = 5.0
 """Seconds before checking again whether another owner's pod has gone."""
+NOTICE_CHECK = 15.0
+"""Seconds between two looks at the Events of pods that their machines prepare."""
 _NOT_READY = "MasterNotReady"
 
 
@@ -160,6 +162,7 @@ def _restarting(
     **fields: Any,
 ) -> Decision:
     """Wait for the master's next start."""
+    why = " ".join(filter(None, (why, view.held([view.master]) if view.master else "")))
     changed = [view.condition("MasterReady", False, "Lost", why)]
     return view.decision("Restarting", why, delete=delete, again=again, changed=changed, **fields)
 
@@ -173,8 +176,9 @@ def _name_taken(view: View, foreign: Manifest) -> Decision:
     elif earlier and view.force_after(foreign) <= 0:
         delete = (deletion(foreign, grace=0),)
     message = f"Pod {pods.name(foreign)} does not belong to this job and must be deleted first."
-    if message != view.old.message and not delete:
+    if not (view.old.message.startswith(message) or delete):
         view.report("NameTaken", message, warning=True)
+    message = " ".join(filter(None, (message, view.held([foreign]))))
     return view.decision("Pending", message, delete=delete, again=FOREIGN_CHECK)
 
 
@@ -241,7 +245,8 @@ def _lived(view: View) -> float:
 def _runs(view: View, master: Manifest) -> Decision:
     """Report the state of a job whose master lives; yield if another job waits ahead of it."""
     ready, job = pods.ready(master), view.job
-    why = pods.obstacle([master, *view.others]) or view.old.training.waits
+    own = [master, *view.others]
+    why = pods.obstacle(own, view.seen.noticed) or view.old.training.waits
     remembered = _remembered(view, master)
     silent = "" if ready or remembered else _silent(view, master)
     phase, message = "Pending", "The workers are starting." if ready else "The master is starting."
@@ -259,12 +264,13 @@ def _runs(view: View, master: Manifest) -> Decision:
         if silent
         else view.condition("MasterReady", ready, "Ready" if ready else "Starting"),
     ]
-    again: float | None = None
+    again = NOTICE_CHECK if any(map(pods.is_preparing, own)) else None
     if view.yields_after is not None and not view.is_true("Placed"):
         if yielding.is_placed(view.job, view.others):
             changed.append(view.condition("Placed", True, "Placed"))
         else:
-            again = _patience(view, view.yields_after)
+            patience = _patience(view, view.yields_after)
+            again = patience if again is None else min(again, patience)
             if again == 0.0:
                 return removal.yields(view, view.yields_after)
     if remembered:  # the server accepted it, but the response was lost

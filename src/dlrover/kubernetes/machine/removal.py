@@ -10,7 +10,7 @@ from dlrover.kubernetes.machine import pods, yielding
 from dlrover.kubernetes.machine.decisions import Decision, Deletion, JobNotice
 from dlrover.kubernetes.machine.view import View, deletion
 from dlrover.kubernetes.resources import commands, times
-from dlrover.kubernetes.resources.types import Condition
+from dlrover.kubernetes.resources.types import Condition, Manifest
 
 TOO_LATE = "DeadlineExceeded"
 """Failure reason of a job that exceeded its active deadline."""
@@ -96,6 +96,8 @@ def suspended(view: View) -> Decision:
     message = ending if left else "The job is suspended and has no pods."
     if view.old.phase != "Suspended":
         view.report("Suspended", "spec.suspend is true: the job's pods are removed.")
+    held = view.held(_going(view))
+    message = " ".join(filter(None, (message, held)))
     changed = [
         view.condition("Suspended", not left, "Ending" if left else "Suspended", message),
         view.condition("MasterReady", False, "Suspended"),
@@ -131,8 +133,13 @@ def stays_away(view: View) -> Decision:
 
 
 def _yielded(view: View, message: str, again: float | None, **fields: Any) -> Decision:
-    changed = [view.condition("MasterReady", False, "Yielded")]
+    changed = [view.condition("MasterReady", False, "Yielded", view.held(_going(view)))]
     return _without_pods(view, "Yielded", message, changed, again, **fields)
+
+
+def _going(view: View) -> Sequence[Manifest]:
+    """Return the pods to remove next: the master first, because it would replace its workers."""
+    return [view.master] if view.master is not None else view.others
 
 
 def _without_pods(
@@ -143,12 +150,9 @@ def _without_pods(
     again: float | None = None,
     **fields: Any,
 ) -> Decision:
-    """Remove the job's pods, the master first: it would replace its workers.
-
-    The record of their spec is kept until none is left.
-    """
+    """Remove the job's pods. The record of their spec is kept until none is left."""
     left = view.others or view.master is not None
-    going = [view.master] if view.master is not None else view.others
+    going = _going(view)
     running = [pod for pod in going if not pods.ended(pod)]
     again = min(map(view.force_after, running), default=again)
     forced = view.forced() if view.master is not None else view.forced_nodes()

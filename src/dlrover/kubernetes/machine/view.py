@@ -99,6 +99,14 @@ class View:
             self.report("PodForced", message, warning=True)
         return tuple(deletion(pod, grace=0) for pod in overdue)
 
+    def held(self, among: Sequence[Manifest]) -> str:
+        """Return which finalizers keep the first of these pods that only they keep, and report it once; else empty."""
+        held = next(filter(None, map(pods.held, among)), "")
+        said = [self.old.message, *(c.message for c in self.old.conditions)]
+        if held and not any(held in one for one in said):
+            self.report("PodHeld", held, warning=True)
+        return held
+
     def report_manifest(self) -> None:
         """Report what is new about the manifest."""
         fault, unapplied = self.running.fault, self.running.unapplied

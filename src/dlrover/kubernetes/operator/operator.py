@@ -13,6 +13,7 @@ from dlrover._util import backoff, tasks
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api.client import ELASTIC_JOBS, PODS, SERVICES, Client, Resource
 from dlrover.kubernetes.api.informer import Informer
+from dlrover.kubernetes.api.notices import Notices
 from dlrover.kubernetes.machine import objects
 from dlrover.kubernetes.machine.decisions import Observed
 from dlrover.kubernetes.machine.reconcile import reconcile
@@ -102,6 +103,7 @@ class Operator:
         """Of jobs whose last attempt failed."""
         self._written: dict[str, int] = {}
         self._claims: dict[str, Claim] = {}
+        self._notices: dict[str, Notices] = {}
         self._informers = [self._jobs, self._pods.informer, self._services.informer]
 
     @property
@@ -204,6 +206,7 @@ class Operator:
         if job is None:
             self._written.pop(key, None)
             self._claims.pop(key, None)
+            self._notices.pop(key, None)
             return None
         if _version(job) < self._written.get(key, 0):
             return FOUND_AGAIN  # the cache is older than our own last write
@@ -242,7 +245,10 @@ class Operator:
         parent = (
             self._manifest(f"{job['metadata']['namespace']}/{above['name']}") if above else None
         )
-        seen = Observed(job, pods, services[0] if services else None, rivals, parent)
+        notices = self._notices.setdefault(key, Notices(self._client, job["metadata"]["namespace"]))
+        await notices.update(pods)
+        service = services[0] if services else None
+        seen = Observed(job, pods, service, rivals, notices.known, parent)
         decision = reconcile(
             seen, self._client.server_time(), self._master_image, secrets.token_hex(16)
         )

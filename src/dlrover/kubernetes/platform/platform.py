@@ -24,6 +24,7 @@ from dlrover.kubernetes.api.client import (
     Patience,
 )
 from dlrover.kubernetes.api.informer import Informer
+from dlrover.kubernetes.api.notices import Notices
 from dlrover.kubernetes.machine import nodes, pods
 from dlrover.kubernetes.platform import job as jobs
 from dlrover.kubernetes.platform.reporting import Reporter
@@ -97,6 +98,7 @@ class KubernetesPlatform:
         self._deletions: set[asyncio.Task[None]] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._reporter: Reporter | None = None
+        self._notices = Notices(client, self._namespace)
         labels = f"{names.JOB_LABEL}={job.name},{nodes.NODE_LABEL}"
         self._informer = Informer(client, PODS, self._namespace, labels, self._changed)
 
@@ -293,6 +295,8 @@ class KubernetesPlatform:
                 pod = await self._pod(name)
                 if pod is None or pods.ended(pod) or (pods.leaving(pod) and grace):
                     return
+                if pods.held(pod):
+                    return
                 uid = pod["metadata"]["uid"]
                 if only not in ("", uid):
                     return
@@ -348,7 +352,7 @@ class KubernetesPlatform:
         elif impossible:
             self._report(watched, impossible, refused=True)
         else:
-            self._report_wait(watched, nodes.waiting(pod))
+            self._report_wait(watched, nodes.waiting(pod, self._notices.known))
 
     def _report(
         self,
@@ -407,6 +411,7 @@ class KubernetesPlatform:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL)
             await self._sweep()
+            await self._take_notice()
 
     async def _sweep(self) -> None:
         """Handle pods that the informer never showed and those whose deletion does not end."""
@@ -421,6 +426,16 @@ class KubernetesPlatform:
                 await self._look_for(name, watched)
             elif there and watched.leaving_until is not None and now > watched.leaving_until:
                 tasks.start(self._delete(name, grace=0), self._deletions)
+
+    async def _take_notice(self) -> None:
+        """Report why machines cannot prepare pods, which their status does not say."""
+        cache = self._informer.cache
+        await self._notices.update(
+            cache[key] for name in self._watched if (key := self._key(name)) in cache
+        )
+        for key in map(self._key, list(self._watched)):
+            if key in cache and pods.is_preparing(cache[key]):
+                self._changed(key)
 
     async def _look_for(self, name: str, watched: _Watched) -> None:
         with contextlib.suppress(InfrastructureError):

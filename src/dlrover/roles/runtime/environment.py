@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrover import config, launched
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, readable
 from dlrover.roles.messages import MemberPlace
 from dlrover.spec.jobdir import JobDir, TlsFiles
 
@@ -72,10 +72,8 @@ def credentials(found: config.RolePlace) -> tuple[str, JobDir | None]:
     if found.token:
         return found.token, None
     path = Path(found.token_file or "DLROVER_ROLES_TOKEN_FILE")
-    try:
+    with readable(str(path)):
         return path.read_text().strip(), JobDir(path.parent)
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def place(found: config.RolePlace) -> MemberPlace:
