@@ -392,7 +392,8 @@ class KubernetesPlatform:
         if reason != watched.waits and not watched.reported:
             watched.waits = reason
             self._on_wait(watched.node_id, reason)
-            self._wake_reporter()
+            if watched.created is None:
+                self._wake_reporter()
 
     def _wake_reporter(self) -> None:
         if self._reporter is not None:
