@@ -99,14 +99,11 @@ _given: dict[str, str] | None = None
 
 
 def environ() -> dict[str, str]:
-    """Return a copy of the environment without grpc's additions; workers get this copy.
-
-    It lacks PYTHONINSPECT, by which a program without a terminal would end with exit code 1 instead of its own.
-    """
-    own = {key: value for key, value in os.environ.items() if key != "PYTHONINSPECT"}
+    """Return a copy of the environment without grpc's additions; workers get this copy."""
     if _given is None:
-        return own
-    return {key: value for key, value in own.items() if not key.startswith(_GRPC)} | _given
+        return dict(os.environ)
+    own = {key: value for key, value in os.environ.items() if not key.startswith(_GRPC)}
+    return own | _given
 
 
 def prepare_for_grpc() -> None:

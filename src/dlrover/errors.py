@@ -162,7 +162,7 @@ FAILURES = frozenset(
             errno.ECONNREFUSED,
         ),
         *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
-        *(errno.ENOMEM, errno.ENOBUFS, errno.EMFILE, errno.ENFILE, errno.ENOLCK),
+        *(errno.ENOMEM, errno.ENOBUFS, errno.EMFILE, errno.ENFILE, errno.ENOLCK, errno.EAGAIN),
     }
 )
 """Errors of a volume, network or limit that fails, whichever file is used."""

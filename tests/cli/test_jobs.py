@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import socket
 import sqlite3
@@ -21,7 +22,13 @@ import pytest
 from dlrover import config
 from dlrover.cli import jobs
 from dlrover.dashboard.inspect import queries
-from dlrover.errors import ConfigurationError, ExitCode, FormatError, InfrastructureError
+from dlrover.errors import (
+    ConfigurationError,
+    ExitCode,
+    FormatError,
+    InfrastructureError,
+    kind_of,
+)
 from dlrover.master.files import load_config, read_outcome, read_token
 from dlrover.roles import client as roles
 from dlrover.rpc import wire
@@ -418,6 +425,29 @@ def test_a_volume_that_fails_is_no_mistake_of_the_user(tmp_path: Path, missing: 
     if not missing:
         with pytest.raises(InfrastructureError, match="cannot be used: Input/output error"):
             jobs.kept_token(job)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EAGAIN])
+def test_failures_and_limits_of_a_machine_are_no_mistakes(number: int) -> None:
+    """EAGAIN is what a fork answers at the limit of processes."""
+    assert kind_of(OSError(number, "")) is InfrastructureError
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG])
+def test_a_wrong_path_is_a_mistake(number: int) -> None:
+    assert kind_of(OSError(number, "")) is ConfigurationError
+
+
+def test_a_volume_that_fails_while_another_process_holds_the_directory(tmp_path: Path) -> None:
+    job = JobDir(tmp_path)
+    job.lock.symlink_to(FAILS)
+    with job.lock.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with (
+            pytest.raises(InfrastructureError, match="cannot be used: Input/output error"),
+            jobs.locked(job),
+        ):
+            pass
 
 
 @pytest.mark.slow

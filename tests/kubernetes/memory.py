@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -178,7 +179,11 @@ def _chosen(obj: Manifest, labels: str, fields: str) -> bool:
         key, equals, value = label.partition("=")
         if key not in given or (equals and given[key] != value):
             return False
-    return not fields or fields == f"metadata.name={metadata['name']}"
+    for field in filter(None, fields.split(",")):
+        path, _, value = field.partition("=")
+        if functools.reduce(lambda at, key: at[key], path.split("."), obj) != value:
+            return False
+    return True
 
 
 async def until(condition: Callable[[], Any]) -> None:

@@ -17,6 +17,7 @@ import pytest
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.kubernetes.api import access, client as api, depth
 from dlrover.kubernetes.api.client import PODS, ApiError, Client
+from dlrover.kubernetes.operator import certificates
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.manifests import CONFIG_MAPS
 
@@ -356,6 +357,18 @@ def test_a_credential_plugin_that_gives_no_token_is_named(tmp_path: Path, answer
     found = access.find_access(write(tmp_path / "config", user={"exec": plugin}))
     with pytest.raises(InfrastructureError, match="the credential plugin echo gave no token"):
         found.token.renew()
+
+
+@pytest.mark.slow
+def test_a_key_of_another_certificate_is_a_mistake(tmp_path: Path) -> None:
+    """OpenSSL's number of this error is that of a stale file handle."""
+    pairs = [certificates.make([name]) for name in ("a", "b")]
+    user = {
+        f"client-{name}-data": base64.b64encode(pair[f"tls.{end}"].encode()).decode()
+        for name, end, pair in zip(("certificate", "key"), ("crt", "key"), pairs, strict=True)
+    }
+    with pytest.raises(ConfigurationError, match=r"cannot be used: .*key values mismatch"):
+        access.find_access(write(tmp_path / "config", user=user))
 
 
 def test_a_kubeconfig_that_is_not_there_gets_a_sentence(tmp_path: Path) -> None:

@@ -127,6 +127,10 @@ LATE = "Unable to attach or mount volumes: unmounted volumes=[data], unattached 
             [("FailedMount", WHY, "1"), ("FailedAttachVolume", "x  y", "2")],
             "FailedAttachVolume: x y",
         ),
+        (
+            [("FailedCreatePodSandBox", f'the network of sandbox "{"0a" * 32}"', "1")],
+            'FailedCreatePodSandBox: the network of sandbox "…"',
+        ),
         ([("FailedMount", WHY, "1"), ("Pulling", "", "2")], None),
         ([("Pulling", "", "2"), ("Scheduled", "", "0"), ("FailedMount", WHY, "1")], None),
     ],

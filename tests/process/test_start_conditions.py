@@ -151,24 +151,6 @@ def test_warnings_that_are_errors_say_nothing(run) -> None:
     assert not launch.stderr
 
 
-@pytest.mark.parametrize("code", [0, 7])
-def test_exit_codes_are_the_same_if_python_is_to_be_interactive_at_the_end(run, code: int) -> None:
-    """As dlrover-run and workers leave by sys.exit."""
-    (program := run.directory / "ends.py").write_text(f"import sys\nsys.exit({code})\n")
-    entry = "import sys; from dlrover.cli import launcher; sys.exit(launcher())"
-    done = subprocess.run(
-        [sys.executable, "-c", entry, program],
-        env={**run.env, "PYTHONINSPECT": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == min(code, 1)
-    assert f"exit code {code}" in done.stderr or not done.stderr
-    assert "SystemExit: 0" not in done.stderr
-
-
 NO_THREADS = """
 import ctypes, os, sys
 SECCOMP, NO_NEW_PRIVILEGES, FILTER, CLONE3, EPERM = 22, 38, 2, 435, 1

@@ -201,7 +201,9 @@ def test_rays_reason_is_one_line_without_ids() -> None:
     assert words.why_died(message) == (
         "The actor died because its node has died. Node Id: ab the actor's node was terminated: health check failed"
     )
+    assert words.is_removal(words.why_died(message))
     assert words.why_died("") == "Ray gives no reason"
+    assert not words.is_removal("Ray gives no reason")
 
 
 def test_another_version_is_one_sentence() -> None:

@@ -107,8 +107,8 @@ def locked(
     """
     outcomes = (job_dir.outcome, job_dir.left)
     with _opened(job_dir) as file:
-        _lock(job_dir, file, patience)
         try:
+            _lock(job_dir, file, patience)
             if resume:
                 _check_format(job_dir)
                 # It may be of a master that could not begin; if the job has ended, its journal says so.
@@ -163,8 +163,6 @@ def _lock(job_dir: JobDir, file: io.FileIO, patience: float) -> None:
                     patience,
                 )
             waits = True
-        except OSError as error:
-            raise _unusable(job_dir, error) from error
         else:
             return
         time.sleep(LOCK_RETRY)  # noqa: TID251  # nothing announces that a server frees a lock

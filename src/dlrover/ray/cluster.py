@@ -149,18 +149,6 @@ def actor(name: str) -> Any:
         return None
 
 
-def removed(found: Any) -> bool:
-    """Return whether a dead actor was killed by name, or died with its machine."""
-    from ray._private.state import state  # noqa: PLC0415
-    from ray.core.generated.common_pb2 import ActorDiedErrorContext as Death  # noqa: PLC0415
-
-    known = state.actor_table(found._actor_id.hex()).get("DeathCause")  # noqa: SLF001
-    return known is not None and known.actor_died_error_context.reason in (
-        Death.NODE_DIED,
-        Death.RAY_KILL,
-    )
-
-
 def names() -> list[str]:
     """Return the names of all actors of DLRover that are alive, starting or waiting."""
     import ray  # noqa: PLC0415

@@ -141,9 +141,9 @@ async def _end(actor: Any) -> tuple[str, bool]:
         except ray.exceptions.ActorUnavailableError:
             await asyncio.sleep(RETRY_DELAY)
         except ray.exceptions.RayActorError as error:
-            removed = error.preempted or await asyncio.to_thread(cluster.removed, actor)
             what = "its machine was preempted" if error.preempted else "its actor died"
-            return f"{what}: {words.why_died(str(error))}", removed
+            why = words.why_died(str(error))
+            return f"{what}: {why}", error.preempted or words.is_removal(why)
 
 
 def _create(name: str, bundle: jobs.Resources, node: LaunchNode, data: bytes) -> None:

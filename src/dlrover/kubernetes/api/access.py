@@ -163,14 +163,16 @@ def _from_kubeconfig(path: Path) -> Access:
         server = cluster["server"]
         _refuse_unsupported(cluster, user)
         tls = _tls(cluster, user, path.parent)
+    except (  # the first one is an OSError with numbers of its own
+        *(ssl.SSLError, yaml.YAMLError, KeyError, AttributeError, TypeError, ValueError),
+    ) as error:
+        raise ConfigurationError(
+            f"The kubeconfig {path} cannot be used: {_said(error)}."
+        ) from error
     except OSError as error:
         raise kind_of(error)(
             f"The kubeconfig {path} cannot be read: {error.strerror}; --kubeconfig or KUBECONFIG "
             "names another one."
-        ) from error
-    except (yaml.YAMLError, KeyError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"The kubeconfig {path} cannot be used: {_said(error)}."
         ) from error
     return Access(server, context.get("namespace") or "default", tls, _token(user, path))
 

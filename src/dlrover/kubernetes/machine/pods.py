@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ _BEFORE_START = ("FailedMount", "FailedAttachVolume", "FailedMapVolume", "Failed
 """Reasons of Events about a pod that has its machine and does not start there, which its status does not have."""
 _TIMED_OUT = "Unable to attach or mount volumes"
 """What an Event says some minutes after those that say why."""
+_SANDBOX = re.compile(r"\b[0-9a-f]{64}\b")
+"""The id of a sandbox, which is another one at each attempt."""
 
 QUICK = 60.0
 """Seconds below which a pod's life counts as short; repeated short lives delay the next pod ever longer."""
@@ -295,7 +298,8 @@ def notices(events: Iterable[Manifest]) -> dict[str, str]:
     found: dict[str, str] = {}
     for event in sorted(events, key=_last_time):
         uid = str(event["involvedObject"].get("uid", ""))
-        reason, message = str(event.get("reason")), " ".join(str(event.get("message")).split())
+        reason = str(event.get("reason"))
+        message = _SANDBOX.sub("…", " ".join(str(event.get("message")).split()))
         if reason not in _BEFORE_START:
             found.pop(uid, None)  # as "Pulling", which follows
         elif uid not in found or not message.startswith(_TIMED_OUT):

@@ -16,6 +16,7 @@ from dlrover.kubernetes.api.informer import Informer
 from dlrover.kubernetes.api.notices import Notices
 from dlrover.kubernetes.machine import objects
 from dlrover.kubernetes.machine.decisions import Observed
+from dlrover.kubernetes.machine.pods import is_preparing
 from dlrover.kubernetes.machine.reconcile import reconcile
 from dlrover.kubernetes.machine.yielding import Claim
 from dlrover.kubernetes.operator import apply
@@ -104,6 +105,8 @@ class Operator:
         self._written: dict[str, int] = {}
         self._claims: dict[str, Claim] = {}
         self._notices: dict[str, Notices] = {}
+        """By namespace."""
+        self._background: set[asyncio.Task[None]] = set()
         self._informers = [self._jobs, self._pods.informer, self._services.informer]
 
     @property
@@ -159,7 +162,7 @@ class Operator:
             await asyncio.gather(*running)
         finally:
             self._queue.close()
-            await tasks.stop(running)
+            await tasks.stop([*running, *self._background])
 
     def _manifest(self, key: str) -> Manifest | None:
         return self._jobs.cache.get(key)
@@ -206,7 +209,6 @@ class Operator:
         if job is None:
             self._written.pop(key, None)
             self._claims.pop(key, None)
-            self._notices.pop(key, None)
             return None
         if _version(job) < self._written.get(key, 0):
             return FOUND_AGAIN  # the cache is older than our own last write
@@ -245,10 +247,9 @@ class Operator:
         parent = (
             self._manifest(f"{job['metadata']['namespace']}/{above['name']}") if above else None
         )
-        notices = self._notices.setdefault(key, Notices(self._client, job["metadata"]["namespace"]))
-        await notices.update(pods)
         service = services[0] if services else None
-        seen = Observed(job, pods, service, rivals, notices.known, parent)
+        noticed = self._noticed(job["metadata"]["namespace"], pods)
+        seen = Observed(job, pods, service, rivals, noticed, parent)
         decision = reconcile(
             seen, self._client.server_time(), self._master_image, secrets.token_hex(16)
         )
@@ -258,6 +259,15 @@ class Operator:
             self._claims[key] = decision.claim
         result = await apply.carry_out(self._client, job, decision)
         return result, decision.again
+
+    def _noticed(self, namespace: str, pods: list[Manifest]) -> Mapping[str, str]:
+        """Return what is known of pods that their machines cannot prepare; look again if there may be some."""
+        notices = self._notices.get(namespace)
+        if any(map(is_preparing, pods)):
+            notices = notices or Notices(self._client, namespace, self._background)
+            self._notices[namespace] = notices
+            notices.look()
+        return {} if notices is None else notices.known
 
 
 def _version(obj: Mapping[str, Any]) -> int:

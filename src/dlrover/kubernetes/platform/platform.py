@@ -98,7 +98,7 @@ class KubernetesPlatform:
         self._deletions: set[asyncio.Task[None]] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._reporter: Reporter | None = None
-        self._notices = Notices(client, self._namespace)
+        self._notices = Notices(client, self._namespace, self._background)
         labels = f"{names.JOB_LABEL}={job.name},{nodes.NODE_LABEL}"
         self._informer = Informer(client, PODS, self._namespace, labels, self._changed)
 
@@ -392,7 +392,8 @@ class KubernetesPlatform:
         if reason != watched.waits and not watched.reported:
             watched.waits = reason
             self._on_wait(watched.node_id, reason)
-            self._wake_reporter()
+            if watched.created is None:
+                self._wake_reporter()
 
     def _wake_reporter(self) -> None:
         if self._reporter is not None:
@@ -411,7 +412,7 @@ class KubernetesPlatform:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL)
             await self._sweep()
-            await self._take_notice()
+            self._take_notice()
 
     async def _sweep(self) -> None:
         """Handle pods that the informer never showed and those whose deletion does not end."""
@@ -427,14 +428,18 @@ class KubernetesPlatform:
             elif there and watched.leaving_until is not None and now > watched.leaving_until:
                 tasks.start(self._delete(name, grace=0), self._deletions)
 
-    async def _take_notice(self) -> None:
+    def _take_notice(self) -> None:
         """Report why machines cannot prepare pods, which their status does not say."""
         cache = self._informer.cache
-        await self._notices.update(
-            cache[key] for name in self._watched if (key := self._key(name)) in cache
-        )
-        for key in map(self._key, list(self._watched)):
-            if key in cache and pods.is_preparing(cache[key]):
+        preparing = [
+            (key, cache[key], watched)
+            for name, watched in self._watched.items()
+            if (key := self._key(name)) in cache and pods.is_preparing(cache[key])
+        ]
+        if preparing:
+            self._notices.look()
+        for key, pod, watched in preparing:
+            if watched.waits or pod["metadata"]["uid"] in self._notices.known:
                 self._changed(key)
 
     async def _look_for(self, name: str, watched: _Watched) -> None:

@@ -13,6 +13,8 @@ MOST_WORDS = 400
 _NOT_BEGUN = "Initialization failure from server"
 """How Ray Client's error begins when a server of another version cannot read what this process sends."""
 _VERSION = re.compile(rb"\x12([\x05-\x1f])(\d+\.\d+\.\d[\w.+-]*)")
+_OF_REMOVALS = "it was killed by `ray.kill`", "The actor died because its node has died"
+"""How Ray's reasons begin for an actor that something else ended."""
 _OF_TOKENS = "uthentication token", "AuthToken", "Unauthenticated"
 """Words in Ray's errors about tokens."""
 
@@ -28,6 +30,11 @@ def why_died(message: str) -> str:
     ):
         said = said.removeprefix(opening).strip()
     return said[:MOST_WORDS] or "Ray gives no reason"
+
+
+def is_removal(why: str) -> bool:
+    """Return whether an actor that died for this reason was killed by name, or died with its machine."""
+    return why.startswith(_OF_REMOVALS)
 
 
 def _is_field(line: str) -> bool:
