@@ -7,8 +7,9 @@ import random
 
 import pytest
 
-from dlrover.data import Stream
+from dlrover.data import Stream, feed
 from dlrover.data.records import Records
+from dlrover.errors import InfrastructureError
 from tests.kafka import Kafka, Log
 
 pytest.importorskip("confluent_kafka")
@@ -69,3 +70,19 @@ def test_what_was_removed_is_said_in_a_few_sentences_however_much_it_is(caplog) 
     assert got == [*range(got.index(20_000)), *range(20_000, 20_050)]
     assert "to 19999 of partition 0" in caplog.text
     assert caplog.text.count("they are skipped") < 20
+
+
+def test_a_topic_that_is_made_again_with_fewer_messages_is_an_error(monkeypatch) -> None:
+    monkeypatch.setattr(feed, "PATIENCE", 1.0)
+    log = Log()
+    log.add(range(5000))
+    with contextlib.closing(Kafka(log)) as server:
+        stream = Stream(f"kafka://127.0.0.1:{server.port}/t", until="now", lost="skip")
+        with contextlib.closing(Records(stream)) as data:
+            samples = iter(data)
+            next(samples)
+            server.logs = (Log(),)
+            with pytest.raises(
+                InfrastructureError, match="ends at offset 0, and the job reads from"
+            ):
+                list(samples)

@@ -154,4 +154,5 @@ def test_no_call_of_fit_is_skipped_in_silence_or_fails_for_its_model(tmp_path: P
         "stopped: (4, 7.0)",
         "stopped: (4, 7.0)",
         "stopped: (6, 6.22)",
+        "listed: 8",
     ]

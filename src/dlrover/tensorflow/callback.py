@@ -28,12 +28,20 @@ class ProgressCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
         self._fit: Fit
         self._steps = 0  # of an epoch
         self._epoch = 0
+        self._history: Any = None
+
+    def set_model(self, model: Any) -> None:
+        """Note the History beside this callback, which a call of ``evaluate`` replaces in the model."""
+        super().set_model(model)
+        self._history = model.history
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Continue at the progress: Keras asks for the first step as after its own BackupAndRestore."""
         self.model._training_state = self  # noqa: SLF001
         # Keras's History ends last: the end is saved with what other callbacks change then, as EarlyStopping does.
-        (self.model.history or self).on_train_end = self._end
+        # The model may have one of an earlier ``fit``: a CallbackList of the program's own need not have any.
+        beside = self._history is not None and self._history.params is self.params
+        (self._history if beside else self).on_train_end = self._end
 
     def maybe_load_initial_counters_from_ckpt(
         self,

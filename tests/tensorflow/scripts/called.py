@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 os.environ["TF_USE_LEGACY_KERAS"] = "1"
@@ -137,6 +138,13 @@ def shaped():
     return keras.Sequential([keras.layers.InputLayer([2]), keras.layers.Dense(1)])
 
 
+class Evaluate(keras.callbacks.Callback):
+    """Evaluates the model before ``fit``, which gives it another History."""
+
+    def on_train_begin(self, logs=None) -> None:
+        self.model.evaluate(samples(x), steps=1, verbose=0)
+
+
 class Stop(keras.callbacks.Callback):
     """Ends ``fit`` before its last epoch, and changes the weights then, as EarlyStopping does."""
 
@@ -154,12 +162,29 @@ def stopped(name, epochs) -> None:
     def train(cluster):
         (model,), progress = prepared(cluster, dense)
         options = {"epochs": epochs, "steps_per_epoch": 2, "verbose": 0}
-        model.fit(samples(x), callbacks=[progress.callback(), Stop()], **options)
+        model.fit(samples(x), callbacks=[Evaluate(), progress.callback(), Stop()], **options)
         if not cluster.attempt:
             raise ClusterChangedError("ps 0 is lost behind fit.")
         return progress.step, round(float(model.weights[1][0]), 2)
 
     guarded(name, train)
+
+
+def listed(name) -> None:
+    """Call ``fit`` with a list of callbacks that has no History, lose the cluster, and print where it continues."""
+
+    def train(cluster):
+        (model,), progress = prepared(cluster, dense)
+        began, data = progress.step, samples(x)
+        callbacks = keras.callbacks.CallbackList
+        for epochs, made in ((1, list), (3, partial(callbacks, model=model, epochs=3, steps=2))):
+            options = {"epochs": epochs, "steps_per_epoch": 2, "verbose": 0}
+            model.fit(data, callbacks=made([progress.callback()]), **options)
+        if not cluster.attempt:
+            raise ClusterChangedError("ps 0 is lost behind fit.")
+        return began
+
+    guarded(name, train, every_steps=0)
 
 
 def former(name, step) -> None:
@@ -202,6 +227,7 @@ CASES = [
     (stopped, "stopped", 5),
     (stopped, "stopped", 5),
     (stopped, "stopped", 3),
+    (listed, "listed"),
 ]  # fmt: skip
 for case, *arguments in CASES:  # each in a process of its own, with servers of its own
     process = multiprocessing.get_context("fork").Process(target=case, args=arguments)

@@ -166,9 +166,9 @@ class Kafka(Broker):
             self._at = (partition, behind, at)
             return Fetched(found, at, start)
         if at == start:
-            first, end = self._bounds(partition)
+            end = self._bounds(partition).end
             raise TimeoutError(
-                f"partition {partition} has offsets {first} to {end - 1}, and no {start}: the topic was recreated or"
+                f"partition {partition} ends at offset {end}, and the job reads from {start}: the topic was recreated or"
                 " has lost messages"
             )
         return Fetched(found, at, at)

@@ -59,6 +59,7 @@ class Evaluator:
     def _least(self) -> float:
         try:
             with tf.io.gfile.GFile(f"{self._exports}/loss") as file:
-                return float(file.read() or "inf")  # a machine that crashes may leave an empty file
-        except tf.errors.NotFoundError:
+                return float(file.read())
+        except (tf.errors.NotFoundError, ValueError):
+            # A machine that crashes may leave a file without its content.
             return float("inf")
