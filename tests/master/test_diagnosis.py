@@ -1,5 +1,7 @@
 """Verdicts on failures as they are reported, and the choice of the root cause among many."""
 
+import time
+
 import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -7,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from dlrover.master.diagnosis_rules import table
 from dlrover.master.machine.diagnosis import diagnosis
 from dlrover.master.machine.diagnosis.traceback import is_user_file
-from dlrover.spec.failure import Failure, FailureKind, Origin, Rule
+from dlrover.spec.failure import TEXT_LIMIT, Failure, FailureKind, Origin, Rule
 
 TABLE = table()
 diagnose = TABLE.diagnose
@@ -519,6 +521,15 @@ def test_signatures_of_one_failure_are_equal_on_all_nodes() -> None:
     second = raised("EngineError", "state 9 at 0x8e10 in /mnt/b.bin", rank=5)
     other = raised("EngineError", "phase 7 at 0x7f00 in /data/a.bin", rank=1)
     assert diagnose(first).signature == diagnose(second).signature != diagnose(other).signature
+
+
+def test_a_long_word_takes_no_time() -> None:
+    """A message may be one word, such as a bar of progress; its time must not grow with the square of its length."""
+    failure = raised("EngineError", "a" * TEXT_LIMIT)
+    diagnose(failure)  # compiles the expressions
+    before = time.process_time()
+    diagnose(failure)
+    assert time.process_time() - before < 0.2
 
 
 @pytest.mark.parametrize("last_line", ["", "SystemExit: 7\n"])

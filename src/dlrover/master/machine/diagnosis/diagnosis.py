@@ -35,7 +35,7 @@ _TITLE_LIMIT = 120
 """Maximum length of an exception's message in a title, in characters."""
 _SIGNATURE_LIMIT = 80
 """Maximum length of the message that distinguishes failures without a traceback, in characters."""
-_VARIES = re.compile(r"0x[0-9a-f]+|[\w.-]*/[\w./-]*|[0-9][0-9a-f:.-]*")
+_VARIES = re.compile(r"0x[0-9a-f]+|(?<![\w.-])[\w.-]*/[\w./-]*|[0-9][0-9a-f:.-]*")
 """Parts that differ between two messages of the same failure: addresses, paths, numbers."""
 _OF_THE_PROCESS = frozenset(
     {"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP", "SIGSYS"}
