@@ -56,7 +56,7 @@ def test_a_volume_that_fails_when_a_master_takes_over_does_not_end_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("DLROVER_TOKEN", raising=False)
-    by_a_directory(JobDir(tmp_path).token)
+    JobDir(tmp_path).token.symlink_to("/proc/self/mem")  # reading it is an input/output error
     assert served(monkeypatch, tmp_path) == ExitCode.INTERNAL
 
 

@@ -24,7 +24,7 @@ from dlrover.cli.output import Form, Output, print_json, print_line, show, termi
 from dlrover.cli.run.launchspec import parse_rdzv_conf
 from dlrover.cli.run.nodes import parse_nnodes
 from dlrover.cli.selecting import Dir, of_job, refuse_roles
-from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
+from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, InfrastructureError
 from dlrover.master.compose import Request, master_config
 from dlrover.master.diagnosis_rules import load_own
 from dlrover.spec.events import Event
@@ -387,7 +387,7 @@ def _in_pod(
     """Run the master or the coordinator of an ElasticJob; return the exit code.
 
     By the code, the operator learns whether and how the job ended. An unexpected error must not count as one of the
-    program, as by Python's own exit code.
+    program, as by Python's own exit code, nor a failing volume as the end of a job that its next master continues.
     """
     from dlrover.kubernetes.platform import job as elastic_job  # noqa: PLC0415 - an extra
 
@@ -400,6 +400,9 @@ def _in_pod(
         request = elastic_job.request(found)
         content = master_config(request, settings, env.get("POD_IP") or host, port)
         return _serve(env, content, job_dir, output, _run_in_pod)
+    except InfrastructureError as error:
+        print(f"dlrover: {printable_lines(str(error))}", file=sys.stderr)
+        return ExitCode.INTERNAL
     except DLRoverError:
         raise
     except Exception:
