@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -517,6 +518,18 @@ def test_no_request_takes_longer_after_many_epochs() -> None:
     again = answer(shards.handle(OpenShards(spec, "b", Incarnation(2), done), 0.0))
     assert again.epoch == 599
     assert not queue.partitions
+
+
+@pytest.mark.slow
+def test_no_request_takes_longer_with_thousands_of_workers() -> None:
+    """Those of all workers come at once, and a master answers nothing else meanwhile."""
+    spec = DataSpec(name="data", size=10_000_000, shard=10)
+    shards = opened(spec, *map(str, range(5000)))
+    before = time.process_time()
+    for worker in range(600):
+        request = TakeShards("data", str(worker), Incarnation(1), 1, want=1, starving=True)
+        assert answer(shards.handle(request, 1.0)).spans
+    assert time.process_time() - before < 0.25
 
 
 def test_an_epoch_far_ahead_is_refused() -> None:

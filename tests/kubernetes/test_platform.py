@@ -9,15 +9,17 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api import client as clients
 from dlrover.kubernetes.api.client import PODS, ApiError, Client
 from dlrover.kubernetes.machine import nodes, pods
-from dlrover.kubernetes.platform import platform as platforms
+from dlrover.kubernetes.platform import platform as platforms, reporting
 from dlrover.kubernetes.platform.platform import KubernetesPlatform
 from dlrover.kubernetes.resources import names, validation
+from dlrover.platform.base import Progress
 from dlrover.spec.node import FoundNode, LaunchNode
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import define
@@ -104,6 +106,40 @@ class Nodes:
         while not await asyncio.to_thread(condition):
             assert time.monotonic() < late, (self.exits, self.waits)
             await asyncio.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_thousands_of_pods_that_end_at_once_take_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sentence says why pods cannot be made; it is not made again for each of them."""
+    monkeypatch.setattr(reporting, "LAST_TIMEOUT", 0.0)
+    config = {
+        "clusters": [{"name": "none", "cluster": {"server": "http://127.0.0.1:9"}}],
+        "contexts": [{"name": "none", "context": {"cluster": "none", "user": ""}}],
+        "current-context": "none",
+    }
+    path = tmp_path / "kubeconfig"
+    path.write_bytes(msgspec.json.encode(config))
+    exits: list[int] = []
+
+    async def end_all() -> float:
+        client = Client.from_config(str(path))
+        job = validation.parse(elastic_job("team", SLEEP))
+        platform = KubernetesPlatform(
+            client, job, "master:1", lambda node_id, _reason, **_: exits.append(node_id), id
+        )
+        platform.report(reporting.Reporter(client, job, lambda: Progress(0, 0, None, None)))
+        for node_id in range(4000):
+            platform.adopt(node_id, f"job-worker-{node_id}")
+        before = time.process_time()
+        while len(exits) < 4000:
+            await asyncio.sleep(0)
+        took = time.process_time() - before
+        await platform.close()
+        return took
+
+    assert asyncio.run(end_all()) < 0.25
 
 
 @pytest.fixture

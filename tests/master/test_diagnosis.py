@@ -8,10 +8,12 @@ from hypothesis import given, settings, strategies as st
 
 from dlrover.master.diagnosis_rules import table
 from dlrover.master.machine.diagnosis import diagnosis
-from dlrover.master.machine.diagnosis.traceback import is_user_file
+from dlrover.master.machine.diagnosis.traceback import HEADER, is_user_file
 from dlrover.spec.failure import TEXT_LIMIT, Failure, FailureKind, Origin, Rule
 
 TABLE = table()
+ASSERTIONS = "assertion  failed" * 250
+BLANKS = "\n".join([" " * 1980] * 3)
 diagnose = TABLE.diagnose
 
 
@@ -523,9 +525,28 @@ def test_signatures_of_one_failure_are_equal_on_all_nodes() -> None:
     assert diagnose(first).signature == diagnose(second).signature != diagnose(other).signature
 
 
-def test_a_long_word_takes_no_time() -> None:
-    """A message may be one word, such as a bar of progress; its time must not grow with the square of its length."""
-    failure = raised("EngineError", "a" * TEXT_LIMIT)
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"message": "a" * TEXT_LIMIT},
+        {"traceback": f"{HEADER}\nEngineError: {chr(10)}module.A{'a' * 8000}!"},
+        {"kind": FailureKind.EXIT, "exit_code": 1, "stderr_tail": f"exit code{BLANKS}!"},
+        {
+            "kind": FailureKind.SIGNAL,
+            "signal": 6,
+            "stderr_tail": f"Connection reset by peer\n{'_' * 9000}",
+        },
+        {
+            "kind": FailureKind.SIGNAL,
+            "signal": 6,
+            "stderr_tail": f"device-side assert triggered\n{ASSERTIONS}",
+        },
+    ],
+    ids=["word", "name", "blank", "line", "assertions"],
+)
+def test_a_long_word_takes_no_time(facts: dict[str, object]) -> None:
+    """A text may be one word, such as a bar of progress; its time must not grow with the square of its length."""
+    failure = failed(**({"kind": FailureKind.EXCEPTION, "exception": "EngineError"} | facts))
     diagnose(failure)  # compiles the expressions
     before = time.process_time()
     diagnose(failure)

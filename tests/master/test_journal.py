@@ -10,6 +10,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import process_time
 
 import pytest
 
@@ -470,6 +471,24 @@ def test_a_last_line_that_a_crash_cut_short_is_written_again(file):
         assert history.read(file) == recorded[:lines]
         write(file, bodies())
         assert file.read_bytes() == whole
+
+
+def test_thousands_of_events_on_a_full_disk_take_no_time(file):
+    """All of them wait to be written, for as long as the disk is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    recorder, body = History(file), events.StepStored("/checkpoints", 1, "x" * 4000, "")
+    with contextlib.closing(recorder):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file can grow, as on a full disk
+        before = process_time()
+        try:
+            for _ in range(1500):
+                recorder.add(body, 1.0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert process_time() - before < 0.25
+        assert not file.stat().st_size
+        recorder.add(body, 2.0)
+    assert history.read(file) == recorder.events
 
 
 def stored(step: int) -> events.StepStored:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 
 import pytest
 
@@ -110,6 +111,17 @@ def test_another_line_of_the_same_function_is_the_same_calls():
     assert not stacks.same_calls((), ())
     elsewhere = (inner, Frame("__getitem__", "/home/me/data.py", 42), *outer[1:])
     assert not stacks.same_calls(READS, elsewhere)
+
+
+def test_thousands_of_stacks_take_no_time():
+    """A master groups those of all ranks at once; the files on them are the same."""
+    layer = Frame("forward", "/usr/lib/python3.12/site-packages/torch/nn/modules/module.py", 1)
+    stack = (*[layer] * 49, Frame("main", "/home/me/train.py", 3))
+    evidence = [WorkerEvidence(pid=rank, time=0.0, rank=rank, frames=stack) for rank in range(2500)]
+    before = time.process_time()
+    (group,) = stacks.groups(evidence)
+    assert time.process_time() - before < 0.3
+    assert group.place == "forward (module.py:1), called by main (train.py:3)"
 
 
 def test_the_report_has_each_group_and_one_stack_of_it():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 
@@ -15,6 +17,8 @@ BUSY = 5
 """Percent from which an accelerator counts as busy; monitoring alone uses less."""
 MOVING = 5
 """Percent from which an accelerator's memory counts as used by a computation."""
+FILES = 4096
+"""Files of stacks whose kind is remembered."""
 PLACES_NAMED = 6
 """Groups of ranks that a sentence names; the rest is only counted."""
 
@@ -144,7 +148,7 @@ def place(frames: Sequence[Frame]) -> str:
 def waits_for_others(frames: Sequence[Frame]) -> bool:
     """Return whether a thread waits for other ranks, as far as its stack shows."""
     inner = _telling_frame(frames)
-    return inner is not None and _WAITING.search(inner.file) is not None
+    return inner is not None and _waits(inner.file)
 
 
 def same_calls(one: Sequence[Frame], other: Sequence[Frame]) -> bool:
@@ -156,17 +160,34 @@ def same_calls(one: Sequence[Frame], other: Sequence[Frame]) -> bool:
 
 def _telling_frame(frames: Sequence[Frame]) -> Frame | None:
     """Return the innermost call that shows what a thread does, if possible not the standard library's."""
-    telling = [f for f in frames if not (_STANDARD.search(f.file) or _OWN.search(f.file))]
-    if not telling:
+    telling = (f for f in frames if _tells(f.file))
+    first = next(telling, None)
+    if first is None:
         return frames[0] if frames else None
-    if telling[0].file.endswith(_DATA_LOADER):
-        return next((f for f in telling if f.function.endswith("__next__")), telling[0])
-    return telling[0]
+    if first.file.endswith(_DATA_LOADER):
+        loading = itertools.chain((first,), telling)
+        return next((f for f in loading if f.function.endswith("__next__")), first)
+    return first
+
+
+# Thousands of ranks have the same few files on their stacks.
+@functools.lru_cache(FILES)
+def _tells(file: str) -> bool:
+    return not (_STANDARD.search(file) or _OWN.search(file))
+
+
+@functools.lru_cache(FILES)
+def _waits(file: str) -> bool:
+    return _WAITING.search(file) is not None
 
 
 def _is_program(frame: Frame) -> bool:
-    patterns = (_LIBRARY, _STANDARD, _OWN)
-    return not any(pattern.search(frame.file) for pattern in patterns)
+    return _tells(frame.file) and not _is_of_library(frame.file)
+
+
+@functools.lru_cache(FILES)
+def _is_of_library(file: str) -> bool:
+    return _LIBRARY.search(file) is not None
 
 
 # ---- groups

@@ -9,6 +9,8 @@ data always match the model.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -74,8 +76,6 @@ class ShardWorker:
     epoch: int = 0
     #: number of its last `TakeShards`; -1 before the first
     seq: int = -1
-    #: True if it waits and its last request got nothing
-    starves: bool = False
     #: what it knows to be settled
     settled: bytes = b""
     reply: ShardReply = field(default_factory=ShardReply)
@@ -93,6 +93,12 @@ class ShardQueue:
     settled: bytes = b""
     partitions: dict[int, Partition] = field(default_factory=dict)
     workers: dict[str, ShardWorker] = field(default_factory=dict)
+    #: number of workers by epoch that they read; a search among thousands for each request would take too long
+    readers: Counter[int] = field(default_factory=Counter)
+    #: workers that wait and whose last request got nothing
+    starving: set[str] = field(default_factory=set)
+    #: no worker was heard last before this time
+    heard: float = -math.inf
     #: dead or silent workers, whose shards went to others
     dropped: set[str] = field(default_factory=set)
     #: failed attempts to read a sample, by partition and position; only while attempts remain
@@ -132,6 +138,7 @@ class ShardQueue:
         if now - self.last > self.spec.timeout / QUIET:
             self.forgive(now)
         self.last = max(self.last, now)
+        self.heard = min(self.heard, now)
         if isinstance(event, OpenShards):
             self._open(event, now)
         elif isinstance(event, TakeShards):
@@ -164,7 +171,11 @@ class ShardQueue:
                 f"Worker {event.worker} has restored another checkpoint of the data set {self.spec.name} "
                 "than the first worker; all must restore the same step."
             )
-        self.workers.setdefault(event.worker, ShardWorker(now, epoch=self.first_epoch)).heard = now
+        worker = self.workers.get(event.worker)
+        if worker is None:
+            worker = self.workers[event.worker] = ShardWorker(now, epoch=self.first_epoch)
+            self.readers[worker.epoch] += 1
+        worker.heard = now
         spec = self.spec if self.is_stream else None
         self._answer(ShardReply(epoch=self.first_epoch, spec=spec))
 
@@ -186,6 +197,8 @@ class ShardQueue:
         self.settled = b""
         self.partitions = partitions
         self.workers, self.dropped, self.tries, self.skipped = {}, set(), {}, []
+        self.readers.clear()
+        self.starving.clear()
         for deadly in self.deadly:
             place = deadly.span
             if place.partition not in partitions and not self.is_stream:
@@ -210,7 +223,10 @@ class ShardQueue:
             self._answer(worker.reply)
             return
         self._check(event, worker)
-        worker.heard, worker.seq, worker.epoch = now, event.seq, event.epoch
+        worker.heard, worker.seq = now, event.seq
+        self._leave_epoch(worker)
+        worker.epoch = event.epoch
+        self.readers[worker.epoch] += 1
         for span in event.acknowledged:
             worker.held.remove(span)
             self.partitions[span.partition].acknowledge(span.start, span.stop)
@@ -224,12 +240,13 @@ class ShardQueue:
         self._finish_epochs()
         self._expire(now)
         spans = self._lease(worker, event)
-        worker.starves = event.starving and not spans
+        starves = event.starving and not spans
+        (self.starving.add if starves else self.starving.discard)(event.worker)
         skipped = tuple(report.what for report in self._out if isinstance(report, ReportSkipped))
         worker.reply = msgspec.structs.replace(
             self._reply(event.epoch, spans),
             skipped=skipped,
-            others_starve=self._others_starve(worker),
+            others_starve=self._others_starve(event.worker),
             settled=b"" if worker.settled == self.settled else self.settled,
         )
         worker.settled = self.settled
@@ -274,16 +291,26 @@ class ShardQueue:
     def _expire(self, now: float) -> None:
         """Give up workers that were silent for too long; they learn it from their next request."""
         limit = now - self.spec.timeout
+        if limit <= self.heard:
+            return
         for name in [name for name, worker in self.workers.items() if worker.heard < limit]:
             self._forget(name)
+        self.heard = min((worker.heard for worker in self.workers.values()), default=now)
 
     def _forget(self, name: str) -> None:
         worker = self.workers.pop(name, None)
         if worker is None:
             return
         self.dropped.add(name)
+        self.starving.discard(name)
+        self._leave_epoch(worker)
         for span in worker.held:
             self.partitions[span.partition].give_back(span.start, span.stop)
+
+    def _leave_epoch(self, worker: ShardWorker) -> None:
+        self.readers[worker.epoch] -= 1
+        if not self.readers[worker.epoch]:
+            del self.readers[worker.epoch]
 
     def crashed(self, rank: int, round_: int, place: tuple[int, int], how: str) -> list[Command]:
         """Count a crash as an attempt at the shard that the worker read at ``place`` (partition, position)."""
@@ -396,7 +423,7 @@ class ShardQueue:
 
         Samples returned in an epoch that still has a reader belong to that reader's loop.
         """
-        earliest = min((worker.epoch for worker in self.workers.values()), default=epoch)
+        earliest = min(self.readers, default=epoch)
         return [n for n in sorted(self.partitions) if n == epoch or n < min(earliest, epoch)]
 
     def _make_epoch(self, number: int) -> None:
@@ -419,10 +446,9 @@ class ShardQueue:
             number += 1
         return number
 
-    def _others_starve(self, worker: ShardWorker) -> bool:
+    def _others_starve(self, worker: str) -> bool:
         """Return whether another worker needs the samples that this worker has not read yet."""
-        others = (other for other in self.workers.values() if other is not worker)
-        return self.is_stream and any(other.starves for other in others)
+        return self.is_stream and len(self.starving) > (worker in self.starving)
 
     # ---- answers
 
@@ -465,6 +491,9 @@ class ShardQueue:
             partition.validate()
             assert partition.leased == held.of(number), "leased samples without a worker"
         assert not self.dropped & self.workers.keys()
+        assert self.readers == Counter(worker.epoch for worker in self.workers.values())
+        assert self.starving <= self.workers.keys(), "a worker that has gone waits"
+        assert all(worker.heard >= self.heard for worker in self.workers.values())
         assert all(
             p.complete and p.skipped for n, p in self.partitions.items() if n < self.finished
         )

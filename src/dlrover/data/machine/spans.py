@@ -17,13 +17,15 @@ MAX_UNPACKED = 10_000_000
 
 
 class Ranges:
-    """A set of integers. Adding next to the last addition takes constant time."""
+    """A set of integers. Adding next to the last addition takes constant time, and so does their number."""
 
-    __slots__ = ("_starts", "_stops")
+    __slots__ = ("_starts", "_stops", "count")
 
     def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
         self._starts: list[int] = []
         self._stops: list[int] = []
+        self.count = 0
+        """Number of integers; only the methods change it."""
         for start, stop in pairs:
             self.add(start, stop)
 
@@ -39,11 +41,6 @@ class Ranges:
 
     __hash__ = None  # type: ignore[assignment]  # it changes
 
-    @property
-    def count(self) -> int:
-        """Number of integers."""
-        return sum(self._stops) - sum(self._starts)
-
     def add(self, start: int, stop: int) -> None:
         """Add ``start`` up to ``stop``; some of them may already be in the set."""
         if start >= stop:
@@ -51,11 +48,14 @@ class Ranges:
         starts, stops = self._starts, self._stops
         if stops and stops[-1] == start:
             stops[-1] = stop
+            self.count += stop - start
             return
         first, last = bisect_left(stops, start), bisect_right(starts, stop)
+        self.count -= sum(stops[first:last]) - sum(starts[first:last])
         if first < last:
             start, stop = min(start, starts[first]), max(stop, stops[last - 1])
         starts[first:last], stops[first:last] = [start], [stop]
+        self.count += stop - start
 
     def remove(self, start: int, stop: int) -> None:
         """Remove ``start`` up to ``stop``; some of them may not be in the set."""
@@ -65,12 +65,15 @@ class Ranges:
         first = bisect_right(stops, start)
         if first < len(starts) and starts[first] == start and stops[first] > stop:
             starts[first] = stop  # the usual case
+            self.count -= stop - start
             return
         last = bisect_left(starts, stop)
         if first >= last:
             return
         left, right = starts[first], stops[last - 1]
         kept = [(a, b) for a, b in ((left, start), (stop, right)) if a < b]
+        self.count -= sum(stops[first:last]) - sum(starts[first:last])
+        self.count += sum(b - a for a, b in kept)
         starts[first:last] = [a for a, _ in kept]
         stops[first:last] = [b for _, b in kept]
 

@@ -6,7 +6,7 @@ import re
 
 DEEPEST = 200
 """Levels that are kept of such a text. A valid job has fewer, and so does every list of jobs."""
-_TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+_TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 
 
 def cut(text: bytes) -> bytes:

@@ -98,6 +98,7 @@ class KubernetesPlatform:
         self._deletions: set[asyncio.Task[None]] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._reporter: Reporter | None = None
+        self._waking = False
         self._notices = Notices(client, self._namespace, self._background)
         labels = f"{names.JOB_LABEL}={job.name},{nodes.NODE_LABEL}"
         self._informer = Informer(client, PODS, self._namespace, labels, self._changed)
@@ -396,6 +397,13 @@ class KubernetesPlatform:
                 self._wake_reporter()
 
     def _wake_reporter(self) -> None:
+        """Report soon why pods cannot be made: once for all that changes together, as thousands of pods may."""
+        if self._reporter is not None and not self._waking:
+            self._waking = True
+            asyncio.get_running_loop().call_soon(self._tell_reporter)
+
+    def _tell_reporter(self) -> None:
+        self._waking = False
         if self._reporter is not None:
             self._reporter.waits(self._unmade())
 

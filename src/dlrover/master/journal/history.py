@@ -37,7 +37,9 @@ class History:
         """Callbacks for each event added from now on."""
         self._written = _complete_lines(path)
         self._file = path.open("ab", buffering=0)
-        self._unwritten = b""
+        self._unwritten = (
+            bytearray()
+        )  # it may grow for hours: a copy for each event would take too long
         self._full = False
 
     def add(self, body: EventBody, time: float) -> Event:
@@ -83,7 +85,7 @@ class History:
         """Write pending events; keep what a full disk does not take for the next write."""
         try:
             while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+                del self._unwritten[: self._file.write(self._unwritten)]
         except OSError as error:
             if not self._full:
                 logger.warning("Events cannot be written for now: %s", error)

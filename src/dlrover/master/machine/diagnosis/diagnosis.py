@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dlrover.master.machine.diagnosis import log
 from dlrover.master.machine.diagnosis.facts import UNKNOWN_CODE, Facts, read, read_log, signal_name
 from dlrover.master.machine.diagnosis.match import last_match, occurs, search
 from dlrover.master.machine.diagnosis.traceback import one_line
@@ -279,10 +280,11 @@ def _evidence(facts: Facts, rule: Rule) -> str:
 
 def _last_words(facts: Facts, rule: Rule) -> str:
     """Return what stderr says about a process that left no exception."""
-    said = last_match(rule.text, facts.stderr) if rule.text else None
+    stderr = log.short(facts.stderr)
+    said = last_match(rule.text, stderr) if rule.text else None
     if said:
-        start = facts.stderr.rfind("\n", 0, said.end()) + 1
-        return one_line(facts.stderr[start:].partition("\n")[0])
+        start = stderr.rfind("\n", 0, said.end()) + 1
+        return one_line(stderr[start:].partition("\n")[0])
     if facts.frames:
         top, frame = facts.frames[-1], facts.frame
         return str(top) if frame is top else f"{top}, called at {frame}"

@@ -64,9 +64,9 @@ _SIGNALS = re.compile(
        | \bSignal:[ ][\w ]+\((?P<e>\d+)\)                                 # Open MPI
        | \bCaught[ ]signal[ ](?P<f>\d+)\b                                 # UCX
        | \bReceived[ ](?P<g>\d+)[ ]death[ ]signal                         # torchrun's agent
-       | \b(?:exit|return)(?:ed|s)?[ _]?(?:with[ ])?(?:exit[ ]|return[ ])?(?:code|status)\s*[:=]?\s*-(?P<h>\d+)
+       | \b(?:exit|return)(?:ed|s)?[ _]?(?:with[ ])?(?:exit[ ]|return[ ])?(?:code|status)\s*(?:[:=]\s*)?-(?P<h>\d+)
        | \bcode[ ]-(?P<i>\d+)[ ]log\b                                     # Paddle
-       | \b(?:exit(?:ed)?[ _]?(?:with[ ])?(?:exit[ ])?)?(?:code|status)\s*[:=]?\s*(?P<j>1(?:3[0-9]|4[0-3]))\b
+       | \b(?:exit(?:ed)?[ _]?(?:with[ ])?(?:exit[ ])?)?(?:code|status)\s*(?:[:=]\s*)?(?P<j>1(?:3[0-9]|4[0-3]))\b
        | ^(?:.*:[ ]|.*[ ]line[ ]\d+:[ ]+\d+[ ])?(?P<word>{"|".join(map(re.escape, _WORDS))})(?:[ ]\(core[ ]dumped\)|[ ]{{2,}}.*)?\s*$
     """,
     re.VERBOSE | re.MULTILINE | re.IGNORECASE,
@@ -79,9 +79,13 @@ SHELL_BASE = 128
 
 def plain(text: str) -> str:
     """Return a log without the prefixes of its lines and without the text that accompanies every error."""
-    text = _BLANK_LINES.sub("\n\n", _SCREEN.sub("", text))
-    text = "\n".join(_short(line) for line in text.split("\n"))
+    text = short(_BLANK_LINES.sub("\n\n", _SCREEN.sub("", text)))
     return _BOILERPLATE.sub("", _PREFIX.sub("", text))
+
+
+def short(text: str) -> str:
+    """Return a text whose lines have about `LINE_LIMIT` characters at most."""
+    return "\n".join(_short(line) for line in text.split("\n"))
 
 
 def _short(line: str) -> str:

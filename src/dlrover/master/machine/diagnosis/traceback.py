@@ -54,7 +54,7 @@ _ERROR_LINE = re.compile(rf"^{_LEVEL}{_TYPE}(?::[ ]?(?P<message>.*))?$")
 _BARE_ERROR_LINE = re.compile(
     r"""^(?P<error>(?:[A-Za-z_][\w.]*\.)?
             (?:\w*(?:Error|Exception|Interrupt|Failed|Failure|gaierror)(?:\(\w+\))?
-             | (?<=[a-z_]\.)[A-Z]\w*[a-z]\w*))       # module.Name
+             | (?<=[a-z_]\.)[A-Z][^\Wa-z]*[a-z]\w*)) # module.Name
         (?::[ ]?(?P<message>.*))?$""",
     re.VERBOSE,
 )
