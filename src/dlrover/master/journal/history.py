@@ -37,9 +37,8 @@ class History:
         """Callbacks for each event added from now on."""
         self._written = _complete_lines(path)
         self._file = path.open("ab", buffering=0)
-        self._unwritten = (
-            bytearray()
-        )  # it may grow for hours: a copy for each event would take too long
+        # It may grow for hours: a copy for each event would take too long.
+        self._unwritten = bytearray()
         self._full = False
 
     def add(self, body: EventBody, time: float) -> Event:
