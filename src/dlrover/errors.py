@@ -150,21 +150,13 @@ def causes(error: BaseException | None, attribute: str = "") -> Iterator[BaseExc
         error = getattr(error, attribute, None) or error.__cause__ or error.__context__
 
 
-FAILURES = frozenset(
-    {
-        *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO),
-        *(errno.EUCLEAN, errno.EBADMSG),  # what a damaged file system answers
-        *(
-            errno.ENOTCONN,
-            errno.ESHUTDOWN,
-            errno.ECONNABORTED,
-            errno.ECONNRESET,
-            errno.ECONNREFUSED,
-        ),
-        *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
-        *(errno.ENOMEM, errno.ENOBUFS, errno.EMFILE, errno.ENFILE, errno.ENOLCK, errno.EAGAIN),
-    }
-)
+FAILURES = frozenset((
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO,
+    errno.EUCLEAN, errno.EBADMSG,  # what a damaged file system answers
+    errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNABORTED, errno.ECONNRESET, errno.ECONNREFUSED,
+    errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
+    errno.ENOMEM, errno.ENOBUFS, errno.EMFILE, errno.ENFILE, errno.ENOLCK, errno.EAGAIN,
+))  # fmt: skip
 """Errors of a volume, network or limit that fails, whichever file is used."""
 
 

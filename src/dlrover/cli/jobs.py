@@ -139,40 +139,43 @@ def _opened(job_dir: JobDir) -> io.FileIO:
 def _lock(job_dir: JobDir, file: io.FileIO, patience: float) -> None:
     """Lock the file; wait for a lock that no process of this machine holds."""
     until, waits = time.monotonic() + patience, False
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            process = file.read().decode(errors="replace").strip()
-            if _is_held_here(file):
-                raise ConfigurationError(
-                    f"--job-dir {job_dir.path}: another dlrover-run uses it (process {process})."
-                ) from error
-            if time.monotonic() >= until:
-                raise InfrastructureError(
-                    f"--job-dir {job_dir.path}: a process of another machine or container (process {process}) has "
-                    f"held it for {patience:g} s; end that process, or give another directory."
-                ) from error
-            if not waits:
-                logger.warning(
-                    "--job-dir %s: a process of another machine or container (process %s) holds it; if that machine is "
-                    "lost, its file server frees it after a while. It is waited for, at most %g s.",
-                    job_dir.path,
-                    process,
-                    patience,
-                )
-            waits = True
-        else:
-            return
-        time.sleep(LOCK_RETRY)  # noqa: TID251  # nothing announces that a server frees a lock
+    while not _try_to_lock(file):
+        file.seek(0)
+        process = file.read().decode(errors="replace").strip()
+        if _is_held_here(file):
+            raise ConfigurationError(
+                f"--job-dir {job_dir.path}: another dlrover-run uses it (process {process})."
+            )
+        if time.monotonic() >= until:
+            raise InfrastructureError(
+                f"--job-dir {job_dir.path}: a process of another machine or container (process {process}) has held it "
+                f"for {patience:g} s; end that process, or give another directory."
+            )
+        if not waits:
+            logger.warning(
+                "--job-dir %s: a process of another machine or container (process %s) holds it; if that machine is "
+                "lost, its file server frees it after a while. It is waited for, at most %g s.",
+                job_dir.path,
+                process,
+                patience,
+            )
+        waits = True
+        time.sleep(LOCK_RETRY)  # noqa: TID251 - nothing announces that a server frees a lock
+
+
+def _try_to_lock(file: io.FileIO) -> bool:
+    """Lock a file; return whether that succeeded."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _is_held_here(file: io.FileIO) -> bool:
     """Return whether a visible process of this machine holds the lock of a file (proc_locks(5))."""
-    number = os.fstat(
-        file.fileno()
-    ).st_ino  # not the device's, which is another one on some file systems
+    # Only the inode: some file systems, such as overlayfs, have another device there.
+    number = os.fstat(file.fileno()).st_ino
     with contextlib.suppress(OSError):
         lines = Path("/proc/locks").read_text().splitlines()
         return any(re.search(rf" FLOCK .*:{number} ", line) for line in lines)

@@ -124,8 +124,9 @@ def _check_machine(launch: LaunchSpec) -> None:
             f"The system call memfd_create is refused ({error.strerror}): agent and workers share memory by it; "
             "allow it in the sandbox or container that dlrover-run runs in."
         ) from error
+    thread = threading.Thread(target=bool)
     try:
-        (thread := threading.Thread(target=bool)).start()
+        thread.start()
     except RuntimeError as error:  # in the master, gRPC would crash
         raise InfrastructureError(
             f"No thread can be started here ({error}): raise the limit of processes, which dlrover doctor shows, or let "

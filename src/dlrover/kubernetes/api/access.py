@@ -147,7 +147,7 @@ def _in_cluster(env: Mapping[str, str]) -> Access:
     try:
         tls = _trusting((folder / "ca.crt").read_text())
         namespace = (folder / "namespace").read_text().strip()
-    except (OSError, ssl.SSLError) as error:
+    except OSError as error:
         raise kind_of(error)(
             f"{folder} has no service account: {error}; the pod needs automountServiceAccountToken."
         ) from error
@@ -163,9 +163,7 @@ def _from_kubeconfig(path: Path) -> Access:
         server = cluster["server"]
         _refuse_unsupported(cluster, user)
         tls = _tls(cluster, user, path.parent)
-    except (  # the first one is an OSError with numbers of its own
-        *(ssl.SSLError, yaml.YAMLError, KeyError, AttributeError, TypeError, ValueError),
-    ) as error:
+    except (ssl.SSLError, yaml.YAMLError, KeyError, AttributeError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"The kubeconfig {path} cannot be used: {_said(error)}."
         ) from error

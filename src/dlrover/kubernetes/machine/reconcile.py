@@ -40,7 +40,7 @@ QUICK_ENDS = 5
 FOREIGN_CHECK = 5.0
 """Seconds before checking again whether another owner's pod has gone."""
 NOTICE_CHECK = 15.0
-"""Seconds between two looks at the Events of pods that their machines prepare."""
+"""Seconds before deciding again about pods that their machines prepare: Events are requested in the background."""
 _NOT_READY = "MasterNotReady"
 
 

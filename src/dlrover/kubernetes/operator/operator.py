@@ -262,12 +262,12 @@ class Operator:
 
     def _noticed(self, namespace: str, pods: list[Manifest]) -> Mapping[str, str]:
         """Return what is known of pods that their machines cannot prepare; look again if there may be some."""
-        notices = self._notices.get(namespace)
-        if any(map(is_preparing, pods)):
-            notices = notices or Notices(self._client, namespace, self._background)
-            self._notices[namespace] = notices
-            notices.look()
-        return {} if notices is None else notices.known
+        if not any(map(is_preparing, pods)):
+            return {}
+        if namespace not in self._notices:
+            self._notices[namespace] = Notices(self._client, namespace, self._background)
+        self._notices[namespace].look()
+        return self._notices[namespace].known
 
 
 def _version(obj: Mapping[str, Any]) -> int:

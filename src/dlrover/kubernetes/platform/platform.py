@@ -400,9 +400,9 @@ class KubernetesPlatform:
         """Report soon why pods cannot be made: once for all that changes together, as thousands of pods may."""
         if self._reporter is not None and not self._waking:
             self._waking = True
-            asyncio.get_running_loop().call_soon(self._tell_reporter)
+            asyncio.get_running_loop().call_soon(self._report_unmade)
 
-    def _tell_reporter(self) -> None:
+    def _report_unmade(self) -> None:
         self._waking = False
         if self._reporter is not None:
             self._reporter.waits(self._unmade())
