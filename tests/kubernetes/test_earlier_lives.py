@@ -631,6 +631,35 @@ def test_a_pod_on_a_lost_machine_does_not_keep_its_name_for_ever(
     asyncio.run(story())
 
 
+def test_a_pod_that_finalizers_keep_is_deleted_by_force_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(platform, "SWEEP_INTERVAL", 0.01)
+    monkeypatch.setattr(pods, "FORCE_AFTER", 0.0)
+
+    async def story() -> None:
+        server = MemoryServer()
+        deletion = ("DELETE", PODS.path("default", POD))
+
+        def keep(*call: str) -> None:
+            if call == deletion:
+                server.change(PODS, POD, metadata={"deletionGracePeriodSeconds": 0})
+                raise ApiError(500, "", "it stays")
+
+        server.before = keep
+        async with watched(server, submit(server)) as nodes:
+            nodes.platform.launch(LaunchNode(0, 0))
+            await until(lambda: POD in str(server.objects))
+            since = {"deletionTimestamp": times.written(server.now), "finalizers": ["a.io/one"]}
+            server.change(PODS, POD, metadata={**since, "deletionGracePeriodSeconds": 0.01})
+            await until(lambda: deletion in server.calls)
+            await asyncio.sleep(0.1)
+            assert server.calls.count(deletion) == 1
+
+    asyncio.run(story())
+    assert sum("is deleted by force" in one.message for one in caplog.records) == 1
+
+
 def test_a_node_that_ended_beside_a_container_that_runs_on_leaves_its_name() -> None:
     """That of a service mesh keeps its pod running; a master without a journal uses the name again."""
 

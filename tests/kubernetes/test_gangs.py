@@ -206,6 +206,31 @@ def test_a_job_gives_its_pods_back_and_asks_again_after_a_while() -> None:
     assert world.events.count("Yielded") == 1
 
 
+def test_finalizers_that_keep_the_pods_of_a_job_that_has_yielded_are_named() -> None:
+    world = half_placed()
+    world.step()
+    assert world.master is not None
+    world.master["metadata"]["finalizers"] = ["a.io/one"]
+    world.now += 60.0
+    world.step()
+    world.master["metadata"]["deletionGracePeriodSeconds"] = 0
+    world.step()
+    (ready,) = [one for one in world.status["conditions"] if one["type"] == "MasterReady"]
+    assert ready["message"].endswith("which their controllers have to remove: a.io/one.")
+    assert world.events.count("PodHeld") == 1
+
+
+def test_pods_that_are_prepared_are_looked_at_before_a_job_may_have_to_yield() -> None:
+    world = half_placed()
+    first = world.pods[1]
+    first["status"] |= {"conditions": [{"type": "PodScheduled", "status": "True"}]}
+    world.step()
+    assert world.decision.again == 15.0
+    world.now += 50.0
+    world.step()
+    assert world.decision.again == 10.0
+
+
 def test_a_clock_that_was_set_back_keeps_no_job_waiting() -> None:
     world = half_placed()
     world.step()

@@ -123,6 +123,9 @@ def test_thousands_of_pods_that_end_at_once_take_no_time(
     path.write_bytes(msgspec.json.encode(config))
     exits: list[int] = []
 
+    reports: list[str] = []
+    monkeypatch.setattr(reporting.Reporter, "waits", lambda _, text: reports.append(text))
+
     async def end_all() -> float:
         client = Client.from_config(str(path))
         job = validation.parse(elastic_job("team", SLEEP))
@@ -140,6 +143,7 @@ def test_thousands_of_pods_that_end_at_once_take_no_time(
         return took
 
     assert asyncio.run(end_all()) < 0.25
+    assert 0 < len(reports) < 10
 
 
 @pytest.fixture

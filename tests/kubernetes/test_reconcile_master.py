@@ -449,6 +449,24 @@ def test_the_master_of_an_earlier_job_of_the_name_goes_though_its_machine_is_los
     assert world.master["metadata"]["ownerReferences"][0]["uid"] == "uid-1"
 
 
+def test_finalizers_that_keep_the_pod_of_an_earlier_job_are_named() -> None:
+    world = World()
+    old = foreign_pod(world, **EARLIER)
+    old["metadata"]["finalizers"] = ["a.io/one", "b.io/two"]
+    world.settle()
+    old["metadata"]["deletionGracePeriodSeconds"] = 0
+    for _ in range(3):
+        world.now += 100.0
+        world.step()
+    assert world.decision.delete == (), "force does not help"
+    assert world.status["message"].endswith(f" must be deleted first. {HELD}")
+    assert world.events.count("PodHeld") == 1
+    world.gone(old)
+    world.settle()
+    assert world.master is not None
+    assert world.master["metadata"]["ownerReferences"][0]["uid"] == "uid-1"
+
+
 @pytest.mark.parametrize(
     "owner", [{"kind": "ReplicaSet"}, {"apiVersion": "other.io/v1"}, {"name": "letters"}]
 )

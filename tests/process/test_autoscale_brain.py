@@ -110,9 +110,12 @@ def test_a_job_that_keeps_its_size_is_in_the_brains_history(run) -> None:
         assert ask(server.address, lambda c: c.explain(job.job)).outcome.goodput.goodput_ratio > 0
 
 
-def test_a_job_that_keeps_its_size_goes_on_without_the_brains_token(run) -> None:
-    launch = run("--no-python", "/bin/true", env={"DLROVER_BRAIN": "127.0.0.1:9"})
+@pytest.mark.parametrize("file", ["", "/proc/self/mem"], ids=["none", "a file that fails"])
+def test_a_job_that_keeps_its_size_goes_on_without_the_brains_token(run, file: str) -> None:
+    env = {"DLROVER_BRAIN": "127.0.0.1:9", "DLROVER_BRAIN_TOKEN_FILE": file}
+    launch = run("--no-python", "/bin/true", env=env)
     launch.succeed(30)
+    assert "goes on without the Brain" in (launch.job_dir / "master.log").read_text()
 
 
 def test_a_known_program_tries_no_size(run) -> None:
