@@ -14,6 +14,7 @@ from dlrover.agent.machine.node import (
     JoinRound,
     Stage,
     StopWorkers,
+    StoreAtEnd,
     WorkerEnded,
     WorkersStopped,
 )
@@ -32,6 +33,7 @@ from dlrover.spec.requests.membership import Members
 from dlrover.spec.world import World
 
 DONE = Outcome(exit_code=0, reason="All workers succeeded.")
+RELEASED = Outcome(exit_code=0, reason="The job goes on with fewer nodes.", released=True)
 
 
 def world(round_: int = 1) -> World:
@@ -54,8 +56,8 @@ def welcome(round_: int = 1) -> Welcome:
     return Welcome(3, round_, 15.0)
 
 
-def call(round_: int) -> CallToRound:
-    return CallToRound(round_, "a worker failed")
+def call(round_: int, *, store: bool = False) -> CallToRound:
+    return CallToRound(round_, "a worker failed", store)
 
 
 def give(machine: AgentMachine, *events: Input) -> list[Command]:
@@ -142,6 +144,14 @@ def test_a_call_to_a_new_round_stops_the_workers_before_it_joins(make):
     assert give(machine, call(2)) == [StopWorkers()]
     assert give(machine, WorkersStopped()) == [JoinRound(2)]
     assert (machine.stage, machine.running_round) == (Stage.JOINED, 0)
+
+
+@pytest.mark.parametrize("event", [call(2, store=True), Dismiss(RELEASED)])
+def test_where_a_node_leaves_what_is_in_memory_is_stored(event):
+    assert give(running(), event) == [StoreAtEnd(), StopWorkers()]
+    assert give(stopping(), event) == [StoreAtEnd()]
+    after = Dismiss(RELEASED) if isinstance(event, Dismiss) else JoinRound(2)
+    assert give(joined_again(), event) == [StoreAtEnd(), after]
 
 
 def test_it_reports_which_round_it_has_left():

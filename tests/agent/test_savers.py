@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,17 +14,18 @@ from dlrover._util import procs
 from dlrover.agent import savers
 from dlrover.agent.workers.logs import RunLogs
 from dlrover.agent.workers.workers import WorkerGroup
+from dlrover.checkpoint.saver import protocol
 from dlrover.spec.job import Entry, LaunchSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 
-def start(directory: Path, place: str) -> set[int]:
+def start(directory: Path, place: str, linger: float = 30.0) -> set[int]:
     """Start a saver, which is nobody's child."""
     before = procs.running(savers.SAVER, procs.pids())
     subprocess.run(
         [sys.executable, "-m", savers.SAVER, "--directory", directory, "--identity", "one",
-         "--node", place, "--keep", "3", "--linger", "30"],
+         "--node", place, "--keep", "3", "--linger", str(linger)],
         check=True, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     return {
@@ -55,3 +57,31 @@ def test_a_saver_that_outlived_its_agent_obeys_the_next_one_at_its_place(tmp_pat
         assert procs.running(savers.SAVER, nobodys) == nobodys
     finally:
         procs.kill(mine | others | nobodys)
+
+
+def test_a_saver_stays_with_its_memory_as_long_as_its_node_waits_for_workers(
+    tmp_path: Path,
+) -> None:
+    place = f"1 of {tmp_path}"
+    (pid,) = start(tmp_path, place, linger=0.2)
+    address = protocol.address(str(tmp_path), "one", place)
+    launch = LaunchSpec(entry=Entry.SCRIPT, target="train.py")
+
+    async def story() -> None:
+        group = WorkerGroup(launch, {}, RunLogs(launch, tmp_path), "host", None)
+        group.orders.place = place
+        with protocol.new_socket() as worker:
+            worker.connect(address)
+            protocol.send(worker, protocol.Attach(0))
+            protocol.receive_reply(worker)
+            await group.stop(signal.SIGTERM, 0.0)
+        await asyncio.sleep(1.0)
+        assert procs.running(savers.SAVER, [pid])
+        group._savers.close()
+        await asyncio.wait_for(procs.ended(pid), 10.0)
+        await group.close()
+
+    try:
+        asyncio.run(story())
+    finally:
+        procs.kill([pid])

@@ -543,6 +543,38 @@ def test_nothing_happens_without_being_asked_or_after_a_goodbye(asked, goodbye):
     assert not saver_state.breaks.pending
 
 
+@pytest.mark.parametrize("goodbye", [False, True])
+def test_what_is_in_memory_when_a_node_is_to_leave_is_stored_once_the_workers_end(goodbye):
+    saver_state = SaverState()
+    worker = Worker(saver_state, 0)
+    worker.save(1)
+    saver_state.store_at_end()
+    worker.save(2)
+    assert not saver_state.breaks.pending, "it goes on until it is stopped"
+    leave(worker, goodbye=goodbye)
+    ended = saver_state.breaks.next()
+    assert ended.saves == {0: (worker.id(1), worker.id(2))}
+    saver_state.breaks.finish(ended)
+    saver_state.store_at_end()
+    assert not saver_state.breaks.pending, "once is enough"
+
+
+def test_workers_that_have_ended_when_a_node_is_to_leave_are_stored_at_once():
+    saver_state = SaverState()
+    saver_state.store_at_end()
+    worker = Worker(saver_state, 0)
+    worker.save(1)
+    leave(worker)
+    assert not saver_state.breaks.pending
+    saver_state.store_at_end()
+    assert saver_state.breaks.pending
+    again = Worker(saver_state, 0, session=2)
+    saver_state.breaks.finish(saver_state.breaks.next())
+    again.save(1)
+    leave(again)
+    assert not saver_state.breaks.pending, "it was for that world alone"
+
+
 def test_the_same_world_is_not_asked_twice_about_the_same_step():
     saver_state, _ = broken_world(3)
     saver_state.breaks.finish(saver_state.breaks.next())

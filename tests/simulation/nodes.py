@@ -372,6 +372,9 @@ class SimulatedWorkers:
         self.progressed = progressed
         await asyncio.Event().wait()
 
+    async def store_at_end(self) -> None:
+        """Do nothing."""
+
     async def stop(self, _number: int, _grace: float) -> None:
         if self.run is not None:
             self.end_all()

@@ -5,11 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
+import socket
+import threading
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from dlrover._util import procs
 from dlrover.errors import DLRoverError
 from dlrover.rpc.messages import StoredPlace
+
+if TYPE_CHECKING:
+    from dlrover.checkpoint.saver import protocol
+
+logger = logging.getLogger(__name__)
 
 SAVER = "dlrover.checkpoint.saver.saver"
 """Module of the checkpoint saver: workers start it, it outlives them and holds their generations."""
@@ -40,30 +49,87 @@ def running(place: str) -> set[int]:
 
 async def save_now(pids: Iterable[int], request: str) -> tuple[StoredPlace, ...]:
     """Have each saver store the newest save in memory; return what became of it."""
-    asked = (asyncio.to_thread(_ask, pid, request) for pid in sorted(pids))
+    asked = (asyncio.to_thread(_save_now, pid, request) for pid in sorted(pids))
     return tuple(await asyncio.gather(*asked))
 
 
-def _ask(pid: int, request: str) -> StoredPlace:
-    options = _options(pid)
-    directory, identity, node = (
-        options.get(name, "") for name in ("--directory", "--identity", "--node")
-    )
+async def store_at_end(pids: Iterable[int]) -> None:
+    """Have each saver store the newest save in memory once the workers end; return when all know it."""
+    await asyncio.gather(*(asyncio.to_thread(_store_at_end, pid) for pid in pids))
+
+
+class Holds:
+    """Connections to a node's savers: while one is open, a saver stays, and with it the memory, without workers."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[int, socket.socket] = {}
+
+    def update(self, pids: Iterable[int]) -> None:
+        """Hold these savers alone; one that accepts no connection now is left out."""
+        with self._lock:
+            for gone in self._open.keys() - set(pids):
+                self._open.pop(gone).close()
+            for pid in set(pids) - self._open.keys():
+                with contextlib.suppress(OSError, DLRoverError, ModuleNotFoundError):
+                    self._open[pid] = _connected(pid, 0.0)
+
+    def close(self) -> None:
+        """Let all savers go."""
+        self.update(())
+
+
+def _save_now(pid: int, request: str) -> StoredPlace:
+    directory = _options(pid).get("--directory", "")
     try:
         # Its package is an extra, which is installed where a saver runs.
         from dlrover.checkpoint.saver import protocol  # noqa: PLC0415
 
-        with contextlib.closing(protocol.new_socket()) as sock:
-            sock.settimeout(PATIENCE)
-            sock.connect(protocol.address(directory, identity, node))
-            protocol.check_peer(sock)
-            protocol.send(sock, protocol.SaveNow(request))
-            reply, _ = protocol.receive_reply(sock)
+        reply = _ask(pid, protocol.SaveNow(request), PATIENCE)
     except (OSError, DLRoverError, ModuleNotFoundError) as error:
         return StoredPlace(directory, problem=f"The saver does not answer: {error}.")
     if not isinstance(reply, protocol.SavedNow):
         return StoredPlace(directory, problem=f"The saver refuses: {reply}.")
     return StoredPlace(directory, reply.step, reply.problem)
+
+
+def _store_at_end(pid: int) -> None:
+    try:
+        from dlrover.checkpoint.saver import protocol  # noqa: PLC0415
+
+        _ask(pid, protocol.StoreAtEnd(), WAIT)
+    except (OSError, DLRoverError, ModuleNotFoundError) as error:
+        logger.warning("What is in memory is not stored: saver %d does not answer: %s", pid, error)
+
+
+def _ask(pid: int, request: protocol.Request, patience: float) -> protocol.Reply:
+    """Return a saver's reply.
+
+    Raises:
+        OSError, DLRoverError: it does not answer.
+    """
+    from dlrover.checkpoint.saver import protocol  # noqa: PLC0415
+
+    with contextlib.closing(_connected(pid, patience)) as sock:
+        protocol.send(sock, request)
+        reply, _ = protocol.receive_reply(sock)
+    return reply
+
+
+def _connected(pid: int, patience: float) -> socket.socket:
+    from dlrover.checkpoint.saver import protocol  # noqa: PLC0415
+
+    options = _options(pid)
+    directory, identity, node = (
+        options.get(name, "") for name in ("--directory", "--identity", "--node")
+    )
+    with contextlib.ExitStack() as opened:
+        sock = opened.enter_context(protocol.new_socket())
+        sock.settimeout(patience)
+        sock.connect(protocol.address(directory, identity, node))
+        protocol.check_peer(sock)
+        opened.pop_all()
+    return sock
 
 
 def _options(pid: int) -> dict[str, str]:

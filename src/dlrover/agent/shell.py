@@ -94,6 +94,7 @@ class Agent:
         self._notify = notify
         self._left: asyncio.Future[Outcome] = loop.create_future()
         self._stopping: asyncio.Task[None] | None = None
+        self._storing: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         """Set when a heartbeat may be due earlier than expected."""
         self._listed = b""
@@ -136,6 +137,7 @@ class Agent:
 
     async def _close(self) -> None:
         """End zygotes and saver; on a released node the saver may take longer: others need its data."""
+        await self._savers_know()
         if self._left.done() and self._left.result().released:
             await self._workers.close(self._limits.release_grace)
         else:
@@ -322,6 +324,8 @@ class Agent:
             case messages.StandBy():
                 self._waits.started()
                 self._workers.preload(command.modules)
+            case agent_machine.StoreAtEnd():
+                self._storing = asyncio.create_task(self._workers.store_at_end())
             case agent_machine.StopWorkers():
                 self._stopping = asyncio.create_task(self._stop_workers())
             case messages.Dismiss() if not self._left.done():
@@ -376,5 +380,11 @@ class Agent:
         requested = 0 if outcome is None else outcome.exit_code - ExitCode.SIGNAL_BASE
         if requested in _SIGNALS:
             number = signal.Signals(requested)
+        await self._savers_know()
         await self._workers.stop(number, self._launch.shutdown_timeout)
         self._handle(agent_machine.WorkersStopped())
+
+    async def _savers_know(self) -> None:
+        """Wait until the savers know that they are to store what ends."""
+        if self._storing is not None:
+            await self._storing

@@ -137,6 +137,8 @@ class CallToRound(msgspec.Struct, frozen=True, tag="call_to_round"):
 
     round: int
     reason: str
+    store: bool = False
+    """True to store what the workers have in memory: a node leaves on purpose, with its part of it."""
 
 
 class AssignWorld(msgspec.Struct, frozen=True, tag="assign_world"):

@@ -23,7 +23,7 @@ def main(out: Path, steps: int, step_time: float) -> None:
     part = torch.zeros(SIZE // world_size)
     at = rank * len(part)
     state = {"numbers": Shard(part, (SIZE,), (at,)), "step": 0}
-    checkpointer = Checkpointer(out / "steps-in-memory", save_at_breakpoint=True, linger=1.0)
+    checkpointer = Checkpointer(out / "steps-in-memory", linger=1.0)
     record = checkpointer.load(state)
     if rank == 0:
         source = record.source if record else "nowhere"

@@ -73,9 +73,14 @@ class StopWorkers(msgspec.Struct, frozen=True):
     """Command: stop all workers, then report `WorkersStopped`."""
 
 
+class StoreAtEnd(msgspec.Struct, frozen=True):
+    """Command: have what the workers have in memory stored once they end, or now if they have ended."""
+
+
 Command: TypeAlias = (
     JoinRound
     | EndWorker
+    | StoreAtEnd
     | StopWorkers
     | messages.Failed
     | messages.Succeeded
@@ -162,7 +167,8 @@ class AgentMachine:
             case messages.Welcome():
                 return self._welcome(event)
             case messages.CallToRound():
-                return self._join_later(event.round)
+                stored: list[Command] = [StoreAtEnd()] if event.store else []
+                return [*stored, *self._join_later(event.round)]
             case messages.AssignWorld():
                 return self._assign(event)
             case messages.StartAgain():
@@ -316,13 +322,14 @@ class AgentMachine:
         if self.outcome is not None:
             return []
         self.outcome = dismissal.outcome
+        stored: list[Command] = [StoreAtEnd()] if self.outcome.released else []
         if self.stage is Stage.STOPPING:
-            return []
+            return stored
         if self.world is not None:
             self.stage = Stage.STOPPING
-            return [StopWorkers()]
+            return [*stored, StopWorkers()]
         self.stage = Stage.LEFT
-        return [dismissal]
+        return [*stored, dismissal]
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError at the first violation."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from dlrover._util import procs
+from dlrover._util import procs, tasks
 from dlrover.agent import savers
 from dlrover.agent.devices import Devices
 from dlrover.agent.workers import environment, evidence
@@ -110,6 +110,8 @@ class WorkerGroup:
         self._world: World | None = None
         self._logs: AttemptLogs | None = None
         self._stopped_at: float | None = None
+        self._savers = savers.Holds()
+        self._holding: set[asyncio.Task[None]] = set()
 
     # ---- start
 
@@ -249,6 +251,7 @@ class WorkerGroup:
         worker.status = status
         worker.ended_at = time.monotonic_ns()
         worker.ended.set()
+        tasks.start(self._hold_savers(), self._holding)
         if self._workers.get(worker.local_rank) is not worker:
             return
         failure = None
@@ -329,6 +332,10 @@ class WorkerGroup:
         """Have the newest memory checkpoint of each directory stored; return what became of it."""
         return await savers.save_now(savers.running(self.orders.place), request)
 
+    async def store_at_end(self) -> None:
+        """Have the newest memory checkpoint of each directory stored once the workers end."""
+        await savers.store_at_end(savers.running(self.orders.place))
+
     async def devices_busy(self) -> float:
         """Return the share of time in which the workers' accelerators work, 0 to 1; -1 if unknown."""
         used = await self._devices.use(len(self._workers))
@@ -344,6 +351,7 @@ class WorkerGroup:
         data loaders while it saves. After ``grace`` seconds, all of them are killed.
         """
         self._stopped_at = time.time()
+        await self._hold_savers()
         for order in self._zygotes.take_held():
             self._exited(order.spawn, int(signal.SIGKILL), "")  # it was never started
         running = [w for w in self._workers.values() if w.status is None]
@@ -379,6 +387,11 @@ class WorkerGroup:
         self._failures.close()
         await self._zygotes.close()
         await procs.end(savers.running(self.orders.place), saver_wait)
+        self._savers.close()
+
+    async def _hold_savers(self) -> None:
+        """Keep the savers, with what is in memory, until there are workers again: that may take minutes."""
+        await asyncio.to_thread(lambda: self._savers.update(savers.running(self.orders.place)))
 
     def _reap(self) -> None:
         """Reap orphans left by ended workers and zygotes."""

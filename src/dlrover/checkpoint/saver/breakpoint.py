@@ -82,9 +82,9 @@ class Breaks:
         return all(ended.group.joined.session == session for ended in self._open)
 
     def note(self, group: SaveGroup) -> None:
-        """Queue an ending world that wants save at breakpoint, unless its newest save was voted on before."""
+        """Queue an ending world that is to be stored, unless its newest save was voted on before."""
         known = any(b.group is group and not b.request for b in self._open)
-        if known or not group.joined.save_at_breakpoint:
+        if known or not (group.joined.save_at_breakpoint or group.store_at_end):
             return
         held = {rank: _slots_of(mine, group) for rank, mine in self._ranks.memories.items()}
         if group.voted is None or _newest(_saves(held)) > group.voted:

@@ -173,6 +173,13 @@ class SaveNow(SaverMessage, frozen=True):
     """Number of the user's request, the same for all savers; part of a file's name."""
 
 
+class StoreAtEnd(SaverMessage, frozen=True):
+    """Request of the node's agent to store the newest save in memory once the workers end: a node leaves on purpose.
+
+    All savers of the world get it, on connections that are attached to no rank.
+    """
+
+
 class Goodbye(SaverMessage, frozen=True):
     """Notice that the worker is about to disconnect in good order."""
 
@@ -284,6 +291,7 @@ Request = (
     | Wait
     | Stored
     | SaveNow
+    | StoreAtEnd
     | Goodbye
 )
 Reply = (

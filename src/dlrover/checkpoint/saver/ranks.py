@@ -88,6 +88,8 @@ class SaveGroup:
     """The ranks that save together, as far as this node knows them."""
 
     joined: protocol.JoinSaver
+    store_at_end: bool = False
+    """True if the newest save in memory is to be stored once the workers end, however they do."""
     problems: list[str] = field(default_factory=list)
     """Sentences about saves that were not stored, with the reasons."""
     stored: SaveId | None = None

@@ -263,7 +263,8 @@ class WorkerConnection:
         fds: list[int] = []
         reply: protocol.Reply
         try:
-            known = self._rank >= 0 or isinstance(request, protocol.Reserve | protocol.SaveNow)
+            alone = protocol.Reserve | protocol.SaveNow | protocol.StoreAtEnd
+            known = self._rank >= 0 or isinstance(request, alone)
             if isinstance(request, protocol.Attach) == known:
                 raise ProtocolError("A worker attaches once, before it asks for anything.")
             match request:
@@ -327,6 +328,8 @@ class WorkerConnection:
                 self._state.keep(self._rank, request.save)
             case protocol.PassOver():
                 self._state.pass_over(self._rank, request.save, written=request.written)
+            case protocol.StoreAtEnd():
+                self._state.store_at_end()
             case protocol.Goodbye():
                 self._goodbye = True
 

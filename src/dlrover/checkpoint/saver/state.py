@@ -182,7 +182,7 @@ class SaverState:
 
     def _end_worker(self, rank: int, mine: RankMemory, *, goodbye: bool) -> None:
         mine.owner = 0
-        if mine.group is not None and not goodbye:
+        if mine.group is not None and (mine.group.store_at_end or not goodbye):
             self.breaks.note(mine.group)
         self.breaks.left(rank, mine)
         self.tasks.drop_incomplete(rank)
@@ -359,6 +359,16 @@ class SaverState:
         with self._changed:
             asked = self.breaks.ask(request)
         return protocol.SavedNow(asked.stored.step if asked.stored else -1, asked.problem)
+
+    def store_at_end(self) -> None:
+        """Store the newest save in memory, together with the world's other savers, once the workers end."""
+        with self._changed:
+            group = self._ranks.group
+            if group is None:
+                return
+            group.store_at_end = True
+            if not any(mine.owner for mine in self._ranks.memories.values()):
+                self.breaks.note(group)
 
     def verify(self, rank: int, number: int) -> str:
         """Compare a generation with its checksums; return what is wrong with it, or an empty text."""

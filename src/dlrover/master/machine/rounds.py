@@ -137,11 +137,12 @@ class Rounds:
         self.state.emit(events.RoundOpened(rdzv.round, reason, count))
 
     def call(self, node: Node, reason: str) -> None:
-        """Call a connected node to the next round."""
+        """Call a connected node to the next round; if another one leaves, it stores what it has in memory."""
+        state = self.state
         if node.connected:
-            self.state.send(
-                inputs.Say(node.id, CallToRound(self.state.rendezvous.next_round, reason))
-            )
+            store = any(not state.is_outside(state.nodes[i]) for i in state.scaling.leaving)
+            order = CallToRound(state.rendezvous.next_round, reason, store)
+            state.send(inputs.Say(node.id, order))
 
     def _call_others(self, reason: str) -> None:
         """Call the nodes whose workers belong to no round of this master."""
