@@ -13,7 +13,7 @@ import pytest
 from dlrover._util import procs
 from dlrover.agent import savers
 from dlrover.agent.workers.logs import RunLogs
-from dlrover.agent.workers.workers import WorkerGroup
+from dlrover.agent.workers.workers import Worker, WorkerGroup
 from dlrover.checkpoint.saver import protocol
 from dlrover.spec.job import Entry, LaunchSpec
 
@@ -75,9 +75,11 @@ def test_a_saver_stays_with_its_memory_as_long_as_its_node_waits_for_workers(
             protocol.send(worker, protocol.Attach(0))
             protocol.receive_reply(worker)
             await group.stop(signal.SIGTERM, 0.0)
+        group._release_savers()
         await asyncio.sleep(1.0)
         assert procs.running(savers.SAVER, [pid])
-        group._savers.close()
+        group._workers = {0: Worker(0, 0, 1)}  # it trains, and saves to another directory
+        group._release_savers()
         await asyncio.wait_for(procs.ended(pid), 10.0)
         await group.close()
 

@@ -222,6 +222,7 @@ class WorkerGroup:
             before, steps = steps, self.steps()
             if steps and steps != before:
                 progressed()
+                self._release_savers()
             if self._launch.survive:
                 self._end_stopped()
             if time.monotonic() - reaped_at > REAP_INTERVAL:
@@ -390,8 +391,13 @@ class WorkerGroup:
         self._savers.close()
 
     async def _hold_savers(self) -> None:
-        """Keep the savers, with what is in memory, until there are workers again: that may take minutes."""
+        """Keep the savers, with what is in memory, until workers train again: that may take minutes."""
         await asyncio.to_thread(lambda: self._savers.update(savers.running(self.orders.place)))
+
+    def _release_savers(self) -> None:
+        """Let the savers go: those of the workers that train stay, and those of other directories leave."""
+        if any(worker.status is None for worker in self._workers.values()):
+            self._savers.close()
 
     def _reap(self) -> None:
         """Reap orphans left by ended workers and zygotes."""
