@@ -41,7 +41,7 @@ TAIL = 2
 all end at the same time."""
 QUIET = 2
 """Workers report four times per timeout; if all are silent for 1 / ``QUIET`` of it, the master was down."""
-FOUND = ("begins", "limits", "shard")
+FOUND = ("begins", "limits", "source_ids", "shard")
 """Fields that workers find in a broker, each worker at another moment."""
 MAX_AHEAD = 1000
 """Maximum number of epochs that one request begins; a worker reads one after the other."""

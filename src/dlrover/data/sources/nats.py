@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from dlrover._util import tasks
 from dlrover.data.sources.stream import TIMEOUT, Address, Bounds, Broker, Fetched, Message
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import ConfigurationError
 
 _WAIT = TIMEOUT
 """Seconds that messages may take which the server reports as available."""
@@ -64,8 +64,6 @@ class Nats(Broker):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: Any = None
         self._readers: dict[int, _Consumer] = {}
-        self._created: dict[str, Any] = {}
-        """By stream: when it was created."""
         self._refusal = self._cause = ""
         """What the client meets during a call that is not answered: a permission that it lacks; and anything else."""
 
@@ -86,10 +84,7 @@ class Nats(Broker):
         found = []
         for stream in self._streams:
             info = await (await self._jetstream()).stream_info(stream)
-            if self._created.setdefault(stream, info.created) != info.created:
-                raise InfrastructureError(
-                    f"The stream {stream} of {self.address} was deleted and created again while it was read."
-                )
+            self.source_ids[stream] = info.created.isoformat()
             found.append(Bounds(max(1, info.state.first_seq), info.state.last_seq + 1))
         return found
 

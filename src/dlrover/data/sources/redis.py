@@ -49,6 +49,18 @@ class _Seen(NamedTuple):
     left: int
     """The offset from which on none was removed; 0 if none ever was."""
 
+    def is_behind(self, known: _Seen) -> bool:
+        """Return whether this is an earlier state of the same stream, as of a replica."""
+        return self._is_less(known) and self.first <= known.first
+
+    def continues(self, known: _Seen) -> bool:
+        """Return whether this may be a later state of the same stream."""
+        again = self.removed == known.removed and known.first not in (self.first, known.end)
+        return not again and not self._is_less(known)
+
+    def _is_less(self, known: _Seen) -> bool:
+        return self.added < known.added or self.removed < known.removed
+
 
 class Redis(Broker):
     """``redis://user:password@host:6379/0?stream=a&stream=b``; ``rediss`` with TLS."""
@@ -108,7 +120,9 @@ class Redis(Broker):
                     raise self._refusal(answer)
                 found.append(Bounds(0, 0))
                 continue
-            self._left(self._keys[len(found)], answer)
+            key = self._keys[len(found)]
+            self._left(key, answer)
+            self.source_ids[key] = " ".join(map(str, self._seen[key]))
             found.append(Bounds(_first(answer), _end(answer)))
             self._length += answer["length"]
         return found
@@ -174,22 +188,25 @@ class Redis(Broker):
             )
         added, first, end = info["entries-added"], _first(info), _end(info)
         removed = added - info["length"]
-        left = first if removed else 0
+        seen = _Seen(added, removed, first, end, first if removed else 0)
         if key in self._seen:
             known = self._seen[key]
-            earlier = added < known.added or removed < known.removed
-            if earlier and first <= known.first:
+            if seen.is_behind(known):
                 raise TimeoutError(_BEHIND.format(key))
-            another = removed == known.removed and known.first not in (first, known.end)
-            if earlier or another:
+            if not seen.continues(known):
                 raise InfrastructureError(
                     f"The stream {key} of {self.address}, which had {known.added} entries so far, has {added} that do"
                     " not continue these: it was recreated or has lost messages."
                 )
             if removed == known.removed:
-                left = known.left
-        self._seen[key] = _Seen(added, removed, first, end, left)
-        return left
+                seen = seen._replace(left=known.left)
+        self._seen[key] = seen
+        return seen.left
+
+    def is_another(self, before: str, now: str) -> bool:
+        """Return whether the entries of a stream do not continue earlier ones."""
+        known, seen = (_Seen(*map(int, text.split())) for text in (before, now))
+        return not seen.is_behind(known) and not seen.continues(known)
 
     def commit(self, offsets: list[int]) -> None:
         """Set the group's last delivered id and number of read entries, from which Redis computes the lag.

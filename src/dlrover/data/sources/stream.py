@@ -180,6 +180,8 @@ class Broker(ABC):
 
     def __init__(self, address: Address) -> None:
         self.address = address
+        self.source_ids: dict[str, str] = {}
+        """By name, what tells the topics or streams of the last `bounds` from ones that are created later."""
 
     @property
     @abstractmethod
@@ -209,6 +211,10 @@ class Broker(ABC):
     def beginning(self, bounds: Bounds) -> int:
         """Return the offset at which a job begins that reads all of a partition."""
         return bounds.first
+
+    def is_another(self, before: str, now: str) -> bool:
+        """Return whether two of `source_ids` are of different topics or streams."""
+        return before != now
 
     def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
         """Return the first offset of each partition from a time on; its end if there is nothing.
