@@ -298,6 +298,66 @@ def test_a_slow_script_of_another_client_of_redis_is_waited_for(redis_port: int,
         client.config_set(*limit.popitem())
 
 
+def test_a_redis_whose_memory_is_full_is_read_by_a_user_who_may_only_read(redis_port: int) -> None:
+    import redis
+
+    topic = redis_topic(redis_port)
+    topic.send(range(20))
+    with contextlib.closing(redis.Redis(port=redis_port)) as client:
+        client.acl_setuser("reader", enabled=True, passwords="+pw", keys="*", categories=["+@read"])
+        client.config_set("maxmemory", 1)
+        try:
+            with pytest.raises(redis.OutOfMemoryError):
+                client.set("x", 1)
+            url = topic.url.replace("//", "//reader:pw@")
+            with contextlib.closing(Records(Stream(url, decode=number, until="now"))) as data:
+                assert list(data) == list(range(20))
+        finally:
+            client.config_set("maxmemory", 0)
+
+
+def test_entries_of_redis_that_are_removed_while_they_are_fetched_are_named(redis_port) -> None:
+    """Another client's command comes between two of a request."""
+    topic = redis_topic(redis_port)
+    topic.send(range(20))
+    with contextlib.closing(Feed(Stream(topic.url, lost="skip"))) as reader:
+        ((first, end),) = reader._broker.bounds()
+        client, keep = reader._broker._redis, [15, 10]
+
+        class Pipeline(contextlib.AbstractContextManager):
+            def __init__(self, **_) -> None:
+                self.answers = []
+
+            def __exit__(self, *_) -> None: ...
+
+            def xinfo_stream(self, *args) -> None:
+                self.answers.append(client.xinfo_stream(*args))
+
+            def xrange(self, *args) -> None:
+                if keep:
+                    topic.keep(keep.pop(0))
+                self.answers.append(client.xrange(*args))
+
+            def execute(self) -> list:
+                return self.answers
+
+        client.pipeline = Pipeline
+        fetched = reader._broker.fetch(0, first, end, 100)
+    assert [number(message) for message in fetched.messages] == list(range(10, 20))
+    assert fetched.first == fetched.messages[0].offset
+
+
+def test_a_password_that_redis_refuses_is_an_error_at_once(redis_port: int, read) -> None:
+    import redis
+
+    topic = redis_topic(redis_port)
+    with contextlib.closing(redis.Redis(port=redis_port)) as client:
+        before = client.info("stats")["total_connections_received"]
+        with pytest.raises(InfrastructureError, match="cannot be read: AuthenticationError"):
+            list(read(topic.url.replace("//", "//somebody:wrong@")))
+        assert client.info("stats")["total_connections_received"] == before + 1
+
+
 def until(holds) -> None:
     """Wait until something holds."""
     end = time.monotonic() + 30
