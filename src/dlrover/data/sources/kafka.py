@@ -30,7 +30,7 @@ class Kafka(Broker):
         import confluent_kafka as kafka  # noqa: PLC0415 - only if there is such a source
 
         super().__init__(address)
-        topics = address.names(address.path, "a topic as its path")
+        topics = address.names("a topic as its path")
         if len(topics) > 1:
             raise ConfigurationError(
                 f"The address {address} names {len(topics)} topics; one is read."

@@ -46,7 +46,12 @@ class Nats(Broker):
             raise ConfigurationError(
                 f"The address {address} has the group {self.group!r}; letters, digits, _ and - are accepted."
             )
-        self._streams = address.names(address.path, "a stream as its path")
+        self._streams = address.names("a stream as its path")
+        for name in self._streams:
+            if not re.fullmatch(r"[^\s.*>/\\]+", name):
+                raise ConfigurationError(
+                    f"The address {address} has the stream {name!r}; names have no blanks, '.', '*', '>', '/' and '\\'."
+                )
         self._subject = address.option("subject")
         self.transient = (
             OSError,
@@ -81,9 +86,16 @@ class Nats(Broker):
         return self._run(self._fetch(partition, start, stop, most))
 
     async def _bounds(self) -> list[Bounds]:
+        from nats.js import api  # noqa: PLC0415 - only if there is such a source
+
         found = []
         for stream in self._streams:
             info = await (await self._jetstream()).stream_info(stream)
+            if info.config.retention == api.RetentionPolicy.WORK_QUEUE:
+                raise ConfigurationError(
+                    f"The stream {stream} of {self.address} keeps each message until a consumer acknowledges it"
+                    " (workqueue); streams that keep messages by limits are read."
+                )
             self.source_ids[stream] = info.created.isoformat()
             found.append(Bounds(max(1, info.state.first_seq), info.state.last_seq + 1))
         return found

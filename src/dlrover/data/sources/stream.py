@@ -148,9 +148,9 @@ class Address:
             raise ConfigurationError(f"The address {self} has an empty group.")
         return group
 
-    def names(self, text: str, what: str) -> list[str]:
-        """Return the streams that a part of the address names, separated by commas; each is a partition."""
-        found = [name for name in text.split(",") if name]
+    def names(self, what: str) -> list[str]:
+        """Return the streams that the path names, separated by commas; a comma of a name is %-escaped."""
+        found = [unquote(name) for name in self._parts.path.strip("/").split(",") if name]
         if not found or len(set(found)) < len(found):
             raise ConfigurationError(f"The address {self} must name {what}, each of them once.")
         return found
