@@ -674,13 +674,16 @@ def test_a_connection_to_nats_that_does_not_answer_ends_in_a_moment(
 
 
 @pytest.mark.parametrize("address", ["amqp://{}/q", "nats://{}/S", "redis://{}/0?stream=s"])
-def test_why_a_broker_cannot_be_reached_is_said(read, monkeypatch, address: str) -> None:
+def test_why_a_broker_cannot_be_reached_is_said_and_its_client_logs_nothing(
+    read, monkeypatch, caplog, address: str
+) -> None:
     url = address.format(f"me:secret@127.0.0.1:{free_port()}")
     module = sys.modules[Stream(url).broker().__module__]
     monkeypatch.setattr(feed, "PATIENCE", 0.2)
     monkeypatch.setattr(module, "TIMEOUT", 1.0)
     with pytest.raises(InfrastructureError, match=r"[Cc]onnection refused|Connect call failed"):
         list(read(url))
+    assert {record.name for record in caplog.records} <= {"dlrover.data.feed"}
 
 
 def test_ctrl_c_ends_a_wait_for_nats() -> None:

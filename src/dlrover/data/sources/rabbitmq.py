@@ -6,6 +6,7 @@ AMQP needs no plugin of the broker. Acknowledgments move nothing in a stream, an
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -67,6 +68,9 @@ class RabbitMq(Broker):
             blocked_connection_timeout=TIMEOUT,
             heartbeat=0,  # the client does not answer between two calls
         )
+        client = logging.getLogger("pika")
+        if client.level == logging.NOTSET:
+            client.setLevel(logging.CRITICAL)  # what fails is raised
         self._connection: Any = None
         self._ends: dict[int, int] = {}
         """End of each queue that has shown a message."""
