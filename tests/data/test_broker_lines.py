@@ -412,7 +412,7 @@ def test_a_stream_of_nats_that_is_made_again_is_an_error_though_it_is_longer(
 @pytest.mark.parametrize("kind", ["nats", "redis"])
 @pytest.mark.parametrize("trimmed", [False, True])
 def test_a_stream_that_is_made_again_between_two_lives_of_a_job_is_an_error(
-    request, read, kind: str, trimmed: bool
+    request, read, caplog, kind: str, trimmed: bool
 ) -> None:
     port = request.getfixturevalue(f"{kind}_port")
     topic = TOPICS[kind](port)
@@ -425,7 +425,7 @@ def test_a_stream_that_is_made_again_between_two_lives_of_a_job_is_an_error(
     first.close()
     topic.send(range(20, 30))
     topic.keep(22)
-    again = read(topic.url, until="now")
+    again = read(topic.url, idle=0.5)
     again.load_state_dict(first.state_dict())
     rest = list(again)
     assert [*got, *rest] == list(range(got[0], 30))
@@ -439,6 +439,13 @@ def test_a_stream_that_is_made_again_between_two_lives_of_a_job_is_an_error(
         other.load_state_dict(state)
         with pytest.raises(InfrastructureError, match="is not the one that the job has read"):
             next(iter(other))
+    copied = read(topic.url, until="now", lost="skip")
+    copied.load_state_dict(again.state_dict())
+    assert list(copied) == list(range(130 if kind == "nats" else 100, 150))
+    assert "is not the one that the job has read" in caplog.text
+    other = read(topic.url, until="now")
+    other.load_state_dict(copied.state_dict())
+    assert list(other) == []
 
 
 @pytest.mark.parametrize("after", [10, 20, 30])
