@@ -11,6 +11,8 @@ from typing import Any
 METADATA, LIST_OFFSETS, FETCH, COORDINATOR, VERSIONS = 3, 2, 1, 10, 18
 _SPOKEN = {0: 7, FETCH: 4, LIST_OFFSETS: 2, METADATA: 4, COORDINATOR: 0, VERSIONS: 0}
 """By request: the newest version."""
+_WITH_IDS = 12
+"""Version of `METADATA` that has the ids of topics."""
 _TRANSACTIONAL, _CONTROL = 0x10, 0x20
 _PIECE = 3000
 """Bytes of an answer."""
@@ -72,6 +74,8 @@ class Kafka:
 
     def __init__(self, *logs: Log) -> None:
         self.logs = logs
+        #: 16 bytes; without, it is a Kafka from before 2.8
+        self.topic_id = b""
         self.fetches = 0
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._server.getsockname()[1])
@@ -105,11 +109,14 @@ class Kafka:
                 request.text()
                 newer = kind == VERSIONS and version > 0
                 answer = self._versions(request, 35) if newer else answers[kind](request)
+                if (kind, version) == (METADATA, _WITH_IDS):
+                    answer = self._metadata_with_id()
                 line.sendall(struct.pack(">ii", len(answer) + 4, number) + answer)
 
     def _versions(self, _: _Request, error: int = 0) -> bytes:
-        spoken = b"".join(struct.pack(">hhh", kind, 0, last) for kind, last in _SPOKEN.items())
-        return struct.pack(">hi", error, len(_SPOKEN)) + spoken
+        newest = _SPOKEN | ({METADATA: _WITH_IDS} if self.topic_id else {})
+        spoken = b"".join(struct.pack(">hhh", kind, 0, last) for kind, last in newest.items())
+        return struct.pack(">hi", error, len(newest)) + spoken
 
     def _metadata(self, _: _Request) -> bytes:
         here = struct.pack(">iii", 0, 1, 1) + _text("127.0.0.1") + struct.pack(">ih", self.port, -1)
@@ -117,6 +124,18 @@ class Kafka:
         for number in range(len(self.logs)):
             topic += struct.pack(">hiiiiii", 0, number, 1, 1, 1, 1, 1)
         return here + _text("cluster") + topic
+
+    def _metadata_with_id(self) -> bytes:
+        """The same as the newer protocol writes it: lengths plus one, and tags, of which there are none."""
+        host, one = b"\x0a127.0.0.1", struct.pack(">bi", 2, 1)
+        broker = struct.pack(">i", 1) + host + struct.pack(">ibb", self.port, 0, 0)
+        topic = struct.pack(">h", 0) + b"\x02t" + self.topic_id + b"\0"
+        topic += struct.pack(">b", 1 + len(self.logs))
+        for number in range(len(self.logs)):
+            topic += struct.pack(">hiii", 0, number, 1, 1) + 2 * one + b"\x01\0"
+        topic += struct.pack(">ib", -1 << 31, 0)
+        head = b"\0" + struct.pack(">ib", 0, 2) + broker + b"\x08cluster" + struct.pack(">i", 1)
+        return head + b"\x02" + topic + b"\0"
 
     def _offsets(self, request: _Request) -> bytes:
         _, committed, _ = request.take("ibi")

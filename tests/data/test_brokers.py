@@ -295,6 +295,25 @@ def test_what_is_not_there_is_named_at_once(request, read, kind: str, path: str,
     assert time.monotonic() - began < 30, "it is not waited for"
 
 
+def test_a_stream_of_nats_that_its_consumers_empty_is_refused(nats_port: int, read) -> None:
+    import nats
+
+    topic = nats_topic(nats_port)
+    name = topic.url.rpartition("/")[2]
+    topic.delete()
+
+    async def make() -> None:
+        client = await nats.connect(f"nats://127.0.0.1:{nats_port}")
+        await client.jetstream().add_stream(
+            name=name, subjects=[f"{name}.*"], retention="workqueue"
+        )
+        await client.close()
+
+    asyncio.run(make())
+    with pytest.raises(ConfigurationError, match="until a consumer acknowledges it"):
+        list(read(topic.url))
+
+
 def test_a_subject_that_a_stream_has_not_is_named(nats_port: int, read) -> None:
     topic = nats_topic(nats_port)
     topic.send(range(3))

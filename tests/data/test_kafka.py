@@ -86,3 +86,42 @@ def test_a_topic_that_is_made_again_with_fewer_messages_is_an_error(monkeypatch)
                 InfrastructureError, match="ends at offset 0, and the job reads from"
             ):
                 list(samples)
+
+
+def test_a_topic_that_is_made_again_with_more_messages_is_an_error() -> None:
+    """Between two lives of a job, and while it is read."""
+    log, longer = Log(), Log()
+    log.add(range(30))
+    longer.add(range(50))
+    with contextlib.closing(Kafka(log)) as server:
+        server.topic_id = bytes(15) + b"a"
+        stream = Stream(f"kafka://127.0.0.1:{server.port}/t")
+        with contextlib.closing(Records(stream)) as data:
+            samples = iter(data)
+            got = [int(next(samples)) for _ in range(30)]
+            state = data.state_dict()
+            server.logs, server.topic_id = (longer,), bytes(15) + b"b"
+            said = "t of kafka://.* is not the one that the job has read: that was deleted"
+            with pytest.raises(InfrastructureError, match=said):
+                next(samples)
+        with contextlib.closing(Records(stream)) as data:
+            data.load_state_dict(state)
+            with pytest.raises(InfrastructureError, match=said):
+                next(iter(data))
+    assert got == list(range(30))
+
+
+def test_a_topic_of_a_kafka_without_ids_is_read_on() -> None:
+    log = Log()
+    log.add(range(30))
+    with contextlib.closing(Kafka(log)) as server:
+        stream = Stream(f"kafka://127.0.0.1:{server.port}/t", until="now")
+        with contextlib.closing(Records(stream)) as data:
+            state = data.state_dict()
+            assert len(list(data)) == 30
+            assert data.state_dict()["source_ids"] == {}
+        server.topic_id = bytes(15) + b"a"
+        with contextlib.closing(Records(stream)) as data:
+            data.load_state_dict(state)
+            assert len(list(data)) == 30
+            assert data.state_dict()["source_ids"] == {"t": "AAAAAAAAAAAAAAAAAAAAYQ"}

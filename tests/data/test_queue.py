@@ -532,6 +532,22 @@ def test_no_request_takes_longer_with_thousands_of_workers() -> None:
     assert time.process_time() - before < 0.25
 
 
+@pytest.mark.slow
+def test_no_request_takes_longer_with_thousands_of_partitions() -> None:
+    spec = DataSpec(name="data", begins=(0,) * 10_000, shard=10)
+    shards, last = opened(spec, "a", "b"), ShardReply()
+    shards.handle(ExtendShards("data", Incarnation(1), (10_000,) * 10_000), 0.0)
+    before = time.process_time()
+    for number in range(600):
+        request = TakeShards(
+            "data", "a", Incarnation(1), number, want=1, acknowledged=last.spans, starving=True
+        )
+        last = answer(shards.handle(request, 1.0))
+        assert last.spans == (Span(number, 0, 10),)
+    assert time.process_time() - before < 0.25
+    shards.validate()
+
+
 def test_an_epoch_far_ahead_is_refused() -> None:
     """The master would make all earlier ones, for as long as it lives."""
     shards = opened(DataSpec(name="data", size=100, shard=10, epochs=0), "a")

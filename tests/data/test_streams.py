@@ -354,6 +354,9 @@ def test_a_job_that_begins_again_without_a_checkpoint_does_not_skip(read, monkey
         ("kafka://host/a,b", "names 2 topics; one is read"),
         ("kafka://host/a?group.id=b", "has an option group.id; it is not accepted"),
         ("nats:///clicks", "names no host"),
+        ("nats://host/a.b", r"has the stream 'a\.b'; names have no blanks"),
+        ("nats://host/a,b/c", "has the stream 'b/c'"),
+        ("amqp://host/a," + 128 * "é", "a queue whose name has 256 bytes; up to 255 are accepted"),
         ("nats://host", "must name a stream as its path"),
     ],
 )
@@ -363,6 +366,13 @@ def test_wrong_addresses_are_refused(url: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message) as raised:
         Records(url)
     assert "secret" not in str(raised.value)
+
+
+def test_a_name_may_have_commas_and_slashes() -> None:
+    pytest.importorskip("pika")
+    broker = Stream("amqp://host/a%2Cb,%2Fc%20d").broker()
+    assert broker.identity == "rabbitmq a,b /c d"
+    assert broker._queues == ["a,b", "/c d"]
 
 
 def test_several_hosts_have_a_port_each() -> None:

@@ -440,6 +440,7 @@ class Records(Generic[Sample_co]):
             incarnation=None if client is None else client.incarnation,
             begins=self._spec.begins,
             limits=self._spec.limits,
+            source_ids=self._spec.source_ids,
             samples_before=0 if stream is None else stream.samples_before,
             samples=0 if stream is None else stream.samples,
         ).as_dict()
@@ -464,8 +465,10 @@ class Records(Generic[Sample_co]):
         self._client, self._closed = None, False
         self._base, self.epoch = known.packed(), epoch
         if self._stream is not None:
-            begins, limits = began(states)
-            self._spec = msgspec.structs.replace(self._spec, begins=begins, limits=limits)
+            first = began(states)
+            self._spec = msgspec.structs.replace(
+                self._spec, begins=first.begins, limits=first.limits, source_ids=first.source_ids
+            )
             self._stream.restart(count(states))
         key = launched.call, self._spec.name
         self._loads = _LOADS[key] = _LOADS[key] + 1

@@ -54,9 +54,11 @@ class StreamReader:
         client = ShardClient(
             found, service, services.world()[0], incarnation, base, self.stream.ahead
         )
+        self._client = client
+        self._feed.compare(client.spec.source_ids)
         there = tuple(ends[: len(client.spec.begins)])
         client.extend(there)
-        self._client, self._ends = client, EndOffsetPoller(self.stream, client, there)
+        self._ends = EndOffsetPoller(self.stream, client, there)
         return client
 
     def read(self, span: Span) -> Iterator[tuple[Span, Message | None]]:
@@ -146,6 +148,7 @@ class EndOffsetPoller:
             while not self._client.wait_for_close(ENDS_INTERVAL):
                 if self._client.wait_for_need(ENDS_INTERVAL):
                     ends = self._feed.ends(self._begins)
+                    self._feed.compare(self._client.spec.source_ids)
                     self._client.extend(ends, final=self._feed.ended)
         except DLRoverError as error:
             self._client.break_off(error)
@@ -285,9 +288,8 @@ def offsets_of(
     acknowledged, _ = merged(states, spec)
     for span in skipped:
         acknowledged.add(span)
-    begins, _ = began(states)
     offsets = []
-    for number, begin in enumerate(begins):
+    for number, begin in enumerate(began(states).begins):
         start, stop = acknowledged.of(number).gap(begin)
         while stop is not None and is_empty(Span(number, start, stop)):
             start, stop = acknowledged.of(number).gap(stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -126,6 +127,55 @@ class Partition:
             assert all(
                 self.acknowledged.covers(a, b) or self.skipped.covers(a, b) for a, b in beyond
             )
+
+
+class Totals:
+    """Sums over a stream's partitions, so that a request looks at none but those that it changes."""
+
+    def __init__(self, partitions: dict[int, Partition]) -> None:
+        self._partitions = partitions
+        self._known = dict.fromkeys(partitions, (0, 0, 0))
+        """By partition: samples that are acknowledged, leased, and left."""
+        self._changed = set(partitions)
+        self.acknowledged = self.leased = self.left = 0
+        self.open: list[int] = []
+        """Numbers of the partitions of which something can be leased, in their order."""
+
+    def change(self, number: int) -> Partition:
+        """Return a partition that is to be changed."""
+        self._changed.add(number)
+        return self._partitions[number]
+
+    def update(self) -> Totals:
+        """Take in what has changed."""
+        for number in sorted(self._changed):
+            partition = self._partitions[number]
+            at = bisect_left(self.open, number)
+            was_open = at < len(self.open) and self.open[at] == number
+            if was_open == partition.exhausted:
+                self.open[at : at + was_open] = [] if was_open else [number]
+            before = self._known[number]
+            now = partition.acknowledged.count, partition.leased.count, partition.left
+            self._known[number] = now
+            self.acknowledged += now[0] - before[0]
+            self.leased += now[1] - before[1]
+            self.left += now[2] - before[2]
+        self._changed.clear()
+        return self
+
+    def open_from(self, number: int) -> Iterator[int]:
+        """Yield the open partitions, beginning with a number."""
+        at, count = bisect_left(self.open, number), len(self.open)
+        return (self.open[(at + further) % count] for further in range(count))
+
+    def validate(self) -> None:
+        """Check the invariants; raise AssertionError on the first that is broken."""
+        self.update()
+        of = self._partitions.values()
+        assert self.acknowledged == sum(partition.acknowledged.count for partition in of)
+        assert self.leased == sum(partition.leased.count for partition in of)
+        assert self.left == sum(partition.left for partition in of)
+        assert self.open == [n for n, p in sorted(self._partitions.items()) if not p.exhausted]
 
 
 def epoch_size(spec: DataSpec) -> int:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
 
-from dlrover.data.machine.partition import Partition, epoch_size, partitions_of
+from dlrover.data.machine.partition import Partition, Totals, epoch_size, partitions_of
 from dlrover.data.machine.spans import Spans
 from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.spec.requests.shards import (
@@ -41,7 +41,7 @@ TAIL = 2
 all end at the same time."""
 QUIET = 2
 """Workers report four times per timeout; if all are silent for 1 / ``QUIET`` of it, the master was down."""
-FOUND = ("begins", "limits", "shard")
+FOUND = ("begins", "limits", "source_ids", "shard")
 """Fields that workers find in a broker, each worker at another moment."""
 MAX_AHEAD = 1000
 """Maximum number of epochs that one request begins; a worker reads one after the other."""
@@ -114,6 +114,8 @@ class ShardQueue:
     last: float = 0.0
     #: all samples of lower epochs are acknowledged, without a partition here, or are acknowledged or skipped
     finished: int = 0
+    #: of a stream: sums over its partitions, which change by them only
+    totals: Totals = field(default_factory=lambda: Totals({}), compare=False)
     _next_partition: int = 0
     _out: list[Command] = field(default_factory=list, compare=False)
 
@@ -205,6 +207,7 @@ class ShardQueue:
                 partitions[place.partition] = Partition(0, epoch_size(spec))
             partitions[place.partition].leave_out(place.start, place.stop)
         self.skipped = list(self.deadly)
+        self.totals = Totals(partitions if self.is_stream else {})
         self._next_partition, self.finished = 0, 0
         self._finish_epochs()
         self.first_epoch = 0 if self.is_stream else self._first_open_epoch()
@@ -229,12 +232,12 @@ class ShardQueue:
         self.readers[worker.epoch] += 1
         for span in event.acknowledged:
             worker.held.remove(span)
-            self.partitions[span.partition].acknowledge(span.start, span.stop)
+            self._changing(span.partition).acknowledge(span.start, span.stop)
         for failure in event.failed:
             self._fail(worker, failure)
         for span in event.returned:
             worker.held.remove(span)
-            self.partitions[span.partition].give_back(span.start, span.stop)
+            self._changing(span.partition).give_back(span.start, span.stop)
         if event.gap is not None and self.is_stream:
             self.partitions[event.gap.partition].leave_empty(event.gap.start, event.gap.stop)
         self._finish_epochs()
@@ -257,12 +260,13 @@ class ShardQueue:
             raise ProtocolError(
                 f"The data set {event.data} has no partition {event.gap.partition}."
             )
-        last = max([self.finished - 1, *self.partitions]) + MAX_AHEAD
-        if not self.is_stream and self._is_dealt(event.epoch) and event.epoch > last:
-            raise ProtocolError(
-                f"Worker {event.worker} reads epoch {event.epoch} of the data set {event.data}; epochs up to {last}"
-                " are accepted now."
-            )
+        if not self.is_stream and self._is_dealt(event.epoch):
+            last = max([self.finished - 1, *self.partitions]) + MAX_AHEAD
+            if event.epoch > last:
+                raise ProtocolError(
+                    f"Worker {event.worker} reads epoch {event.epoch} of the data set {event.data}; epochs up to {last}"
+                    " are accepted now."
+                )
         seen = Spans()
         failed = (failure.span for failure in event.failed)
         for span in (*event.acknowledged, *event.returned, *failed):
@@ -276,7 +280,7 @@ class ShardQueue:
     def _fail(self, worker: ShardWorker, failure: FailedSpan) -> None:
         span = failure.span
         worker.held.remove(span)
-        partition, key = self.partitions[span.partition], (span.partition, span.start)
+        partition, key = self._changing(span.partition), (span.partition, span.start)
         self.tries[key] = self.tries.get(key, 0) + 1
         if self.tries[key] < self.spec.attempts:
             partition.give_back(span.start, span.stop)
@@ -305,7 +309,7 @@ class ShardQueue:
         self.starving.discard(name)
         self._leave_epoch(worker)
         for span in worker.held:
-            self.partitions[span.partition].give_back(span.start, span.stop)
+            self._changing(span.partition).give_back(span.start, span.stop)
 
     def _leave_epoch(self, worker: ShardWorker) -> None:
         self.readers[worker.epoch] -= 1
@@ -343,9 +347,9 @@ class ShardQueue:
                 f" {len(event.ends)}."
             )
         for number, end in enumerate(event.ends):
-            partition = self.partitions[number]
             limit = self.spec.limits[number] if self.spec.limits else end
-            partition.end = max(partition.end, min(end, limit))
+            if self.partitions[number].end < min(end, limit):
+                self._changing(number).end = min(end, limit)
         self._answer(self._reply(0, ()))
 
     def _settle(self, event: SettleShards) -> None:
@@ -387,14 +391,15 @@ class ShardQueue:
         partitions = self._open_partitions(event.epoch)
         want = event.want
         if len(self.workers) > 1:
-            left = sum(self.partitions[number].left for number in partitions)
+            of = self.partitions
+            left = self.totals.left if self.is_stream else sum(of[n].left for n in partitions)
             share = -(-left // (self.spec.shard * TAIL * len(self.workers)))
             if worker.held:
                 share -= -(-worker.held.count // self.spec.shard)
             want = min(want, max(share, int(event.starving)))
         for number in partitions:
             leased = 0
-            for start, stop in self.partitions[number].lease(self.spec.shard, want):
+            for start, stop in self._changing(number).lease(self.spec.shard, want):
                 span = Span(number, start, stop)
                 worker.held.add(span)
                 spans.append(span)
@@ -404,13 +409,16 @@ class ShardQueue:
                 break
         return tuple(spans)
 
-    def _open_partitions(self, epoch: int) -> Sequence[int]:
+    def _changing(self, number: int) -> Partition:
+        """Return a partition that is to be changed."""
+        return self.totals.change(number) if self.is_stream else self.partitions[number]
+
+    def _open_partitions(self, epoch: int) -> Iterable[int]:
         """Return the partitions to lease from, in this order."""
         if self.is_stream:
-            count = len(self.partitions)
             first = self._next_partition
-            self._next_partition = (first + 1) % max(1, count)
-            return [(first + number) % count for number in range(count)]
+            self._next_partition = (first + 1) % max(1, len(self.partitions))
+            return self.totals.update().open_from(first)
         if self._is_dealt(epoch):
             self._make_epoch(epoch)
         return [n for n in self._readable(epoch) if not self.partitions[n].exhausted]
@@ -454,18 +462,18 @@ class ShardQueue:
 
     def _reply(self, epoch: int, spans: tuple[Span, ...]) -> ShardReply:
         if self.is_stream:
-            of = readable = list(self.partitions.values())
-            acknowledged = sum(partition.acknowledged.count for partition in of)
-            leased = sum(partition.leased.count for partition in of)
+            totals = self.totals.update()
+            acknowledged, leased = totals.acknowledged, totals.leased
+            exhausted = not totals.open
+            complete = exhausted and not leased
         else:
             of = [self.partitions[n] for n in sorted(self.partitions) if n <= epoch]
-            readable = [self.partitions[n] for n in self._readable(epoch)]
             last = self.partitions.get(epoch)
             over = epoch_size(self.spec) if epoch < self.finished else 0
             acknowledged = last.acknowledged.count if last else over
             leased = last.leased.count if last else 0
-        exhausted = all(partition.exhausted for partition in readable)
-        complete = all(partition.complete for partition in of)
+            exhausted = all(self.partitions[n].exhausted for n in self._readable(epoch))
+            complete = all(partition.complete for partition in of)
         return ShardReply(
             spans=spans,
             epoch=epoch,
@@ -482,6 +490,7 @@ class ShardQueue:
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first that is broken."""
+        self.totals.validate()
         held = Spans()
         for worker in self.workers.values():
             for span in worker.held:

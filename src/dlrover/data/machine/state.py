@@ -43,6 +43,8 @@ class RankData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """For a stream: where each partition began for this job."""
     limits: tuple[int, ...] = ()
     """For a stream that ends: where each partition ends for this job."""
+    source_ids: dict[str, str] = {}
+    """For a stream: what tells its topics from ones that are created later, as in `DataSpec`."""
     samples_before: int = 0
     """For a stream: samples that all ranks together had handed to the training before they began."""
     samples: int = 0
@@ -101,10 +103,9 @@ def _united(parts: Sequence[RankData]) -> Spans:
     return acknowledged
 
 
-def began(states: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return where a stream's partitions began and end for the job, from one checkpoint's states."""
-    first = max(map(_decoded, states), key=lambda part: len(part.begins))
-    return first.begins, first.limits
+def began(states: Sequence[Mapping[str, Any]]) -> RankData:
+    """Return a part that has what workers found in a stream's broker, from one checkpoint's states."""
+    return max(map(_decoded, states), key=lambda part: len(part.begins))
 
 
 def began_as(states: Sequence[Mapping[str, Any]]) -> set[Incarnation]:

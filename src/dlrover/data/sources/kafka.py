@@ -30,7 +30,7 @@ class Kafka(Broker):
         import confluent_kafka as kafka  # noqa: PLC0415 - only if there is such a source
 
         super().__init__(address)
-        topics = address.names(address.path, "a topic as its path")
+        topics = address.names("a topic as its path")
         if len(topics) > 1:
             raise ConfigurationError(
                 f"The address {address} names {len(topics)} topics; one is read."
@@ -60,6 +60,7 @@ class Kafka(Broker):
         self.transient = (kafka.KafkaException, OSError)
         self.hopeless = ()
         self._consumer: Any = None
+        self._admin: Any = None
         self._at = _NOWHERE
         """Partition, offset behind the last message that was handed out, and offset up to which there are no others."""
         self._following: deque[tuple[int, Message | None]] = deque()
@@ -78,11 +79,30 @@ class Kafka(Broker):
         """Return the bounds of each partition."""
         with self._explained():
             consumer = self._connected()
-            topic = consumer.list_topics(self._topic, timeout=TIMEOUT).topics[self._topic]
+            cluster = consumer.list_topics(self._topic, timeout=TIMEOUT)
+            topic = cluster.topics[self._topic]
             if topic.error is not None:
                 raise self._refusal(topic.error)
             self._found = True
-            return [self._bounds(number) for number in range(len(topic.partitions))]
+            found = [self._bounds(number) for number in range(len(topic.partitions))]
+            if cluster.controller_id in cluster.brokers:
+                self._look_up_id()
+            return found
+
+    def _look_up_id(self) -> None:
+        """Look up the topic's id, which Kafka has from 2.8 on; earlier brokers answer with an empty one."""
+        from confluent_kafka import admin  # noqa: PLC0415 - only if there is such a source
+
+        if self._admin is None:
+            self._admin = admin.AdminClient(self._settings, logger=logger)
+        topics = self._kafka.TopicCollection([self._topic])
+        asked = self._admin.describe_topics(topics, request_timeout=TIMEOUT)
+        try:
+            found = str(asked[self._topic].result(2 * TIMEOUT).topic_id)
+        except self._kafka.KafkaException as error:
+            raise self._refusal(error.args[0]) from error
+        if found != str(self._kafka.Uuid(0, 0)):
+            self.source_ids = {self._topic: found}
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -224,7 +244,8 @@ class Kafka(Broker):
         """Close the connection."""
         if self._consumer is not None:
             self._consumer.close()
-        self._consumer, self._at = None, _NOWHERE
+        self._consumer = self._admin = None
+        self._at = _NOWHERE
         self._following.clear()
 
 

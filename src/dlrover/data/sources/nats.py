@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from dlrover._util import tasks
 from dlrover.data.sources.stream import TIMEOUT, Address, Bounds, Broker, Fetched, Message
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import ConfigurationError
 
 _WAIT = TIMEOUT
 """Seconds that messages may take which the server reports as available."""
@@ -46,7 +46,12 @@ class Nats(Broker):
             raise ConfigurationError(
                 f"The address {address} has the group {self.group!r}; letters, digits, _ and - are accepted."
             )
-        self._streams = address.names(address.path, "a stream as its path")
+        self._streams = address.names("a stream as its path")
+        for name in self._streams:
+            if not re.fullmatch(r"[^\s.*>/\\]+", name):
+                raise ConfigurationError(
+                    f"The address {address} has the stream {name!r}; names have no blanks, '.', '*', '>', '/' and '\\'."
+                )
         self._subject = address.option("subject")
         self.transient = (
             OSError,
@@ -64,8 +69,6 @@ class Nats(Broker):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: Any = None
         self._readers: dict[int, _Consumer] = {}
-        self._created: dict[str, Any] = {}
-        """By stream: when it was created."""
         self._refusal = self._cause = ""
         """What the client meets during a call that is not answered: a permission that it lacks; and anything else."""
 
@@ -83,13 +86,17 @@ class Nats(Broker):
         return self._run(self._fetch(partition, start, stop, most))
 
     async def _bounds(self) -> list[Bounds]:
+        from nats.js import api  # noqa: PLC0415 - only if there is such a source
+
         found = []
         for stream in self._streams:
             info = await (await self._jetstream()).stream_info(stream)
-            if self._created.setdefault(stream, info.created) != info.created:
-                raise InfrastructureError(
-                    f"The stream {stream} of {self.address} was deleted and created again while it was read."
+            if info.config.retention == api.RetentionPolicy.WORK_QUEUE:
+                raise ConfigurationError(
+                    f"The stream {stream} of {self.address} keeps each message until a consumer acknowledges it"
+                    " (workqueue); streams that keep messages by limits are read."
                 )
+            self.source_ids[stream] = info.created.isoformat()
             found.append(Bounds(max(1, info.state.first_seq), info.state.last_seq + 1))
         return found
 

@@ -6,6 +6,7 @@ AMQP needs no plugin of the broker. Acknowledgments move nothing in a stream, an
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -20,6 +21,8 @@ _EMPTY = 1.0
 """Seconds after which a queue that has no message by the broker's count is empty, and its last chunk complete."""
 _QUIET = 0.05
 """Seconds without a message after which a chunk counts as complete, once it has what was there before."""
+_LONGEST = 255
+"""Maximum bytes of a name in AMQP."""
 _CHUNK = 5000
 """Maximum number of messages in a chunk."""
 _REFUSED = {403, 404, 405, 406}
@@ -36,7 +39,13 @@ class RabbitMq(Broker):
 
         super().__init__(address)
         address.accept("vhost")
-        self._queues = address.names(address.path, "a queue as its path")
+        self._queues = address.names("a queue as its path")
+        for name in self._queues:
+            if len(name.encode()) > _LONGEST:
+                raise ConfigurationError(
+                    f"The address {address} has a queue whose name has {len(name.encode())} bytes; up to {_LONGEST} are"
+                    " accepted."
+                )
         self.transient = (
             OSError,
             exceptions.AMQPError,
@@ -59,6 +68,9 @@ class RabbitMq(Broker):
             blocked_connection_timeout=TIMEOUT,
             heartbeat=0,  # the client does not answer between two calls
         )
+        client = logging.getLogger("pika")
+        if client.level == logging.NOTSET:
+            client.setLevel(logging.CRITICAL)  # what fails is raised
         self._connection: Any = None
         self._ends: dict[int, int] = {}
         """End of each queue that has shown a message."""

@@ -28,6 +28,8 @@ _PAGE = 1000
 """Entries to count at a time."""
 _PAGES = 1000
 """Maximum number of pages to count for one commit."""
+_TRIES = 10
+"""Times that entries are fetched again because some were removed meanwhile."""
 _BEHIND = "it does not have the last changes of {} yet: a replica may be behind"
 _COUNT = """
 local found = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[2], 'COUNT', ARGV[3])
@@ -49,6 +51,18 @@ class _Seen(NamedTuple):
     left: int
     """The offset from which on none was removed; 0 if none ever was."""
 
+    def is_behind(self, known: _Seen) -> bool:
+        """Return whether this is an earlier state of the same stream, as of a replica."""
+        return self._is_less(known) and self.first <= known.first
+
+    def continues(self, known: _Seen) -> bool:
+        """Return whether this may be a later state of the same stream."""
+        again = self.removed == known.removed and known.first not in (self.first, known.end)
+        return not again and not self._is_less(known)
+
+    def _is_less(self, known: _Seen) -> bool:
+        return self.added < known.added or self.removed < known.removed
+
 
 class Redis(Broker):
     """``redis://user:password@host:6379/0?stream=a&stream=b``; ``rediss`` with TLS."""
@@ -57,6 +71,8 @@ class Redis(Broker):
 
     def __init__(self, address: Address) -> None:
         import redis  # noqa: PLC0415 - only if there is such a source
+        from redis.backoff import NoBackoff  # noqa: PLC0415
+        from redis.retry import Retry  # noqa: PLC0415
 
         super().__init__(address)
         address.accept("stream", "group")
@@ -84,6 +100,7 @@ class Redis(Broker):
             ssl=address.scheme == "rediss",
             socket_timeout=TIMEOUT,
             socket_connect_timeout=TIMEOUT,
+            retry=Retry(NoBackoff(), 0),  # the reader repeats what fails
         )
         self._length = 0
         self._seen: dict[str, _Seen] = {}
@@ -108,7 +125,9 @@ class Redis(Broker):
                     raise self._refusal(answer)
                 found.append(Bounds(0, 0))
                 continue
-            self._left(self._keys[len(found)], answer)
+            key = self._keys[len(found)]
+            self._left(key, answer)
+            self.source_ids[key] = " ".join(map(str, self._seen[key]))
             found.append(Bounds(_first(answer), _end(answer)))
             self._length += answer["length"]
         return found
@@ -135,15 +154,28 @@ class Redis(Broker):
         return [int(when.timestamp() * 1000) << _BITS] * len(bounds)
 
     def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
-        """Fetch entries, and check for removed ones before them, in one transaction."""
+        """Fetch entries, and check for removed ones before them; again if some are removed meanwhile.
+
+        This is no transaction: a server whose memory is full accepts none.
+        """
         key = self._keys[partition]
-        with self._redis.pipeline(transaction=True) as pipe:
-            pipe.xrange(key, _id(start), _id(stop - 1), most)
-            pipe.xinfo_stream(key)
-            try:
-                entries, info = pipe.execute()
-            except self._error as error:
-                raise self._refusal(error) from error
+        for _ in range(_TRIES):
+            with self._redis.pipeline(transaction=False) as pipe:
+                pipe.xinfo_stream(key)
+                pipe.xrange(key, _id(start), _id(stop - 1), most)
+                pipe.xinfo_stream(key)
+                try:
+                    before, entries, after = pipe.execute()
+                except self._error as error:
+                    raise self._refusal(error) from error
+            self._left(key, before)
+            left = self._left(key, after)
+            if _removed(before) == _removed(after):
+                break
+        else:
+            raise TimeoutError(f"entries of {key} are removed while they are read")
+        if _end(before) < stop:
+            raise TimeoutError(_BEHIND.format(key))
         messages = [
             Message(
                 partition, _offset(entry), {_text(name): value for name, value in fields.items()}
@@ -151,9 +183,6 @@ class Redis(Broker):
             for entry, fields in entries
         ]
         reached = stop if len(messages) < most else messages[-1].offset + 1
-        left = self._left(key, info)
-        if _end(info) < stop:
-            raise TimeoutError(_BEHIND.format(key))
         return Fetched(messages, reached, max(start, left))
 
     def _refusal(self, error: Exception) -> Exception:
@@ -173,23 +202,26 @@ class Redis(Broker):
                 "Redis before 7.0 does not tell what was removed; it is not supported."
             )
         added, first, end = info["entries-added"], _first(info), _end(info)
-        removed = added - info["length"]
-        left = first if removed else 0
+        removed = _removed(info)
+        seen = _Seen(added, removed, first, end, first if removed else 0)
         if key in self._seen:
             known = self._seen[key]
-            earlier = added < known.added or removed < known.removed
-            if earlier and first <= known.first:
+            if seen.is_behind(known):
                 raise TimeoutError(_BEHIND.format(key))
-            another = removed == known.removed and known.first not in (first, known.end)
-            if earlier or another:
+            if not seen.continues(known):
                 raise InfrastructureError(
                     f"The stream {key} of {self.address}, which had {known.added} entries so far, has {added} that do"
                     " not continue these: it was recreated or has lost messages."
                 )
             if removed == known.removed:
-                left = known.left
-        self._seen[key] = _Seen(added, removed, first, end, left)
-        return left
+                seen = seen._replace(left=known.left)
+        self._seen[key] = seen
+        return seen.left
+
+    def is_another(self, before: str, now: str) -> bool:
+        """Return whether the entries of a stream do not continue earlier ones."""
+        known, seen = (_Seen(*map(int, text.split())) for text in (before, now))
+        return not seen.is_behind(known) and not seen.continues(known)
 
     def commit(self, offsets: list[int]) -> None:
         """Set the group's last delivered id and number of read entries, from which Redis computes the lag.
@@ -249,6 +281,10 @@ def _text(name: bytes) -> str:
 def _are_chosen(bounds: list[Bounds]) -> bool:
     """Return whether producers have chosen the ids; otherwise ids are times."""
     return any(0 < end >> _BITS < _CLOCK or 1 < end <= _MASK for _, end in bounds)
+
+
+def _removed(info: dict[str, Any]) -> int:
+    return int(info["entries-added"]) - int(info["length"])
 
 
 def _first(info: dict[str, Any]) -> int:

@@ -148,9 +148,9 @@ class Address:
             raise ConfigurationError(f"The address {self} has an empty group.")
         return group
 
-    def names(self, text: str, what: str) -> list[str]:
-        """Return the streams that a part of the address names, separated by commas; each is a partition."""
-        found = [name for name in text.split(",") if name]
+    def names(self, what: str) -> list[str]:
+        """Return the streams that the path names, separated by commas; a comma of a name is %-escaped."""
+        found = [unquote(name) for name in self._parts.path.strip("/").split(",") if name]
         if not found or len(set(found)) < len(found):
             raise ConfigurationError(f"The address {self} must name {what}, each of them once.")
         return found
@@ -180,6 +180,8 @@ class Broker(ABC):
 
     def __init__(self, address: Address) -> None:
         self.address = address
+        self.source_ids: dict[str, str] = {}
+        """By name, what tells the topics or streams of the last `bounds` from ones that are created later."""
 
     @property
     @abstractmethod
@@ -209,6 +211,10 @@ class Broker(ABC):
     def beginning(self, bounds: Bounds) -> int:
         """Return the offset at which a job begins that reads all of a partition."""
         return bounds.first
+
+    def is_another(self, before: str, now: str) -> bool:
+        """Return whether two of `source_ids` are of different topics or streams."""
+        return before != now
 
     def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
         """Return the first offset of each partition from a time on; its end if there is nothing.

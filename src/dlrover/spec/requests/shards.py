@@ -55,6 +55,8 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
     """First offset of each partition of a stream. The first worker's finding holds for all."""
     limits: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_PARTITIONS)] = ()
     """End of each partition of a stream for this job, as the first worker found; empty: no end."""
+    source_ids: dict[str, str] = {}
+    """By name, what tells a topic or stream from one that is created later, as the first worker found."""
     shard: Annotated[int, msgspec.Meta(ge=1)] = 1000
     """Samples in a shard."""
     drop_last: bool = False
