@@ -1,12 +1,16 @@
 """Memberships of a job that survives losses: who takes a lost rank's place, and which reports come too late."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from dlrover._util import framing
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
+from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.membership import Membership
+from dlrover.master.machine.state import Node
 from dlrover.master.meeting import LEAST_VALUES, Meeting
 from dlrover.rpc import wire
 from dlrover.rpc.messages import Hello, Join, StartAgain, Succeeded
@@ -462,3 +466,34 @@ def test_a_node_that_needs_more_memory_gets_it_while_the_others_train():
     assert job.emitted(events.MemoryBound) == [events.MemoryBound(2, 2.0)]
     assert job.status(2) is NodeStatus.RUNNING
     assert len(job.emitted(events.RoundOpened)) == 1
+
+
+def test_nodes_that_are_lost_at_once_are_one_fault_and_cost_one_restart():
+    """Before, the tenth node of a rack ended the job: its restarts had led to no new step."""
+    job = JobDriver.running(20, 1, 20, survive=True)
+    job.give(inputs.Progressed(1, 500), at=100.0)
+    job.give(*(inputs.NodeSilent(node, 60.0) for node in range(1, 16)))
+    assert job.machine.outcome is None
+    assert job.machine.restarts.count == 1
+    assert len(job.emitted(events.RestartDecided)) == 15
+    job.connect(20)
+    job.join(20)  # in the place of node 1, and lost again
+    assert membership(job).ranks[20] == range(2, 4)
+    job.give(inputs.NodeSilent(20, 60.0))
+    assert job.machine.restarts.count == 2
+
+
+def test_the_loss_of_a_node_looks_at_no_other_node(monkeypatch: pytest.MonkeyPatch):
+    """Before, each of thousands that were lost at once took time, and a message, for each other one."""
+    job = JobDriver.running(20, 1, 20, survive=True)
+    job.give(inputs.NodeSilent(1, 60.0))
+    judged = []
+    cause = Ledger._cause
+
+    def noted(ledger: Ledger, node: Node, *args: Any) -> int:
+        judged.append(node.id)
+        return cause(ledger, node, *args)
+
+    monkeypatch.setattr(Ledger, "_cause", noted)
+    assert job.give(inputs.NodeSilent(2, 60.0)) == [inputs.TellMembers()]
+    assert judged == []

@@ -67,6 +67,7 @@ class Master:
         """After this process has stalled, when deadlines count again."""
         self.watchers = Watchers(history, self._status)
         self._noting = False
+        self._telling = False
         self.replayed = 0
         self.last_entry = self._replay(journal)
         self.clock = clock(self.last_entry)
@@ -238,8 +239,18 @@ class Master:
     def _note_changes(self) -> None:
         """Do what is due once for all inputs that were handled together."""
         self._noting = False
+        if self._telling:
+            self._telling = False
+            self._tell_members()
         self._set_timer()
         self.watchers.wake()
+
+    def _tell_members(self) -> None:
+        """Send the nodes of the world who trains: thousands of ranks may be lost at once."""
+        membership = self.machine.state.membership
+        members = membership.members(self.machine.progress.steps)
+        for node_id in membership.ranks:
+            self.streams.say(node_id, members)
 
     def _set_timer(self) -> None:
         now, deadline = self.clock(), self.machine.deadline()
@@ -311,6 +322,8 @@ class Master:
                 self.saves.greeted(command.message.node_id)
             case inputs.Say(node_id, message):
                 self.streams.say(node_id, message)
+            case inputs.TellMembers():
+                self._telling = True
             case inputs.EndJob():
                 self.ended.set()
 

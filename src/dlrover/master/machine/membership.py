@@ -103,13 +103,15 @@ class Membership:
 
     def missing(self) -> tuple[int, int]:
         """Return how many ranks on the nodes of the first world do not train, and how many ranks these have."""
-        first = [r for i, ranks in self.ranks.items() if i not in self.replacements for r in ranks]
-        trains = sum(rank in self.attempts for rank in first)
-        return (len(first) - trains if self.active else 0), len(first)
+        others = [rank for i in self.replacements for rank in self.ranks.get(i, ())]
+        first = sum(map(len, self.ranks.values())) - len(others)
+        trains = len(self.attempts) - sum(rank in self.attempts for rank in others)
+        return (first - trains if self.active else 0), first
 
     def spares(self, ranks: Iterable[int]) -> bool:
         """Return whether other rows than these ranks' train."""
-        return bool(self.attempts.keys() - set(self.rows_of(ranks)))
+        rows = set(self.rows_of(ranks))
+        return any(rank not in rows for rank in self.attempts)
 
     def survives_worker(self, node_id: int, local_rank: int) -> bool:
         """Return whether the world goes on without this worker."""
@@ -217,11 +219,17 @@ class Membership:
 
     def lose_node(self, node_id: int, world: World) -> list[int]:
         """Go on without the rows of a node, whose place another one takes; return their ranks."""
-        rows = self.rows_of(self.ranks.pop(node_id))
+        own = self.ranks.pop(node_id)
+        rows = self.rows_of(own)
         self.holes[node_id] = world
         self._drop(rows)
+        self.ready -= set(own)
+        starts: dict[int, list[int]] = {}  # by attempt: a start looks at all nodes
         for row in map(self.row_of, rows[:: self.row]):
-            self._start(row, 1 + max(self.latest[rank] for rank in row))
+            if not set(row) <= set(own):
+                starts.setdefault(1 + max(self.latest[rank] for rank in row), []).extend(row)
+        for attempt, ranks in starts.items():
+            self._start(ranks, attempt)
         return rows
 
     def replace(self, lost: int, node_id: int) -> World:
@@ -323,8 +331,10 @@ class Membership:
         """Go on without rows, whose ranks start again in an attempt where they have nodes and are behind it."""
         lost = set(rows)
         self._drop(lost)
-        waits = set[int]()
+        waits, first, last = set[int](), min(lost), max(lost)
         for node_id, ranks in self.ranks.items():
+            if ranks.stop <= first or last < ranks.start:
+                continue
             for rank in lost.intersection(ranks):
                 if self.latest[rank] < attempt:
                     self.latest[rank] = attempt

@@ -100,10 +100,12 @@ class Survival:
         if not membership.survives_node(node.id):
             return False
         report = self.state.table.failed(loss_of(node, membership.round, now))
+        # Many nodes may be lost at once, as with their switch: that is one fault, for which one restart is charged.
+        same = self._is_open and not (membership.out_of(node.id) or report.verdict.hopeless)
         incident = self._incident(now)
         if incident.lost_node is None:
             incident.lost_node = report
-        decision = self._decide(report, now)
+        decision = Restart(report.verdict.title) if same else self._decide(report, now)
         if decision is None:
             return True
         ranks = membership.lose_node(node.id, self.rounds.worlds[node.id])
@@ -111,10 +113,16 @@ class Survival:
         self._tell()
         return True
 
+    @property
+    def _is_open(self) -> bool:
+        """True while ranks of this membership are away."""
+        old = self.state.incident
+        return old is not None and old.survived and old.round == self.state.membership.round
+
     def _incident(self, now: float) -> Incident:
         """Return the open incident of the ranks that are away, or open one."""
         state, old = self.state, self.state.incident
-        if old is None or not old.survived or old.round != state.membership.round:
+        if old is None or not self._is_open:
             since, steps = now if old is None else old.since, state.progress.steps
             state.incident = Incident(
                 since, state.membership.round, decided=True, survived=True, steps=steps
@@ -198,11 +206,8 @@ class Survival:
 
     def _tell(self, fresh: int = -1) -> None:
         """Order lost ranks to start again, and tell all nodes which ranks train."""
-        membership = self.state.membership
         self._order(fresh)
-        members = membership.members(self.state.progress.steps)
-        for node_id in membership.ranks:
-            self._say(node_id, members)
+        self.state.send(inputs.TellMembers())
 
     def _say(self, node_id: int, message: StartAgain | Members) -> None:
         if self.state.nodes[node_id].connected:
