@@ -48,6 +48,8 @@ class Membership:
     ranks: dict[int, range] = field(default_factory=dict)
     #: worlds of lost nodes, in whose places no node is yet
     holes: dict[int, World] = field(default_factory=dict)
+    #: ranks of the same lost nodes
+    vacant: dict[int, range] = field(default_factory=dict)
     #: nodes that took the places of lost ones
     replacements: set[int] = field(default_factory=set)
     #: ranks of a row
@@ -124,8 +126,7 @@ class Membership:
 
     def vacancy(self, nproc: int) -> int | None:
         """Return the lost node whose place a node with ``nproc`` workers can take; None if there is none."""
-        fitting = [i for i, world in self.holes.items() if len(self._ranks_of(world)) == nproc]
-        return min(fitting, default=None)
+        return min((i for i, ranks in self.vacant.items() if len(ranks) == nproc), default=None)
 
     # ---- changes
 
@@ -219,7 +220,7 @@ class Membership:
 
     def lose_node(self, node_id: int, world: World) -> list[int]:
         """Go on without the rows of a node, whose place another one takes; return their ranks."""
-        own = self.ranks.pop(node_id)
+        own = self.vacant[node_id] = self.ranks.pop(node_id)
         rows = self.rows_of(own)
         self.holes[node_id] = world
         self._drop(rows)
@@ -235,9 +236,10 @@ class Membership:
     def replace(self, lost: int, node_id: int) -> World:
         """Let a node take a lost one's place; return the world of its workers, which are new attempts."""
         world = self.holes.pop(lost)
-        ranks = self._ranks_of(world)
-        rows, there = self.rows_of(ranks), {r for held in self.ranks.values() for r in held}
-        waiting = [self.latest[rank] for rank in rows if rank in there]
+        ranks = self.vacant.pop(lost)
+        away = {*ranks}.union(*self.vacant.values())
+        rows = self.rows_of(ranks)
+        waiting = [self.latest[rank] for rank in rows if rank not in away]
         attempt = max(1 + max(self.latest[rank] for rank in ranks), *waiting, 0)
         self.latest.update(dict.fromkeys(ranks, attempt))
         self.ranks[node_id] = ranks
@@ -298,7 +300,8 @@ class Membership:
         if change.round != self.round or change.attempt < self.latest.get(change.rank, 0):
             return False
         # A process must not train on whose node is lost.
-        return any(change.rank in ranks for ranks in self.ranks.values())
+        lost = any(change.rank in ranks for ranks in self.vacant.values())
+        return change.rank in self.latest and not lost
 
     def _admit(self, rank: int) -> bool:
         """Let the row of a rank that is ready train; False while others of it are not."""
@@ -354,12 +357,6 @@ class Membership:
             del self.attempts[rank]
         self.number += bool(lost)
 
-    def _ranks_of(self, world: World) -> range:
-        taken = [ranks.start for ranks in self.ranks.values()]
-        taken += [other.first_rank for other in self.holes.values()]
-        after = [first for first in taken if first > world.first_rank]
-        return range(world.first_rank, min(after, default=world.world_size))
-
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first broken one."""
         assert self.job.survive or not self.round, "a membership in a job without any"
@@ -369,6 +366,9 @@ class Membership:
         assert len(held) == len(set(held)), "a rank on two nodes"
         assert self.attempts.keys() <= set(held), "a rank without a node trains"
         assert not self.ranks.keys() & self.holes.keys(), "a node is lost and there"
+        assert self.vacant.keys() == self.holes.keys(), "a lost node is without ranks"
+        away = [rank for ranks in self.vacant.values() for rank in ranks]
+        assert sorted(held + away) == sorted(self.latest), "a rank is neither there nor lost"
         assert not self.round or self.attempts or self.over, "no rank trains"
         assert not len(self.latest) % self.row, "a row is cut off"
         assert not self.due, "ranks to start again are without an order"
