@@ -484,6 +484,18 @@ def test_nodes_that_are_lost_at_once_are_one_fault_and_cost_one_restart():
     assert job.machine.restarts.count == 2
 
 
+@pytest.mark.parametrize("steps", [0, 500])
+def test_workers_that_are_ended_at_once_from_outside_are_one_fault(steps: int):
+    """Before, the fourth of a node that was stopped before the first step ended the job."""
+    job = JobDriver.running(120, 1, 120, survive=True)
+    job.give(inputs.Progressed(1, steps), at=30.0)
+    for number in range(110):
+        place = {"rank": 2 * number, "local_rank": 0, "attempt": 0, "steps": steps}
+        job.fail(number, {"kind": FailureKind.SIGNAL, "signal": 15}, id=f"{number}", **place)
+    assert job.machine.outcome is None
+    assert job.machine.restarts.count == 1
+
+
 def test_the_loss_of_a_node_looks_at_no_other_node(monkeypatch: pytest.MonkeyPatch):
     """Before, each of thousands that were lost at once took time, and a message, for each other one."""
     job = JobDriver.running(20, 1, 20, survive=True)

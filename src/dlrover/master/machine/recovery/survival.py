@@ -56,9 +56,10 @@ class Survival:
         state, failure, verdict = self.state, report.failure, report.verdict
         membership = state.membership
         state.emit(report)
+        same = self._is_same(report, again=membership.latest.get(failure.rank, 1) > 0)
         incident = self._incident(now)
         incident.add(report)
-        decision = self._decide(report, now)
+        decision = self._decide(report, now, same=same)
         if decision is None:
             return
         node = state.nodes[failure.node_id]
@@ -100,12 +101,11 @@ class Survival:
         if not membership.survives_node(node.id):
             return False
         report = self.state.table.failed(loss_of(node, membership.round, now))
-        # Many nodes may be lost at once, as with their switch: that is one fault, for which one restart is charged.
-        same = self._is_open and not (membership.out_of(node.id) or report.verdict.hopeless)
+        same = self._is_same(report, again=bool(membership.out_of(node.id)))
         incident = self._incident(now)
         if incident.lost_node is None:
             incident.lost_node = report
-        decision = Restart(report.verdict.title) if same else self._decide(report, now)
+        decision = self._decide(report, now, same=same)
         if decision is None:
             return True
         ranks = membership.lose_node(node.id, self.rounds.worlds[node.id])
@@ -131,8 +131,21 @@ class Survival:
         old.steps = state.progress.steps
         return old
 
-    def _decide(self, report: events.WorkerFailed, now: float) -> Restart | None:
-        """Ask the restart policy; end the job and return None if it grants nothing."""
+    def _is_same(self, report: events.WorkerFailed, *, again: bool) -> bool:
+        """Return whether a loss belongs to the open incident's fault: many may be lost at once, as with their switch.
+
+        ``again``: it has started again before in this round.
+        """
+        verdict = report.verdict
+        outside = verdict.origin is Origin.INFRASTRUCTURE and not verdict.hopeless
+        return self._is_open and outside and not again
+
+    def _decide(
+        self, report: events.WorkerFailed, now: float, *, same: bool = False
+    ) -> Restart | None:
+        """Ask the restart policy, unless it is the same fault; end the job and return None if it grants nothing."""
+        if same:
+            return Restart(report.verdict.title)
         state = self.state
         failure = report.failure
         # The others' steps are no progress of a rank that fails again and again.
