@@ -11,7 +11,7 @@ COPY native native
 COPY src src
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -m venv /opt/dlrover \
- && /opt/dlrover/bin/pip install --no-cache-dir --constraint constraints.txt '.[example,metrics]' \
+ && /opt/dlrover/bin/pip install --no-cache-dir --constraint constraints.txt '.[example,metrics,rules]' \
  && /opt/dlrover/bin/pip uninstall --yes pip
 
 FROM ${PYTHON}

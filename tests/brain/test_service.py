@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+from typing import Any
 
 import msgspec
 import pytest
@@ -213,6 +214,35 @@ async def test_nodes_keep_their_latest_and_their_most(database: str, serve: Serv
         (node,) = (await client.explain("one")).nodes
     assert (node.memory, node.most_memory, node.cpu, node.most_cpu) == (6.0, 9.0, 2.0, 3.0)
     assert count(database, tables.usages) == 3
+
+
+async def test_the_usage_of_thousands_of_nodes_takes_few_statements(
+    database: str, serve: Serve
+) -> None:
+    """Before, each node took a statement, and all other reports waited."""
+    statements: list[str] = []
+
+    @sa.event.listens_for(sa.Engine, "before_cursor_execute")
+    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        statements.append(statement)
+
+    try:
+        async with serve(database) as client:
+            await client.report(jobs.register("job"))
+            for most in (9.0, 5.0):
+                del statements[:]
+                many = tuple(
+                    brain.Usage(node=str(n), kind="worker", cpu=most, memory=n) for n in range(300)
+                )
+                await client.report(
+                    brain.ReportUsage(request=request_id(), job="job", nodes=(*many, many[7]))
+                )
+                assert len(statements) < 12
+            found = (await client.explain("job")).nodes
+    finally:
+        sa.event.remove(sa.Engine, "before_cursor_execute", note)
+    assert len(found) == 300
+    assert {(one.cpu, one.most_cpu) for one in found} == {(5.0, 9.0)}
 
 
 async def test_the_cluster_is_divided_within_quotas(database: str, serve: Serve) -> None:

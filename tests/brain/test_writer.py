@@ -99,6 +99,9 @@ READ_ONLY = {
 }
 
 
+QUOTAS = tables.quotas.update().values(limits="{}")
+
+
 def test_a_server_that_has_become_read_only_is_left(database: str) -> None:
     """After a failover, its address leads new connections to the server in charge, and old ones stay."""
     engine = open_database(database)
@@ -118,6 +121,32 @@ def test_a_server_that_has_become_read_only_is_left(database: str) -> None:
     finally:
         writer.close()
         engine.dispose()
+
+
+def test_servers_that_write_the_same_in_different_orders_do_not_deadlock(
+    database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines = [open_database(database) for _ in range(2)]
+    writers = [Writer(engine) for engine in engines]
+    begun = [threading.Event(), threading.Event()]
+
+    def write(batch: writing.Batch, own: int) -> None:
+        for queue in ("ab", "ba")[own]:
+            batch.connection.execute(QUOTAS.where(tables.quotas.c.queue == queue))
+            begun[own].set()
+            begun[1 - own].wait(0.3)  # the other one cannot begin
+
+    try:
+        rows = [{"queue": queue, "limits": ""} for queue in "ab"]
+        writers[0].submit(lambda batch: batch.insert(tables.quotas, *rows)).result(20)
+        both = [w.submit(lambda batch, n=n: write(batch, n)) for n, w in enumerate(writers)]
+        for done in both:
+            done.result(20)
+    finally:
+        for writer, engine in zip(writers, engines, strict=True):
+            writer.close()
+            engine.dispose()
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)

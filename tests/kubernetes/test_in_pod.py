@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import fcntl
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from dlrover.cli import main
+from dlrover.cli import jobs, main
 from dlrover.errors import ExitCode, InfrastructureError
+from dlrover.kubernetes.api import elasticjobs
+from dlrover.kubernetes.api.client import Client
 from dlrover.kubernetes.platform import job as elastic_job
 from dlrover.kubernetes.resources import validation
 from dlrover.kubernetes.resources.types import ElasticJob
@@ -58,6 +62,30 @@ def test_a_volume_that_fails_when_a_master_takes_over_does_not_end_the_job(
     monkeypatch.delenv("DLROVER_TOKEN", raising=False)
     JobDir(tmp_path).token.symlink_to("/proc/self/mem")  # reading it is an input/output error
     assert served(monkeypatch, tmp_path) == ExitCode.INTERNAL
+
+
+def test_a_master_that_waits_for_its_volume_says_so_in_the_jobs_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the job's message was that the master is starting."""
+    said: list[Mapping[str, str]] = []
+    lock = JobDir(tmp_path).lock
+    lock.write_text("7 of a-lost-machine")
+    holder = lock.open()
+    fcntl.flock(holder, fcntl.LOCK_EX)
+
+    async def write(_client: object, _job: object, training: Mapping[str, str]) -> None:
+        said.append(training)
+        holder.close()
+
+    monkeypatch.setattr(jobs, "_is_held_here", lambda _: False)
+    monkeypatch.setattr(elasticjobs, "write_training", write)
+    monkeypatch.setattr(Client, "from_config", contextlib.nullcontext)
+    monkeypatch.setattr(jobs, "LOCK_RETRY", 0.01)
+    assert served(monkeypatch, tmp_path) == ExitCode.SUCCESS
+    (training,) = said
+    assert training.keys() == {"waits"}, "its other parts stay"
+    assert "(process 7 of a-lost-machine) holds it; if that machine is lost" in training["waits"]
 
 
 def test_an_unexpected_error_before_the_master_begins_does_not_end_the_job(

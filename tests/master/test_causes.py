@@ -1,6 +1,7 @@
 """The table of causes: rows of a user's file, facts about the node, and what is done about a cause."""
 
 import re
+import sys
 
 import pytest
 
@@ -27,6 +28,7 @@ ROW = {
 
 def written(path, *rows, head=""):
     """A file with ``rows``; a value of None leaves the field out."""
+    pytest.importorskip("re2")
     text = head
     for row in rows:
         text += "[[rule]]\n"
@@ -113,6 +115,25 @@ def test_the_users_rows_decide_about_echoes_too(tmp_path):
     assert root_cause([table().failed(first), table().failed(second)]).failure is first
 
 
+@pytest.mark.parametrize("kind", ["exception", "node"])
+@pytest.mark.parametrize("field", ["text", "subject"])
+def test_no_expression_of_the_users_holds_the_master(tmp_path, kind, field):
+    """Python's own search takes for ever."""
+    row = ROW | {"types": None, "kinds": [kind], "text": "", field: "(a+)+$"}
+    own = load_own(str(written(tmp_path / "rules.toml", row)), {})
+    long = failed(FailureKind(kind), exception="ValueError", message="a" * 5000 + "!")
+    assert (diagnose(long, own).cause == "license_server") is (field == "subject")
+
+
+def test_expressions_without_their_package_are_refused(tmp_path, monkeypatch):
+    path = written(tmp_path / "rules.toml", ROW)
+    monkeypatch.setitem(sys.modules, "re2", None)
+    with pytest.raises(ConfigurationError, match=re.escape("pip install 'dlrover[rules]'")):
+        load_own(str(path), {})
+    plain = written(tmp_path / "rules.toml", ROW | {"text": None, "subject": None})
+    assert len(load_own(str(plain), {})) == 1
+
+
 def test_without_a_file_there_are_no_rows_of_the_user():
     assert load_own("", {}) == ()
 
@@ -142,8 +163,15 @@ def test_without_a_file_there_are_no_rows_of_the_user():
             {"cause": "License server"},
             "cause = 'License server'; it takes lower-case letters, digits",
         ),
-        ({"text": "("}, "text = '('; it takes a regular expression, and in this one: missing )"),
-        ({"facts": "*"}, "facts = '*'; it takes a regular expression, and in this one: nothing"),
+        (
+            {"text": "("},
+            "text = '('; it takes a regular expression of RE2, and in this one: missing )",
+        ),
+        (
+            {"facts": "*"},
+            "facts = '*'; it takes a regular expression of RE2, and in this one: no arg",
+        ),
+        ({"text": "(?=x)"}, "(?=x)'; it takes a regular expression of RE2, and in this one: inv"),
         (
             {"title": "{who} failed"},
             "title = '{who} failed'; it takes words and {error}, {code}, {",

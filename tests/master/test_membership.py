@@ -1,12 +1,17 @@
 """Memberships of a job that survives losses: who takes a lost rank's place, and which reports come too late."""
 
+import sys
+from typing import Any
+
 import msgspec
 import pytest
 
 from dlrover._util import framing
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
+from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.membership import Membership
+from dlrover.master.machine.state import Node
 from dlrover.master.meeting import LEAST_VALUES, Meeting
 from dlrover.rpc import wire
 from dlrover.rpc.messages import Hello, Join, StartAgain, Succeeded
@@ -462,3 +467,73 @@ def test_a_node_that_needs_more_memory_gets_it_while_the_others_train():
     assert job.emitted(events.MemoryBound) == [events.MemoryBound(2, 2.0)]
     assert job.status(2) is NodeStatus.RUNNING
     assert len(job.emitted(events.RoundOpened)) == 1
+
+
+def test_nodes_that_are_lost_at_once_are_one_fault_and_cost_one_restart():
+    """Before, the tenth node of a rack ended the job: its restarts had led to no new step."""
+    job = JobDriver.running(20, 1, 20, survive=True)
+    job.give(inputs.Progressed(1, 500), at=100.0)
+    job.give(*(inputs.NodeSilent(node, 60.0) for node in range(1, 16)))
+    assert job.machine.outcome is None
+    assert job.machine.restarts.count == 1
+    assert len(job.emitted(events.RestartDecided)) == 15
+    job.connect(20)
+    job.join(20)  # in the place of node 1, and lost again
+    assert membership(job).ranks[20] == range(2, 4)
+    job.give(inputs.NodeSilent(20, 60.0))
+    assert job.machine.restarts.count == 2
+
+
+@pytest.mark.parametrize("steps", [0, 500])
+def test_workers_that_are_ended_at_once_from_outside_are_one_fault(steps: int):
+    """Before, the fourth of a node that was stopped before the first step ended the job."""
+    job = JobDriver.running(120, 1, 120, survive=True)
+    job.give(inputs.Progressed(1, steps), at=30.0)
+    for number in range(110):
+        place = {"rank": 2 * number, "local_rank": 0, "attempt": 0, "steps": steps}
+        job.fail(number, {"kind": FailureKind.SIGNAL, "signal": 15}, id=f"{number}", **place)
+    assert job.machine.outcome is None
+    assert job.machine.restarts.count == 1
+
+
+def test_the_loss_of_a_node_looks_at_no_other_node(monkeypatch: pytest.MonkeyPatch):
+    """Before, each of thousands that were lost at once took time, and a message, for each other one."""
+    job = JobDriver.running(20, 1, 20, survive=True)
+    job.give(inputs.NodeSilent(1, 60.0))
+    judged = []
+    cause = Ledger._cause
+
+    def noted(ledger: Ledger, node: Node, *args: Any) -> int:
+        judged.append(node.id)
+        return cause(ledger, node, *args)
+
+    monkeypatch.setattr(Ledger, "_cause", noted)
+    assert job.give(inputs.NodeSilent(2, 60.0)) == [inputs.TellMembers()]
+    assert judged == []
+
+
+def lines_of_a_replacement(nodes: int) -> int:
+    """How many lines the machine runs through when a node takes a lost one's place, and half of them are lost."""
+    job = JobDriver.running(nodes, 1, nodes, survive=True)
+    job.give(*(inputs.NodeSilent(node, 60.0) for node in range(nodes // 2, nodes)))
+    job.connect(nodes)
+    join = inputs.Reported(nodes, Join(2, Offer(2, "new", 29400)))
+    count = 0
+
+    def trace(_frame: object, event: str, _: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        job.machine.handle(join, job.now)
+    finally:
+        sys.settrace(None)
+    assert nodes in membership(job).ranks
+    return count
+
+
+def test_a_replacement_takes_no_longer_than_the_number_of_nodes_and_of_lost_ones():
+    """Before, it took their product: 1 s with 500 lost ones of 5,000."""
+    assert lines_of_a_replacement(120) < 6 * lines_of_a_replacement(30)

@@ -18,6 +18,7 @@ from dlrover.master.journal.file import FileJournal
 from dlrover.master.journal.history import History
 from dlrover.master.machine import inputs
 from dlrover.master.service import Master
+from dlrover.master.views import watchers
 from dlrover.rpc import messages, wire
 from dlrover.rpc.client import MasterClient
 from dlrover.rpc.server import Server
@@ -400,6 +401,31 @@ def test_a_watch_without_following_ends(tmp_path: Path, since: int) -> None:
     async def test(job: Job) -> None:
         seen = [e.seq async for notice in job.client.watch(since) for e in notice.events]
         assert seen == [1, 2][max(0, since) :]
+
+    run(tmp_path, test)
+
+
+def test_watchers_share_one_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, the master made the status of all nodes for each of them, up to five times a second."""
+    monkeypatch.setattr(watchers, "REFRESH", 0.01)
+    monkeypatch.setattr(watchers, "INTERVAL", 0.01)
+
+    async def test(job: Job) -> None:
+        made = []
+        status = job.master.watchers._status
+        job.master.watchers._status = lambda: made.append(1) or status()
+        request = messages.WatchRequest(0, follow=True)
+        async with contextlib.AsyncExitStack() as stack:
+            following = [
+                await stack.enter_async_context(
+                    contextlib.aclosing(job.master.watchers.watch(request))
+                )
+                for _ in range(5)
+            ]
+            for looks in range(3):
+                _, *shared = await asyncio.gather(*map(anext, following))
+                assert len(made) == looks + 2, "the first did not wait for the others"
+                assert all(notice is shared[0] for notice in shared)
 
     run(tmp_path, test)
 

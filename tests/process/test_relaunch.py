@@ -6,6 +6,7 @@ from dlrover.errors import ExitCode
 from dlrover.spec import events
 from dlrover.spec.failure import Action
 
+pytest.importorskip("re2")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 RULES = """

@@ -111,6 +111,20 @@ def test_news_are_those_of_the_history_that_the_caller_knows(actor) -> None:
     assert news(lines[0], 6 + len(lines[1])) == b"", "a line that is being written"
 
 
+def test_a_node_that_was_lost_while_no_master_looked_is_no_failed_start(monkeypatch) -> None:
+    """Before, three of them ended the job."""
+    from dlrover.ray import platform as module
+
+    ends = []
+    job = SimpleNamespace(name="job")
+    master = SimpleNamespace(on_node_exit=lambda node, why, *, removed: ends.append((why, removed)))
+    monkeypatch.setattr(module.jobs, "encode", lambda job: b"")
+    monkeypatch.setattr(module.cluster, "actor", lambda name: None)
+    monkeypatch.setattr(module, "_remove", lambda name: None)
+    asyncio.run(module.RayPlatform(job, master, [])._watch(3, "job/node/3/0/1.0/1.0", {}))
+    assert ends == [("its actor is gone", True)]
+
+
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch):
     """The foreground's end of a job whose master has left for good, and what its cluster keeps."""

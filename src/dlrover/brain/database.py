@@ -91,6 +91,12 @@ def reason(error: Exception) -> str:
     return message.strip().splitlines()[0].rstrip(".") if message.strip() else type(error).__name__
 
 
+def lock(connection: Connection) -> None:
+    """Let no other server write until the transaction ends, as SQLite does: in different orders, two would deadlock."""
+    if connection.dialect.name != "sqlite":
+        connection.exec_driver_sql("SELECT version_num FROM alembic_version FOR UPDATE")
+
+
 def _parsed(url: str) -> URL:
     accepted = "sqlite:///FILE, mysql://USER:PASSWORD@HOST/NAME and postgresql://…"
     try:

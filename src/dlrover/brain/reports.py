@@ -165,8 +165,7 @@ def _usage(batch: Batch, report: brain.ReportUsage, now: float) -> None:
         for one in report.nodes
     ]
     batch.insert(tables.usages, *rows)
-    for one in report.nodes:
-        _note_node(batch.connection, report.job, one, _time(one.at, now))
+    _note_nodes(batch.connection, report, now)
 
 
 def _time(at: float, now: float) -> float:
@@ -174,26 +173,42 @@ def _time(at: float, now: float) -> float:
     return min(at, now) if at else now
 
 
-def _note_node(connection: Connection, job: str, one: brain.Usage, at: float) -> None:
+def _note_nodes(connection: Connection, report: brain.ReportUsage, now: float) -> None:
+    """Keep what nodes use and their most, with few statements: a job may have thousands."""
     nodes = tables.nodes
-    latest = {
-        "kind": one.kind,
-        "heard": at,
-        "cpu": one.cpu,
-        "memory": one.memory,
-        "accelerator": one.accelerator,
-    }
-    most = {
-        "most_cpu": sa.case((nodes.c.most_cpu > one.cpu, nodes.c.most_cpu), else_=one.cpu),
-        "most_memory": sa.case(
-            (nodes.c.most_memory > one.memory, nodes.c.most_memory), else_=one.memory
-        ),
-    }
-    where = (nodes.c.job == job) & (nodes.c.node == one.node)
-    renewed = connection.execute(nodes.update().where(where).values(latest | most))
-    if not renewed.rowcount:
-        first = {"job": job, "node": one.node, "most_cpu": one.cpu, "most_memory": one.memory}
-        connection.execute(nodes.insert().values(latest | first))
+    known = set(connection.scalars(sa.select(nodes.c.node).where(nodes.c.job == report.job)))
+    new: list[dict[str, Any]] = []
+    renewed: list[dict[str, Any]] = []
+    for one in report.nodes:
+        used = {"cpu": one.cpu, "memory": one.memory, "accelerator": one.accelerator}
+        row = used | {"kind": one.kind, "heard": _time(one.at, now)}
+        if one.node in known:
+            renewed.append(row | {"name": one.node})
+        else:
+            known.add(one.node)
+            most = {"most_cpu": one.cpu, "most_memory": one.memory}
+            new.append(row | most | {"job": report.job, "node": one.node})
+    if new:
+        connection.execute(nodes.insert(), new)
+    if renewed:
+        connection.execute(_RENEW.where(nodes.c.job == report.job), renewed)
+
+
+def _most(column: Any, used: Any) -> Any:
+    return sa.case((column > used, column), else_=used)
+
+
+_RENEW = (
+    tables.nodes.update()
+    .where(tables.nodes.c.node == sa.bindparam("name"))
+    .values(
+        {name: sa.bindparam(name) for name in ("kind", "heard", "cpu", "memory", "accelerator")}
+        | {
+            "most_cpu": _most(tables.nodes.c.most_cpu, sa.bindparam("cpu")),
+            "most_memory": _most(tables.nodes.c.most_memory, sa.bindparam("memory")),
+        }
+    )
+)
 
 
 def _plan(batch: Batch, report: brain.ReportPlan, now: float) -> None:

@@ -19,7 +19,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
 from dlrover.brain import tables
-from dlrover.brain.database import LOCK_TIMEOUT, reason
+from dlrover.brain.database import LOCK_TIMEOUT, lock, reason
 from dlrover.errors import DLRoverError, InfrastructureError
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ BATCH = 500
 WAITING = 20_000
 """Maximum number of waiting writes; more are refused."""
 ATTEMPTS = 3
-"""Attempts at a single write: another server may write the same, or a connection may be lost."""
+"""Attempts at a single write: a connection may be lost."""
 
 
 class Batch:
@@ -83,13 +83,9 @@ class Batch:
         self._rows.setdefault(table, []).extend(rows)
 
     def flush(self) -> None:
-        """Write the deferred changes and rows.
-
-        The changes come first: they lock their jobs for other servers, whose rows refer to the same jobs. In the
-        other order, each of two servers would wait for the other.
-        """
+        """Write the deferred changes and rows."""
         jobs = tables.jobs
-        for job, values in sorted(self._changes.items()):
+        for job, values in self._changes.items():
             if "done" in values:
                 done = values["done"]
                 values["done"] = sa.case((jobs.c.done > done, jobs.c.done), else_=done)
@@ -122,10 +118,10 @@ class Writer:
     def submit(self, write: Write, request: str = "", job: str = "") -> Future[Any]:
         """Queue a write; its result is available once it is committed.
 
-        ``write`` may be called again in a new transaction if the first one fails: another server has
-        written the same, or the connection was lost. An error that it raises does not undo the other writes of
-        its commit, so it must raise before it writes. ``request`` and ``job`` are the ids that it looks up. A write
-        whose result is cancelled before its turn is dropped.
+        ``write`` may be called again in a new transaction if the first one fails, as when the connection was lost.
+        An error that it raises does not undo the other writes of its commit, so it must raise before it writes.
+        ``request`` and ``job`` are the ids that it looks up. A write whose result is cancelled before its turn is
+        dropped.
 
         Raises:
             InfrastructureError: too many writes wait. The result raises it if the database fails.
@@ -201,6 +197,7 @@ class Writer:
 
     def _commit(self, batch: list[_Item]) -> None:
         with self._engine.begin() as connection:
+            lock(connection)
             together = Batch(
                 connection, (item.request for item in batch), (item.job for item in batch)
             )

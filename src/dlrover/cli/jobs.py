@@ -14,7 +14,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -90,7 +90,11 @@ def _make(job_dir: JobDir) -> Path:
 
 @contextlib.contextmanager
 def locked(
-    job_dir: JobDir, *, resume: bool = False, patience: float = Limits().master_timeout
+    job_dir: JobDir,
+    *,
+    resume: bool = False,
+    patience: float = Limits().master_timeout,
+    waiting: Callable[[str], None] = logger.warning,
 ) -> Iterator[None]:
     """Hold a job directory for one launcher.
 
@@ -98,7 +102,7 @@ def locked(
     the next one is reserved now, because the disk may be full at the end.
 
     If a process of another machine holds it, the lock is waited for, at most ``patience`` seconds: a file server keeps
-    that of a lost machine for some time.
+    that of a lost machine for some time. ``waiting`` is called once, with a sentence about it.
 
     Raises:
         ConfigurationError: another launcher of this machine holds it, it cannot be written to, or ``resume`` is set
@@ -108,7 +112,7 @@ def locked(
     outcomes = (job_dir.outcome, job_dir.left)
     with _opened(job_dir) as file:
         try:
-            _lock(job_dir, file, patience)
+            _lock(job_dir, file, patience, waiting)
             if resume:
                 _check_format(job_dir)
                 # It may be of a master that could not begin; if the job has ended, its journal says so.
@@ -136,7 +140,9 @@ def _opened(job_dir: JobDir) -> io.FileIO:
         raise _unusable(job_dir, error) from error
 
 
-def _lock(job_dir: JobDir, file: io.FileIO, patience: float) -> None:
+def _lock(
+    job_dir: JobDir, file: io.FileIO, patience: float, waiting: Callable[[str], None]
+) -> None:
     """Lock the file; wait for a lock that no process of this machine holds."""
     until, waits = time.monotonic() + patience, False
     while not _try_to_lock(file):
@@ -152,12 +158,10 @@ def _lock(job_dir: JobDir, file: io.FileIO, patience: float) -> None:
                 f"for {patience:g} s; end that process, or give another directory."
             )
         if not waits:
-            logger.warning(
-                "--job-dir %s: a process of another machine or container (process %s) holds it; if that machine is "
-                "lost, its file server frees it after a while. It is waited for, at most %g s.",
-                job_dir.path,
-                process,
-                patience,
+            waiting(
+                f"--job-dir {job_dir.path}: a process of another machine or container (process {process}) holds it; if "
+                "that machine is lost, its file server frees it after a while. It is waited for, at most "
+                f"{patience:g} s."
             )
         waits = True
         time.sleep(LOCK_RETRY)  # noqa: TID251 - nothing announces that a server frees a lock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -359,11 +360,16 @@ def _serve(
     job_dir: str,
     output: Output,
     run: Callable[[JobDir], int],
+    waiting: Callable[[str], None] = logger.warning,
 ) -> int:
-    """Prepare the job directory of a master, and ``run`` the master there; return its exit code."""
+    """Prepare the job directory of a master, and ``run`` the master there; return its exit code.
+
+    ``waiting`` is called with a sentence if the directory has to be waited for.
+    """
     directory = jobs.create(env, content.job.name, job_dir or env.get("DLROVER_JOB_DIR", ""))
     signal.signal(signal.SIGTERM, procs.leave)
-    with jobs.locked(directory, resume=True, patience=content.job.limits.master_timeout):
+    patience = content.job.limits.master_timeout
+    with jobs.locked(directory, resume=True, patience=patience, waiting=waiting):
         jobs.write(directory, directory.job, msgspec.json.encode(content))
         token = jobs.given_token(env) or jobs.kept_token(directory) or secrets.token_hex(16)
         jobs.write_token(directory, token)
@@ -399,7 +405,8 @@ def _in_pod(
             return coordinate(found, env, job_dir, port)
         request = elastic_job.request(found)
         content = master_config(request, settings, env.get("POD_IP") or host, port)
-        return _serve(env, content, job_dir, output, _run_in_pod)
+        waiting = functools.partial(elastic_job.report_wait, found)
+        return _serve(env, content, job_dir, output, _run_in_pod, waiting)
     except InfrastructureError as error:
         print(f"dlrover: {printable_lines(str(error))}", file=sys.stderr)
         return ExitCode.INTERNAL

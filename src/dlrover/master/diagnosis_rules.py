@@ -20,13 +20,13 @@ import msgspec
 
 from dlrover._util import decoding
 from dlrover.errors import ConfigurationError, readable
-from dlrover.master.machine.diagnosis.diagnosis import RuleTable
+from dlrover.master.machine.diagnosis.diagnosis import EXPRESSIONS, RuleTable
+from dlrover.master.machine.diagnosis.match import linear
 from dlrover.spec.failure import Rule
 
 BUILT_IN = Path(__file__).with_name("diagnosis_rules.toml")
 """File with the rows that come with DLRover."""
 
-_EXPRESSIONS = ("text", "facts", "raised_in", "subject")
 _TEMPLATES = ("title", "advice", "otherwise")
 _CONTENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "cause": (
@@ -51,7 +51,7 @@ _TYPES: dict[str, Any] = typing.get_type_hints(Rule)
 @functools.cache
 def built_in() -> tuple[Rule, ...]:
     """Return the rows that come with DLRover."""
-    return load(BUILT_IN)
+    return load(BUILT_IN, re.compile)
 
 
 def table(own: tuple[Rule, ...] = ()) -> RuleTable:
@@ -83,8 +83,8 @@ def load_own(path: str, budgets: Mapping[str, int]) -> tuple[Rule, ...]:
     return own
 
 
-def load(path: Path) -> tuple[Rule, ...]:
-    """Return the rows of a file, in order.
+def load(path: Path, compile_: Callable[[str], object] = linear) -> tuple[Rule, ...]:
+    """Return the rows of a file, in order; ``compile_`` checks their regular expressions.
 
     Raises:
         ConfigurationError: the file cannot be read, or a row is wrong; one sentence says where.
@@ -101,10 +101,12 @@ def load(path: Path) -> tuple[Rule, ...]:
             f"diagnosis_rules {path} holds {', '.join(content) or 'nothing'}; it takes rows that begin "
             "with [[rule]], and nothing else."
         )
-    return tuple(_row(row, f"diagnosis_rules {path}: row {n}") for n, row in enumerate(rows, 1))
+    return tuple(
+        _row(row, f"diagnosis_rules {path}: row {n}", compile_) for n, row in enumerate(rows, 1)
+    )
 
 
-def _row(row: Any, where: str) -> Rule:
+def _row(row: Any, where: str, compile_: Callable[[str], object]) -> Rule:
     if not isinstance(row, dict):
         raise ConfigurationError(f"{where} is {row!r}; it takes a table of fields.")
     for name in _REQUIRED:
@@ -113,13 +115,13 @@ def _row(row: Any, where: str) -> Rule:
                 f"{where} has no {name}; each row takes {', '.join(_REQUIRED)}."
             )
     for name, value in row.items():
-        accepted = _problem(name, value)
+        accepted = _problem(name, value, compile_)
         if accepted:
             raise ConfigurationError(f"{where}: {name} = {value!r}; {accepted}.")
     return decoding.convert(row, Rule)
 
 
-def _problem(name: str, value: Any) -> str:
+def _problem(name: str, value: Any, compile_: Callable[[str], object]) -> str:
     """Return what is accepted instead of ``value``; empty if ``value`` is valid."""
     if name not in _TYPES:
         return f"it is not a field; the fields are {', '.join(Rule.__struct_fields__)}"
@@ -130,16 +132,16 @@ def _problem(name: str, value: Any) -> str:
     if name in _CONTENTS:
         fits, accepted = _CONTENTS[name]
         return "" if fits(value) else f"it takes {accepted}"
-    if name in _EXPRESSIONS:
-        return _expression_problem(value)
+    if name in EXPRESSIONS:
+        return _expression_problem(value, compile_)
     return _template_problem(value) if name in _TEMPLATES else ""
 
 
-def _expression_problem(value: str) -> str:
+def _expression_problem(value: str, compile_: Callable[[str], object]) -> str:
     try:
-        re.compile(value)
-    except re.error as error:
-        return f"it takes a regular expression, and in this one: {error}"
+        compile_(value)
+    except (ValueError, re.error) as error:
+        return f"it takes a regular expression of RE2, and in this one: {error}"
     return ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import msgspec
 
@@ -26,6 +26,7 @@ from dlrover.master.saves import UserSaves
 from dlrover.master.scaling.autoscale import AutoScaler
 from dlrover.master.streams import AgentStreams, Handlers, Heartbeats
 from dlrover.master.views.status import status_of
+from dlrover.master.views.watchers import Watchers
 from dlrover.platform.base import Platform
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
@@ -35,12 +36,6 @@ from dlrover.spec.node import LaunchNode
 
 logger = logging.getLogger(__name__)
 
-WATCH_INTERVAL = 0.2
-"""Minimum seconds between two notices to one watcher."""
-NOTICE_BYTES = 1024 * 1024
-"""Maximum size of the events in one notice, in bytes; a large job's status needs room beside them."""
-WATCH_REFRESH = 1.0
-"""Seconds after which a watcher gets a notice even if no event has happened."""
 STALLED = 1.0
 """Lateness of a deadline in seconds which shows that this process did not run, or waited for its disk."""
 JOURNAL_RETRY = 1.0
@@ -70,8 +65,9 @@ class Master:
         """When the timer is due."""
         self._resumes = 0.0
         """After this process has stalled, when deadlines count again."""
-        self._changed = asyncio.Event()
+        self.watchers = Watchers(history, self._status)
         self._noting = False
+        self._telling = False
         self.replayed = 0
         self.last_entry = self._replay(journal)
         self.clock = clock(self.last_entry)
@@ -144,7 +140,7 @@ class Master:
         """Register this master's methods with a server."""
         server.stream("Attend", messages.AgentMessage, self.streams.attend)
         server.unary("Status", messages.StatusRequest, self.status)
-        server.server_stream("Watch", messages.WatchRequest, self.watch)
+        server.server_stream("Watch", messages.WatchRequest, self.watchers.watch)
         server.unary("Stop", messages.StopRequest, self.stop)
         server.unary("Scale", messages.ScaleRequest, self.scale)
         server.unary("Drain", messages.DrainRequest, self.drain)
@@ -188,7 +184,7 @@ class Master:
             while holds(node):
                 if self.clock() >= until:
                     return
-                await tasks.signalled(self._changed, until - self.clock())
+                await tasks.signalled(self.watchers.changed, until - self.clock())
 
     def _uninformed(self, node: Node) -> bool:
         """Return whether a node is disconnected, may come back and does not know of the job's end."""
@@ -204,7 +200,7 @@ class Master:
         self.heartbeats.close()
         self.streams.close()
         self.requests.close()
-        self._wake_watchers()
+        self.watchers.wake()
 
     # ---- inputs
 
@@ -243,13 +239,18 @@ class Master:
     def _note_changes(self) -> None:
         """Do what is due once for all inputs that were handled together."""
         self._noting = False
+        if self._telling:
+            self._telling = False
+            self._tell_members()
         self._set_timer()
-        self._wake_watchers()
+        self.watchers.wake()
 
-    def _wake_watchers(self) -> None:
-        """Wake all tasks that wait for a change."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def _tell_members(self) -> None:
+        """Send the nodes of the world who trains: thousands of ranks may be lost at once."""
+        membership = self.machine.state.membership
+        members = membership.members(self.machine.progress.steps)
+        for node_id in membership.ranks:
+            self.streams.say(node_id, members)
 
     def _set_timer(self) -> None:
         now, deadline = self.clock(), self.machine.deadline()
@@ -321,6 +322,8 @@ class Master:
                 self.saves.greeted(command.message.node_id)
             case inputs.Say(node_id, message):
                 self.streams.say(node_id, message)
+            case inputs.TellMembers():
+                self._telling = True
             case inputs.EndJob():
                 self.ended.set()
 
@@ -328,6 +331,9 @@ class Master:
 
     async def status(self, _request: messages.StatusRequest) -> messages.Status:
         """Return the status of the job."""
+        return self._status()
+
+    def _status(self) -> messages.Status:
         now, activities = self.clock(), self.heartbeats.activities
         steps, doing = self.heartbeats.steps, self.hangs.doing()
         status = status_of(self.machine, now, steps, doing, self.scaler.usage)
@@ -341,21 +347,6 @@ class Master:
             rate=activities.rate(now),
             seconds_left=-1.0 if left is None or status.outcome is not None else left,
         )
-
-    async def watch(self, request: messages.WatchRequest) -> AsyncIterator[messages.Notice]:
-        """Yield the events after ``request.since`` and, for a follower, those to come."""
-        since = max(0, request.since)
-        while True:
-            fresh = self._history.batch(since, NOTICE_BYTES)
-            since += len(fresh)
-            yield messages.Notice(fresh, await self.status(messages.StatusRequest()))
-            if since < len(self._history.events):
-                continue
-            if not request.follow:
-                return
-            await asyncio.sleep(WATCH_INTERVAL)
-            if since >= len(self._history.events):
-                await tasks.signalled(self._changed, WATCH_REFRESH)
 
     async def stop(self, request: messages.StopRequest) -> messages.Done:
         """End the job."""

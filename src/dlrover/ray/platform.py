@@ -106,7 +106,7 @@ class RayPlatform:
     async def _watch(self, node_id: int, name: str, bundle: jobs.Resources) -> None:
         """Report what a node waits for, and its end."""
         actor = await asyncio.to_thread(cluster.actor, name)
-        removed = False
+        removed = True  # a node that ends by itself leaves its actor
         if actor is None:
             reason = "it was no longer wanted" if name in self._unwanted else "its actor is gone"
         else:

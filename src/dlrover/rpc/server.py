@@ -70,14 +70,15 @@ class Server:
         self._methods[name] = grpc.unary_unary_rpc_method_handler(serve)
 
     def server_stream(self, name: str, request: Any, call: ServerStream) -> None:
-        """Register a method with one request and a stream of replies."""
+        """Register a method with one request and a stream of replies; what goes to many callers is encoded once."""
+        encode = _encoder()
 
         async def serve(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
             if not self._knows_token(context):
                 await _turn_away(context)
             try:
                 async for reply in call(wire.decode(data, request)):
-                    yield wire.encode(reply)
+                    yield encode(reply)
             except DLRoverError as error:
                 await _refuse(context, error)
 
@@ -85,14 +86,7 @@ class Server:
 
     def stream(self, name: str, request: Any, call: Stream) -> None:
         """Register a method with a stream in each direction; what goes to many callers at once is encoded once."""
-        last: Any = None
-        encoded = b""
-
-        def encode(reply: Any) -> bytes:
-            nonlocal last, encoded
-            if reply is not last:
-                encoded, last = wire.encode(reply), reply
-            return encoded
+        encode = _encoder()
 
         async def serve(
             frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext
@@ -151,6 +145,20 @@ class Server:
                 caller.set(found[0] if found else "")
                 return bool(found)
         return False
+
+
+def _encoder() -> Callable[[Any], bytes]:
+    """Return a function that encodes replies, and does so once for a reply that comes again."""
+    last: Any = None
+    encoded = b""
+
+    def encode(reply: Any) -> bytes:
+        nonlocal last, encoded
+        if reply is not last:
+            encoded, last = wire.encode(reply), reply
+        return encoded
+
+    return encode
 
 
 async def _turn_away(context: grpc.aio.ServicerContext) -> None:

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 RETRY = 0.5
 """Seconds between attempts to reach the API server."""
+REPORT_TIMEOUT = 5.0
+"""Seconds allowed for a report before the master begins."""
 SHUTDOWN = 30
 """Seconds between SIGTERM and SIGKILL for workers if their command names no other time, as for ``dlrover-run``."""
 VARIABLE, UID_VARIABLE = "DLROVER_KUBERNETES_JOB", "DLROVER_KUBERNETES_JOB_UID"
@@ -84,6 +86,23 @@ async def fetch(env: Mapping[str, str]) -> ElasticJob:
         found = await awaited(client, env, asyncio.Event())
     assert found is not None
     return found
+
+
+def report_wait(job: ElasticJob, reason: str) -> None:
+    """Write into a job's status what its master waits for before it begins; its first report removes it."""
+    logger.warning("%s", reason)
+    try:
+        asyncio.run(asyncio.wait_for(_report_wait(job, reason), REPORT_TIMEOUT))
+    except (InfrastructureError, asyncio.TimeoutError) as error:
+        logger.info("It is not reported: %s", error)
+
+
+async def _report_wait(job: ElasticJob, reason: str) -> None:
+    from dlrover.kubernetes.api import elasticjobs  # noqa: PLC0415 - needs the extra
+    from dlrover.kubernetes.api.client import Client  # noqa: PLC0415 - needs the extra
+
+    async with Client.from_config() as client:
+        await elasticjobs.write_training(client, job, {"waits": reason})
 
 
 def request(job: ElasticJob) -> Request:

@@ -270,6 +270,10 @@ class Say(msgspec.Struct, frozen=True):
     message: CallToRound | AssignWorld | StandBy | Members | StartAgain | Dismiss | CheckOrder
 
 
+class TellMembers(msgspec.Struct, frozen=True):
+    """Send all nodes of the world the present membership: once for all inputs that are handled together."""
+
+
 class Emit(msgspec.Struct, frozen=True):
     """Record an event."""
 
@@ -282,4 +286,4 @@ class EndJob(msgspec.Struct, frozen=True):
     outcome: Outcome
 
 
-Command: TypeAlias = LaunchNode | KillNode | Greet | Say | Emit | EndJob
+Command: TypeAlias = LaunchNode | KillNode | Greet | Say | TellMembers | Emit | EndJob

@@ -48,6 +48,8 @@ class Membership:
     ranks: dict[int, range] = field(default_factory=dict)
     #: worlds of lost nodes, in whose places no node is yet
     holes: dict[int, World] = field(default_factory=dict)
+    #: ranks of the same lost nodes
+    vacant: dict[int, range] = field(default_factory=dict)
     #: nodes that took the places of lost ones
     replacements: set[int] = field(default_factory=set)
     #: ranks of a row
@@ -103,13 +105,15 @@ class Membership:
 
     def missing(self) -> tuple[int, int]:
         """Return how many ranks on the nodes of the first world do not train, and how many ranks these have."""
-        first = [r for i, ranks in self.ranks.items() if i not in self.replacements for r in ranks]
-        trains = sum(rank in self.attempts for rank in first)
-        return (len(first) - trains if self.active else 0), len(first)
+        others = [rank for i in self.replacements for rank in self.ranks.get(i, ())]
+        first = sum(map(len, self.ranks.values())) - len(others)
+        trains = len(self.attempts) - sum(rank in self.attempts for rank in others)
+        return (first - trains if self.active else 0), first
 
     def spares(self, ranks: Iterable[int]) -> bool:
         """Return whether other rows than these ranks' train."""
-        return bool(self.attempts.keys() - set(self.rows_of(ranks)))
+        rows = set(self.rows_of(ranks))
+        return any(rank not in rows for rank in self.attempts)
 
     def survives_worker(self, node_id: int, local_rank: int) -> bool:
         """Return whether the world goes on without this worker."""
@@ -122,8 +126,7 @@ class Membership:
 
     def vacancy(self, nproc: int) -> int | None:
         """Return the lost node whose place a node with ``nproc`` workers can take; None if there is none."""
-        fitting = [i for i, world in self.holes.items() if len(self._ranks_of(world)) == nproc]
-        return min(fitting, default=None)
+        return min((i for i, ranks in self.vacant.items() if len(ranks) == nproc), default=None)
 
     # ---- changes
 
@@ -217,19 +220,26 @@ class Membership:
 
     def lose_node(self, node_id: int, world: World) -> list[int]:
         """Go on without the rows of a node, whose place another one takes; return their ranks."""
-        rows = self.rows_of(self.ranks.pop(node_id))
+        own = self.vacant[node_id] = self.ranks.pop(node_id)
+        rows = self.rows_of(own)
         self.holes[node_id] = world
         self._drop(rows)
+        self.ready -= set(own)
+        starts: dict[int, list[int]] = {}  # by attempt: a start looks at all nodes
         for row in map(self.row_of, rows[:: self.row]):
-            self._start(row, 1 + max(self.latest[rank] for rank in row))
+            if not set(row) <= set(own):
+                starts.setdefault(1 + max(self.latest[rank] for rank in row), []).extend(row)
+        for attempt, ranks in starts.items():
+            self._start(ranks, attempt)
         return rows
 
     def replace(self, lost: int, node_id: int) -> World:
         """Let a node take a lost one's place; return the world of its workers, which are new attempts."""
         world = self.holes.pop(lost)
-        ranks = self._ranks_of(world)
-        rows, there = self.rows_of(ranks), {r for held in self.ranks.values() for r in held}
-        waiting = [self.latest[rank] for rank in rows if rank in there]
+        ranks = self.vacant.pop(lost)
+        away = {*ranks}.union(*self.vacant.values())
+        rows = self.rows_of(ranks)
+        waiting = [self.latest[rank] for rank in rows if rank not in away]
         attempt = max(1 + max(self.latest[rank] for rank in ranks), *waiting, 0)
         self.latest.update(dict.fromkeys(ranks, attempt))
         self.ranks[node_id] = ranks
@@ -290,7 +300,8 @@ class Membership:
         if change.round != self.round or change.attempt < self.latest.get(change.rank, 0):
             return False
         # A process must not train on whose node is lost.
-        return any(change.rank in ranks for ranks in self.ranks.values())
+        lost = any(change.rank in ranks for ranks in self.vacant.values())
+        return change.rank in self.latest and not lost
 
     def _admit(self, rank: int) -> bool:
         """Let the row of a rank that is ready train; False while others of it are not."""
@@ -323,8 +334,10 @@ class Membership:
         """Go on without rows, whose ranks start again in an attempt where they have nodes and are behind it."""
         lost = set(rows)
         self._drop(lost)
-        waits = set[int]()
+        waits, first, last = set[int](), min(lost), max(lost)
         for node_id, ranks in self.ranks.items():
+            if ranks.stop <= first or last < ranks.start:
+                continue
             for rank in lost.intersection(ranks):
                 if self.latest[rank] < attempt:
                     self.latest[rank] = attempt
@@ -344,12 +357,6 @@ class Membership:
             del self.attempts[rank]
         self.number += bool(lost)
 
-    def _ranks_of(self, world: World) -> range:
-        taken = [ranks.start for ranks in self.ranks.values()]
-        taken += [other.first_rank for other in self.holes.values()]
-        after = [first for first in taken if first > world.first_rank]
-        return range(world.first_rank, min(after, default=world.world_size))
-
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first broken one."""
         assert self.job.survive or not self.round, "a membership in a job without any"
@@ -359,6 +366,9 @@ class Membership:
         assert len(held) == len(set(held)), "a rank on two nodes"
         assert self.attempts.keys() <= set(held), "a rank without a node trains"
         assert not self.ranks.keys() & self.holes.keys(), "a node is lost and there"
+        assert self.vacant.keys() == self.holes.keys(), "a lost node is without ranks"
+        away = [rank for ranks in self.vacant.values() for rank in ranks]
+        assert sorted(held + away) == sorted(self.latest), "a rank is neither there nor lost"
         assert not self.round or self.attempts or self.over, "no rank trains"
         assert not len(self.latest) % self.row, "a row is cut off"
         assert not self.due, "ranks to start again are without an order"

@@ -14,9 +14,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from dlrover.master.machine.diagnosis import log
 from dlrover.master.machine.diagnosis.facts import UNKNOWN_CODE, Facts, read, read_log, signal_name
-from dlrover.master.machine.diagnosis.match import last_match, occurs, search
+from dlrover.master.machine.diagnosis.match import Linear, last_match, occurs, search
 from dlrover.master.machine.diagnosis.traceback import one_line
 from dlrover.spec.events import WorkerFailed
 from dlrover.spec.failure import Action, Failure, FailureKind, Origin, OwnCode, Rule, Verdict
@@ -32,6 +34,8 @@ only after its exit handlers, its core dump and the release of its device.
 OTHERS_SHOWN = 8
 """Maximum number of failed ranks named beside the root cause; the rest is only counted."""
 
+EXPRESSIONS = ("text", "facts", "raised_in", "subject")
+"""Fields of a rule that are regular expressions."""
 _TITLE_LIMIT = 120
 """Maximum length of an exception's message in a title, in characters."""
 _SIGNATURE_LIMIT = 80
@@ -91,7 +95,8 @@ class RuleTable:
 
     def __init__(self, rules: Iterable[Rule] = (), own: int = 0) -> None:
         """Create a table of ``rules``; the first ``own`` are the user's."""
-        self.rules = tuple(rules)
+        rules = tuple(rules)
+        self.rules = (*map(_searched_by_re2, rules[:own]), *rules[own:])
         self._by_kind = {
             kind: tuple(rule for rule in self.rules if rule.is_for(kind)) for kind in FailureKind
         }
@@ -173,6 +178,12 @@ def other_failures(reports: Sequence[WorkerFailed], root: WorkerFailed | None) -
 
 
 # ---- rules
+
+
+def _searched_by_re2(rule: Rule) -> Rule:
+    return msgspec.structs.replace(
+        rule, **{name: Linear(getattr(rule, name)) for name in EXPRESSIONS}
+    )
 
 
 def _suits(rule: Rule, facts: Facts) -> bool:

@@ -1,15 +1,19 @@
 """Search of a text for regular expressions, fast where nothing matches.
 
-Pure. A table has a hundred expressions of many alternatives each, and most match nowhere. Before a search,
+Pure. A user's expressions are searched by RE2, whose time is linear in the length of the text: some take for ever in
+Python's own search, and the result must not depend on a clock, since a journal is replayed to the same state. A table has a hundred expressions of many alternatives each, and most match nowhere. Before a search,
 the text is checked for words without which the expression cannot match.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+from dlrover.errors import ConfigurationError
 
 Needed: TypeAlias = tuple[frozenset[str], ...]
 """Sets of words; a text must contain one word of each set."""
@@ -20,6 +24,12 @@ SHORTEST = 3
 # Inline flags, comments, back references, characters by number: rare, and not worth parsing.
 _UNUSUAL = re.compile(r"\(\?(?![:=!]|<[=!])|\\[xuUN\d]")
 _CAPITALS = re.compile(r"\\.|[A-Z]")
+
+
+class Linear(str):
+    """An expression of a user, which RE2 searches."""
+
+    __slots__ = ()
 
 
 def search(expression: str, text: str) -> re.Match[str] | None:
@@ -47,14 +57,41 @@ def occurs(expression: str, folded: str) -> bool:
     return False
 
 
-@functools.cache
+@functools.lru_cache(maxsize=None, typed=True)
 def _pattern(expression: str) -> re.Pattern[str]:
+    if isinstance(expression, Linear):
+        return linear(expression)
     return re.compile(expression, re.IGNORECASE | re.MULTILINE)
 
 
-@functools.cache
+def linear(expression: str) -> re.Pattern[str]:
+    """Return a pattern of RE2.
+
+    Raises:
+        ValueError: the expression is wrong, or RE2 does not know a part of it.
+        ConfigurationError: RE2 is not installed.
+    """
+    try:
+        re2: Any = importlib.import_module("re2")
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            "The regular expressions of diagnosis_rules need the package google-re2; install it with "
+            "pip install 'dlrover[rules]'."
+        ) from error
+    options = re2.Options()
+    options.case_sensitive = options.log_errors = False
+    try:
+        pattern: re.Pattern[str] = re2.compile(f"(?m){expression}", options)
+    except re2.error as error:
+        raise ValueError(error.args[0].decode()) from error
+    return pattern
+
+
+@functools.lru_cache(maxsize=None, typed=True)
 def _folded(expression: str) -> tuple[tuple[re.Pattern[str], Needed], ...]:
     r"""Return the alternatives of ``expression`` for a lower-case text; ``\S`` stays as it is."""
+    if isinstance(expression, Linear):
+        return ((_pattern(expression), ()),)
     lower = _CAPITALS.sub(lambda m: m[0] if m[0].startswith("\\") else m[0].lower(), expression)
     if _UNUSUAL.search(lower):
         return ((re.compile(lower, re.MULTILINE), ()),)

@@ -108,6 +108,7 @@ class Ledger:
         # the incident that ended the last round; None if no fault did
         self._undone_by: IncidentAccount | None = None
         self._key: tuple[object, ...] = ()
+        self._members: tuple[int, ...] = ()
         # of the open intervals: their number and the sum of their beginnings, by cause
         self._open = nothing()
         self._open_since = nothing()
@@ -235,6 +236,8 @@ class Ledger:
                 return [*touched, *self._away]
             case Hello(uid):
                 return [*touched, machine.fleet.by_uid[uid]]
+            case events.WorkerFailed(failure) if failure.node_id in machine.nodes:
+                return [*touched, failure.node_id]
             case inputs.MigrationRequested():
                 return touched  # it may name any node and changes no present one
             case _:
@@ -348,10 +351,14 @@ class Ledger:
         checking = machine.checks.count if machine.checks.run is not None else 0
         adopting, leaving = machine.adoption.pending, len(machine.scaling.leaving)
         members = membership.number, len(membership.replacements), len(membership.ranks)
-        key = (rdzv.round, rdzv.collecting, short, over, checking, adopting, leaving, members)
+        lacks = self._short_since >= 0
+        key = (rdzv.round, rdzv.collecting, short, over, checking, adopting, leaving, lacks)
         changed, self._key = key != self._key, key
-        if changed and self.round is not None:
+        moved, self._members = members != self._members, members
+        if (changed or moved) and self.round is not None:
             self.round.miss(*membership.missing(), now)
+        if moved:  # thousands of ranks may be lost and join
+            touched = [*touched, *membership.replacements]
         for node_id in list(self.accounts) if changed else touched:
             account, node = self.accounts.get(node_id), machine.nodes[node_id]
             if account is not None and _is_there(node, machine):

@@ -128,7 +128,7 @@ class Ladder:
             survives=survives,
             spare=spare >= 0,
             launched=node.launched,
-            enough=leaves and self.fleet.is_enough(without=node),
+            enough=leaves and not survives and self.fleet.is_enough(without=node),
         )
         return choose(facts), spare
 

@@ -56,9 +56,10 @@ class Survival:
         state, failure, verdict = self.state, report.failure, report.verdict
         membership = state.membership
         state.emit(report)
+        same = self._is_same(report, again=membership.latest.get(failure.rank, 1) > 0)
         incident = self._incident(now)
         incident.add(report)
-        decision = self._decide(report, now)
+        decision = self._decide(report, now, same=same)
         if decision is None:
             return
         node = state.nodes[failure.node_id]
@@ -100,10 +101,11 @@ class Survival:
         if not membership.survives_node(node.id):
             return False
         report = self.state.table.failed(loss_of(node, membership.round, now))
+        same = self._is_same(report, again=bool(membership.out_of(node.id)))
         incident = self._incident(now)
         if incident.lost_node is None:
             incident.lost_node = report
-        decision = self._decide(report, now)
+        decision = self._decide(report, now, same=same)
         if decision is None:
             return True
         ranks = membership.lose_node(node.id, self.rounds.worlds[node.id])
@@ -111,10 +113,16 @@ class Survival:
         self._tell()
         return True
 
+    @property
+    def _is_open(self) -> bool:
+        """True while ranks of this membership are away."""
+        old = self.state.incident
+        return old is not None and old.survived and old.round == self.state.membership.round
+
     def _incident(self, now: float) -> Incident:
         """Return the open incident of the ranks that are away, or open one."""
         state, old = self.state, self.state.incident
-        if old is None or not old.survived or old.round != state.membership.round:
+        if old is None or not self._is_open:
             since, steps = now if old is None else old.since, state.progress.steps
             state.incident = Incident(
                 since, state.membership.round, decided=True, survived=True, steps=steps
@@ -123,8 +131,21 @@ class Survival:
         old.steps = state.progress.steps
         return old
 
-    def _decide(self, report: events.WorkerFailed, now: float) -> Restart | None:
-        """Ask the restart policy; end the job and return None if it grants nothing."""
+    def _is_same(self, report: events.WorkerFailed, *, again: bool) -> bool:
+        """Return whether a loss belongs to the open incident's fault: many may be lost at once, as with their switch.
+
+        ``again``: it has started again before in this round.
+        """
+        verdict = report.verdict
+        outside = verdict.origin is Origin.INFRASTRUCTURE and not verdict.hopeless
+        return self._is_open and outside and not again
+
+    def _decide(
+        self, report: events.WorkerFailed, now: float, *, same: bool = False
+    ) -> Restart | None:
+        """Ask the restart policy, unless it is the same fault; end the job and return None if it grants nothing."""
+        if same:
+            return Restart(report.verdict.title)
         state = self.state
         failure = report.failure
         # The others' steps are no progress of a rank that fails again and again.
@@ -198,11 +219,8 @@ class Survival:
 
     def _tell(self, fresh: int = -1) -> None:
         """Order lost ranks to start again, and tell all nodes which ranks train."""
-        membership = self.state.membership
         self._order(fresh)
-        members = membership.members(self.state.progress.steps)
-        for node_id in membership.ranks:
-            self._say(node_id, members)
+        self.state.send(inputs.TellMembers())
 
     def _say(self, node_id: int, message: StartAgain | Members) -> None:
         if self.state.nodes[node_id].connected:
