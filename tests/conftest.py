@@ -16,7 +16,9 @@ from hypothesis import settings
 from tests.support.directories import Directory
 from tests.support.forks import Forks
 
+os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that wait for work take no CPU from other tests
 settings.register_profile("project", deadline=None, derandomize=True)
+settings.register_profile("few", deadline=None, derandomize=True, max_examples=10)
 settings.load_profile("project")
 
 

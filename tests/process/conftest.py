@@ -262,7 +262,7 @@ class Runner:
         self.env = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("DLROVER_", "PET_", "TORCHELASTIC_", "OMP_", "TORCH_NCCL"))
+            if not name.startswith(("DLROVER_", "PET_", "TORCHELASTIC_", "OMP_NUM", "TORCH_NCCL"))
         }
         self.env["DLROVER_STATE_DIR"] = str(directory / "state")
         self.env["DLROVER_CACHE_DIR"] = os.environ["DLROVER_CACHE_DIR"]

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-import uncompiled  # noqa: F401 - nothing here is compiled
 from torch import nn
 from torch.nn import functional
 

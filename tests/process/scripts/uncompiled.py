@@ -28,7 +28,7 @@ class Uncompiled(types.ModuleType):
         return function
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and name != "__path__":  # an import of a part of it
             raise AttributeError(name)
         if sys.modules.get(NAME) is self:
             del sys.modules[NAME], torch._dynamo
