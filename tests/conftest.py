@@ -3,6 +3,7 @@
 Examples are the same in every run: what fails, fails again. How long one takes says how busy the machine is.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -15,7 +16,9 @@ from hypothesis import settings
 from tests.support.directories import Directory
 from tests.support.forks import Forks
 
+os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that wait for work take no CPU from other tests
 settings.register_profile("project", deadline=None, derandomize=True)
+settings.register_profile("few", deadline=None, derandomize=True, max_examples=10)
 settings.load_profile("project")
 
 
@@ -26,6 +29,17 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen = config.option.markexpr
     if "heavy" not in chosen:
         config.option.markexpr = f"({chosen}) and not heavy" if chosen else "not heavy"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage among modules and tests, which stay, nor look at them ever after."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

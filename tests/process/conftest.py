@@ -23,6 +23,7 @@ import pytest
 
 from dlrover.agent.workers.zygotes import ZYGOTE
 from dlrover.spec.events import Event
+from tests.support.forks import Forks
 from tests.waiting import POLL, until
 
 Value = TypeVar("Value")
@@ -261,7 +262,7 @@ class Runner:
         self.env = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("DLROVER_", "PET_", "TORCHELASTIC_", "OMP_", "TORCH_NCCL"))
+            if not name.startswith(("DLROVER_", "PET_", "TORCHELASTIC_", "OMP_NUM", "TORCH_NCCL"))
         }
         self.env["DLROVER_STATE_DIR"] = str(directory / "state")
         self.env["DLROVER_CACHE_DIR"] = os.environ["DLROVER_CACHE_DIR"]
@@ -337,30 +338,38 @@ def module_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         runner.close()
 
 
+TRAIN = Runner.scripts / "train.py"
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """What a program has written so far, a line for each record; a line that is being written is left out."""
+    with contextlib.suppress(FileNotFoundError):
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    return []
+
+
+def losses_of(out: Path) -> list[tuple[int, float, int]]:
+    """Step, loss and world size of each step that `scripts/train.py` has done."""
+    return [(r["step"], r["loss"], r["world_size"]) for r in records(out / "losses.jsonl")]
+
+
 class Training:
     """A training job of `scripts/train.py`, and what it has written."""
 
     def __init__(self, run: Runner, steps: int, step_time: float, *options: str, **settings: Any):
         self.out = run.directory / settings.get("name", "run") / "out"
         self.out.mkdir(parents=True, exist_ok=True)
-        script = run.scripts / "train.py"
-        self.launch = run(*options, script, self.out, steps, step_time, **settings)
+        self.launch = run(*options, TRAIN, self.out, steps, step_time, **settings)
 
     @property
     def losses(self) -> list[tuple[int, float, int]]:
         """Step, loss and world size of each step done so far."""
-        return [(r["step"], r["loss"], r["world_size"]) for r in self._records("losses.jsonl")]
+        return losses_of(self.out)
 
     @property
     def starts(self) -> list[dict[str, Any]]:
         """Each start of a worker: its rank, pid, step and time."""
-        return self._records("starts.jsonl")
-
-    def _records(self, name: str) -> list[dict[str, Any]]:
-        with contextlib.suppress(FileNotFoundError):
-            lines = (self.out / name).read_text().split("\n")[:-1]
-            return [json.loads(line) for line in lines]
-        return []
+        return records(self.out / "starts.jsonl")
 
     def wait_for_step(self, step: int, timeout: float = 30.0) -> None:
         until(lambda: len(self.losses) >= step, timeout, f"step {step}")
@@ -376,9 +385,11 @@ def train(run: Runner) -> Callable[..., Training]:
     return start
 
 
-@pytest.fixture(scope="module")
-def undisturbed(module_run: Runner) -> list[tuple[int, float, int]]:
-    """Losses of 30 steps of two workers that nothing happens to."""
-    training = Training(module_run, 30, 0.0, "--nproc-per-node", "2")
-    training.launch.succeed()
-    return training.losses
+@pytest.fixture(scope="session")
+def undisturbed(
+    forks: Forks, tmp_path_factory: pytest.TempPathFactory
+) -> list[tuple[int, float, int]]:
+    """Losses of 30 steps of two workers that nothing happens to, and that no launcher of ours has started."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    forks.ranks(2, TRAIN, out, "30", "0", env=os.environ)
+    return losses_of(out)

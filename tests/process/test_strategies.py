@@ -1,8 +1,5 @@
 """A job whose strategy follows its size, with workers killed; the losses are those of one process."""
 
-import subprocess
-import sys
-
 import psutil
 import pytest
 
@@ -22,7 +19,7 @@ def steps(directory) -> list[tuple[int, int, int, float]]:
 @pytest.mark.parametrize(
     "sizes", [(3, 1, 2), pytest.param((4, 2, 3), marks=pytest.mark.heavy)], ids=str
 )
-def test_the_strategy_follows_the_size_and_the_losses_stay(run, tmp_path, sizes) -> None:
+def test_the_strategy_follows_the_size_and_the_losses_stay(run, forks, tmp_path, sizes) -> None:
     count, program = 100, run.scripts / "any_size.py"
     first, second, third = sizes
     alone, elastic = tmp_path / "alone", tmp_path / "elastic"
@@ -46,9 +43,7 @@ def test_the_strategy_follows_the_size_and_the_losses_stay(run, tmp_path, sizes)
     trains_on(second)
     assert run.dlrover("scale", "--job-dir", launch.job_dir, "--nodes", third).returncode == 0
     launch.succeed(120)
-    subprocess.run(
-        [sys.executable, program, alone, str(count), "0"], env=run.env, check=True, timeout=60
-    )
+    forks.ranks(1, program, alone, str(count), "0", env=run.env)
     wanted = {step: loss for step, _, _, loss in steps(alone)}
     found = steps(elastic)
     assert {ranks for _, ranks, _, _ in found} == {*sizes}

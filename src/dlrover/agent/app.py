@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import signal
 import socket
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--node-rank", type=int, default=-1)
     parser.add_argument("--outcome", type=Path, help="Where to write the outcome (JSON).")
     args = parser.parse_args(argv)
+    gc.freeze()  # what is imported stays, and the process's end need not look at it
     job_dir = JobDir(args.job_dir)
     env = config.environ()
     name = str(args.node_id) if args.node_id >= 0 else "joined"

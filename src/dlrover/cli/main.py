@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import os
 import re
@@ -452,6 +453,7 @@ def _options(
 
 def main() -> int:
     """Run ``dlrover``; return its exit code."""
+    gc.freeze()  # what is imported stays, and the process's end need not look at it
     procs.open_standard_streams()
     try:
         code = app(prog_name=PROG, standalone_mode=False)

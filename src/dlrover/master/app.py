@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger().addHandler(shown)
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
     try:
+        gc.freeze()  # what is imported stays, and the process's end need not look at it
         gc.set_threshold(*GC_THRESHOLDS)
         return asyncio.run(serve(job_dir, env, args.lifeline_fd))
     except DLRoverError as error:

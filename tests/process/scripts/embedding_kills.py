@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import uncompiled  # noqa: F401 - nothing here is compiled
 
 from dlrover import launched
 from dlrover._native.tables import slots_of

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import torch
+import uncompiled  # noqa: F401 - nothing here is compiled
 
 STEP = 0.1
 

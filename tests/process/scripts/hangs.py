@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import uncompiled  # noqa: F401 - the compiler is there for the one fault that compiles
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -64,7 +65,7 @@ def main(out: Path, fault: str) -> None:
     if fault == "long start" and dist.get_rank() == 0:
         time.sleep(LONG)
     if fault == "long compile":
-        compiled(torch.ones(2))
+        torch.compile(torch.neg, backend=slow_backend)(torch.ones(2))
     for step, batch in enumerate(DataLoader(Samples(fault), batch_size=1), start=1):
         time.sleep(3 * STEP if fault == "slow rank" and LAST_RANK else STEP)
         optimizer.zero_grad()
@@ -96,11 +97,6 @@ def interlude(network: torch.nn.Module, fault: str, out: Path) -> None:
 def slow_backend(graph: torch.fx.GraphModule, _inputs: object) -> object:
     time.sleep(LONG)
     return graph
-
-
-@torch.compile(backend=slow_backend)
-def compiled(values: torch.Tensor) -> torch.Tensor:
-    return values * 2
 
 
 if __name__ == "__main__":

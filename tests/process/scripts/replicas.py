@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import torch
+import uncompiled  # noqa: F401 - nothing here is compiled
 
 import dlrover.training
 
@@ -20,6 +21,7 @@ scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
 replicas = dlrover.training.Replicas(
     model, optimizer, scheduler, global_batch_size=32, micro_batch_size=4
 )
+assert "torch.distributed.tensor" not in sys.modules, "a second of imports that no tensor needs"
 out, pause = Path(sys.argv[1]), float(sys.argv[2])
 last = out / "last"
 with (out / f"rank{replicas.rank}.txt").open("a", buffering=1) as log:

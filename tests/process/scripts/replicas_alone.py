@@ -3,6 +3,7 @@
 import sys
 
 import torch
+import uncompiled  # noqa: F401 - nothing here is compiled
 
 torch.manual_seed(1)
 torch.set_num_threads(1)

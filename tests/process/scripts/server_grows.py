@@ -5,6 +5,7 @@ import sys
 import time
 
 import torch
+import uncompiled  # noqa: F401 - nothing here is compiled
 
 STEP = 0.1
 

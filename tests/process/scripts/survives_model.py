@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 
 import torch
+import uncompiled  # noqa: F401 - nothing here is compiled
 
 torch.manual_seed(1)
 torch.set_num_threads(1)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import uncompiled  # noqa: F401 - nothing here is compiled
 
 SAVE_EVERY = 5
 GLOBAL_BATCH = 12

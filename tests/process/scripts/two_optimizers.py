@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import uncompiled  # noqa: F401 - nothing here is compiled
 from torch.nn.parallel import DistributedDataParallel
 
 EVERY = 16

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import logging
 import os
 import signal
@@ -357,6 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     listener.listen(BACKLOG)
     sys.stdout.flush()
+    gc.freeze()  # what is imported stays, shared by both processes, and their ends need not look at it
     if os.fork():
         return 0
     _log_to(protocol.log_file(location))

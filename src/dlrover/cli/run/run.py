@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -39,6 +40,7 @@ LOOPBACK_TIMEOUT = 5.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``dlrover-run``; return its exit code (see ``dlrover.errors.ExitCode``)."""
+    gc.freeze()  # what is imported stays, and the process's end need not look at it
     procs.open_standard_streams()
     logging.basicConfig(format="dlrover: %(message)s", level=logging.WARNING)
     env = config.environ()

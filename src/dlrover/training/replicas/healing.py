@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from dlrover._util import decoding
@@ -110,8 +109,10 @@ def _divided(state: Any) -> Any:
             with contextlib.suppress(TypeError):  # of a type that torch does not know
                 numbers = torch.from_numpy(numpy.array(value))
                 return {_NUMBERS: isinstance(value, numpy.generic), "local": numbers}
-        if not isinstance(value, DTensor):
+        if not isinstance(value, tree.DTensor):
             return value
+        from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - slow to import
+
         at = [p.dim if isinstance(p, Shard) else -1 for p in value.placements]
         if not all(isinstance(p, Shard | Replicate) for p in value.placements):
             raise ConfigurationError("--survive: a state has sums that are not complete.")
@@ -123,6 +124,8 @@ def _divided(state: Any) -> Any:
 def _joined(state: Any, mesh: Any) -> Any:
     """Return the state that `_divided` was made of, on this rank's mesh."""
     if isinstance(state, dict) and _PART in state:
+        from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: PLC0415 - slow to import
+
         at, shape, stride = state[_PART]
         mesh = mesh if len(at) == mesh.ndim else mesh[mesh.mesh_dim_names[-1]]
         placements = [Replicate() if dim < 0 else Shard(dim) for dim in at]

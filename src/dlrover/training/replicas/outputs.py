@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+
+from dlrover.checkpoint.engine.tree import DTensor
 
 
 class Outputs:
