@@ -20,7 +20,7 @@ def steps(directory) -> list[tuple[int, int, int, float]]:
     "sizes", [(3, 1, 2), pytest.param((4, 2, 3), marks=pytest.mark.heavy)], ids=str
 )
 def test_the_strategy_follows_the_size_and_the_losses_stay(run, forks, tmp_path, sizes) -> None:
-    count, program = 100, run.scripts / "any_size.py"
+    count, program = 140, run.scripts / "any_size.py"
     first, second, third = sizes
     alone, elastic = tmp_path / "alone", tmp_path / "elastic"
     alone.mkdir()
