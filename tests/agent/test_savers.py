@@ -59,9 +59,11 @@ def test_a_saver_that_outlived_its_agent_obeys_the_next_one_at_its_place(tmp_pat
         procs.kill(mine | others | nobodys)
 
 
+@pytest.mark.parametrize("again", [False, True])
 def test_a_saver_stays_with_its_memory_as_long_as_its_node_waits_for_workers(
-    tmp_path: Path,
+    tmp_path: Path, again: bool
 ) -> None:
+    """An agent that takes another's place finds its savers there."""
     place = f"1 of {tmp_path}"
     (pid,) = start(tmp_path, place, linger=0.2)
     address = protocol.address(str(tmp_path), "one", place)
@@ -74,7 +76,11 @@ def test_a_saver_stays_with_its_memory_as_long_as_its_node_waits_for_workers(
             worker.connect(address)
             protocol.send(worker, protocol.Attach(0))
             protocol.receive_reply(worker)
-            await group.stop(signal.SIGTERM, 0.0)
+            if again:
+                group.prepare()
+                await asyncio.gather(*group._holding)
+            else:
+                await group.stop(signal.SIGTERM, 0.0)
         group._release_savers()
         await asyncio.sleep(1.0)
         assert procs.running(savers.SAVER, [pid])

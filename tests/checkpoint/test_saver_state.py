@@ -575,6 +575,33 @@ def test_workers_that_have_ended_when_a_node_is_to_leave_are_stored_at_once():
     assert not saver_state.breaks.pending, "it was for that world alone"
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_world_that_has_saved_nothing_yet_stores_what_it_goes_on_from(loaded, size):
+    saver_state = SaverState()
+    before = Worker(saver_state, 0)
+    before.save(1)
+    leave(before)
+    after = Worker(saver_state, 0, session=2, size=size)
+    if loaded:
+        saver_state.keep(0, before.id(1))
+    saver_state.store_at_end()
+    leave(after)
+    ended = saver_state.breaks.next()
+    kept = (before.id(1),) if size == 1 else ()
+    assert ended.saves == {0: kept}, "only a step of as many ranks is whole"
+    if kept:
+        storing = threading.Thread(target=saver_state.breaks.store, args=(ended, *kept, (0,)))
+        storing.start()
+        task = saver_state.tasks.next()
+        assert (task.save, task.world_size) == (before.id(1), 1)
+        saver_state.tasks.finish(task, "")
+        storing.join(5)
+        assert not storing.is_alive()
+    saver_state.breaks.finish(ended)
+    assert not any(slot.pinned for m in saver_state._ranks.memories.values() for slot in m.slots)
+
+
 def test_the_same_world_is_not_asked_twice_about_the_same_step():
     saver_state, _ = broken_world(3)
     saver_state.breaks.finish(saver_state.breaks.next())

@@ -108,6 +108,23 @@ def test_the_nodes_of_the_highest_ranks_leave_and_the_others_go_on() -> None:
     assert left.sentence() == "Node 1 is released: its agent ended."
 
 
+def test_a_node_that_leaves_while_a_round_collects_has_all_others_store_what_they_hold() -> None:
+    driver = JobDriver.launched(3, 3, max_restarts=1)
+    called = of(
+        driver.fail(1, {"kind": FailureKind.SIGNAL, "signal": 9}, at=20.0), messages.CallToRound
+    )
+    assert [(c.node_id, c.message.store) for c in called] == [(0, False), (1, False), (2, False)]
+    driver.join(0, at=21.0)
+    commands = driver.give(asked(2), at=22.0)
+    assert [command.node_id for command in of(commands, messages.Dismiss)] == [2]
+    called = of(commands, messages.CallToRound)
+    assert [(c.node_id, c.message.store) for c in called] == [(0, True), (1, True)]
+    driver.join(0, 1, at=23.0)
+    driver.give(inputs.NodeExited(2, "its agent ended"), at=24.0)
+    assert driver.machine.rounds.world_size == 4
+    assert len(driver.emitted(events.RoundOpened)) == 2
+
+
 def test_the_time_of_a_node_that_leaves_is_shutdown_and_that_of_the_others_rendezvous() -> None:
     driver = JobDriver.launched(2, 2)
     driver.give(inputs.Progressed(1, 1), at=20.0)

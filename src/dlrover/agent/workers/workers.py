@@ -116,8 +116,9 @@ class WorkerGroup:
     # ---- start
 
     def prepare(self) -> None:
-        """Start a zygote before the first round, with the modules of the program's last run."""
+        """Start a zygote before the first round, with the modules of the program's last run; keep the savers found."""
         self._zygotes.prepare()
+        tasks.start(self._hold_savers(), self._holding)
 
     def preload(self, listed: bytes) -> None:
         """Start a zygote with a list of modules that the program has loaded on another node."""

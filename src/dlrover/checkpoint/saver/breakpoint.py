@@ -169,7 +169,10 @@ class Breaks:
             if save is not None and ranks and self._tasks.find(save) is None:
                 self._tasks.add(self._task(ended, save, ranks))
             self._unpin(ended)
-            self._changed.wait_for(lambda: not any(t.complete for t in self._tasks.of(session)))
+            sessions = {session} if save is None else {session, save.session}
+            self._changed.wait_for(
+                lambda: not any(t.complete for of in sessions for t in self._tasks.of(of))
+            )
 
     def pin_own(self, asked: Break) -> None:
         """Pin all that the node's own ranks hold; what is pinned already stays so."""
@@ -218,8 +221,19 @@ class Breaks:
 
 
 def _slots_of(mine: RankMemory, group: SaveGroup) -> list[GenerationSlot]:
+    """Return a world's saves; where a node leaves, also those of as many ranks that the world goes on from."""
     session = group.joined.session
-    return [s for s in mine.slots if s.saved is not None and s.saved.session == session]
+    return [
+        slot
+        for slot in mine.slots
+        if slot.saved is not None
+        and (slot.saved.session == session or (group.store_at_end and _fits(slot, group)))
+    ]
+
+
+def _fits(slot: GenerationSlot, group: SaveGroup) -> bool:
+    header = None if slot.outdated else slot.header()
+    return header is not None and header.world_size == group.joined.world_size
 
 
 def _saves(slots: Mapping[int, Sequence[GenerationSlot]]) -> dict[int, tuple[SaveId, ...]]:

@@ -114,9 +114,20 @@ class Rounds:
         living = self._members()
         awaited = [n.id for n in living if n.status is not NodeStatus.PENDING]
         self._collect(awaited, reason, fixed=True, now=now)
-        for node in living:
-            if node.status in _BUSY and node.id not in state.scaling.leaving:
+        self.call_all(reason)
+
+    def call_all(self, reason: str) -> None:
+        """Call the nodes at work to the next round; if others leave, also those that have stopped their workers."""
+        called = (*_BUSY, NodeStatus.READY) if self._stores else _BUSY
+        for node in self._members():
+            if node.status in called and node.id not in self.state.scaling.leaving:
                 self.call(node, reason)
+
+    @property
+    def _stores(self) -> bool:
+        """True if a member leaves on purpose: the others store what they have in memory with it."""
+        state = self.state
+        return any(not state.is_outside(state.nodes[i]) for i in state.scaling.leaving)
 
     def _members(self) -> list[Node]:
         """Return the living nodes that a world may have as members."""
@@ -140,8 +151,7 @@ class Rounds:
         """Call a connected node to the next round; if another one leaves, it stores what it has in memory."""
         state = self.state
         if node.connected:
-            store = any(not state.is_outside(state.nodes[i]) for i in state.scaling.leaving)
-            order = CallToRound(state.rendezvous.next_round, reason, store)
+            order = CallToRound(state.rendezvous.next_round, reason, self._stores)
             state.send(inputs.Say(node.id, order))
 
     def _call_others(self, reason: str) -> None:

@@ -117,12 +117,18 @@ class Resizer:
         if training and not state.rendezvous.collecting:
             self.rounds.open(f"the job will have {scaling.size.in_words()}", now)
         else:
-            for node in surplus:
-                fleet.drain(node, now)
+            self._drain(surplus, now)
         there = {node.node_rank for node in fleet.staying()}
         for node_rank in scaling.ranks:
             if node_rank not in there and not state.has_ended():
                 fleet.launch(node_rank, now, factors=scaling.factors(node_rank))
+
+    def _drain(self, nodes: list[Node], now: float) -> None:
+        """Let nodes leave that do not train, or while a round collects: the others store their parts with them."""
+        for node in nodes:
+            self.fleet.drain(node, now)
+        if nodes and self.state.rendezvous.collecting:
+            self.rounds.call_all("other nodes leave")
 
     # ---- migrations
 
@@ -179,8 +185,7 @@ class Resizer:
         if not due or state.adoption.pending:
             return
         if rdzv.collecting:
-            for _, leaves in due:
-                fleet.drain(state.nodes[leaves], now)
+            self._drain([state.nodes[leaves] for _, leaves in due], now)
             return
         together = rdzv.last_join_at + state.job.limits.scale_up_delay
         if fleet.coming() and now < together:
