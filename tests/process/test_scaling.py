@@ -30,7 +30,7 @@ def test_a_job_grows_from_two_nodes_to_four_and_shrinks_to_one_without_losing_a_
     """The state is spread over all ranks, and in memory only: who leaves has to store its part."""
     out = run.directory / "out"
     out.mkdir()
-    total = 80
+    total = 150
     program = [run.scripts / "scaled.py", out, total, 0.1]
     launch = run("--nnodes=2", "--local-nodes=2", *program)
 
