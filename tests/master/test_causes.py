@@ -127,10 +127,10 @@ def test_no_expression_of_the_users_holds_the_master(tmp_path, kind, field):
 
 def test_expressions_without_their_package_are_refused(tmp_path, monkeypatch):
     path = written(tmp_path / "rules.toml", ROW)
+    plain = written(tmp_path / "plain.toml", ROW | {"text": None, "subject": None})
     monkeypatch.setitem(sys.modules, "re2", None)
     with pytest.raises(ConfigurationError, match=re.escape("pip install 'dlrover[rules]'")):
         load_own(str(path), {})
-    plain = written(tmp_path / "rules.toml", ROW | {"text": None, "subject": None})
     assert len(load_own(str(plain), {})) == 1
 
 
