@@ -149,6 +149,34 @@ def test_servers_that_write_the_same_in_different_orders_do_not_deadlock(
     assert not caplog.messages
 
 
+@pytest.mark.parametrize("database", ["mariadb", "postgresql"], indirect=True)
+def test_a_server_that_stands_still_in_a_transaction_does_not_hold_the_others(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, all others waited until the end of its connection, which takes hours if its machine is lost."""
+    monkeypatch.setattr(databases, "LOCK_TIMEOUT", 2)
+    engines = [open_database(database) for _ in range(2)]
+    writers = [Writer(engine) for engine in engines]
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stands_still(_batch: object) -> str:
+        begun.set()
+        go_on.wait(20)
+        return "done"
+
+    try:
+        still = writers[0].submit(stands_still)
+        assert begun.wait(20)
+        assert writers[1].submit(lambda _: "done").result(15) == "done"
+        go_on.set()
+        assert still.result(20) == "done"
+    finally:
+        go_on.set()
+        for writer, engine in zip(writers, engines, strict=True):
+            writer.close()
+            engine.dispose()
+
+
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)
 def test_a_pooler_may_give_each_transaction_another_connection(database: str) -> None:
     """As PgBouncer does: a prepared statement there may be another one of the same name."""
