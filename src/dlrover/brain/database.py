@@ -217,6 +217,8 @@ def _migrate(connection: Connection) -> None:
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     config.attributes["connection"] = connection
+    if sa.inspect(connection).has_table("alembic_version"):
+        lock(connection)
     command.upgrade(config, "head")
 
 
