@@ -3,6 +3,8 @@
 import sqlite3
 import threading
 import time
+from concurrent.futures import Future, wait
+from typing import Any
 
 import pytest
 
@@ -146,6 +148,62 @@ def test_servers_that_write_the_same_in_different_orders_do_not_deadlock(
         for writer, engine in zip(writers, engines, strict=True):
             writer.close()
             engine.dispose()
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("database", ["mariadb", "postgresql"], indirect=True)
+def test_a_server_that_stands_still_in_a_transaction_does_not_hold_the_others(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, all others waited until the end of its connection, which takes hours if its machine is lost."""
+    monkeypatch.setattr(databases, "LOCK_TIMEOUT", 2)
+    engines = [open_database(database) for _ in range(2)]
+    writers = [Writer(engine) for engine in engines]
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stands_still(_batch: object) -> str:
+        begun.set()
+        go_on.wait(20)
+        return "done"
+
+    try:
+        still = writers[0].submit(stands_still)
+        assert begun.wait(20)
+        assert writers[1].submit(lambda _: "done").result(15) == "done"
+        go_on.set()
+        assert still.result(20) == "done"
+    finally:
+        go_on.set()
+        for writer, engine in zip(writers, engines, strict=True):
+            writer.close()
+            engine.dispose()
+
+
+@pytest.mark.parametrize("database", ["mariadb", "postgresql"], indirect=True)
+def test_a_server_that_migrates_and_one_that_writes_do_not_deadlock(
+    database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = open_database(database)
+    with engine.begin() as connection:
+        tables.ends.drop(connection)
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0001'")
+    writer = Writer(engine)
+    writes: list[Future[Any]] = []
+
+    @sa.event.listens_for(sa.Engine, "after_cursor_execute")
+    def migrating(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if "CREATE TABLE ends" in statement:
+            change = tables.jobs.update().values(done=1.0)
+            writes.append(writer.submit(lambda batch: batch.connection.execute(change) and None))
+            wait(writes, 0.5)  # in PostgreSQL it has to wait for the migration
+
+    try:
+        open_database(database).dispose()
+        writes[0].result(20)
+    finally:
+        sa.event.remove(sa.Engine, "after_cursor_execute", migrating)
+        writer.close()
+        engine.dispose()
     assert not caplog.messages
 
 

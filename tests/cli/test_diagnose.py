@@ -130,7 +130,8 @@ def test_rows_of_the_user_are_tried_first(tmp_path):
 
 
 def test_standard_input_is_read_where_no_file_is_named(monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("MemoryError: \n"))
+    stdin = io.TextIOWrapper(io.BytesIO(b"of a stranger: \xff\nMemoryError: \n"), "utf-8")
+    monkeypatch.setattr("sys.stdin", stdin)
     found = diagnose.of_log("", ())
     assert (found.verdict.cause, found.source) == ("host_memory", "standard input")
 

@@ -9,6 +9,7 @@ from dlrover.errors import ConfigurationError
 from dlrover.master.diagnosis_rules import built_in, load, load_own, table
 from dlrover.master.machine.diagnosis.diagnosis import root_cause
 from dlrover.spec.failure import FACT_LIMIT, FACTS_LIMIT, Action, Failure, FailureKind, Origin, Rule
+from tests.support.drivers import JobDriver
 
 
 def diagnose(failure, own=()):
@@ -134,6 +135,14 @@ def test_expressions_without_their_package_are_refused(tmp_path, monkeypatch):
     assert len(load_own(str(plain), {})) == 1
 
 
+def test_a_master_without_the_package_of_a_jobs_expressions_does_not_begin(monkeypatch):
+    """Before, it failed at each report of a failure."""
+    row = Rule(cause="x", origin=Origin.USER, title="x", advice="x", text="x")
+    monkeypatch.setitem(sys.modules, "re2", None)
+    with pytest.raises(ConfigurationError, match=re.escape("pip install 'dlrover[rules]'")):
+        JobDriver(diagnosis_rules=(row,))
+
+
 def test_without_a_file_there_are_no_rows_of_the_user():
     assert load_own("", {}) == ()
 
@@ -171,6 +180,7 @@ def test_without_a_file_there_are_no_rows_of_the_user():
             {"facts": "*"},
             "facts = '*'; it takes a regular expression of RE2, and in this one: no arg",
         ),
+        ({"text": "a{,3}"}, "{,3} stands for itself; a repetition is {0,3}"),
         ({"text": "(?=x)"}, "(?=x)'; it takes a regular expression of RE2, and in this one: inv"),
         (
             {"title": "{who} failed"},
@@ -317,6 +327,7 @@ def test_the_words_of_a_mistake_in_the_users_own_file_do_not_matter(error):
     trace = f'Traceback (most recent call last):\n  File "/w/train.py", line 3, in f\n    g(x)\n{error}\n'
     mistake = failed(exception=name, message=message, traceback=trace)
     assert diagnose(mistake).origin is Origin.USER
+    pytest.importorskip("re2")
     own = Rule(
         cause="ours", text=message.split()[-1], origin=Origin.INFRASTRUCTURE, title="", advice=""
     )

@@ -496,6 +496,40 @@ def test_workers_that_are_ended_at_once_from_outside_are_one_fault(steps: int):
     assert job.machine.restarts.count == 1
 
 
+@pytest.mark.parametrize("stops", [True, False])
+@pytest.mark.parametrize("row", [1, 4])
+def test_nodes_that_end_their_workers_before_they_are_lost_are_one_fault(row: int, stops: bool):
+    """Before, the tenth node that was stopped ended the job, as did the tenth lost one beside others of its row."""
+    job = JobDriver.running(40, 1, 40, survive=True)
+    job.give(inputs.MemberReported(DivideMembers(1, rank=0, attempt=0, row=row)))
+    job.give(inputs.Progressed(1, 500), at=100.0)
+    for node in range(1, 31):
+        for rank in (2 * node, 2 * node + 1) if stops else ():
+            place = {"rank": rank, "local_rank": rank % 2, "attempt": 0, "steps": 500}
+            job.fail(node, {"kind": FailureKind.SIGNAL, "signal": 15}, id=f"{rank}", **place)
+    job.give(*(inputs.NodeSilent(node, 60.0) for node in range(1, 31)))
+    assert job.machine.outcome is None
+    assert job.machine.restarts.count == 1
+
+
+def test_losses_of_a_long_round_are_one_fault_though_the_same_ranks_were_lost_before():
+    job = JobDriver.running(40, 1, 40, survive=True)
+    nodes = range(1, 31)
+    for count in (1, 2):
+        job.give(inputs.Progressed(1, 500 * count), at=100.0 * count)
+        job.give(*(inputs.NodeSilent(node, 60.0) for node in nodes))
+        assert job.machine.outcome is None
+        assert job.machine.restarts.count == count
+        nodes = range(10 + 30 * count, 40 + 30 * count)
+        for node in nodes:
+            job.connect(node)
+            job.join(node)
+        ranks = [rank for node in nodes for rank in membership(job).ranks[node]]
+        job.give(*(inputs.MemberReported(JoinMembers(1, rank, count)) for rank in ranks))
+        job.give(inputs.Progressed(1, 500 * count + 1))
+        assert job.machine.incident is None
+
+
 def test_the_loss_of_a_node_looks_at_no_other_node(monkeypatch: pytest.MonkeyPatch):
     """Before, each of thousands that were lost at once took time, and a message, for each other one."""
     job = JobDriver.running(20, 1, 20, survive=True)

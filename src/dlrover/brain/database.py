@@ -92,9 +92,19 @@ def reason(error: Exception) -> str:
 
 
 def lock(connection: Connection) -> None:
-    """Let no other server write until the transaction ends, as SQLite does: in different orders, two would deadlock."""
-    if connection.dialect.name != "sqlite":
-        connection.exec_driver_sql("SELECT version_num FROM alembic_version FOR UPDATE")
+    """Let no other server write until the transaction ends, as SQLite does: in different orders, two would deadlock.
+
+    The database ends a transaction that stands still: a lost machine's connection may stay for hours.
+    """
+    seconds = LOCK_TIMEOUT / 2  # another server still has time to write
+    if connection.dialect.name == "postgresql":
+        limit = f"SET LOCAL idle_in_transaction_session_timeout = {int(seconds * 1000)}"
+    elif connection.dialect.name == "mysql":
+        limit = f"SET SESSION wait_timeout = {max(1, int(seconds))}"
+    else:
+        return
+    connection.exec_driver_sql(limit)
+    connection.exec_driver_sql("SELECT version_num FROM alembic_version FOR UPDATE")
 
 
 def _parsed(url: str) -> URL:
@@ -207,6 +217,8 @@ def _migrate(connection: Connection) -> None:
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     config.attributes["connection"] = connection
+    if sa.inspect(connection).has_table("alembic_version"):
+        lock(connection)
     command.upgrade(config, "head")
 
 

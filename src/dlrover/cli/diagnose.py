@@ -118,7 +118,8 @@ def _read(path: str) -> tuple[str, str]:
             "diagnose takes a log file, --job-dir DIR, or a log on its standard input (- for one that is typed)."
         )
     if path in ("", "-"):
-        return "standard input", sys.stdin.read()
-    with readable(path, "; diagnose takes a log file"):
-        data = Path(path).read_bytes()
+        path, data = "standard input", sys.stdin.buffer.read()
+    else:
+        with readable(path, "; diagnose takes a log file"):
+            data = Path(path).read_bytes()
     return path, data[-LOG_BYTES:].decode(errors="replace")

@@ -18,7 +18,13 @@ import msgspec
 
 from dlrover.master.machine.diagnosis import log
 from dlrover.master.machine.diagnosis.facts import UNKNOWN_CODE, Facts, read, read_log, signal_name
-from dlrover.master.machine.diagnosis.match import Linear, last_match, occurs, search
+from dlrover.master.machine.diagnosis.match import (
+    Linear,
+    last_match,
+    linear,
+    occurs,
+    search,
+)
 from dlrover.master.machine.diagnosis.traceback import one_line
 from dlrover.spec.events import WorkerFailed
 from dlrover.spec.failure import Action, Failure, FailureKind, Origin, OwnCode, Rule, Verdict
@@ -94,7 +100,11 @@ class RuleTable:
     """The rules of one job, tried in order: the user's, then those that come with DLRover."""
 
     def __init__(self, rules: Iterable[Rule] = (), own: int = 0) -> None:
-        """Create a table of ``rules``; the first ``own`` are the user's."""
+        """Create a table of ``rules``; the first ``own`` are the user's.
+
+        Raises:
+            ConfigurationError: RE2 is not installed, and they need it.
+        """
         rules = tuple(rules)
         self.rules = (*map(_searched_by_re2, rules[:own]), *rules[own:])
         self._by_kind = {
@@ -181,9 +191,10 @@ def other_failures(reports: Sequence[WorkerFailed], root: WorkerFailed | None) -
 
 
 def _searched_by_re2(rule: Rule) -> Rule:
-    return msgspec.structs.replace(
-        rule, **{name: Linear(getattr(rule, name)) for name in EXPRESSIONS}
-    )
+    expressions = {name: Linear(getattr(rule, name)) for name in EXPRESSIONS}
+    for expression in filter(None, expressions.values()):
+        linear(expression)  # a job must not find at its first failure that this fails
+    return msgspec.structs.replace(rule, **expressions)
 
 
 def _suits(rule: Rule, facts: Facts) -> bool:

@@ -1,8 +1,10 @@
 """Search of a text for regular expressions, fast where nothing matches.
 
-Pure. A user's expressions are searched by RE2, whose time is linear in the length of the text: some take for ever in
-Python's own search, and the result must not depend on a clock, since a journal is replayed to the same state. A table has a hundred expressions of many alternatives each, and most match nowhere. Before a search,
+Pure. A table has a hundred expressions of many alternatives each, and most match nowhere. Before a search,
 the text is checked for words without which the expression cannot match.
+
+A user's expressions are searched by RE2, whose time is linear in the length of the text: some take for ever in
+Python's own search, and the result must not depend on a clock, since a journal is replayed to the same state.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ SHORTEST = 3
 # Inline flags, comments, back references, characters by number: rare, and not worth parsing.
 _UNUSUAL = re.compile(r"\(\?(?![:=!]|<[=!])|\\[xuUN\d]")
 _CAPITALS = re.compile(r"\\.|[A-Z]")
+_AT_MOST = re.compile(r"(?<!\\)\{,\d+\}")
 
 
 class Linear(str):
@@ -78,6 +81,8 @@ def linear(expression: str) -> re.Pattern[str]:
             "The regular expressions of diagnosis_rules need the package google-re2; install it with "
             "pip install 'dlrover[rules]'."
         ) from error
+    if found := _AT_MOST.search(expression):
+        raise ValueError(f"{found[0]} stands for itself; a repetition is {{0{found[0][1:]}")
     options = re2.Options()
     options.case_sensitive = options.log_errors = False
     try:

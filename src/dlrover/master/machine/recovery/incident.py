@@ -44,6 +44,10 @@ class Incident:
     decided: bool = False
     #: True if other ranks go on
     survived: bool = False
+    #: ranks whose processes failed while others went on
+    killed: set[int] = field(default_factory=set)
+    #: ranks whose nodes were lost while others went on
+    cut_off: set[int] = field(default_factory=set)
     #: steps of the round after which a step is new
     steps: int = 0
 

@@ -20,7 +20,7 @@ from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.state import JobState, Node, loss_of
 from dlrover.rpc.messages import StartAgain
 from dlrover.spec import events
-from dlrover.spec.failure import Action, Origin
+from dlrover.spec.failure import Action, FailureKind, Origin
 from dlrover.spec.requests.membership import Members, MembershipChange
 from dlrover.spec.world import Holding
 
@@ -56,9 +56,10 @@ class Survival:
         state, failure, verdict = self.state, report.failure, report.verdict
         membership = state.membership
         state.emit(report)
-        same = self._is_same(report, again=membership.latest.get(failure.rank, 1) > 0)
+        same = self._is_same(report)
         incident = self._incident(now)
         incident.add(report)
+        incident.killed.add(failure.rank)
         decision = self._decide(report, now, same=same)
         if decision is None:
             return
@@ -101,8 +102,9 @@ class Survival:
         if not membership.survives_node(node.id):
             return False
         report = self.state.table.failed(loss_of(node, membership.round, now))
-        same = self._is_same(report, again=bool(membership.out_of(node.id)))
+        same = self._is_same(report)
         incident = self._incident(now)
+        incident.cut_off.update(membership.ranks[node.id])
         if incident.lost_node is None:
             incident.lost_node = report
         decision = self._decide(report, now, same=same)
@@ -131,14 +133,18 @@ class Survival:
         old.steps = state.progress.steps
         return old
 
-    def _is_same(self, report: events.WorkerFailed, *, again: bool) -> bool:
+    def _is_same(self, report: events.WorkerFailed) -> bool:
         """Return whether a loss belongs to the open incident's fault: many may be lost at once, as with their switch.
 
-        ``again``: it has started again before in this round.
+        A rank's process and its node are each part of it once: a node that is asked to stop ends its processes first.
         """
-        verdict = report.verdict
+        incident, failure, verdict = self.state.incident, report.failure, report.verdict
         outside = verdict.origin is Origin.INFRASTRUCTURE and not verdict.hopeless
-        return self._is_open and outside and not again
+        if incident is None or not self._is_open or not outside:
+            return False
+        if failure.kind is FailureKind.NODE:
+            return incident.cut_off.isdisjoint(self.state.membership.ranks[failure.node_id])
+        return failure.rank not in incident.killed and failure.rank not in incident.cut_off
 
     def _decide(
         self, report: events.WorkerFailed, now: float, *, same: bool = False
