@@ -61,9 +61,11 @@ def test_a_log_whose_last_transactions_are_aborted_ends() -> None:
 
 def test_what_was_removed_is_said_in_a_few_sentences_however_much_it_is(caplog) -> None:
     log = Log()
-    log.add([*range(100), 5000, *range(20_000, 20_050)])
+    log.add([*range(300), 5000, *range(20_000, 20_050)])
     with contextlib.closing(Kafka(log)) as server:
-        stream = Stream(f"kafka://127.0.0.1:{server.port}/t", until="now", lost="skip")
+        one_fetch = "queued.min.messages=1&fetch.queue.backoff.ms=1"
+        url = f"kafka://127.0.0.1:{server.port}/t?{one_fetch}"
+        stream = Stream(url, until="now", lost="skip")
         with contextlib.closing(Records(stream)) as data:
             samples = iter(data)
             got = [int(next(samples))]
