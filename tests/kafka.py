@@ -76,6 +76,8 @@ class Kafka:
         self.logs = logs
         #: 16 bytes; without, it is a Kafka from before 2.8
         self.topic_id = b""
+        #: port of another broker, the controller
+        self.controller = 0
         self.fetches = 0
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._server.getsockname()[1])
@@ -119,8 +121,12 @@ class Kafka:
         return struct.pack(">hi", error, len(newest)) + spoken
 
     def _metadata(self, _: _Request) -> bytes:
-        here = struct.pack(">iii", 0, 1, 1) + _text("127.0.0.1") + struct.pack(">ih", self.port, -1)
-        topic = struct.pack(">iih", 1, 1, 0) + _text("t") + struct.pack(">bi", 0, len(self.logs))
+        ports = [self.port, self.controller] if self.controller else [self.port]
+        here = struct.pack(">ii", 0, len(ports))
+        for at, port in enumerate(ports, 1):
+            here += struct.pack(">i", at) + _text("127.0.0.1") + struct.pack(">ih", port, -1)
+        topic = struct.pack(">iih", len(ports), 1, 0) + _text("t")
+        topic += struct.pack(">bi", 0, len(self.logs))
         for number in range(len(self.logs)):
             topic += struct.pack(">hiiiiii", 0, number, 1, 1, 1, 1, 1)
         return here + _text("cluster") + topic

@@ -39,6 +39,7 @@ class Shelf:
         """Whether a fetch says how far there is nothing behind what was asked for."""
         self.refuses = ""
         """Why it takes no commits."""
+        self.source_ids: dict[str, str] = {}
 
     def send(self, count: int, partition: int = 0, at: float = 0.0) -> None:
         for _ in range(count):
@@ -69,6 +70,7 @@ class Memory(Broker):
         if self.shelf.away:
             self.shelf.away -= 1
             raise OSError(f"no way to {self.address.password}")
+        self.source_ids = dict(self.shelf.source_ids)
         return [
             Bounds(max(gone, offsets[0] if offsets else 0), offsets[-1] + 1 if offsets else 0)
             for offsets, gone in zip(self.shelf.offsets, self.shelf.removed, strict=True)

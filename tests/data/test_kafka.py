@@ -9,8 +9,10 @@ import pytest
 
 from dlrover.data import Stream, feed
 from dlrover.data.records import Records
+from dlrover.data.sources import kafka
 from dlrover.errors import InfrastructureError
 from tests.kafka import Kafka, Log
+from tests.services import free_port
 
 pytest.importorskip("confluent_kafka")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
@@ -59,9 +61,11 @@ def test_a_log_whose_last_transactions_are_aborted_ends() -> None:
 
 def test_what_was_removed_is_said_in_a_few_sentences_however_much_it_is(caplog) -> None:
     log = Log()
-    log.add([*range(100), 5000, *range(20_000, 20_050)])
+    log.add([*range(300), 5000, *range(20_000, 20_050)])
     with contextlib.closing(Kafka(log)) as server:
-        stream = Stream(f"kafka://127.0.0.1:{server.port}/t", until="now", lost="skip")
+        one_fetch = "queued.min.messages=1&fetch.queue.backoff.ms=1"
+        url = f"kafka://127.0.0.1:{server.port}/t?{one_fetch}"
+        stream = Stream(url, until="now", lost="skip")
         with contextlib.closing(Records(stream)) as data:
             samples = iter(data)
             got = [int(next(samples))]
@@ -125,3 +129,19 @@ def test_a_topic_of_a_kafka_without_ids_is_read_on() -> None:
             data.load_state_dict(state)
             assert len(list(data)) == 30
             assert data.state_dict()["source_ids"] == {"t": "AAAAAAAAAAAAAAAAAAAAYQ"}
+
+
+def test_a_topic_is_read_where_the_controller_cannot_be_reached(monkeypatch, caplog) -> None:
+    """Only the controller tells the topic's id."""
+    monkeypatch.setattr(kafka, "TIMEOUT", 1.0)
+    monkeypatch.setattr(feed, "PATIENCE", 2.0)
+    log = Log()
+    log.add(range(30))
+    with contextlib.closing(Kafka(log)) as server:
+        server.controller = free_port()
+        stream = Stream(f"kafka://127.0.0.1:{server.port}/t", until="now")
+        with contextlib.closing(Records(stream)) as data:
+            assert len(list(data)) == 30
+            assert data.state_dict()["source_ids"] == {}
+    assert "tells no id of its topic" in caplog.text
+    assert "does not answer" not in caplog.text

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -322,6 +323,48 @@ def test_a_job_that_begins_again_without_a_checkpoint_does_not_skip(read, monkey
     shelf.send(20)
     monkeypatch.setattr(launched, "given", launched.Given(round=2))
     assert list(read(shelf, start="latest", idle=0.05)) == shelf.sent[20:]
+
+
+def test_a_job_that_begins_again_without_a_checkpoint_goes_on_in_a_copy(
+    read, monkeypatch, caplog
+) -> None:
+    shared = LocalService()
+    monkeypatch.setattr(services, "connect", lambda: shared)
+    shelf = Shelf()
+    shelf.source_ids = {"t": "first"}
+    shelf.send(20)
+    assert list(read(shelf, idle=0.05)) == shelf.sent
+    shelf.source_ids = {"t": "copy"}
+    monkeypatch.setattr(launched, "given", launched.Given(round=2))
+    with pytest.raises(InfrastructureError, match="is not the one that the job has read"):
+        list(read(shelf, idle=0.05))
+    monkeypatch.setattr(launched, "given", launched.Given(round=3))
+    assert list(read(shelf, idle=0.05, lost="skip")) == shelf.sent
+    assert caplog.text.count("is not the one that the job has read") == 1
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_job_knows_a_copy_also_if_one_of_its_workers_has_not_begun_to_read_it(
+    read, first: int
+) -> None:
+    shelf = Shelf()
+    shelf.source_ids = {"t": "first"}
+    shelf.send(20)
+    data = read(shelf, until="now")
+    list(islice(data, 10))
+    data.close()
+    shelf.source_ids = {"t": "copy"}
+    states = []
+    for rank in range(2):
+        copied = read(shelf, until="now", lost="skip")
+        copied.load_state_dict(data.state_dict())
+        if rank == first:
+            list(islice(copied, 3))
+        states.append({**copied.state_dict(), "rank": rank, "world_size": 2})
+        copied.close()
+    again = read(shelf, until="now")
+    again.load_rank_states(states)
+    assert list(again) == shelf.sent[13:]
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ class Feed:
             InfrastructureError: the broker cannot be reached, or now keeps another stream.
         """
         bounds = self._insist(self._broker.bounds)
-        self.compare(spec.source_ids, skips=self._stream.skips)
+        ids = self.compare(spec.source_ids, skips=self._stream.skips)
         if len(bounds) < len(spec.begins):
             raise ConfigurationError(
                 f"{self._broker.address} has {len(bounds)} partitions; in the checkpoint it has"
@@ -104,13 +104,13 @@ class Feed:
             spec,
             begins=(*spec.begins, *self._begins(bounds, first_start=not known)[known:]),
             limits=self._limits(bounds, spec.limits),
-            source_ids={**spec.source_ids, **self._broker.source_ids},
+            source_ids=ids,
             shard=shard or self._broker.shard(bounds),
         )
         return made, [b.end for b in bounds]
 
-    def compare(self, known: Mapping[str, str], *, skips: bool = False) -> None:
-        """Compare the topics or streams of the last bounds with those that the job has read, by their ids.
+    def compare(self, known: Mapping[str, str], *, skips: bool = False) -> dict[str, str]:
+        """Compare the topics or streams of the last bounds with those that the job has read; return the ids of all.
 
         Raises:
             InfrastructureError: one was deleted and created again; with ``skips``, a warning says so.
@@ -122,10 +122,11 @@ class Feed:
             what = f"{name} of {broker.address} is not the one that the job has read: that was deleted, and created again"
             if not skips:
                 raise InfrastructureError(
-                    f"{what}. To read all of the new one, start a job from a checkpoint without this data set; to go on"
-                    " at the same offset, as in a copy, start it with lost='skip'."
+                    f"{what}. To read all of the new one, start a job that restores the model and not this data set; to"
+                    " go on at the same offset, as in a copy, start again with lost='skip'."
                 )
             logger.warning("%s; reading goes on at the same offset", what)
+        return {**known, **broker.source_ids}
 
     def _begins(self, bounds: list[Bounds], *, first_start: bool) -> list[int]:
         """Return the partitions' begins; those added after the first start begin with their first message."""

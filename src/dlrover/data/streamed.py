@@ -55,10 +55,10 @@ class StreamReader:
             found, service, services.world()[0], incarnation, base, self.stream.ahead
         )
         self._client = client
-        self._feed.compare(client.spec.source_ids)
+        ids = self._feed.compare(client.spec.source_ids, skips=self.stream.skips)
         there = tuple(ends[: len(client.spec.begins)])
         client.extend(there)
-        self._ends = EndOffsetPoller(self.stream, client, there)
+        self._ends = EndOffsetPoller(self.stream, client, there, ids)
         return client
 
     def read(self, span: Span) -> Iterator[tuple[Span, Message | None]]:
@@ -134,10 +134,12 @@ class StreamReader:
 
 
 class EndOffsetPoller:
-    """Reporter of the partitions' ends to a client until that closes; ``ends``: the ends at its opening."""
+    """Reporter of the partitions' ends to a client until that closes; ``ends``, ``ids``: those at its opening."""
 
-    def __init__(self, stream: Stream[object], client: ShardClient, ends: tuple[int, ...]) -> None:
-        self._client = client
+    def __init__(
+        self, stream: Stream[Any], client: ShardClient, ends: tuple[int, ...], ids: dict[str, str]
+    ) -> None:
+        self._client, self._ids = client, ids
         self._feed = Feed(stream, client.wait_for_close, ends)
         self._begins = client.spec.begins
         self._thread = threading.Thread(target=self._run, name="dlrover-ends", daemon=True)
@@ -148,7 +150,7 @@ class EndOffsetPoller:
             while not self._client.wait_for_close(ENDS_INTERVAL):
                 if self._client.wait_for_need(ENDS_INTERVAL):
                     ends = self._feed.ends(self._begins)
-                    self._feed.compare(self._client.spec.source_ids)
+                    self._feed.compare(self._ids)
                     self._client.extend(ends, final=self._feed.ended)
         except DLRoverError as error:
             self._client.break_off(error)

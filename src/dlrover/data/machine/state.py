@@ -105,7 +105,8 @@ def _united(parts: Sequence[RankData]) -> Spans:
 
 def began(states: Sequence[Mapping[str, Any]]) -> RankData:
     """Return a part that has what workers found in a stream's broker, from one checkpoint's states."""
-    return max(map(_decoded, states), key=lambda part: len(part.begins))
+    parts = map(_decoded, states)
+    return max(parts, key=lambda part: (len(part.begins), part.incarnation is not None))
 
 
 def began_as(states: Sequence[Mapping[str, Any]]) -> set[Incarnation]:

@@ -61,6 +61,8 @@ class Kafka(Broker):
         self.hopeless = ()
         self._consumer: Any = None
         self._admin: Any = None
+        self._has_ids = True
+        """False while this connection gets no ids."""
         self._at = _NOWHERE
         """Partition, offset behind the last message that was handed out, and offset up to which there are no others."""
         self._following: deque[tuple[int, Message | None]] = deque()
@@ -85,12 +87,15 @@ class Kafka(Broker):
                 raise self._refusal(topic.error)
             self._found = True
             found = [self._bounds(number) for number in range(len(topic.partitions))]
-            if cluster.controller_id in cluster.brokers:
+            if self._has_ids and cluster.controller_id in cluster.brokers:
                 self._look_up_id()
             return found
 
     def _look_up_id(self) -> None:
-        """Look up the topic's id, which Kafka has from 2.8 on; earlier brokers answer with an empty one."""
+        """Look up the topic's id, which Kafka has from 2.8 on; earlier brokers answer with an empty one.
+
+        The controller answers; messages are read also where a worker cannot reach it.
+        """
         from confluent_kafka import admin  # noqa: PLC0415 - only if there is such a source
 
         if self._admin is None:
@@ -100,7 +105,12 @@ class Kafka(Broker):
         try:
             found = str(asked[self._topic].result(2 * TIMEOUT).topic_id)
         except self._kafka.KafkaException as error:
-            raise self._refusal(error.args[0]) from error
+            self._admin, self._has_ids = None, False
+            logger.warning(
+                "%s tells no id of its topic, so the job does not notice if the topic is created again: %s",
+                self.address, self.address.scrubbed(error),
+            )  # fmt: skip
+            return
         if found != str(self._kafka.Uuid(0, 0)):
             self.source_ids = {self._topic: found}
 
@@ -245,7 +255,7 @@ class Kafka(Broker):
         if self._consumer is not None:
             self._consumer.close()
         self._consumer = self._admin = None
-        self._at = _NOWHERE
+        self._has_ids, self._at = True, _NOWHERE
         self._following.clear()
 
 

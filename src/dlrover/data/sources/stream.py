@@ -247,8 +247,8 @@ class Stream(Generic[Sample_co]):
             end before the first message from then on.
         max_samples: messages that all workers of the job together learn from; then the stream ends.
         idle: seconds without a new message after which a worker stops reading.
-        lost: response to messages that the broker removed before they were read: ``fail``, or ``skip``,
-            which is logged.
+        lost: response to messages that the broker removed before they were read, and at a start to a stream that was
+            recreated: ``fail``, or ``skip``, which is logged.
         ahead: seconds of messages that a worker leases at a time. Workers may be this far apart in the
             stream, and need no master for this long.
 
