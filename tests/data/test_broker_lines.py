@@ -429,6 +429,7 @@ def test_a_stream_that_is_made_again_between_two_lives_of_a_job_is_an_error(
     again.load_state_dict(first.state_dict())
     rest = list(again)
     assert [*got, *rest] == list(range(got[0], 30))
+    again.close()
     if kind == "nats":
         recreate(topic, port)
     else:
