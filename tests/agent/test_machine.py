@@ -10,11 +10,11 @@ from dlrover.agent.machine.node import (
     AgentMachine,
     Command,
     EndWorker,
+    FlushMemory,
     Input,
     JoinRound,
     Stage,
     StopWorkers,
-    StoreAtEnd,
     WorkerEnded,
     WorkersStopped,
 )
@@ -148,10 +148,10 @@ def test_a_call_to_a_new_round_stops_the_workers_before_it_joins(make):
 
 @pytest.mark.parametrize("event", [call(2, store=True), Dismiss(RELEASED)])
 def test_where_a_node_leaves_what_is_in_memory_is_stored(event):
-    assert give(running(), event) == [StoreAtEnd(), StopWorkers()]
-    assert give(stopping(), event) == [StoreAtEnd()]
+    assert give(running(), event) == [FlushMemory(), StopWorkers()]
+    assert give(stopping(), event) == [FlushMemory()]
     after = Dismiss(RELEASED) if isinstance(event, Dismiss) else JoinRound(2)
-    assert give(joined_again(), event) == [StoreAtEnd(), after]
+    assert give(joined_again(), event) == [FlushMemory(), after]
 
 
 def test_it_reports_which_round_it_has_left():

@@ -207,5 +207,5 @@ class SimulatedAgent:
             self.steps = 0
         elif isinstance(command, agent_machine.StopWorkers):
             self._handle(agent_machine.WorkersStopped())
-        elif not isinstance(command, agent_machine.StoreAtEnd):
+        elif not isinstance(command, agent_machine.FlushMemory):
             self.outcome = command.outcome

@@ -66,7 +66,7 @@ class Holds:
         self._open: dict[int, socket.socket] = {}
 
     def update(self, pids: Iterable[int]) -> None:
-        """Hold these savers alone; one that accepts no connection now is left out."""
+        """Hold exactly these savers; one that accepts no connection now is left out."""
         with self._lock:
             for gone in self._open.keys() - set(pids):
                 self._open.pop(gone).close()

@@ -39,6 +39,8 @@ RECONNECT = 0.05, 1.0
 """Seconds until the first retry after the master could not be reached, and between later ones."""
 SPAWN_RETRY = 1.0, 60.0
 """Seconds, at first and at most, until a worker that could not be started is started again beside the others."""
+FLUSH_WAIT = 10.0
+"""Most seconds that the stop of workers waits until the savers know that they are to store what ends."""
 _SIGNALS = signal.valid_signals()
 
 
@@ -94,7 +96,7 @@ class Agent:
         self._notify = notify
         self._left: asyncio.Future[Outcome] = loop.create_future()
         self._stopping: asyncio.Task[None] | None = None
-        self._storing: asyncio.Task[None] | None = None
+        self._flushes: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()
         """Set when a heartbeat may be due earlier than expected."""
         self._listed = b""
@@ -324,8 +326,8 @@ class Agent:
             case messages.StandBy():
                 self._waits.started()
                 self._workers.preload(command.modules)
-            case agent_machine.StoreAtEnd():
-                self._storing = asyncio.create_task(self._workers.store_at_end())
+            case agent_machine.FlushMemory():
+                tasks.start(self._workers.store_at_end(), self._flushes)
             case agent_machine.StopWorkers():
                 self._stopping = asyncio.create_task(self._stop_workers())
             case messages.Dismiss() if not self._left.done():
@@ -385,6 +387,6 @@ class Agent:
         self._handle(agent_machine.WorkersStopped())
 
     async def _savers_know(self) -> None:
-        """Wait until the savers know that they are to store what ends."""
-        if self._storing is not None:
-            await self._storing
+        """Wait until the savers know that they are to store what ends; one that does not answer is not waited for."""
+        if self._flushes:
+            await asyncio.wait(self._flushes, timeout=FLUSH_WAIT)

@@ -21,7 +21,7 @@ BRAIN_SERVICE = "dlrover.Brain"
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 """Maximum size of a message to a server, far above any regular one; larger ones are refused before they are read."""
 MAX_REPLY_BYTES = 64 * 1024 * 1024
-"""Maximum size of a server's message: it may list thousands of jobs or nodes, each of which came in a message."""
+"""Maximum size of a server's message: it may list thousands of jobs or nodes, and each came in a message of its own."""
 MAX_PENDING_CALLS = 100_000
 """Maximum calls that wait for the server; further calls are refused."""
 TOKEN_KEY = "dlrover-token"  # noqa: S105 - the name of the metadata field, not a token

@@ -73,14 +73,14 @@ class StopWorkers(msgspec.Struct, frozen=True):
     """Command: stop all workers, then report `WorkersStopped`."""
 
 
-class StoreAtEnd(msgspec.Struct, frozen=True):
+class FlushMemory(msgspec.Struct, frozen=True):
     """Command: have what the workers have in memory stored once they end, or now if they have ended."""
 
 
 Command: TypeAlias = (
     JoinRound
     | EndWorker
-    | StoreAtEnd
+    | FlushMemory
     | StopWorkers
     | messages.Failed
     | messages.Succeeded
@@ -167,8 +167,7 @@ class AgentMachine:
             case messages.Welcome():
                 return self._welcome(event)
             case messages.CallToRound():
-                stored: list[Command] = [StoreAtEnd()] if event.store else []
-                return [*stored, *self._join_later(event.round)]
+                return [*_flush(event.store), *self._join_later(event.round)]
             case messages.AssignWorld():
                 return self._assign(event)
             case messages.StartAgain():
@@ -322,14 +321,14 @@ class AgentMachine:
         if self.outcome is not None:
             return []
         self.outcome = dismissal.outcome
-        stored: list[Command] = [StoreAtEnd()] if self.outcome.released else []
+        flush = _flush(self.outcome.released)
         if self.stage is Stage.STOPPING:
-            return stored
+            return flush
         if self.world is not None:
             self.stage = Stage.STOPPING
-            return [*stored, StopWorkers()]
+            return [*flush, StopWorkers()]
         self.stage = Stage.LEFT
-        return [*stored, dismissal]
+        return [*flush, dismissal]
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError at the first violation."""
@@ -350,6 +349,10 @@ class AgentMachine:
         )
         assert self.report is None or self.order is not None, "a report without an order"
         assert self.stage is not Stage.LEFT or self.outcome is not None, "left without an outcome"
+
+
+def _flush(wanted: bool) -> list[Command]:
+    return [FlushMemory()] if wanted else []
 
 
 def _same(order: CheckOrder, other: CheckOrder | CheckReport) -> bool:

@@ -118,7 +118,7 @@ class WorkerGroup:
     def prepare(self) -> None:
         """Start a zygote before the first round, with the modules of the program's last run; keep the savers found."""
         self._zygotes.prepare()
-        tasks.start(self._hold_savers(), self._holding)
+        self._begin_to_hold()
 
     def preload(self, listed: bytes) -> None:
         """Start a zygote with a list of modules that the program has loaded on another node."""
@@ -253,7 +253,7 @@ class WorkerGroup:
         worker.status = status
         worker.ended_at = time.monotonic_ns()
         worker.ended.set()
-        tasks.start(self._hold_savers(), self._holding)
+        self._begin_to_hold()
         if self._workers.get(worker.local_rank) is not worker:
             return
         failure = None
@@ -353,7 +353,8 @@ class WorkerGroup:
         data loaders while it saves. After ``grace`` seconds, all of them are killed.
         """
         self._stopped_at = time.time()
-        await self._hold_savers()
+        self._begin_to_hold()
+        await asyncio.wait(self._holding, timeout=savers.WAIT)
         for order in self._zygotes.take_held():
             self._exited(order.spawn, int(signal.SIGKILL), "")  # it was never started
         running = [w for w in self._workers.values() if w.status is None]
@@ -390,6 +391,11 @@ class WorkerGroup:
         await self._zygotes.close()
         await procs.end(savers.running(self.orders.place), saver_wait)
         self._savers.close()
+
+    def _begin_to_hold(self) -> None:
+        """Hold the savers, unless that is under way: they have been there as long as the workers."""
+        if not self._holding:
+            tasks.start(self._hold_savers(), self._holding)
 
     async def _hold_savers(self) -> None:
         """Keep the savers, with what is in memory, until workers train again: that may take minutes."""

@@ -221,7 +221,7 @@ class Breaks:
 
 
 def _slots_of(mine: RankMemory, group: SaveGroup) -> list[GenerationSlot]:
-    """Return a world's saves; where a node leaves, also those of as many ranks that the world goes on from."""
+    """Return a world's saves; if it is to be stored at its end, also what it has loaded: valid saves of as many ranks."""
     session = group.joined.session
     return [
         slot

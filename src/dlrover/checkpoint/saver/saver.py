@@ -226,6 +226,10 @@ class Saver:
             )
 
 
+_WITHOUT_RANK = protocol.Reserve | protocol.SaveNow | protocol.StoreAtEnd
+"""Requests on connections that are attached to no rank."""
+
+
 class WorkerConnection:
     """Connection of one worker."""
 
@@ -264,8 +268,7 @@ class WorkerConnection:
         fds: list[int] = []
         reply: protocol.Reply
         try:
-            alone = protocol.Reserve | protocol.SaveNow | protocol.StoreAtEnd
-            known = self._rank >= 0 or isinstance(request, alone)
+            known = self._rank >= 0 or isinstance(request, _WITHOUT_RANK)
             if isinstance(request, protocol.Attach) == known:
                 raise ProtocolError("A worker attaches once, before it asks for anything.")
             match request:

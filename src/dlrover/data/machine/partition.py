@@ -139,7 +139,7 @@ class Totals:
         self._changed = set(partitions)
         self.acknowledged = self.leased = self.left = 0
         self.open: list[int] = []
-        """Numbers of the partitions of which something can be leased, in their order."""
+        """Numbers of the partitions that have something to lease, in ascending order."""
 
     def change(self, number: int) -> Partition:
         """Return a partition that is to be changed."""

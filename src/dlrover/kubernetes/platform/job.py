@@ -94,7 +94,7 @@ def report_wait(job: ElasticJob, reason: str) -> None:
     try:
         asyncio.run(asyncio.wait_for(_report_wait(job, reason), REPORT_TIMEOUT))
     except (InfrastructureError, asyncio.TimeoutError) as error:
-        logger.info("It is not reported: %s", error)
+        logger.info("It is not reported: %s", str(error) or "the API server does not answer")
 
 
 async def _report_wait(job: ElasticJob, reason: str) -> None:
