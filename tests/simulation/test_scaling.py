@@ -1,5 +1,7 @@
 """Jobs whose number of nodes changes while they run, among real agent machines."""
 
+import asyncio
+
 import pytest
 
 from dlrover.errors import ExitCode
@@ -7,7 +9,7 @@ from dlrover.spec import events
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.node import NodeStatus
 from tests.simulation.cluster import Cluster
-from tests.simulation.nodes import Delays
+from tests.simulation.nodes import Delays, SimulatedWorkers
 
 SEEDS = range(8)
 
@@ -54,6 +56,21 @@ def test_a_job_grows_and_shrinks_as_its_user_asks_and_nothing_counts_as_a_fault(
     assert not cluster.ledger.goodput(cluster.time.now).incidents
     outcome = cluster.finish()
     assert (outcome.exit_code, outcome.restarts) == (ExitCode.SUCCESS, 0)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_savers_that_do_not_answer_keep_no_job_from_shrinking(monkeypatch, fails) -> None:
+    async def store_at_end(_: SimulatedWorkers) -> None:
+        if fails:
+            raise OSError("no such process")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(SimulatedWorkers, "store_at_end", store_at_end)
+    cluster = started(2, 2)
+    cluster.scale(1)
+    settle(cluster)
+    assert (cluster.machine.rounds.world_size, len(cluster.alive)) == (2, 1)
+    assert cluster.finish().exit_code == ExitCode.SUCCESS
 
 
 @pytest.mark.parametrize("submitted", [1, 3])
