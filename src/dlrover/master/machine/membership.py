@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dlrover.spec.job import JobSpec
 from dlrover.spec.requests.membership import (
@@ -31,6 +32,13 @@ LEAP = 1000
 """Maximum number of memberships that a master may have lost with its journal."""
 
 
+class Hole(NamedTuple):
+    """The place of a lost node."""
+
+    world: World
+    ranks: range
+
+
 @dataclass
 class Membership:
     """The ranks of one round. Change it only through its methods."""
@@ -46,10 +54,8 @@ class Membership:
     latest: dict[int, int] = field(default_factory=dict)
     #: ranks by node; a lost node has none until another one takes its place
     ranks: dict[int, range] = field(default_factory=dict)
-    #: worlds of lost nodes, in whose places no node is yet
-    holes: dict[int, World] = field(default_factory=dict)
-    #: ranks of the same lost nodes
-    vacant: dict[int, range] = field(default_factory=dict)
+    #: places of lost nodes that no other node has taken yet
+    holes: dict[int, Hole] = field(default_factory=dict)
     #: nodes that took the places of lost ones
     replacements: set[int] = field(default_factory=set)
     #: ranks of a row
@@ -73,7 +79,7 @@ class Membership:
     @property
     def lacks_first(self) -> bool:
         """True if the node of rank 0 was lost, and no node is in its place yet."""
-        return any(world.first_rank == 0 for world in self.holes.values())
+        return any(hole.world.first_rank == 0 for hole in self.holes.values())
 
     def members(self, steps: int = 0) -> Members:
         """Return the membership as a message."""
@@ -126,7 +132,7 @@ class Membership:
 
     def vacancy(self, nproc: int) -> int | None:
         """Return the lost node whose place a node with ``nproc`` workers can take; None if there is none."""
-        return min((i for i, ranks in self.vacant.items() if len(ranks) == nproc), default=None)
+        return min((i for i, hole in self.holes.items() if len(hole.ranks) == nproc), default=None)
 
     # ---- changes
 
@@ -220,9 +226,9 @@ class Membership:
 
     def lose_node(self, node_id: int, world: World) -> list[int]:
         """Go on without the rows of a node, whose place another one takes; return their ranks."""
-        own = self.vacant[node_id] = self.ranks.pop(node_id)
+        own = self.ranks.pop(node_id)
         rows = self.rows_of(own)
-        self.holes[node_id] = world
+        self.holes[node_id] = Hole(world, own)
         self._drop(rows)
         self.ready -= set(own)
         starts: dict[int, list[int]] = {}  # by attempt: a start looks at all nodes
@@ -235,9 +241,8 @@ class Membership:
 
     def replace(self, lost: int, node_id: int) -> World:
         """Let a node take a lost one's place; return the world of its workers, which are new attempts."""
-        world = self.holes.pop(lost)
-        ranks = self.vacant.pop(lost)
-        away = {*ranks}.union(*self.vacant.values())
+        world, ranks = self.holes.pop(lost)
+        away = {*ranks}.union(*(hole.ranks for hole in self.holes.values()))
         rows = self.rows_of(ranks)
         waiting = [self.latest[rank] for rank in rows if rank not in away]
         attempt = max(1 + max(self.latest[rank] for rank in ranks), *waiting, 0)
@@ -300,7 +305,7 @@ class Membership:
         if change.round != self.round or change.attempt < self.latest.get(change.rank, 0):
             return False
         # A process must not train on whose node is lost.
-        lost = any(change.rank in ranks for ranks in self.vacant.values())
+        lost = any(change.rank in hole.ranks for hole in self.holes.values())
         return change.rank in self.latest and not lost
 
     def _admit(self, rank: int) -> bool:
@@ -366,8 +371,7 @@ class Membership:
         assert len(held) == len(set(held)), "a rank on two nodes"
         assert self.attempts.keys() <= set(held), "a rank without a node trains"
         assert not self.ranks.keys() & self.holes.keys(), "a node is lost and there"
-        assert self.vacant.keys() == self.holes.keys(), "a lost node is without ranks"
-        away = [rank for ranks in self.vacant.values() for rank in ranks]
+        away = [rank for hole in self.holes.values() for rank in hole.ranks]
         assert sorted(held + away) == sorted(self.latest), "a rank is neither there nor lost"
         assert not self.round or self.attempts or self.over, "no rank trains"
         assert not len(self.latest) % self.row, "a row is cut off"
