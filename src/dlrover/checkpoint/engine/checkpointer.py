@@ -61,7 +61,7 @@ class Checkpointer:
         keep: the number of newest stored steps to keep; or a policy: `KeepLast`, `KeepEvery`, `KeepBest`,
             or several of them joined by ``|``.
         linger: seconds that the saver, and with it the memory, outlives the last worker; under ``dlrover-run``, it
-            also stays as long as its node.
+            also stays while its node waits for new workers.
         local: keys of the state that belong to one rank, such as its random number state; `load` leaves
             them unchanged when the number of ranks has changed.
         interval: steps between two saves to storage, for saves without ``to``; ``"auto"`` picks how often to
