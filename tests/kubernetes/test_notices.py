@@ -53,9 +53,11 @@ class Server(MemoryServer):
         self.change(PODS, pod, status={"phase": "Pending", "conditions": [scheduled]})
         return self.there(PODS, pod)
 
+    def status(self, name: str) -> dict[str, Any]:
+        return self.there(ELASTIC_JOBS, name).get("status") or {}
+
     def said(self, name: str) -> str:
-        status: dict[str, Any] = self.there(ELASTIC_JOBS, name).get("status") or {}
-        return str(status.get("message", ""))
+        return str(self.status(name).get("message", ""))
 
     def has(self, name: str) -> bool:
         return PODS.path("default", names.master_name(name)) in self.objects
@@ -78,7 +80,7 @@ def test_jobs_are_handled_while_the_server_does_not_answer_about_events() -> Non
         await until(lambda: server.asked)
         await until(lambda: server.said("digits") == "The master is starting.")
         server.remove(PODS, names.master_name("digits"))
-        await until(lambda: server.said("digits").startswith("Started master 2"))
+        await until(lambda: server.status("digits")["master"]["starts"] == 2)
         await stop(running)
 
     asyncio.run(story())
