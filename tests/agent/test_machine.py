@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover.agent.machine.node import (
+    Abandon,
     AgentMachine,
     Command,
     EndWorker,
@@ -23,6 +24,7 @@ from dlrover.rpc.messages import (
     CallToRound,
     Dismiss,
     Failed,
+    Leaving,
     StartAgain,
     Succeeded,
     Welcome,
@@ -33,7 +35,7 @@ from dlrover.spec.requests.membership import Members
 from dlrover.spec.world import World
 
 DONE = Outcome(exit_code=0, reason="All workers succeeded.")
-RELEASED = Outcome(exit_code=0, reason="The job goes on with fewer nodes.", released=True)
+STOPPED_JOB = Outcome(exit_code=143, reason="The agent was stopped by SIGTERM.")
 
 
 def world(round_: int = 1) -> World:
@@ -146,12 +148,23 @@ def test_a_call_to_a_new_round_stops_the_workers_before_it_joins(make):
     assert (machine.stage, machine.running_round) == (Stage.JOINED, 0)
 
 
-@pytest.mark.parametrize("event", [call(2, store=True), Dismiss(RELEASED)])
+@pytest.mark.parametrize("event", [call(2, store=True), Dismiss(STOPPED_JOB, store=True)])
 def test_where_a_node_leaves_what_is_in_memory_is_stored(event):
     assert give(running(), event) == [FlushMemory(), StopWorkers()]
     assert give(stopping(), event) == [FlushMemory()]
-    after = Dismiss(RELEASED) if isinstance(event, Dismiss) else JoinRound(2)
+    after = Dismiss(STOPPED_JOB) if isinstance(event, Dismiss) else JoinRound(2)
     assert give(joined_again(), event) == [FlushMemory(), after]
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_a_node_that_is_told_to_end_says_so_and_stores_what_is_in_memory(store):
+    notice, flush = Leaving(STOPPED_JOB.reason), [FlushMemory()] if store else []
+    machine = running()
+    assert give(machine, Abandon(STOPPED_JOB, store)) == [notice, *flush, StopWorkers()]
+    assert give(machine, Abandon(DONE, store), Dismiss(DONE, store=True)) == []
+    assert give(machine, welcome(2)) == [notice], "a master that has just come does not know"
+    assert give(machine, WorkersStopped()) == [Dismiss(STOPPED_JOB)]
+    assert give(agent(), Abandon(STOPPED_JOB, store)) == [notice, *flush, Dismiss(STOPPED_JOB)]
 
 
 def test_it_reports_which_round_it_has_left():

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -117,10 +118,9 @@ def test_an_operator_that_stands_still_fails_its_probe(monkeypatch: pytest.Monke
             status, said = await asyncio.to_thread(get, server.port, "/readyz")
             assert (status, said) == (503, "The operator has not read its Lease yet.\n")
             assert (await asyncio.to_thread(get, server.port, "/"))[0] == 404
-            asked = asyncio.create_task(asyncio.to_thread(get, server.port, "/healthz"))
-            await asyncio.sleep(0)
-            time.sleep(0.2)  # nothing else runs on the loop
-            assert (await asked)[0] == 503
+            with ThreadPoolExecutor() as elsewhere:
+                asked = elsewhere.submit(get, server.port, "/healthz")
+                assert asked.result(30.0)[0] == 503  # nothing else runs on the loop meanwhile
             with pytest.raises(ConfigurationError, match=r"--http-port .* cannot be used on"):
                 HealthServer(serving(), "127.0.0.1", server.port)
         finally:

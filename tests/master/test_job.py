@@ -217,7 +217,7 @@ def test_a_failure_calls_every_node_to_a_new_round():
 def test_a_hopeless_failure_ends_the_job_at_once():
     job = JobDriver.running(max_restarts=9)
     *dismissals, end = job.fail(1, TYPO)
-    assert dismissals == [Say(node, Dismiss(end.outcome)) for node in range(3)]
+    assert dismissals == [Say(node, Dismiss(end.outcome, store=True)) for node in range(3)]
     assert end.outcome.exit_code == ExitCode.USER_CODE
     assert end.outcome.reason.endswith("; a restart would fail in the same way.")
     assert end.outcome.failure.exception == "SyntaxError"

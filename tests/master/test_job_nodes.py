@@ -437,7 +437,7 @@ def test_a_new_master_of_an_ended_job_launches_nothing_and_dismisses_who_comes_b
     assert job.give(MasterStarted(5)) == []
     assert job.connect(0, claims=0) == [
         Greet("agent 0", Welcome(0, 1, 15.0)),
-        Say(0, Dismiss(job.machine.outcome)),
+        Say(0, Dismiss(job.machine.outcome, store=True)),
     ]
 
 
@@ -456,7 +456,7 @@ def test_a_new_master_of_an_ended_job_launches_nothing_and_dismisses_who_comes_b
 def test_a_stopped_job_dismisses_its_nodes(exit_code, phase):
     job = JobDriver.running(2)
     *dismissals, end = job.give(StopRequest("enough", exit_code))
-    assert dismissals == [Say(node, Dismiss(end.outcome)) for node in range(2)]
+    assert dismissals == [Say(node, Dismiss(end.outcome, store=True)) for node in range(2)]
     assert (end.outcome.exit_code, end.outcome.reason) == (exit_code, "enough")
     assert job.machine.state.phase is phase
     assert job.give(StopRequest("again", 1)) == []
@@ -475,7 +475,7 @@ def test_a_node_whose_connection_broke_may_come_back_after_the_end_and_is_dismis
     job.give(NodeDisconnected(1))
     *commands, end = job.give(StopRequest("enough", ExitCode.STOPPED))
     assert KillNode(1) not in commands
-    assert job.connect(1)[-1] == Say(1, Dismiss(end.outcome))
+    assert job.connect(1)[-1] == Say(1, Dismiss(end.outcome, store=True))
     assert job.give(NodeExited(1, "its agent left")) == []
     assert job.status(1) is NodeStatus.RELEASED
 
@@ -497,7 +497,7 @@ def test_what_returns_after_the_end_though_it_was_replaced_gets_the_jobs_outcome
     job = JobDriver.launched()
     job.give(NodeSilent(1, 60.0))
     *_, end = job.give(StopRequest("enough", ExitCode.STOPPED))
-    assert job.connect(1)[-1] == Say(1, Dismiss(end.outcome))
+    assert job.connect(1)[-1] == Say(1, Dismiss(end.outcome, store=True))
 
 
 def test_a_node_that_is_lost_is_not_killed_again_at_the_end():
@@ -528,7 +528,7 @@ def test_who_connects_after_the_end_is_welcomed_only_to_be_dismissed(node):
     job = JobDriver.running(2)
     job.give(NodeDisconnected(1), StopRequest("enough", ExitCode.STOPPED))
     welcome, dismissal = job.connect(node, runs=1)
-    assert dismissal == Say(welcome.message.node_id, Dismiss(job.machine.outcome))
+    assert dismissal == Say(welcome.message.node_id, Dismiss(job.machine.outcome, store=True))
     assert job.events[-1] == events.JobEnded(ExitCode.STOPPED, "enough")
 
 

@@ -50,7 +50,7 @@ def test_the_world_trains_until_the_other_node_has_joined():
     assert driver.machine.state.phase is Phase.RESTARTING
     (dismissed,) = [c for c in commands if isinstance(getattr(c, "message", c), Dismiss)]
     assert dismissed.node_id == 1
-    assert dismissed.message.outcome.released
+    assert dismissed.message.store
     assert "another node takes its place" in dismissed.message.outcome.reason
     driver.join(0, 2, at=31.0)
     assert driver.machine.state.phase is Phase.RESTARTING, "node 1 may be storing its part"

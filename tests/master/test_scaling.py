@@ -89,7 +89,7 @@ def test_the_nodes_of_the_highest_ranks_leave_and_the_others_go_on() -> None:
     commands = driver.give(asked(1), at=20.0)
     dismissed = of(commands, messages.Dismiss)
     assert [command.node_id for command in dismissed] == [1, 2]
-    assert all(c.message.outcome.released and c.message.outcome.exit_code == 0 for c in dismissed)
+    assert all(c.message.store and c.message.outcome.exit_code == 0 for c in dismissed)
     (called,) = of(commands, messages.CallToRound)
     assert (called.node_id, called.message.store) == (0, True)
     driver.join(0, at=21.0)
@@ -144,7 +144,7 @@ def test_a_node_that_was_not_placed_yet_is_killed_when_it_is() -> None:
     assert driver.status(1) is NodeStatus.RELEASED
     assert driver.give(inputs.NodePlaced(1, "process 1")) == [inputs.KillNode(1)]
     (dismissed,) = of(driver.connect(1, claims=1), messages.Dismiss)
-    assert dismissed.message.outcome.released
+    assert dismissed.message.store
 
 
 def test_a_node_whose_agent_comes_back_is_told_again_to_leave() -> None:
@@ -152,7 +152,7 @@ def test_a_node_whose_agent_comes_back_is_told_again_to_leave() -> None:
     driver.give(inputs.NodeDisconnected(1), at=20.0)
     driver.give(asked(1), at=20.0)
     (dismissed,) = of(driver.connect(1, claims=1, runs=1), messages.Dismiss)
-    assert dismissed.message.outcome.released
+    assert dismissed.message.store
 
 
 def test_a_job_that_is_about_to_end_is_not_interrupted() -> None:

@@ -396,6 +396,13 @@ class Cluster:
             self.time.after(revive, self._come_again, node.node_rank)
         node.end("its agent was killed by SIGKILL")
 
+    def stop_agent(self, node: SimulatedNode) -> None:
+        """Send an agent SIGTERM, as when its machine is drained."""
+        revive = self.program.delays.revive
+        if node.alive and node.launched_as < 0 and revive is not None:
+            self.time.after(revive, self._come_again, node.node_rank)
+        node.stop()
+
     def disconnect(self, node: SimulatedNode, seconds: float = 0.0) -> None:
         """Break a stream; the agent cannot reconnect before ``seconds`` have passed."""
         node.unreachable_until = self.time.now + seconds

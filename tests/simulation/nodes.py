@@ -52,6 +52,8 @@ class Delays(msgspec.Struct, frozen=True, kw_only=True):
     """From the order to start workers to their readiness for the first step."""
     stop: Range = (0.01, 1.0)
     """From the order to stop workers to their end."""
+    store: Range = (0.1, 3.0)
+    """From the end of a node's workers until what they had in memory is stored."""
     step: Range = (0.5, 0.6)
     """One optimizer step of the whole world."""
     heal: Range = (0.05, 0.5)
@@ -326,6 +328,8 @@ class SimulatedWorkers:
         self._since = 0.0
         self._usage_at = 0.0
         self._failures = itertools.count()
+        self.flushes = 0
+        """Orders to store what is in memory."""
         self.progressed: Callable[[], None] = lambda: None
         self.on_exit: Callable[[int, Failure | None], None] = lambda _local_rank, _failure: None
 
@@ -373,7 +377,8 @@ class SimulatedWorkers:
         await asyncio.Event().wait()
 
     async def store_at_end(self) -> None:
-        """Do nothing."""
+        """Count the order."""
+        self.flushes += 1
 
     async def stop(self, _number: int, _grace: float) -> None:
         if self.run is not None:
@@ -382,7 +387,9 @@ class SimulatedWorkers:
             await self._node.awake()
 
     async def close(self, _saver_wait: float = 0.0) -> None:
-        """Do nothing."""
+        """Store what is in memory, if that is ordered."""
+        if self.flushes:
+            await asyncio.sleep(self._time.draw(self._program.delays.store))
 
     def end(self, local_rank: int) -> bool:
         """Kill one worker, which is started again; return False if there is none."""
@@ -612,6 +619,12 @@ class SimulatedNode:
         """Return the other nodes whose workers are up in the same run."""
         run = self.workers.run
         return [n for n in run.nodes if n is not self] if run is not None else []
+
+    def stop(self) -> None:
+        """Tell the agent to end, once it is there."""
+        if hasattr(self, "agent"):
+            why = "The agent was stopped by SIGTERM."
+            self._time.loop.call_soon(self.agent.abandon, 143, why)
 
     def end(self, reason: str) -> None:
         """End the agent, and its workers with it."""

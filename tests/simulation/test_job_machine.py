@@ -18,11 +18,13 @@ from dlrover.rpc.messages import (
     CallToRound,
     Hello,
     Join,
+    Leaving,
     StartAgain,
     StopRequest,
     Succeeded,
     Welcome,
 )
+from dlrover.spec import events
 from dlrover.spec.events import RoundOpened
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import JobSpec, Limits
@@ -97,6 +99,24 @@ def test_a_killed_agent_of_a_managed_job_of_fixed_size_costs_one_round(seed):
     settle(cluster)
     assert (rounds(cluster), cluster.machine.restarts.count) == (2, 1)
     assert cluster.machine.rounds.world_size == 6
+    assert cluster.finish().exit_code == ExitCode.SUCCESS
+
+
+@pytest.mark.parametrize("managed", [True, False])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_stopped_agent_costs_one_round_and_all_nodes_store_what_is_in_memory(seed, managed):
+    cluster = started(job(3, 3, managed=managed), seed=seed, delays=Delays(revive=(0.5, 1.0)))
+    before = cluster.nodes[:3]
+    stopped = before[seed % 3]
+    cluster.stop_agent(stopped)
+    settle(cluster)
+    assert (rounds(cluster), cluster.machine.restarts.count) == (2, 1)
+    assert [node.workers.flushes for node in before] == [1, 1, 1]
+    assert (cluster.machine.rounds.world_size, stopped.alive) == (6, False)
+    lost = [e.body for e in cluster.events if isinstance(e.body, events.NodeLost)]
+    assert [body.reason for body in lost] == [
+        "its agent left" if managed else "the agent was stopped by SIGTERM"
+    ]
     assert cluster.finish().exit_code == ExitCode.SUCCESS
 
 
@@ -213,6 +233,7 @@ def troubled(seed: int) -> Cluster:
         [
             lambda n: cluster.kill_worker(n, chance.choice(WORKER_KINDS), chance.randrange(3)),
             cluster.kill_agent,
+            cluster.stop_agent,
             cluster.break_device,
             lambda n: cluster.disconnect(n, chance.choice([0.0, 0.0, 1.0, 2.0, 5.0, 20.0])),
             lambda n: cluster.silence(n, chance.choice([0.5, 2.0, 30.0, 70.0, 100.0])),
@@ -427,7 +448,11 @@ class HostilePeers:
                 13: inputs.NodeSilent(node_id, 60.0),
                 14: inputs.Reported(node_id, Succeeded(round_)),
                 15: inputs.Reported(node_id, Join(round_, offer(a))),
-                16: None if a % 2 else inputs.NodeDisconnected(node_id),
+                16: None
+                if a % 2
+                else inputs.Reported(node_id, Leaving("The agent was stopped by SIGTERM."))
+                if b < 4
+                else inputs.NodeDisconnected(node_id),
             }.get(kind) or common
         return common
 

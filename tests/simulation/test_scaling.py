@@ -76,7 +76,7 @@ def test_savers_that_do_not_answer_keep_no_job_from_shrinking(monkeypatch, fails
 @pytest.mark.parametrize("submitted", [1, 3])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_round_waits_until_the_nodes_that_leave_are_gone(seed, submitted):
-    cluster = started(1, submitted, seed=seed, delays=Delays(stop=(5.0, 6.0)))
+    cluster = started(1, submitted, seed=seed, delays=Delays(stop=(5.0, 6.0), store=(1.0, 2.0)))
     if submitted < 3:
         cluster.scale(3)
         cluster.run_until(lambda: cluster.training and cluster.machine.rounds.world_size == 6)
@@ -88,7 +88,7 @@ def test_a_round_waits_until_the_nodes_that_leave_are_gone(seed, submitted):
     assert runs[last + 1].first_step == runs[last].first_step + runs[last].steps
     spent = cluster.ledger.goodput(cluster.time.now).seconds
     assert spent["fault_detection"] == 0
-    assert 2 * 5.0 < spent["shutdown"] < 2 * 7.0
+    assert 2 * 6.0 < spent["shutdown"] < 2 * 9.0
 
 
 @pytest.mark.parametrize("seed", SEEDS)

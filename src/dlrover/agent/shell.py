@@ -97,6 +97,8 @@ class Agent:
         self._left: asyncio.Future[Outcome] = loop.create_future()
         self._stopping: asyncio.Task[None] | None = None
         self._flushes: set[asyncio.Task[None]] = set()
+        self._stores = False
+        """True once the savers were told to store what is in memory."""
         self._news = asyncio.Event()
         """Set when a heartbeat may be due earlier than expected."""
         self._listed = b""
@@ -131,23 +133,27 @@ class Agent:
                 task.result()  # the background tasks end only with an error
             return await self._left
         finally:
-            for task in parts:
-                task.cancel()
-            self._checker.stop()
-            await self._workers.stop(signal.SIGTERM, 0.0)
-            await self._close()
+            try:
+                await self._close()
+            finally:
+                for task in parts:  # the end of the connection tells the master that all is done
+                    task.cancel()
 
     async def _close(self) -> None:
-        """End zygotes and saver; on a released node the saver may take longer: others need its data."""
+        """End workers, zygotes and savers; these may take longer if they are to store what is in memory."""
+        self._checker.stop()
+        await self._workers.stop(signal.SIGTERM, 0.0)
         await self._savers_know()
-        if self._left.done() and self._left.result().released:
+        if self._stores:
             await self._workers.close(self._limits.release_grace)
         else:
             await self._workers.close()
 
     def abandon(self, exit_code: int, reason: str) -> None:
         """Stop the workers and leave without the master's order."""
-        self._handle(messages.Dismiss(Outcome(exit_code=exit_code, reason=reason)))
+        outcome = Outcome(exit_code=exit_code, reason=reason)
+        # Ranks that survive others go on: they do not store with this node what is in memory.
+        self._handle(agent_machine.Abandon(outcome, store=not self._launch.survive))
 
     def worker_ended(self, local_rank: int, failure: Failure | None) -> None:
         """Handle the end of a worker; called by the worker group."""
@@ -302,7 +308,7 @@ class Agent:
         match command:
             case agent_machine.JoinRound():
                 self._join(command.round)
-            case messages.Failed() | messages.Succeeded() | CheckReport():
+            case messages.Failed() | messages.Leaving() | messages.Succeeded() | CheckReport():
                 self._say_progress()
                 self._say(command)
             case CheckOrder():
@@ -327,6 +333,7 @@ class Agent:
                 self._waits.started()
                 self._workers.preload(command.modules)
             case agent_machine.FlushMemory():
+                self._stores = True
                 tasks.start(self._workers.store_at_end(), self._flushes)
             case agent_machine.StopWorkers():
                 self._stopping = asyncio.create_task(self._stop_workers())

@@ -30,6 +30,7 @@ from dlrover.roles.loading import load, tls_of
 from dlrover.roles.messages import weights_in_words
 from dlrover.roles.spec import RoleKind, RolesConfig, RolesJob, RoleSpec
 from dlrover.spec.events import Event
+from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import CAUSES, Outcome
 from dlrover.spec.words import counted, gib
@@ -198,7 +199,7 @@ def run(content: RolesConfig, directory: str, lifeline_fd: int = -1) -> Outcome:
         supervisor.add_coordinator()
         ends = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
         patience = max(role.shutdown_timeout for role in job.roles)
-        outcome = asyncio.run(supervisor.run(ends, patience))
+        outcome = asyncio.run(supervisor.run(ends, patience, Limits().release_grace))
     return msgspec.structs.replace(outcome, job_dir=str(job_dir.path))
 
 

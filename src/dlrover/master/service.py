@@ -175,7 +175,10 @@ class Master:
         grace = limits.recovery_grace if self.replayed else limits.reconnect_grace
         await self._wait_while(self._uninformed, ended + grace)
         self.platform.kill(filter(self._uninformed, self.machine.nodes.values()))
-        await self._wait_while(self._remains, ended + job.shutdown_timeout + limits.end_grace)
+        stopped = ended + job.shutdown_timeout
+        await self._wait_while(self._remains, stopped + limits.end_grace)
+        if self.machine.state.dismissal.store:
+            await self._wait_while(lambda node: node.connected, stopped + limits.release_grace)
         self.platform.kill(filter(self._remains, self.machine.nodes.values()))
 
     async def _wait_while(self, holds: Callable[[Node], bool], until: float) -> None:
@@ -283,7 +286,7 @@ class Master:
         match message:
             case messages.Heartbeat():
                 self._take_heartbeat(node_id, message)
-            case messages.Join():
+            case messages.Join() | messages.Leaving():
                 self.submit(inputs.Reported(node_id, message))
             case CheckReport():
                 self.submit(inputs.Reported(node_id, message.bounded()))

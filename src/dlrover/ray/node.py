@@ -32,7 +32,7 @@ DISK_DELAY = 5.0
 MOST_OUTPUT = 4 << 20
 """Bytes of output kept while the master does not take them; older ones are dropped."""
 READ = 1 << 16
-END_WAIT = 60.0
+END_WAIT = 180.0
 """Seconds beyond the shutdown time-out in which an agent ends before it is killed."""
 DRAIN_WAIT = 2.0
 """Seconds for the last output of an agent that has ended: its orphans may hold the pipes."""

@@ -76,6 +76,12 @@ class Succeeded(msgspec.Struct, frozen=True, tag="succeeded"):
     round: int
 
 
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """Notice that the agent was told to end, for instance by a signal: it stops its workers and leaves."""
+
+    reason: str
+
+
 class Evidence(msgspec.Struct, frozen=True, tag="evidence"):
     """The answer to `CollectEvidence`: evidence of the node's workers of ``round``."""
 
@@ -113,6 +119,7 @@ AgentMessage: TypeAlias = (
     | Heartbeat
     | Failed
     | Succeeded
+    | Leaving
     | Evidence
     | MemoryStored
     | CheckReport
@@ -172,6 +179,8 @@ class Dismiss(msgspec.Struct, frozen=True, tag="dismiss"):
     """Order to stop the workers and leave the job."""
 
     outcome: Outcome
+    store: bool = False
+    """True to store what the workers have in memory first, together with the job's other nodes."""
 
 
 class CollectEvidence(msgspec.Struct, frozen=True, tag="collect_evidence"):

@@ -66,8 +66,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Number of times that a node's agent may end before its first join; then the job fails. Pods that the cluster
     removes do not count."""
     release_grace: float = 120.0
-    """Time that a node that the job no longer needs may take, beyond the workers' shutdown timeout, to
-    persist what they have in memory."""
+    """Time that a node that leaves a job may take, beyond the workers' shutdown timeout, to persist what they
+    have in memory. Nodes of a job that has succeeded have `end_grace`."""
     end_grace: float = 15.0
     """Time that an ended job's master waits for its nodes to leave, beyond their shutdown timeout."""
     hang_detection: bool = True

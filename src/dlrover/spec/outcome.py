@@ -160,8 +160,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Wall time from the submission of the job to its end."""
     goodput: Goodput | None = None
     """Use of the job's time; None if the master runs elsewhere."""
-    released: bool = False
-    """True if only this node left; the job goes on with fewer nodes."""
     skipped: tuple[str, ...] = ()
     """One sentence for each skipped sample: at most 3, then ``And N more``."""
     job_dir: str = ""

@@ -52,7 +52,15 @@ class WorkersStopped(msgspec.Struct, frozen=True):
     """Input: `StopWorkers` is done; no process of the workers remains."""
 
 
-Input: TypeAlias = messages.MasterMessage | CheckReport | WorkerEnded | WorkersStopped
+class Abandon(msgspec.Struct, frozen=True):
+    """Input: this node was told to end from outside, for instance by a signal."""
+
+    outcome: Outcome
+    store: bool
+    """True to store what the workers have in memory first."""
+
+
+Input: TypeAlias = messages.MasterMessage | Abandon | CheckReport | WorkerEnded | WorkersStopped
 
 # ---- commands
 
@@ -83,6 +91,7 @@ Command: TypeAlias = (
     | FlushMemory
     | StopWorkers
     | messages.Failed
+    | messages.Leaving
     | messages.Succeeded
     | CheckReport
     | CheckOrder
@@ -134,6 +143,8 @@ class AgentMachine:
     report: CheckReport | None = None
     #: set once the node must leave
     outcome: Outcome | None = None
+    #: what the master is told if the node leaves without its order
+    notice: messages.Leaving | None = None
 
     @property
     def running_round(self) -> int:
@@ -183,7 +194,9 @@ class AgentMachine:
             case WorkersStopped():
                 return self._workers_stopped()
             case messages.Dismiss():
-                return self._leave(event)
+                return self._leave(event.outcome, store=event.store)
+            case Abandon():
+                return self._abandon(event)
             case messages.StandBy():
                 return [event] if self.stage is Stage.JOINED else []
             case messages.CollectEvidence() | messages.StoreMemory():
@@ -193,6 +206,8 @@ class AgentMachine:
         self.node_id = event.node_id
         self.epoch = max(self.epoch, event.epoch)
         said: list[Command] = [messages.Failed(failure) for failure in self.failures]
+        if self.notice is not None:
+            said.append(self.notice)
         if self.stage in (Stage.CONNECTING, Stage.JOINED):
             self.stage = Stage.JOINED
             self._note_round(event.round)
@@ -317,18 +332,24 @@ class AgentMachine:
         self.stage = Stage.JOINED
         return [JoinRound(self.round)]
 
-    def _leave(self, dismissal: messages.Dismiss) -> list[Command]:
+    def _abandon(self, event: Abandon) -> list[Command]:
+        if self.outcome is None:
+            self.notice = messages.Leaving(event.outcome.reason)
+            return [self.notice, *self._leave(event.outcome, store=event.store)]
+        return []
+
+    def _leave(self, outcome: Outcome, *, store: bool) -> list[Command]:
         if self.outcome is not None:
             return []
-        self.outcome = dismissal.outcome
-        flush = _flush(self.outcome.released)
+        self.outcome = outcome
+        flush = _flush(store)
         if self.stage is Stage.STOPPING:
             return flush
         if self.world is not None:
             self.stage = Stage.STOPPING
             return [*flush, StopWorkers()]
         self.stage = Stage.LEFT
-        return [*flush, dismissal]
+        return [*flush, messages.Dismiss(outcome)]
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError at the first violation."""

@@ -269,7 +269,8 @@ class _Plan:
             supervisor.add_dashboard(self._options.dashboard)
         launch = self._options.launch
         signals = [signal.Signals[name] for name in launch.signals_to_handle.split(",")]
-        outcome = asyncio.run(supervisor.run(signals, launch.shutdown_timeout))
+        storing = self._settings.limits.release_grace
+        outcome = asyncio.run(supervisor.run(signals, launch.shutdown_timeout, storing))
         whole = read_outcome(self._job_dir.outcome)  # a node's outcome lacks the master's sums
         if whole is not None:
             known = {"goodput": whole.goodput, "skipped": whole.skipped}

@@ -41,7 +41,7 @@ RESTART_WINDOW = 60.0
 REAP_INTERVAL = 1.0
 """Seconds between two checks for orphans to reap."""
 END_WAIT = 60.0
-"""Seconds beyond its shutdown time-out after which a stopped job is killed."""
+"""Seconds beyond its shutdown time-out, and the time to store what is in memory, after which a stopped job is killed."""
 
 STOP_RETRY = 0.1
 """Seconds between attempts to ask the master to stop the job."""
@@ -185,11 +185,13 @@ class Supervisor:
         command = [*start.command(module), "--job-dir", str(self._job_dir.path), *arguments]
         return Child(name, command, outcome, self._env, self._lifeline.read_fd)
 
-    async def run(self, signals: Sequence[signal.Signals], patience: float) -> Outcome:
+    async def run(
+        self, signals: Sequence[signal.Signals], patience: float, storing: float = 0.0
+    ) -> Outcome:
         """Run this machine's part of the job to the job's end.
 
-        A signal asks the job to stop. At a second signal, or `END_WAIT` plus ``patience`` seconds after the
-        first, everything is killed.
+        A signal asks the job to stop: the workers have ``patience`` seconds to end, and their checkpoint savers
+        ``storing`` seconds after them. `END_WAIT` seconds later, or at a second signal, everything is killed.
 
         Raises:
             InfrastructureError: a child cannot be kept alive.
@@ -201,7 +203,7 @@ class Supervisor:
         def on_signal(number: signal.Signals) -> None:
             if self._lifeline_fd < 0 and not impatient.is_set():
                 second = f"{number.name}: everything is killed now."
-                first = stopping_line(number, patience)
+                first = stopping_line(number, patience, storing)
                 progress.say(second if interrupted.is_set() else first, self._screen)
             (impatient if interrupted.is_set() else interrupted).set()
             self.stopped_by = self.stopped_by or number
@@ -219,7 +221,7 @@ class Supervisor:
         reaping = asyncio.create_task(self._reap())
         work = asyncio.create_task(self._children())
         stopping = asyncio.create_task(
-            self._stop_when(interrupted, impatient, patience, work.cancel)
+            self._stop_when(interrupted, impatient, patience + storing, work.cancel)
         )
         try:
             return await work
@@ -356,12 +358,13 @@ class Supervisor:
         procs.kill(procs.wait_for_cleaners(CLEANUP_WAIT))
 
 
-def stopping_line(number: signal.Signals, patience: float) -> str:
+def stopping_line(number: signal.Signals, patience: float, storing: float) -> str:
     """Return what a first signal does, its time limit, and what a second signal does."""
     again = "press Ctrl-C again" if number is signal.SIGINT else f"send {number.name} again"
     return (
-        f"{number.name}: the job is being stopped. Its workers have {patience:g} s to end "
-        f"(--shutdown-timeout); after {patience + END_WAIT:g} s everything is killed. To kill it now, {again}."
+        f"{number.name}: the job is being stopped. Its workers have {patience:g} s to end (--shutdown-timeout), and "
+        f"what they have in memory is stored; after {patience + storing + END_WAIT:g} s everything is killed. "
+        f"To kill it now, {again}."
     )
 
 

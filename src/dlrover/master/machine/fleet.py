@@ -17,7 +17,6 @@ from dlrover.master.machine.state import JobState, Migration, Node, given_up, re
 from dlrover.rpc.messages import Dismiss, Hello, StandBy
 from dlrover.spec import events
 from dlrover.spec.node import SPARE, FoundNode, LaunchNode, NodeStatus, is_server
-from dlrover.spec.outcome import Outcome
 from dlrover.spec.world import Offer
 
 _USAGE = (ExitCode.USAGE, 126, 127)
@@ -103,8 +102,8 @@ class Fleet:
             if node.launched and not node.status.final and node.id not in leaving
         ]
 
-    def farewell(self, node: Node) -> Outcome:
-        """Return the outcome for a node that is drained."""
+    def farewell(self, node: Node) -> Dismiss:
+        """Return the order to leave for a node that is drained."""
         replaced = any(migration.node == node.id for migration in self.migrations.values())
         return released(node, replaced=replaced)
 
@@ -186,7 +185,7 @@ class Fleet:
             return False
         node.reason = refusal.rstrip(".")
         self.bury(node)
-        state.send(inputs.Say(node.id, Dismiss(given_up(node))))
+        state.send(inputs.Say(node.id, given_up(node)))
         return True
 
     # ---- losses
@@ -333,7 +332,7 @@ class Fleet:
         state.lost_at.pop(node.id, None)
         state.rendezvous.drop(node.id)
         if node.connected and not node.launched:
-            state.send(inputs.Say(node.id, Dismiss(given_up(node))))
+            state.send(inputs.Say(node.id, given_up(node)))
         node.connected = False
         self.bury(node)
         self.replace(node, now)
@@ -360,7 +359,7 @@ class Fleet:
         if not state.is_outside(node):
             state.rendezvous.let_go(node.id)
         if node.connected:
-            state.send(inputs.Say(node.id, Dismiss(self.farewell(node))))
+            state.send(inputs.Say(node.id, self.farewell(node)))
         else:
             state.lost_at[node.id] = until
         state.send(*state.checks.lose(node.id, now))

@@ -12,6 +12,7 @@ from dlrover.rpc.messages import (
     Dismiss,
     Hello,
     Join,
+    Leaving,
     StandBy,
     StartAgain,
     StopRequest,
@@ -101,10 +102,10 @@ class NodeSilent(msgspec.Struct, frozen=True, tag="node_silent"):
 
 
 class Reported(msgspec.Struct, frozen=True, tag="reported"):
-    """A connected node reports that it is ready for a round, was checked, or that its workers succeeded."""
+    """A connected node reports that it is ready for a round, was checked, leaves, or that its workers succeeded."""
 
     node_id: int
-    message: Join | CheckReport | Succeeded
+    message: Join | CheckReport | Leaving | Succeeded
 
 
 class Progressed(msgspec.Struct, frozen=True, tag="progressed"):

@@ -23,7 +23,7 @@ from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.resizer import ResizeInput, Resizer
 from dlrover.master.machine.state import JobState, Node, given_up, released
 from dlrover.master.machine.waiting import too_few
-from dlrover.rpc.messages import Dismiss, Hello, Join, StopRequest, Succeeded, Welcome
+from dlrover.rpc.messages import Hello, Join, Leaving, StopRequest, Succeeded, Welcome
 from dlrover.spec import events
 from dlrover.spec.check import CheckReport
 from dlrover.spec.job import JobSpec
@@ -88,6 +88,7 @@ class JobMachine:
         times = [checked or self.rendezvous.deadline(), self.autoscaling.deadline()]
         times += [self.rounds.grow_at, self.resizer.places_at, self.spares.deadline()]
         times += [self.state.lost_at.earliest(), *self.scaling.leaving.values()]
+        times += self.state.departing.values()
         times += (migration.until for _, migration in self.fleet.coming())
         if self.adoption.pending:
             times.append(self.adoption.deadline)
@@ -165,6 +166,8 @@ class JobMachine:
                 self._node_joined(node, join, now)
             case CheckReport() as report:
                 self.state.send(*self.checks.take(node.id, report, now))
+            case Leaving(reason):
+                self.recovery.depart(node, reason, now)
             case Succeeded() if self.adoption.pending and not alone:
                 self.adoption.report(event)
             case Succeeded(round_):
@@ -249,7 +252,8 @@ class JobMachine:
         state.send(inputs.Greet(event.uid, welcome))
         if node.status.final:
             left = released if node.status is NodeStatus.RELEASED else given_up
-            state.send(inputs.Say(node.id, Dismiss(state.outcome or left(node))))
+            dismissal = state.dismissal if state.has_ended() else left(node)
+            state.send(inputs.Say(node.id, dismissal))
             return
         node.hostname = event.hostname
         if self.fleet.refuse(node, now):
@@ -262,11 +266,11 @@ class JobMachine:
             state.move(node, NodeStatus.READY)
             state.spares.arrived(node.id, now)
             self.fleet.decide_spares(now)
-        if state.outcome is not None:
-            state.send(inputs.Say(node.id, Dismiss(state.outcome)))
+        if state.has_ended():
+            state.send(inputs.Say(node.id, state.dismissal))
             return
         if node.id in self.scaling.leaving:
-            state.send(inputs.Say(node.id, Dismiss(self.fleet.farewell(node))))
+            state.send(inputs.Say(node.id, self.fleet.farewell(node)))
             return
         if arrived:
             state.emit(events.NodeConnected(node.id, event.hostname))
@@ -335,7 +339,9 @@ class JobMachine:
     def _node_disconnected(self, node_id: int, now: float) -> None:
         node = self.nodes[node_id]
         node.connected = False
-        if not (node.status.final or node.gone):
+        if node_id in self.state.departing and not node.handle:
+            self.recovery.lose(node_id, node.reason, now)
+        elif not (node.status.final or node.gone):
             self.state.reconnections.note(now)
             self.rendezvous.withdraw(node.id)
             self.spares.drop(node.id)
@@ -347,7 +353,7 @@ class JobMachine:
         if self.state.is_instance(node):
             self.instances.join(node, join, now)
             return
-        if node.id in self.scaling.leaving:
+        if node.id in self.scaling.leaving or node.id in self.state.departing:
             return
         if self.state.is_spare(node):
             if node.connected:
@@ -387,8 +393,9 @@ class JobMachine:
                 lost_at[node_id] = patience
             else:
                 self.recovery.lose(node_id, "its connection did not come back", now)
-        for node_id in [i for i, at in self.scaling.leaving.items() if at <= now]:
-            self.recovery.lose(node_id, "it did not leave in time", now)
+        for leaving in (self.scaling.leaving, self.state.departing):
+            for node_id in [i for i, at in leaving.items() if at <= now]:
+                self.recovery.lose(node_id, "it did not leave in time", now)
         self.state.send(*self.checks.time_out(now))
         if self.spares.retry_at is not None and self.spares.retry_at <= now:
             self.spares.retry_at, self.scaling.due = None, True

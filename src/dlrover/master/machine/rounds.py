@@ -120,14 +120,17 @@ class Rounds:
         """Call the nodes at work to the next round; if others leave, also those that have stopped their workers."""
         called = (*_BUSY, NodeStatus.READY) if self._stores else _BUSY
         for node in self._members():
-            if node.status in called and node.id not in self.state.scaling.leaving:
+            if node.status in called and node.id not in self.state.rendezvous.leaving:
                 self.call(node, reason)
 
     @property
     def _stores(self) -> bool:
         """True if a member leaves on purpose: the others store what they have in memory with it."""
-        state = self.state
-        return any(not state.is_outside(state.nodes[i]) for i in state.scaling.leaving)
+        return bool(self.state.rendezvous.leaving)
+
+    def goes_on_without(self, node: Node) -> bool:
+        """Return whether the running world has formed without a node."""
+        return not self.state.rendezvous.collecting and node.id not in self.worlds
 
     def _members(self) -> list[Node]:
         """Return the living nodes that a world may have as members."""

@@ -183,6 +183,8 @@ class JobState:
     succeeded: int = 0
     #: when a disconnected node counts as lost; only for nodes that are neither connected nor final
     lost_at: Deadlines = field(default_factory=Deadlines)
+    #: nodes whose agents were told to end from outside, and when they count as lost in any case
+    departing: dict[int, float] = field(default_factory=dict)
     progress: StepProgress = field(default_factory=StepProgress)
     incident: Incident | None = None
     #: set once, when the job ends
@@ -287,10 +289,16 @@ class JobState:
             if node.status.final:
                 continue
             if node.connected:
-                self.send(inputs.Say(node.id, Dismiss(self.outcome)))
+                self.send(inputs.Say(node.id, self.dismissal))
             elif node.handle and node.id not in self.lost_at:
                 self.send(inputs.KillNode(node.id))
         self.send(inputs.EndJob(self.outcome))
+
+    @property
+    def dismissal(self) -> Dismiss:
+        """Order for a node to leave an ended job; unless that succeeded, what is in memory is stored first."""
+        assert self.outcome is not None
+        return Dismiss(self.outcome, store=self.outcome.exit_code != ExitCode.SUCCESS)
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first broken one."""
@@ -312,7 +320,9 @@ class JobState:
             "a world of another size"
         )
         leaving = {i for i in self.scaling.leaving if not self.is_outside(self.nodes[i])}
-        assert rdzv.leaving == leaving, "a node leaves unknown to the rounds"
+        assert rdzv.leaving == leaving | self.departing.keys(), (
+            "a node leaves unknown to the rounds"
+        )
         for node in self.nodes.values():
             assert not (node.status.final and node.connected), "lost but connected"
             assert node.status is not NodeStatus.PENDING or not node.connected, "pending, connected"
@@ -339,22 +349,19 @@ def phase_after(exit_code: int) -> Phase:
     return Phase.STOPPED if stopped else Phase.FAILED
 
 
-def given_up(node: Node) -> Outcome:
-    """Return the outcome for a node that the job has given up."""
+def given_up(node: Node) -> Dismiss:
+    """Return the order to leave for a node that the job has given up."""
     reason = f"node {node.id} was given up ({node.reason})."
     if node.launched:
         reason = f"node {node.id} was given up ({node.reason}) and replaced."
-    return Outcome(exit_code=ExitCode.INFRASTRUCTURE, reason=reason)
+    return Dismiss(Outcome(exit_code=ExitCode.INFRASTRUCTURE, reason=reason))
 
 
-def released(node: Node, *, replaced: bool = False) -> Outcome:
-    """Return the outcome for a node that the job no longer needs."""
+def released(node: Node, *, replaced: bool = False) -> Dismiss:
+    """Return the order to leave for a node that the job no longer needs: the others need what it stores."""
     why = "another node takes its place" if replaced else "the job goes on with fewer nodes"
-    return Outcome(
-        exit_code=ExitCode.SUCCESS,
-        reason=f"node {node.id} was released: {why}.",
-        released=True,
-    )
+    reason = f"node {node.id} was released: {why}."
+    return Dismiss(Outcome(exit_code=ExitCode.SUCCESS, reason=reason), store=True)
 
 
 def loss_of(node: Node, round_: int, now: float) -> Failure:
@@ -372,8 +379,7 @@ def loss_of(node: Node, round_: int, now: float) -> Failure:
     )
 
 
-def excluded(node: Node, reason: str) -> Outcome:
-    """Return the outcome for a node that the job excludes because of ``reason``."""
-    return Outcome(
-        exit_code=ExitCode.INFRASTRUCTURE, reason=f"node {node.id} is left out: {reason}."
-    )
+def excluded(node: Node, reason: str) -> Dismiss:
+    """Return the order to leave for a node that the job excludes because of ``reason``."""
+    reason = f"node {node.id} is left out: {reason}."
+    return Dismiss(Outcome(exit_code=ExitCode.INFRASTRUCTURE, reason=reason))

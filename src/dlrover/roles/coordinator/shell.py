@@ -59,7 +59,7 @@ OF_ROLES = (
 )
 """Events of a role's own job that are shown without asking."""
 
-LAUNCHER_WAIT = 90.0
+LAUNCHER_WAIT = 210.0
 """Seconds beyond a role's shutdown time-out after which its launcher is killed; one that is well gives up earlier."""
 
 

@@ -12,7 +12,6 @@ from dlrover.master.machine.recovery.recovery import Recovery
 from dlrover.master.machine.recovery.survival import Survival
 from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.state import JobState, Node, excluded
-from dlrover.rpc.messages import Dismiss
 from dlrover.spec import events
 from dlrover.spec.check import CheckFinding
 
@@ -96,7 +95,7 @@ class Screening:
         node.excluded = True
         fleet.exclude(node, reason, now)
         if node.connected:
-            state.send(inputs.Say(node.id, Dismiss(excluded(node, reason))))
+            state.send(inputs.Say(node.id, excluded(node, reason)))
         self.recovery.lose(node.id, reason, now)
         if state.has_ended() or node.launched or not state.rendezvous.collecting:
             return  # another node comes, or a world trains without it

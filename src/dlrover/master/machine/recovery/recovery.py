@@ -142,6 +142,7 @@ class Recovery:
             return
         before = node.status
         state.lost_at.pop(node_id, None)
+        departs = state.departing.pop(node_id, None) is not None
         state.rendezvous.drop(node_id)
         state.adoption.forget(node_id)
         state.send(*state.checks.lose(node_id, now))
@@ -161,11 +162,33 @@ class Recovery:
         self.fleet.bury(node)
         if before is NodeStatus.RUNNING and state.is_instance(node):
             self._instance_lost(node, now)
-        elif before is NodeStatus.RUNNING:
+        elif before is NodeStatus.RUNNING and not (departs and self.rounds.goes_on_without(node)):
             self._node_lost(node, now)
         if not state.has_ended():
             self.fleet.replace(node, now)
             self.rounds.grow_soon(now)
+
+    def depart(self, node: Node, reason: str, now: float) -> None:
+        """Stop all workers because a node was told to end from outside, and have what is in memory stored with it.
+
+        The node is lost once it has ended. Ranks that go on without lost ones do so, and nothing is stored.
+        """
+        state, rdzv = self.state, self.state.rendezvous
+        leaves = node.id in state.departing or node.id in state.scaling.leaving
+        holds = node.has_run and not (node.status.final or state.is_outside(node))
+        if leaves or not holds or state.job.survive or state.adoption.pending:
+            return
+        if not rdzv.collecting and node.status is not NodeStatus.RUNNING:
+            return
+        node.reason = f"{reason[:1].lower()}{reason[1:]}".rstrip(".")
+        others_store = bool(rdzv.leaving)
+        state.departing[node.id] = now + state.job.shutdown_timeout + state.job.limits.release_grace
+        rdzv.let_go(node.id)
+        why = f"node {node.id} leaves: {node.reason}"
+        if not rdzv.collecting:
+            self.rounds.open(why, now)
+        elif not others_store:
+            self.rounds.call_all(why)
 
     def _node_lost(self, node: Node, now: float) -> None:
         """Respond to the loss of a node of the world."""

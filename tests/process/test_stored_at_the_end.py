@@ -1,0 +1,88 @@
+"""Steps in memory only: a job or a node that ends from outside stores them first, whatever the options."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from dlrover.errors import ExitCode
+from dlrover.spec import events
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(180)]
+
+NODES = ["--nnodes=2", "--local-nodes=2"]
+LATER = 100_000
+"""More steps than a test waits for."""
+
+
+class Scaled:
+    """Jobs of `scripts/scaled.py`, one after the other, whose state is spread over all ranks."""
+
+    def __init__(self, run) -> None:
+        self._run = run
+        self.out: Path = run.directory / "out"
+        self.out.mkdir()
+
+    def start(self, *options: str, steps: int = LATER, name: str = "run"):
+        program = [self._run.scripts / "scaled.py", self.out, steps, 0.05]
+        return self._run(*options, *program, name=name)
+
+    def done(self) -> list[int]:
+        """Steps that were completed, in order."""
+        return [int(words[0]) for words in self._lines("steps")]
+
+    def starts(self) -> list[list[str]]:
+        """World size, first step and source of each start."""
+        return self._lines("starts")
+
+    def _lines(self, name: str) -> list[list[str]]:
+        path = self.out / name
+        return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+    def reach(self, launch, starts: int, more: int = 5) -> int:
+        """Wait for some steps of a start; return the last."""
+        launch.until(lambda: len(self.starts()) == starts, 60, f"start {starts}")
+        first = int(self.starts()[-1][1])
+        launch.until(lambda: self.done() and self.done()[-1] >= first + more, 60, "steps")
+        return self.done()[-1]
+
+
+@pytest.fixture
+def scaled(run) -> Scaled:
+    return Scaled(run)
+
+
+@pytest.mark.parametrize("how", ["command", "SIGTERM"])
+def test_a_stopped_job_goes_on_from_the_step_that_it_was_at(run, scaled, how: str) -> None:
+    launch = scaled.start(*NODES, name="first")
+    reached = scaled.reach(launch, 1)
+    if how == "command":
+        assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
+        launch.end_with(ExitCode.STOPPED)
+    else:
+        launch.process.send_signal(signal.SIGTERM)
+        launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM)
+
+    last = scaled.done()[-1]
+    scaled.start(*NODES, steps=last + 3, name="second").succeed()
+    world_size, first, source = scaled.starts()[1]
+    assert (world_size, source) == ("2", "storage")
+    assert last - 1 <= int(first) <= last, "a step that not all ranks have saved is made again"
+    assert int(first) >= reached
+
+
+def test_a_node_that_is_stopped_costs_no_step(run, scaled) -> None:
+    launch = scaled.start(*NODES)
+    scaled.reach(launch, 1)
+    agent = max(launch.of_kind("agent"), key=lambda process: process.create_time())
+    agent.send_signal(signal.SIGTERM)
+    scaled.reach(launch, 2)
+
+    assert [start[::2] for start in scaled.starts()] == [["2", "nowhere"], ["2", "storage"]]
+    repeated = len(scaled.done()) - len(set(scaled.done()))
+    assert repeated <= 1, "a step that not all ranks have saved is made again"
+    why = "node 1 leaves: the agent was stopped by SIGTERM"
+    assert [event.body.reason for event in launch.events_of(events.RoundOpened)][1:] == [why]
+    assert len(launch.events_of(events.NodeLost)) == 1
+    launch.process.send_signal(signal.SIGTERM)
+    launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM)
