@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from dlrover.checkpoint.storage import storage
+from dlrover.checkpoint.storage.stores import open_store
 from dlrover.errors import ExitCode
 from dlrover.spec import events
 
@@ -31,6 +33,10 @@ class Scaled:
         """Steps that were completed, in order."""
         return [int(words[0]) for words in self._lines("steps")]
 
+    def stored(self) -> int:
+        """The newest stored step."""
+        return max(storage.steps(open_store(str(self.out / "steps-in-memory"))), default=0)
+
     def starts(self) -> list[list[str]]:
         """World size, first step and source of each start."""
         return self._lines("starts")
@@ -53,22 +59,16 @@ def scaled(run) -> Scaled:
 
 
 @pytest.mark.parametrize("how", ["command", "SIGTERM"])
-def test_a_stopped_job_goes_on_from_the_step_that_it_was_at(run, scaled, how: str) -> None:
-    launch = scaled.start(*NODES, name="first")
-    reached = scaled.reach(launch, 1)
+def test_a_stopped_job_stores_the_step_that_it_was_at(run, scaled, how: str) -> None:
+    launch = scaled.start(*NODES)
+    scaled.reach(launch, 1)
     if how == "command":
         assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
         launch.end_with(ExitCode.STOPPED)
     else:
         launch.process.send_signal(signal.SIGTERM)
         launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM)
-
-    last = scaled.done()[-1]
-    scaled.start(*NODES, steps=last + 3, name="second").succeed()
-    world_size, first, source = scaled.starts()[1]
-    assert (world_size, source) == ("2", "storage")
-    assert last - 1 <= int(first) <= last, "a step that not all ranks have saved is made again"
-    assert int(first) >= reached
+    assert scaled.stored() >= scaled.done()[-1] - 1, "a step that not all ranks had saved is lost"
 
 
 def test_a_node_that_is_stopped_costs_no_step(run, scaled) -> None:
