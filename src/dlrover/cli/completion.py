@@ -14,7 +14,6 @@ import typer
 from typer import completion as scripts
 
 from dlrover import config
-from dlrover.cli.run import arguments
 
 _BASH = """_dlrover_run() {{
     local word=${{COMP_WORDS[COMP_CWORD]}}
@@ -61,6 +60,8 @@ def _launcher(shell: Shell) -> str:
 
 def _actions() -> Iterator[tuple[str, str]]:
     """Yield the long options of ``dlrover-run`` in one spelling each, with their help."""
+    from dlrover.cli.run import arguments  # noqa: PLC0415 - slow to import
+
     for action in arguments.build_parser({})._actions:  # noqa: SLF001 - argparse shows them nowhere else
         if action.help is argparse.SUPPRESS:
             continue

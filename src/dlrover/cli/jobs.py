@@ -22,7 +22,6 @@ import msgspec
 from dlrover import config
 from dlrover._util import decoding, files
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError, kind_of
-from dlrover.rpc import wire
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import (
     OUTCOME_ROOM,
@@ -243,7 +242,9 @@ def write_token(job_dir: JobDir, token: str) -> None:
         ConfigurationError: the token is not valid, or the file cannot be written.
         InfrastructureError: its volume fails.
     """
-    write(job_dir, job_dir.token, wire.checked_token(token).encode())
+    from dlrover.rpc.wire import checked_token  # noqa: PLC0415 - loads grpc
+
+    write(job_dir, job_dir.token, checked_token(token).encode())
 
 
 def write(job_dir: JobDir, path: Path, data: bytes) -> None:

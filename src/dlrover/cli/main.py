@@ -22,13 +22,11 @@ from dlrover import __version__, config
 from dlrover._util import files, procs
 from dlrover.cli import chaos, ckpt, completion, dashboard, embedding, jobs, roles, strategy
 from dlrover.cli.cluster import brain, operator, submit
-from dlrover.cli.output import Form, Output, print_json, print_line, show, terminal
+from dlrover.cli.output import Form, Output, print_json, print_line, show, terminal, write_file
 from dlrover.cli.run.launchspec import parse_rdzv_conf
 from dlrover.cli.run.nodes import parse_nnodes
 from dlrover.cli.selecting import Dir, of_job, refuse_roles
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, InfrastructureError
-from dlrover.master.compose import Request, master_config
-from dlrover.master.diagnosis_rules import load_own
 from dlrover.spec.events import Event
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir, MasterConfig
@@ -156,9 +154,9 @@ def goodput(
         return
     found = ledger.report(job)
     if html:
-        ledger.write("--html", html, content.frozen(job, found))
+        write_file("--html", html, content.frozen(job, found))
     if trace:
-        ledger.write("--trace", trace, tracing.trace(found))
+        write_file("--trace", trace, tracing.trace(found))
     show(found.content(), output, lambda _, console: ledger.render(found, console))
 
 
@@ -242,7 +240,8 @@ def diagnose(
     output: Output = Form.TEXT,
 ) -> None:
     """Explain from a log why a program failed, or why a job's workers did, and what to do."""
-    from dlrover.cli import diagnose as diagnosing  # noqa: PLC0415
+    from dlrover.cli import diagnose as diagnosing  # noqa: PLC0415 - slow to import
+    from dlrover.master.diagnosis_rules import load_own  # noqa: PLC0415
 
     env = config.environ()
     own = load_own(rules or config.settings(env).diagnosis_rules, {})
@@ -327,6 +326,7 @@ def master(  # noqa: PLR0913 - each is an option of the command
     the job is the ElasticJob that DLROVER_KUBERNETES_JOB names, and the master makes its pods.
     """
     from dlrover.master.app import main as run_master  # noqa: PLC0415 - loads grpc
+    from dlrover.master.compose import Request, master_config  # noqa: PLC0415
 
     env = config.environ()
     settings = config.settings(env, config_file, parse_rdzv_conf(rdzv_conf))
@@ -397,6 +397,7 @@ def _in_pod(
     program, as by Python's own exit code, nor a failing volume as the end of a job that its next master continues.
     """
     from dlrover.kubernetes.platform import job as elastic_job  # noqa: PLC0415 - an extra
+    from dlrover.master.compose import master_config  # noqa: PLC0415
 
     try:
         found = asyncio.run(elastic_job.fetch(env))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -11,6 +12,7 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+from dlrover.errors import kind_of
 from dlrover.spec.words import printable, printable_lines
 
 T = TypeVar("T")
@@ -87,3 +89,17 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= KIB
     return f"{nbytes:.1f} TiB"
+
+
+def write_file(option: str, path: str, text: str) -> None:
+    """Write ``text`` to the file that ``option`` names.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise kind_of(error)(
+            f"{option} {path} cannot be written: {error.strerror}; it takes the name of a file."
+        ) from error

@@ -17,15 +17,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from dlrover import accelerators, config
+from dlrover import config
 from dlrover._util import cgroup
 from dlrover.cli import jobs
-from dlrover.cli.cluster import rolesonray, submit
+from dlrover.cli.cluster import submit
 from dlrover.cli.cluster.kube import Kubeconfig, extra
 from dlrover.cli.output import Form, Output, print_table
 from dlrover.cli.run.nodes import machine_memory
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.roles.coordinator.jobs import directory_of
 from dlrover.roles.loading import load, tls_of
 from dlrover.roles.messages import weights_in_words
 from dlrover.roles.spec import RoleKind, RolesConfig, RolesJob, RoleSpec
@@ -68,7 +67,8 @@ def roles(  # noqa: PLR0913 - each is an option of the command
     output: Output = Form.TEXT,
 ) -> None:  # fmt: skip
     """Run a job of several roles, such as driver, trainer and rollout; each fails and restarts alone."""
-    from dlrover.cli.run.run import show  # noqa: PLC0415 - loads grpc
+    from dlrover.cli.cluster import rolesonray  # noqa: PLC0415 - loads grpc
+    from dlrover.cli.run.run import show  # noqa: PLC0415
 
     if platform not in PLATFORMS:
         raise ConfigurationError(f"--platform {platform}: must be local, ray or kubernetes.")
@@ -100,6 +100,8 @@ def check_here(job: RolesJob) -> None:
     Raises:
         ConfigurationError: the cores, the memory or the accelerators do not suffice.
     """
+    from dlrover import accelerators  # noqa: PLC0415 - slow to import
+
     gpus = len(accelerators.present().device_files())
     check_size(job, cgroup.cores(), machine_memory(), gpus)
 
@@ -298,8 +300,10 @@ def goodput(job_dir: JobDir) -> dict[str, object]:
 
     It is None for a role whose job has not begun.
     """
+    from dlrover.cli.cluster import rolesonray  # noqa: PLC0415 - loads grpc
     from dlrover.dashboard.inspect import goodput as ledger  # noqa: PLC0415
     from dlrover.roles.client import load_config  # noqa: PLC0415
+    from dlrover.roles.coordinator.jobs import directory_of  # noqa: PLC0415
 
     found: dict[str, object] = {}
     of_job = load_config(job_dir)

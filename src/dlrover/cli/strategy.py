@@ -13,8 +13,7 @@ import msgspec
 import typer
 
 from dlrover import extras
-from dlrover.cli.output import Form, Output, print_json, print_table
-from dlrover.dashboard.inspect.goodput import write
+from dlrover.cli.output import Form, Output, print_json, print_table, write_file
 from dlrover.errors import ConfigurationError, ExitCode, readable
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def strategy(  # noqa: PLR0913 - each is an option of the command
     if html:
         from dlrover.cli import strategy_page  # noqa: PLC0415
 
-        write("--html", html, strategy_page.render(job, found))
+        write_file("--html", html, strategy_page.render(job, found))
     if output is Form.JSON:
         print_json(_content(job, found[:limit]))
     else:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +17,7 @@ from dlrover.dashboard.inspect.plans import PlanHistory, records
 from dlrover.dashboard.inspect.queries import ask
 from dlrover.dashboard.inspect.timeline import Timeline
 from dlrover.data.machine.queue import ShardQueue
-from dlrover.errors import ConfigurationError, InfrastructureError, kind_of
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.master.files import load_config
 from dlrover.master.journal.journal import open_journal
 from dlrover.master.machine import inputs
@@ -227,17 +226,3 @@ class Amounts:
 
 
 # ---- files
-
-
-def write(option: str, path: str, text: str) -> None:
-    """Write ``text`` to the file that ``option`` names.
-
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise kind_of(error)(
-            f"{option} {path} cannot be written: {error.strerror}; it takes the name of a file."
-        ) from error

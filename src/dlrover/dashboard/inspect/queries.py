@@ -15,10 +15,6 @@ from rich.text import Text
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.master.files import load_config, read_outcome
 from dlrover.master.journal import history
-from dlrover.master.journal.journal import open_journal
-from dlrover.master.machine import inputs
-from dlrover.master.machine.job import JobMachine
-from dlrover.master.views.status import status_of
 from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient, connect
 from dlrover.spec.events import Event
@@ -68,6 +64,11 @@ async def ask(job_dir: JobDir, question: Callable[[MasterClient], Awaitable[Repl
 
 
 def _from_journal(job_dir: JobDir) -> messages.Status:
+    from dlrover.master.journal.journal import open_journal  # noqa: PLC0415 - slow to import
+    from dlrover.master.machine import inputs  # noqa: PLC0415
+    from dlrover.master.machine.job import JobMachine  # noqa: PLC0415
+    from dlrover.master.views.status import status_of  # noqa: PLC0415
+
     machine = JobMachine()
     last = 0.0
     journal = open_journal(load_config(job_dir).journal, job_dir.journal, read_only=True)
