@@ -109,8 +109,6 @@ def test_a_connection_that_says_nothing_is_closed_and_leaves_no_thread(
 
 
 def test_an_operator_that_stands_still_fails_its_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "ANSWER_TIMEOUT", 0.05)
-
     async def story() -> None:
         server = HealthServer(serving(), "127.0.0.1", 0)
         try:
@@ -118,6 +116,7 @@ def test_an_operator_that_stands_still_fails_its_probe(monkeypatch: pytest.Monke
             status, said = await asyncio.to_thread(get, server.port, "/readyz")
             assert (status, said) == (503, "The operator has not read its Lease yet.\n")
             assert (await asyncio.to_thread(get, server.port, "/"))[0] == 404
+            monkeypatch.setattr(health, "ANSWER_TIMEOUT", 0.05)
             with ThreadPoolExecutor() as elsewhere:
                 asked = elsewhere.submit(get, server.port, "/healthz")
                 assert asked.result(30.0)[0] == 503  # nothing else runs on the loop meanwhile
