@@ -82,7 +82,8 @@ def pytest_unconfigure() -> None:
 
 def _limit(item: pytest.Item) -> float:
     marker = item.get_closest_marker("timeout")
-    return float(marker.args[0] if marker else item.config.getini("timeout")) + SLACK
+    given = item.config.getoption("timeout") or item.config.getini("timeout")
+    return float(marker.args[0] if marker else given) + SLACK
 
 
 def _end_after(seconds: float, config: pytest.Config) -> None:

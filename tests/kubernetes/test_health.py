@@ -29,9 +29,10 @@ from dlrover.kubernetes.operator.leader import Leader
 from dlrover.kubernetes.operator.operator import Operator
 from dlrover.kubernetes.operator.stats import BOUNDS, Durations
 from dlrover.kubernetes.operator.workqueue import WorkQueue
-from tests.kubernetes.controlplane import ControlPlane, free_ports
+from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet
+from tests.services import free_port
 
 PAGE = Path(__file__).parents[2] / "docs" / "kubernetes.md"
 
@@ -143,7 +144,7 @@ def test_two_operators_are_ready_and_one_of_them_leads(
 ) -> None:
     cluster = Cluster(control_plane, namespace, tmp_path)
     kubelet()
-    ports = free_ports(2)
+    ports = free_port(), free_port()
     command = ["dlrover", "operator", "--namespace", namespace, "--kubeconfig", cluster.kubeconfig]
     processes = [subprocess.Popen([*command, "--http-port", str(port)]) for port in ports]
 
